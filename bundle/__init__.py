@@ -1,0 +1,35 @@
+"""The artifact that ``eecompile`` writes and ``eeserve`` loads; imports only numpy."""
+
+from offramp.bundle.bundle import Bundle, write_bundle
+from offramp.bundle.errors import (
+    BundleError,
+    BundleExistsError,
+    BundleIntegrityError,
+    BundleNotFoundError,
+    BundleSchemaError,
+)
+from offramp.bundle.manifest import Answer, AnswerForm, Exit, Head, Manifest, Segment, TensorSpec
+from offramp.bundle.policy import NEVER, ActiveExit, ExitPolicy, Promise
+from offramp.bundle.profile import Profile
+
+__all__ = [
+    "NEVER",
+    "ActiveExit",
+    "Answer",
+    "AnswerForm",
+    "Bundle",
+    "BundleError",
+    "BundleExistsError",
+    "BundleIntegrityError",
+    "BundleNotFoundError",
+    "BundleSchemaError",
+    "Exit",
+    "ExitPolicy",
+    "Head",
+    "Manifest",
+    "Profile",
+    "Promise",
+    "Segment",
+    "TensorSpec",
+    "write_bundle",
+]

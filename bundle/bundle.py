@@ -1,0 +1,250 @@
+"""Reading and writing bundles: whole or absent, and never trusted unchecked."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle.errors import (
+    BundleExistsError,
+    BundleIntegrityError,
+    BundleNotFoundError,
+    BundleSchemaError,
+)
+from offramp.bundle.manifest import SCHEMA_VERSION, FileEntry, Manifest
+from offramp.bundle.policy import ExitPolicy
+from offramp.bundle.profile import Profile
+from offramp.bundle.serde import from_plain, to_plain
+
+MANIFEST = "manifest.json"
+MANIFEST_HASH = "manifest.sha256"
+"""Holds the hash of the manifest, which holds the hashes of all other files."""
+POLICY = "policy.json"
+RECORDS = "records.npz"
+REPORT = "report.html"
+
+_T = TypeVar("_T")
+_MEND = "copy the bundle again, or compile the model again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    """An opened bundle, every file of which was checked."""
+
+    path: Path
+    manifest: Manifest
+    policy: ExitPolicy
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Bundle:
+        """Open a bundle and check every file in it.
+
+        Raises:
+            BundleNotFoundError: There is no bundle at ``path``.
+            BundleIntegrityError: A file is missing, altered, foreign or leaves the bundle.
+            BundleSchemaError: The bundle is of a version that this one does not read.
+        """
+        root = Path(path)
+        manifest = _read_manifest(root)
+        _check_files(root, manifest)
+        policy = _parse(ExitPolicy, (root / POLICY).read_bytes(), POLICY)
+        known = len(manifest.exits)
+        if any(active.exit >= known for active in policy.active):
+            raise BundleSchemaError(f"{POLICY}: names an exit beyond the bundle's {known}")
+        return cls(path=root, manifest=manifest, policy=policy)
+
+    def read(self, name: str) -> bytes:
+        """Read a file of the bundle, checking its hash again.
+
+        Raises:
+            BundleIntegrityError: It changed since the bundle was opened.
+        """
+        entries = {entry.path: entry for entry in self.manifest.files}
+        if name not in entries:
+            raise BundleIntegrityError(f"{self.path}: {name} is not part of this bundle")
+        return _read_checked(self.path, entries[name])
+
+    def profile(self, device: str = "cpu") -> Profile:
+        """Read the latencies measured on a device."""
+        name = f"profiles/{device}.json"
+        return _parse(Profile, self.read(name), name)
+
+    def records(self) -> dict[str, NDArray[Any]]:
+        """Read what the exits said on the calibration data.
+
+        ``confidence`` float32 [exits, samples], ``prediction`` int32 [exits, samples],
+        ``final_prediction`` int32 [samples], ``split`` uint8 [samples] (0 train, 1 tune,
+        2 certify), and ``label`` int64 [samples] where the data had labels.
+        """
+        with np.load(io.BytesIO(self.read(RECORDS)), allow_pickle=False) as archive:
+            return dict(archive)
+
+
+def write_bundle(
+    path: str | os.PathLike[str],
+    manifest: Manifest,
+    policy: ExitPolicy,
+    files: Mapping[str, bytes],
+    *,
+    overwrite: bool = False,
+) -> Bundle:
+    """Write a bundle to a temporary folder beside ``path``, then rename it into place.
+
+    Args:
+        path: The folder to make.
+        manifest: Without ``files``, which is filled in here.
+        policy: The initial exit policy.
+        files: Content of every other file, by relative path.
+        overwrite: Whether a bundle that is already there may be replaced. Anything else there
+            is never replaced.
+
+    Raises:
+        BundleExistsError: There is something at ``path`` already.
+    """
+    target = Path(path)
+    _check_target(target, overwrite=overwrite)
+    contents = {**files, POLICY: _dump(policy)}
+    entries = tuple(_entry(name, contents[name]) for name in sorted(contents))
+    document = _dump(replace(manifest, files=entries))
+    contents[MANIFEST] = document
+    contents[MANIFEST_HASH] = f"{hashlib.sha256(document).hexdigest()}\n".encode()
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        for name, content in contents.items():
+            place = scratch / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(content)
+        scratch.chmod(0o755)
+        opened = Bundle.open(scratch)
+        _move_into_place(scratch, target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return replace(opened, path=target)
+
+
+def _check_target(target: Path, *, overwrite: bool) -> None:
+    if not target.exists() and not target.is_symlink():
+        return
+    if not (target / MANIFEST).is_file() or target.is_symlink():
+        raise BundleExistsError(f"{target} exists and is not a bundle; choose another --output")
+    if not overwrite:
+        raise BundleExistsError(f"{target} exists; choose another --output, or add --overwrite")
+
+
+def _move_into_place(scratch: Path, target: Path) -> None:
+    if not target.exists():
+        scratch.rename(target)
+        return
+    retired = scratch.with_name(f"{scratch.name}.old")
+    target.rename(retired)
+    scratch.rename(target)
+    shutil.rmtree(retired)
+
+
+def _read_manifest(root: Path) -> Manifest:
+    if not (root / MANIFEST).is_file():
+        raise BundleNotFoundError(
+            f"{root} is not a bundle (no {MANIFEST} there); make one with: eecompile MODEL.onnx"
+        )
+    document = (root / MANIFEST).read_bytes()
+    try:
+        expected = (root / MANIFEST_HASH).read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BundleIntegrityError(f"{root / MANIFEST_HASH}: {error}; {_MEND}") from error
+    found = hashlib.sha256(document).hexdigest()
+    if found != expected:
+        raise BundleIntegrityError(
+            f"{root / MANIFEST} was altered: its SHA-256 is {found}, {MANIFEST_HASH} says "
+            f"{expected}; {_MEND}"
+        )
+    return _parse_manifest(document)
+
+
+def _parse_manifest(document: bytes) -> Manifest:
+    plain = _json(document, MANIFEST)
+    version = plain.get("schema_version") if isinstance(plain, dict) else None
+    if version != SCHEMA_VERSION:
+        raise BundleSchemaError(
+            f"{MANIFEST}: schema version {version!r}, but this Offramp reads {SCHEMA_VERSION}; "
+            "compile the model again, or install the Offramp that wrote it"
+        )
+    return from_plain(Manifest, plain, MANIFEST)
+
+
+def _check_files(root: Path, manifest: Manifest) -> None:
+    for entry in manifest.files:
+        _read_checked(root, entry)
+    listed = {entry.path for entry in manifest.files} | {MANIFEST, MANIFEST_HASH}
+    found = {p.relative_to(root).as_posix() for p in root.rglob("*") if not p.is_dir()}
+    if found - listed:
+        raise BundleIntegrityError(
+            f"{root}: {', '.join(sorted(found - listed))} does not belong to this bundle; "
+            "remove it"
+        )
+    referred = [manifest.source.file, POLICY]
+    referred += [s.file for s in manifest.segments] + [e.file for e in manifest.exits]
+    absent = sorted(set(referred) - listed)
+    if absent:
+        raise BundleIntegrityError(f"{root}: {MANIFEST} lists no hash for {', '.join(absent)}")
+
+
+def _read_checked(root: Path, entry: FileEntry) -> bytes:
+    place = _inside(root, entry.path)
+    try:
+        content = place.read_bytes()
+    except OSError as error:
+        raise BundleIntegrityError(f"{place}: {error.strerror}; {_MEND}") from error
+    if len(content) != entry.size_bytes:
+        raise BundleIntegrityError(
+            f"{place} has {len(content)} bytes, the manifest says {entry.size_bytes}; {_MEND}"
+        )
+    if hashlib.sha256(content).hexdigest() != entry.sha256:
+        raise BundleIntegrityError(f"{place} was altered (SHA-256 differs); {_MEND}")
+    return content
+
+
+def _inside(root: Path, name: str) -> Path:
+    pure = PurePosixPath(name)
+    place = root / pure
+    unsafe = pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name or not name
+    if unsafe or not place.resolve().is_relative_to(root.resolve()):
+        raise BundleIntegrityError(f"{root}: the path {name!r} leaves the bundle; {_MEND}")
+    return place
+
+
+def _entry(name: str, content: bytes) -> FileEntry:
+    digest = hashlib.sha256(content).hexdigest()
+    return FileEntry(path=name, size_bytes=len(content), sha256=digest)
+
+
+def _dump(value: object) -> bytes:
+    return (json.dumps(to_plain(value), indent=1, allow_nan=False) + "\n").encode()
+
+
+def _json(document: bytes, name: str) -> Any:
+    try:
+        return json.loads(document)
+    except ValueError as error:
+        raise BundleSchemaError(f"{name}: not JSON ({error})") from error
+
+
+def _parse(cls: type[_T], document: bytes, name: str) -> _T:
+    return from_plain(cls, _json(document, name), name)
+
+
+def dump_profile(profile: Profile) -> bytes:
+    """Give a profile as the content of its file."""
+    return _dump(profile)

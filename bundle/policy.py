@@ -1,0 +1,62 @@
+"""The exit policy: which exits are active, and from which confidence on.
+
+Confidence is in [0, 1], higher is surer; a sample exits when ``confidence >= threshold``. A
+threshold above 1 (:data:`NEVER`) switches an exit off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NEVER = 2.0
+"""A threshold that no confidence reaches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActiveExit:
+    """An exit in use."""
+
+    exit: int
+    """Index into ``Manifest.exits``."""
+    threshold: float
+    """Least confidence to exit with."""
+
+    def __post_init__(self) -> None:
+        """Refuse what would exit always, by mistake, or on NaN."""
+        if not 0.0 <= self.threshold <= NEVER:
+            raise ValueError(f"threshold {self.threshold} of exit {self.exit} is not in [0, {NEVER}]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promise:
+    """What was certified when the policy was found (Learn-then-Test, Angelopoulos et al. 2021).
+
+    With probability ``confidence`` over the certify split, disagreement on unseen data drawn
+    like it stays within ``max_disagreement``.
+    """
+
+    max_disagreement: float
+    confidence: float
+    certify_samples: int
+    certify_errors: int
+    """Samples of the certify split that the policy answered unlike the source model."""
+    p_value: float
+    """P(Binomial(certify_samples, max_disagreement) ≤ certify_errors)."""
+    predicted_savings: float
+    """Share of the source model's time saved on the certify split, from profiled times."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitPolicy:
+    """Frozen, versioned, swapped whole."""
+
+    version: int
+    active: tuple[ActiveExit, ...]
+    """In depth order; empty is the unmodified model."""
+    promise: Promise | None = None
+
+    def __post_init__(self) -> None:
+        """Check the order."""
+        exits = [a.exit for a in self.active]
+        if exits != sorted(set(exits)):
+            raise ValueError(f"active exits {exits} must rise")

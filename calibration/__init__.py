@@ -1,0 +1,1 @@
+"""What needs data: reading, recording, training of heads, profiling, selection."""

@@ -1,0 +1,165 @@
+"""Data sets in npz files: one array per model input, and labels where there are any."""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import TensorSpec
+from offramp.calibration.errors import DataError
+from offramp.engine.validation import check_tensors
+
+LABEL_KEYS = ("label", "labels")
+"""Names under which an npz may hold the true classes, int [n]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """Samples in the format that the model takes."""
+
+    inputs: Mapping[str, NDArray[Any]]
+    """By input name, first dimension n."""
+    labels: NDArray[np.int64] | None
+    """[n], only for reporting accuracy."""
+    sha256: str
+    """Of the file, for the manifest."""
+
+    def __len__(self) -> int:
+        """Samples."""
+        return len(next(iter(self.inputs.values())))
+
+    def take(self, rows: slice | NDArray[np.intp]) -> dict[str, NDArray[Any]]:
+        """Give the inputs of some samples."""
+        return {name: array[rows] for name, array in self.inputs.items()}
+
+    def batches(self, size: int) -> Iterator[dict[str, NDArray[Any]]]:
+        """Give all samples in order, ``size`` at a time."""
+        for start in range(0, len(self), size):
+            yield self.take(slice(start, start + size))
+
+
+def read_dataset(path: Path, specs: Sequence[TensorSpec]) -> Dataset:
+    """Read an npz file and check it against the model's inputs.
+
+    Raises:
+        DataError: The file cannot be read, an array's name, dtype or shape is not what the
+            model takes, arrays have different lengths, or values are NaN or infinite.
+    """
+    arrays = _load(path)
+    labels = None
+    names = {spec.name for spec in specs}
+    for key in LABEL_KEYS:
+        if key in arrays and key not in names:
+            labels = arrays.pop(key)
+    wrong = check_tensors(specs, arrays)
+    if wrong:
+        raise DataError(f"{path}: {wrong}")
+    _check_lengths(path, arrays, labels)
+    for name, array in arrays.items():
+        _check_finite(path, name, array)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    truth = None if labels is None else labels.astype(np.int64)
+    return Dataset(inputs=arrays, labels=truth, sha256=digest)
+
+
+def _load(path: Path) -> dict[str, NDArray[Any]]:
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise DataError(f"{path} is a single array; save named ones with numpy.savez")
+            return {name: archive[name] for name in archive.files}
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: no such file") from error
+    except (ValueError, OSError, zipfile.BadZipFile, EOFError) as error:
+        raise DataError(
+            f"{path} is not an npz file of plain arrays ({error}); "
+            "write one with numpy.savez_compressed(path, INPUT=array, label=classes)"
+        ) from error
+
+
+def _check_lengths(
+    path: Path, arrays: Mapping[str, NDArray[Any]], labels: NDArray[Any] | None
+) -> None:
+    lengths = {name: len(array) for name, array in arrays.items()}
+    if labels is not None:
+        if labels.ndim != 1 or labels.dtype.kind not in "iu":
+            raise DataError(
+                f"{path}: labels are {labels.dtype} {list(labels.shape)}, expected classes as "
+                "integers [n]"
+            )
+        lengths["label"] = len(labels)
+    if len(set(lengths.values())) != 1:
+        raise DataError(f"{path}: arrays differ in length: {lengths}; every sample needs all")
+
+
+def _check_finite(path: Path, name: str, array: NDArray[Any]) -> None:
+    if array.dtype.kind != "f":
+        return
+    bad = ~np.isfinite(array.reshape(len(array), -1)).all(axis=1)
+    if bad.any():
+        first = int(np.flatnonzero(bad)[0])
+        raise DataError(
+            f"{path}: input {name!r} has NaN or infinite values in {int(bad.sum())} of "
+            f"{len(array)} samples, first in sample {first}; remove or mend them"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Splits:
+    """Disjoint parts of a data set; every sample is in one of them."""
+
+    train: NDArray[np.intp]
+    """Trains the heads."""
+    tune: NDArray[np.intp]
+    """Chooses heads, active exits, and the path of policies."""
+    certify: NDArray[np.intp]
+    """Finds how far along the path the promise holds; nothing else ever sees it."""
+
+    def assignment(self) -> NDArray[np.uint8]:
+        """[n]: 0 train, 1 tune, 2 certify."""
+        total = len(self.train) + len(self.tune) + len(self.certify)
+        marks = np.zeros(total, np.uint8)
+        marks[self.tune], marks[self.certify] = 1, 2
+        return marks
+
+
+TUNE_SHARE, CERTIFY_SHARE = 0.15, 0.25
+"""What of the data does not train: heads gain most from more data, certification flattens
+beyond some 5,000 samples (findings 5)."""
+
+
+def split(samples: int, *, certify_at_least: int, seed: int) -> Splits:
+    """Part samples at random.
+
+    Args:
+        samples: Their number.
+        certify_at_least: Samples without which not even a policy that never errs can be
+            certified (:func:`offramp.engine.control.certify.samples_needed`).
+        seed: Of the permutation.
+
+    Raises:
+        DataError: There are too few; the message says how many are needed.
+    """
+    certify = max(round(samples * CERTIFY_SHARE), certify_at_least)
+    tune = round(samples * TUNE_SHARE)
+    train = samples - certify - tune
+    if train < max(tune, certify) or tune < 1:
+        needed = max(-(-certify_at_least // CERTIFY_SHARE), 8)
+        raise DataError(
+            f"{samples} calibration samples are too few: the promise alone needs "
+            f"{certify_at_least}, and heads must be trained on others; give at least "
+            f"{needed:.0f} (10,000 serve well), or relax --max-disagreement or --confidence"
+        )
+    order = np.random.default_rng(seed).permutation(samples)
+    return Splits(
+        train=np.sort(order[:train]),
+        tune=np.sort(order[train : train + tune]),
+        certify=np.sort(order[train + tune :]),
+    )

@@ -1,0 +1,102 @@
+"""What heads are trained on, recorded once.
+
+Maps are pooled to grids by ONNX Runtime with the very operators that will be served; tokens and
+vectors are kept whole. Stored as float16 in files that are mapped into memory, since tokens of a
+real data set run to gigabytes; values beyond float16's range are clipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import Answer
+from offramp.calibration.dataset import Dataset
+from offramp.calibration.errors import DataError
+from offramp.engine.backends.onnxruntime import make_session
+
+BATCH_SIZE = 64
+_FLOAT16_MAX = 65504.0
+
+WHOLE = 0
+"""In place of a grid: the tensor as it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """Features of every candidate exit, and what the source model answered."""
+
+    features: tuple[Mapping[int, NDArray[np.float16]], ...]
+    """Per candidate, by grid: [n, channels · grid²]; by :data:`WHOLE`: [n, tokens, width] or
+    [n, width]."""
+    masks: Mapping[str, NDArray[Any]]
+    """The masks that heads use, by graph input: [n, tokens]."""
+    answers: NDArray[np.float32]
+    """[n, classes]: the source model's."""
+
+
+def record(
+    model: bytes,
+    outputs: tuple[Mapping[int, str], ...],
+    answer: Answer,
+    dataset: Dataset,
+    *,
+    threads: int,
+    directory: Path,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Recording:
+    """Run the source model with all poolings attached over a data set.
+
+    Args:
+        model: The joined graph: segments and poolings.
+        outputs: Per candidate, the graph's outputs by grid.
+        answer: The source model's.
+        dataset: Samples; all of them are recorded.
+        threads: Of ONNX Runtime.
+        directory: Where to put the files; the caller removes it.
+        progress: Called with the number of samples of each finished batch.
+
+    Raises:
+        DataError: The source model's answers are not finite.
+    """
+    session = make_session(model, threads)
+    names = [name for per_exit in outputs for name in per_exit.values()]
+    stores: dict[str, NDArray[np.float16]] = {}
+    answers = np.empty((len(dataset), answer.classes), np.float32)
+    row = 0
+    for batch in dataset.batches(BATCH_SIZE):
+        given = {i.name for i in session.get_inputs()}
+        feed = {name: array for name, array in batch.items() if name in given}
+        answered, *values = session.run([answer.output, *names], feed)
+        rows = slice(row, row + len(answered))
+        answers[rows] = answered
+        for name, value in zip(names, values, strict=True):
+            if name not in stores:
+                stores[name] = _allocate(directory, len(stores), (len(dataset), *value.shape[1:]))
+            stores[name][rows] = np.clip(value, -_FLOAT16_MAX, _FLOAT16_MAX)
+        row += len(answered)
+        progress(len(answered))
+    if not np.isfinite(answers).all():
+        bad = int(np.flatnonzero(~np.isfinite(answers).all(axis=1))[0])
+        raise DataError(
+            f"the source model answers calibration sample {bad} with NaN or infinity; "
+            "mend the model or remove the sample"
+        )
+    features = tuple({grid: stores[name] for grid, name in e.items()} for e in outputs)
+    return Recording(features=features, masks=_masks(dataset), answers=answers)
+
+
+def _allocate(directory: Path, number: int, shape: tuple[int, ...]) -> NDArray[np.float16]:
+    store: NDArray[np.float16] = np.lib.format.open_memmap(  # type: ignore[no-untyped-call]
+        directory / f"{number}.npy", mode="w+", dtype=np.float16, shape=shape
+    )
+    return store
+
+
+def _masks(dataset: Dataset) -> dict[str, NDArray[Any]]:
+    return {name: array for name, array in dataset.inputs.items() if array.ndim == 2}

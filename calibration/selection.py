@@ -1,0 +1,213 @@
+"""Which head at each cut point, which exits in use, and which policy ships.
+
+All predictions come from profiled times and the records of the tuning split; the certify split
+is looked at once, when the path of policies is fixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import NEVER, ActiveExit, ExitPolicy, Profile, Promise
+from offramp.engine.control.certify import (
+    allowed_errors,
+    certify,
+    common_path,
+    fit_agreement,
+    path_levels,
+)
+from offramp.engine.control.path import walk
+from offramp.engine.control.records import evaluate, savings_of
+
+FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """Milliseconds at the reference batch size."""
+
+    source_ms: float
+    segments_ms: tuple[float, ...]
+    overhead_ms: float
+    """Of one more stage."""
+    after_segment: tuple[int, ...]
+    """Per exit."""
+    exits_ms: tuple[float, ...]
+    """Per exit: bridge and head."""
+
+    @classmethod
+    def at(
+        cls, profile: Profile, batch_size: int, after: Sequence[int], exits_ms: Sequence[float]
+    ) -> CostModel:
+        """Take a column of a profile; ``exits_ms`` at the same batch size."""
+        column = profile.column(batch_size)
+        return cls(
+            source_ms=profile.source_ms[column],
+            segments_ms=tuple(row[column] for row in profile.segments_ms),
+            overhead_ms=profile.stage_overhead_ms,
+            after_segment=tuple(after),
+            exits_ms=tuple(exits_ms),
+        )
+
+    def latency_ms(self, active: Sequence[int]) -> FloatArray:
+        """[active + 1]: time until each active exit's answer, and until the model's end.
+
+        Apparate 3.3: the model's own time up to the exit, and the cost of every active exit
+        up to it.
+        """
+        until = np.cumsum(self.segments_ms)
+        times, exits_so_far = [], 0.0
+        for index in active:
+            exits_so_far += self.exits_ms[index] + self.overhead_ms
+            times.append(until[self.after_segment[index]] + exits_so_far)
+        return np.array([*times, self.source_ms + exits_so_far])
+
+
+def net_savings_alone(
+    confidence: NDArray[np.float32],
+    agrees: BoolArray,
+    cost: CostModel,
+    index: int,
+    max_disagreement: float,
+) -> float:
+    """What an exit would save with no other beside it, its own cost taken off.
+
+    Args:
+        confidence: [samples] of the tuning split.
+        agrees: [samples].
+        cost: With the head's cost at ``index``.
+        index: The exit.
+        max_disagreement: Constraint on the tuning split.
+    """
+    order = np.argsort(-confidence, kind="stable")
+    allowed = int(max_disagreement * len(confidence))
+    errors = np.cumsum(~agrees[order])
+    leaving = int(np.searchsorted(errors, allowed, side="right"))
+    times = cost.latency_ms([index])
+    share = leaving / len(confidence)
+    return float(1 - (share * times[0] + (1 - share) * times[1]) / cost.source_ms)
+
+
+def choose_active(
+    confidence: NDArray[np.float32],
+    agrees: BoolArray,
+    cost: CostModel,
+    *,
+    max_disagreement: float,
+    confidence_level: float,
+) -> tuple[int, ...]:
+    """Drop exits while that raises the predicted savings, the most useful drop first.
+
+    A set's savings are those of the boldest policy on its common path that would still be
+    certified on the tuning split, so that sets are judged by what can be promised.
+
+    Args:
+        confidence: [exits, samples] of the tuning split.
+        agrees: [exits, samples].
+        cost: Of all exits.
+        max_disagreement: The constraint.
+        confidence_level: Of the certificate.
+
+    Returns:
+        Indices of the exits to keep, in depth order; may be empty.
+    """
+
+    def savings(active: tuple[int, ...]) -> float:
+        if not active:
+            return 0.0
+        rows = list(active)
+        path = tuning_path(confidence[rows], agrees[rows])
+        walked = walk(path, confidence[rows], agrees[rows])
+        allowed = max(
+            allowed_errors(confidence.shape[1], max_disagreement, confidence_level),
+            int(max_disagreement * confidence.shape[1] / 2),
+        )
+        saved = savings_of(walked.counts, cost.latency_ms(rows), cost.source_ms)
+        return float(saved[walked.errors <= allowed].max(initial=0.0))
+
+    active = tuple(range(len(confidence)))
+    best = savings(active)
+    while active:
+        trials = [active[:i] + active[i + 1 :] for i in range(len(active))]
+        values = [savings(trial) for trial in trials]
+        top = int(np.argmax(values))
+        if values[top] < best:
+            break
+        active, best = trials[top], values[top]
+    return active if best > 0 else ()
+
+
+def tuning_path(confidence: NDArray[np.float32], agrees: BoolArray) -> FloatArray:
+    """The path of policies from cautious to bold, fixed by the tuning split alone.
+
+    One number, the calibrated probability of agreement, moves all thresholds (findings 5).
+    """
+    curves = [fit_agreement(c, a) for c, a in zip(confidence, agrees, strict=True)]
+    path: FloatArray = common_path(curves, path_levels())
+    return path
+
+
+def certified_policy(
+    active: Sequence[int],
+    path: FloatArray,
+    confidence: NDArray[np.float32],
+    agrees: BoolArray,
+    cost: CostModel,
+    *,
+    max_disagreement: float,
+    confidence_level: float,
+) -> ExitPolicy:
+    """Find how far along the path the promise holds (Learn then Test).
+
+    Args:
+        active: Exits that the columns of ``path`` belong to.
+        path: [levels, len(active)], fixed without the certify split.
+        confidence: [exits, samples] of the certify split, all exits.
+        agrees: [exits, samples].
+        cost: For the predicted savings.
+        max_disagreement: The constraint.
+        confidence_level: Of the promise.
+
+    Returns:
+        The policy; without active exits if nothing passed or nothing was worth it.
+    """
+    if not active:
+        return ExitPolicy(version=1, active=())
+    rows = list(active)
+    certificate = certify(
+        path,
+        confidence[rows],
+        agrees[rows],
+        max_disagreement=max_disagreement,
+        confidence_level=confidence_level,
+    )
+    if certificate is None or (certificate.thresholds >= NEVER).all():
+        return ExitPolicy(version=1, active=())
+    outcome = evaluate(
+        confidence[rows],
+        agrees[rows],
+        cost.latency_ms(rows),
+        certificate.thresholds,
+        vanilla_ms=cost.source_ms,
+    )
+    return ExitPolicy(
+        version=1,
+        active=tuple(
+            ActiveExit(exit=index, threshold=float(threshold))
+            for index, threshold in zip(rows, certificate.thresholds, strict=True)
+            if threshold < NEVER
+        ),
+        promise=Promise(
+            max_disagreement=max_disagreement,
+            confidence=confidence_level,
+            certify_samples=certificate.samples,
+            certify_errors=certificate.errors,
+            p_value=certificate.p_value,
+            predicted_savings=float(outcome.savings),
+        ),
+    )

@@ -1,0 +1,307 @@
+"""Train heads: backbone frozen, every head of every exit on every sample, at once.
+
+Apparate 3.1: ramps are trained independently of each other on a frozen model, so their losses
+are summed and one backward pass serves them all. The targets are the source model's
+probabilities (self-distillation), so no labels are needed. The only module that names torch.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from offramp.bundle import Head
+from offramp.calibration.families import CutTensor
+from offramp.calibration.features import WHOLE, Recording
+
+_FAR_BELOW = -1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingOptions:
+    """How heads are trained."""
+
+    epochs: int = 12
+    batch_size: int = 256
+    learning_rate: float = 2e-3
+    decay: float = 0.8
+    """Factor on the learning rate after each epoch."""
+    weight_decay: float = 1e-4
+    dropout: float = 0.1
+    """On the pooled features."""
+    holdout: float = 0.15
+    """Share of the training split that picks each head's best epoch."""
+    threads: int = 1
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedHead:
+    """A head for a candidate exit."""
+
+    candidate: int
+    head: Head
+    weights: Mapping[str, NDArray[np.float32]]
+    """``weight`` [inputs, classes], ``bias`` [classes]; ``hidden_weight``, ``hidden_bias`` of
+    the hidden layer; ``queries`` [queries, width]. Standardisation is folded in."""
+    confidence: NDArray[np.float32]
+    """[tune samples]."""
+    prediction: NDArray[np.int32]
+    """[tune samples]."""
+
+
+def train_heads(
+    recording: Recording,
+    cuts: Sequence[CutTensor],
+    families: Sequence[Sequence[Head]],
+    probabilities: NDArray[np.float32],
+    train_rows: NDArray[np.intp],
+    tune_rows: NDArray[np.intp],
+    options: TrainingOptions,
+    progress: Callable[[int], None] = lambda _: None,
+) -> list[TrainedHead]:
+    """Train every head of every candidate.
+
+    Args:
+        recording: Features of all samples.
+        cuts: Per candidate.
+        families: Per candidate, the heads to train.
+        probabilities: [n, classes], the source model's.
+        train_rows: Samples to train on.
+        tune_rows: Samples to answer with the trained heads.
+        options: How.
+        progress: Called with 1 after every step of :func:`count_steps`.
+
+    Returns:
+        All trained heads.
+    """
+    torch.manual_seed(options.seed)
+    torch.set_num_threads(options.threads)
+    order = np.random.default_rng(options.seed).permutation(train_rows)
+    held = round(len(order) * options.holdout)
+    held_rows, fit_rows = np.sort(order[:held]), np.sort(order[held:])
+    exits = [
+        _ExitHeads(index, cut, family, recording, probabilities.shape[1], fit_rows, options)
+        for index, (cut, family) in enumerate(zip(cuts, families, strict=True))
+        if family
+    ]
+    targets = torch.from_numpy(probabilities)
+    parameters = [p for e in exits for p in e.modules.parameters()]
+    optimiser = torch.optim.AdamW(
+        parameters, lr=options.learning_rate, weight_decay=options.weight_decay
+    )
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimiser, options.decay)
+    shuffler = np.random.default_rng(options.seed)
+    for _ in range(options.epochs):
+        for rows in _batches(shuffler.permutation(fit_rows), options.batch_size):
+            optimiser.zero_grad(set_to_none=True)
+            for exit_ in exits:
+                exit_.backward(rows, targets[rows])
+            optimiser.step()
+            progress(1)
+        schedule.step()
+        for exit_ in exits:
+            exit_.keep_best(held_rows, targets, options.batch_size)
+    return [trained for exit_ in exits for trained in exit_.finish(tune_rows)]
+
+
+def count_steps(train_samples: int, options: TrainingOptions) -> int:
+    """How often :func:`train_heads` reports progress."""
+    fitted = train_samples - round(train_samples * options.holdout)
+    return options.epochs * math.ceil(fitted / options.batch_size)
+
+
+def _batches(rows: NDArray[np.intp], size: int) -> list[NDArray[np.intp]]:
+    return [np.sort(rows[start : start + size]) for start in range(0, len(rows), size)]
+
+
+class _HeadModule(nn.Module):
+    """One head; standardises its features, so that one learning rate suits all."""
+
+    def __init__(self, head: Head, cut: CutTensor, classes: int, dropout: float) -> None:
+        super().__init__()
+        assert cut.width is not None
+        self.head, self.width = head, cut.width
+        features = self.width * _multiplier(head)
+        self.mean: Tensor
+        self.scale: Tensor
+        self.register_buffer("mean", torch.zeros(features))
+        self.register_buffer("scale", torch.ones(features))
+        if head.kind == "attention":
+            self.queries = nn.Parameter(torch.randn(head.queries, self.width) * 0.02)
+        self.dropout = nn.Dropout(dropout)
+        self.hidden = nn.Linear(features, head.hidden) if head.hidden else None
+        self.output = nn.Linear(head.hidden or features, classes)
+
+    def pool(self, values: Tensor, keep: Tensor | None) -> Tensor:
+        """Give [b, features] of [b, channels·grid²], [b, tokens, width] or [b, width]."""
+        if self.head.kind in ("grid", "vector"):
+            return values
+        if self.head.kind == "attention" and self.head.grid:
+            values = values.unflatten(1, (self.width, -1)).transpose(1, 2)
+        if self.head.kind == "attention":
+            scores = values @ (self.queries / self._token_scale()).T
+            if keep is not None:
+                scores = scores + ((1 - keep) * _FAR_BELOW)[..., None]
+            return (scores.softmax(1).transpose(1, 2) @ values).flatten(1)
+        first = values[:, 0]
+        if self.head.kind == "first":
+            return first
+        if keep is None:
+            mean, masked = values.mean(1), values
+        else:
+            mean = (values * keep[..., None]).sum(1) / keep.sum(1, keepdim=True).clamp(min=1)
+            masked = values + ((1 - keep) * _FAR_BELOW)[..., None]
+        if self.head.kind == "mean":
+            return mean
+        return torch.cat([first, mean, masked.amax(1)], 1)
+
+    def _token_scale(self) -> Tensor:
+        """Scale of one token's values, and the usual root of the width."""
+        return self.scale[: self.width] * math.sqrt(self.width)
+
+    def forward(self, values: Tensor, keep: Tensor | None) -> Tensor:
+        x = self.dropout((self.pool(values, keep) - self.mean) / self.scale)
+        if self.hidden is not None:
+            x = self.hidden(x).relu()
+        logits: Tensor = self.output(x)
+        return logits
+
+    @torch.no_grad()
+    def standardise(self, values: Tensor, keep: Tensor | None) -> None:
+        """Set mean and scale from a sample of the features."""
+        if self.head.kind == "attention":
+            tokens = values
+            if self.head.grid:
+                tokens = values.unflatten(1, (self.width, -1)).transpose(1, 2)
+            flat = tokens.flatten(0, 1) if keep is None else tokens[keep > 0]
+            mean, scale = flat.mean(0), flat.std(0)
+            self.mean.copy_(mean.repeat(self.head.queries))
+            self.scale.copy_(scale.repeat(self.head.queries).clamp(min=1e-3))
+            return
+        pooled = self.pool(values, keep)
+        self.mean.copy_(pooled.mean(0))
+        self.scale.copy_(pooled.std(0).clamp(min=1e-3))
+
+    @torch.no_grad()
+    def folded(self) -> dict[str, NDArray[np.float32]]:
+        """Give the weights with the standardisation folded into the first layer."""
+        first = self.hidden or self.output
+        weight = (first.weight / self.scale).T
+        bias = first.bias - self.mean @ weight
+        layers = {"weight": weight, "bias": bias}
+        if self.hidden is not None:
+            layers = {"hidden_weight": weight, "hidden_bias": bias}
+            layers |= {"weight": self.output.weight.T, "bias": self.output.bias}
+        if self.head.kind == "attention":
+            layers["queries"] = self.queries / self._token_scale()
+        return {name: np.ascontiguousarray(value.numpy()) for name, value in layers.items()}
+
+
+def _multiplier(head: Head) -> int:
+    """Pooled features per channel."""
+    if head.kind == "grid":
+        return head.grid**2
+    return {"attention": head.queries, "mean_max": 3}.get(head.kind, 1)
+
+
+class _ExitHeads:
+    """The heads of one candidate exit, on their features."""
+
+    def __init__(
+        self,
+        candidate: int,
+        cut: CutTensor,
+        family: Sequence[Head],
+        recording: Recording,
+        classes: int,
+        fit_rows: NDArray[np.intp],
+        options: TrainingOptions,
+    ) -> None:
+        self.candidate = candidate
+        self.features = recording.features[candidate]
+        self.mask: NDArray[Any] | None = None
+        if cut.rank == 3 and cut.mask is not None:
+            self.mask = recording.masks[cut.mask]
+        self.modules = nn.ModuleList(
+            _HeadModule(head, cut, classes, options.dropout) for head in family
+        )
+        sample = fit_rows[:: max(1, len(fit_rows) // 2048)]
+        for module in self._heads():
+            module.standardise(self._values(module.head, sample), self._keep(sample))
+        self._best_loss = [math.inf] * len(family)
+        self._best_state: list[Any] = [None] * len(family)
+
+    def _heads(self) -> list[_HeadModule]:
+        return [m for m in self.modules if isinstance(m, _HeadModule)]
+
+    def _values(self, head: Head, rows: NDArray[np.intp]) -> Tensor:
+        key = head.grid if head.grid else WHOLE
+        return torch.from_numpy(self.features[key][rows].astype(np.float32))
+
+    def _keep(self, rows: NDArray[np.intp]) -> Tensor | None:
+        if self.mask is None:
+            return None
+        return torch.from_numpy(self.mask[rows].astype(np.float32))
+
+    def _grouped(self, rows: NDArray[np.intp]) -> list[Tensor]:
+        """Logits of every head; features are read once per grid."""
+        keep = self._keep(rows)
+        values = {key: torch.from_numpy(f[rows].astype(np.float32)) for key, f in self._used()}
+        return [module(values[module.head.grid or WHOLE], keep) for module in self._heads()]
+
+    def _used(self) -> list[tuple[int, NDArray[np.float16]]]:
+        wanted = {module.head.grid or WHOLE for module in self._heads()}
+        return [(key, array) for key, array in self.features.items() if key in wanted]
+
+    def backward(self, rows: NDArray[np.intp], targets: Tensor) -> None:
+        """Add the gradients of all heads on a batch."""
+        self.modules.train()
+        losses = [functional.cross_entropy(logits, targets) for logits in self._grouped(rows)]
+        torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def keep_best(self, rows: NDArray[np.intp], targets: Tensor, batch_size: int) -> None:
+        """Remember each head as it is now if the held-out loss never was lower."""
+        self.modules.eval()
+        totals = [0.0] * len(self.modules)
+        for batch in _batches(rows, batch_size):
+            for index, logits in enumerate(self._grouped(batch)):
+                loss = functional.cross_entropy(logits, targets[batch], reduction="sum")
+                totals[index] += loss.item()
+        for index, (total, module) in enumerate(zip(totals, self._heads(), strict=True)):
+            if total < self._best_loss[index]:
+                self._best_loss[index] = total
+                self._best_state[index] = copy.deepcopy(module.state_dict())
+
+    @torch.no_grad()
+    def finish(self, tune_rows: NDArray[np.intp]) -> list[TrainedHead]:
+        """Restore the best of each head and answer the tuning split with it."""
+        for module, state in zip(self._heads(), self._best_state, strict=True):
+            if state is not None:
+                module.load_state_dict(state)
+        self.modules.eval()
+        chunks = [self._grouped(rows) for rows in _batches(tune_rows, 512)]
+        trained = []
+        for index, module in enumerate(self._heads()):
+            probabilities = torch.cat([chunk[index] for chunk in chunks]).softmax(1)
+            confidence, prediction = probabilities.max(1)
+            trained.append(
+                TrainedHead(
+                    candidate=self.candidate,
+                    head=module.head,
+                    weights=module.folded(),
+                    confidence=confidence.numpy(),
+                    prediction=prediction.numpy().astype(np.int32),
+                )
+            )
+        return trained

@@ -1,0 +1,1 @@
+"""The runtime: executes the stages of bundles; no network in it."""

@@ -1,0 +1,100 @@
+"""What a backend is: three small protocols.
+
+A *backend* prepares stages; a *slot* executes them, one at a time, on the thread that owns it
+(on CUDA: a stream with its contexts and buffers). A batch of tensors lives wherever the backend
+keeps it; scheduler and executor only know how many rows it has and which of them go on.
+
+Ownership: ``upload`` may alias the arrays it is given; they must not change until the batch is
+done. What ``run`` and ``select`` return is valid until the slot's next ``upload``; the answer
+and confidence arrays belong to the caller.
+
+Kept to a handful of methods on purpose (the trait of Hugging Face TEI was the model): whatever
+passes ``tests/unit/engine/test_backend_conformance.py`` is a backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.engine.plan import StageSpec
+
+Rows: TypeAlias = NDArray[np.intp]
+"""Row numbers of a batch, rising."""
+
+Stage: TypeAlias = Any
+"""A prepared stage: whatever the backend made of a :class:`StageSpec`."""
+
+
+class TensorBatch(Protocol):
+    """Tensors of a batch, on the backend's device; opaque to all but the backend."""
+
+    def __len__(self) -> int:
+        """Rows."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StageResult:
+    """What a stage gave for a batch of b rows. Not kw_only: made once a stage, hot."""
+
+    answer: NDArray[Any] | None
+    """[b, classes]: the exit's or the model's answer, on the host; ``None`` where the stage
+    has no exit."""
+    confidence: NDArray[np.float32]
+    """[b]: the answer's confidence, 0 to 1; empty where there is no answer."""
+    carry: TensorBatch | None
+    """What the next stage takes; ``None`` after the last."""
+
+
+class Slot(Protocol):
+    """Executes stages in order; used by one thread at a time."""
+
+    def upload(self, tensors: Mapping[str, NDArray[Any]]) -> TensorBatch:
+        """Take the model's inputs, all of equal first dimension."""
+        ...
+
+    def run(self, stage: Stage, batch: TensorBatch) -> StageResult:
+        """Execute; waits for the result with the GIL released.
+
+        Raises:
+            BackendError: Execution failed. The slot stays usable.
+        """
+        ...
+
+    def select(self, batch: TensorBatch, rows: Rows) -> TensorBatch:
+        """Keep the given rows, in their order (survivor compaction)."""
+        ...
+
+    def close(self) -> None:
+        """Release what the slot holds."""
+        ...
+
+
+class Backend(Protocol):
+    """Prepares stages; thread-safe."""
+
+    @property
+    def name(self) -> str:
+        """For messages and metrics, for instance ``onnxruntime-cpu``."""
+        ...
+
+    def prepare(self, spec: StageSpec) -> Stage:
+        """Load a stage; may take seconds, may run in the background.
+
+        Raises:
+            BackendError: The stage cannot be loaded; the message says which and why.
+        """
+        ...
+
+    def open_slot(self) -> Slot:
+        """Open a slot."""
+        ...
+
+    def close(self) -> None:
+        """Release everything; slots must be closed before."""
+        ...

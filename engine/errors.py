@@ -1,0 +1,50 @@
+"""Errors of the engine, named by whose fault they are.
+
+::
+
+    EngineError
+    ├── RequestError               the caller's: mend the request
+    │   ├── UnknownModelError      no model of that name is served
+    │   └── InvalidInputError      a tensor's name, shape, dtype or content is wrong
+    ├── CapacityError              nobody's: try again later, or send less
+    │   ├── QueueFullError         the bounded queue has no room
+    │   ├── DeadlineExceededError  the deadline passed before an answer was there
+    │   └── DrainingError          the engine is shutting down and takes no new requests
+    └── BackendError               ours or the model's: execution failed; its batch only
+"""
+
+
+class EngineError(Exception):
+    """Base of all errors of :mod:`offramp.engine`."""
+
+
+class RequestError(EngineError):
+    """The request is wrong; sending it again will not help."""
+
+
+class UnknownModelError(RequestError):
+    """No model of that name is served."""
+
+
+class InvalidInputError(RequestError):
+    """A tensor's name, shape, dtype or content is not what the model takes."""
+
+
+class CapacityError(EngineError):
+    """The request was right, but there was no room or no time for it."""
+
+
+class QueueFullError(CapacityError):
+    """The bounded queue has no room for the request's samples."""
+
+
+class DeadlineExceededError(CapacityError):
+    """The deadline passed before the request's last sample had its answer."""
+
+
+class DrainingError(CapacityError):
+    """The engine is shutting down and takes no new requests."""
+
+
+class BackendError(EngineError):
+    """The backend could not load or execute a stage."""

@@ -1,0 +1,97 @@
+"""The stages of a plan, prepared by a backend: one step of one batch at a time.
+
+Executor, benchmarks and the compiler's verification all run batches through here, so that what
+is measured and verified is what is served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.engine.backends.base import Backend, Rows, Slot, Stage, StageResult, TensorBatch
+from offramp.engine.exit_check import exits
+from offramp.engine.plan import Plan, StageSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a stage did to a batch of b rows."""
+
+    result: StageResult
+    exited: NDArray[np.bool_]
+    """[b]: rows that leave with the stage's answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """Rows that left a batch together."""
+
+    stage: int
+    rows: Rows
+    """Row numbers in the batch as it was uploaded."""
+    answer: NDArray[Any]
+    """[len(rows), classes]."""
+    confidence: NDArray[np.float32]
+    """[len(rows)]."""
+
+
+class Pipeline:
+    """A plan's prepared stages; shared by all slots."""
+
+    def __init__(self, backend: Backend, plan: Plan) -> None:
+        """Prepare every stage; takes seconds.
+
+        Raises:
+            BackendError: A stage cannot be loaded.
+        """
+        self.backend = backend
+        self.plan = plan
+        self._stages: tuple[Stage, ...] = tuple(backend.prepare(spec) for spec in plan.stages)
+
+    def step(self, slot: Slot, index: int, batch: TensorBatch) -> Step:
+        """Run stage ``index`` on a batch and check who exits."""
+        result = slot.run(self._stages[index], batch)
+        return Step(result, self._exited(self.plan.stages[index], result, len(batch)))
+
+    def run(self, slot: Slot, tensors: Mapping[str, NDArray[Any]]) -> Iterator[Departure]:
+        """Run one batch to its end, giving the rows that leave as they leave."""
+        batch = slot.upload(tensors)
+        rows = np.arange(len(batch), dtype=np.intp)
+        for index in range(len(self._stages)):
+            step = self.step(slot, index, batch)
+            leaving = np.flatnonzero(step.exited)
+            if len(leaving):
+                assert step.result.answer is not None
+                yield Departure(
+                    index,
+                    rows[leaving],
+                    step.result.answer[leaving],
+                    step.result.confidence[leaving],
+                )
+            staying = np.flatnonzero(~step.exited)
+            if not len(staying):
+                return
+            assert step.result.carry is not None
+            rows = rows[staying]
+            batch = slot.select(step.result.carry, staying)
+
+    def warm_up(self, slot: Slot, tensors: Mapping[str, NDArray[Any]]) -> None:
+        """Run one batch through every stage with nobody leaving (allocates for its size)."""
+        batch = slot.upload(tensors)
+        for stage in self._stages:
+            carry = slot.run(stage, batch).carry
+            if carry is not None:
+                batch = carry
+
+    @staticmethod
+    def _exited(spec: StageSpec, result: StageResult, count: int) -> NDArray[np.bool_]:
+        if spec.final:
+            return np.ones(count, np.bool_)
+        if result.answer is None:
+            return np.zeros(count, np.bool_)
+        return exits(result.confidence, spec.threshold)

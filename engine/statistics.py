@@ -1,0 +1,163 @@
+"""Counters of a served model, and their immutable snapshots.
+
+The executor counts per batch and stage, never per sample in Python; a snapshot is what status
+page and metrics read.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+HISTOGRAM_BOUNDS_S = tuple(round(0.00025 * 2 ** (step / 2), 6) for step in range(31))
+"""Upper bounds of the time histograms' buckets: 0.25 ms to 8.2 s, two an octave; the last
+bucket is open."""
+
+BATCH_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Upper bounds of the batch size histograms' buckets."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Histogram:
+    """Counts per bucket (not cumulative), and the sum."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    """One more than ``bounds``: the last is above them all."""
+    total: float
+    """Sum of what was observed."""
+
+    @property
+    def count(self) -> int:
+        """Observations."""
+        return sum(self.counts)
+
+    @property
+    def mean(self) -> float:
+        """Mean of the observations; 0 if there were none."""
+        return self.total / self.count if self.count else 0.0
+
+    def quantile(self, q: float) -> float:
+        """Quantile by linear interpolation inside its bucket; 0 if there were none."""
+        wanted, seen = q * self.count, 0
+        for index, count in enumerate(self.counts):
+            if count and seen + count >= wanted:
+                low = self.bounds[index - 1] if index else 0.0
+                high = self.bounds[min(index, len(self.bounds) - 1)]
+                return low + (high - low) * (wanted - seen) / count
+            seen += count
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageStatistics:
+    """One stage of the plan in force."""
+
+    label: str
+    """``exit 3`` or ``final``."""
+    threshold: float
+    """Least confidence to leave with."""
+    answered: int
+    """Samples that left here with an answer."""
+    batch_size: Histogram
+    """Rows executed, per run of the stage."""
+    run_s: Histogram
+    """Seconds per run of the stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStatistics:
+    """Everything counted since the model was loaded."""
+
+    mode: str
+    backend: str
+    policy_version: int
+    stages: tuple[StageStatistics, ...]
+    requests: int
+    """Requests accepted."""
+    samples: int
+    """Samples accepted."""
+    answered: int
+    """Samples answered."""
+    failed: dict[str, int]
+    """Samples without an answer, by cause: ``cancelled``, ``expired``, ``rejected``,
+    ``backend_error``."""
+    queued: int
+    """Samples waiting now."""
+    in_flight: int
+    """Samples in running batches now."""
+    queue_s: Histogram
+    """Seconds from submission to first dispatch, per request part."""
+    latency_s: Histogram
+    """Seconds from submission to the response, per request."""
+    uptime_s: float
+
+    def exit_shares(self) -> dict[str, float]:
+        """Share of the answered samples by the place that answered them."""
+        total = max(self.answered, 1)
+        return {stage.label: stage.answered / total for stage in self.stages}
+
+
+class HistogramCounter:
+    """Counts observations; one writer at a time."""
+
+    __slots__ = ("_bounds", "_counts", "_total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """Start at zero."""
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._total = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Count ``count`` observations of ``value``."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._total += value * count
+
+    def snapshot(self) -> Histogram:
+        """Give the counts so far."""
+        return Histogram(bounds=self._bounds, counts=tuple(self._counts), total=self._total)
+
+
+class StageCounters:
+    """What is counted for one stage."""
+
+    __slots__ = ("answered", "batch_size", "label", "run_s", "threshold")
+
+    def __init__(self, label: str, threshold: float) -> None:
+        """Start at zero."""
+        self.label = label
+        self.threshold = threshold
+        self.answered = 0
+        self.batch_size = HistogramCounter(BATCH_BOUNDS)
+        self.run_s = HistogramCounter(HISTOGRAM_BOUNDS_S)
+
+    def snapshot(self) -> StageStatistics:
+        """Give the counts so far."""
+        return StageStatistics(
+            label=self.label,
+            threshold=self.threshold,
+            answered=self.answered,
+            batch_size=self.batch_size.snapshot(),
+            run_s=self.run_s.snapshot(),
+        )
+
+
+class Counters:
+    """Everything that is counted for a model; whoever holds the executor's lock may write."""
+
+    def __init__(self, stages: Sequence[StageCounters]) -> None:
+        """Start at zero."""
+        self.stages = tuple(stages)
+        self.requests = 0
+        self.samples = 0
+        self.failed: Counter[str] = Counter()
+        self.queue_s = HistogramCounter(HISTOGRAM_BOUNDS_S)
+        self.latency_s = HistogramCounter(HISTOGRAM_BOUNDS_S)
+
+    @property
+    def answered(self) -> int:
+        """Samples answered, wherever."""
+        return sum(stage.answered for stage in self.stages)

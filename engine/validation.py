@@ -1,0 +1,72 @@
+"""Check named tensors against what a model takes; one wording for requests and data sets."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import TensorSpec
+
+
+def check_tensors(specs: Sequence[TensorSpec], tensors: Mapping[str, NDArray[Any]]) -> str | None:
+    """Say what is wrong with ``tensors``; ``None`` if nothing is.
+
+    Names and dtypes must be equal, fixed sizes too; a symbolic size must be the same wherever
+    its symbol stands. There must be at least one sample.
+    """
+    wrong = _check_names(specs, tensors)
+    if wrong:
+        return wrong
+    bound: dict[str, tuple[int, str]] = {}
+    for spec in specs:
+        wrong = _check_tensor(spec, tensors[spec.name], bound)
+        if wrong:
+            return wrong
+    return None
+
+
+def _check_names(specs: Sequence[TensorSpec], tensors: Mapping[str, NDArray[Any]]) -> str | None:
+    names = {spec.name for spec in specs}
+    expected = "; ".join(spec.describe() for spec in specs)
+    for name in tensors:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            return f"there is no input {name!r}{hint}; expected {expected}"
+    missing = sorted(names - set(tensors))
+    return f"input {missing[0]!r} is missing; expected {expected}" if missing else None
+
+
+def _check_tensor(
+    spec: TensorSpec, tensor: NDArray[Any], bound: dict[str, tuple[int, str]]
+) -> str | None:
+    found = f"{tensor.dtype} {list(tensor.shape)}"
+    if tensor.dtype != np.dtype(spec.dtype):
+        remedy = f"convert it with .astype({spec.dtype!r})"
+        return f"input {spec.name!r} is {found}, expected {spec.describe()}; {remedy}"
+    if tensor.ndim != len(spec.shape):
+        hint = ""
+        if tensor.ndim == len(spec.shape) - 1:
+            hint = "; for a single sample add the batch dimension with array[None]"
+        return f"input {spec.name!r} is {found}, expected {spec.describe()}{hint}"
+    for axis, (size, wanted) in enumerate(zip(tensor.shape, spec.shape, strict=True)):
+        if isinstance(wanted, int):
+            if size != wanted:
+                return (
+                    f"input {spec.name!r} is {found}: size {size} of dimension {axis} is not "
+                    f"{wanted}; expected {spec.describe()}"
+                )
+            continue
+        if size < 1:
+            return f"input {spec.name!r} is {found}: dimension {axis} ({wanted}) is empty"
+        known, owner = bound.setdefault(wanted, (size, spec.name))
+        if known != size:
+            return (
+                f"{wanted} is {known} in input {owner!r}, but {size} in {spec.name!r}; "
+                "it must be the same"
+            )
+    return None

@@ -1,0 +1,266 @@
+"""Tiny classifiers, built in code, that have the topologies of the real ones.
+
+Weights are random but the same in every run. Tensors that are expected to become cut points have
+telling names (``block0``, ``layer1/out``); all others are numbered.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Dims = "Sequence[int | str]"
+
+
+class Builder:
+    """Collects nodes and weights of a graph."""
+
+    def __init__(self, *, seed: int = 0) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._nodes: list[onnx.NodeProto] = []
+        self._weights: list[onnx.TensorProto] = []
+        self._inputs: list[onnx.ValueInfoProto] = []
+        self._outputs: list[onnx.ValueInfoProto] = []
+
+    def input(self, name: str, dims: Dims, elem_type: int = TensorProto.FLOAT) -> str:
+        self._inputs.append(helper.make_tensor_value_info(name, elem_type, dims))
+        return name
+
+    def output(self, name: str, dims: Dims, elem_type: int = TensorProto.FLOAT) -> None:
+        self._outputs.append(helper.make_tensor_value_info(name, elem_type, dims))
+
+    def weight(self, *dims: int) -> str:
+        """A random weight that keeps the variance of what it is applied to."""
+        fan_in = int(np.prod(dims[1:])) if len(dims) == 4 else dims[0]
+        scale = (2 / fan_in) ** 0.5
+        return self.constant((self._rng.standard_normal(dims) * scale).astype(np.float32))
+
+    def constant(self, value: Any, dtype: Any = None) -> str:
+        name = f"w{len(self._weights)}"
+        self._weights.append(numpy_helper.from_array(np.asarray(value, dtype), name))
+        return name
+
+    def node(self, kind: str, *inputs: str, out: str | None = None, **attributes: Any) -> str:
+        out = out or f"t{len(self._nodes)}"
+        self._nodes.append(helper.make_node(kind, inputs, [out], **attributes))
+        return out
+
+    def conv(self, x: str, channels: tuple[int, int], *, kernel: int = 3, stride: int = 1) -> str:
+        before, after = channels
+        pads = [kernel // 2] * 4
+        weight = self.weight(after, before, kernel, kernel)
+        return self.node("Conv", x, weight, pads=pads, strides=[stride, stride])
+
+    def linear(self, x: str, before: int, after: int, *, out: str | None = None) -> str:
+        bias = self.constant(self._rng.standard_normal(after) * 0.1, np.float32)
+        return self.node("Gemm", x, self.weight(before, after), bias, out=out)
+
+    def matmul(self, x: str, before: int, after: int) -> str:
+        return self.node("MatMul", x, self.weight(before, after))
+
+    def norm(self, x: str, width: int, *, out: str | None = None) -> str:
+        scale = self.constant(1 + self._rng.standard_normal(width) * 0.1, np.float32)
+        return self.node("LayerNormalization", x, scale, out=out, axis=-1)
+
+    def build(self, *, opset: int = 17) -> onnx.ModelProto:
+        graph = helper.make_graph(
+            self._nodes, "test", self._inputs, self._outputs, initializer=self._weights
+        )
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
+        model.ir_version = 8
+        return model
+
+
+def residual_cnn(*, blocks: int = 3, batch: int | str = "batch", classes: int = 5) -> onnx.ModelProto:
+    """A ResNet: stem, residual blocks (the second halves the map), pooling, linear head.
+
+    Cut points: ``stem`` and every ``block{i}`` but the last, after which nothing is left to save.
+    """
+    b = Builder()
+    x = b.input("image", [batch, 3, 16, 16])
+    x = b.node("Relu", b.conv(x, (3, 8)), out="stem")
+    width = 8
+    for i in range(blocks):
+        stride, wider = (2, 2 * width) if i == 1 else (1, width)
+        inner = b.node("Relu", b.conv(x, (width, wider), stride=stride))
+        inner = b.conv(inner, (wider, wider))
+        short = b.conv(x, (width, wider), kernel=1, stride=stride) if i == 1 else x
+        x = b.node("Relu", b.node("Add", inner, short), out=f"block{i}")
+        width = wider
+    x = b.node("Flatten", b.node("GlobalAveragePool", x), axis=1)
+    x = b.linear(x, width, classes)
+    b.node("Softmax", x, out="probabilities", axis=-1)
+    b.output("probabilities", [batch, classes])
+    return b.build()
+
+
+def vgg_chain(*, batch: int | str = "batch", classes: int = 4, opset: int = 13) -> onnx.ModelProto:
+    """A VGG: a plain chain. Cut points: ``relu0``, ``pool1``, ``relu2``, ``pool3``."""
+    b = Builder()
+    x = b.input("image", [batch, 3, 16, 16])
+    width = 3
+    for i in range(4):
+        x = b.node("Relu", b.conv(x, (width, 8)), out=f"relu{i}")
+        width = 8
+        if i % 2:
+            x = b.node("MaxPool", x, out=f"pool{i}", kernel_shape=[2, 2], strides=[2, 2])
+    target = b.constant([batch if isinstance(batch, int) else 0, 128], np.int64)
+    x = b.node("Reshape", x, target)
+    x = b.node("Relu", b.linear(x, 128, 64), out="relu4")
+    b.linear(x, 64, classes, out="logits")
+    b.output("logits", [batch, classes])
+    return b.build(opset=opset)
+
+
+def bert_like(
+    *, layers: int = 3, mask: bool = True, token_types: bool = False, width: int = 16
+) -> onnx.ModelProto:
+    """A transformer encoder whose mask, and whose shape vector, cross every layer.
+
+    Cut points: ``layer{i}/attended`` and ``layer{i}/out``, all but the last ``out``.
+    """
+    b = Builder()
+    ids = b.input("input_ids", ["batch", "sequence"], TensorProto.INT64)
+    x = b.node("Gather", b.weight(50, width), ids)
+    sequence = b.node("Gather", b.node("Shape", ids), b.constant([1], np.int64))
+    places = b.node("Slice", b.weight(64, width), b.constant([0], np.int64), sequence)
+    x = b.node("Add", x, places)
+    if token_types:
+        types = b.input("token_type_ids", ["batch", "sequence"], TensorProto.INT64)
+        x = b.node("Add", x, b.node("Gather", b.weight(2, width), types))
+    bias = _mask_bias(b) if mask else None
+    x = b.norm(x, width, out="embedded")
+    rows = b.node("Slice", b.node("Shape", x), *(b.constant([i], np.int64) for i in (0, 2)))
+    for i in range(layers):
+        attended = _attention(b, x, bias, rows, width)
+        x = b.norm(b.node("Add", x, attended), width, out=f"layer{i}/attended")
+        inner = b.matmul(b.node("Relu", b.matmul(x, width, 2 * width)), 2 * width, width)
+        x = b.norm(b.node("Add", x, inner), width, out=f"layer{i}/out")
+    first = b.node("Gather", x, b.constant(0, np.int64), axis=1)
+    b.linear(b.node("Tanh", b.linear(first, width, width)), width, 3, out="logits")
+    b.output("logits", ["batch", 3])
+    return b.build()
+
+
+def _mask_bias(b: Builder) -> str:
+    """[batch, 1, 1, sequence]: 0 where the mask is 1, -10000 where it is 0."""
+    mask = b.input("attention_mask", ["batch", "sequence"], TensorProto.INT64)
+    x = b.node("Unsqueeze", mask, b.constant([1, 2], np.int64))
+    x = b.node("Cast", x, to=TensorProto.FLOAT)
+    x = b.node("Sub", b.constant(1.0, np.float32), x)
+    return b.node("Mul", x, b.constant(-10000.0, np.float32))
+
+
+def _attention(b: Builder, x: str, bias: str | None, rows: str, width: int, heads: int = 2) -> str:
+    """Multi-head attention; ``rows`` is the shape vector [batch, sequence]."""
+    split = b.node("Concat", rows, b.constant([heads, width // heads], np.int64), axis=0)
+    joined = b.node("Concat", rows, b.constant([width], np.int64), axis=0)
+    query, key, value = (
+        b.node("Transpose", b.node("Reshape", b.matmul(x, width, width), split), perm=perm)
+        for perm in ([0, 2, 1, 3], [0, 2, 3, 1], [0, 2, 1, 3])
+    )
+    scores = b.node("MatMul", query, key)
+    if bias:
+        scores = b.node("Add", scores, bias)
+    mixed = b.node("MatMul", b.node("Softmax", scores, axis=-1), value)
+    mixed = b.node("Reshape", b.node("Transpose", mixed, perm=[0, 2, 1, 3]), joined)
+    return b.matmul(mixed, width, width)
+
+
+def two_tower(*, layers: int = 2) -> onnx.ModelProto:
+    """Two heavy towers that meet: no exit before ``merged0``, as both are needed from there on."""
+    b = Builder()
+    towers = []
+    for side in ("left", "right"):
+        x = b.input(side, ["batch", 16])
+        for _ in range(layers):
+            x = b.node("Relu", b.linear(x, 16, 16))
+        towers.append(x)
+    x = b.node("Concat", *towers, axis=1)
+    for i in range(layers):
+        x = b.node("Relu", b.linear(x, 32, 32), out=f"merged{i}")
+    b.linear(x, 32, 3, out="logits")
+    b.output("logits", ["batch", 3])
+    return b.build()
+
+
+def mlp(*, layers: int = 3, width: int = 16) -> onnx.ModelProto:
+    """A plain chain of linear layers. Cut points: ``hidden{i}``."""
+    b = Builder()
+    x = b.input("x", ["batch", width])
+    for i in range(layers):
+        x = b.node("Relu", b.linear(x, width, width), out=f"hidden{i}")
+    b.linear(x, width, 3, out="logits")
+    b.output("logits", ["batch", 3])
+    return b.build()
+
+
+def crossing_size() -> onnx.ModelProto:
+    """``Size(hidden0)`` scales the answer: it crosses ``hidden1`` and can be had nowhere else."""
+    b = Builder()
+    x = b.input("x", ["batch", 16])
+    hidden = b.node("Relu", b.linear(x, 16, 16), out="hidden0")
+    size = b.node("Cast", b.node("Size", hidden), to=TensorProto.FLOAT)
+    x = b.node("Relu", b.linear(hidden, 16, 16), out="hidden1")
+    b.node("Div", b.linear(x, 16, 3), size, out="logits")
+    b.output("logits", ["batch", 3])
+    return b.build()
+
+
+def dense_net(*, layers: int = 3) -> onnx.ModelProto:
+    """A dense block: each layer appends to all before it. Cut points: ``joined{i}``."""
+    b = Builder()
+    x = b.input("image", ["batch", 3, 8, 8])
+    x = b.node("Relu", b.conv(x, (3, 8)), out="stem")
+    width = 8
+    for i in range(layers):
+        x = b.node("Concat", x, b.node("Relu", b.conv(x, (width, 4))), out=f"joined{i}", axis=1)
+        width += 4
+    x = b.node("Flatten", b.node("GlobalAveragePool", x), axis=1)
+    b.linear(x, width, 3, out="logits")
+    b.output("logits", ["batch", 3])
+    return b.build()
+
+
+def inception(*, modules: int = 3) -> onnx.ModelProto:
+    """Parallel branches joined by Concat. Cut points: ``stem`` and ``module{i}`` but the last."""
+    b = Builder()
+    x = b.input("image", ["batch", 3, 8, 8])
+    x = b.node("Relu", b.conv(x, (3, 8)), out="stem")
+    for i in range(modules):
+        one = b.node("Relu", b.conv(x, (8, 4), kernel=1))
+        three = b.node("Relu", b.conv(b.node("Relu", b.conv(x, (8, 4), kernel=1)), (4, 4)))
+        x = b.node("Concat", one, three, out=f"module{i}", axis=1)
+    x = b.node("Flatten", b.node("GlobalAveragePool", x), axis=1)
+    b.linear(x, 8, 3, out="logits")
+    b.output("logits", ["batch", 3])
+    return b.build()
+
+
+def conditional() -> onnx.ModelProto:
+    """Between ``hidden0`` and ``hidden1`` an ``If`` whose bodies capture a tensor and a weight."""
+    b = Builder()
+    x = b.input("x", ["batch", 8])
+    hidden = b.node("Relu", b.linear(x, 8, 8), out="hidden0")
+    weight, rows = b.weight(8, 8), b.node("Size", x)
+    many = b.node("Greater", rows, b.constant(10_000, np.int64))
+    bodies = {
+        f"{name}_branch": helper.make_graph(
+            [helper.make_node(kind, [hidden, weight], [f"{name}_out"])],
+            name,
+            [],
+            [helper.make_tensor_value_info(f"{name}_out", TensorProto.FLOAT, ["batch", 8])],
+        )
+        for name, kind in (("then", "MatMul"), ("else", "Gemm"))
+    }
+    x = b.node("Relu", b.node("If", many, **bodies), out="hidden1")
+    x = b.node("Relu", b.linear(x, 8, 8), out="hidden2")
+    b.linear(x, 8, 3, out="logits")
+    b.output("logits", ["batch", 3])
+    return b.build()
