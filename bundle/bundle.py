@@ -84,7 +84,7 @@ class Bundle:
         """Read what the exits said on the calibration data.
 
         ``confidence`` float32 [exits, samples], ``prediction`` int32 [exits, samples],
-        ``final_prediction`` int32 [samples], ``split`` uint8 [samples] (0 train, 1 tune,
+        ``final_prediction`` int32 [samples], ``split`` uint8 [samples] (1 tune,
         2 certify), and ``label`` int64 [samples] where the data had labels.
         """
         with np.load(io.BytesIO(self.read(RECORDS)), allow_pickle=False) as archive:
@@ -113,7 +113,7 @@ def write_bundle(
         BundleExistsError: There is something at ``path`` already.
     """
     target = Path(path)
-    _check_target(target, overwrite=overwrite)
+    check_target(target, overwrite=overwrite)
     contents = {**files, POLICY: _dump(policy)}
     entries = tuple(_entry(name, contents[name]) for name in sorted(contents))
     document = _dump(replace(manifest, files=entries))
@@ -135,7 +135,12 @@ def write_bundle(
     return replace(opened, path=target)
 
 
-def _check_target(target: Path, *, overwrite: bool) -> None:
+def check_target(target: Path, *, overwrite: bool) -> None:
+    """Check that a bundle may be written at ``target``, before any long work.
+
+    Raises:
+        BundleExistsError: There is something already that may not be replaced.
+    """
     if not target.exists() and not target.is_symlink():
         return
     if not (target / MANIFEST).is_file() or target.is_symlink():

@@ -70,7 +70,7 @@ class Head:
     """Pooling: average to a grid; first token; masked mean; first, mean and max joined;
     learned attention queries; none."""
     grid: int = 0
-    """Side of the pooled map, for ``grid`` and for ``attention`` over a map."""
+    """Side of the pooled map, for ``grid``."""
     queries: int = 0
     """Learned queries, for ``attention``."""
     hidden: int = 0
@@ -78,13 +78,12 @@ class Head:
 
     def describe(self) -> str:
         """``4×4 grid, hidden 64``, for reports."""
-        grid = f"{self.grid}×{self.grid} "
         pooling = {
-            "grid": f"{grid}grid",
+            "grid": f"{self.grid}×{self.grid} grid",
             "first": "first token",
             "mean": "mean",
             "mean_max": "first+mean+max",
-            "attention": f"{grid if self.grid else ''}attention, {self.queries} queries",
+            "attention": f"attention, {self.queries} {'query' if self.queries == 1 else 'queries'}",
             "vector": "vector",
         }[self.kind]
         return f"{pooling}, {f'hidden {self.hidden}' if self.hidden else 'linear'}"

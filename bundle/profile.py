@@ -17,19 +17,21 @@ class Profile:
     source_ms: tuple[float, ...]
     """The unmodified model as one graph."""
     segments_ms: tuple[tuple[float, ...], ...]
-    """[segments][batch_sizes]: each segment as its own graph, scaled so that a column sums to
-    ``source_ms`` (a border costs more than the stage that will contain it)."""
+    """[segments][batch_sizes]: each segment's part of ``source_ms``, which a column adds up to;
+    what a border between stages costs beyond is in ``stages_ms``."""
     exits_ms: tuple[tuple[float, ...], ...]
     """[exits][batch_sizes]: bridge and head, beyond the cost of an empty graph."""
-    stage_overhead_ms: float
-    """Fixed cost of one more stage: dispatch, exit check, compaction."""
+    stages_ms: tuple[float, ...]
+    """What one more stage costs: the border (layout changes, lost fusion), a call of the
+    backend, exit check and compaction."""
 
     def __post_init__(self) -> None:
         """Check that the tables have the shape that they claim."""
         width = len(self.batch_sizes)
         if list(self.batch_sizes) != sorted(set(self.batch_sizes)) or not width:
             raise ValueError(f"batch_sizes {self.batch_sizes} must rise")
-        if any(len(row) != width for row in (self.source_ms, *self.segments_ms, *self.exits_ms)):
+        rows = (self.source_ms, self.stages_ms, *self.segments_ms, *self.exits_ms)
+        if any(len(row) != width for row in rows):
             raise ValueError(f"every row needs {width} columns")
 
     def column(self, batch_size: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,11 @@ class Dataset:
     def __len__(self) -> int:
         """Samples."""
         return len(next(iter(self.inputs.values())))
+
+    def subset(self, rows: NDArray[np.intp]) -> Dataset:
+        """Give some samples as a data set (of the same file)."""
+        labels = None if self.labels is None else self.labels[rows]
+        return Dataset(inputs=self.take(rows), labels=labels, sha256=self.sha256)
 
     def take(self, rows: slice | NDArray[np.intp]) -> dict[str, NDArray[Any]]:
         """Give the inputs of some samples."""
@@ -112,22 +118,15 @@ def _check_finite(path: Path, name: str, array: NDArray[Any]) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Splits:
+class Parts:
     """Disjoint parts of a data set; every sample is in one of them."""
 
-    train: NDArray[np.intp]
+    train: Dataset
     """Trains the heads."""
-    tune: NDArray[np.intp]
+    tune: Dataset
     """Chooses heads, active exits, and the path of policies."""
-    certify: NDArray[np.intp]
+    certify: Dataset
     """Finds how far along the path the promise holds; nothing else ever sees it."""
-
-    def assignment(self) -> NDArray[np.uint8]:
-        """[n]: 0 train, 1 tune, 2 certify."""
-        total = len(self.train) + len(self.tune) + len(self.certify)
-        marks = np.zeros(total, np.uint8)
-        marks[self.tune], marks[self.certify] = 1, 2
-        return marks
 
 
 TUNE_SHARE, CERTIFY_SHARE = 0.15, 0.25
@@ -135,11 +134,11 @@ TUNE_SHARE, CERTIFY_SHARE = 0.15, 0.25
 beyond some 5,000 samples (findings 5)."""
 
 
-def split(samples: int, *, certify_at_least: int, seed: int) -> Splits:
-    """Part samples at random.
+def split(dataset: Dataset, *, certify_at_least: int, seed: int) -> Parts:
+    """Part a data set at random.
 
     Args:
-        samples: Their number.
+        dataset: All samples.
         certify_at_least: Samples without which not even a policy that never errs can be
             certified (:func:`offramp.engine.control.certify.samples_needed`).
         seed: Of the permutation.
@@ -147,19 +146,20 @@ def split(samples: int, *, certify_at_least: int, seed: int) -> Splits:
     Raises:
         DataError: There are too few; the message says how many are needed.
     """
+    samples = len(dataset)
     certify = max(round(samples * CERTIFY_SHARE), certify_at_least)
     tune = round(samples * TUNE_SHARE)
     train = samples - certify - tune
-    if train < max(tune, certify) or tune < 1:
-        needed = max(-(-certify_at_least // CERTIFY_SHARE), 8)
+    if train < certify or tune < 1:
+        needed = max(math.ceil(certify_at_least / CERTIFY_SHARE), 8)
         raise DataError(
             f"{samples} calibration samples are too few: the promise alone needs "
             f"{certify_at_least}, and heads must be trained on others; give at least "
-            f"{needed:.0f} (10,000 serve well), or relax --max-disagreement or --confidence"
+            f"{needed} (10,000 serve well), or relax --max-disagreement or --confidence"
         )
     order = np.random.default_rng(seed).permutation(samples)
-    return Splits(
-        train=np.sort(order[:train]),
-        tune=np.sort(order[train : train + tune]),
-        certify=np.sort(order[train + tune :]),
+    return Parts(
+        train=dataset.subset(np.sort(order[:train])),
+        tune=dataset.subset(np.sort(order[train : train + tune])),
+        certify=dataset.subset(np.sort(order[train + tune :])),
     )

@@ -3,6 +3,9 @@
 Apparate 3.1 pools globally and adds one linear layer. A coarse grid instead of global pooling
 keeps where things are, a small hidden layer adds the rest, and learned attention queries pool
 tokens far better than any fixed rule.
+
+Attention over maps was tried on the Fashion-MNIST example (four queries over a 7×7 grid): it netted
+13 % at the first exit where the grid itself netted 64 %, and less than it at every other exit.
 """
 
 from __future__ import annotations
@@ -60,11 +63,8 @@ def family_of(cut: CutTensor) -> tuple[Head, ...]:
 
 def _map_heads(cut: CutTensor) -> Sequence[Head]:
     grids = grids_of(cut)
-    heads = [Head(kind="grid", grid=grid) for grid in grids]
-    heads += [Head(kind="grid", grid=grid, hidden=HIDDEN) for grid in grids]
-    if grids[-1] > 1:
-        heads.append(Head(kind="attention", grid=grids[-1], queries=QUERIES[-1]))
-    return heads
+    linear = [Head(kind="grid", grid=grid) for grid in grids]
+    return linear + [Head(kind="grid", grid=grid, hidden=HIDDEN) for grid in grids[-2:]]
 
 
 def _token_heads() -> Sequence[Head]:

@@ -77,6 +77,7 @@ def record(
         answers[rows] = answered
         for name, value in zip(names, values, strict=True):
             if name not in stores:
+                directory.mkdir(exist_ok=True)
                 stores[name] = _allocate(directory, len(stores), (len(dataset), *value.shape[1:]))
             stores[name][rows] = np.clip(value, -_FLOAT16_MAX, _FLOAT16_MAX)
         row += len(answered)
@@ -92,7 +93,7 @@ def record(
 
 
 def _allocate(directory: Path, number: int, shape: tuple[int, ...]) -> NDArray[np.float16]:
-    store: NDArray[np.float16] = np.lib.format.open_memmap(  # type: ignore[no-untyped-call]
+    store: NDArray[np.float16] = np.lib.format.open_memmap(
         directory / f"{number}.npy", mode="w+", dtype=np.float16, shape=shape
     )
     return store

@@ -66,6 +66,8 @@ class BackboneTimes:
     """By batch size."""
     segments_ms: tuple[tuple[float, ...], ...]
     """[segments][batch sizes], scaled to add up to ``source_ms``."""
+    borders_ms: tuple[float, ...]
+    """By batch size: what the chain of segments takes beyond the source model, per border."""
 
 
 def profile_backbone(
@@ -80,20 +82,24 @@ def profile_backbone(
     """Time the source model and its segments.
 
     The segments are timed as graphs of their own and scaled to add up to the source model's
-    time: what a border costs is paid at active exits only, and belongs to no segment.
+    time: what a border costs is paid at active exits only, so it is kept apart.
     """
     source_graph = TimedGraph(source, threads)
     graphs = [TimedGraph(segment, threads) for segment in segments]
     source_ms: list[float] = []
     columns: list[list[float]] = []
+    borders_ms: list[float] = []
     for size in batch_sizes:
         tensors = _all_tensors(graphs, samples(size))
         total, *times = time_graphs([source_graph, *graphs], tensors)
         source_ms.append(total)
         columns.append([t * total / sum(times) for t in times])
+        borders_ms.append(max(sum(times) - total, 0.0) / max(len(times) - 1, 1))
         progress(1)
     return BackboneTimes(
-        source_ms=tuple(source_ms), segments_ms=tuple(zip(*columns, strict=True))
+        source_ms=tuple(source_ms),
+        segments_ms=tuple(zip(*columns, strict=True)),
+        borders_ms=tuple(borders_ms),
     )
 
 

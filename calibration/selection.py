@@ -33,8 +33,8 @@ class CostModel:
 
     source_ms: float
     segments_ms: tuple[float, ...]
-    overhead_ms: float
-    """Of one more stage."""
+    stage_ms: float
+    """Of one more stage: border, dispatch, exit check."""
     after_segment: tuple[int, ...]
     """Per exit."""
     exits_ms: tuple[float, ...]
@@ -49,7 +49,7 @@ class CostModel:
         return cls(
             source_ms=profile.source_ms[column],
             segments_ms=tuple(row[column] for row in profile.segments_ms),
-            overhead_ms=profile.stage_overhead_ms,
+            stage_ms=profile.stages_ms[column],
             after_segment=tuple(after),
             exits_ms=tuple(exits_ms),
         )
@@ -63,7 +63,7 @@ class CostModel:
         until = np.cumsum(self.segments_ms)
         times, exits_so_far = [], 0.0
         for index in active:
-            exits_so_far += self.exits_ms[index] + self.overhead_ms
+            exits_so_far += self.exits_ms[index] + self.stage_ms
             times.append(until[self.after_segment[index]] + exits_so_far)
         return np.array([*times, self.source_ms + exits_so_far])
 
@@ -100,8 +100,12 @@ def choose_active(
     *,
     max_disagreement: float,
     confidence_level: float,
+    max_overhead: float,
 ) -> tuple[int, ...]:
     """Drop exits while that raises the predicted savings, the most useful drop first.
+
+    Then drop the least useful ones until the model's end comes at most ``max_overhead`` later
+    than it would without exits (Apparate's ramp budget, 3.1).
 
     A set's savings are those of the boldest policy on its common path that would still be
     certified on the tuning split, so that sets are judged by what can be promised.
@@ -112,6 +116,7 @@ def choose_active(
         cost: Of all exits.
         max_disagreement: The constraint.
         confidence_level: Of the certificate.
+        max_overhead: Share of the source model's time that all exits together may cost.
 
     Returns:
         Indices of the exits to keep, in depth order; may be empty.
@@ -136,7 +141,8 @@ def choose_active(
         trials = [active[:i] + active[i + 1 :] for i in range(len(active))]
         values = [savings(trial) for trial in trials]
         top = int(np.argmax(values))
-        if values[top] < best:
+        within = cost.latency_ms(active)[-1] <= (1 + max_overhead) * cost.source_ms
+        if within and values[top] < best:
             break
         active, best = trials[top], values[top]
     return active if best > 0 else ()

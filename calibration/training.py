@@ -60,24 +60,22 @@ class TrainedHead:
 
 
 def train_heads(
-    recording: Recording,
+    train: Recording,
+    tune: Recording,
     cuts: Sequence[CutTensor],
     families: Sequence[Sequence[Head]],
     probabilities: NDArray[np.float32],
-    train_rows: NDArray[np.intp],
-    tune_rows: NDArray[np.intp],
     options: TrainingOptions,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[TrainedHead]:
     """Train every head of every candidate.
 
     Args:
-        recording: Features of all samples.
+        train: Features to train on.
+        tune: Features to answer with the trained heads.
         cuts: Per candidate.
         families: Per candidate, the heads to train.
-        probabilities: [n, classes], the source model's.
-        train_rows: Samples to train on.
-        tune_rows: Samples to answer with the trained heads.
+        probabilities: [train samples, classes], the source model's.
         options: How.
         progress: Called with 1 after every step of :func:`count_steps`.
 
@@ -86,11 +84,11 @@ def train_heads(
     """
     torch.manual_seed(options.seed)
     torch.set_num_threads(options.threads)
-    order = np.random.default_rng(options.seed).permutation(train_rows)
+    order = np.random.default_rng(options.seed).permutation(len(probabilities))
     held = round(len(order) * options.holdout)
     held_rows, fit_rows = np.sort(order[:held]), np.sort(order[held:])
     exits = [
-        _ExitHeads(index, cut, family, recording, probabilities.shape[1], fit_rows, options)
+        _ExitHeads(index, cut, family, train, probabilities.shape[1], fit_rows, options)
         for index, (cut, family) in enumerate(zip(cuts, families, strict=True))
         if family
     ]
@@ -111,7 +109,7 @@ def train_heads(
         schedule.step()
         for exit_ in exits:
             exit_.keep_best(held_rows, targets, options.batch_size)
-    return [trained for exit_ in exits for trained in exit_.finish(tune_rows)]
+    return [trained for exit_ in exits for trained in exit_.finish(tune)]
 
 
 def count_steps(train_samples: int, options: TrainingOptions) -> int:
@@ -146,8 +144,6 @@ class _HeadModule(nn.Module):
         """Give [b, features] of [b, channels·grid²], [b, tokens, width] or [b, width]."""
         if self.head.kind in ("grid", "vector"):
             return values
-        if self.head.kind == "attention" and self.head.grid:
-            values = values.unflatten(1, (self.width, -1)).transpose(1, 2)
         if self.head.kind == "attention":
             scores = values @ (self.queries / self._token_scale()).T
             if keep is not None:
@@ -180,10 +176,7 @@ class _HeadModule(nn.Module):
     def standardise(self, values: Tensor, keep: Tensor | None) -> None:
         """Set mean and scale from a sample of the features."""
         if self.head.kind == "attention":
-            tokens = values
-            if self.head.grid:
-                tokens = values.unflatten(1, (self.width, -1)).transpose(1, 2)
-            flat = tokens.flatten(0, 1) if keep is None else tokens[keep > 0]
+            flat = values.flatten(0, 1) if keep is None else values[keep > 0]
             mean, scale = flat.mean(0), flat.std(0)
             self.mean.copy_(mean.repeat(self.head.queries))
             self.scale.copy_(scale.repeat(self.head.queries).clamp(min=1e-3))
@@ -228,10 +221,8 @@ class _ExitHeads:
         options: TrainingOptions,
     ) -> None:
         self.candidate = candidate
-        self.features = recording.features[candidate]
-        self.mask: NDArray[Any] | None = None
-        if cut.rank == 3 and cut.mask is not None:
-            self.mask = recording.masks[cut.mask]
+        self._mask_name = cut.mask if cut.rank == 3 else None
+        self._see(recording)
         self.modules = nn.ModuleList(
             _HeadModule(head, cut, classes, options.dropout) for head in family
         )
@@ -240,6 +231,11 @@ class _ExitHeads:
             module.standardise(self._values(module.head, sample), self._keep(sample))
         self._best_loss = [math.inf] * len(family)
         self._best_state: list[Any] = [None] * len(family)
+
+    def _see(self, recording: Recording) -> None:
+        """Take features and mask from a recording."""
+        self.features = recording.features[self.candidate]
+        self.mask = recording.masks[self._mask_name] if self._mask_name else None
 
     def _heads(self) -> list[_HeadModule]:
         return [m for m in self.modules if isinstance(m, _HeadModule)]
@@ -284,13 +280,14 @@ class _ExitHeads:
                 self._best_state[index] = copy.deepcopy(module.state_dict())
 
     @torch.no_grad()
-    def finish(self, tune_rows: NDArray[np.intp]) -> list[TrainedHead]:
+    def finish(self, tune: Recording) -> list[TrainedHead]:
         """Restore the best of each head and answer the tuning split with it."""
+        self._see(tune)
         for module, state in zip(self._heads(), self._best_state, strict=True):
             if state is not None:
                 module.load_state_dict(state)
         self.modules.eval()
-        chunks = [self._grouped(rows) for rows in _batches(tune_rows, 512)]
+        chunks = [self._grouped(rows) for rows in _batches(np.arange(len(tune.answers)), 512)]
         trained = []
         for index, module in enumerate(self._heads()):
             probabilities = torch.cat([chunk[index] for chunk in chunks]).softmax(1)

@@ -15,8 +15,6 @@ from onnx import TensorProto, helper, numpy_helper
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-Dims = "Sequence[int | str]"
-
 
 class Builder:
     """Collects nodes and weights of a graph."""
@@ -28,11 +26,15 @@ class Builder:
         self._inputs: list[onnx.ValueInfoProto] = []
         self._outputs: list[onnx.ValueInfoProto] = []
 
-    def input(self, name: str, dims: Dims, elem_type: int = TensorProto.FLOAT) -> str:
+    def input(
+        self, name: str, dims: Sequence[int | str], elem_type: int = TensorProto.FLOAT
+    ) -> str:
         self._inputs.append(helper.make_tensor_value_info(name, elem_type, dims))
         return name
 
-    def output(self, name: str, dims: Dims, elem_type: int = TensorProto.FLOAT) -> None:
+    def output(
+        self, name: str, dims: Sequence[int | str], elem_type: int = TensorProto.FLOAT
+    ) -> None:
         self._outputs.append(helper.make_tensor_value_info(name, elem_type, dims))
 
     def weight(self, *dims: int) -> str:
@@ -77,7 +79,9 @@ class Builder:
         return model
 
 
-def residual_cnn(*, blocks: int = 3, batch: int | str = "batch", classes: int = 5) -> onnx.ModelProto:
+def residual_cnn(
+    *, blocks: int = 3, batch: int | str = "batch", classes: int = 5
+) -> onnx.ModelProto:
     """A ResNet: stem, residual blocks (the second halves the map), pooling, linear head.
 
     Cut points: ``stem`` and every ``block{i}`` but the last, after which nothing is left to save.

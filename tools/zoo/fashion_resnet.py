@@ -134,7 +134,7 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 def export(model: nn.Module, path: Path) -> None:
     """Write the model with a symbolic batch dimension, opset 17."""
-    model.eval().to(memory_format=torch.contiguous_format)
+    model.eval().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     torch.onnx.export(
         model,
         (torch.zeros(2, 1, 28, 28, dtype=torch.uint8),),
@@ -166,7 +166,8 @@ def main() -> None:
     held_out = train_index[options.training_images :]
     trained = train_index[: options.training_images]
 
-    model = FashionResNet(options.depth).to(memory_format=torch.channels_last)
+    model = FashionResNet(options.depth)
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     started = time.monotonic()
     train(
         model,

@@ -63,15 +63,16 @@ class EncoderLayer(nn.Module):
 
     def attend(self, x: Tensor, bias: Tensor) -> Tensor:
         """Attention of all heads, [batch, sequence, width], before the output projection."""
-        batch, sequence, width = x.shape
+        batch, sequence = x.shape[:2]
+        width = WIDTH // HEADS
 
         def heads(projected: Tensor) -> Tensor:
-            return projected.view(batch, sequence, HEADS, width // HEADS).transpose(1, 2)
+            return projected.view(batch, sequence, HEADS, width).transpose(1, 2)
 
         query, key, value = heads(self.query(x)), heads(self.key(x)), heads(self.value(x))
-        scores = query @ key.transpose(2, 3) / math.sqrt(WIDTH // HEADS) + bias
+        scores = query @ key.transpose(2, 3) / math.sqrt(width) + bias
         attended = functional.softmax(scores, dim=3) @ value
-        return attended.transpose(1, 2).reshape(batch, sequence, width)
+        return attended.transpose(1, 2).reshape(batch, sequence, WIDTH)
 
 
 class MiniLM(nn.Module):

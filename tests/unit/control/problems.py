@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from offramp.bundle.policy import NEVER
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Problem = tuple[NDArray[np.float32], NDArray[np.bool_], NDArray[np.float64]]
+Problem: TypeAlias = tuple[NDArray[np.float32], NDArray[np.bool_], NDArray[np.float64]]
+"""Confidence, agreement and latency, as ``tune`` takes them."""
 
 
 def realistic(seed: int, exits: int = 10, samples: int = 512) -> Problem:
@@ -44,7 +43,7 @@ def _latency(rng: np.random.Generator, exits: int) -> NDArray[np.float64]:
 def grid_optimum(problem: Problem, allowed: int) -> float:
     """Best savings over every combination of distinct confidences; no theory, few exits only."""
     confidence, agrees, latency = problem
-    exits, samples = confidence.shape
+    samples = confidence.shape[1]
     best = -np.inf
     values = [np.append(np.unique(row), np.float32(NEVER)) for row in confidence]
     for combination in np.ndindex(*[len(v) for v in values]):

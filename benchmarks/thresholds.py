@@ -1,0 +1,141 @@
+"""Time and quality of threshold tuning: search, greedy and path against plain loops.
+
+    OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 PYTHONPATH=src:. python -m benchmarks.thresholds [--json out.json]
+
+Times are medians over ``--problems`` random problems with 10 exits and
+a bound of 1 %. The loss is against the best savings known of the problem: the exact optimum at 512
+samples, a beam of 400 states otherwise; loops are Apparate's greedy, sample by sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tests.unit.control.problems import greedy_loops, realistic, tree_optimum, unstructured
+
+from offramp.engine.control import Records, common_path, evaluate, tune, walk
+from offramp.engine.control.search import beam_search
+from offramp.engine.control.thresholds import count_allowed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.unit.control.problems import Problem
+
+EXITS = 10
+BOUND = 0.01
+METHODS = ("search", "greedy", "path")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--samples", type=int, nargs="+", default=[512, 4096, 16384])
+    parser.add_argument("--problems", type=int, default=10, help="problems of each kind")
+    parser.add_argument("--loops-up-to", type=int, default=4096, help="samples; loops are slow")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    arguments = parser.parse_args()
+    rows = []
+    for samples in arguments.samples:
+        for kind, draw in (("realistic", realistic), ("unstructured", unstructured)):
+            count = arguments.problems if samples <= 512 else max(1, arguments.problems // 5)
+            problems = [draw(seed, EXITS, samples) for seed in range(count)]
+            rows += measure(kind, problems, loops=samples <= arguments.loops_up_to)
+    walk_ms = time_ms(walk_largest(), repeat=5)
+    report = {"environment": environment(), "rows": rows, "walk_20x10000x400_ms": walk_ms}
+    show(report)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def measure(kind: str, problems: list[Problem], *, loops: bool) -> list[dict[str, Any]]:
+    """One row per method, over all problems."""
+    samples = problems[0][0].shape[1]
+    allowed = count_allowed(BOUND, samples)
+    best = [best_known(problem, allowed) for problem in problems]
+    rows = []
+    for method in METHODS:
+        tunings = [tune(*problem, BOUND, method) for problem in problems]
+        times = [time_ms(lambda p=p, m=method: tune(*p, BOUND, m)) for p in problems]
+        losses = [1 - t.savings / b for t, b in zip(tunings, best, strict=True)]
+        rows.append(row(kind, samples, method, times, losses))
+    if loops:
+        few = problems[:3]
+        times = [time_ms(lambda p=p: greedy_loops(p, allowed), repeat=1) for p in few]
+        rows.append(row(kind, samples, "loops", times, []))
+    return rows
+
+
+def row(
+    kind: str, samples: int, method: str, times: list[float], losses: list[float]
+) -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "samples": samples,
+        "method": method,
+        "problems": len(times),
+        "median_ms": statistics.median(times),
+        "mean_loss": statistics.fmean(losses) if losses else None,
+        "worst_loss": max(losses) if losses else None,
+    }
+
+
+def best_known(problem: Problem, allowed: int) -> float:
+    found = tune(*problem, BOUND)
+    if problem[0].shape[1] <= 512:
+        return tree_optimum(problem, allowed)
+    wide = beam_search(Records.of(*problem), allowed, found.thresholds, width=400)
+    return max(found.savings, evaluate(*problem, wide).savings)
+
+
+def time_ms(action: Callable[[], object], repeat: int = 5) -> float:
+    """Median of ``repeat`` calls."""
+    times = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        action()
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def walk_largest() -> Callable[[], object]:
+    confidence, agrees, _ = realistic(0, exits=20, samples=10_000)
+    path = common_path(None, exits=20)
+    return lambda: walk(path, confidence, agrees)
+
+
+def environment() -> dict[str, str]:
+    model = "unknown"
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text().splitlines()
+        model = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), model)
+    return {
+        "cpu": model,
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "unset"),
+    }
+
+
+def show(report: dict[str, Any]) -> None:
+    print(", ".join(f"{k} {v}" for k, v in report["environment"].items()))
+    print(
+        f"{'samples':>7}  {'kind':<13}{'method':<8}{'median ms':>10}{'mean loss':>11}{'worst':>8}"
+    )
+    for r in report["rows"]:
+        loss = "" if r["mean_loss"] is None else f"{r['mean_loss']:>11.2%}{r['worst_loss']:>8.2%}"
+        print(f"{r['samples']:>7}  {r['kind']:<13}{r['method']:<8}{r['median_ms']:>10.1f}{loss}")
+    print(f"walk of 400 levels, 20 exits, 10,000 samples: {report['walk_20x10000x400_ms']:.1f} ms")
+
+
+if __name__ == "__main__":
+    main()

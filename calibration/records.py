@@ -1,0 +1,102 @@
+"""What every exit says about every sample, computed by the graphs that will be served."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import Answer
+from offramp.calibration.dataset import Dataset
+from offramp.engine.backends.onnxruntime import make_session
+from offramp.engine.exit_check import confidence_of
+
+BATCH_SIZE = 64
+TUNE, CERTIFY = 1, 2
+"""Marks of the splits in ``records.npz``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitRecords:
+    """Answers reduced to what thresholds are chosen by."""
+
+    confidence: NDArray[np.float32]
+    """[exits, samples]."""
+    prediction: NDArray[np.int32]
+    """[exits, samples]."""
+    final_prediction: NDArray[np.int32]
+    """[samples], the source model's."""
+    final_confidence: NDArray[np.float32]
+    """[samples]."""
+    labels: NDArray[np.int64] | None
+    """[samples], where the data has labels."""
+
+    @property
+    def agrees(self) -> NDArray[np.bool_]:
+        """[exits, samples]: whether the exit answers like the source model."""
+        same: NDArray[np.bool_] = self.prediction == self.final_prediction
+        return same
+
+
+
+def record_answers(
+    model: bytes,
+    exit_outputs: Sequence[str],
+    answer: Answer,
+    dataset: Dataset,
+    *,
+    threads: int,
+    progress: Callable[[int], None] = lambda _: None,
+) -> ExitRecords:
+    """Run the joined graph of the model and all exits over a data set.
+
+    Args:
+        model: The graph; gives the answer and ``exit_outputs``.
+        exit_outputs: Names of the exits' answers, in depth order.
+        answer: The source model's.
+        dataset: All samples are recorded.
+        threads: Of ONNX Runtime.
+        progress: Called with the number of samples of each finished batch.
+    """
+    session = make_session(model, threads)
+    given = {tensor.name for tensor in session.get_inputs()}
+    shape = (len(exit_outputs) + 1, len(dataset))
+    confidence = np.empty(shape, np.float32)
+    prediction = np.empty(shape, np.int32)
+    start = 0
+    for batch in dataset.batches(BATCH_SIZE):
+        feed = {name: array for name, array in batch.items() if name in given}
+        answers = session.run([*exit_outputs, answer.output], feed)
+        rows = slice(start, start + len(answers[0]))
+        for place, values in enumerate(answers):
+            confidence[place, rows] = confidence_of(values, answer.form)
+            prediction[place, rows] = values.argmax(axis=1)
+        start = rows.stop
+        progress(len(answers[0]))
+    return ExitRecords(
+        confidence=confidence[:-1],
+        prediction=prediction[:-1],
+        final_prediction=prediction[-1],
+        final_confidence=confidence[-1],
+        labels=dataset.labels,
+    )
+
+
+def dump_records(tune: ExitRecords, certify: ExitRecords) -> bytes:
+    """Give the content of ``records.npz``; see :meth:`offramp.bundle.Bundle.records`."""
+    parts = (tune, certify)
+    arrays: dict[str, NDArray[Any]] = {
+        name: np.concatenate([getattr(part, name) for part in parts], axis=-1)
+        for name in ("confidence", "prediction", "final_prediction", "final_confidence")
+    }
+    sizes = [len(part.final_prediction) for part in parts]
+    arrays["split"] = np.repeat(np.array([TUNE, CERTIFY], np.uint8), sizes)
+    if tune.labels is not None and certify.labels is not None:
+        arrays["label"] = np.concatenate([tune.labels, certify.labels])
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, allow_pickle=False, **arrays)
+    return buffer.getvalue()

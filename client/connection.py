@@ -1,0 +1,80 @@
+"""How a client reaches its server; the same for both clients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from offramp.client.errors import OfframpError, error_from_status
+
+DEFAULT_TIMEOUT_S: Final = 30.0
+DEFAULT_MAX_MESSAGE_MIB: Final = 64
+
+_MIB: Final = 1024 * 1024
+_ERROR_METADATA_KEY: Final = "offramp-error"
+"""Set by the server on the statuses that its own code gives (offramp.server.errors)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """Encrypts the connection, for a server behind a proxy that ends TLS; all are PEM."""
+
+    root_certificates: bytes | None = None
+    """Who may vouch for the server; ``None`` is the system's choice."""
+    private_key: bytes | None = None
+    """With ``certificate_chain``: who we are, where the server wants to know."""
+    certificate_chain: bytes | None = None
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """In grpc's terms."""
+        return grpc.ssl_channel_credentials(
+            root_certificates=self.root_certificates,
+            private_key=self.private_key,
+            certificate_chain=self.certificate_chain,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What both clients are made with."""
+
+    address: str
+    """``host:port`` of the server's gRPC side."""
+    timeout_s: float | None = DEFAULT_TIMEOUT_S
+    """Of calls that name none; ``None`` waits for ever."""
+    max_message_mib: int = DEFAULT_MAX_MESSAGE_MIB
+    """Largest response."""
+
+    def __post_init__(self) -> None:
+        """Refuse what gRPC would read as a name, or as no limit."""
+        host, _, port = self.address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ValueError(
+                f"address {self.address!r} is not host:port, for instance 127.0.0.1:8001"
+            )
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ValueError(f"timeout_s {self.timeout_s} is not above 0; None waits for ever")
+        if self.max_message_mib < 1:
+            raise ValueError(f"max_message_mib {self.max_message_mib} is below 1")
+
+    def channel_options(self) -> list[tuple[str, Any]]:
+        """The limits, in grpc's terms; the server limits requests."""
+        return [
+            ("grpc.max_receive_message_length", self.max_message_mib * _MIB),
+            ("grpc.max_send_message_length", -1),
+        ]
+
+    def error(self, error: grpc.RpcError) -> OfframpError:
+        """What a failed call means; to be raised from ``error``."""
+        if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
+            return OfframpError(f"{self.address}: {error!r}")
+        metadata = error.trailing_metadata() or ()
+        return error_from_status(
+            error.code(),
+            error.details() or "",
+            address=self.address,
+            from_server=any(key == _ERROR_METADATA_KEY for key, _ in metadata),
+        )

@@ -1,0 +1,111 @@
+"""Errors of the client, named by whose fault they are.
+
+::
+
+    OfframpError
+    ├── RequestError                  the caller's: mend the request
+    │   ├── UnknownModelError         the server has no model of that name or version
+    │   ├── InvalidInputError         a tensor's name, shape, dtype or content is wrong
+    │   └── MessageTooLargeError      request or response is above a limit on message size
+    ├── ServerBusyError               nobody's: the server's queue is full; try again later
+    ├── DeadlineError                 nobody's: there was no answer in time
+    ├── ServerUnavailableError        the server is shutting down; try another one
+    ├── ConnectionFailedError         nobody answers at the address, or the connection broke
+    ├── ServerError                   the server's: it failed on a request that was right
+    └── ResponseError                 the response is not one of an Offramp server
+
+Each is raised from the ``grpc.RpcError`` that it explains, where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import grpc
+
+
+class OfframpError(Exception):
+    """Base of all errors of :mod:`offramp.client`."""
+
+
+class RequestError(OfframpError):
+    """The request is wrong; sending it again will not help."""
+
+
+class UnknownModelError(RequestError):
+    """The server has no model of that name or version."""
+
+
+class InvalidInputError(RequestError):
+    """A tensor's name, shape, dtype or content is wrong."""
+
+
+class MessageTooLargeError(RequestError):
+    """The request or the response is larger than the server or the client takes."""
+
+
+class ServerBusyError(OfframpError):
+    """The server's queue is full; try again later."""
+
+
+class DeadlineError(OfframpError):
+    """There was no answer in time."""
+
+
+class ServerUnavailableError(OfframpError):
+    """The server is shutting down; try another one."""
+
+
+class ConnectionFailedError(OfframpError):
+    """Nobody answers at the address, or the connection broke."""
+
+
+class ServerError(OfframpError):
+    """The server failed on a request that was right."""
+
+
+class ResponseError(OfframpError):
+    """The response is not what an Offramp server sends."""
+
+
+_BY_SERVER: Final[Mapping[grpc.StatusCode, type[OfframpError]]] = {
+    grpc.StatusCode.NOT_FOUND: UnknownModelError,
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidInputError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ServerBusyError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
+    grpc.StatusCode.UNAVAILABLE: ServerUnavailableError,
+}
+"""What a status means that the server's own code set."""
+
+_BY_GRPC: Final[Mapping[grpc.StatusCode, type[OfframpError]]] = {
+    grpc.StatusCode.RESOURCE_EXHAUSTED: MessageTooLargeError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
+    grpc.StatusCode.UNAVAILABLE: ConnectionFailedError,
+    grpc.StatusCode.CANCELLED: ConnectionFailedError,
+}
+"""What it means where gRPC set it, on either side."""
+
+_REMEDIES: Final[Mapping[type[OfframpError], str]] = {
+    MessageTooLargeError: "send fewer samples at a time, or raise the limit: "
+    "--max-message-mib of eeserve for requests, max_message_mib of the client for responses",
+    ConnectionFailedError: "is eeserve running there, and is this its gRPC port?",
+}
+
+
+def error_from_status(
+    code: grpc.StatusCode, details: str, *, address: str, from_server: bool
+) -> OfframpError:
+    """The error that a call's status stands for.
+
+    Args:
+        code: The status.
+        details: Its message.
+        address: The server that was called.
+        from_server: Whether the server's code set it, as the metadata ``offramp-error`` tells,
+            rather than gRPC on either side.
+    """
+    kind = (_BY_SERVER if from_server else _BY_GRPC).get(code, ServerError)
+    remedy = f" ({_REMEDIES[kind]})" if kind in _REMEDIES else ""
+    where = "" if from_server else f"{address}: {code.name}: "
+    return kind(f"{where}{details}{remedy}")

@@ -1,0 +1,45 @@
+"""What the server answers, in the client's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferResult:
+    """The answer to a request of n samples."""
+
+    outputs: Mapping[str, NDArray[Any]]
+    """By name, first dimension n; read-only views of the message, ``.copy()`` to change them."""
+    exits: NDArray[np.int32]
+    """[n]: index of the exit that answered; -1 is the model's end."""
+    confidences: NDArray[np.float32]
+    """[n]: confidence of the answer, 0 to 1."""
+    policy_version: int
+    """Version of the exit policy that was in force."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorMetadata:
+    """An input or output of a model."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    """-1 where the size is free, as the first one, the batch, always is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelMetadata:
+    """What a client may know of a model."""
+
+    name: str
+    platform: str
+    """For instance ``offramp_onnxruntime-cpu``."""
+    inputs: Mapping[str, TensorMetadata]
+    outputs: Mapping[str, TensorMetadata]

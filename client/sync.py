@@ -1,0 +1,157 @@
+"""The blocking client."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Final, Self, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+from numpy.typing import ArrayLike
+
+from offramp.client.connection import DEFAULT_MAX_MESSAGE_MIB, DEFAULT_TIMEOUT_S, Settings, Tls
+from offramp.client.results import InferResult, ModelMetadata
+from offramp.client.wire import build_request, parse_metadata, parse_response
+from offramp.proto import messages
+from offramp.proto.descriptors import method_path
+
+_Request = TypeVar("_Request", bound=Message)
+_Response = TypeVar("_Response", bound=Message)
+
+
+class Client:
+    """Calls one server; may be shared among threads.
+
+    ::
+
+        with Client("127.0.0.1:8001") as client:
+            result = client.infer("model", {"image": images})
+            result.outputs["logits"], result.exits, result.confidences
+
+    Args:
+        address: ``host:port`` of the server's gRPC side.
+        timeout_s: Of calls that name none; ``None`` waits for ever.
+        max_message_mib: Largest response; the server limits requests.
+        tls: Encrypts the connection; ``None`` does not.
+
+    Raises:
+        ValueError: The address is not ``host:port``, or a limit is not above 0.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        max_message_mib: int = DEFAULT_MAX_MESSAGE_MIB,
+        tls: Tls | None = None,
+    ) -> None:
+        self._settings: Final = Settings(
+            address=address, timeout_s=timeout_s, max_message_mib=max_message_mib
+        )
+        options = self._settings.channel_options()
+        if tls is None:
+            self._channel = grpc.insecure_channel(address, options)
+        else:
+            self._channel = grpc.secure_channel(address, tls.credentials(), options)
+        self._infer = self._method(
+            "ModelInfer", messages.ModelInferRequest, messages.ModelInferResponse
+        )
+        self._metadata = self._method(
+            "ModelMetadata", messages.ModelMetadataRequest, messages.ModelMetadataResponse
+        )
+        self._server_ready = self._method(
+            "ServerReady", messages.ServerReadyRequest, messages.ServerReadyResponse
+        )
+        self._model_ready = self._method(
+            "ModelReady", messages.ModelReadyRequest, messages.ModelReadyResponse
+        )
+
+    def infer(
+        self,
+        model: str,
+        inputs: Mapping[str, ArrayLike],
+        *,
+        outputs: Sequence[str] | None = None,
+        timeout_s: float | None = None,
+        priority: int = 0,
+    ) -> InferResult:
+        """Ask for the answers to n samples.
+
+        Args:
+            model: Name of a served model.
+            inputs: By name; first dimension n, dtype exactly the model's (lists become numpy's
+                default: float64, int64).
+            outputs: Names of the outputs wanted; ``None`` is all of them.
+            timeout_s: Of this call; ``None`` is the client's.
+            priority: As in Triton: 1 is served first, 0 is the default, which is level 5.
+
+        Raises:
+            UnknownModelError, InvalidInputError, MessageTooLargeError, ServerBusyError,
+            DeadlineError, ServerUnavailableError, ConnectionFailedError, ServerError,
+            ResponseError
+        """
+        request = build_request(model, inputs, outputs=outputs, priority=priority)
+        return parse_response(self._call(self._infer, request, timeout_s))
+
+    def metadata(self, model: str, *, timeout_s: float | None = None) -> ModelMetadata:
+        """Inputs and outputs of a model; raises as :meth:`infer`."""
+        request = messages.ModelMetadataRequest(name=model)
+        return parse_metadata(self._call(self._metadata, request, timeout_s))
+
+    def server_ready(self, *, timeout_s: float | None = None) -> bool:
+        """Whether every model takes requests.
+
+        Raises:
+            DeadlineError, ConnectionFailedError
+        """
+        request = messages.ServerReadyRequest()
+        response = self._call(self._server_ready, request, timeout_s)
+        return response.ready
+
+    def model_ready(self, model: str, *, timeout_s: float | None = None) -> bool:
+        """Whether a model takes requests; false for one that is not there.
+
+        Raises:
+            DeadlineError, ConnectionFailedError
+        """
+        request = messages.ModelReadyRequest(name=model)
+        response = self._call(self._model_ready, request, timeout_s)
+        return response.ready
+
+    def close(self) -> None:
+        """Close the connection; calls in flight are cancelled."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _method(
+        self, name: str, request: type[_Request], response: type[_Response]
+    ) -> grpc.UnaryUnaryMultiCallable[_Request, _Response]:
+        return self._channel.unary_unary(
+            method_path(name),
+            request_serializer=request.SerializeToString,
+            response_deserializer=response.FromString,
+        )
+
+    def _call(
+        self,
+        method: grpc.UnaryUnaryMultiCallable[_Request, _Response],
+        request: _Request,
+        timeout_s: float | None,
+    ) -> _Response:
+        limit_s = self._settings.timeout_s if timeout_s is None else timeout_s
+        try:
+            return method(request, timeout=limit_s)
+        except grpc.RpcError as error:
+            raise self._settings.error(error) from error

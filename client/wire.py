@@ -1,0 +1,116 @@
+"""Requests out of arrays, results out of responses: no I/O, the same for both clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from offramp.client.errors import InvalidInputError, ResponseError
+from offramp.client.results import InferResult, ModelMetadata, TensorMetadata
+from offramp.proto.datatypes import TensorError, dtype_of
+from offramp.proto.messages import (
+    ModelInferRequest,
+    ModelInferResponse,
+    ModelMetadataResponse,
+)
+from offramp.proto.tensors import decode_tensors, encode_tensor
+
+
+def build_request(
+    model: str,
+    inputs: Mapping[str, ArrayLike],
+    *,
+    outputs: Sequence[str] | None,
+    priority: int,
+) -> ModelInferRequest:
+    """The request for one answer.
+
+    Raises:
+        InvalidInputError: An input has a dtype that cannot be sent, or ``priority`` is negative.
+    """
+    if priority < 0:
+        raise InvalidInputError(
+            f"priority {priority} is below 0; 1 is served first, 0 is the server's default"
+        )
+    request = ModelInferRequest(model_name=model)
+    try:
+        for name, values in inputs.items():
+            raw = encode_tensor(request.inputs.add(), name, np.asarray(values))
+            request.raw_input_contents.append(raw)
+    except TensorError as error:
+        raise InvalidInputError(str(error)) from error
+    for name in outputs or ():
+        request.outputs.add(name=name)
+    if priority:
+        request.parameters["priority"].uint64_param = priority
+    return request
+
+
+def parse_response(response: ModelInferResponse) -> InferResult:
+    """The result that a response carries.
+
+    Raises:
+        ResponseError: It is malformed, or lacks what only Offramp servers send.
+    """
+    try:
+        outputs = decode_tensors(response.outputs, response.raw_output_contents)
+    except TensorError as error:
+        raise ResponseError(f"the response is malformed: {error}") from error
+    exits = _per_sample(response, "offramp_exits", np.int32)
+    confidences = _per_sample(response, "offramp_confidences", np.float32)
+    rows = {name: array.shape[0] if array.ndim else 0 for name, array in outputs.items()}
+    counts = {**rows, "offramp_exits": len(exits), "offramp_confidences": len(confidences)}
+    if len(set(counts.values())) != 1:
+        raise ResponseError(f"the response disagrees about its number of samples: {counts}")
+    return InferResult(
+        outputs=outputs,
+        exits=exits,
+        confidences=confidences,
+        policy_version=response.parameters["offramp_policy_version"].int64_param,
+    )
+
+
+def parse_metadata(response: ModelMetadataResponse) -> ModelMetadata:
+    """The metadata that a response carries.
+
+    Raises:
+        ResponseError: It names a datatype that does not exist, or that Offramp does not serve.
+    """
+    return ModelMetadata(
+        name=response.name,
+        platform=response.platform,
+        inputs=_tensors(response.inputs),
+        outputs=_tensors(response.outputs),
+    )
+
+
+def _tensors(
+    tensors: Iterable[ModelMetadataResponse.TensorMetadata],
+) -> dict[str, TensorMetadata]:
+    try:
+        return {
+            tensor.name: TensorMetadata(
+                name=tensor.name,
+                dtype=dtype_of(tensor.datatype, tensor.name),
+                shape=tuple(tensor.shape),
+            )
+            for tensor in tensors
+        }
+    except TensorError as error:
+        raise ResponseError(f"the model's metadata: {error}") from error
+
+
+def _per_sample(response: ModelInferResponse, name: str, dtype: type[Any]) -> NDArray[Any]:
+    if name not in response.parameters:
+        raise ResponseError(
+            f"the response of model {response.model_name!r} has no parameter {name!r}; "
+            "is this an Offramp server? For others of the protocol take tritonclient"
+        )
+    text = response.parameters[name].string_param
+    try:
+        return np.array(text.split(",") if text else [], dtype=dtype)
+    except (ValueError, OverflowError) as error:
+        raise ResponseError(f"parameter {name!r} is not a list of numbers: {text!r}") from error

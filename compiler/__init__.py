@@ -1,0 +1,1 @@
+"""ONNX in, bundle out."""

@@ -1,0 +1,168 @@
+"""Anchoring: shapes that cross a cut point are read off the graph inputs instead.
+
+An export often measures a tensor once, ``Shape(hidden)``, and reshapes by that vector in every
+layer. Carried across a cut it would go stale, because the batch shrinks there. Where each size
+is a constant or a size of a graph input, the vector is computed from that input, which every
+later segment takes along, shrunk like the rest.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from offramp.compiler.cuts import Survey
+from offramp.compiler.flow import SHAPE_KINDS
+from offramp.compiler.shapes import annotate
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from offramp.compiler.flow import Flow, Gate
+    from offramp.compiler.graph import Operator
+
+_Source = tuple[str, int]
+"""A graph input and one of its axes."""
+
+
+def anchor_shapes(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Express shapes that cross a cut point by those of graph inputs.
+
+    Args:
+        proto: An annotated model with a single output; it is not changed.
+
+    Returns:
+        The same function; shapes that cannot be expressed so stay, and
+        :func:`~offramp.compiler.cuts.find_cuts` rejects the places that they cross.
+    """
+    survey = Survey.of(proto)
+    vectors = {
+        op.index: sizes
+        for op in survey.graph.operators
+        if op.kind == "Shape" and (sizes := _measured(survey, op)) is not None
+    }
+    flow, kept, _ = survey.best(free_shapes=frozenset(vectors))
+    if not kept:
+        return proto
+    carried = _carried(survey, flow, kept[0].step)
+    sources = _sizes_of_inputs(survey, [*carried, *survey.graph.inputs])
+    replaced = {
+        op.writes[0]: _from_inputs(op.writes[0], vectors[op.index], sources)
+        for op in _crossing(survey, flow, kept, vectors)
+        if op.reads[0] not in survey.graph.inputs
+        or _spares(op, vectors[op.index], sources, carried)
+    }
+    if not replaced:
+        return proto
+    anchored = onnx.ModelProto()
+    anchored.CopyFrom(proto)
+    _replace(anchored.graph, replaced)
+    annotate(anchored)
+    return anchored
+
+
+def _measured(survey: Survey, op: Operator) -> tuple[int | str, ...] | None:
+    """Sizes that a ``Shape`` measures, if the graph inputs tell them all."""
+    tensor = survey.types.get(op.reads[0])
+    if tensor is None or tensor.shape is None:
+        return None
+    ends = {a.name: a.i for a in op.proto.attribute}
+    sizes = tensor.shape[ends.get("start", 0) : ends.get("end", len(tensor.shape))]
+    known = _sizes_of_inputs(survey, survey.graph.inputs)
+    return sizes if all(isinstance(size, int) or size in known for size in sizes) else None
+
+
+def _sizes_of_inputs(survey: Survey, inputs: Sequence[str]) -> dict[str, _Source]:
+    """Symbolic sizes of graph inputs, and the first place where each is found."""
+    found: dict[str, _Source] = {}
+    for name in inputs:
+        for axis, size in enumerate(survey.types[name].shape or ()):
+            if isinstance(size, str):
+                found.setdefault(size, (name, axis))
+    return found
+
+
+def _carried(survey: Survey, flow: Flow, first_cut: int) -> list[str]:
+    """Graph inputs that segments after the first need anyway, for more than their sizes."""
+    side = [survey.graph.operators[i] for i, use in flow.side_use.items() if use > first_cut]
+    readers = [op for op in side if op.kind not in SHAPE_KINDS]
+    read = {t for op in (*readers, *flow.steps[first_cut + 1 :]) for t in op.reads}
+    return [name for name in survey.graph.inputs if name in read]
+
+
+def _spares(
+    op: Operator,
+    sizes: Sequence[int | str],
+    sources: Mapping[str, _Source],
+    carried: Sequence[str],
+) -> bool:
+    """Whether measuring other inputs saves later segments from taking this one along."""
+    used = {sources[size][0] for size in sizes if isinstance(size, str)}
+    return op.reads[0] not in carried and used <= set(carried)
+
+
+def _crossing(
+    survey: Survey, flow: Flow, kept: Sequence[Gate], vectors: Mapping[int, object]
+) -> list[Operator]:
+    """Return the ``Shape`` operators whose value is used beyond a cut after their tensor."""
+    written = {t: i for i, op in enumerate(flow.steps) for t in op.writes}
+    written |= dict.fromkeys(survey.graph.inputs, -1)
+    crossing: list[Operator] = []
+    for index in vectors:
+        op = survey.graph.operators[index]
+        if index in flow.side_use and op.reads[0] in written:
+            cuts = [gate.step for gate in kept if gate.step > written[op.reads[0]]]
+            if cuts and flow.side_use[index] > cuts[0]:
+                crossing.append(op)
+    return crossing
+
+
+def _from_inputs(
+    output: str, sizes: Sequence[int | str], sources: Mapping[str, _Source]
+) -> tuple[list[onnx.NodeProto], list[onnx.TensorProto]]:
+    """Nodes and constants that compute ``output``: pick from input shapes and constants."""
+    symbols = [size for size in dict.fromkeys(sizes) if isinstance(size, str)]
+    nodes: list[onnx.NodeProto] = []
+    parts: list[str] = []
+    for i, symbol in enumerate(symbols):
+        name, _ = sources[symbol]
+        shape, part = f"{output}/anchor/shape{i}", f"{output}/anchor/size{i}"
+        nodes.append(helper.make_node("Shape", [name], [shape], name=shape))
+        nodes.append(helper.make_node("Gather", [shape, f"{part}/axis"], [part], name=part))
+        parts.append(part)
+    constants = [
+        _vector(f"{part}/axis", [sources[symbol][1]])
+        for part, symbol in zip(parts, symbols, strict=True)
+    ]
+    by_symbol = dict(zip(symbols, parts, strict=True))
+    row: list[str] = []
+    for position, size in enumerate(sizes):
+        if isinstance(size, str):
+            row.append(by_symbol[size])
+        else:
+            row.append(f"{output}/anchor/constant{position}")
+            constants.append(_vector(row[-1], [size]))
+    concat = helper.make_node("Concat", row, [output], name=f"{output}/anchor", axis=0)
+    return [*nodes, concat], constants
+
+
+def _vector(name: str, values: Sequence[int]) -> onnx.TensorProto:
+    return numpy_helper.from_array(np.array(values, np.int64), name)
+
+
+def _replace(
+    graph: onnx.GraphProto,
+    replaced: Mapping[str, tuple[list[onnx.NodeProto], list[onnx.TensorProto]]],
+) -> None:
+    nodes = list(graph.node)
+    del graph.node[:]
+    for node in nodes:
+        if node.output and node.output[0] in replaced:
+            added, constants = replaced[node.output[0]]
+            graph.node.extend(added)
+            graph.initializer.extend(constants)
+        else:
+            graph.node.append(node)

@@ -1,0 +1,215 @@
+"""``eecompile``: make a multi-exit bundle of an ONNX model."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.logging import RichHandler
+
+from offramp.bundle import Bundle, BundleError
+from offramp.calibration.errors import DataError
+
+_DESCRIPTION = """\
+Make a multi-exit bundle of an ONNX classifier: slice it at its cut points, train exits on
+calibration data, and certify a policy under which disagreement with the unmodified model stays
+within --max-disagreement.
+
+  eecompile model.onnx --data calibration.npz     writes model.ee
+  eecompile inspect model.onnx                    lists the cut points
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``eecompile``; gives the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    inspecting = arguments[:1] == ["inspect"]
+    options = (
+        _inspect_parser().parse_args(arguments[1:])
+        if inspecting
+        else _compile_parser().parse_args(arguments)
+    )
+    try:
+        from offramp.compiler.errors import CompileError  # noqa: PLC0415
+    except ImportError as error:
+        return _missing(error)
+    console = Console(stderr=True)
+    logging.basicConfig(
+        level=logging.WARNING,
+        format="%(message)s",
+        handlers=[RichHandler(console=console, show_path=False, show_time=False)],
+    )
+    try:
+        return _inspect(options) if inspecting else _compile(options, console)
+    except ImportError as error:
+        return _missing(error)
+    except (CompileError, DataError, BundleError) as error:
+        print(f"eecompile: {error}", file=sys.stderr)
+        return 1
+
+
+def _missing(error: ImportError) -> int:
+    print(
+        f"eecompile: {error}; compiling needs more than serving does: "
+        "pip install 'offramp[compile]'",
+        file=sys.stderr,
+    )
+    return 1
+
+
+def _compile(options: argparse.Namespace, console: Console) -> int:
+    from offramp.calibration.training import TrainingOptions  # noqa: PLC0415
+    from offramp.compiler.compile import all_threads, compile_model  # noqa: PLC0415
+    from offramp.compiler.options import CompileOptions  # noqa: PLC0415
+    from offramp.compiler.progress import TerminalProgress  # noqa: PLC0415
+
+    output = options.output or options.model.with_suffix(".ee")
+    with TerminalProgress(console) as progress:
+        bundle = compile_model(
+            CompileOptions(
+                model=options.model,
+                data=options.data,
+                output=output,
+                overwrite=options.overwrite,
+                answer=options.answer,
+                mask=options.mask,
+                exits=tuple(options.exits.split(",")) if options.exits else (),
+                candidates=options.candidates,
+                max_disagreement=options.max_disagreement,
+                confidence=options.confidence,
+                max_overhead=options.max_overhead,
+                tolerance=options.tolerance,
+                reference_batch_size=options.reference_batch_size,
+                threads=options.threads,
+                simplify=not options.no_simplify,
+                training=TrainingOptions(
+                    epochs=options.epochs, threads=all_threads(), seed=options.seed
+                ),
+                seed=options.seed,
+            ),
+            progress,
+        )
+    summarise(bundle, Console())
+    return 0
+
+
+def summarise(bundle: Bundle, console: Console) -> None:
+    """Print what was made, in words."""
+    policy, manifest = bundle.policy, bundle.manifest
+    console.print(f"[bold]{bundle.path}[/bold]: {len(manifest.exits)} exits built", end=", ")
+    if not policy.active or policy.promise is None:
+        console.print("[bold red]none active[/bold red]: serves the unmodified model")
+    else:
+        promise = policy.promise
+        console.print(f"{len(policy.active)} active")
+        for active in policy.active:
+            exit_ = manifest.exits[active.exit]
+            console.print(
+                f"  exit {exit_.index} after segment {exit_.after_segment}: "
+                f"{exit_.head.describe()}; leaves at confidence ≥ {active.threshold:.3f}",
+                highlight=False,
+            )
+        console.print(
+            f"Disagreement with the unmodified model ≤ {promise.max_disagreement:.2%} on unseen "
+            f"data like the calibration set, with {promise.confidence:.0%} confidence "
+            f"({promise.certify_errors} of {promise.certify_samples} certify samples disagreed).",
+            highlight=False,
+        )
+        console.print(
+            f"Predicted savings of time: {promise.predicted_savings:.1%} (from profiled times; "
+            "measure with eebench compare).",
+            highlight=False,
+        )
+    console.print(f"Report: {bundle.path / 'report.html'}    Serve: eeserve {bundle.path}")
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from offramp.compiler.cuts import find_cuts  # noqa: PLC0415
+    from offramp.compiler.inspection import print_inspection  # noqa: PLC0415
+    from offramp.compiler.model import read_model  # noqa: PLC0415
+
+    model = read_model(options.model, answer=options.answer, simplify=not options.no_simplify)
+    print_inspection(model, find_cuts(model))
+    return 0
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", type=Path, metavar="MODEL.onnx", help="the model to slice")
+    parser.add_argument("--answer", metavar="NAME", help="the output that exits imitate, if several")
+    parser.add_argument(
+        "--no-simplify", action="store_true", help="do not run onnxslim on the model"
+    )
+
+
+def _inspect_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="eecompile inspect",
+        description="List where a model can be cut, and why it cannot be cut elsewhere.",
+    )
+    _common(parser)
+    return parser
+
+
+def _compile_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="eecompile", description=_DESCRIPTION, formatter_class=_Formatter
+    )
+    _common(parser)
+    parser.add_argument(
+        "--data",
+        type=Path,
+        required=True,
+        metavar="NPZ",
+        help="calibration data: an array per input; labels (optional) only for the report",
+    )
+    parser.add_argument("--output", type=Path, metavar="DIR", help="MODEL.ee if not given")
+    parser.add_argument("--overwrite", action="store_true", help="replace a bundle that is there")
+    promise = parser.add_argument_group("the promise")
+    promise.add_argument("--max-disagreement", type=_share, default=0.01, metavar="SHARE",
+                         help="largest share of answers unlike the model's")  # fmt: skip
+    promise.add_argument("--confidence", type=_share, default=0.95, metavar="SHARE",
+                         help="that this holds on unseen data")  # fmt: skip
+    exits = parser.add_argument_group("exits")
+    exits.add_argument("--exits", metavar="A,B,…",
+                       help="cut points to build exits at, as inspect lists them")  # fmt: skip
+    exits.add_argument("--candidates", type=_positive, default=12, metavar="N",
+                       help="most exits that are built, if --exits is not given")  # fmt: skip
+    exits.add_argument("--max-overhead", type=_share, default=0.05, metavar="SHARE",
+                       help="time that exits may add where none is taken")  # fmt: skip
+    exits.add_argument("--mask", metavar="NAME", help="input that says which tokens count")
+    exits.add_argument("--epochs", type=_positive, default=12, metavar="N", help="of training")
+    tuning = parser.add_argument_group("measuring")
+    tuning.add_argument("--reference-batch-size", type=_positive, default=8, metavar="N",
+                        help="savings are predicted at this size")  # fmt: skip
+    tuning.add_argument("--threads", type=_positive, default=1, metavar="N",
+                        help="of each graph while profiling")  # fmt: skip
+    tuning.add_argument("--tolerance", type=_share, default=1e-5, metavar="X",
+                        help="relative difference allowed between slices and model")  # fmt: skip
+    tuning.add_argument("--seed", type=int, default=0, metavar="N", help="of splits and training")
+    return parser
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Keeps the description's lines and shows defaults."""
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

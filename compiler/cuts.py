@@ -1,0 +1,252 @@
+"""Cut points: where an exit can be attached, and why not elsewhere.
+
+Apparate 3.1 and PAME 4.1: an exit belongs where one tensor carries everything onward, between
+residual blocks and not inside them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from offramp.compiler.flops import HEAVY, count_flops
+from offramp.compiler.flow import SHAPE_KINDS, Flow, Gate, trace
+from offramp.compiler.graph import Dataflow
+from offramp.compiler.shapes import BATCH, TensorType, declared_types
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import onnx
+
+    from offramp.compiler.graph import Operator
+    from offramp.compiler.model import SourceModel
+
+MAX_SIDE_SHARE = 0.02
+"""Share of the model's FLOPs that a later segment may have to recompute on the side."""
+MIN_SHARE_LEFT = 0.005
+"""An exit that skips less than this share of the model's FLOPs saves nothing."""
+
+_VIEWS = frozenset(
+    {"Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Dropout", "Cast"}
+)
+"""The same values, rearranged: an exit rather sees them before, while there is a map to pool."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutPoint:
+    """A tensor through which everything passes that the rest of the model needs."""
+
+    index: int
+    """Position among the cut points of the model, from 0."""
+    tensor: str
+    dtype: str
+    """numpy's name of the element type."""
+    shape: tuple[int | str, ...]
+    """Sizes; the first one is the batch."""
+    operator: str
+    """ONNX type of the operator that writes the tensor."""
+    flops_share_before: float
+    """Share of the model's FLOPs spent up to here, 0 to 1."""
+    side_inputs: tuple[str, ...]
+    """Graph inputs that later segments need beside the tensor, in the model's order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejection:
+    """A place, or several alike, where no exit can be attached."""
+
+    tensor: str
+    """The tensor of the place, or the first of several."""
+    operator: str
+    """ONNX type of the operator that writes it."""
+    places: int
+    """How many tensors this stands for."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutAnalysis:
+    """All cut points of a model in the order of its data flow, and what was rejected."""
+
+    cuts: tuple[CutPoint, ...]
+    rejected: tuple[Rejection, ...]
+    main_inputs: tuple[str, ...]
+    """Graph inputs whose data flow through the cut tensors."""
+    total_flops: float
+    """Of one sample, a multiply-add counting as two; see :mod:`offramp.compiler.flops`."""
+
+
+def find_cuts(model: SourceModel) -> CutAnalysis:
+    """Find the cut points by dominance in the dataflow graph (Apparate 3.1, PAME 4.1).
+
+    Each graph input in turn is tried as the only main one, then all together; the choice that
+    gives most cut points wins, ties going to the one that leaves least work on the side.
+
+    Args:
+        model: A model as :func:`~offramp.compiler.model.read_model` returns it.
+
+    Returns:
+        The cut points, none if there are none: :func:`~offramp.compiler.candidates.
+        choose_candidates` is what raises then.
+    """
+    survey = Survey.of(model.proto)
+    flow, kept, rejected = survey.best()
+    rejected = [*rejected, *survey.shape_rejections(flow)]
+    step_of = {t: i for i, op in enumerate(flow.steps) for t in op.writes}
+    return CutAnalysis(
+        cuts=tuple(survey.cut_point(i, flow, gate) for i, gate in enumerate(kept)),
+        rejected=tuple(sorted(rejected, key=lambda r: step_of.get(r.tensor, 0))),
+        main_inputs=flow.main_inputs,
+        total_flops=survey.total,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """A model's graph, types and costs, and the judgement of its gates."""
+
+    graph: Dataflow
+    types: dict[str, TensorType]
+    costs: tuple[float, ...]
+    total: float
+
+    @classmethod
+    def of(cls, proto: onnx.ModelProto) -> Survey:
+        """Look at an annotated model with a single output."""
+        graph = Dataflow(proto.graph)
+        costs = count_flops(proto, graph)
+        needed = graph.behind(graph.outputs, stop=frozenset())
+        total = sum(costs[op.index] for op in needed)
+        return cls(graph=graph, types=declared_types(proto), costs=costs, total=total)
+
+    def best(
+        self, *, free_shapes: frozenset[int] = frozenset()
+    ) -> tuple[Flow, list[Gate], list[Rejection]]:
+        """Choose the main inputs; return their flow, the gates kept and the rejections."""
+        inputs = self.graph.inputs
+        choices = [(name,) for name in inputs] + ([inputs] if len(inputs) > 1 else [])
+        flows = [trace(self.graph, self.costs, c, free_shapes=free_shapes) for c in choices]
+        judged = [(flow, *self.judge(flow)) for flow in flows]
+        return max(judged, key=lambda j: (len(j[1]), len(j[0].steps) > 0, -self._side_flops(j[0])))
+
+    def judge(self, flow: Flow) -> tuple[list[Gate], list[Rejection]]:
+        """Keep one gate per run of cheap steps, and say why the others fall."""
+        kept: list[Gate] = []
+        rejected = list(self._inside_blocks(flow))
+        ends: dict[str, list[Gate]] = {}
+        for run in _runs(flow):
+            reason = self._useless(flow, run)
+            if reason:
+                ends.setdefault(reason, []).extend(run)
+                continue
+            reasons = {gate.tensor: self._unfit(gate) for gate in run}
+            fit = [gate for gate in run if not reasons[gate.tensor]]
+            if fit:
+                kept.append(self._preferred(fit))
+            else:
+                rejected.append(self._rejection(run, reasons[run[-1].tensor]))
+        rejected += [self._rejection(run, reason) for reason, run in ends.items()]
+        return kept, rejected
+
+    def cut_point(self, index: int, flow: Flow, gate: Gate) -> CutPoint:
+        """Describe a gate that was kept."""
+        tensor = self.types[gate.tensor]
+        return CutPoint(
+            index=index,
+            tensor=gate.tensor,
+            dtype=tensor.dtype,
+            shape=tensor.shape or (),
+            operator=self.graph.producers[gate.tensor].kind,
+            flops_share_before=1 - self._share_after(flow, gate),
+            side_inputs=tuple(i for i in self.graph.inputs if i in gate.side_inputs),
+        )
+
+    def shape_rejections(self, flow: Flow) -> Iterator[Rejection]:
+        """Yield the cut points that are lost only because a shape crosses them."""
+        inner = frozenset(op.index for op in self.graph.operators if op.kind in SHAPE_KINDS)
+        free = trace(self.graph, self.costs, flow.main_inputs, free_shapes=inner)
+        gates = {gate.tensor for gate in flow.gates}
+        for gate in self.judge(free)[0]:
+            if gate.tensor not in gates:
+                yield self._rejection(
+                    [gate],
+                    "a shape that is measured before this place is used after it, and cannot be "
+                    "computed from the graph inputs; export the model with fixed sizes",
+                )
+
+    def _side_flops(self, flow: Flow) -> float:
+        return sum(self.costs[i] for i in flow.side_use)
+
+    def _share_after(self, flow: Flow, gate: Gate) -> float:
+        after = sum(self.costs[op.index] for op in flow.steps[gate.step + 1 :])
+        return after / self.total if self.total else 0.0
+
+    def _useless(self, flow: Flow, run: Sequence[Gate]) -> str:
+        if all(i > run[-1].step for i in flow.heavy_steps()):
+            return "no work is done yet, an exit here could know nothing"
+        if self._share_after(flow, run[-1]) < MIN_SHARE_LEFT:
+            return f"less than {MIN_SHARE_LEFT:.1%} of the work is left to save"
+        return ""
+
+    def _unfit(self, gate: Gate) -> str:
+        tensor = self.types.get(gate.tensor)
+        if tensor is None or tensor.shape is None:
+            return "its shape is not known to shape inference"
+        if not tensor.is_floating:
+            return f"its elements are {tensor.dtype}, not floating-point numbers"
+        if len(tensor.shape) < 2 or tensor.shape[0] != BATCH:
+            sizes = ", ".join(map(str, tensor.shape))
+            return f"its shape is [{sizes}], and the first dimension has to be the batch"
+        share = gate.side_flops / self.total if self.total else 0.0
+        if share > MAX_SIDE_SHARE:
+            return f"{share:.0%} of the work would have to be done again after it, from " + (
+                ", ".join(f"`{name}`" for name in sorted(gate.side_inputs))
+            )
+        return ""
+
+    def _preferred(self, run: Sequence[Gate]) -> Gate:
+        """The last one of a run that is not merely a view of the one before."""
+        solid = [g for g in run if self.graph.producers[g.tensor].kind not in _VIEWS]
+        return (solid or run)[-1]
+
+    def _rejection(self, run: Sequence[Gate], reason: str) -> Rejection:
+        tensor = run[0].tensor
+        kind = self.graph.producers[tensor].kind
+        return Rejection(tensor=tensor, operator=kind, places=len(run), reason=reason)
+
+    def _inside_blocks(self, flow: Flow) -> Iterator[Rejection]:
+        """Yield one rejection for each stretch with work in it that something bypasses."""
+        previous = -1
+        for gate in flow.gates:
+            inside = flow.steps[previous + 1 : gate.step]
+            if any(op.kind in HEAVY or op.has_body for op in inside):
+                yield self._bypassed(flow, previous, inside)
+            previous = gate.step
+
+    def _bypassed(self, flow: Flow, before: int, inside: Sequence[Operator]) -> Rejection:
+        first = inside[0]
+        entries = flow.steps[before].writes if before >= 0 else flow.main_inputs
+        born = dict.fromkeys(entries, before) | {
+            t: before + 1 + i for i, op in enumerate(inside) for t in op.writes
+        }
+        bypass = max(born, key=lambda t: flow.last_use.get(t, -1) - born[t])
+        return Rejection(
+            tensor=first.writes[0],
+            operator=first.kind,
+            places=len(inside),
+            reason=f"inside a block: `{bypass}` also carries data past this place",
+        )
+
+
+def _runs(flow: Flow) -> Iterator[list[Gate]]:
+    """Yield gates grouped so that only cheap steps lie between those of a group."""
+    heavy = set(flow.heavy_steps())
+    run: list[Gate] = []
+    for gate in flow.gates:
+        if run and not heavy.isdisjoint(range(run[-1].step + 1, gate.step + 1)):
+            yield run
+            run = []
+        run.append(gate)
+    if run:
+        yield run

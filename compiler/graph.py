@@ -1,0 +1,129 @@
+"""A read-only view of an ONNX graph as a dataflow graph."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    import onnx
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """A node of the graph, with what it reads spelt out."""
+
+    index: int
+    """Position in topological order."""
+    name: str
+    kind: str
+    """ONNX operator type, for instance ``Conv``."""
+    reads: tuple[str, ...]
+    """Tensors read, those captured by ``If`` and ``Loop`` bodies included; none twice."""
+    writes: tuple[str, ...]
+    has_body: bool
+    """Whether it runs a subgraph."""
+    proto: onnx.NodeProto
+
+
+class Dataflow:
+    """Who produces and who reads each tensor, in one topological order.
+
+    Attributes:
+        inputs: Names of the graph inputs that are not initializers.
+        outputs: Names of the graph outputs.
+        constants: Names of the initializers.
+        operators: All nodes in topological order.
+        producers: Tensor to the operator that writes it.
+        consumers: Tensor to the operators that read it, in topological order.
+        variable: Tensors that depend on a graph input; all others are constant.
+    """
+
+    def __init__(self, graph: onnx.GraphProto) -> None:
+        self.constants = frozenset(_initializer_names(graph))
+        self.inputs = tuple(i.name for i in graph.input if i.name not in self.constants)
+        self.outputs = tuple(o.name for o in graph.output)
+        self.operators = tuple(_operator(i, n) for i, n in enumerate(_ordered(graph)))
+        self.producers = {t: op for op in self.operators for t in op.writes}
+        self.consumers: dict[str, list[Operator]] = {}
+        for op in self.operators:
+            for tensor in op.reads:
+                self.consumers.setdefault(tensor, []).append(op)
+        self.variable = self._variable()
+
+    def _variable(self) -> frozenset[str]:
+        variable = set(self.inputs)
+        for op in self.operators:
+            if not variable.isdisjoint(op.reads):
+                variable.update(op.writes)
+        return frozenset(variable)
+
+    def is_constant(self, op: Operator) -> bool:
+        """Whether the operator computes the same value whatever the graph inputs are."""
+        return self.variable.isdisjoint(op.writes)
+
+    def behind(self, tensors: Iterable[str], *, stop: frozenset[str]) -> tuple[Operator, ...]:
+        """Operators needed to compute ``tensors``, given those in ``stop``, in order."""
+        needed: set[int] = set()
+        pending = [t for t in tensors if t not in stop]
+        while pending:
+            op = self.producers.get(pending.pop())
+            if op is not None and op.index not in needed:
+                needed.add(op.index)
+                pending.extend(t for t in op.reads if t not in stop)
+        return tuple(self.operators[i] for i in sorted(needed))
+
+
+def captured_names(node: onnx.NodeProto) -> Iterator[str]:
+    """Yield the outer tensors that the node's subgraphs read, such as those of ``If``."""
+    for attribute in node.attribute:
+        for body in (attribute.g, *attribute.graphs):
+            local = {i.name for i in body.input} | set(_initializer_names(body))
+            for inner in body.node:
+                yield from (t for t in (*inner.input, *captured_names(inner)) if t not in local)
+                local.update(inner.output)
+            yield from (o.name for o in body.output if o.name not in local)
+
+
+def _initializer_names(graph: onnx.GraphProto) -> Iterator[str]:
+    yield from (tensor.name for tensor in graph.initializer)
+    yield from (tensor.values.name for tensor in graph.sparse_initializer)
+
+
+def _operator(index: int, node: onnx.NodeProto) -> Operator:
+    reads = dict.fromkeys(t for t in (*node.input, *captured_names(node)) if t)
+    return Operator(
+        index=index,
+        name=node.name,
+        kind=node.op_type,
+        reads=tuple(reads),
+        writes=tuple(t for t in node.output if t),
+        has_body=any(a.HasField("g") or a.graphs for a in node.attribute),
+        proto=node,
+    )
+
+
+def _ordered(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
+    """Sort nodes topologically (Kahn), stable: a graph that is in order stays as it is."""
+    written = {t: i for i, node in enumerate(graph.node) for t in node.output if t}
+    readers: dict[int, list[int]] = {}
+    missing = [0] * len(graph.node)
+    for i, node in enumerate(graph.node):
+        for source in {written[t] for t in (*node.input, *captured_names(node)) if t in written}:
+            readers.setdefault(source, []).append(i)
+            missing[i] += 1
+    if all(min(later) > i for i, later in readers.items()):
+        return list(graph.node)
+    ready = deque(i for i, count in enumerate(missing) if count == 0)
+    order: list[onnx.NodeProto] = []
+    while ready:
+        i = ready.popleft()
+        order.append(graph.node[i])
+        for reader in readers.get(i, ()):
+            missing[reader] -= 1
+            if missing[reader] == 0:
+                ready.append(reader)
+    return order

@@ -1,0 +1,238 @@
+"""Exits as ONNX graphs: the pooling before a head, and the trained head after it.
+
+The pooling is a graph of its own too, because it is what features are recorded with: what a head
+was trained on and what it is served with are computed by the same operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+from offramp.bundle import Answer, Head
+from offramp.calibration.families import CutTensor, pooling_window
+
+FAR_BELOW = -1e9
+"""Added to the score of a masked token."""
+
+
+class PartBuilder:
+    """Collects nodes and weights under a prefix of their own, so that parts can be joined."""
+
+    def __init__(self, prefix: str, opset: int, ir_version: int) -> None:
+        """Start empty."""
+        self.prefix = prefix
+        self.opset = opset
+        self._ir_version = ir_version
+        self._nodes: list[onnx.NodeProto] = []
+        self._weights: list[onnx.TensorProto] = []
+
+    def add(self, op: str, inputs: Sequence[str], name: str = "", **attributes: Any) -> str:
+        """Add a node with one output; gives the output's name."""
+        output = self.prefix + (name or f"{op.lower()}_{len(self._nodes)}")
+        self._nodes.append(
+            helper.make_node(op, list(inputs), [output], name=f"{output}:{op}", **attributes)
+        )
+        return output
+
+    def weight(self, name: str, value: NDArray[Any]) -> str:
+        """Add an initializer; gives its name."""
+        full = f"{self.prefix}{name}_{len(self._weights)}"
+        self._weights.append(numpy_helper.from_array(np.ascontiguousarray(value), full))
+        return full
+
+    def reduce(self, op: str, tensor: str, axis: int) -> str:
+        """Add ReduceMax or ReduceMean; their axes became an input with opset 18."""
+        if self.opset >= 18:
+            axes = self.weight("axes", np.array([axis], np.int64))
+            return self.add(op, [tensor, axes], keepdims=0)
+        return self.add(op, [tensor], axes=[axis], keepdims=0)
+
+    def build(
+        self,
+        inputs: Sequence[tuple[str, str, Sequence[int | str]]],
+        outputs: Sequence[tuple[str, str, Sequence[int | str]]],
+    ) -> bytes:
+        """Give the checked, serialised model; tensors as (name, numpy dtype, shape)."""
+        graph = helper.make_graph(
+            self._nodes,
+            self.prefix.rstrip("/"),
+            [_value_info(*tensor) for tensor in inputs],
+            [_value_info(*tensor) for tensor in outputs],
+            initializer=self._weights,
+        )
+        model = helper.make_model(
+            graph,
+            producer_name="offramp",
+            opset_imports=[helper.make_opsetid("", self.opset)],
+            ir_version=self._ir_version,
+        )
+        onnx.checker.check_model(model)
+        return model.SerializeToString()
+
+
+def _value_info(name: str, dtype: str, shape: Sequence[int | str]) -> onnx.ValueInfoProto:
+    element = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    return helper.make_tensor_value_info(name, element, list(shape))
+
+
+def pool_map(part: PartBuilder, cut: CutTensor, tensor: str, grid: int) -> str:
+    """Average-pool a map [n, channels, height, width] to [n, channels, grid, grid]."""
+    height, width = cut.shape[2], cut.shape[3]
+    if grid == 1:
+        return part.add("GlobalAveragePool", [tensor])
+    assert isinstance(height, int)
+    assert isinstance(width, int)
+    if height == width == grid:
+        return tensor
+    (kernel_h, stride_h), (kernel_w, stride_w) = (
+        pooling_window(height, grid),
+        pooling_window(width, grid),
+    )
+    return part.add(
+        "AveragePool", [tensor], kernel_shape=[kernel_h, kernel_w], strides=[stride_h, stride_w]
+    )
+
+
+def build_pooling(
+    cut: CutTensor, prefix: str, grids: Sequence[int], *, opset: int, ir_version: int
+) -> tuple[bytes, dict[int, str]]:
+    """Build the graph that pools a map to several grids.
+
+    Returns:
+        The model, and by grid the name of its output [n, channels · grid²].
+    """
+    assert cut.width is not None
+    part = PartBuilder(prefix, opset, ir_version)
+    tensor = _as_float32(part, cut)
+    names = {
+        grid: part.add("Flatten", [pool_map(part, cut, tensor, grid)], f"grid{grid}", axis=1)
+        for grid in grids
+    }
+    outputs = [(names[g], "float32", ("batch", cut.width * g * g)) for g in grids]
+    return part.build([(cut.name, cut.dtype, cut.shape)], outputs), names
+
+
+def build_exit(
+    cut: CutTensor,
+    head: Head,
+    weights: Mapping[str, NDArray[np.float32]],
+    answer: Answer,
+    prefix: str,
+    *,
+    answer_dtype: str,
+    opset: int,
+    ir_version: int,
+) -> bytes:
+    """Build an exit: pooling, trained head, and the source model's post-processing.
+
+    Args:
+        cut: What it reads.
+        head: Its kind.
+        weights: What :mod:`offramp.calibration.training` gave for it.
+        answer: The source model's; the exit's has its form and number of classes.
+        prefix: Of all names; the answer is named ``{prefix}{answer.output}``.
+        answer_dtype: numpy's name of the answer's element type.
+        opset: The source model's.
+        ir_version: The source model's.
+    """
+    part = PartBuilder(prefix, opset, ir_version)
+    tensor = _as_float32(part, cut)
+    if head.kind == "grid":
+        features = part.add("Flatten", [pool_map(part, cut, tensor, head.grid)], axis=1)
+    elif head.kind == "vector":
+        features = tensor
+    else:
+        features = _pool_tokens(part, cut, tensor, head, weights)
+    logits = _layers(part, features, weights)
+    if answer.form == "probabilities":
+        logits = part.add("Softmax", [logits], axis=-1)
+    onnx_type = helper.np_dtype_to_tensor_dtype(np.dtype(answer_dtype))
+    part.add("Cast", [logits], answer.output, to=onnx_type)
+    inputs: list[tuple[str, str, Sequence[int | str]]] = [(cut.name, cut.dtype, cut.shape)]
+    if cut.mask is not None and cut.rank == 3:
+        inputs.append((cut.mask, cut.mask_dtype, ("batch", cut.shape[1])))
+    shape = ("batch", answer.classes)
+    return part.build(inputs, [(prefix + answer.output, answer_dtype, shape)])
+
+
+def build_empty(cut: CutTensor, prefix: str, *, opset: int, ir_version: int) -> bytes:
+    """Build a graph that reads a cut tensor and does next to nothing, to be timed against."""
+    part = PartBuilder(prefix, opset, ir_version)
+    shape = part.add("Shape", [cut.name])
+    return part.build([(cut.name, cut.dtype, cut.shape)], [(shape, "int64", (cut.rank,))])
+
+
+def _as_float32(part: PartBuilder, cut: CutTensor) -> str:
+    if cut.dtype == "float32":
+        return cut.name
+    return part.add("Cast", [cut.name], to=TensorProto.FLOAT)
+
+
+def _layers(
+    part: PartBuilder, features: str, weights: Mapping[str, NDArray[np.float32]]
+) -> str:
+    """One or two dense layers; weights as [inputs, outputs]."""
+    if "hidden_weight" in weights:
+        hidden = _dense(part, features, weights["hidden_weight"], weights["hidden_bias"])
+        features = part.add("Relu", [hidden])
+    return _dense(part, features, weights["weight"], weights["bias"])
+
+
+def _dense(
+    part: PartBuilder, tensor: str, weight: NDArray[np.float32], bias: NDArray[np.float32]
+) -> str:
+    return part.add("Gemm", [tensor, part.weight("weight", weight), part.weight("bias", bias)])
+
+
+def _pool_tokens(
+    part: PartBuilder,
+    cut: CutTensor,
+    tokens: str,
+    head: Head,
+    weights: Mapping[str, NDArray[np.float32]],
+) -> str:
+    """Pool tokens [n, tokens, width] to [n, features]."""
+    if head.kind == "first":
+        return part.add("Gather", [tokens, part.weight("first", np.array(0, np.int64))], axis=1)
+    keep = None if cut.mask is None else _token_mask(part, cut.mask)
+    if head.kind == "attention":
+        scores = part.add("MatMul", [tokens, part.weight("queries", weights["queries"].T)])
+        if keep is not None:
+            scores = part.add("Add", [scores, _bias(part, keep)])
+        by_query = part.add("Transpose", [scores], perm=[0, 2, 1])  # [n, queries, tokens]
+        attention = part.add("Softmax", [by_query], axis=-1)
+        return part.add("Flatten", [part.add("MatMul", [attention, tokens])], axis=1)
+    mean = _masked_mean(part, tokens, keep)
+    if head.kind == "mean":
+        return mean
+    first = part.add("Gather", [tokens, part.weight("first", np.array(0, np.int64))], axis=1)
+    masked = tokens if keep is None else part.add("Add", [tokens, _bias(part, keep)])
+    return part.add("Concat", [first, mean, part.reduce("ReduceMax", masked, 1)], axis=-1)
+
+
+def _token_mask(part: PartBuilder, mask: str) -> str:
+    """The mask as float32 [n, tokens, 1]."""
+    as_float = part.add("Cast", [mask], to=TensorProto.FLOAT)
+    return part.add("Unsqueeze", [as_float, part.weight("last", np.array([2], np.int64))])
+
+
+def _bias(part: PartBuilder, keep: str) -> str:
+    one = part.weight("one", np.array(1, np.float32))
+    far = part.weight("far_above", np.array(-FAR_BELOW, np.float32))
+    return part.add("Mul", [part.add("Sub", [keep, one]), far])
+
+
+def _masked_mean(part: PartBuilder, tokens: str, keep: str | None) -> str:
+    if keep is None:
+        return part.reduce("ReduceMean", tokens, 1)
+    axis = part.weight("axis", np.array([1], np.int64))
+    total = part.add("ReduceSum", [part.add("Mul", [tokens, keep]), axis], keepdims=0)
+    count = part.add("ReduceSum", [keep, axis], keepdims=0)
+    one = part.weight("one", np.array(1, np.float32))
+    return part.add("Div", [total, part.add("Max", [count, one])])

@@ -1,0 +1,198 @@
+"""Reading the user's ONNX file into a model that can be sliced."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import onnx
+from google.protobuf.message import DecodeError
+from onnx import version_converter
+from onnx.external_data_helper import load_external_data_for_model
+
+from offramp.bundle.manifest import Answer, TensorSpec
+from offramp.compiler.anchor import anchor_shapes
+from offramp.compiler.answer import find_answer, keep_answer
+from offramp.compiler.batch import free_batch
+from offramp.compiler.errors import ModelError
+from offramp.compiler.shapes import annotate, declared_types
+from offramp.compiler.simplify import simplified
+from offramp.compiler.tidy import name_operators, remove_unused, unlist_initializers
+
+if TYPE_CHECKING:
+    import os
+
+_log = logging.getLogger(__name__)
+
+MIN_OPSET = 13
+"""Older models are converted to this one, where ``axes`` are inputs and Softmax is per axis."""
+MIN_IR_VERSION = 8
+"""Of the file format; since 4 initializers need not be graph inputs."""
+MAX_BYTES = 2**31 - 1
+"""Limit of one protobuf message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceModel:
+    """A classifier in the form that slicing needs.
+
+    The batch dimension is symbolic, shapes are inferred, operators have unique names, no shape
+    crosses a cut point that could be read off a graph input, and the answer is the one output.
+    """
+
+    proto: onnx.ModelProto
+    """The whole model, weights included. Treat it as read-only."""
+    name: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    original_sha256: str
+    """Hash of the file that was read and of its external data."""
+    opset: int
+    answer: Answer
+
+
+def read_model(
+    path: str | os.PathLike[str], *, answer: str | None = None, simplify: bool = True
+) -> SourceModel:
+    """Read a classifier and bring it into the form that slicing needs.
+
+    Args:
+        path: An ONNX file; external data are looked for beside it.
+        answer: Name of the output to keep, where the model has several.
+        simplify: Fold constants and fuse with onnxslim; the result is used only if it computes
+            the same as the original.
+
+    Returns:
+        The model, equal in function to the file as far as the answer is concerned.
+
+    Raises:
+        ModelError: The file is missing, is no ONNX model, or has a property that is not
+            supported; the message says which, and what to do.
+    """
+    path = Path(path)
+    proto, digest = _load(path)
+    try:
+        proto = _prepare(proto, answer=answer, simplify=simplify)
+        found = find_answer(proto)
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
+    return SourceModel(
+        proto=proto,
+        name=path.stem,
+        inputs=_specs(proto, [i.name for i in proto.graph.input]),
+        outputs=_specs(proto, [o.name for o in proto.graph.output]),
+        original_sha256=digest,
+        opset=default_opset(proto),
+        answer=found,
+    )
+
+
+def default_opset(proto: onnx.ModelProto) -> int:
+    """Version of the standard operator set that the model uses."""
+    versions = [o.version for o in proto.opset_import if o.domain in {"", "ai.onnx"}]
+    return max(versions, default=0)
+
+
+def _load(path: Path) -> tuple[onnx.ModelProto, str]:
+    """Read and check the file and its external data; return the model and their hash."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    digest = hashlib.sha256(data)
+    try:
+        proto = onnx.load_model_from_string(data)
+    except DecodeError as error:
+        raise ModelError(f"{path}: not an ONNX file; export the model to ONNX first") from error
+    if not proto.graph.node:
+        raise ModelError(f"{path}: not an ONNX file, or one without operators")
+    for file in _external_files(proto, path):
+        digest.update(file.read_bytes())
+    load_external_data_for_model(proto, str(path.parent))
+    try:
+        onnx.checker.check_model(proto)
+    except onnx.checker.ValidationError as error:
+        reason = str(error).splitlines()[0]
+        raise ModelError(f"{path}: the ONNX checker refuses it: {reason}") from error
+    return proto, digest.hexdigest()
+
+
+def _external_files(proto: onnx.ModelProto, path: Path) -> list[Path]:
+    """Files with weights beside the model, checked to exist and to fit into one message."""
+    names = {
+        entry.value
+        for tensor in proto.graph.initializer
+        for entry in tensor.external_data
+        if entry.key == "location"
+    }
+    files = [path.parent / name for name in sorted(names)]
+    for file in files:
+        if not file.is_file():
+            raise ModelError(f"{path}: its external data {file} are missing; put them beside it")
+    size = path.stat().st_size + sum(file.stat().st_size for file in files)
+    if size > MAX_BYTES:
+        raise ModelError(
+            f"{path}: {size / 2**30:.1f} GiB with its external data; models above 2 GiB are not "
+            "supported yet, convert the weights to half precision"
+        )
+    return files
+
+
+def _prepare(proto: onnx.ModelProto, *, answer: str | None, simplify: bool) -> onnx.ModelProto:
+    """Bring a checked model into the form that :class:`SourceModel` describes."""
+    proto = _modern(proto)
+    unlist_initializers(proto)
+    keep_answer(proto, answer)
+    remove_unused(proto)
+    _check_inputs(proto)
+    free_batch(proto)
+    if simplify:
+        proto = simplified(proto)
+    name_operators(proto)
+    annotate(proto)
+    return anchor_shapes(proto)
+
+
+def _modern(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Convert to :data:`MIN_OPSET` if the model is older."""
+    opset = default_opset(proto)
+    if opset < MIN_OPSET:
+        try:
+            # before the file's IR version is raised: the converter goes by it in finding weights
+            proto = version_converter.convert_version(proto, MIN_OPSET)
+        except Exception as error:  # the converter raises RuntimeError and its own kinds
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ModelError(
+                f"opset {opset}, expected {MIN_OPSET} or newer, and conversion fails ({reason}); "
+                f"export the model again with opset_version={MIN_OPSET} or newer"
+            ) from error
+        _log.info("converted from opset %d to %d", opset, MIN_OPSET)
+    proto.ir_version = max(proto.ir_version, MIN_IR_VERSION)
+    return proto
+
+
+def _check_inputs(proto: onnx.ModelProto) -> None:
+    """Refuse inputs that are no arrays of numbers; name sizes that have no name."""
+    for info in proto.graph.input:
+        tensor = info.type.tensor_type
+        if not info.type.HasField("tensor_type") or not tensor.HasField("shape"):
+            raise ModelError(f"input {info.name!r} is no tensor of known rank; export it as one")
+        if tensor.elem_type in {onnx.TensorProto.STRING, onnx.TensorProto.BFLOAT16}:
+            kind = onnx.TensorProto.DataType.Name(tensor.elem_type).lower()
+            raise ModelError(
+                f"input {info.name!r} has elements of type {kind}, expected a number type that "
+                "numpy has; move the conversion out of the model"
+            )
+        for axis, dim in enumerate(tensor.shape.dim):
+            if not dim.HasField("dim_value") and not dim.dim_param:
+                dim.dim_param = f"{info.name}_{axis}"
+
+
+def _specs(proto: onnx.ModelProto, names: list[str]) -> tuple[TensorSpec, ...]:
+    types = declared_types(proto)
+    return tuple(
+        TensorSpec(name=n, dtype=types[n].dtype, shape=types[n].shape or ()) for n in names
+    )

@@ -1,0 +1,40 @@
+"""What a user can ask of the compiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from offramp.calibration.training import TrainingOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileOptions:
+    """One run of ``eecompile``."""
+
+    model: Path
+    data: Path
+    output: Path
+    overwrite: bool = False
+    answer: str | None = None
+    """The output that exits imitate, where the model has several."""
+    mask: str | None = None
+    """The graph input that says which tokens count; found by name where not given."""
+    exits: tuple[str, ...] = ()
+    """Cut points to build exits at, by index or tensor name; empty chooses ``candidates``."""
+    candidates: int = 12
+    """Most exits that are built."""
+    max_disagreement: float = 0.01
+    confidence: float = 0.95
+    max_overhead: float = 0.05
+    """Share of the source model's time that the exits may add for a sample that takes none
+    (Apparate's ramp budget)."""
+    tolerance: float = 1e-5
+    """Largest relative difference between chained segments and source."""
+    reference_batch_size: int = 8
+    """Savings are predicted with the times profiled at this batch size."""
+    threads: int = 1
+    """Of ONNX Runtime while profiling."""
+    simplify: bool = True
+    training: TrainingOptions = field(default_factory=TrainingOptions)
+    seed: int = 0

@@ -1,0 +1,122 @@
+"""What goes into the bundle: the manifest, and the content of every file."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from offramp.bundle import Exit, ExitPolicy, Manifest, Profile, Segment
+from offramp.bundle.bundle import RECORDS, REPORT, dump_profile
+from offramp.bundle.manifest import SCHEMA_VERSION, Calibration, Source
+from offramp.calibration.dataset import Parts
+from offramp.calibration.records import ExitRecords, dump_records
+from offramp.compiler.exits import ExitTrials, exit_prefix
+from offramp.compiler.options import CompileOptions
+from offramp.compiler.report import render_report
+from offramp.compiler.slicing import Sliced
+
+_TOOLS = ("offramp", "onnx", "onnx-graphsurgeon", "onnxslim", "onnxruntime", "torch", "numpy")
+
+
+def make_manifest(
+    sliced: Sliced,
+    exits: Sequence[ExitTrials],
+    certify: ExitRecords,
+    parts: Parts,
+    options: CompileOptions,
+) -> Manifest:
+    """Describe the bundle; hashes are filled in when it is written."""
+    model = sliced.model
+    truth, final = certify.labels, certify.final_prediction
+    return Manifest(
+        schema_version=SCHEMA_VERSION,
+        name=options.output.name.removesuffix(".ee"),
+        created_utc=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        tools=_tools(),
+        source=Source(
+            file="source.onnx",
+            original_name=options.model.name,
+            original_sha256=model.original_sha256,
+            opset=model.opset,
+        ),
+        inputs=model.inputs,
+        outputs=model.outputs,
+        answer=model.answer,
+        segments=tuple(
+            Segment(
+                index=s.index,
+                file=f"segments/{s.index:02d}.onnx",
+                inputs=s.inputs,
+                output=s.output,
+                flops_share=s.flops_share,
+            )
+            for s in sliced.segments
+        ),
+        exits=tuple(
+            _exit(index, trials, certify, model.answer.output)
+            for index, trials in enumerate(exits)
+        ),
+        calibration=Calibration(
+            data_sha256=parts.train.sha256,
+            train_samples=len(parts.train),
+            tune_samples=len(parts.tune),
+            certify_samples=len(parts.certify),
+            reference_batch_size=options.reference_batch_size,
+            source_accuracy=None if truth is None else float((final == truth).mean()),
+        ),
+        verified_tolerance=options.tolerance,
+    )
+
+
+def pack(
+    manifest: Manifest,
+    policy: ExitPolicy,
+    sliced: Sliced,
+    exits: Sequence[ExitTrials],
+    profile: Profile,
+    tune: ExitRecords,
+    certify: ExitRecords,
+) -> dict[str, bytes]:
+    """Give the content of every file but manifest and policy, by path."""
+    report = render_report(manifest, policy, profile, certify)
+    return {
+        manifest.source.file: sliced.model.proto.SerializeToString(),
+        **{s.file: g for s, g in zip(manifest.segments, sliced.graphs, strict=True)},
+        **{e.file: t.graph for e, t in zip(manifest.exits, exits, strict=True)},
+        "profiles/cpu.json": dump_profile(profile),
+        RECORDS: dump_records(tune, certify),
+        REPORT: report.encode(),
+    }
+
+
+def _exit(
+    index: int,
+    trials: ExitTrials,
+    certify: ExitRecords,
+    answer: str,
+) -> Exit:
+    predicted, agrees, truth = certify.prediction[index], certify.agrees[index], certify.labels
+    mask = (trials.cut.mask,) if trials.cut.mask is not None else ()
+    return Exit(
+        index=index,
+        after_segment=trials.candidate,
+        file=f"exits/{index:02d}.onnx",
+        inputs=(trials.cut.name, *mask),
+        output=exit_prefix(trials.candidate) + answer,
+        head=trials.head,
+        agreement=float(agrees.mean()),
+        accuracy=None if truth is None else float((predicted == truth).mean()),
+        trials=trials.trials,
+    )
+
+
+def _tools() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in _TOOLS:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed as a package"
+    return versions

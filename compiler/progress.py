@@ -1,0 +1,61 @@
+"""Progress of long steps: a protocol, a terminal version, and a silent one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol, TypeAlias
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as RichProgress
+
+Advance: TypeAlias = Callable[[int], None]
+"""Called with how much was done since the last call."""
+
+
+class Progress(Protocol):
+    """Where long steps report to."""
+
+    def step(self, title: str, total: int) -> AbstractContextManager[Advance]:
+        """Begin a step of ``total`` units; it is done when the context ends."""
+        ...
+
+
+class SilentProgress:
+    """Reports nowhere."""
+
+    @contextmanager
+    def step(self, title: str, total: int) -> Iterator[Advance]:  # noqa: ARG002
+        """Begin a step."""
+        yield lambda _: None
+
+
+class TerminalProgress:
+    """A bar a step, on standard error."""
+
+    def __init__(self, console: Console) -> None:
+        """Draw on ``console``."""
+        self._bars = RichProgress(
+            TextColumn("{task.description:<34}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+        )
+
+    def __enter__(self) -> TerminalProgress:
+        """Begin drawing."""
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the bars as they are."""
+        self._bars.stop()
+
+    @contextmanager
+    def step(self, title: str, total: int) -> Iterator[Advance]:
+        """Begin a step."""
+        task = self._bars.add_task(title, total=total)
+        yield lambda amount: self._bars.advance(task, amount)
+        self._bars.update(task, completed=total)

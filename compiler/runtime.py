@@ -1,0 +1,141 @@
+"""Running graphs at compile time, on ONNX Runtime with one thread."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+
+from offramp.compiler.graph import Dataflow
+from offramp.compiler.shapes import BATCH, declared_types, dtype_name
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+_SEQUENCE_SIZE = 16
+"""Symbolic sizes of random inputs of up to three dimensions."""
+_IMAGE_SIZE = 64
+"""Symbolic sizes of random inputs of four dimensions and more."""
+
+
+class Runner:
+    """A graph loaded for execution on the CPU."""
+
+    def __init__(self, proto: onnx.ModelProto) -> None:
+        """Load a graph.
+
+        Raises:
+            RuntimeError: ONNX Runtime refuses it (its exceptions derive from this or from
+                ``Exception`` alone, hence are translated).
+        """
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = options.inter_op_num_threads = 1
+        options.log_severity_level = 4
+        options.graph_optimization_level = _optimisation(proto)
+        with _Translated():
+            self._session = ort.InferenceSession(
+                proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
+            )
+        self.inputs = tuple(i.name for i in self._session.get_inputs())
+        self.outputs = tuple(o.name for o in self._session.get_outputs())
+
+    def run(self, feeds: Mapping[str, NDArray[np.generic]]) -> dict[str, NDArray[np.generic]]:
+        """Return all outputs by name; ``feeds`` may hold more than the graph reads.
+
+        Raises:
+            RuntimeError: an operator fails on these feeds.
+        """
+        with _Translated():
+            values = self._session.run(None, {name: feeds[name] for name in self.inputs})
+        return dict(zip(self.outputs, values, strict=True))
+
+
+class _Translated:
+    """Turns ONNX Runtime's own exceptions into RuntimeError with their first line."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and type(error).__module__.startswith("onnxruntime"):
+            raise RuntimeError(str(error).splitlines()[0]) from error
+
+
+def _optimisation(proto: onnx.ModelProto) -> ort.GraphOptimizationLevel:
+    """Everything, but less for half precision: ONNX Runtime 1.30 and 1.31 crash there."""
+    half = any(t.data_type == onnx.TensorProto.FLOAT16 for t in proto.graph.initializer)
+    levels = ort.GraphOptimizationLevel
+    return levels.ORT_ENABLE_EXTENDED if half else levels.ORT_ENABLE_ALL
+
+
+def random_inputs(
+    proto: onnx.ModelProto, batch: int, *, seed: int = 0
+) -> dict[str, NDArray[np.generic]]:
+    """Make inputs that a model accepts.
+
+    Floating-point inputs are normal; integers that index a table stay inside it; other integers
+    are 0 or 1 with a 1 in front, as a mask is that hides no sample wholly.
+
+    Args:
+        proto: The model.
+        batch: Size wherever a shape says ``batch``.
+        seed: Of the random generator.
+
+    Returns:
+        Arrays by name of the graph input.
+    """
+    rng = np.random.default_rng(seed)
+    graph = Dataflow(proto.graph)
+    types = declared_types(proto)
+    sizes: dict[str, int] = {BATCH: batch}
+    for name in graph.inputs:
+        shape = types[name].shape or ()
+        default = _SEQUENCE_SIZE if len(shape) <= 3 else _IMAGE_SIZE
+        for size in shape:
+            if isinstance(size, str):
+                sizes.setdefault(size, default)
+    feeds: dict[str, NDArray[np.generic]] = {}
+    for name in graph.inputs:
+        sized = tuple(d if isinstance(d, int) else sizes[d] for d in types[name].shape or ())
+        dtype = np.dtype(dtype_name(types[name].elem_type))
+        feeds[name] = _random(rng, sized, dtype, _table_size(proto, graph, name))
+    return feeds
+
+
+def _random(
+    rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[np.generic], rows: int
+) -> NDArray[np.generic]:
+    if np.issubdtype(dtype, np.floating):
+        return rng.standard_normal(shape).astype(dtype)
+    if dtype == np.uint8 and not rows:
+        return rng.integers(0, 256, shape).astype(dtype)
+    values = rng.integers(0, rows or 2, shape)
+    if not rows and values.ndim > 1:
+        values[:, 0] = 1
+    return values.astype(dtype)
+
+
+def _table_size(proto: onnx.ModelProto, graph: Dataflow, name: str) -> int:
+    """Rows of the table that the input indexes, seen through ``Cast``; 0 if it does not."""
+    tables = {t.name: t.dims[0] for t in proto.graph.initializer if t.dims}
+    for op in graph.consumers.get(name, ()):
+        if op.kind == "Gather" and op.proto.input[1] == name and op.proto.input[0] in tables:
+            return tables[op.proto.input[0]]
+        if op.kind == "Cast" and (rows := _table_size(proto, graph, op.writes[0])):
+            return rows
+    return 0
+
+
+def relative_difference(actual: NDArray[np.generic], wanted: NDArray[np.generic]) -> float:
+    """Largest difference relative to the largest value wanted; NaN if any value is NaN."""
+    if actual.shape != wanted.shape:
+        return float("inf")
+    a, b = actual.astype(np.float64), wanted.astype(np.float64)
+    if not a.size:
+        return 0.0
+    scale = float(np.max(np.abs(b)))
+    return float(np.max(np.abs(a - b))) / (scale or 1.0)

@@ -1,0 +1,93 @@
+"""The binomial tail, and what follows from it about an error rate; exact, standard library only."""
+
+from __future__ import annotations
+
+import math
+
+
+def binomial_cdf(k: int, n: int, p: float) -> float:
+    """P(Binomial(n, p) <= k), summed from log-space terms (lgamma), so nothing underflows.
+
+    Raises:
+        ValueError: n below 0, or p outside [0, 1].
+    """
+    if n < 0 or not 0 <= p <= 1:
+        raise ValueError(f"expected n >= 0 and p in [0, 1], got n={n}, p={p}")
+    if k < 0:
+        return 0.0
+    if k >= n or p == 0:
+        return 1.0
+    if p == 1:
+        return 0.0
+    if k > n * p:  # the upper tail is the shorter and smaller sum
+        return 1.0 - _sum_terms(range(k + 1, n + 1), n, p)
+    return _sum_terms(range(k, -1, -1), n, p)
+
+
+def samples_needed(max_disagreement: float, confidence_level: float = 0.95) -> int:
+    """Fewest samples, all in agreement, that certify the bound: 299 for 1 % at 95 %.
+
+    The least n with (1 − max_disagreement)^n <= 1 − confidence_level.
+    """
+    check_promise(max_disagreement, confidence_level)
+    alpha = 1 - confidence_level
+    n = max(1, math.floor(math.log(alpha) / math.log1p(-max_disagreement)) - 1)
+    while binomial_cdf(0, n, max_disagreement) > alpha:
+        n += 1
+    return n
+
+
+def allowed_errors(samples: int, max_disagreement: float, confidence_level: float = 0.95) -> int:
+    """Most errors in ``samples`` that still certify the bound; −1 if none do."""
+    check_promise(max_disagreement, confidence_level)
+    alpha = 1 - confidence_level
+    low, high = -1, samples
+    while high - low > 1:  # the tail rises with k: passes at low, fails at high
+        middle = (low + high) // 2
+        if binomial_cdf(middle, samples, max_disagreement) <= alpha:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def upper_bound(errors: int, samples: int, confidence_level: float = 0.95) -> float:
+    """One-sided Clopper-Pearson upper bound of an error rate.
+
+    The largest p with P(Binomial(samples, p) <= errors) >= 1 − confidence_level, by bisection,
+    rounded upwards (to about 1e-16).
+
+    Raises:
+        ValueError: no samples, errors outside 0..samples, or a level outside (0, 1).
+    """
+    if samples < 1 or not 0 <= errors <= samples:
+        raise ValueError(f"expected 0 <= errors <= samples >= 1, got {errors} of {samples}")
+    if not 0 < confidence_level < 1:
+        raise ValueError(f"confidence_level must be in (0, 1), got {confidence_level}")
+    low, high = errors / samples, 1.0
+    while low < (middle := (low + high) / 2) < high:
+        if binomial_cdf(errors, samples, middle) > 1 - confidence_level:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def check_promise(max_disagreement: float, confidence_level: float) -> None:
+    """Refuse a bound or a confidence level that promises nothing."""
+    if not 0 < max_disagreement < 1:
+        raise ValueError(f"max_disagreement must be in (0, 1), got {max_disagreement}")
+    if not 0 < confidence_level < 1:
+        raise ValueError(f"confidence_level must be in (0, 1), got {confidence_level}")
+
+
+def _sum_terms(ks: range, n: int, p: float) -> float:
+    """Sum P(Binomial(n, p) = k) over ks, which run away from the mode; stop when nothing adds."""
+    log_p, log_q, log_n = math.log(p), math.log1p(-p), math.lgamma(n + 1)
+    terms: list[float] = []
+    for k in ks:
+        log_choose = log_n - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+        terms.append(math.exp(log_choose + k * log_p + (n - k) * log_q))
+        if terms[-1] < 1e-25 * terms[0]:
+            break
+    return min(1.0, math.fsum(terms))

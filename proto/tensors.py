@@ -1,0 +1,156 @@
+"""From tensors on the wire to numpy arrays, and back.
+
+Elements travel in one of two forms. *Raw*, the form that every serious client uses, is the array's
+memory, little endian and row by row, and is viewed without a copy. *Typed* contents are a
+protobuf field per datatype, slow and readable, for clients that write JSON by hand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.proto.datatypes import TensorError, datatype_of, dtype_of
+from offramp.proto.messages import ModelInferRequest, ModelInferResponse
+
+WireTensor: TypeAlias = ModelInferRequest.InferInputTensor | ModelInferResponse.InferOutputTensor
+
+_CONTENTS_FIELDS: Final[Mapping[str, str]] = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+}
+
+
+def decode_tensors(
+    tensors: Sequence[WireTensor], raw_contents: Sequence[bytes]
+) -> dict[str, NDArray[Any]]:
+    """Read the tensors of a request or a response.
+
+    Args:
+        tensors: Name, datatype, shape and, where ``raw_contents`` is empty, typed contents.
+        raw_contents: Empty, or the elements of every tensor, in the same order.
+
+    Returns:
+        By name, in the same order; read-only views of ``raw_contents`` where that is used.
+
+    Raises:
+        TensorError: A name comes twice, a datatype or shape is impossible, or there are not as
+            many elements as the shape says.
+    """
+    if raw_contents and len(raw_contents) != len(tensors):
+        raise TensorError(
+            f"there are {len(tensors)} tensors and {len(raw_contents)} raw contents; "
+            "send one for every tensor, or none and typed contents everywhere"
+        )
+    arrays: dict[str, NDArray[Any]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.name in arrays:
+            raise TensorError(f"tensor {tensor.name!r} comes twice; send each name once")
+        raw = raw_contents[index] if raw_contents else None
+        arrays[tensor.name] = _decode(tensor, raw)
+    return arrays
+
+
+def encode_tensor(tensor: WireTensor, name: str, array: NDArray[Any]) -> bytes:
+    """Write name, datatype and shape into ``tensor``.
+
+    Returns:
+        The elements, to be appended to the message's raw contents.
+
+    Raises:
+        TensorError: The protocol has no name for the dtype.
+    """
+    tensor.name = name
+    tensor.datatype = datatype_of(array.dtype, name)
+    tensor.shape.extend(array.shape)
+    return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+def _decode(tensor: WireTensor, raw: bytes | None) -> NDArray[Any]:
+    dtype = dtype_of(tensor.datatype, tensor.name)
+    shape = tuple(tensor.shape)
+    if any(size < 0 for size in shape):
+        raise TensorError(
+            f"tensor {tensor.name!r} has shape {list(shape)}; a tensor that is sent has the sizes "
+            "of its array, -1 is for metadata only"
+        )
+    if raw is None:
+        return _typed_elements(tensor, dtype, math.prod(shape)).reshape(shape)
+    return _raw_elements(tensor, raw, dtype, math.prod(shape)).reshape(shape)
+
+
+def _raw_elements(tensor: WireTensor, raw: bytes, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+    if tensor.HasField("contents"):
+        raise TensorError(f"tensor {tensor.name!r} has typed and raw contents; send one of them")
+    if len(raw) != count * dtype.itemsize:
+        raise TensorError(
+            f"tensor {tensor.name!r} has {len(raw)} bytes of raw contents; "
+            f"{tensor.datatype} {list(tensor.shape)} takes {count * dtype.itemsize}"
+        )
+    if dtype == np.bool_:
+        return _raw_bools(tensor, raw)
+    return np.frombuffer(raw, dtype=dtype)
+
+
+def _raw_bools(tensor: WireTensor, raw: bytes) -> NDArray[np.bool_]:
+    """View the bytes as bool, once they are known to be 0 and 1: numpy takes others on trust."""
+    elements = np.frombuffer(raw, dtype=np.uint8)
+    if elements.max(initial=0) > 1:
+        raise TensorError(
+            f"tensor {tensor.name!r} is BOOL with a byte of {elements.max()}; "
+            "each element is one byte, 0 or 1"
+        )
+    return elements.view(np.bool_)
+
+
+def _typed_elements(tensor: WireTensor, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+    field = _CONTENTS_FIELDS.get(tensor.datatype)
+    if field is None:
+        raise TensorError(
+            f"tensor {tensor.name!r} is {tensor.datatype}, which typed contents have no field "
+            "for; send raw contents"
+        )
+    if others := [used.name for used, _ in tensor.contents.ListFields() if used.name != field]:
+        raise TensorError(
+            f"tensor {tensor.name!r} is {tensor.datatype} with its elements in {others[0]}; "
+            f"they belong into {field}"
+        )
+    elements = getattr(tensor.contents, field)
+    if len(elements) != count:
+        raise TensorError(
+            f"tensor {tensor.name!r} has {len(elements)} elements in {field}; "
+            f"shape {list(tensor.shape)} takes {count}"
+        )
+    return _narrowed(tensor, np.array(elements, dtype=_field_dtype(dtype)), dtype)
+
+
+def _field_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """INT8 to INT32 share a field of int32, UINT8 to UINT32 one of uint32."""
+    narrow = {"i": np.dtype("<i4"), "u": np.dtype("<u4")}
+    return narrow.get(dtype.kind, dtype) if dtype.itemsize < 4 else dtype
+
+
+def _narrowed(tensor: WireTensor, wide: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    if dtype == wide.dtype:
+        return wide
+    narrow = wide.astype(dtype)
+    wrong = np.flatnonzero(narrow != wide)
+    if wrong.size:
+        raise TensorError(
+            f"tensor {tensor.name!r} has the element {wide[wrong[0]]}, "
+            f"which is outside of {tensor.datatype}"
+        )
+    return narrow

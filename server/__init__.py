@@ -1,0 +1,1 @@
+"""Serves an engine over gRPC (Open Inference Protocol) and HTTP (health, metrics, status page)."""

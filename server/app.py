@@ -1,0 +1,120 @@
+"""The life of a server: open the engine, listen, wait for a signal, drain, close."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from typing import Any, Final, TypeVar
+
+from offramp.server.addresses import check_free, join_address
+from offramp.server.grpc_endpoint import GrpcEndpoint
+from offramp.server.http_endpoint import HttpEndpoint
+from offramp.server.options import MIB, ServerOptions
+from offramp.server.served import ServedEngine
+from offramp.server.stop_signals import StopSignals
+
+logger = logging.getLogger(__name__)
+
+EXIT_OK: Final = 0
+EXIT_UNANSWERED: Final = 1
+"""Requests in flight were given up: the time ran out, or a second signal came."""
+
+_FLUSH_S: Final = 1.0
+"""After the last answer, for its bytes to leave, and for open health watches to be told."""
+
+_T = TypeVar("_T")
+EngineOpener = Callable[[], Coroutine[Any, Any, ServedEngine]]
+
+
+def serve(open_engine: EngineOpener, options: ServerOptions) -> int:
+    """Serve until a signal comes; blocks, on the main thread.
+
+    Returns:
+        The exit code of the process.
+
+    Raises:
+        StartError: A port cannot be listened on.
+        BundleError, BackendError: From ``open_engine``.
+    """
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(serve_until_stopped(open_engine, options))
+
+
+async def serve_until_stopped(
+    open_engine: EngineOpener, options: ServerOptions, stop: StopSignals | None = None
+) -> int:
+    """As :func:`serve`, inside a running loop; ``stop`` lets a test stand in for the signals."""
+    stop = StopSignals() if stop is None else stop
+    with stop.installed():
+        check_free(options.host, options.grpc_port, option="--grpc-port")
+        check_free(options.host, options.http_port, option="--http-port")
+        engine = await _unless(stop.requested, open_engine())
+        if engine is None:
+            return EXIT_OK
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(engine.close)
+            endpoint = await _listen(stack, engine, options)
+            await stop.requested.wait()
+            return await _leave(engine, endpoint, options, stop)
+
+
+async def _listen(
+    stack: AsyncExitStack, engine: ServedEngine, options: ServerOptions
+) -> GrpcEndpoint:
+    """Start both endpoints; the stack stops them."""
+    http = HttpEndpoint(engine)
+    stack.push_async_callback(http.stop)
+    endpoint = GrpcEndpoint(engine, max_message_bytes=options.max_message_mib * MIB)
+    stack.push_async_callback(endpoint.stop, 0.0)
+    http_port = await http.start(options.host, options.http_port)
+    grpc_port = await endpoint.start(options.host, options.grpc_port)
+    models = [model.name for model in engine.models()]
+    await endpoint.serving(models)
+    logger.info(
+        "ready: gRPC on %s, status page on http://%s/, serving %s",
+        join_address(options.host, grpc_port),
+        join_address(options.host, http_port),
+        ", ".join(models),
+    )
+    return endpoint
+
+
+async def _leave(
+    engine: ServedEngine, endpoint: GrpcEndpoint, options: ServerOptions, stop: StopSignals
+) -> int:
+    """Tell the health watchers, answer what is in flight, and hang up."""
+    await endpoint.leaving()
+    drained = await _unless(stop.forced, engine.drain(options.shutdown_timeout_s))
+    if not drained:
+        logger.error(
+            "leaving with %d samples unanswered%s",
+            sum(model.queued + model.in_flight for model in engine.statistics().values()),
+            "" if drained is None else f" after {options.shutdown_timeout_s:g} s",
+        )
+    await endpoint.stop(_FLUSH_S if drained else 0.0)
+    logger.info("stopped")
+    return EXIT_OK if drained else EXIT_UNANSWERED
+
+
+async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, _T]) -> _T | None:
+    """Do ``work``, or cancel it and return ``None`` as soon as ``event`` is set."""
+    working = asyncio.create_task(work)
+    waiting = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, waiting):
+            task.cancel()
+        await asyncio.gather(working, waiting, return_exceptions=True)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's, where there is one: it halves the cost of a call."""
+    try:
+        import uvloop  # noqa: PLC0415 - there is none on Windows
+    except ImportError:
+        return None
+    return uvloop.new_event_loop

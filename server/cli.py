@@ -1,0 +1,41 @@
+"""``eeserve``: serves bundles until it is told to stop."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from offramp.bundle import BundleError
+from offramp.engine.core import Engine
+from offramp.engine.errors import EngineError
+from offramp.server.app import serve
+from offramp.server.arguments import parse_arguments
+from offramp.server.errors import StartError
+from offramp.server.logging_setup import set_up_logging
+from offramp.server.served import ServedEngine
+
+EXIT_CANNOT_START = 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``eeserve``.
+
+    Returns:
+        0 after a signal, once everything in flight was answered; 1 if the server could not
+        start, or left requests unanswered.
+    """
+    arguments = parse_arguments(argv)
+    set_up_logging(level=arguments.log_level, log_format=arguments.log_format)
+
+    async def open_engine() -> ServedEngine:
+        return await Engine.open(arguments.models, arguments.engine)
+
+    try:
+        return serve(open_engine, arguments.server)
+    except (BundleError, EngineError, StartError) as error:
+        sys.stderr.write(f"eeserve: {error}\n")
+        return EXIT_CANNOT_START
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""The engine's statistics in Prometheus' terms.
+
+Names follow its conventions: base units in the name (seconds, ratio), ``_total`` on what only
+grows. Labels are the served model's name, and the place that an answer came from as plans name it
+(``exit 3``, ``final``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from typing import Final
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from offramp.bundle import Promise
+from offramp.engine.statistics import Histogram, ModelStatistics
+from offramp.server.served import ServedEngine
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class EngineCollector(Collector):
+    """Reads one snapshot per scrape; counts nothing itself."""
+
+    def __init__(self, engine: ServedEngine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        """All families, each with every model."""
+        statistics = self._engine.statistics()
+        yield _info(statistics.items())
+        yield from _counters(statistics.items())
+        yield from _gauges(statistics.items())
+        yield from _model_histograms(statistics.items())
+        yield from _stage_metrics(statistics.items())
+        yield from _promises(
+            [
+                (model.name, model.policy.promise)
+                for model in self._engine.models()
+                if model.policy.promise and len(statistics[model.name].stages) > 1
+            ]
+        )
+
+
+def render_metrics(engine: ServedEngine) -> bytes:
+    """The page at ``/metrics``, in the text format that every Prometheus reads."""
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(engine))
+    ProcessCollector(registry=registry)
+    return generate_latest(registry)
+
+
+_Models = Iterable[tuple[str, ModelStatistics]]
+
+
+def _info(models: _Models) -> Metric:
+    family = InfoMetricFamily("offramp_model", "How a model is served.", labels=["model"])
+    for name, model in models:
+        family.add_metric([name], {"mode": model.mode, "backend": model.backend})
+    return family
+
+
+def _counters(models: _Models) -> Iterator[Metric]:
+    requests = CounterMetricFamily("offramp_requests", "Requests accepted.", labels=["model"])
+    samples = CounterMetricFamily("offramp_samples", "Samples accepted.", labels=["model"])
+    failures = CounterMetricFamily(
+        "offramp_failures", "Samples without an answer, by cause.", labels=["model", "cause"]
+    )
+    for name, model in models:
+        requests.add_metric([name], model.requests)
+        samples.add_metric([name], model.samples)
+        for cause, count in model.failed.items():
+            failures.add_metric([name, cause], count)
+    return iter((requests, samples, failures))
+
+
+def _gauges(models: _Models) -> Iterator[Metric]:
+    readings = {
+        "offramp_queued_samples": ("Samples waiting now.", "queued"),
+        "offramp_in_flight_samples": ("Samples in running batches now.", "in_flight"),
+        "offramp_policy_version": ("Version of the exit policy in force.", "policy_version"),
+        "offramp_uptime_seconds": ("Time since the model was loaded.", "uptime_s"),
+    }
+    for name, (documentation, attribute) in readings.items():
+        family = GaugeMetricFamily(name, documentation, labels=["model"])
+        for model, statistics in models:
+            family.add_metric([model], getattr(statistics, attribute))
+        yield family
+
+
+def _model_histograms(models: _Models) -> Iterator[Metric]:
+    queue = HistogramMetricFamily(
+        "offramp_queue_duration_seconds",
+        "Time from submission to first dispatch, per request part.",
+        labels=["model"],
+    )
+    latency = HistogramMetricFamily(
+        "offramp_request_duration_seconds",
+        "Time from submission to the response, per request.",
+        labels=["model"],
+    )
+    for name, model in models:
+        _add_histogram(queue, [name], model.queue_s)
+        _add_histogram(latency, [name], model.latency_s)
+    return iter((queue, latency))
+
+
+def _stage_metrics(models: _Models) -> Iterator[Metric]:
+    labels = ["model", "exit"]
+    answers = CounterMetricFamily(
+        "offramp_answers", "Samples answered, by the exit that answered.", labels=labels
+    )
+    threshold = GaugeMetricFamily(
+        "offramp_exit_threshold_ratio", "Least confidence to leave with.", labels=labels
+    )
+    batch_size = HistogramMetricFamily(
+        "offramp_batch_size", "Rows per run of the stage that ends at the exit.", labels=labels
+    )
+    duration = HistogramMetricFamily(
+        "offramp_stage_duration_seconds",
+        "Time per run of the stage that ends at the exit.",
+        labels=labels,
+    )
+    for name, model in models:
+        for stage in model.stages:
+            answers.add_metric([name, stage.label], stage.answered)
+            threshold.add_metric([name, stage.label], stage.threshold)
+            _add_histogram(batch_size, [name, stage.label], stage.batch_size)
+            _add_histogram(duration, [name, stage.label], stage.run_s)
+    return iter((answers, threshold, batch_size, duration))
+
+
+def _promises(promises: Iterable[tuple[str, Promise]]) -> Iterator[Metric]:
+    """Of the models with exits in use: without any, there is nothing to promise."""
+    readings = {
+        "offramp_promise_max_disagreement_ratio": (
+            "Largest disagreement with the unmodified model that was certified.",
+            "max_disagreement",
+        ),
+        "offramp_promise_confidence_ratio": (
+            "Probability that the certificate holds.",
+            "confidence",
+        ),
+        "offramp_promise_certify_samples": (
+            "Samples that the certificate rests on.",
+            "certify_samples",
+        ),
+        "offramp_promise_certify_errors": (
+            "Those of them answered unlike the unmodified model.",
+            "certify_errors",
+        ),
+    }
+    for name, (documentation, attribute) in readings.items():
+        family = GaugeMetricFamily(name, documentation, labels=["model"])
+        for model, promise in promises:
+            family.add_metric([model], getattr(promise, attribute))
+        yield family
+
+
+def _add_histogram(family: HistogramMetricFamily, labels: list[str], histogram: Histogram) -> None:
+    bounds = [*map(repr, map(float, histogram.bounds)), "+Inf"]
+    buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))
+    family.add_metric(labels, buckets=buckets, sum_value=histogram.total)

@@ -1,0 +1,54 @@
+"""What the server asks of an engine.
+
+The services depend on this, not on :class:`offramp.engine.core.Engine`, which satisfies it; so
+does the stub that the tests serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from offramp.engine.core import InferResult, ModelInfo
+from offramp.engine.statistics import ModelStatistics
+
+
+class ServedEngine(Protocol):
+    """See :class:`offramp.engine.core.Engine` for what each method promises and raises."""
+
+    async def infer(
+        self,
+        model: str,
+        inputs: Mapping[str, NDArray[Any]],
+        *,
+        deadline_s: float | None = None,
+        priority: int = 0,
+    ) -> InferResult:
+        """Answer a request; cancelling the awaiting task withdraws it."""
+        ...
+
+    def models(self) -> tuple[ModelInfo, ...]:
+        """The served models."""
+        ...
+
+    def model(self, name: str) -> ModelInfo:
+        """One served model, or UnknownModelError."""
+        ...
+
+    def ready(self, model: str | None = None) -> bool:
+        """Whether the model (or every model) takes requests."""
+        ...
+
+    def statistics(self) -> Mapping[str, ModelStatistics]:
+        """A snapshot per model."""
+        ...
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests, finish those in flight; ``False`` if some did not in time."""
+        ...
+
+    async def close(self) -> None:
+        """Stop the executor threads and release the backends."""
+        ...

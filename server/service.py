@@ -1,0 +1,104 @@
+"""The service ``inference.GRPCInferenceService`` over an engine."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final, TypeAlias
+
+import grpc
+import grpc.aio
+
+from offramp import __version__
+from offramp.engine.errors import UnknownModelError
+from offramp.proto import messages
+from offramp.proto.descriptors import FILE, SERVICE
+from offramp.server.errors import answering_errors
+from offramp.server.requests import check_version, read_request
+from offramp.server.responses import write_metadata, write_response
+from offramp.server.served import ServedEngine
+
+_Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+SERVER_NAME: Final = "offramp"
+
+
+class InferenceService:
+    """One method per call of the protocol, named as in ``inference.proto``.
+
+    When a client hangs up, grpc.aio cancels its method and thereby ``engine.infer``, which
+    withdraws that request alone.
+    """
+
+    def __init__(self, engine: ServedEngine) -> None:
+        self._engine = engine
+
+    async def ServerLive(  # noqa: N802 - the protocol's name
+        self, _request: messages.ServerLiveRequest, _context: _Context
+    ) -> messages.ServerLiveResponse:
+        """Live as long as it answers."""
+        return messages.ServerLiveResponse(live=True)
+
+    async def ServerReady(  # noqa: N802
+        self, _request: messages.ServerReadyRequest, _context: _Context
+    ) -> messages.ServerReadyResponse:
+        """Ready once every model takes requests."""
+        return messages.ServerReadyResponse(ready=self._engine.ready())
+
+    async def ModelReady(  # noqa: N802
+        self, request: messages.ModelReadyRequest, _context: _Context
+    ) -> messages.ModelReadyResponse:
+        """Not ready, rather than an error, for a model that is not there, as in Triton."""
+        try:
+            check_version(request.name, request.version)
+            self._engine.model(request.name)
+        except UnknownModelError:
+            return messages.ModelReadyResponse(ready=False)
+        return messages.ModelReadyResponse(ready=self._engine.ready(request.name))
+
+    async def ServerMetadata(  # noqa: N802
+        self, _request: messages.ServerMetadataRequest, _context: _Context
+    ) -> messages.ServerMetadataResponse:
+        """No extensions: perf_analyzer stops at one that is named and not implemented."""
+        return messages.ServerMetadataResponse(name=SERVER_NAME, version=__version__)
+
+    async def ModelMetadata(  # noqa: N802
+        self, request: messages.ModelMetadataRequest, _context: _Context
+    ) -> messages.ModelMetadataResponse:
+        """Inputs and outputs of a model."""
+        model = self._engine.model(request.name)
+        check_version(request.name, request.version)
+        return write_metadata(model)
+
+    async def ModelInfer(  # noqa: N802
+        self, request: messages.ModelInferRequest, context: _Context
+    ) -> messages.ModelInferResponse:
+        """Decode, ask the engine, encode."""
+        model = self._engine.model(request.model_name)
+        check_version(request.model_name, request.model_version)
+        call = read_request(
+            request,
+            model,
+            now_s=time.monotonic(),
+            time_remaining_s=context.time_remaining(),
+        )
+        result = await self._engine.infer(
+            request.model_name,
+            call.inputs,
+            deadline_s=call.deadline_s,
+            priority=call.priority,
+        )
+        return write_response(request, result, call.outputs)
+
+
+def inference_handler(engine: ServedEngine) -> grpc.GenericRpcHandler:
+    """The service as grpc takes it; methods that it lacks are answered UNIMPLEMENTED."""
+    service = InferenceService(engine)
+    methods = {
+        method.name: grpc.unary_unary_rpc_method_handler(
+            answering_errors(getattr(service, method.name)),
+            request_deserializer=getattr(messages, method.input_type.name).FromString,
+            response_serializer=getattr(messages, method.output_type.name).SerializeToString,
+        )
+        for method in FILE.services_by_name[SERVICE.rpartition(".")[2]].methods
+    }
+    return grpc.method_handlers_generic_handler(SERVICE, methods)

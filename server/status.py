@@ -1,0 +1,175 @@
+"""The status page: what a person wants to know of every served model, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+
+from offramp import __version__
+from offramp.bundle import Promise
+from offramp.engine.core import ModelInfo
+from offramp.engine.statistics import Histogram, ModelStatistics, StageStatistics
+from offramp.server.served import ServedEngine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitView:
+    """A row of the exit table."""
+
+    label: str
+    threshold: str
+    answered: int
+    share: float
+    """Of all answers, 0 to 1."""
+    runs: int
+    """Of its stage; the means are over them, and shown if there are any."""
+    mean_batch: float
+    """Rows per run."""
+    mean_run_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelView:
+    """A model's part of the page."""
+
+    name: str
+    ready: bool
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    mode: str
+    backend: str
+    max_batch_size: int
+    policy_version: int
+    uptime: str
+    exits: tuple[ExitView, ...]
+    promise: str | None
+    """The agreement promise in words; ``None`` where none is in force."""
+    warning: str | None
+    """Why no input leaves early, or leaves without a promise; ``None`` if all is well."""
+    counts: tuple[tuple[str, int], ...]
+    failures: tuple[tuple[str, int], ...]
+    """Samples without an answer: all of them, then by cause."""
+    times: tuple[tuple[str, Histogram], ...]
+    """What is timed, and its histogram in seconds."""
+
+
+def render_status(engine: ServedEngine) -> str:
+    """The page at ``/`` as HTML."""
+    statistics = engine.statistics()
+    models = [
+        view_model(model, statistics[model.name], ready=engine.ready(model.name))
+        for model in engine.models()
+    ]
+    return _template().render(models=models, version=__version__)
+
+
+def view_model(model: ModelInfo, statistics: ModelStatistics, *, ready: bool) -> ModelView:
+    """Put one model into the words and figures of the page."""
+    return ModelView(
+        name=model.name,
+        ready=ready,
+        inputs=tuple(tensor.describe() for tensor in model.inputs),
+        outputs=tuple(tensor.describe() for tensor in model.outputs),
+        mode=statistics.mode,
+        backend=statistics.backend,
+        max_batch_size=model.max_batch_size,
+        policy_version=statistics.policy_version,
+        uptime=describe_duration(statistics.uptime_s),
+        exits=tuple(_view_exits(statistics)),
+        promise=_promise_in_force(model, statistics),
+        warning=_warning(model, statistics),
+        counts=(
+            ("requests", statistics.requests),
+            ("samples", statistics.samples),
+            ("answered", statistics.answered),
+            ("queued", statistics.queued),
+            ("in flight", statistics.in_flight),
+        ),
+        failures=(
+            ("failed", sum(statistics.failed.values())),
+            *((cause.replace("_", " "), count) for cause, count in statistics.failed.items()),
+        ),
+        times=(("request", statistics.latency_s), ("queue", statistics.queue_s)),
+    )
+
+
+def describe_promise(promise: Promise) -> str:
+    """The certificate in one sentence, without its full stop."""
+    return (
+        f"disagreement with the unmodified model ≤ {promise.max_disagreement * 100:g} % "
+        f"on data like the calibration set, "
+        f"certified with {promise.confidence * 100:g} % confidence "
+        f"on {promise.certify_samples:,} samples ({promise.certify_errors:,} errors)"
+    )
+
+
+def describe_duration(seconds: float) -> str:
+    """``42 s``, ``3 min 5 s``, ``2 h 10 min``, ``4 d 1 h``."""
+    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+    rest, parts = int(seconds), []
+    for unit, size in units:
+        count, rest = divmod(rest, size)
+        if count:
+            parts.append(f"{count} {unit}")
+    return " ".join(parts[:2]) or "0 s"
+
+
+def _view_exits(statistics: ModelStatistics) -> Iterable[ExitView]:
+    answered = max(statistics.answered, 1)
+    return (
+        ExitView(
+            label=stage.label,
+            threshold=_describe_threshold(stage, last=stage is statistics.stages[-1]),
+            answered=stage.answered,
+            share=stage.answered / answered,
+            runs=stage.run_s.count,
+            mean_batch=stage.batch_size.mean,
+            mean_run_ms=stage.run_s.mean * 1e3,
+        )
+        for stage in statistics.stages
+    )
+
+
+def _describe_threshold(stage: StageStatistics, *, last: bool) -> str:
+    return "everything left" if last else f"confidence ≥ {stage.threshold:.4f}"
+
+
+def _exits_in_use(statistics: ModelStatistics) -> bool:
+    return len(statistics.stages) > 1
+
+
+def _promise_in_force(model: ModelInfo, statistics: ModelStatistics) -> str | None:
+    promise = model.policy.promise
+    return describe_promise(promise) if promise and _exits_in_use(statistics) else None
+
+
+def _warning(model: ModelInfo, statistics: ModelStatistics) -> str | None:
+    if statistics.mode == "off":
+        return "Exits are switched off (--mode off): every answer is the unmodified model's."
+    if not _exits_in_use(statistics):
+        return (
+            "No exit is active: every answer is the unmodified model's, and no time is saved. "
+            "The compiler found no thresholds that save time within the agreement asked for; "
+            "its report.html in the bundle has the reasons."
+        )
+    if model.policy.promise is None:
+        return (
+            "Exits are active without a promise: their agreement with the unmodified model "
+            "was not certified on any data."
+        )
+    return None
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        loader=PackageLoader("offramp.server"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("status.html")

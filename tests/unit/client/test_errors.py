@@ -1,0 +1,70 @@
+"""What a status means to the caller."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from offramp import client
+from offramp.client import Client, ConnectionFailedError, OfframpError, RequestError
+from offramp.client.connection import Settings
+from offramp.client.errors import error_from_status
+
+
+@pytest.mark.parametrize(
+    ("code", "from_server", "kind"),
+    [
+        ("NOT_FOUND", True, client.UnknownModelError),
+        ("INVALID_ARGUMENT", True, client.InvalidInputError),
+        ("RESOURCE_EXHAUSTED", True, client.ServerBusyError),
+        ("RESOURCE_EXHAUSTED", False, client.MessageTooLargeError),
+        ("DEADLINE_EXCEEDED", True, client.DeadlineError),
+        ("DEADLINE_EXCEEDED", False, client.DeadlineError),
+        ("UNAVAILABLE", True, client.ServerUnavailableError),
+        ("UNAVAILABLE", False, client.ConnectionFailedError),
+        ("CANCELLED", False, client.ConnectionFailedError),
+        ("INTERNAL", True, client.ServerError),
+        ("UNIMPLEMENTED", False, client.ServerError),
+    ],
+)
+def test_each_status_has_its_error(code: str, from_server: bool, kind: type[OfframpError]) -> None:
+    status = grpc.StatusCode[code]
+    error = error_from_status(status, "why", address="a:1", from_server=from_server)
+    assert type(error) is kind
+    assert "why" in str(error)
+    assert ("a:1" in str(error)) is not from_server
+
+
+def test_the_callers_own_faults_are_request_errors() -> None:
+    for kind in (client.UnknownModelError, client.InvalidInputError, client.MessageTooLargeError):
+        assert issubclass(kind, RequestError)
+    assert not issubclass(client.ServerBusyError, RequestError)
+
+
+def test_all_errors_are_exported() -> None:
+    exported = {name for name in client.__all__ if name.endswith("Error")}
+    assert exported == {
+        name for name in vars(client.errors) if name.endswith("Error") and name != "grpc"
+    }
+
+
+def test_nobody_there_says_so() -> None:
+    with Client("127.0.0.1:1") as nobody, pytest.raises(ConnectionFailedError) as caught:
+        nobody.server_ready(timeout_s=30)
+    assert "127.0.0.1:1: UNAVAILABLE" in str(caught.value)
+    assert "is eeserve running there" in str(caught.value)
+    assert isinstance(caught.value.__cause__, grpc.RpcError)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"address": "localhost"}, "'localhost' is not host:port"),
+        ({"address": "http://localhost"}, "is not host:port"),
+        ({"address": "a:1", "timeout_s": 0}, "timeout_s 0 is not above 0"),
+        ({"address": "a:1", "max_message_mib": 0}, "max_message_mib 0 is below 1"),
+    ],
+)
+def test_settings_are_checked(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Settings(**settings)  # type: ignore[arg-type]

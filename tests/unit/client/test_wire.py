@@ -1,0 +1,95 @@
+"""Requests and responses without a network."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from offramp.client.errors import InvalidInputError, ResponseError
+from offramp.client.wire import build_request, parse_metadata, parse_response
+from offramp.proto.messages import ModelInferResponse, ModelMetadataResponse
+
+
+def response(
+    exits: str = "0,-1", confidences: str = "0.9,0.25", rows: int = 2
+) -> ModelInferResponse:
+    message = ModelInferResponse(model_name="m")
+    message.outputs.add(name="y", datatype="FP32", shape=[rows, 1])
+    message.raw_output_contents.append(np.arange(rows, dtype=np.float32).tobytes())
+    message.parameters["offramp_policy_version"].int64_param = 4
+    message.parameters["offramp_exits"].string_param = exits
+    message.parameters["offramp_confidences"].string_param = confidences
+    return message
+
+
+def test_a_request_carries_inputs_outputs_and_priority() -> None:
+    inputs = {"a": np.ones((2, 3), np.float16), "b": [[1], [2]]}
+    request = build_request("m", inputs, outputs=["y"], priority=2)
+    assert request.model_name == "m"
+    assert [(t.name, t.datatype, list(t.shape)) for t in request.inputs] == [
+        ("a", "FP16", [2, 3]), ("b", "INT64", [2, 1]),
+    ]  # fmt: skip
+    assert request.raw_input_contents[1] == np.array([1, 2], "<i8").tobytes()
+    assert [output.name for output in request.outputs] == ["y"]
+    assert request.parameters["priority"].uint64_param == 2
+
+
+def test_defaults_are_left_to_the_server() -> None:
+    request = build_request("m", {}, outputs=None, priority=0)
+    assert not request.parameters
+    assert not request.outputs
+
+
+@pytest.mark.parametrize(
+    ("inputs", "priority", "message"),
+    [({"a": ["text"]}, 0, "tensor 'a' has numpy dtype <U4"), ({}, -1, "priority -1 is below 0")],
+)
+def test_what_cannot_be_sent_is_refused(inputs: Any, priority: int, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        build_request("m", inputs, outputs=None, priority=priority)
+
+
+def test_a_response_becomes_a_result() -> None:
+    result = parse_response(response())
+    np.testing.assert_array_equal(result.outputs["y"], np.array([[0], [1]], np.float32))
+    assert result.exits.tolist() == [0, -1]
+    assert result.exits.dtype == np.int32
+    np.testing.assert_array_equal(result.confidences, np.array([0.9, 0.25], np.float32))
+    assert result.confidences.dtype == np.float32
+    assert result.policy_version == 4
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (ModelInferResponse(model_name="m"), "no parameter 'offramp_exits'; is this an Offramp"),
+        (response(exits="0,x"), "'offramp_exits' is not a list of numbers: '0,x'"),
+        (response(exits="0,99999999999"), "'offramp_exits' is not a list of numbers"),
+        (response(exits="0"), "disagrees about its number of samples"),
+        (response(rows=3), "{'y': 3, 'offramp_exits': 2, 'offramp_confidences': 2}"),
+    ],
+)
+def test_other_responses_are_refused(message: ModelInferResponse, reason: str) -> None:
+    with pytest.raises(ResponseError, match=re.escape(reason)):
+        parse_response(message)
+
+
+def test_a_malformed_response_is_refused() -> None:
+    broken = response()
+    broken.raw_output_contents[0] = b"123"
+    with pytest.raises(ResponseError, match="malformed: tensor 'y' has 3 bytes"):
+        parse_response(broken)
+
+
+def test_metadata() -> None:
+    message = ModelMetadataResponse(name="m", platform="p")
+    message.inputs.add(name="x", datatype="INT64", shape=[-1, 128])
+    metadata = parse_metadata(message)
+    assert metadata.inputs["x"].dtype == np.int64
+    assert metadata.inputs["x"].shape == (-1, 128)
+    message.outputs.add(name="s", datatype="BYTES", shape=[-1])
+    with pytest.raises(ResponseError, match="BYTES"):
+        parse_metadata(message)

@@ -1,0 +1,66 @@
+"""The classic topologies that the onnx package carries, at opset 9 with the batch fixed at 1.
+
+Their weights are constant fills, with which every class comes out alike and nothing is tested, so
+they are replaced by random ones.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from offramp.compiler.cuts import find_cuts
+from offramp.compiler.model import read_model
+from offramp.compiler.runtime import Runner, random_inputs
+from offramp.compiler.segments import split, verify
+
+FOLDER = Path(onnx.__file__).parent / "backend/test/data/light"
+
+
+def with_random_weights(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Put variance-preserving convolution and linear weights for the constant fills."""
+    rng = np.random.default_rng(0)
+    graph = proto.graph
+    shapes = {t.name: numpy_helper.to_array(t) for t in graph.initializer}
+    for node in [n for n in graph.node if n.op_type == "ConstantOfShape"]:
+        dims = shapes[node.input[0]]
+        if len(dims) < 2:
+            continue
+        values = rng.standard_normal(dims, np.float32) * np.sqrt(2 / np.prod(dims[1:]))
+        tensor = numpy_helper.from_array(values.astype(np.float32), node.output[0])
+        graph.node.remove(node)
+        graph.initializer.append(tensor)
+        graph.input.append(
+            onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+        )
+    return proto
+
+
+@pytest.mark.parametrize(
+    ("name", "cuts", "first", "last"),
+    [
+        ("squeezenet", 17, "MaxPool", "Concat"),
+        ("inception_v1", 11, "LRN", "Concat"),
+        ("resnet50", 16, "MaxPool", "Relu"),
+    ],
+)
+def test_classic_topology(tmp_path, name, cuts, first, last):
+    source = FOLDER / f"light_{name}.onnx"
+    if not source.exists():
+        pytest.skip(f"this version of the onnx package has no {source.name}")
+    path = tmp_path / source.name
+    onnx.save(with_random_weights(onnx.load(source)), path)
+
+    model = read_model(path)
+    analysis = find_cuts(model)
+    samples = random_inputs(model.proto, 2)
+
+    assert len(analysis.cuts) == cuts
+    assert (analysis.cuts[0].operator, analysis.cuts[-1].operator) == (first, last)
+    answers = Runner(model.proto).run(samples)[model.answer.output]
+    assert answers.std() > 0, "with equal answers a comparison shows nothing"
+    assert verify(model, split(model, analysis.cuts), samples, batch_sizes=(1, 2)) <= 1e-5

@@ -1,0 +1,154 @@
+"""Where the cut points of each topology are, and what is said about the other places."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto
+from tests import models
+
+from offramp.compiler.cuts import find_cuts
+from offramp.compiler.shapes import declared_types
+
+LAYERS = ["layer0/attended", "layer0/out", "layer1/attended", "layer1/out", "layer2/attended"]
+
+
+@pytest.mark.parametrize("simplify", [True, False])
+@pytest.mark.parametrize(
+    ("proto", "cuts"),
+    [
+        (models.residual_cnn(), ["stem", "block0", "block1"]),
+        (models.residual_cnn(batch=2), ["stem", "block0", "block1"]),
+        (models.vgg_chain(), ["relu0", "pool1", "relu2", "pool3"]),
+        (models.vgg_chain(batch=1, opset=9), ["relu0", "pool1", "relu2", "pool3"]),
+        (models.bert_like(), LAYERS),
+        (models.bert_like(token_types=True), LAYERS),
+        (models.bert_like(mask=False), LAYERS),
+        (models.mlp(), ["hidden0", "hidden1", "hidden2"]),
+        (models.dense_net(), ["stem", "joined0", "joined1"]),
+        (models.inception(), ["stem", "module0", "module1"]),
+        (models.conditional(), ["hidden0", "hidden1", "hidden2"]),
+        (models.crossing_size(), ["hidden0"]),
+    ],
+    ids=lambda value: "" if isinstance(value, onnx.ModelProto) else value[-1],
+)
+def test_cut_tensors(read, proto, cuts, simplify):
+    analysis = find_cuts(read(proto, simplify=simplify))
+
+    assert [cut.tensor for cut in analysis.cuts] == cuts
+    assert [cut.index for cut in analysis.cuts] == list(range(len(cuts)))
+
+
+def test_towers_meet_before_the_first_cut(read):
+    analysis = find_cuts(read(models.two_tower()))
+
+    assert [cut.operator for cut in analysis.cuts] == ["Concat", "Relu", "Relu"]
+    assert [cut.tensor for cut in analysis.cuts[1:]] == ["merged0", "merged1"]
+    assert analysis.main_inputs == ("left", "right")
+
+
+def test_cut_point_facts(read):
+    stem, block0, block1 = find_cuts(read(models.residual_cnn())).cuts
+
+    assert (stem.shape, stem.dtype) == (("batch", 8, 16, 16), "float32")
+    assert block1.shape == ("batch", 16, 8, 8)
+    assert {cut.operator for cut in (stem, block0, block1)} == {"Relu"}
+    assert {cut.side_inputs for cut in (stem, block0, block1)} == {()}
+    assert 0 < stem.flops_share_before < block0.flops_share_before < block1.flops_share_before < 1
+
+
+def test_mask_is_side_and_shrinks_away_after_its_last_use(read):
+    analysis = find_cuts(read(models.bert_like(token_types=True)))
+
+    assert analysis.main_inputs == ("input_ids",)
+    assert [cut.side_inputs for cut in analysis.cuts] == [("attention_mask",)] * 4 + [()]
+
+
+def test_without_a_mask_shapes_are_anchored_to_the_ids(read):
+    model = read(models.bert_like(mask=False))
+    measured = {n.input[0] for n in model.proto.graph.node if n.op_type == "Shape"}
+
+    assert measured == {"input_ids"}
+    assert find_cuts(model).cuts[0].side_inputs == ("input_ids",)
+
+
+def test_shape_within_one_segment_is_left_alone(read):
+    """Anchoring ``Shape`` of the last map to the image would carry the image everywhere."""
+    b = models.Builder()
+    x = b.input("image", ["batch", 3, 8, 8])
+    x = b.node("Relu", b.conv(x, (3, 8)), out="stem")
+    x = b.node("Relu", b.conv(x, (8, 8)), out="last")
+    rows = b.node("Gather", b.node("Shape", x), b.constant([0], np.int64))
+    target = b.node("Concat", rows, b.constant([512], np.int64), axis=0)
+    b.linear(b.node("Reshape", x, target), 512, 3, out="logits")
+    b.output("logits", ["batch", 3])
+
+    model = read(b.build(), simplify=False)
+
+    assert [n.input[0] for n in model.proto.graph.node if n.op_type == "Shape"] == ["last"]
+    assert {cut.side_inputs for cut in find_cuts(model).cuts} == {()}
+
+
+def test_rejections_name_what_bypasses(read):
+    rejected = find_cuts(read(models.residual_cnn())).rejected
+    reasons = [place.reason for place in rejected]
+
+    assert reasons[0] == "inside a block: `stem` also carries data past this place"
+    assert "0.5% of the work is left" in reasons[-1]
+    assert len(rejected) == 4  # three blocks and the tail
+
+
+def test_shape_that_crosses_is_rejected_with_that_reason(read):
+    analysis = find_cuts(read(models.crossing_size()))
+
+    (place,) = [r for r in analysis.rejected if r.tensor == "hidden1"]
+    assert "a shape that is measured before this place is used after it" in place.reason
+
+
+def test_embeddings_are_rejected_because_nothing_is_known_yet(read):
+    analysis = find_cuts(read(models.bert_like()))
+
+    assert "no work is done yet" in analysis.rejected[0].reason
+    assert "embedded" not in [cut.tensor for cut in analysis.cuts]
+
+
+def test_heavy_side_part_is_rejected(read):
+    """The right tower joins only at the end, so every cut of the left one would redo it."""
+    b = models.Builder()
+    x = b.input("left", ["batch", 16])
+    side = b.node("Relu", b.linear(b.input("right", ["batch", 16]), 16, 16))
+    for i in range(3):
+        x = b.node("Relu", b.linear(x, 16, 16), out=f"left{i}")
+    joined = b.node("Relu", b.linear(b.node("Add", x, side), 16, 16), out="joined")
+    b.linear(joined, 16, 3, out="logits")
+    b.output("logits", ["batch", 3])
+
+    analysis = find_cuts(read(b.build()))
+
+    cuts = [cut.tensor for cut in analysis.cuts]
+    assert cuts[-1] == "joined"
+    assert not {"left0", "left1", "left2"} & set(cuts)
+
+
+def test_batch_must_come_first(read):
+    """[sequence, batch, width] in the middle: rows could not leave along dimension 0."""
+    b = models.Builder()
+    x = b.input("x", ["batch", 4, 8])
+    x = b.node("Transpose", b.node("Relu", b.matmul(x, 8, 8), out="first"), perm=[1, 0, 2])
+    x = b.node("Relu", b.matmul(x, 8, 8), out="turned")
+    x = b.node("Transpose", b.matmul(x, 8, 8), perm=[1, 0, 2], out="back")
+    b.linear(b.node("ReduceMean", x, axes=[1], keepdims=0), 8, 3, out="logits")
+    b.output("logits", ["batch", 3])
+
+    analysis = find_cuts(read(b.build()))
+
+    assert "turned" not in [cut.tensor for cut in analysis.cuts]
+    assert any("[4, batch, 8]" in place.reason for place in analysis.rejected)
+
+
+def test_symbolic_sizes_survive_reshapes_by_computed_vectors(read):
+    types = declared_types(read(models.bert_like(), simplify=False).proto)
+
+    assert types["layer1/out"].shape == ("batch", "sequence", 16)
+    assert types["layer1/out"].elem_type == TensorProto.FLOAT

@@ -1,0 +1,274 @@
+"""Reading: what is accepted, what is repaired, and what the errors teach."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+from tests import models
+
+from offramp.compiler.candidates import choose_candidates
+from offramp.compiler.cuts import find_cuts
+from offramp.compiler.errors import ModelError, NoCutPointError
+from offramp.compiler.model import read_model
+from offramp.compiler.runtime import Runner, relative_difference
+
+
+def test_facts(tmp_path):
+    path = tmp_path / "resnet.onnx"
+    onnx.save(models.residual_cnn(), path)
+
+    model = read_model(path)
+
+    assert model.name == "resnet"
+    assert model.original_sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert [spec.describe() for spec in model.inputs] == ["image: float32 [batch, 3, 16, 16]"]
+    assert [spec.describe() for spec in model.outputs] == ["probabilities: float32 [batch, 5]"]
+    assert (model.answer.output, model.answer.classes) == ("probabilities", 5)
+    assert (model.answer.form, model.opset) == ("probabilities", 17)
+
+
+def test_logits_are_told_from_probabilities(read):
+    assert read(models.mlp()).answer.form == "logits"
+
+
+@pytest.mark.parametrize("simplify", [True, False])
+@pytest.mark.parametrize(
+    "proto",
+    [models.vgg_chain(batch=1), models.vgg_chain(batch=2), models.vgg_chain(batch=1, opset=9)],
+)
+def test_fixed_batch_is_freed(read, proto, simplify):
+    """At another batch size every row gets what the original gives it at its own."""
+    size = proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value
+    original = Runner(proto)
+    model = read(proto, simplify=simplify)
+    images = np.random.default_rng(1).standard_normal((6, 3, 16, 16)).astype(np.float32)
+
+    wanted = [original.run({"image": images[i : i + size]}) for i in range(0, 6, size)]
+    actual = Runner(model.proto).run({"image": images})["logits"]
+
+    assert relative_difference(actual, np.concatenate([w["logits"] for w in wanted])) <= 1e-5
+    assert model.inputs[0].shape == ("batch", 3, 16, 16)
+    assert model.opset >= 13
+
+
+def merged_rows(*, batch: int) -> onnx.ModelProto:
+    """[batch, 4, 8] is flattened to [4 * batch, 8] and back, with constant targets."""
+    b = models.Builder()
+    x = b.input("x", [batch, 4, 8])
+    x = b.node("Reshape", x, b.constant([batch * 4, 8], np.int64))
+    x = b.node("Relu", b.linear(x, 8, 8))
+    x = b.node("Reshape", x, b.constant([batch, -1, 8], np.int64), out="back")
+    x = b.node("Flatten", x, axis=1)
+    b.linear(x, 32, 3, out="logits")
+    b.output("logits", [batch, 3])
+    return b.build()
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_batch_merged_into_rows_is_freed(read, batch):
+    model = read(merged_rows(batch=batch), simplify=False)
+
+    x = np.random.default_rng(0).standard_normal((2 * batch, 4, 8)).astype(np.float32)
+    original = Runner(merged_rows(batch=batch))
+    wanted = [original.run({"x": part})["logits"] for part in np.split(x, 2)]
+
+    actual = Runner(model.proto).run({"x": x})["logits"]
+    assert relative_difference(actual, np.concatenate(wanted)) <= 1e-5
+
+
+def class_token() -> onnx.ModelProto:
+    """A constant row is joined to the rows of each sample, as in a vision transformer."""
+    b = models.Builder()
+    x = b.node("Relu", b.matmul(b.input("x", [1, 4, 8]), 8, 8))
+    x = b.node("Concat", b.weight(1, 1, 8), x, axis=1)
+    b.linear(b.node("Flatten", x, axis=1), 40, 3, out="logits")
+    b.output("logits", [1, 3])
+    return b.build()
+
+
+@pytest.mark.parametrize("simplify", [True, False])
+def test_constant_joined_to_a_fixed_batch_is_repeated(read, simplify):
+    model = read(class_token(), simplify=simplify)
+
+    x = np.random.default_rng(0).standard_normal((3, 4, 8)).astype(np.float32)
+    original = Runner(class_token())
+    wanted = [original.run({"x": row[None]})["logits"] for row in x]
+
+    actual = Runner(model.proto).run({"x": x})["logits"]
+    assert relative_difference(actual, np.concatenate(wanted)) <= 1e-5
+
+
+def test_batch_that_cannot_be_freed(read):
+    """Samples are mixed: the sum over dimension 0 is no sample's own."""
+    b = models.Builder()
+    x = b.node("ReduceSum", b.input("x", [1, 8]), b.constant([0], np.int64), keepdims=1)
+    b.linear(x, 8, 3, out="logits")
+    b.output("logits", [1, 3])
+
+    with pytest.raises(ModelError, match="fixed at 1 and cannot be made dynamic; export"):
+        read(b.build())
+
+
+@pytest.mark.parametrize("content", [b"", b"\x89PNG\r\n\x1a\n" + bytes(range(64)), b"hello"])
+def test_not_an_onnx_file(tmp_path, content):
+    path = tmp_path / "model.onnx"
+    path.write_bytes(content)
+
+    with pytest.raises(ModelError, match=r"model\.onnx: not an ONNX file"):
+        read_model(path)
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(ModelError, match="cannot be read: No such file"):
+        read_model(tmp_path / "absent.onnx")
+
+
+def test_file_that_the_checker_refuses(read):
+    proto = models.mlp()
+    proto.graph.node[0].input[0] = "nowhere"
+
+    with pytest.raises(ModelError, match=r"the ONNX checker refuses it: .*nowhere"):
+        read(proto)
+
+
+def test_opset_too_old_to_convert(read):
+    """Statistics per position instead of per channel went away with opset 9."""
+    b = models.Builder()
+    x = b.input("x", [1, 3, 4, 4])
+    statistics = [b.constant(np.ones(3), np.float32) for _ in range(4)]
+    x = b.node("BatchNormalization", x, *statistics, spatial=0)
+    b.linear(b.node("Flatten", x), 48, 3, out="logits")
+    b.output("logits", [1, 3])
+
+    with pytest.raises(ModelError, match=r"opset 8, expected 13 or newer, and .*opset_version=13"):
+        read(b.build(opset=8))
+
+
+def two_outputs() -> onnx.ModelProto:
+    proto = models.mlp()
+    hidden = helper.make_tensor_value_info("hidden1", TensorProto.FLOAT, ["batch", 16])
+    proto.graph.output.append(hidden)
+    return proto
+
+
+def test_several_outputs_need_a_choice(read):
+    with pytest.raises(ModelError, match=r"2 outputs \(logits, hidden1\).*answer='logits'"):
+        read(two_outputs())
+    with pytest.raises(ModelError, match=r"no output 'logit'; the model has 'logits', 'hidden1'"):
+        read(two_outputs(), answer="logit")
+
+
+def test_the_chosen_output_is_the_only_one_kept(read):
+    model = read(two_outputs(), answer="hidden1")
+
+    assert [spec.name for spec in model.outputs] == ["hidden1"]
+    assert (model.answer.classes, model.answer.form) == (16, "logits")
+    assert "logits" not in {t for node in model.proto.graph.node for t in node.output}
+
+
+@pytest.mark.parametrize("dims", [["batch", 1], ["batch", 4, 4]])
+def test_only_classifiers(read, dims):
+    b = models.Builder()
+    b.node("Relu", b.input("x", dims), out="y")
+    b.output("y", dims)
+
+    with pytest.raises(ModelError, match=r"'y' has shape .* expected floating-point \[batch, cl"):
+        read(b.build())
+
+
+def test_fully_convolutional_answer_is_flattened(read):
+    b = models.Builder()
+    x = b.conv(b.input("image", ["batch", 3, 8, 8]), (3, 4))
+    b.node("Softmax", b.node("GlobalAveragePool", x), out="p", axis=1)
+    b.output("p", ["batch", 4, 1, 1])
+
+    model = read(b.build())
+
+    assert model.outputs[0].shape == ("batch", 4)
+    assert model.answer.form == "probabilities"
+
+
+def test_shapes_that_inference_loses_are_taken_from_the_file(read):
+    """Data propagation does not follow ``Max``, so the target of the Reshape is unknown."""
+    b = models.Builder()
+    x = b.input("x", ["n", 4])
+    target = b.node("Max", b.node("Shape", x), b.constant([0, 0], np.int64))
+    b.linear(b.node("Reshape", x, target), 4, 3, out="logits")
+    b.output("logits", ["n", 3])
+
+    assert read(b.build(), simplify=False).outputs[0].shape == ("batch", 3)
+
+
+def test_scalar_input(read):
+    b = models.Builder()
+    b.node("Mul", b.input("x", ["batch", 4]), b.input("gain", []), out="logits")
+    b.output("logits", ["batch", 4])
+
+    with pytest.raises(ModelError, match="input 'gain' has no dimensions"):
+        read(b.build())
+
+
+def test_initializers_listed_as_inputs_are_no_inputs(read):
+    proto = models.mlp()
+    for tensor in proto.graph.initializer:
+        info = helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+        proto.graph.input.append(info)
+
+    assert [spec.name for spec in read(proto).inputs] == ["x"]
+
+
+def test_no_cut_point(read):
+    b = models.Builder()
+    b.linear(b.input("x", ["batch", 4]), 4, 3, out="logits")
+    b.output("logits", ["batch", 3])
+
+    analysis = find_cuts(read(b.build()))
+
+    assert analysis.cuts == ()
+    with pytest.raises(NoCutPointError, match=r"no cut point.*less than 0\.5% of the work is left"):
+        choose_candidates(analysis)
+
+
+def test_external_data(tmp_path):
+    path = tmp_path / "model.onnx"
+    onnx.save(
+        models.mlp(), path, save_as_external_data=True, location="weights.bin", size_threshold=0
+    )
+    inline = tmp_path / "inline.onnx"
+    onnx.save(models.mlp(), inline)
+    x = {"x": np.ones((2, 16), np.float32)}
+
+    outside, inside = read_model(path), read_model(inline)
+
+    assert np.array_equal(
+        Runner(outside.proto).run(x)["logits"], Runner(inside.proto).run(x)["logits"]
+    )
+    (tmp_path / "weights.bin").unlink()
+    with pytest.raises(ModelError, match=r"external data .*weights\.bin are missing"):
+        read_model(path)
+
+
+def test_simplification_that_changes_outputs_is_dropped(read, monkeypatch, caplog):
+    def spoil(proto: onnx.ModelProto) -> onnx.ModelProto:
+        for tensor in proto.graph.initializer:
+            tensor.raw_data = bytes(len(tensor.raw_data))
+        return proto
+
+    monkeypatch.setattr("onnxslim.slim", spoil)
+    with caplog.at_level(logging.WARNING):
+        model = read(models.mlp())
+
+    assert "not simplified: onnxslim changes the outputs" in caplog.text
+    assert any(any(t.raw_data) for t in model.proto.graph.initializer)
+
+
+def test_operators_get_names_of_their_own(read):
+    names = [node.name for node in read(models.bert_like()).proto.graph.node]
+
+    assert all(names)
+    assert len(set(names)) == len(names)

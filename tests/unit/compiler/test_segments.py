@@ -1,0 +1,144 @@
+"""Segments compute what the source model does, chained, shrunk and united."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests import models
+
+from offramp.compiler.cuts import CutAnalysis, find_cuts
+from offramp.compiler.errors import VerificationError
+from offramp.compiler.graph import Dataflow
+from offramp.compiler.model import SourceModel, read_model
+from offramp.compiler.runtime import Runner, random_inputs, relative_difference
+from offramp.compiler.segments import split, verify
+
+BUILDERS = {
+    "residual": models.residual_cnn,
+    "vgg": models.vgg_chain,
+    "bert": functools.partial(models.bert_like, token_types=True),
+    "bert without mask": functools.partial(models.bert_like, mask=False),
+    "towers": models.two_tower,
+    "dense": models.dense_net,
+    "inception": models.inception,
+    "conditional": models.conditional,
+}
+TOLERANCE = 1e-5
+"""float32 sums in another order; the models are a few layers deep."""
+
+
+@functools.cache
+def analysed(name: str) -> tuple[SourceModel, CutAnalysis]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        onnx.save(BUILDERS[name](), path)
+        model = read_model(path)
+    return model, find_cuts(model)
+
+
+@given(st.sampled_from(sorted(BUILDERS)), st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_subset_of_cuts_reassembles_to_the_source(name, data):
+    model, analysis = analysed(name)
+    chosen = data.draw(st.sets(st.sampled_from(analysis.cuts)))
+    cuts = sorted(chosen, key=lambda cut: cut.index)
+    segments = split(model, cuts)
+
+    assert [s.output for s in segments] == [*(c.tensor for c in cuts), model.answer.output]
+    assert sum(s.flops_share for s in segments) == pytest.approx(1)
+    assert verify(model, segments, random_inputs(model.proto, 7)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_rows_that_leave_between_segments_do_not_disturb_the_others(name):
+    model, analysis = analysed(name)
+    segments = split(model, analysis.cuts)
+    values = random_inputs(model.proto, len(segments) + 2)
+    wanted = Runner(model.proto).run(values)[model.answer.output]
+    rows = np.arange(len(wanted))
+
+    for segment in segments:
+        values |= Runner(segment.proto).run(values)
+        keep = np.delete(np.arange(len(rows)), len(rows) // 2)
+        rows = rows[keep]
+        values = {
+            tensor: values[tensor][keep]
+            for tensor in (*(spec.name for spec in model.inputs), segment.output)
+        }
+
+    assert len(rows) == 2
+    assert relative_difference(values[model.answer.output], wanted[rows]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_union_by_name_is_the_source_graph(name):
+    """What the runtime relies on in fusing segments: one name, one operator."""
+    model, analysis = analysed(name)
+    (whole,) = split(model, ())
+    source = {node.name: node for node in whole.proto.graph.node}
+    united: dict[str, onnx.NodeProto] = {}
+    for segment in split(model, analysis.cuts):
+        for node in segment.proto.graph.node:
+            assert united.setdefault(node.name, node) == node
+
+    assert united == source
+    assert len(source) == len(whole.proto.graph.node)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_segments_do_no_work_twice(name):
+    """Only cheap side operators may occur in two segments."""
+    model, analysis = analysed(name)
+    seen: set[str] = set()
+    for segment in split(model, analysis.cuts):
+        heavy = {n.name for n in segment.proto.graph.node if n.op_type in {"Conv", "Gemm"}}
+        assert not heavy & seen
+        seen |= heavy
+
+
+def test_inputs_are_the_cut_tensor_then_side_inputs():
+    model, analysis = analysed("bert")
+    segments = split(model, analysis.cuts)
+
+    assert segments[0].inputs == ("input_ids", "token_type_ids", "attention_mask")
+    assert segments[1].inputs == ("layer0/attended",)  # up to layer0/out: no attention
+    assert segments[2].inputs == ("layer0/out", "attention_mask")
+    assert segments[-1].inputs == ("layer2/attended",)
+    for segment in segments:
+        assert Dataflow(segment.proto.graph).inputs == segment.inputs
+
+
+def test_batch_stays_symbolic_in_segments():
+    model, analysis = analysed("bert")
+    middle = split(model, analysis.cuts)[2].proto.graph
+
+    for info in (*middle.input, *middle.output):
+        dims = info.type.tensor_type.shape.dim
+        assert [d.dim_param for d in dims][:2] == ["batch", "sequence"]
+
+
+def test_verification_names_the_first_segment_that_diverges():
+    model, analysis = analysed("residual")
+    segments = split(model, analysis.cuts)
+    weight = next(t for t in segments[1].proto.graph.initializer if len(t.dims) == 4)
+    broken = onnx.numpy_helper.to_array(weight) * np.float32(1.5)
+    weight.CopyFrom(onnx.numpy_helper.from_array(broken, weight.name))
+
+    with pytest.raises(VerificationError, match="first that diverges is segment 1, at `block0`"):
+        verify(model, segments, random_inputs(model.proto, 3))
+
+
+def test_values_that_are_no_numbers_fail_verification():
+    model, analysis = analysed("residual")
+    samples = random_inputs(model.proto, 2)
+    samples["image"][0] = np.nan
+
+    with pytest.raises(VerificationError, match="source model itself"):
+        verify(model, split(model, analysis.cuts), samples)

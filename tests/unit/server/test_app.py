@@ -1,0 +1,223 @@
+"""The life of a server: starting, leaving, and what may be in the way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from offramp.client import AsyncClient, Client, ConnectionFailedError, ServerUnavailableError
+from offramp.server.addresses import check_free, join_address
+from offramp.server.app import serve_until_stopped
+from offramp.server.errors import StartError
+from offramp.server.fake import FakeEngine
+from offramp.server.logging_setup import JsonFormatter
+from offramp.server.options import ServerOptions
+from offramp.server.stop_signals import StopSignals
+
+X = np.array([[1, 2, 3, 0.95]], np.float32)
+READY = re.compile(r"ready: gRPC on (\S+), status page on (\S+)/, serving fake")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """A fake server in a process of its own."""
+
+    process: subprocess.Popen[str]
+    address: str
+    url: str
+
+    def told(self) -> str:
+        """What came on stderr after the ready line; the process has ended."""
+        assert self.process.stderr is not None
+        return self.process.stderr.read()
+
+    def in_flight(self) -> float:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
+            text = response.read().decode()
+        families = {family.name: family for family in text_string_to_metric_families(text)}
+        return families["offramp_in_flight_samples"].samples[0].value
+
+
+@pytest.fixture
+def launch() -> Iterator[Callable[..., Process]]:
+    """Start fake servers; they are gone after the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def launch(*arguments: str) -> Process:
+        command = [sys.executable, "-m", "offramp.server.fake", "--grpc-port=0", "--http-port=0"]
+        process = subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        ready = READY.search(line)
+        assert ready, line
+        return Process(process=process, address=ready[1], url=ready[2])
+
+    yield launch
+    for process in started:
+        with process:
+            process.kill()
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+def test_sigterm_answers_what_is_in_flight_and_exits_0(launch: Callable[..., Process]) -> None:
+    server = launch("--hold")
+
+    async def scenario() -> object:
+        async with AsyncClient(server.address) as client:
+            asking = asyncio.create_task(client.infer("fake", {"x": X}))
+            await asyncio.to_thread(wait_until, lambda: server.in_flight() == 1)
+            server.process.send_signal(signal.SIGTERM)
+            return (await asking).exits.tolist()
+
+    assert asyncio.run(scenario()) == [0]
+    assert server.process.wait(30) == 0
+    with Client(server.address) as client, pytest.raises(ConnectionFailedError, match="eeserve"):
+        client.server_ready(timeout_s=30)
+
+
+def test_sigint_does_the_same(launch: Callable[..., Process]) -> None:
+    server = launch()
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(30) == 0
+    told = server.told()
+    assert "SIGINT: leaving once the requests in flight are answered" in told
+    assert "Traceback" not in told
+
+
+def test_requests_that_do_not_end_in_time_are_given_up(launch: Callable[..., Process]) -> None:
+    server = launch("--hold", "--shutdown-timeout-s=0")
+
+    async def scenario() -> None:
+        async with AsyncClient(server.address) as client:
+            asking = asyncio.create_task(client.infer("fake", {"x": X}))
+            await asyncio.to_thread(wait_until, lambda: server.in_flight() == 1)
+            server.process.send_signal(signal.SIGTERM)
+            with pytest.raises((ConnectionFailedError, ServerUnavailableError)):
+                await asking
+
+    asyncio.run(scenario())
+    assert server.process.wait(30) == 1
+    told = server.told()
+    assert "leaving with 1 samples unanswered after 0 s" in told
+
+
+class Stuck(FakeEngine):
+    """Never done with draining."""
+
+    async def drain(self, timeout_s: float) -> bool:
+        await asyncio.sleep(timeout_s)
+        return False
+
+
+def test_a_second_signal_forces(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Stuck()
+
+    async def open_engine() -> Stuck:
+        return engine
+
+    async def scenario() -> int:
+        stop = StopSignals()
+        options = ServerOptions(grpc_port=0, http_port=0, shutdown_timeout_s=3600)
+        serving = asyncio.create_task(serve_until_stopped(open_engine, options, stop))
+        await asyncio.to_thread(wait_until, lambda: "ready: gRPC" in caplog.text)
+        stop.request("SIGTERM")
+        stop.request("SIGTERM")
+        return await serving
+
+    with caplog.at_level(logging.INFO):
+        assert asyncio.run(scenario()) == 1
+    assert engine.closed
+    assert "SIGTERM again: leaving at once" in caplog.text
+
+
+def test_a_signal_while_models_load_ends_the_loading() -> None:
+    events: list[str] = []
+
+    async def scenario() -> int:
+        stop, loading = StopSignals(), asyncio.Event()
+
+        async def open_engine() -> FakeEngine:
+            loading.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                events.append("given up")
+            return FakeEngine()
+
+        options = ServerOptions(grpc_port=0, http_port=0)
+        serving = asyncio.create_task(serve_until_stopped(open_engine, options, stop))
+        await loading.wait()
+        stop.request("SIGTERM")
+        return await serving
+
+    assert asyncio.run(scenario()) == 0
+    assert events == ["given up"]
+
+
+@pytest.mark.parametrize("option", ["grpc_port", "http_port"])
+def test_a_port_in_use_is_named_with_the_remedy(option: str) -> None:
+    async def open_engine() -> FakeEngine:
+        raise AssertionError("models must not be loaded for nothing")
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        options = ServerOptions(**{"grpc_port": 0, "http_port": 0, option: port})
+        with pytest.raises(StartError) as caught:
+            asyncio.run(serve_until_stopped(open_engine, options))
+    flag = f"--{option.replace('_', '-')}"
+    assert str(caught.value).startswith(f"port {port} is in use on 127.0.0.1;")
+    assert flag in str(caught.value)
+
+
+def test_two_servers_do_not_share_a_port(launch: Callable[..., Process]) -> None:
+    port = launch().address.rpartition(":")[2]
+    with pytest.raises(StartError, match=f"port {port} is in use"):
+        check_free("127.0.0.1", int(port), option="--grpc-port")
+
+
+def test_a_foreign_address_is_named() -> None:
+    with pytest.raises(StartError, match=r"'192\.0\.2\.1' is no address of this machine"):
+        check_free("192.0.2.1", 0, option="--grpc-port")
+
+
+def test_ipv6_addresses_are_bracketed() -> None:
+    assert join_address("::1", 8001) == "[::1]:8001"
+    assert join_address("localhost", 8001) == "localhost:8001"
+
+
+def test_json_lines() -> None:
+    error = KeyError("x")
+    record = logging.LogRecord(
+        "offramp.x", logging.ERROR, __file__, 1, "a %s\nb", ("ü",), (KeyError, error, None)
+    )
+    record.created = 1_700_000_000.25
+    (line,) = JsonFormatter().format(record).splitlines()
+    parsed = json.loads(line)
+    assert parsed.pop("exception").endswith("KeyError: 'x'")
+    assert parsed == {
+        "time": "2023-11-14T22:13:20.250Z",
+        "level": "error",
+        "logger": "offramp.x",
+        "message": "a ü\nb",
+    }

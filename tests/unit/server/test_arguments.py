@@ -1,0 +1,113 @@
+"""The command line of eeserve."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from offramp.engine.core import EngineOptions
+from offramp.engine.plan import Mode
+from offramp.server import cli
+from offramp.server.arguments import make_parser, parse_arguments
+from offramp.server.options import ServerOptions
+
+
+def test_one_bundle_is_enough() -> None:
+    arguments = parse_arguments(["models/resnet.ee"])
+    assert arguments.models == {"resnet": Path("models/resnet.ee")}
+    assert arguments.engine == EngineOptions()
+    assert arguments.server == ServerOptions()
+    assert (arguments.log_level, arguments.log_format) == ("info", "human")
+
+
+def test_models_are_named_by_their_folder_or_by_hand() -> None:
+    arguments = parse_arguments(["a/resnet.ee/", "b/bert", "--model", "vit=c/x=y.ee"])
+    assert arguments.models == {
+        "resnet": Path("a/resnet.ee"), "bert": Path("b/bert"), "vit": Path("c/x=y.ee"),
+    }  # fmt: skip
+
+
+def test_every_option_arrives() -> None:
+    command = (
+        "m.ee --host :: --grpc-port 0 --http-port 9 --mode off --max-batch-size 8 "
+        "--max-queue-delay-ms 1.5 --max-queue-samples 64 --default-timeout-ms 250 --streams 2 "
+        "--threads 3 --backend onnxruntime --max-message-mib 128 --shutdown-timeout-s 0 "
+        "--log-level debug --log-format json"
+    )
+    arguments = parse_arguments(command.split())
+    assert arguments.engine == EngineOptions(
+        mode=Mode.OFF, backend="onnxruntime", max_batch_size=8, max_queue_delay_ms=1.5,
+        max_queue_samples=64, default_timeout_ms=250.0, streams=2, threads=3,
+    )  # fmt: skip
+    assert arguments.server == ServerOptions(
+        host="::", grpc_port=0, http_port=9, max_message_mib=128, shutdown_timeout_s=0.0
+    )
+    assert (arguments.log_level, arguments.log_format) == ("debug", "json")
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ("", "no model to serve; name a bundle"),
+        ("a/m.ee b/m.ee", "two models are named 'm': a/m.ee and b/m.ee; give one another name"),
+        ("m.ee --model m=x", "two models are named 'm'"),
+        ("--model m", "'m' is not NAME=PATH"),
+        ("--model =m", "'=m' is not NAME=PATH"),
+        ("m.ee --grpc-port 65536", "'65536' is not a whole number from 0 to 65535"),
+        ("m.ee --grpc-port x", "argument --grpc-port: 'x' is not a whole number"),
+        ("m.ee --grpc-port 7 --http-port 7", "grpc_port and http_port are both 7"),
+        ("m.ee --max-batch-size 0", "'0' is not a whole number from 1 on"),
+        ("m.ee --max-batch-size 1.5", "'1.5' is not a whole number from 1 on"),
+        ("m.ee --max-queue-delay-ms -1", "'-1' is not a number from 0 on"),
+        ("m.ee --max-queue-delay-ms nan", "'nan' is not a number from 0 on"),
+        ("m.ee --default-timeout-ms 0", "'0' is not a number above 0"),
+        ("m.ee --shutdown-timeout-s inf", "'inf' is not a number from 0 on"),
+        ("m.ee --max-message-mib 2048", "'2048' is not a whole number from 1 to 2047"),
+        ("m.ee --mode on", "choose from 'leave', 'off'"),
+        ("m.ee --batch 8", "unrecognized arguments: --batch 8"),
+    ],
+)
+def test_what_is_wrong_is_told_at_once(
+    command: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_arguments(command.split())
+    assert caught.value.code == 2
+    told = capsys.readouterr().err.replace("(", "").replace(")", "")
+    assert reason in told or reason.replace("'", "") in told
+
+
+def test_help_names_every_option_and_its_default() -> None:
+    words = " ".join(make_parser().format_help().split())
+    for option, default in {
+        "--host": "127.0.0.1", "--grpc-port": "8001", "--http-port": "8000", "--mode": "leave",
+        "--max-batch-size": "32", "--max-queue-delay-ms": "0.0", "--max-queue-samples": "4096",
+        "--default-timeout-ms": "none", "--streams": "1", "--backend": "auto",
+        "--max-message-mib": "64", "--shutdown-timeout-s": "30.0", "--log-level": "info",
+        "--log-format": "human",
+    }.items():  # fmt: skip
+        assert re.search(rf"{option} [^()]*\(default: {re.escape(default)}\)", words), option
+
+
+def test_a_bundle_that_is_not_there_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], restored_logging: None
+) -> None:
+    status = cli.main([str(tmp_path / "absent.ee"), "--grpc-port", "0", "--http-port", "0"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert status == 1
+    assert line.startswith("eeserve: ")
+    assert str(tmp_path / "absent.ee") in line
+
+
+@pytest.fixture
+def restored_logging() -> object:
+    """``main`` configures the root logger; give pytest its own back."""
+    root, ours = logging.getLogger(), logging.getLogger("offramp")
+    before = (root.level, root.handlers[:], ours.level)
+    yield
+    root.setLevel(before[0])
+    root.handlers[:] = before[1]
+    ours.setLevel(before[2])

@@ -1,0 +1,91 @@
+"""The table of status codes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from offramp.engine import errors as engine_errors
+from offramp.engine.errors import EngineError
+from offramp.server.errors import STATUS_CODES, answering_errors, status_code
+
+
+def family(cls: type[EngineError]) -> Iterator[type[EngineError]]:
+    yield cls
+    for child in cls.__subclasses__():
+        if child.__module__ == engine_errors.__name__:
+            yield from family(child)
+
+
+def test_every_engine_error_has_a_status_of_its_own_row() -> None:
+    assert set(STATUS_CODES) == set(family(EngineError))
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("UnknownModelError", "NOT_FOUND"),
+        ("InvalidInputError", "INVALID_ARGUMENT"),
+        ("QueueFullError", "RESOURCE_EXHAUSTED"),
+        ("DeadlineExceededError", "DEADLINE_EXCEEDED"),
+        ("DrainingError", "UNAVAILABLE"),
+        ("BackendError", "INTERNAL"),
+    ],
+)
+def test_codes_are_tritons(name: str, code: str) -> None:
+    assert status_code(getattr(engine_errors, name)("…")) is grpc.StatusCode[code]
+
+
+def test_a_later_subclass_has_the_status_of_its_base() -> None:
+    class TooManyError(engine_errors.QueueFullError):
+        pass
+
+    assert status_code(TooManyError()) is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class AbortedError(Exception):
+    pass
+
+
+class Context:
+    """Records the abort."""
+
+    aborted: tuple[Any, ...] = ()
+
+    async def abort(self, *arguments: Any) -> None:
+        self.aborted = arguments
+        raise AbortedError
+
+
+def abort_of(error: Exception) -> tuple[Any, ...]:
+    async def method(_request: None, _context: Any) -> None:
+        raise error
+
+    context: Any = Context()
+    with pytest.raises(AbortedError):
+        asyncio.run(answering_errors(method)(None, context))  # type: ignore[arg-type]
+    return tuple(context.aborted)
+
+
+def test_an_engine_error_is_told_with_its_class() -> None:
+    code, message, metadata = abort_of(engine_errors.QueueFullError("no room"))
+    assert (code, message) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "no room")
+    assert metadata == (("offramp-error", "QueueFullError"),)
+
+
+def test_an_unexpected_error_is_logged_and_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        code, message, _ = abort_of(KeyError("secret"))
+    assert code is grpc.StatusCode.INTERNAL
+    assert "secret" not in message
+    assert "KeyError: 'secret'" in caplog.text
+
+
+def test_a_long_message_fits_into_grpcs_metadata() -> None:
+    _, message, _ = abort_of(engine_errors.InvalidInputError("é" * 10_000))
+    assert len(message) == 1501

@@ -1,0 +1,65 @@
+"""Health probes, metrics and status page over HTTP."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from offramp.client import Client
+
+
+def get(url: str) -> tuple[int, str, Any]:
+    try:
+        with urllib.request.urlopen(url, timeout=30) as response:
+            return response.status, response.read().decode(), response.headers
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode(), error.headers
+
+
+def test_probes(served: Any) -> None:
+    assert get(f"{served.url}/health/live")[:2] == (200, "live\n")
+    assert get(f"{served.url}/health/ready")[:2] == (200, "ready\n")
+    served.engine.draining = True
+    assert get(f"{served.url}/health/live")[0] == 200
+    status, reason, _ = get(f"{served.url}/health/ready")
+    assert status == 503
+    assert reason.startswith("not ready: fake")
+
+
+def test_metrics_count_what_was_answered(served: Any) -> None:
+    x = np.array([[0, 0, 0, 0.95], [0, 0, 0, 0.5], [0, 0, 0, 0.1]], np.float32)
+    with Client(served.address) as client:
+        client.infer("fake", {"x": x})
+    status, text, headers = get(f"{served.url}/metrics")
+    assert status == 200
+    assert headers["Content-Type"].startswith("text/plain; version=")
+    samples = {
+        (sample.name, sample.labels.get("exit")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert samples["offramp_answers_total", "exit 0"] == 1
+    assert samples["offramp_answers_total", "final"] == 2
+    assert samples["offramp_requests_total", None] == 1
+    assert samples["offramp_samples_total", None] == 3
+
+
+def test_the_status_page_loads_nothing_from_elsewhere(served: Any) -> None:
+    status, page, headers = get(f"{served.url}/")
+    assert status == 200
+    assert headers.get_content_type() == "text/html"
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    assert "src=" not in page
+    assert "href=" not in page
+    assert "<h2>fake" in page
+
+
+@pytest.mark.parametrize("path", ["/nothing", "/metrics/x"])
+def test_other_paths_are_not_found(served: Any, path: str) -> None:
+    assert get(f"{served.url}{path}")[0] == 404

@@ -1,0 +1,106 @@
+"""From a request's parameters to deadline, priority and outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+
+from offramp.bundle import TensorSpec
+from offramp.engine.errors import InvalidInputError, UnknownModelError
+from offramp.proto.messages import ModelInferRequest
+from offramp.server.fake import fake_model
+from offramp.server.requests import InferCall, check_version, read_request
+
+
+def request(**parameters: dict[str, Any]) -> ModelInferRequest:
+    request = ModelInferRequest(model_name="fake")
+    for name, choice in parameters.items():
+        for field, value in choice.items():
+            setattr(request.parameters[name], field, value)
+    return request
+
+
+def read(request: ModelInferRequest, time_remaining_s: float | None = None) -> InferCall:
+    return read_request(request, fake_model(), now_s=100.0, time_remaining_s=time_remaining_s)
+
+
+@pytest.mark.parametrize(
+    ("timeout_us", "time_remaining_s", "deadline_s"),
+    [
+        (None, None, None),
+        (0, None, None),
+        (None, 2.0, 102.0),
+        (500_000, None, 100.5),
+        (500_000, 2.0, 100.5),
+        (5_000_000, 2.0, 102.0),
+    ],
+)
+def test_the_earlier_deadline_counts(
+    timeout_us: int | None, time_remaining_s: float | None, deadline_s: float | None
+) -> None:
+    parameters = {} if timeout_us is None else {"timeout": {"int64_param": timeout_us}}
+    assert read(request(**parameters), time_remaining_s).deadline_s == deadline_s
+
+
+@pytest.mark.parametrize(
+    ("level", "priority"), [(0, 0), (1, 4), (5, 0), (6, -1), (2**64 - 1, 5 - 2**31)]
+)
+def test_tritons_levels_become_priorities(level: int, priority: int) -> None:
+    assert read(request(priority={"uint64_param": level})).priority == priority
+
+
+def test_a_priority_as_int64_is_understood() -> None:
+    assert read(request(priority={"int64_param": 2})).priority == 3
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"timeout": {"string_param": "5"}}, "'timeout' is '5' (string_param)"),
+        ({"timeout": {"int64_param": -1}}, "'timeout' is -1 (int64_param)"),
+        ({"priority": {"bool_param": True}}, "'priority' is True (bool_param)"),
+    ],
+)
+def test_wrong_parameters_are_named(parameters: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=re.escape(message)):
+        read(request(**parameters))
+
+
+def test_unknown_parameters_are_tolerated() -> None:
+    tolerated = request(triton_enable_empty_final_response={"bool_param": True})
+    assert read(tolerated) == read(request())
+
+
+def test_outputs_keep_the_order_asked_for() -> None:
+    specs = tuple(TensorSpec(name=n, dtype="float32", shape=("n",)) for n in "abc")
+    model = dataclasses.replace(fake_model(), outputs=specs)
+    asked = request()
+    for name in "caca":
+        asked.outputs.add(name=name)
+    assert read_request(asked, model, now_s=0, time_remaining_s=None).outputs == ("c", "a")
+    assert read_request(request(), model, now_s=0, time_remaining_s=None).outputs == tuple("abc")
+
+
+@pytest.mark.parametrize("parameter", ["shared_memory_region", "classification"])
+def test_outputs_in_another_form_are_refused(parameter: str) -> None:
+    asked = request()
+    asked.outputs.add(name="logits").parameters[parameter].int64_param = 1
+    with pytest.raises(InvalidInputError, match=f"'logits' has the parameter '{parameter}'"):
+        read(asked)
+
+
+def test_inputs_in_shared_memory_are_refused() -> None:
+    asked = request()
+    asked.inputs.add(name="x").parameters["shared_memory_region"].string_param = "r"
+    with pytest.raises(InvalidInputError, match="'x' has the parameter 'shared_memory_region'"):
+        read(asked)
+
+
+def test_there_is_one_version() -> None:
+    check_version("fake", "")
+    check_version("fake", "1")
+    with pytest.raises(UnknownModelError, match="no version '2'; leave the version empty"):
+        check_version("fake", "2")

@@ -1,0 +1,138 @@
+"""The words and figures of the status page."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from html.parser import HTMLParser
+
+import pytest
+
+from offramp.bundle import TensorSpec
+from offramp.engine.core import ModelInfo
+from offramp.engine.statistics import Histogram, ModelStatistics, StageStatistics
+from offramp.server.fake import FakeEngine, fake_model
+from offramp.server.status import describe_duration, render_status, view_model
+
+EMPTY = Histogram(bounds=(1.0,), counts=(0, 0), total=0.0)
+
+
+def stage(label: str, threshold: float, answered: int) -> StageStatistics:
+    return StageStatistics(
+        label=label, threshold=threshold, answered=answered, batch_size=EMPTY, run_s=EMPTY
+    )
+
+
+EXITS = (stage("exit 1", 0.93216, 750), stage("exit 4", 0.5, 0), stage("final", 0.0, 250))
+
+STATISTICS = ModelStatistics(
+    mode="leave", backend="onnxruntime-cpu", policy_version=3, stages=EXITS, requests=1000,
+    samples=1003, answered=1000, failed={"cancelled": 0, "backend_error": 3}, queued=0,
+    in_flight=0, queue_s=EMPTY,
+    latency_s=Histogram(bounds=(0.1, 0.2), counts=(50, 50, 0), total=10.0), uptime_s=3725.0,
+)  # fmt: skip
+
+
+@dataclass(slots=True, kw_only=True)
+class Engine(FakeEngine):
+    now: ModelStatistics = STATISTICS
+
+    def statistics(self) -> Mapping[str, ModelStatistics]:
+        return {model.name: self.now for model in self.served}
+
+
+class Text(HTMLParser):
+    """The page as a reader sees it, and that its tags are closed in order."""
+
+    VOID = frozenset({"meta", "rect", "br"})
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.parts: list[str] = []
+        self.feed(page)
+        self.text = " ".join(" ".join(self.parts).split())
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open:
+            self.parts.append(data)
+
+
+def text_of(engine: FakeEngine) -> str:
+    parsed = Text(render_status(engine))
+    assert parsed.open == []
+    return parsed.text
+
+
+def test_exits_come_in_depth_order_with_thresholds_and_shares() -> None:
+    view = view_model(fake_model(), STATISTICS, ready=True)
+    assert [(e.label, e.threshold, e.share) for e in view.exits] == [
+        ("exit 1", "confidence ≥ 0.9322", 0.75),
+        ("exit 4", "confidence ≥ 0.5000", 0.0),
+        ("final", "everything left", 0.25),
+    ]
+
+
+def test_the_page_says_what_is_served() -> None:
+    text = text_of(Engine())
+    for words in (
+        "fake ready",
+        "mode leave · onnxruntime-cpu · batches up to 32 · exit policy 3 · up 1 h 2 min",
+        "x: float32 [batch, 4]",
+        "logits: float32 [batch, 3]",
+        "exit 1 confidence ≥ 0.9322 75.0 % 750 – –",
+        "queue 0 – – – –",
+        "request 100 100.00 ms 100.00 ms 190.00 ms 198.00 ms",
+        "0 in flight 3 failed 0 cancelled 3 backend error",
+        "Promise: disagreement with the unmodified model ≤ 1 % on data like the calibration set,",
+        "set, certified with 95 % confidence on 5,000 samples (12 errors).",
+    ):
+        assert words in text
+
+
+def test_without_exits_the_note_is_loud() -> None:
+    engine = Engine(now=dataclasses.replace(STATISTICS, stages=(stage("final", 0.0, 9),)))
+    text = text_of(engine)
+    assert "No exit is active" in text
+    assert "Promise:" not in text
+
+
+def test_mode_off_is_named_as_the_reason() -> None:
+    off = dataclasses.replace(STATISTICS, mode="off", stages=(stage("final", 0.0, 9),))
+    assert "Exits are switched off (--mode off)" in text_of(Engine(now=off))
+
+
+def test_exits_without_a_promise_are_warned_of() -> None:
+    model = fake_model()
+    bare = dataclasses.replace(model, policy=dataclasses.replace(model.policy, promise=None))
+    assert "Exits are active without a promise" in text_of(Engine(served=(bare,)))
+
+
+def test_a_hostile_name_is_escaped_everywhere() -> None:
+    hostile = "<script>alert('x')</script>\"&"
+    spec = TensorSpec(name=hostile, dtype="float32", shape=(hostile,))
+    model: ModelInfo = dataclasses.replace(fake_model(hostile), inputs=(spec,), outputs=(spec,))
+    page = render_status(Engine(served=(model,)))
+    assert "<script" not in page
+    assert hostile in Text(page).text
+
+
+def test_a_server_that_leaves_is_not_ready() -> None:
+    assert "fake not ready" in text_of(Engine(draining=True))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.4, "0 s"), (59, "59 s"), (185, "3 min 5 s"), (7800, "2 h 10 min"), (349_200, "4 d 1 h")],
+)
+def test_durations_in_words(seconds: float, words: str) -> None:
+    assert describe_duration(seconds) == words

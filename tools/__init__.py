@@ -1,0 +1,1 @@
+"""``eebench`` and the scripts that made the examples."""

@@ -1,0 +1,1 @@
+"""Measurements: every figure is labelled as measured, and names its environment."""

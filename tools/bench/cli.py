@@ -1,0 +1,146 @@
+"""``eebench``: measure what Offramp brings."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from offramp.bundle import Bundle, BundleError
+from offramp.calibration.dataset import read_dataset
+from offramp.calibration.errors import DataError
+from offramp.engine.backends import BACKENDS, make_backend
+from offramp.engine.errors import BackendError
+from offramp.tools.bench.compare import OFFRAMP, SOURCE, Row, batches_of, compare
+from offramp.tools.bench.environment import describe_environment
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``eebench``; gives the exit status."""
+    options = _parser().parse_args(argv)
+    try:
+        return int(options.run(options))
+    except (BundleError, DataError, BackendError, ValueError) as error:
+        print(f"eebench: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="eebench", description="Measure what a bundle brings over its source model."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    command = commands.add_parser(
+        "compare",
+        help="latency, throughput and agreement against the source model, in one process",
+        description="Run source model, bundle, and bundle with nothing exiting over the same "
+        "batches, interleaved, and compare. All figures are measured here and now.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    command.add_argument("bundle", type=Path, metavar="BUNDLE", help="folder made by eecompile")
+    command.add_argument(
+        "--data", type=Path, required=True, metavar="NPZ", help="test data, labels optional"
+    )
+    command.add_argument(
+        "--batch-sizes", type=_sizes, default="1,4,8,16,32", metavar="N,N,…", help="to measure at"
+    )
+    command.add_argument("--rounds", type=_positive, default=5, help="figures are medians of them")
+    command.add_argument(
+        "--samples", type=_positive, default=4000, help="of the data to use at most, per size"
+    )
+    command.add_argument("--threads", type=_positive, default=1, help="of each running graph")
+    command.add_argument("--backend", choices=BACKENDS, default="auto", help="what executes")
+    command.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    command.set_defaults(run=_compare)
+    return parser
+
+
+def _compare(options: argparse.Namespace) -> int:
+    console = Console()
+    bundle = Bundle.open(options.bundle)
+    dataset = read_dataset(options.data, bundle.manifest.inputs)
+    backend = make_backend(options.backend, threads=options.threads)
+    total = sum(
+        batches_of(dataset, size, options.rounds, options.samples) * options.rounds * size
+        for size in options.batch_sizes
+    )
+    with Progress(console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task("Compare", total=total)
+        rows = compare(
+            bundle,
+            backend,
+            dataset,
+            batch_sizes=options.batch_sizes,
+            rounds=options.rounds,
+            samples=options.samples,
+            progress=lambda amount: bars.advance(task, amount),
+        )
+    environment = describe_environment(
+        backend=backend.name,
+        threads=options.threads,
+        rounds=options.rounds,
+        data=options.data.name,
+    )
+    print_rows(console, rows, title=f"{options.bundle}: measured on {backend.name}")
+    if options.json is not None:
+        document = {"rows": [row.to_json() for row in rows], "environment": environment}
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+def print_rows(console: Console, rows: Sequence[Row], *, title: str) -> None:
+    """Print rows, those after the first of a batch size with their ratio to the source model."""
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    table.caption = (
+        f"milliseconds per sample; ×ratio to {SOURCE}. "
+        "busy: time the machine was busy per sample. agreement: with the source model."
+    )
+    for name in ("batch", "system"):
+        table.add_column(name, justify="right" if name == "batch" else "left")
+    for name in ("mean", "median", "p95", "p99", "busy", "agreement", "accuracy"):
+        table.add_column(name, justify="right")
+    source: Row | None = None
+    for row in rows:
+        if row.system == SOURCE:
+            source = row
+            if table.row_count:
+                table.add_section()
+        figures = [
+            _with_ratio(getattr(row, name), None if row is source else getattr(source, name))
+            for name in ("mean_ms", "median_ms", "p95_ms", "p99_ms", "busy_ms_per_sample")
+        ]
+        accuracy = "–" if row.accuracy is None else f"{row.accuracy:.4f}"
+        style = "bold" if row.system == OFFRAMP else None
+        table.add_row(
+            str(row.batch_size), row.system, *figures, f"{row.agreement:.4f}", accuracy, style=style
+        )
+    console.print(table)
+    for row in rows:
+        if row.system == OFFRAMP and row.batch_size == rows[-1].batch_size:
+            shares = ", ".join(f"{label} {share:.1%}" for label, share in row.exit_shares.items())
+            console.print(f"Answered at: {shares}")
+
+
+def _with_ratio(value: float, base: float | None) -> str:
+    return f"{value:.3f}" if not base else f"{value:.3f} ×{value / base:.2f}"
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def _sizes(text: str) -> list[int]:
+    return [_positive(part) for part in text.split(",")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

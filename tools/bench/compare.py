@@ -1,0 +1,190 @@
+"""Compare a bundle with its source model, batch by batch, in one process.
+
+Every batch is run by all systems before the next one, in rotating order, so that what else the
+machine does hits them alike. A sample's latency runs from the start of its batch to the moment
+its own answer is there. Figures are medians over rounds, each on its own part of the data.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import NEVER, Bundle
+from offramp.calibration.dataset import Dataset
+from offramp.engine.backends import Backend, Slot
+from offramp.engine.pipeline import Pipeline
+from offramp.engine.plan import Mode, Plan, exit_label, make_plan
+
+SOURCE, OFFRAMP, NO_EXIT = "source", "offramp", "offramp-no-exit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A system at a batch size; times are measured milliseconds."""
+
+    system: str
+    batch_size: int
+    mean_ms: float
+    median_ms: float
+    p95_ms: float
+    p99_ms: float
+    busy_ms_per_sample: float
+    """From a batch's start until its last answer, per sample: the inverse of throughput."""
+    agreement: float
+    """Share of the samples answered like the source model."""
+    accuracy: float | None
+    exit_shares: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class _System:
+    """One of the compared, and what was measured of it at a batch size."""
+
+    name: str
+    pipeline: Pipeline
+    slot: Slot
+    latency_ms: list[list[NDArray[np.float64]]] = field(default_factory=list)
+    """[rounds][batches]."""
+    busy_ms: list[list[float]] = field(default_factory=list)
+    prediction: list[NDArray[np.int64]] = field(default_factory=list)
+    stage: list[NDArray[np.int64]] = field(default_factory=list)
+
+    def begin_round(self) -> None:
+        self.latency_ms.append([])
+        self.busy_ms.append([])
+
+    def measure(self, tensors: Mapping[str, NDArray[Any]], size: int) -> None:
+        latency = np.empty(size)
+        departures = []
+        started = time.perf_counter()
+        for departure in self.pipeline.run(self.slot, tensors):
+            latency[departure.rows] = time.perf_counter() - started
+            departures.append(departure)
+        self.busy_ms[-1].append((time.perf_counter() - started) * 1e3)
+        self.latency_ms[-1].append(latency * 1e3)
+        prediction, stage = np.empty(size, np.int64), np.empty(size, np.int64)
+        for departure in departures:
+            prediction[departure.rows] = departure.answer.argmax(axis=1)
+            stage[departure.rows] = departure.stage
+        self.prediction.append(prediction)
+        self.stage.append(stage)
+
+
+def compare(
+    bundle: Bundle,
+    backend: Backend,
+    dataset: Dataset,
+    *,
+    batch_sizes: Sequence[int],
+    rounds: int,
+    samples: int,
+    progress: Callable[[int], None] = lambda _: None,
+) -> list[Row]:
+    """Measure source model, bundle, and bundle with nothing exiting.
+
+    Args:
+        bundle: The bundle, in ``leave`` mode.
+        backend: Executes all three, with the same number of threads.
+        dataset: Real data, with labels if there are any.
+        batch_sizes: To measure at; an incomplete last batch is left out.
+        rounds: Parts of the data; figures are medians over them.
+        samples: How many of the data to use, at most.
+        progress: Called with the number of samples of each batch.
+    """
+    plan = make_plan(bundle)
+    plans = {
+        SOURCE: make_plan(bundle, mode=Mode.OFF),
+        OFFRAMP: plan,
+        NO_EXIT: replace(plan, stages=tuple(_never(stage) for stage in plan.stages)),
+    }
+    pipelines = {name: Pipeline(backend, p) for name, p in plans.items()}
+    rows: list[Row] = []
+    for size in batch_sizes:
+        systems = [_System(n, p, backend.open_slot()) for n, p in pipelines.items()]
+        used = _measure_size(systems, dataset, size, rounds, samples, progress)
+        labels = None if dataset.labels is None else dataset.labels[:used]
+        truth = np.concatenate(systems[0].prediction)
+        rows += [_row(s, plans[s.name], size, truth, labels) for s in systems]
+        for system in systems:
+            system.slot.close()
+    return rows
+
+
+def batches_of(dataset: Dataset, size: int, rounds: int, samples: int) -> int:
+    """Batches per round."""
+    available = min(len(dataset), samples) // size // rounds
+    if available < 1:
+        raise ValueError(
+            f"{min(len(dataset), samples)} samples are too few for {rounds} rounds of batches "
+            f"of {size}; give more data, or smaller --batch-sizes or --rounds"
+        )
+    return available
+
+
+def _measure_size(
+    systems: Sequence[_System],
+    dataset: Dataset,
+    size: int,
+    rounds: int,
+    samples: int,
+    progress: Callable[[int], None],
+) -> int:
+    """Measure all systems at one batch size; gives the number of samples used."""
+    per_round = batches_of(dataset, size, rounds, samples)
+    for smaller in range(1, size + 1):
+        for system in systems:
+            system.pipeline.warm_up(system.slot, dataset.take(slice(smaller)))
+    start = 0
+    for _ in range(rounds):
+        for system in systems:
+            system.begin_round()
+        for batch in range(per_round):
+            tensors = dataset.take(slice(start, start + size))
+            for offset in range(len(systems)):
+                systems[(batch + offset) % len(systems)].measure(tensors, size)
+            start += size
+            progress(size)
+    return start
+
+
+def _row(
+    system: _System,
+    plan: Plan,
+    size: int,
+    truth: NDArray[np.int64],
+    labels: NDArray[np.int64] | None,
+) -> Row:
+    per_round = [np.concatenate(batches) for batches in system.latency_ms]
+    prediction, stage = np.concatenate(system.prediction), np.concatenate(system.stage)
+
+    def over_rounds(statistic: Callable[[NDArray[np.float64]], Any]) -> float:
+        return float(np.median([statistic(latencies) for latencies in per_round]))
+
+    return Row(
+        system=system.name,
+        batch_size=size,
+        mean_ms=over_rounds(np.mean),
+        median_ms=over_rounds(np.median),
+        p95_ms=over_rounds(lambda x: np.quantile(x, 0.95)),
+        p99_ms=over_rounds(lambda x: np.quantile(x, 0.99)),
+        busy_ms_per_sample=float(np.median([np.mean(b) for b in system.busy_ms])) / size,
+        agreement=float((prediction == truth).mean()),
+        accuracy=None if labels is None else float((prediction == labels).mean()),
+        exit_shares={
+            exit_label(spec.exit): float((stage == spec.index).mean()) for spec in plan.stages
+        },
+    )
+
+
+def _never(stage: Any) -> Any:
+    return stage if stage.final else replace(stage, threshold=NEVER)
