@@ -1,6 +1,7 @@
 """Time and quality of threshold tuning: search, greedy and path against plain loops.
 
-    OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 PYTHONPATH=src:. python -m benchmarks.thresholds [--json out.json]
+    export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 PYTHONPATH=src:.
+    python -m benchmarks.thresholds [--json out.json]
 
 Times are medians over ``--problems`` random problems with 10 exits and
 a bound of 1 %. The loss is against the best savings known of the problem: the exact optimum at 512

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Median milliseconds per batch, by batch size."""
+    """Milliseconds per batch, by batch size: lower quartiles of interleaved rounds."""
 
     device: str
     threads: int

@@ -215,6 +215,8 @@ class Engine:
         """Refuse new requests, finish those in flight; ``False`` if some did not in time."""
         self._draining = True
         deadline_s = time.monotonic() + timeout_s
+        for served in self._models.values():
+            served.executor.flush()
         while any(served.executor.pending for served in self._models.values()):
             if time.monotonic() >= deadline_s:
                 return False

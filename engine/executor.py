@@ -125,6 +125,12 @@ class Executor:
                 self._scheduler.cancel(number)
                 self._drop(self._scheduler.take_dropped())
 
+    def flush(self) -> None:
+        """Dispatch what waits at once, from now on."""
+        with self._lock:
+            self._scheduler.flush()
+            self._changed.notify_all()
+
     @property
     def load(self) -> tuple[int, int]:
         """Samples that wait, and samples in running batches."""

@@ -99,18 +99,29 @@ def greedy_error_thresholds(records: Records, allowed: int) -> list[float]:
 def confidence_threshold(error_threshold: float) -> float:
     """Least float32 confidence c with 1 − c < ``error_threshold``; ``NEVER`` if there is none.
 
-    By bisection over the bit patterns of [0, 1], which are ordered like the values.
+    By bisection over the bit patterns of [0, 1], which are ordered like the values; nearly always
+    within a few of that of 1 − ``error_threshold``.
     """
     if not error_threshold > 0.0:
         return NEVER
-    low, high = -1, int(np.float32(1.0).view(np.int32))
+    one = int(np.float32(1.0).view(np.int32))
+    guess = int(np.float32(max(0.0, 1.0 - error_threshold)).view(np.int32))
+    low, high = guess - 4, guess + 4
+    if low < 0 or 1.0 - _from_bits(low) < error_threshold:
+        low = -1
+    if high > one or 1.0 - _from_bits(high) >= error_threshold:
+        high = one
     while high - low > 1:
         middle = (low + high) // 2
-        if 1.0 - float(np.int32(middle).view(np.float32)) < error_threshold:
+        if 1.0 - _from_bits(middle) < error_threshold:
             high = middle
         else:
             low = middle
-    return float(np.int32(high).view(np.float32))
+    return _from_bits(high)
+
+
+def _from_bits(bits: int) -> float:
+    return float(np.int32(bits).view(np.float32))
 
 
 def _try_steps(at: _Position, error: FloatArray, agrees: BoolArray) -> _Trials:
@@ -133,10 +144,11 @@ def _choose(at: _Position, trials: _Trials, fits: list[int], records: Records) -
     """Pick the exit that loses the least accuracy per time saved, or a step that changes none."""
     samples = records.samples
     accuracy = round(at.right / samples, 7)
-    savings = _savings(at.counts, records.latency_ms)
+    savings = float(_savings(at.counts, records.latency_ms))
+    trial_savings = _savings(trials.counts, records.latency_ms).tolist()
     best, best_score, plateau = None, float("inf"), None
     for e in fits:
-        change = abs(_savings(trials.counts[e], records.latency_ms) - savings)
+        change = abs(trial_savings[e] - savings)
         if change == 0:
             plateau = e if plateau is None else plateau
             continue
@@ -146,14 +158,11 @@ def _choose(at: _Position, trials: _Trials, fits: list[int], records: Records) -
     return plateau if best is None else best
 
 
-def _savings(counts: IntArray, latency_ms: FloatArray) -> float:
-    """Percent saved, summed in the order of the exits like a plain loop does."""
-    baseline = float(latency_ms[-1])
-    samples = int(counts.sum())
-    mean_ms = 0.0
-    for count, latency in zip(counts.tolist(), latency_ms.tolist(), strict=True):
-        mean_ms += count / samples * latency
-    return (baseline - mean_ms) / baseline * 100
+def _savings(counts: IntArray, latency_ms: FloatArray) -> FloatArray:
+    """Percent saved by int[..., exits + 1] answers; summed exit by exit, as a plain loop does."""
+    terms = counts / counts.sum(axis=-1, keepdims=True) * latency_ms
+    mean_ms = np.add.accumulate(terms, axis=-1)[..., -1]
+    return np.asarray((latency_ms[-1] - mean_ms) / latency_ms[-1] * 100)
 
 
 def _take(at: _Position, trials: _Trials, chosen: int, error: FloatArray) -> None:

@@ -46,7 +46,7 @@ QUOTAS = 8
 PRICE = 0.012
 """An error's price is this times the reference's savings over the square root of the allowed
 errors: the more are allowed, the nearer the last one's worth comes to the average one's. Between
-a third and three times it, savings change by less than 2 %."""
+a third and three times it, savings changed by less than 2.5 % (tried to 16,384 samples)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

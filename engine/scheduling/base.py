@@ -117,6 +117,10 @@ class Scheduler(Protocol):
         """The run of ``stream`` failed; its samples are gone from the scheduler."""
         ...
 
+    def flush(self) -> None:
+        """Wait for batch mates no longer, from now on: the server is draining."""
+        ...
+
     def take_dropped(self) -> list[Dropped]:
         """Samples dropped since the last call."""
         ...

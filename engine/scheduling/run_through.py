@@ -129,6 +129,10 @@ class RunThroughScheduler:
         """Forget the stream's batch; see :class:`Scheduler`."""
         self._finish(stream)
 
+    def flush(self) -> None:
+        """Wait for batch mates no longer; see :class:`Scheduler`."""
+        self._max_delay_s = 0.0
+
     def take_dropped(self) -> list[Dropped]:
         """Samples dropped since the last call."""
         dropped, self._dropped = self._dropped, []

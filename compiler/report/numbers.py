@@ -1,0 +1,57 @@
+"""Figures as text: rounded, but never to a bound that was not reached."""
+
+from __future__ import annotations
+
+import math
+
+_SPACE = "\u202f"
+_MINUS = "−"
+
+
+def percent(share: float, decimals: int = 1) -> str:
+    """``73.6 %`` of a share (1 is all); only all is 100 %, only nothing is 0 %."""
+    step = 10.0**-decimals
+    value = 100 * share
+    if 0 < value < step / 2:
+        return f"<{_SPACE}{step:.{decimals}f}{_SPACE}%"
+    if 100 - step / 2 <= value < 100:
+        value = 100 - step
+    return f"{signed(value, decimals)}{_SPACE}%"
+
+
+def plain_percent(share: float) -> str:
+    """``1 %``: a number that a person chose, with the digits that it has."""
+    return f"{100 * share:.6g}{_SPACE}%"
+
+
+def signed(value: float, decimals: int) -> str:
+    """Round to decimals, with a true minus sign and no negative zero."""
+    text = f"{value:.{decimals}f}"
+    if float(text) == 0:
+        text = text.removeprefix("-")
+    return text.replace("-", _MINUS)
+
+
+def milliseconds(value_ms: float) -> str:
+    """``1.70`` or ``0.0233``: three significant digits, no unit."""
+    if value_ms == 0 or not math.isfinite(value_ms):
+        return f"{value_ms:g}"
+    decimals = max(0, 2 - math.floor(math.log10(abs(value_ms))))
+    return signed(value_ms, min(decimals, 6))
+
+
+def threshold(value: float) -> str:
+    """``0.911``; as many digits as it takes to stay below 1."""
+    if not 0 < 1 - value < 0.01:
+        return f"{value:.3f}"
+    return f"{value:.{min(9, 1 - math.floor(math.log10(1 - value)))}f}"
+
+
+def count(value: int) -> str:
+    """``5,000``."""
+    return f"{value:,}"
+
+
+def plural(value: int, noun: str) -> str:
+    """``1 exit``, ``2 exits``."""
+    return f"{count(value)} {noun}{'' if value == 1 else 's'}"

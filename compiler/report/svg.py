@@ -1,0 +1,132 @@
+"""Inline SVG by small functions: elements, scales, axes. Colours are the style sheet's classes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from markupsafe import Markup
+
+Tick: TypeAlias = tuple[float, str]
+"""A value on the axis, and its label."""
+Points: TypeAlias = Iterable[tuple[float, float]]
+"""In pixels."""
+
+
+def element(tag: str, *children: str | None, **attributes: object) -> Markup:
+    """Make an element; text and attributes are escaped unless they are ``Markup`` already.
+
+    ``class_`` gives ``class`` and ``stroke_width`` gives ``stroke-width``; ``None`` is left out.
+    """
+    given = {k.rstrip("_").replace("_", "-"): v for k, v in attributes.items() if v is not None}
+    text = join(Markup(' {}="{}"').format(key, _short(value)) for key, value in given.items())
+    inner = join(child for child in children if child is not None)
+    return Markup("<{0}{1}>{2}</{0}>").format(tag, text, inner)
+
+
+def join(parts: Iterable[str]) -> Markup:
+    """Concatenate, escaping what is not ``Markup``."""
+    return Markup("").join(parts)
+
+
+def drawing(width: float, height: float, label: str, *children: str) -> Markup:
+    """Make a drawing that scales with its column; ``label`` is what a screen reader says."""
+    box = f"0 0 {_short(width)} {_short(height)}"
+    return element("svg", *children, viewBox=box, role="img", aria_label=label)
+
+
+def text(x: float, y: float, content: str, class_: str = "", anchor: str = "start") -> Markup:
+    """Write a line of text; ``anchor`` is start, middle or end."""
+    return element("text", content, x=x, y=y, class_=class_ or None, text_anchor=anchor)
+
+
+def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
+    """Draw a straight line."""
+    return element("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
+
+
+def path(points: Points, class_: str, title: str | None = None) -> Markup:
+    """Draw a line through points."""
+    d = "M" + "L".join(f"{_short(x)},{_short(y)}" for x, y in points)
+    return element("path", titled(title), d=d, class_=class_)
+
+
+def area(points: Points, class_: str) -> Markup:
+    """Fill the polygon that the points go around."""
+    d = "M" + "L".join(f"{_short(x)},{_short(y)}" for x, y in points) + "Z"
+    return element("path", d=d, class_=class_)
+
+
+def dot(x: float, y: float, radius: float, class_: str, title: str | None = None) -> Markup:
+    """Draw a circle that says ``title`` when pointed at."""
+    return element("circle", titled(title), cx=x, cy=y, r=radius, class_=class_)
+
+
+def box(
+    x: float, y: float, width: float, height: float, class_: str, title: str | None = None
+) -> Markup:
+    """Draw a rectangle that says ``title`` when pointed at."""
+    return element("rect", titled(title), x=x, y=y, width=width, height=height, class_=class_)
+
+
+def titled(title: str | None) -> Markup | None:
+    """Make the tooltip of the element that it is put into."""
+    return None if title is None else element("title", title)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """From values to pixels, linearly."""
+
+    low: float
+    high: float
+    start: float
+    """Pixel of ``low``."""
+    end: float
+
+    def __call__(self, value: float) -> float:
+        """Pixel of a value."""
+        span = (self.high - self.low) or 1.0
+        return self.start + (value - self.low) / span * (self.end - self.start)
+
+    def inside(self, value: float) -> bool:
+        """Whether a value lies on the scale, with room for rounding."""
+        slack = 1e-9 * (abs(self.low) + abs(self.high))
+        return self.low - slack <= value <= self.high + slack
+
+
+def axes(x: Scale, y: Scale, x_ticks: Sequence[Tick], y_ticks: Sequence[Tick]) -> Markup:
+    """Draw a horizontal grid line for each y tick, labels at both axes, and the base line."""
+    parts = []
+    for value, label in y_ticks:
+        parts.append(line(x.start, y(value), x.end, y(value), "grid"))
+        parts.append(text(x.start - 6, y(value) + 3.5, label, "tick", "end"))
+    for value, label in x_ticks:
+        parts.append(line(x(value), y.start, x(value), y.start + 4, "axis"))
+        parts.append(text(x(value), y.start + 16, label, "tick", "middle"))
+    parts.append(line(x.start, y.start, x.end, y.start, "axis"))
+    return join(parts)
+
+
+def nice_step(span: float, most: int) -> float:
+    """Give the least of 1, 2, 2.5, 5 × 10^k that divides a span into at most ``most`` parts."""
+    if not span > 0:
+        return 1.0
+    unit: float = 10.0 ** math.floor(math.log10(span / most))
+    steps = (unit * m for m in (1.0, 2.0, 2.5, 5.0, 10.0, 20.0))
+    return next(step for step in steps if span / step <= most + 1e-9)
+
+
+def nice_values(low: float, high: float, most: int = 5) -> list[float]:
+    """Round values between two bounds, at most about ``most`` steps apart."""
+    step = nice_step(high - low, most)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def _short(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.2f}".rstrip("0").rstrip(".")
+    return str(value)

@@ -1,0 +1,60 @@
+"""Bundles that tests compile, in seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from offramp.bundle import Bundle
+from offramp.calibration.training import TrainingOptions
+from offramp.compiler.compile import compile_model
+from offramp.compiler.options import CompileOptions
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "fashion"
+
+
+def compile_example(folder: Path, *, samples: int, epochs: int) -> Bundle:
+    """Compile the shipped example on a part of its calibration data."""
+    with np.load(EXAMPLE / "calibration.npz") as archive:
+        np.savez(folder / "calibration.npz", **{k: archive[k][:samples] for k in archive.files})
+    return compile_model(
+        CompileOptions(
+            model=EXAMPLE / "fashion_resnet56.onnx",
+            data=folder / "calibration.npz",
+            output=folder / "fashion.ee",
+            candidates=6,
+            training=TrainingOptions(epochs=epochs, threads=2),
+        )
+    )
+
+
+def compile_tiny(
+    model: onnx.ModelProto,
+    arrays: Mapping[str, np.ndarray[Any, Any]],
+    folder: Path,
+    *,
+    name: str = "tiny",
+    epochs: int = 6,
+    **options: Any,
+) -> Bundle:
+    """Compile a model on the given arrays; exits may cost what they will, it is so small."""
+    onnx.save(model, folder / "model.onnx")
+    np.savez(folder / "data.npz", **arrays)
+    settings = {
+        "max_disagreement": 0.05,
+        "max_overhead": 0.99,
+        "training": TrainingOptions(epochs=epochs, batch_size=64),
+        **options,
+    }
+    return compile_model(
+        CompileOptions(
+            model=folder / "model.onnx",
+            data=folder / "data.npz",
+            output=folder / f"{name}.ee",
+            **settings,
+        )
+    )

@@ -1,0 +1,190 @@
+"""What every backend must do; whatever passes is a backend.
+
+The model: input ``script`` float32 [n, 3, 2]; stage k answers with ``script[:, k]``. Two exits,
+then the end. For ONNX Runtime the stages are real graphs, for the fake they are the script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from offramp.bundle import NEVER
+from offramp.engine.backends import Backend
+from offramp.engine.backends.base import Slot
+from offramp.engine.backends.fake import SCRIPT, FakeBackend
+from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
+from offramp.engine.errors import BackendError
+from offramp.engine.pipeline import Pipeline
+from offramp.engine.plan import Mode, Plan, StageSpec
+
+
+def stage_graph(index: int, *, final: bool) -> bytes:
+    """``answer = tensor{index}[:, index]``, and the whole carried on as the next tensor."""
+    name, following = tensor(index), tensor(index + 1)
+    shape = ["batch", 3, 2]
+    nodes = [helper.make_node("Gather", [name, "index"], ["answer"], axis=1)]
+    outputs = [helper.make_tensor_value_info("answer", TensorProto.FLOAT, ["batch", 2])]
+    if not final:
+        nodes.append(helper.make_node("Identity", [name], [following]))
+        outputs.append(helper.make_tensor_value_info(following, TensorProto.FLOAT, shape))
+    graph = helper.make_graph(
+        nodes,
+        "stage",
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)],
+        outputs,
+        [numpy_helper.from_array(np.array(index, np.int64), "index")],
+    )
+    opset = [helper.make_opsetid("", 17)]
+    model = helper.make_model(graph, opset_imports=opset, ir_version=8)
+    onnx.checker.check_model(model)
+    return bytes(model.SerializeToString())
+
+
+def tensor(index: int) -> str:
+    return SCRIPT if index == 0 else f"cut{index}"
+
+
+def plan(thresholds: tuple[float, float], names: Callable[[int], str] = tensor) -> Plan:
+    stages = []
+    for index, threshold in enumerate((*thresholds, 0.0)):
+        final = index == 2
+        stages.append(
+            StageSpec(
+                index=index,
+                first_segment=index,
+                last_segment=index,
+                exit=None if final else index,
+                load=lambda index=index, final=final: stage_graph(index, final=final),
+                inputs=(names(index),),
+                carried=() if final else (names(index + 1),),
+                answer="answer",
+                form="probabilities",
+                threshold=threshold,
+            )
+        )
+    return Plan(stages=tuple(stages), policy_version=1, mode=Mode.LEAVE)
+
+
+@pytest.fixture(params=["fake", "onnxruntime"])
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    made: Backend = FakeBackend() if request.param == "fake" else OnnxRuntimeBackend(threads=1)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def slot(backend: Backend) -> Iterator[Slot]:
+    opened = backend.open_slot()
+    yield opened
+    opened.close()
+
+
+def random_script(rows: int, seed: int = 0) -> np.ndarray:
+    first = np.random.default_rng(seed).random((rows, 3, 1)).astype(np.float32)
+    return np.concatenate([first, 1 - first], axis=-1)
+
+
+def test_a_batch_knows_its_rows(slot: Slot) -> None:
+    assert len(slot.upload({SCRIPT: random_script(5)})) == 5
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 33])
+def test_stages_answer_and_carry(backend: Backend, slot: Slot, rows: int) -> None:
+    stages = [backend.prepare(spec) for spec in plan((0.5, 0.5)).stages]
+    script = random_script(rows)
+    batch = slot.upload({SCRIPT: script})
+    for index, stage in enumerate(stages):
+        result = slot.run(stage, batch)
+        assert result.answer is not None
+        np.testing.assert_array_equal(result.answer, script[:, index])
+        np.testing.assert_array_equal(result.confidence, script[:, index].max(axis=1))
+        assert result.confidence.dtype == np.float32
+        if index < 2:
+            assert result.carry is not None
+            batch = result.carry
+        else:
+            assert result.carry is None
+
+
+def test_selected_rows_go_on_in_their_order(backend: Backend, slot: Slot) -> None:
+    stages = [backend.prepare(spec) for spec in plan((0.5, 0.5)).stages]
+    script = random_script(6)
+    carry = slot.run(stages[0], slot.upload({SCRIPT: script})).carry
+    assert carry is not None
+    kept = slot.select(carry, np.array([0, 3, 5]))
+    assert len(kept) == 3
+    answer = slot.run(stages[1], kept).answer
+    assert answer is not None
+    np.testing.assert_array_equal(answer, script[[0, 3, 5], 1])
+
+
+def test_all_rows_selected_is_the_same_batch(backend: Backend, slot: Slot) -> None:
+    stage = backend.prepare(plan((0.5, 0.5)).stages[0])
+    carry = slot.run(stage, slot.upload({SCRIPT: random_script(4)})).carry
+    assert carry is not None
+    assert len(slot.select(carry, np.arange(4))) == 4
+
+
+def test_answers_belong_to_the_caller(backend: Backend, slot: Slot) -> None:
+    stage = backend.prepare(plan((0.5, 0.5)).stages[0])
+    first, second = random_script(3, seed=1), random_script(3, seed=2)
+    answer = slot.run(stage, slot.upload({SCRIPT: first})).answer
+    slot.run(stage, slot.upload({SCRIPT: second}))
+    assert answer is not None
+    np.testing.assert_array_equal(answer, first[:, 0])
+
+
+def test_a_stage_without_answer_only_carries(backend: Backend, slot: Slot) -> None:
+    import dataclasses
+
+    spec = dataclasses.replace(plan((0.5, 0.5)).stages[0], answer=None, exit=None)
+    result = slot.run(backend.prepare(spec), slot.upload({SCRIPT: random_script(4)}))
+    assert result.answer is None
+    assert len(result.confidence) == 0
+    assert result.carry is not None
+    assert len(result.carry) == 4
+
+
+@pytest.mark.parametrize("thresholds", [(0.8, 0.6), (0.0, 0.0), (NEVER, NEVER), (NEVER, 0.7)])
+def test_pipeline_sends_every_row_to_its_first_sure_exit(
+    backend: Backend, slot: Slot, thresholds: tuple[float, float]
+) -> None:
+    script = random_script(64)
+    pipeline = Pipeline(backend, plan(thresholds))
+    sure = np.stack([script[:, k].max(axis=1) >= np.float32(t) for k, t in enumerate(thresholds)])
+    expected = np.where(sure[0], 0, np.where(sure[1], 1, 2))
+    found = np.full(64, -1)
+    for departure in pipeline.run(slot, {SCRIPT: script}):
+        assert (found[departure.rows] == -1).all(), "a row left twice"
+        found[departure.rows] = departure.stage
+        np.testing.assert_array_equal(departure.answer, script[departure.rows, departure.stage])
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_a_broken_stage_is_refused_with_its_number() -> None:
+    import dataclasses
+
+    spec = dataclasses.replace(plan((0.5, 0.5)).stages[1], load=lambda: b"not a model")
+    with pytest.raises(BackendError, match="cannot load stage 1"):
+        OnnxRuntimeBackend().prepare(spec)
+
+
+def test_the_slot_stays_usable_after_a_failed_run() -> None:
+    backend = OnnxRuntimeBackend()
+    slot, stage = backend.open_slot(), backend.prepare(plan((0.5, 0.5)).stages[0])
+    with pytest.raises(BackendError, match="stage 0 failed on 2 rows"):
+        slot.run(stage, slot.upload({SCRIPT: np.zeros((2, 3, 5), np.float32)}))
+    assert slot.run(stage, slot.upload({SCRIPT: random_script(2)})).answer is not None
+
+
+def test_the_fake_notices_a_batch_that_outlived_its_slot() -> None:
+    slot = FakeBackend().open_slot()
+    old = slot.upload({SCRIPT: random_script(2)})
+    slot.upload({SCRIPT: random_script(2)})
+    with pytest.raises(BackendError, match="after its slot's next upload"):
+        slot.select(old, np.array([0]))

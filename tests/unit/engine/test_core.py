@@ -1,0 +1,291 @@
+"""The engine end to end over the fake backend: answers, failures, cancelling, draining."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+
+from offramp.engine.backends.fake import SCRIPT, FakeBackend
+from offramp.engine.core import Engine, EngineOptions
+from offramp.engine.errors import (
+    BackendError,
+    DeadlineExceededError,
+    DrainingError,
+    InvalidInputError,
+    QueueFullError,
+    UnknownModelError,
+)
+from tests.fakes import fake_model, script
+
+LIMIT_S = 30.0
+"""Bound of everything awaited: a test hangs no longer, and asserts no time."""
+
+
+class Gate:
+    """Holds the fake backend's runs until it is opened."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self.entered = threading.Event()
+
+    def __call__(self, stage: int, rows: int) -> None:
+        self.entered.set()
+        assert self._open.wait(LIMIT_S)
+
+    def open(self) -> None:
+        self._open.set()
+
+    async def wait_entered(self) -> None:
+        assert await asyncio.to_thread(self.entered.wait, LIMIT_S)
+
+
+def with_engine(
+    body: Callable[[Engine, FakeBackend], Coroutine[Any, Any, None]],
+    on_run: Callable[[int, int], None] | None = None,
+    **model: Any,
+) -> FakeBackend:
+    """Run ``body`` against an engine with one fake model; checks that slots are closed."""
+    backend = FakeBackend(on_run=on_run) if on_run else FakeBackend()
+
+    async def run() -> None:
+        engine = Engine({"fake": fake_model(backend, **model)}, EngineOptions())
+        try:
+            await asyncio.wait_for(body(engine, backend), LIMIT_S)
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
+    backend.close()
+    return backend
+
+
+def test_each_sample_exits_on_its_own_and_order_is_kept() -> None:
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        rows = script([0.95, 0.1], [0.6, 0.2], [0.05, 0.3], [0.5, 0.4])
+        result = await engine.infer("fake", {SCRIPT: rows})
+        assert result.exits.tolist() == [0, -1, 0, -1]
+        np.testing.assert_array_equal(result.outputs["answer"][[0, 2]], rows[[0, 2], 0])
+        np.testing.assert_array_equal(result.outputs["answer"][[1, 3]], rows[[1, 3], 1])
+        np.testing.assert_allclose(result.confidences, [0.95, 0.8, 0.95, 0.6], rtol=1e-6)
+        assert result.policy_version == 7
+        assert backend.runs == [(0, 4), (1, 2)]
+
+    with_engine(body)
+
+
+def test_a_request_larger_than_a_batch_is_split_and_put_together() -> None:
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        rows = np.random.default_rng(0).random((50, 2, 1), np.float32)
+        rows = np.concatenate([rows, 1 - rows], axis=-1)
+        result = await engine.infer("fake", {SCRIPT: rows})
+        stage = np.where(result.exits == 0, 0, 1)
+        np.testing.assert_array_equal(result.outputs["answer"], rows[np.arange(50), stage])
+        np.testing.assert_array_equal(result.exits == 0, rows[:, 0].max(axis=1) >= np.float32(0.9))
+
+    backend = with_engine(body, streams=3)
+    assert max(n for _, n in backend.runs) <= 8
+
+
+def test_concurrent_requests_share_a_batch() -> None:
+    gate = Gate()
+
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        first = asyncio.create_task(engine.infer("fake", {SCRIPT: script([0.95, 0.5])}))
+        await gate.wait_entered()
+        others = [
+            asyncio.create_task(engine.infer("fake", {SCRIPT: script([p, 0.5])}))
+            for p in (0.91, 0.92, 0.93)
+        ]
+        await asyncio.sleep(0)
+        gate.open()
+        results = await asyncio.gather(first, *others)
+        found = [float(r.outputs["answer"][0, 0]) for r in results]
+        np.testing.assert_allclose(found, [0.95, 0.91, 0.92, 0.93], rtol=1e-6)
+        assert backend.runs == [(0, 1), (0, 3)]
+
+    with_engine(body, gate)
+
+
+def test_many_requests_at_once_are_all_answered_rightly() -> None:
+    async def one(engine: Engine, seed: int) -> None:
+        first = np.random.default_rng(seed).random((1 + seed % 5, 2, 1), np.float32)
+        rows = np.concatenate([first, 1 - first], axis=-1)
+        result = await engine.infer("fake", {SCRIPT: rows})
+        stage = np.where(result.exits == 0, 0, 1)
+        np.testing.assert_array_equal(
+            result.outputs["answer"], rows[np.arange(len(rows)), stage]
+        )
+
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        await asyncio.gather(*(one(engine, seed) for seed in range(300)))
+        statistics = engine.statistics()["fake"]
+        assert statistics.requests == 300
+        assert statistics.answered == statistics.samples == sum(1 + s % 5 for s in range(300))
+        assert statistics.queued == statistics.in_flight == 0
+        assert statistics.latency_s.count == 300
+
+    with_engine(body, streams=4)
+
+
+def test_cancelling_withdraws_and_mates_get_their_answers() -> None:
+    gate = Gate()
+
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        blocker = asyncio.create_task(engine.infer("fake", {SCRIPT: script([0.99, 0.5])}))
+        await gate.wait_entered()
+        leaver = asyncio.create_task(engine.infer("fake", {SCRIPT: script([0.5, 0.5])}))
+        mate = asyncio.create_task(engine.infer("fake", {SCRIPT: script([0.5, 0.7])}))
+        await asyncio.sleep(0)
+        leaver.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaver
+        gate.open()
+        assert (await blocker).exits.tolist() == [0]
+        np.testing.assert_allclose((await mate).outputs["answer"][0, 0], 0.7, rtol=1e-6)
+        assert engine.statistics()["fake"].failed == {"cancelled": 1}
+        assert backend.runs == [(0, 1), (0, 1), (1, 1)]
+
+    with_engine(body, gate)
+
+
+def test_a_failed_batch_fails_alone() -> None:
+    fails = iter([True])
+
+    def on_run(stage: int, rows: int) -> None:
+        if next(fails, False):
+            raise BackendError("out of memory")
+
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        with pytest.raises(BackendError, match="out of memory"):
+            await engine.infer("fake", {SCRIPT: script([0.95, 0.5])})
+        result = await engine.infer("fake", {SCRIPT: script([0.95, 0.5])})
+        assert result.exits.tolist() == [0]
+        assert engine.statistics()["fake"].failed == {"backend_error": 1}
+
+    with_engine(body, on_run)
+
+
+def test_an_unexpected_exception_fails_its_batch_only() -> None:
+    fails = iter([True])
+
+    def on_run(stage: int, rows: int) -> None:
+        if next(fails, False):
+            raise ZeroDivisionError
+
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        with pytest.raises(BackendError, match="ZeroDivisionError"):
+            await engine.infer("fake", {SCRIPT: script([0.95, 0.5])})
+        await engine.infer("fake", {SCRIPT: script([0.95, 0.5])})
+
+    with_engine(body, on_run)
+
+
+def test_expired_in_the_queue_is_told_and_never_runs() -> None:
+    gate = Gate()
+
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        blocker = asyncio.create_task(engine.infer("fake", {SCRIPT: script([0.95, 0.5])}))
+        await gate.wait_entered()
+        late = asyncio.create_task(
+            engine.infer(
+                "fake", {SCRIPT: script([0.95, 0.5])}, deadline_s=time.monotonic() + 0.001
+            )
+        )
+        await asyncio.sleep(0.01)
+        gate.open()
+        with pytest.raises(DeadlineExceededError, match="no answer within"):
+            await late
+        await blocker
+        assert backend.runs == [(0, 1)]
+        assert engine.statistics()["fake"].failed == {"expired": 1}
+
+    with_engine(body, gate)
+
+
+def test_a_full_queue_refuses_and_says_so() -> None:
+    gate = Gate()
+
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        blocker = asyncio.create_task(engine.infer("fake", {SCRIPT: script([0.95, 0.5])}))
+        await gate.wait_entered()
+        with pytest.raises(QueueFullError, match="5 samples do not fit: 0 of 4 wait"):
+            await engine.infer("fake", {SCRIPT: script(*[[0.95, 0.5]] * 5)})
+        assert engine.statistics()["fake"].failed == {"rejected": 5}
+        gate.open()
+        await blocker
+
+    with_engine(body, gate, max_queue=4)
+
+
+def test_wrong_input_and_unknown_model() -> None:
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        with pytest.raises(UnknownModelError, match="'fakee'.*did you mean 'fake'"):
+            await engine.infer("fakee", {})
+        with pytest.raises(InvalidInputError, match=r"fake: input 'script' is float64"):
+            await engine.infer("fake", {SCRIPT: script([0.95, 0.5]).astype(np.float64)})
+        with pytest.raises(InvalidInputError, match=r"dimension 0 \(batch\) is empty"):
+            await engine.infer("fake", {SCRIPT: script([0.95, 0.5])[:0]})
+        assert backend.runs == []
+
+    with_engine(body)
+
+
+def test_draining_finishes_what_is_there_and_takes_no_more() -> None:
+    gate = Gate()
+
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        running = asyncio.create_task(engine.infer("fake", {SCRIPT: script([0.95, 0.5])}))
+        await gate.wait_entered()
+        assert engine.ready("fake")
+        assert not await engine.drain(0.0)
+        assert not engine.ready()
+        with pytest.raises(DrainingError):
+            await engine.infer("fake", {SCRIPT: script([0.95, 0.5])})
+        gate.open()
+        assert await engine.drain(LIMIT_S)
+        assert (await running).exits.tolist() == [0]
+
+    with_engine(body, gate)
+
+
+def test_draining_does_not_wait_for_batch_mates() -> None:
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        lone = asyncio.create_task(engine.infer("fake", {SCRIPT: script([0.95, 0.5])}))
+        await asyncio.sleep(0)
+        assert await engine.drain(LIMIT_S)
+        assert (await lone).exits.tolist() == [0]
+
+    with_engine(body, max_delay_s=3600.0)
+
+
+def test_closing_fails_what_is_unfinished() -> None:
+    backend = FakeBackend()
+
+    async def run() -> None:
+        engine = Engine({"fake": fake_model(backend, max_delay_s=3600.0)}, EngineOptions())
+        waiting = asyncio.create_task(engine.infer("fake", {SCRIPT: script([0.95, 0.5])}))
+        await asyncio.sleep(0)
+        await engine.close()
+        with pytest.raises(DrainingError, match="stopped before the answer"):
+            await waiting
+
+    asyncio.run(run())
+    backend.close()
+
+
+def test_statistics_count_where_answers_come_from() -> None:
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        rows = script([0.95, 0.5], [0.95, 0.5], [0.5, 0.5])
+        await engine.infer("fake", {SCRIPT: rows})
+        statistics = engine.statistics()["fake"]
+        assert [(s.label, s.answered) for s in statistics.stages] == [("exit 0", 2), ("final", 1)]
+        assert statistics.exit_shares() == {"exit 0": 2 / 3, "final": 1 / 3}
+        assert [s.batch_size.total for s in statistics.stages] == [3, 1]
+
+    with_engine(body)
