@@ -7,6 +7,7 @@ from offramp.bundle.errors import (
     BundleIntegrityError,
     BundleNotFoundError,
     BundleSchemaError,
+    BundleWriteError,
 )
 from offramp.bundle.manifest import Answer, AnswerForm, Exit, Head, Manifest, Segment, TensorSpec
 from offramp.bundle.policy import NEVER, ActiveExit, ExitPolicy, Promise
@@ -23,6 +24,7 @@ __all__ = [
     "BundleIntegrityError",
     "BundleNotFoundError",
     "BundleSchemaError",
+    "BundleWriteError",
     "Exit",
     "ExitPolicy",
     "Head",

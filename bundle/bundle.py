@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from offramp.bundle.errors import (
     BundleIntegrityError,
     BundleNotFoundError,
     BundleSchemaError,
+    BundleWriteError,
 )
 from offramp.bundle.manifest import SCHEMA_VERSION, FileEntry, Manifest
 from offramp.bundle.policy import ExitPolicy
@@ -58,7 +60,7 @@ class Bundle:
         root = Path(path)
         manifest = _read_manifest(root)
         _check_files(root, manifest)
-        policy = _parse(ExitPolicy, (root / POLICY).read_bytes(), POLICY)
+        policy = _parse(ExitPolicy, _read(root, POLICY), POLICY)
         known = len(manifest.exits)
         if any(active.exit >= known for active in policy.active):
             raise BundleSchemaError(f"{POLICY}: names an exit beyond the bundle's {known}")
@@ -111,6 +113,8 @@ def write_bundle(
 
     Raises:
         BundleExistsError: There is something at ``path`` already.
+        BundleWriteError: The file system refuses; what was at ``path`` is still there.
+        BundleIntegrityError: A name in ``files`` leaves the bundle.
     """
     target = Path(path)
     check_target(target, overwrite=overwrite)
@@ -118,32 +122,43 @@ def write_bundle(
     entries = tuple(_entry(name, contents[name]) for name in sorted(contents))
     document = _dump(replace(manifest, files=entries))
     contents[MANIFEST] = document
-    contents[MANIFEST_HASH] = f"{hashlib.sha256(document).hexdigest()}\n".encode()
-
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    contents[MANIFEST_HASH] = _hash_line(document)
     try:
-        for name, content in contents.items():
-            place = scratch / name
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(content)
-        scratch.chmod(0o755)
-        opened = Bundle.open(scratch)
-        _move_into_place(scratch, target)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        try:
+            for name, content in contents.items():
+                place = _inside(scratch, name)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.write_bytes(content)
+            scratch.chmod(0o755)
+            opened = Bundle.open(scratch)
+            _move_into_place(scratch, target)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    except OSError as error:
+        raise BundleWriteError(
+            f"{target} cannot be written: {error}; free the space or choose another --output"
+        ) from error
     return replace(opened, path=target)
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
     """Check that a bundle may be written at ``target``, before any long work.
 
+    Only a folder with a manifest and its hash passes for a bundle: other tools have files called
+    ``manifest.json`` too. What it holds is not checked, so that a damaged bundle can be replaced.
+
     Raises:
         BundleExistsError: There is something already that may not be replaced.
     """
     if not target.exists() and not target.is_symlink():
+        for folder in target.parents:
+            if folder.exists() and not folder.is_dir():
+                raise BundleExistsError(f"{folder} is not a folder; choose another --output")
         return
-    if not (target / MANIFEST).is_file() or target.is_symlink():
+    marks = [target / MANIFEST, target / MANIFEST_HASH]
+    if target.is_symlink() or not all(mark.is_file() for mark in marks):
         raise BundleExistsError(f"{target} exists and is not a bundle; choose another --output")
     if not overwrite:
         raise BundleExistsError(f"{target} exists; choose another --output, or add --overwrite")
@@ -155,8 +170,12 @@ def _move_into_place(scratch: Path, target: Path) -> None:
         return
     retired = scratch.with_name(f"{scratch.name}.old")
     target.rename(retired)
-    scratch.rename(target)
-    shutil.rmtree(retired)
+    try:
+        scratch.rename(target)
+    except BaseException:
+        retired.rename(target)
+        raise
+    shutil.rmtree(retired, ignore_errors=True)
 
 
 def _read_manifest(root: Path) -> Manifest:
@@ -164,18 +183,17 @@ def _read_manifest(root: Path) -> Manifest:
         raise BundleNotFoundError(
             f"{root} is not a bundle (no {MANIFEST} there); make one with: eecompile MODEL.onnx"
         )
-    document = (root / MANIFEST).read_bytes()
-    try:
-        expected = (root / MANIFEST_HASH).read_text("ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BundleIntegrityError(f"{root / MANIFEST_HASH}: {error}; {_MEND}") from error
-    found = hashlib.sha256(document).hexdigest()
-    if found != expected:
+    document, expected = _read(root, MANIFEST), _read(root, MANIFEST_HASH)
+    if expected != _hash_line(document):
         raise BundleIntegrityError(
-            f"{root / MANIFEST} was altered: its SHA-256 is {found}, {MANIFEST_HASH} says "
-            f"{expected}; {_MEND}"
+            f"{root / MANIFEST} or {MANIFEST_HASH} was altered (SHA-256 differs); {_MEND}"
         )
     return _parse_manifest(document)
+
+
+def _hash_line(document: bytes) -> bytes:
+    """Content of :data:`MANIFEST_HASH`."""
+    return f"{hashlib.sha256(document).hexdigest()}\n".encode()
 
 
 def _parse_manifest(document: bytes) -> Manifest:
@@ -193,11 +211,10 @@ def _check_files(root: Path, manifest: Manifest) -> None:
     for entry in manifest.files:
         _read_checked(root, entry)
     listed = {entry.path for entry in manifest.files} | {MANIFEST, MANIFEST_HASH}
-    found = {p.relative_to(root).as_posix() for p in root.rglob("*") if not p.is_dir()}
-    if found - listed:
+    foreign = sorted(_names_under(root) - listed)
+    if foreign:
         raise BundleIntegrityError(
-            f"{root}: {', '.join(sorted(found - listed))} does not belong to this bundle; "
-            "remove it"
+            f"{root}: {', '.join(foreign)} does not belong to this bundle; remove it"
         )
     referred = [manifest.source.file, POLICY]
     referred += [s.file for s in manifest.segments] + [e.file for e in manifest.exits]
@@ -206,12 +223,15 @@ def _check_files(root: Path, manifest: Manifest) -> None:
         raise BundleIntegrityError(f"{root}: {MANIFEST} lists no hash for {', '.join(absent)}")
 
 
+def _names_under(root: Path) -> set[str]:
+    """Everything below a folder but plain folders; links are not followed."""
+    places = (p for p in root.rglob("*") if p.is_symlink() or not p.is_dir())
+    return {place.relative_to(root).as_posix() for place in places}
+
+
 def _read_checked(root: Path, entry: FileEntry) -> bytes:
-    place = _inside(root, entry.path)
-    try:
-        content = place.read_bytes()
-    except OSError as error:
-        raise BundleIntegrityError(f"{place}: {error.strerror}; {_MEND}") from error
+    place = root / entry.path
+    content = _read(root, entry.path)
     if len(content) != entry.size_bytes:
         raise BundleIntegrityError(
             f"{place} has {len(content)} bytes, the manifest says {entry.size_bytes}; {_MEND}"
@@ -221,11 +241,26 @@ def _read_checked(root: Path, entry: FileEntry) -> bytes:
     return content
 
 
+def _read(root: Path, name: str) -> bytes:
+    """Read a regular file of the bundle; a pipe or a device would never end."""
+    place = _inside(root, name)
+    try:
+        if not stat.S_ISREG(place.stat().st_mode):
+            raise BundleIntegrityError(f"{place} is not a regular file; {_MEND}")
+        return place.read_bytes()
+    except OSError as error:
+        raise BundleIntegrityError(f"{place}: {error.strerror}; {_MEND}") from error
+
+
 def _inside(root: Path, name: str) -> Path:
     pure = PurePosixPath(name)
     place = root / pure
     unsafe = pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name or not name
-    if unsafe or not place.resolve().is_relative_to(root.resolve()):
+    try:
+        unsafe = unsafe or not place.resolve().is_relative_to(root.resolve())
+    except (OSError, RuntimeError, ValueError):  # a name too long, a loop of links, no Unicode
+        unsafe = True
+    if unsafe:
         raise BundleIntegrityError(f"{root}: the path {name!r} leaves the bundle; {_MEND}")
     return place
 
@@ -242,7 +277,7 @@ def _dump(value: object) -> bytes:
 def _json(document: bytes, name: str) -> Any:
     try:
         return json.loads(document)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BundleSchemaError(f"{name}: not JSON ({error})") from error
 
 

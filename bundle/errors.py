@@ -6,7 +6,8 @@
     ├── BundleNotFoundError     no bundle at that path
     ├── BundleIntegrityError    a file is missing, altered, foreign, or outside the bundle
     ├── BundleSchemaError       a file is whole, but not what this version understands
-    └── BundleExistsError       the place to write to is taken
+    ├── BundleExistsError       the place to write to is taken
+    └── BundleWriteError        the bundle could not be written there
 """
 
 
@@ -28,3 +29,7 @@ class BundleSchemaError(BundleError):
 
 class BundleExistsError(BundleError):
     """Writing would replace something, and that was not asked for."""
+
+
+class BundleWriteError(BundleError):
+    """The file system refused the bundle; what was there before is still there."""

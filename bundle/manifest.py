@@ -30,8 +30,12 @@ class TensorSpec:
     """Sizes; a string is a symbolic size. The first one is the batch."""
 
     def __post_init__(self) -> None:
-        """Refuse a dtype that numpy does not know."""
-        np.dtype(self.dtype)
+        """Refuse a dtype that is no plain number, and sizes that are no sizes."""
+        dtype = np.dtype(self.dtype)
+        if dtype.kind not in "biuf" or dtype.name != self.dtype:
+            raise ValueError(f"dtype {self.dtype!r} is not numpy's name of a number type")
+        if any(isinstance(size, int) and size < 0 for size in self.shape):
+            raise ValueError(f"shape {list(self.shape)} has a negative size")
 
     def describe(self) -> str:
         """``image: uint8 [batch, 1, 28, 28]``, for messages."""

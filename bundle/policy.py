@@ -23,8 +23,12 @@ class ActiveExit:
 
     def __post_init__(self) -> None:
         """Refuse what would exit always, by mistake, or on NaN."""
+        if self.exit < 0:
+            raise ValueError(f"exit {self.exit} is not an index; exits count from 0")
         if not 0.0 <= self.threshold <= NEVER:
-            raise ValueError(f"threshold {self.threshold} of exit {self.exit} is not in [0, {NEVER}]")
+            raise ValueError(
+                f"threshold {self.threshold} of exit {self.exit} is not in [0, {NEVER}]"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

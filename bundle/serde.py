@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import types
 import typing
 from typing import Any, Literal, TypeVar
 
 from offramp.bundle.errors import BundleSchemaError
-
 
 _T = TypeVar("_T")
 
@@ -94,8 +94,8 @@ def _convert_union(arguments: tuple[Any, ...], value: Any, where: str) -> Any:
 
 
 def _convert_scalar(kind: Any, value: Any, where: str) -> Any:
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+    if kind is float and type(value) is int:
+        value = float(value) if abs(value) <= sys.float_info.max else math.inf
     _expect(type(value) is kind, where, f"a value of type {kind.__name__}", value)
     if kind is float:
         _expect(math.isfinite(value), where, "a finite number", value)

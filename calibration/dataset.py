@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import math
+import itertools
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,6 @@ class Dataset:
         """Give the inputs of some samples."""
         return {name: array[rows] for name, array in self.inputs.items()}
 
-    def batches(self, size: int) -> Iterator[dict[str, NDArray[Any]]]:
-        """Give all samples in order, ``size`` at a time."""
-        for start in range(0, len(self), size):
-            yield self.take(slice(start, start + size))
-
 
 def read_dataset(path: Path, specs: Sequence[TensorSpec]) -> Dataset:
     """Read an npz file and check it against the model's inputs.
@@ -61,33 +57,52 @@ def read_dataset(path: Path, specs: Sequence[TensorSpec]) -> Dataset:
     arrays = _load(path)
     labels = None
     names = {spec.name for spec in specs}
-    for key in LABEL_KEYS:
-        if key in arrays and key not in names:
-            labels = arrays.pop(key)
+    found = [key for key in LABEL_KEYS if key in arrays and key not in names]
+    if len(found) > 1:
+        raise DataError(f"{path}: has both {' and '.join(found)}; keep one of them")
+    if found:
+        labels = arrays.pop(found[0])
     wrong = check_tensors(specs, arrays)
     if wrong:
         raise DataError(f"{path}: {wrong}")
     _check_lengths(path, arrays, labels)
     for name, array in arrays.items():
         _check_finite(path, name, array)
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
     truth = None if labels is None else labels.astype(np.int64)
     return Dataset(inputs=arrays, labels=truth, sha256=digest)
 
 
+_UNREADABLE = (
+    ValueError,  # pickled objects, text
+    OSError,
+    EOFError,
+    zipfile.BadZipFile,
+    zlib.error,
+    NotImplementedError,  # a compression method that Python does not know
+    RuntimeError,  # an encrypted archive
+)
+
+
 def _load(path: Path) -> dict[str, NDArray[Any]]:
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise DataError(f"{path} is a single array; save named ones with numpy.savez")
-            return {name: archive[name] for name in archive.files}
+        archive = np.load(path, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise DataError(f"{path} is a single array; save named ones with numpy.savez")
+        with archive:
+            arrays = {name: archive[name] for name in archive.files}
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file") from error
-    except (ValueError, OSError, zipfile.BadZipFile, EOFError) as error:
+    except _UNREADABLE as error:
         raise DataError(
             f"{path} is not an npz file of plain arrays ({error}); "
             "write one with numpy.savez_compressed(path, INPUT=array, label=classes)"
         ) from error
+    raw = [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]
+    if raw:
+        raise DataError(f"{path}: {raw[0]!r} in it is no array; write it with numpy.savez")
+    return arrays
 
 
 def _check_lengths(
@@ -147,11 +162,10 @@ def split(dataset: Dataset, *, certify_at_least: int, seed: int) -> Parts:
         DataError: There are too few; the message says how many are needed.
     """
     samples = len(dataset)
-    certify = max(round(samples * CERTIFY_SHARE), certify_at_least)
-    tune = round(samples * TUNE_SHARE)
-    train = samples - certify - tune
-    if train < certify or tune < 1:
-        needed = max(math.ceil(certify_at_least / CERTIFY_SHARE), 8)
+    train, tune, certify = _sizes(samples, certify_at_least)
+    if not _suffice(train, tune, certify):
+        more = itertools.count(samples + 1)
+        needed = next(n for n in more if _suffice(*_sizes(n, certify_at_least)))
         raise DataError(
             f"{samples} calibration samples are too few: the promise alone needs "
             f"{certify_at_least}, and heads must be trained on others; give at least "
@@ -163,3 +177,15 @@ def split(dataset: Dataset, *, certify_at_least: int, seed: int) -> Parts:
         tune=dataset.subset(np.sort(order[train : train + tune])),
         certify=dataset.subset(np.sort(order[train + tune :])),
     )
+
+
+def _sizes(samples: int, certify_at_least: int) -> tuple[int, int, int]:
+    """Samples to train, tune and certify with."""
+    certify = max(round(samples * CERTIFY_SHARE), certify_at_least)
+    tune = round(samples * TUNE_SHARE)
+    return samples - certify - tune, tune, certify
+
+
+def _suffice(train: int, tune: int, certify: int) -> bool:
+    """Whether heads can be trained and held out, and exits chosen, on that many."""
+    return train >= max(certify, 2) and tune >= 1

@@ -48,6 +48,11 @@ class CutTensor:
         return size if isinstance(size, int) else None
 
 
+def mask_of(cut: CutTensor, head: Head) -> str | None:
+    """The mask that a head reads beside its cut tensor, if it does."""
+    return cut.mask if cut.rank == 3 and head.kind in ("mean", "mean_max", "attention") else None
+
+
 def family_of(cut: CutTensor) -> tuple[Head, ...]:
     """Give the heads to try; none where the tensor's shape has no known kind of head."""
     if cut.width is None:

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from offramp.bundle import Answer
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.errors import DataError
-from offramp.engine.backends.onnxruntime import make_session
+from offramp.calibration.running import run_over
 
-BATCH_SIZE = 64
 _FLOAT16_MAX = 65504.0
 
 WHOLE = 0
@@ -62,25 +61,19 @@ def record(
         progress: Called with the number of samples of each finished batch.
 
     Raises:
-        DataError: The source model's answers are not finite.
+        DataError: The source model fails on a sample, or its answers are not finite.
     """
-    session = make_session(model, threads)
     names = [name for per_exit in outputs for name in per_exit.values()]
     stores: dict[str, NDArray[np.float16]] = {}
     answers = np.empty((len(dataset), answer.classes), np.float32)
-    row = 0
-    for batch in dataset.batches(BATCH_SIZE):
-        given = {i.name for i in session.get_inputs()}
-        feed = {name: array for name, array in batch.items() if name in given}
-        answered, *values = session.run([answer.output, *names], feed)
-        rows = slice(row, row + len(answered))
+    wanted = [answer.output, *names]
+    for rows, (answered, *values) in run_over(model, wanted, dataset, threads=threads):
         answers[rows] = answered
         for name, value in zip(names, values, strict=True):
             if name not in stores:
                 directory.mkdir(exist_ok=True)
                 stores[name] = _allocate(directory, len(stores), (len(dataset), *value.shape[1:]))
             stores[name][rows] = np.clip(value, -_FLOAT16_MAX, _FLOAT16_MAX)
-        row += len(answered)
         progress(len(answered))
     if not np.isfinite(answers).all():
         bad = int(np.flatnonzero(~np.isfinite(answers).all(axis=1))[0])

@@ -15,6 +15,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from offramp.bundle import NEVER
 from offramp.engine.backends.onnxruntime import make_session
 from offramp.engine.exit_check import confidence_of, exits
 
@@ -48,13 +49,9 @@ class TimedGraph:
         return (time.perf_counter() - started) * 1e3
 
 
-def time_graphs(
-    graphs: Sequence[TimedGraph], tensors: Tensors, *, rounds: int = ROUNDS
-) -> list[float]:
-    """Milliseconds of each graph on the same tensors, interleaved."""
-    times = [
-        [graph.time_ms(tensors) for graph in graphs] for _ in range(rounds + WARM_UP_ROUNDS)
-    ]
+def time_calls(timers: Sequence[Callable[[], float]], *, rounds: int = ROUNDS) -> list[float]:
+    """Milliseconds of each, interleaved; a timer runs once and gives its milliseconds."""
+    times = [[timer() for timer in timers] for _ in range(rounds + WARM_UP_ROUNDS)]
     typical: list[float] = np.quantile(times[WARM_UP_ROUNDS:], QUANTILE, axis=0).tolist()
     return typical
 
@@ -67,8 +64,8 @@ class BackboneTimes:
     """By batch size."""
     segments_ms: tuple[tuple[float, ...], ...]
     """[segments][batch sizes], scaled to add up to ``source_ms``."""
-    borders_ms: tuple[float, ...]
-    """By batch size: what the chain of segments takes beyond the source model, per border."""
+    stages_ms: tuple[float, ...]
+    """By batch size: what one more stage costs, everything in it."""
 
 
 def profile_backbone(
@@ -76,32 +73,65 @@ def profile_backbone(
     segments: Sequence[bytes],
     samples: Callable[[int], Tensors],
     *,
+    classes: int,
     threads: int,
     batch_sizes: Sequence[int] = BATCH_SIZES,
     progress: Callable[[int], None] = lambda _: None,
 ) -> BackboneTimes:
-    """Time the source model and its segments.
+    """Time the source model, its segments, and the segments as a chain.
 
-    The segments are timed as graphs of their own and scaled to add up to the source model's
-    time: what a border costs is paid at active exits only, so it is kept apart.
+    The segments' own times are scaled to add up to the source model's. What the chain takes
+    beyond it is the cost of its borders: layout changes, lost fusion, calls, exit checks, and
+    caches that went cold. It is paid at active exits only, so it is kept apart.
+
+    Args:
+        source: The whole model.
+        segments: Its segments, in order.
+        samples: Gives model inputs of a batch size.
+        classes: Of the answer.
+        threads: Of ONNX Runtime.
+        batch_sizes: To measure at.
+        progress: Called with 1 per batch size.
     """
     source_graph = TimedGraph(source, threads)
     graphs = [TimedGraph(segment, threads) for segment in segments]
-    source_ms: list[float] = []
-    columns: list[list[float]] = []
-    borders_ms: list[float] = []
+    rows: list[tuple[float, list[float], float]] = []
     for size in batch_sizes:
-        tensors = _all_tensors(graphs, samples(size))
-        total, *times = time_graphs([source_graph, *graphs], tensors)
-        source_ms.append(total)
-        columns.append([t * total / sum(times) for t in times])
-        borders_ms.append(max(sum(times) - total, 0.0) / max(len(times) - 1, 1))
+        inputs = samples(size)
+        chain = _Chain(graphs, np.zeros((size, classes), np.float32))
+        tensors = chain.run(inputs)
+        timers = [lambda t=tensors, g=g: g.time_ms(t) for g in (source_graph, *graphs)]
+        timers.append(lambda i=inputs, c=chain: c.time_ms(i))
+        total, *times, chained = time_calls(timers)
+        scaled = [t * total / sum(times) for t in times]
+        rows.append((total, scaled, max(chained - total, 0.0) / max(len(graphs) - 1, 1)))
         progress(1)
+    totals, columns, stages = zip(*rows, strict=True)
     return BackboneTimes(
-        source_ms=tuple(source_ms),
-        segments_ms=tuple(zip(*columns, strict=True)),
-        borders_ms=tuple(borders_ms),
+        source_ms=totals, segments_ms=tuple(zip(*columns, strict=True)), stages_ms=stages
     )
+
+
+class _Chain:
+    """Segments one after the other, with an exit check after each that nobody passes."""
+
+    def __init__(self, graphs: Sequence[TimedGraph], answer: NDArray[np.float32]) -> None:
+        self._graphs = graphs
+        self._answer = answer
+
+    def run(self, inputs: Tensors) -> dict[str, NDArray[Any]]:
+        """The model's inputs and every cut tensor."""
+        tensors = dict(inputs)
+        for graph in self._graphs:
+            tensors |= graph.run(tensors)
+            np.count_nonzero(exits(confidence_of(self._answer, "logits"), NEVER))
+        return tensors
+
+    def time_ms(self, inputs: Tensors) -> float:
+        """Run once; gives the milliseconds."""
+        started = time.perf_counter()
+        self.run(inputs)
+        return (time.perf_counter() - started) * 1e3
 
 
 def profile_heads(
@@ -136,39 +166,12 @@ def profile_heads(
     for size in batch_sizes:
         tensors = _all_tensors(graphs, samples(size))
         for index, candidates in enumerate(loaded):
-            base, *times = time_graphs(candidates, tensors, rounds=2 * ROUNDS)
+            timers = [lambda t=tensors, g=g: g.time_ms(t) for g in candidates]
+            base, *times = time_calls(timers, rounds=2 * ROUNDS)
             for times_of_head, value in zip(result[index], times, strict=True):
                 times_of_head.append(max(value - base, 0.0))
             progress(1)
     return result
-
-
-def measure_overhead_ms(empty: bytes, cut: NDArray[Any], classes: int) -> float:
-    """Cost of one more stage: a call of ONNX Runtime, the exit check, the compaction.
-
-    Args:
-        empty: A graph that reads a cut tensor and does next to nothing.
-        cut: That tensor, for a batch.
-        classes: Of the answer.
-    """
-    session = make_session(empty, 1)
-    feed = {session.get_inputs()[0].name: cut}
-    answer = np.zeros((len(cut), classes), np.float32)
-    survivors = np.arange(len(cut) // 2)
-
-    def once() -> None:
-        session.run(None, feed)
-        leaving = exits(confidence_of(answer, "logits"), 0.5)
-        np.flatnonzero(leaving)
-        np.flatnonzero(~leaving)
-        cut.take(survivors, axis=0)
-
-    times = []
-    for _ in range(200):
-        started = time.perf_counter()
-        once()
-        times.append(time.perf_counter() - started)
-    return float(np.quantile(times, QUANTILE)) * 1e3
 
 
 def _all_tensors(graphs: Sequence[TimedGraph], inputs: Tensors) -> dict[str, NDArray[Any]]:

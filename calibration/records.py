@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Answer
 from offramp.calibration.dataset import Dataset
-from offramp.engine.backends.onnxruntime import make_session
+from offramp.calibration.running import run_over
 from offramp.engine.exit_check import confidence_of
 
-BATCH_SIZE = 64
 TUNE, CERTIFY = 1, 2
 """Marks of the splits in ``records.npz``."""
 
@@ -42,7 +41,6 @@ class ExitRecords:
         return same
 
 
-
 def record_answers(
     model: bytes,
     exit_outputs: Sequence[str],
@@ -62,20 +60,14 @@ def record_answers(
         threads: Of ONNX Runtime.
         progress: Called with the number of samples of each finished batch.
     """
-    session = make_session(model, threads)
-    given = {tensor.name for tensor in session.get_inputs()}
     shape = (len(exit_outputs) + 1, len(dataset))
     confidence = np.empty(shape, np.float32)
     prediction = np.empty(shape, np.int32)
-    start = 0
-    for batch in dataset.batches(BATCH_SIZE):
-        feed = {name: array for name, array in batch.items() if name in given}
-        answers = session.run([*exit_outputs, answer.output], feed)
-        rows = slice(start, start + len(answers[0]))
+    outputs = [*exit_outputs, answer.output]
+    for rows, answers in run_over(model, outputs, dataset, threads=threads):
         for place, values in enumerate(answers):
             confidence[place, rows] = confidence_of(values, answer.form)
             prediction[place, rows] = values.argmax(axis=1)
-        start = rows.stop
         progress(len(answers[0]))
     return ExitRecords(
         confidence=confidence[:-1],

@@ -22,6 +22,7 @@ from offramp.engine.control.certify import (
 )
 from offramp.engine.control.path import walk
 from offramp.engine.control.records import evaluate, savings_of
+from offramp.engine.control.thresholds import count_allowed
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
@@ -54,6 +55,10 @@ class CostModel:
             exits_ms=tuple(exits_ms),
         )
 
+    def overhead(self, active: Sequence[int]) -> float:
+        """How much later the model's end comes than without exits, as a share."""
+        return float(self.latency_ms(active)[-1]) / self.source_ms - 1
+
     def latency_ms(self, active: Sequence[int]) -> FloatArray:
         """[active + 1]: time until each active exit's answer, and until the model's end.
 
@@ -85,9 +90,12 @@ def net_savings_alone(
         max_disagreement: Constraint on the tuning split.
     """
     order = np.argsort(-confidence, kind="stable")
-    allowed = int(max_disagreement * len(confidence))
     errors = np.cumsum(~agrees[order])
-    leaving = int(np.searchsorted(errors, allowed, side="right"))
+    # A threshold lets all samples of one confidence leave, or none; NaN never leaves.
+    ordered = confidence[order]
+    last_of_run = np.append(ordered[1:] != ordered[:-1], True) & ~np.isnan(ordered)
+    within = errors <= count_allowed(max_disagreement, len(confidence))
+    leaving = int(np.flatnonzero(last_of_run & within).max(initial=-1)) + 1
     times = cost.latency_ms([index])
     share = leaving / len(confidence)
     return float(1 - (share * times[0] + (1 - share) * times[1]) / cost.source_ms)
@@ -101,6 +109,7 @@ def choose_active(
     max_disagreement: float,
     confidence_level: float,
     max_overhead: float,
+    everywhere: Sequence[CostModel] = (),
 ) -> tuple[int, ...]:
     """Drop exits while that raises the predicted savings, the most useful drop first.
 
@@ -117,6 +126,7 @@ def choose_active(
         max_disagreement: The constraint.
         confidence_level: Of the certificate.
         max_overhead: Share of the source model's time that all exits together may cost.
+        everywhere: Costs at other batch sizes, where ``max_overhead`` holds too.
 
     Returns:
         Indices of the exits to keep, in depth order; may be empty.
@@ -141,7 +151,7 @@ def choose_active(
         trials = [active[:i] + active[i + 1 :] for i in range(len(active))]
         values = [savings(trial) for trial in trials]
         top = int(np.argmax(values))
-        within = cost.latency_ms(active)[-1] <= (1 + max_overhead) * cost.source_ms
+        within = all(c.overhead(active) <= max_overhead for c in (cost, *everywhere))
         if within and values[top] < best:
             break
         active, best = trials[top], values[top]
@@ -194,19 +204,23 @@ def certified_policy(
     )
     if certificate is None or (certificate.thresholds >= NEVER).all():
         return ExitPolicy(version=1, active=())
+    kept = certificate.thresholds < NEVER
+    rows = [row for row, keep in zip(rows, kept, strict=True) if keep]
+    thresholds = certificate.thresholds[kept]
     outcome = evaluate(
         confidence[rows],
         agrees[rows],
         cost.latency_ms(rows),
-        certificate.thresholds,
+        thresholds,
         vanilla_ms=cost.source_ms,
     )
+    if outcome.savings <= 0:
+        return ExitPolicy(version=1, active=())
     return ExitPolicy(
         version=1,
         active=tuple(
             ActiveExit(exit=index, threshold=float(threshold))
-            for index, threshold in zip(rows, certificate.thresholds, strict=True)
-            if threshold < NEVER
+            for index, threshold in zip(rows, thresholds, strict=True)
         ),
         promise=Promise(
             max_disagreement=max_disagreement,

@@ -85,13 +85,15 @@ def train_heads(
     torch.manual_seed(options.seed)
     torch.set_num_threads(options.threads)
     order = np.random.default_rng(options.seed).permutation(len(probabilities))
-    held = round(len(order) * options.holdout)
+    held = max(round(len(order) * options.holdout), 1)
     held_rows, fit_rows = np.sort(order[:held]), np.sort(order[held:])
     exits = [
         _ExitHeads(index, cut, family, train, probabilities.shape[1], fit_rows, options)
         for index, (cut, family) in enumerate(zip(cuts, families, strict=True))
         if family
     ]
+    if not exits:
+        return []
     targets = torch.from_numpy(probabilities)
     parameters = [p for e in exits for p in e.modules.parameters()]
     optimiser = torch.optim.AdamW(
@@ -114,7 +116,7 @@ def train_heads(
 
 def count_steps(train_samples: int, options: TrainingOptions) -> int:
     """How often :func:`train_heads` reports progress."""
-    fitted = train_samples - round(train_samples * options.holdout)
+    fitted = train_samples - max(round(train_samples * options.holdout), 1)
     return options.epochs * math.ceil(fitted / options.batch_size)
 
 
@@ -177,27 +179,38 @@ class _HeadModule(nn.Module):
         """Set mean and scale from a sample of the features."""
         if self.head.kind == "attention":
             flat = values.flatten(0, 1) if keep is None else values[keep > 0]
-            mean, scale = flat.mean(0), flat.std(0)
+            mean, scale = _moments(flat)
             self.mean.copy_(mean.repeat(self.head.queries))
-            self.scale.copy_(scale.repeat(self.head.queries).clamp(min=1e-3))
+            self.scale.copy_(scale.repeat(self.head.queries))
             return
-        pooled = self.pool(values, keep)
-        self.mean.copy_(pooled.mean(0))
-        self.scale.copy_(pooled.std(0).clamp(min=1e-3))
+        mean, scale = _moments(self.pool(values, keep))
+        self.mean.copy_(mean)
+        self.scale.copy_(scale)
 
     @torch.no_grad()
     def folded(self) -> dict[str, NDArray[np.float32]]:
         """Give the weights with the standardisation folded into the first layer."""
         first = self.hidden or self.output
-        weight = (first.weight / self.scale).T
-        bias = first.bias - self.mean @ weight
+        weight = (first.weight.double() / self.scale).T
+        bias = first.bias - self.mean.double() @ weight  # in float64: large terms may cancel
         layers = {"weight": weight, "bias": bias}
         if self.hidden is not None:
             layers = {"hidden_weight": weight, "hidden_bias": bias}
             layers |= {"weight": self.output.weight.T, "bias": self.output.bias}
         if self.head.kind == "attention":
             layers["queries"] = self.queries / self._token_scale()
-        return {name: np.ascontiguousarray(value.numpy()) for name, value in layers.items()}
+        return {n: np.ascontiguousarray(v.float().numpy()) for n, v in layers.items()}
+
+
+def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and scale to standardise by, of [samples, features].
+
+    A feature that hardly varies keeps a scale of 1/256 of its mean, as features are recorded in
+    float16 (steps of 1/1024 and less): what is rounding there must not become a signal.
+    """
+    mean = values.mean(0)
+    scale = values.std(0, correction=0).clamp(min=1e-3)
+    return mean, torch.maximum(scale, mean.abs() / 256)
 
 
 def _multiplier(head: Head) -> int:

@@ -10,8 +10,10 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.markup import escape
 
 from offramp.bundle import Bundle, BundleError
+from offramp.bundle.bundle import REPORT
 from offramp.calibration.errors import DataError
 
 _DESCRIPTION = """\
@@ -47,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _inspect(options) if inspecting else _compile(options, console)
     except ImportError as error:
         return _missing(error)
-    except (CompileError, DataError, BundleError) as error:
+    except (CompileError, DataError, BundleError, OSError) as error:
         print(f"eecompile: {error}", file=sys.stderr)
         return 1
 
@@ -100,7 +102,8 @@ def _compile(options: argparse.Namespace, console: Console) -> int:
 def summarise(bundle: Bundle, console: Console) -> None:
     """Print what was made, in words."""
     policy, manifest = bundle.policy, bundle.manifest
-    console.print(f"[bold]{bundle.path}[/bold]: {len(manifest.exits)} exits built", end=", ")
+    path = escape(str(bundle.path))
+    console.print(f"[bold]{path}[/bold]: {len(manifest.exits)} exits built", end=", ")
     if not policy.active or policy.promise is None:
         console.print("[bold red]none active[/bold red]: serves the unmodified model")
     else:
@@ -124,7 +127,8 @@ def summarise(bundle: Bundle, console: Console) -> None:
             "measure with eebench compare).",
             highlight=False,
         )
-    console.print(f"Report: {bundle.path / 'report.html'}    Serve: eeserve {bundle.path}")
+    console.print(f"Report: {path}/{REPORT}", soft_wrap=True)
+    console.print(f"Serve:  eeserve {path}", soft_wrap=True)
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -139,7 +143,9 @@ def _inspect(options: argparse.Namespace) -> int:
 
 def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="MODEL.onnx", help="the model to slice")
-    parser.add_argument("--answer", metavar="NAME", help="the output that exits imitate, if several")
+    parser.add_argument(
+        "--answer", metavar="NAME", help="the output that exits imitate, if several"
+    )
     parser.add_argument(
         "--no-simplify", action="store_true", help="do not run onnxslim on the model"
     )
@@ -178,7 +184,7 @@ def _compile_parser() -> argparse.ArgumentParser:
                        help="cut points to build exits at, as inspect lists them")  # fmt: skip
     exits.add_argument("--candidates", type=_positive, default=12, metavar="N",
                        help="most exits that are built, if --exits is not given")  # fmt: skip
-    exits.add_argument("--max-overhead", type=_share, default=0.05, metavar="SHARE",
+    exits.add_argument("--max-overhead", type=_share, default=0.1, metavar="SHARE",
                        help="time that exits may add where none is taken")  # fmt: skip
     exits.add_argument("--mask", metavar="NAME", help="input that says which tokens count")
     exits.add_argument("--epochs", type=_positive, default=12, metavar="N", help="of training")

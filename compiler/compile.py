@@ -6,7 +6,6 @@ import logging
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +14,12 @@ from numpy.typing import NDArray
 from offramp.bundle import Bundle, ExitPolicy, Profile, write_bundle
 from offramp.bundle.bundle import check_target
 from offramp.calibration.dataset import Dataset, Parts, read_dataset, split
+from offramp.calibration.errors import DataError
 from offramp.calibration.families import family_of
 from offramp.calibration.features import record
 from offramp.calibration.profiling import (
     BATCH_SIZES,
     BackboneTimes,
-    measure_overhead_ms,
     profile_backbone,
 )
 from offramp.calibration.records import ExitRecords, record_answers
@@ -34,7 +33,6 @@ from offramp.calibration.training import TrainedHead, count_steps, train_heads
 from offramp.compiler.exits import (
     ExitTrials,
     Samples,
-    empty_exit,
     exit_prefix,
     time_exits,
     try_heads,
@@ -54,21 +52,6 @@ _log = logging.getLogger(__name__)
 _SILENT = SilentProgress()
 
 
-_PROBE_SIZE = 16
-"""For symbolic sizes of the tensor that the overhead of a stage is measured with."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Times:
-    """Latencies of backbone and stages, before exits are chosen."""
-
-    backbone: BackboneTimes
-    stages_ms: tuple[float, ...]
-    """By batch size: what one more stage costs."""
-    reference: int
-    """Column of the reference batch size."""
-
-
 def compile_model(options: CompileOptions, progress: Progress = _SILENT) -> Bundle:
     """Compile a model into a bundle.
 
@@ -86,16 +69,20 @@ def compile_model(options: CompileOptions, progress: Progress = _SILENT) -> Bund
         seed=options.seed,
     )
     sliced = slice_model(model, options)
-    verify(model, sliced.segments, dataset.take(slice(16)), tolerance=options.tolerance)
+    try:
+        verify(model, sliced.segments, dataset.take(slice(16)), tolerance=options.tolerance)
+    except RuntimeError as error:
+        raise DataError(f"{options.data}: the model fails on the first samples: {error}") from error
 
     times = _measure_times(sliced, dataset, options, progress)
     trained, truth = _train(sliced, parts, options, progress)
     exits = _choose_heads(sliced, trained, truth, times, dataset, options, progress)
     profile = _profile(sliced, exits, times, dataset, options)
-    cost = _cost_model(exits, profile, options)
+    costs = _cost_models(exits, profile)
+    cost = costs[profile.column(options.reference_batch_size)]
 
     tune = _record_answers("Tune the exits", sliced, exits, parts.tune, progress)
-    active, path = _fix_path(tune, cost, options)
+    active, path = _fix_path(tune, cost, costs, options)
     certify = _record_answers("Certify the policy", sliced, exits, parts.certify, progress)
     policy = certified_policy(
         active,
@@ -115,30 +102,18 @@ def compile_model(options: CompileOptions, progress: Progress = _SILENT) -> Bund
 
 def _measure_times(
     sliced: Sliced, dataset: Dataset, options: CompileOptions, progress: Progress
-) -> Times:
+) -> BackboneTimes:
     sizes = _batch_sizes(options)
     with progress.step("Profile the segments", len(sizes)) as advance:
-        backbone = profile_backbone(
+        return profile_backbone(
             sliced.model.proto.SerializeToString(),
             sliced.graphs,
             _sampler(dataset),
+            classes=sliced.model.answer.classes,
             threads=options.threads,
             batch_sizes=sizes,
             progress=advance,
         )
-    cut = sliced.cuts[0]
-    sizes_of_cut = [size if isinstance(size, int) else _PROBE_SIZE for size in cut.shape[1:]]
-    overhead = measure_overhead_ms(
-        empty_exit(cut, sliced.model),
-        np.zeros((options.reference_batch_size, *sizes_of_cut), cut.dtype),
-        sliced.model.answer.classes,
-    )
-    reference = sizes.index(options.reference_batch_size)
-    return Times(
-        backbone=backbone,
-        stages_ms=tuple(border + overhead for border in backbone.borders_ms),
-        reference=reference,
-    )
 
 
 def _train(
@@ -187,25 +162,25 @@ def _choose_heads(
     sliced: Sliced,
     trained: Sequence[TrainedHead],
     truth: NDArray[np.int32],
-    times: Times,
+    times: BackboneTimes,
     dataset: Dataset,
     options: CompileOptions,
     progress: Progress,
 ) -> list[ExitTrials]:
     """Pick the head that nets most at each candidate; exits that net nothing are not built."""
+    sizes = _batch_sizes(options)
     with progress.step("Choose heads", len(sliced.cuts)) as advance:
         tried = try_heads(
             trained,
             sliced.cuts,
             sliced.model,
             sliced.graphs,
-            times.backbone,
-            _batch_sizes(options),
-            times.reference,
+            times,
+            sizes,
+            sizes.index(options.reference_batch_size),
             _sampler(dataset),
             truth,
             max_disagreement=options.max_disagreement,
-            stage_ms=times.stages_ms[times.reference],
             threads=options.threads,
             progress=advance,
         )
@@ -232,7 +207,7 @@ def _record_answers(
 def _profile(
     sliced: Sliced,
     exits: Sequence[ExitTrials],
-    times: Times,
+    times: BackboneTimes,
     dataset: Dataset,
     options: CompileOptions,
 ) -> Profile:
@@ -249,27 +224,24 @@ def _profile(
         device="cpu",
         threads=options.threads,
         batch_sizes=tuple(sizes),
-        source_ms=times.backbone.source_ms,
-        segments_ms=times.backbone.segments_ms,
+        source_ms=times.source_ms,
+        segments_ms=times.segments_ms,
         exits_ms=tuple(exits_ms),
         stages_ms=times.stages_ms,
     )
 
 
-def _cost_model(
-    exits: Sequence[ExitTrials], profile: Profile, options: CompileOptions
-) -> CostModel:
-    column = profile.column(options.reference_batch_size)
-    return CostModel.at(
-        profile,
-        options.reference_batch_size,
-        [e.candidate for e in exits],
-        [row[column] for row in profile.exits_ms],
-    )
+def _cost_models(exits: Sequence[ExitTrials], profile: Profile) -> list[CostModel]:
+    """By profiled batch size."""
+    after = [e.candidate for e in exits]
+    return [
+        CostModel.at(profile, size, after, [row[column] for row in profile.exits_ms])
+        for column, size in enumerate(profile.batch_sizes)
+    ]
 
 
 def _fix_path(
-    tune: ExitRecords, cost: CostModel, options: CompileOptions
+    tune: ExitRecords, cost: CostModel, everywhere: Sequence[CostModel], options: CompileOptions
 ) -> tuple[tuple[int, ...], NDArray[np.float64]]:
     """Choose active exits and the path of their thresholds, by the tuning split alone."""
     active = choose_active(
@@ -279,6 +251,7 @@ def _fix_path(
         max_disagreement=options.max_disagreement,
         confidence_level=options.confidence,
         max_overhead=options.max_overhead,
+        everywhere=everywhere,
     )
     rows = list(active)
     if not rows:

@@ -68,7 +68,6 @@ def try_heads(
     truth: NDArray[np.int32],
     *,
     max_disagreement: float,
-    stage_ms: float,
     threads: int,
     progress: Callable[[int], None],
 ) -> list[ExitTrials]:
@@ -85,7 +84,6 @@ def try_heads(
         samples: To time on.
         truth: The source model's predictions on the tuning split.
         max_disagreement: The constraint.
-        stage_ms: What one more stage costs at the reference batch size.
         threads: Of ONNX Runtime.
         progress: Called with 1 per candidate.
     """
@@ -104,8 +102,7 @@ def try_heads(
     result = []
     for candidate, cost in zip(used, costs, strict=True):
         trials = tuple(
-            _judge(head, cost_ms, candidate, backbone, reference, truth, max_disagreement,
-                   stage_ms)
+            _judge(head, cost_ms, candidate, backbone, reference, truth, max_disagreement)
             for head, (cost_ms,) in zip(by_candidate[candidate], cost, strict=True)
         )  # fmt: skip
         result.append(
@@ -150,12 +147,11 @@ def _judge(
     reference: int,
     truth: NDArray[np.int32],
     max_disagreement: float,
-    stage_ms: float,
 ) -> HeadTrial:
     cost = CostModel(
         source_ms=backbone.source_ms[reference],
         segments_ms=tuple(row[reference] for row in backbone.segments_ms),
-        stage_ms=stage_ms,
+        stage_ms=backbone.stages_ms[reference],
         after_segment=(candidate,),
         exits_ms=(cost_ms,),
     )

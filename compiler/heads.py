@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from offramp.bundle import Answer, Head
-from offramp.calibration.families import CutTensor, pooling_window
+from offramp.calibration.families import CutTensor, mask_of, pooling_window
 
 FAR_BELOW = -1e9
 """Added to the score of a masked token."""
@@ -155,8 +155,9 @@ def build_exit(
     onnx_type = helper.np_dtype_to_tensor_dtype(np.dtype(answer_dtype))
     part.add("Cast", [logits], answer.output, to=onnx_type)
     inputs: list[tuple[str, str, Sequence[int | str]]] = [(cut.name, cut.dtype, cut.shape)]
-    if cut.mask is not None and cut.rank == 3:
-        inputs.append((cut.mask, cut.mask_dtype, ("batch", cut.shape[1])))
+    mask = mask_of(cut, head)
+    if mask is not None:
+        inputs.append((mask, cut.mask_dtype, ("batch", cut.shape[1])))
     shape = ("batch", answer.classes)
     return part.build(inputs, [(prefix + answer.output, answer_dtype, shape)])
 
@@ -174,9 +175,7 @@ def _as_float32(part: PartBuilder, cut: CutTensor) -> str:
     return part.add("Cast", [cut.name], to=TensorProto.FLOAT)
 
 
-def _layers(
-    part: PartBuilder, features: str, weights: Mapping[str, NDArray[np.float32]]
-) -> str:
+def _layers(part: PartBuilder, features: str, weights: Mapping[str, NDArray[np.float32]]) -> str:
     """One or two dense layers; weights as [inputs, outputs]."""
     if "hidden_weight" in weights:
         hidden = _dense(part, features, weights["hidden_weight"], weights["hidden_bias"])

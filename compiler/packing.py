@@ -11,6 +11,7 @@ from offramp.bundle import Exit, ExitPolicy, Manifest, Profile, Segment
 from offramp.bundle.bundle import RECORDS, REPORT, dump_profile
 from offramp.bundle.manifest import SCHEMA_VERSION, Calibration, Source
 from offramp.calibration.dataset import Parts
+from offramp.calibration.families import mask_of
 from offramp.calibration.records import ExitRecords, dump_records
 from offramp.compiler.exits import ExitTrials, exit_prefix
 from offramp.compiler.options import CompileOptions
@@ -55,8 +56,7 @@ def make_manifest(
             for s in sliced.segments
         ),
         exits=tuple(
-            _exit(index, trials, certify, model.answer.output)
-            for index, trials in enumerate(exits)
+            _exit(index, trials, certify, model.answer.output) for index, trials in enumerate(exits)
         ),
         calibration=Calibration(
             data_sha256=parts.train.sha256,
@@ -98,12 +98,12 @@ def _exit(
     answer: str,
 ) -> Exit:
     predicted, agrees, truth = certify.prediction[index], certify.agrees[index], certify.labels
-    mask = (trials.cut.mask,) if trials.cut.mask is not None else ()
+    mask = mask_of(trials.cut, trials.head)
     return Exit(
         index=index,
         after_segment=trials.candidate,
         file=f"exits/{index:02d}.onnx",
-        inputs=(trials.cut.name, *mask),
+        inputs=(trials.cut.name, mask) if mask else (trials.cut.name,),
         output=exit_prefix(trials.candidate) + answer,
         head=trials.head,
         agreement=float(agrees.mean()),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from offramp.calibration.families import CutTensor, grids_of
+from offramp.calibration.families import CutTensor, family_of, grids_of
 from offramp.calibration.features import WHOLE
 from offramp.compiler.heads import build_pooling
 from offramp.compiler.model import SourceModel
@@ -18,14 +18,14 @@ def attach_poolings(
 
     Returns:
         The model, whose first output is the answer, and per candidate the names of its outputs
-        by grid (``WHOLE`` for tensors that are recorded as they are).
+        by grid (``WHOLE`` for tensors that are recorded as they are; none where no head fits).
     """
     parts: list[bytes] = []
     outputs: list[Mapping[int, str]] = []
     for index, (segment, cut) in enumerate(zip(segments, cuts, strict=False)):
         parts.append(segment)
-        if cut.rank != 4:
-            outputs.append({WHOLE: cut.name})
+        if cut.rank != 4 or not family_of(cut):
+            outputs.append({WHOLE: cut.name} if family_of(cut) else {})
             continue
         prefix = f"offramp_pool_{index:02d}/"
         pooling, names = build_pooling(

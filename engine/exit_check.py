@@ -14,6 +14,10 @@ from numpy.typing import NDArray
 
 from offramp.bundle import AnswerForm
 
+_ZERO = np.float32(0)
+"""``fmax`` with it takes the place of NaN."""
+_ONE = np.float32(1)
+
 
 def confidence_of(answer: NDArray[Any], form: AnswerForm) -> NDArray[np.float32]:
     """Confidence of answers: the largest probability.
@@ -23,18 +27,24 @@ def confidence_of(answer: NDArray[Any], form: AnswerForm) -> NDArray[np.float32]
         form: Which of the two.
 
     Returns:
-        [b], 0 to 1. An answer with NaN has confidence 0, so it never exits early.
+        [b], 0 to 1. An answer with NaN, or logits of +infinity, have confidence 0, so they never
+        exit early; probabilities above 1 count as 1, so that none reaches ``NEVER``.
     """
+    # Runs between any two stages on arrays of a few dozen numbers, where what counts is the
+    # number of numpy calls: bare ufuncs, no methods, no second pass over the data.
     if answer.dtype != np.float32:
         answer = answer.astype(np.float32)
-    if form == "probabilities":
-        confidence = answer.max(axis=1)
-    else:
+    largest = np.maximum.reduce(answer, axis=1)
+    if form == "logits":
         # Largest softmax = exp(0) / sum exp(x − max): no need for the whole softmax.
-        shifted = answer - answer.max(axis=1, keepdims=True)
-        confidence = 1.0 / np.exp(shifted, out=shifted).sum(axis=1)
-    sane: NDArray[np.float32] = np.nan_to_num(confidence, copy=False, nan=0.0)
-    return sane
+        with np.errstate(invalid="ignore"):  # infinity less infinity
+            shifted = np.subtract(answer, largest[:, None])
+        np.exp(shifted, out=shifted)
+        largest = np.reciprocal(np.add.reduce(shifted, axis=1))
+    else:
+        largest = np.minimum(largest, _ONE)
+    confidence: NDArray[np.float32] = np.fmax(largest, _ZERO)
+    return confidence
 
 
 def exits(confidence: NDArray[np.float32], threshold: float) -> NDArray[np.bool_]:

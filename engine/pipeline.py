@@ -7,8 +7,7 @@ is measured and verified is what is served.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +17,7 @@ from offramp.engine.exit_check import exits
 from offramp.engine.plan import Plan, StageSpec
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """What a stage did to a batch of b rows."""
 
     result: StageResult
@@ -27,8 +25,7 @@ class Step:
     """[b]: rows that leave with the stage's answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Departure:
+class Departure(NamedTuple):
     """Rows that left a batch together."""
 
     stage: int
@@ -64,21 +61,20 @@ class Pipeline:
         rows = np.arange(len(batch), dtype=np.intp)
         for index in range(len(self._stages)):
             step = self.step(slot, index, batch)
-            leaving = np.flatnonzero(step.exited)
-            if len(leaving):
-                assert step.result.answer is not None
-                yield Departure(
-                    index,
-                    rows[leaving],
-                    step.result.answer[leaving],
-                    step.result.confidence[leaving],
-                )
-            staying = np.flatnonzero(~step.exited)
-            if not len(staying):
+            result = step.result
+            leaving = np.count_nonzero(step.exited)
+            if leaving == len(rows):
+                assert result.answer is not None
+                yield Departure(index, rows, result.answer, result.confidence)
                 return
-            assert step.result.carry is not None
-            rows = rows[staying]
-            batch = slot.select(step.result.carry, staying)
+            assert result.carry is not None
+            batch = result.carry
+            if leaving:
+                assert result.answer is not None
+                left = step.exited
+                yield Departure(index, rows[left], result.answer[left], result.confidence[left])
+                staying = np.flatnonzero(~left)
+                rows, batch = rows[staying], slot.select(batch, staying)
 
     def warm_up(self, slot: Slot, tensors: Mapping[str, NDArray[Any]]) -> None:
         """Run one batch through every stage with nobody leaving (allocates for its size)."""

@@ -100,7 +100,7 @@ def survey(
             f"the manifest has {len(manifest.segments)} segments, "
             f"the profile {len(profile.segments_ms)}"
         )
-    thresholds = {a.exit: a.threshold for a in policy.active if a.threshold < NEVER}
+    thresholds = {a.exit: a.threshold for a in policy.active if a.threshold <= 1}
     row = np.array([thresholds.get(i, NEVER) for i in range(exits)])
     first = first_exit(certify.confidence, row)
     answers = np.concatenate([certify.prediction, certify.final_prediction[None]])
@@ -125,19 +125,15 @@ def savings_curve(found: Survey, exits: Sequence[int]) -> tuple[FloatArray, Floa
     nothing (the shipped path was fitted on the tuning split).
 
     Returns:
-        float64[points] each; disagreement is a share, and rises.
+        float64[points] each, from cautious to bold; both are shares.
     """
     rows = list(exits)
     confidence, agrees = found.certify.confidence[rows], found.certify.agrees[rows]
     walked = walk(tuning_path(confidence, agrees), confidence, agrees)
     cost = found.cost(found.reference)
     saved = savings_of(walked.counts, cost.latency_ms(rows), cost.source_ms)
-    disagreement = walked.errors / agrees.shape[1]
-    # errors can fall where a sure earlier exit takes a sample over: keep the frontier
-    order = np.lexsort((saved, disagreement))
-    best = np.maximum.accumulate(saved[order])
-    keep = thin(len(order), _COARSEST)
-    return disagreement[order][keep], best[keep]
+    keep = thin(len(saved), _COARSEST)
+    return walked.errors[keep] / agrees.shape[1], saved[keep]
 
 
 def thin(length: int, most: int) -> NDArray[np.int64]:

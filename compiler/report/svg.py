@@ -65,7 +65,7 @@ def dot(x: float, y: float, radius: float, class_: str, title: str | None = None
 
 
 def box(
-    x: float, y: float, width: float, height: float, class_: str, title: str | None = None
+    x: float, y: float, width: float, height: float, *, class_: str, title: str | None = None
 ) -> Markup:
     """Draw a rectangle that says ``title`` when pointed at."""
     return element("rect", titled(title), x=x, y=y, width=width, height=height, class_=class_)

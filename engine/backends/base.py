@@ -15,8 +15,7 @@ passes ``tests/unit/engine/test_backend_conformance.py`` is a backend.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,9 +37,8 @@ class TensorBatch(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class StageResult:
-    """What a stage gave for a batch of b rows. Not kw_only: made once a stage, hot."""
+class StageResult(NamedTuple):
+    """What a stage gave for a batch of b rows. A tuple, since one is made every stage."""
 
     answer: NDArray[Any] | None
     """[b, classes]: the exit's or the model's answer, on the host; ``None`` where the stage

@@ -1,0 +1,38 @@
+# Every target works on a bare machine with Python 3.11+; CI calls the very same ones.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test lint typecheck format bench clean
+
+demo: $(INSTALLED)  ## compile the shipped example, serve it, call it, compare it
+	$(BIN)/python -m offramp.tools.demo $(if $(KEEP),--keep)
+
+test: $(INSTALLED)  ## all tests
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)  ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+typecheck: $(INSTALLED)  ## mypy, strict, on all packages
+	$(BIN)/mypy
+
+format: $(INSTALLED)  ## mend what ruff can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED)  ## measure: the example against its source model, and the threshold search
+	test -d demo/fashion.ee || $(BIN)/eecompile examples/fashion/fashion_resnet56.onnx \
+	    --data examples/fashion/calibration.npz --output demo/fashion.ee
+	$(BIN)/eebench compare demo/fashion.ee --data examples/fashion/test.npz
+	$(BIN)/python -m benchmarks.thresholds
+
+clean:
+	rm -rf $(VENV) demo build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@

@@ -1,0 +1,135 @@
+"""The page as a whole: rows of the table of exits, and the template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+
+from offramp.bundle import Exit, ExitPolicy, Manifest, Profile
+from offramp.calibration.records import ExitRecords
+from offramp.compiler.report import numbers, words
+from offramp.compiler.report.charts import latency_chart, latency_rows, savings_chart
+from offramp.compiler.report.curves import exit_curves
+from offramp.compiler.report.route import route
+from offramp.compiler.report.survey import Survey, survey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialRow:
+    """A head that was tried."""
+
+    head: str
+    chosen: bool
+    agreement: float
+    cost_ms: float
+    net_savings: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitRow:
+    """A row of the table of exits."""
+
+    index: int
+    after_segment: int
+    tensor: str
+    head: str
+    agreement: float
+    accuracy: float | None
+    cost_ms: float
+    """Profiled, per batch of the reference size."""
+    threshold: float | None
+    """``None`` for an exit that is not in use."""
+    share: float
+    trials: tuple[TrialRow, ...]
+    """Best first."""
+
+
+def render_report(
+    manifest: Manifest,
+    policy: ExitPolicy,
+    profile: Profile,
+    certify: ExitRecords,
+) -> str:
+    """Render the bundle's ``report.html``: one page that needs nothing beside it.
+
+    Args:
+        manifest: What was built.
+        policy: What ships.
+        profile: Times of the parts, on the device that the savings were predicted for.
+        certify: What the exits say on the certify split.
+
+    Raises:
+        ValueError: The parts do not belong together.
+    """
+    found = survey(manifest, policy, profile, certify)
+    page = _template().render(
+        found=found,
+        manifest=manifest,
+        summary=words.summary(found),
+        promise=words.promise(found),
+        promise_notes=words.promise_notes(found),
+        warning=words.warning(found),
+        headlines=words.headlines(found),
+        route=route(found),
+        rows=exit_rows(found),
+        stage_ms=found.cost(found.reference).stage_ms,
+        curves=exit_curves(found),
+        savings=savings_chart(found),
+        latency=latency_chart(found),
+        latency_rows=latency_rows(found),
+        facts=words.facts(found),
+    )
+    # file names may hold bytes that are no text; the page is written as UTF-8
+    return page.encode("utf-8", "replace").decode("utf-8")
+
+
+def exit_rows(found: Survey) -> list[ExitRow]:
+    """Describe every exit that was built, in depth order."""
+    costs = found.cost(found.reference).exits_ms
+    return [_row(found, exit_, costs[exit_.index]) for exit_ in found.manifest.exits]
+
+
+def _row(found: Survey, exit_: Exit, cost_ms: float) -> ExitRow:
+    trials = sorted(exit_.trials, key=lambda trial: -trial.net_savings)
+    return ExitRow(
+        index=exit_.index,
+        after_segment=exit_.after_segment,
+        tensor=exit_.inputs[0] if exit_.inputs else "",
+        head=exit_.head.describe(),
+        agreement=exit_.agreement,
+        accuracy=exit_.accuracy,
+        cost_ms=cost_ms,
+        threshold=found.thresholds.get(exit_.index),
+        share=float(found.shares[exit_.index]),
+        trials=tuple(
+            TrialRow(
+                head=trial.head.describe(),
+                chosen=trial.head == exit_.head,
+                agreement=trial.agreement,
+                cost_ms=trial.cost_ms,
+                net_savings=trial.net_savings,
+            )
+            for trial in trials
+        ),
+    )
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        loader=PackageLoader("offramp.compiler"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        percent=numbers.percent,
+        ms=numbers.milliseconds,
+        threshold=numbers.threshold,
+        count=numbers.count,
+        plural=numbers.plural,
+    )
+    return environment.get_template("report.html")

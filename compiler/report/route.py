@@ -1,0 +1,172 @@
+"""The model as a row of segments, exits at their depth, and what still runs behind each.
+
+Across: the source model's time. Down: the share of samples still running. So the filled area is
+the part of the model's time that is predicted to be spent, and what is blank is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+from markupsafe import Markup
+
+from offramp.compiler.report import numbers, svg
+from offramp.compiler.report.survey import Survey
+from offramp.compiler.report.svg import Scale
+
+_WIDTH, _LEFT, _RIGHT = 1080.0, 62.0, 20.0
+_FLAGS_END, _BAND, _BAND_HEIGHT = 46.0, 76.0, 30.0
+_TOP, _DEPTH = 116.0, 150.0
+_FLAG_WIDTH, _NARROW_FLAG, _IDLE_FLAG = 54.0, 34.0, 30.0
+
+
+def route(found: Survey) -> Markup:
+    """Draw the model."""
+    edges = segment_edges(found)
+    x = Scale(low=0, high=1, start=_LEFT, end=_WIDTH - _RIGHT)
+    y = Scale(low=1, high=0, start=_TOP, end=_TOP + _DEPTH)
+    return svg.drawing(
+        _WIDTH,
+        _TOP + _DEPTH + 44,
+        "The model's segments by share of time, its exits, and the share still running",
+        _axes(x, y),
+        _running(found, edges, x, y),
+        _band(found, edges, x),
+        _exits(found, edges, x, y),
+    )
+
+
+def segment_edges(found: Survey) -> list[float]:
+    """Share of the source model's profiled time until before and after each segment."""
+    times = np.maximum(found.cost(found.reference).segments_ms, 0.0)
+    if not times.sum() > 0:
+        times = np.ones(len(times))
+    return [0.0, *(np.cumsum(times) / times.sum()).tolist()]
+
+
+def spread(
+    wanted: Sequence[float], widths: Sequence[float], low: float, high: float
+) -> list[float]:
+    """Move labels of given widths apart, in order and as little as it takes, inside bounds."""
+    gaps = [(a + b) / 2 for a, b in pairwise(widths)]
+    right = list(wanted)
+    for i, gap in enumerate(gaps):
+        right[i + 1] = max(right[i + 1], right[i] + gap)
+    left = list(wanted)
+    for i in reversed(range(len(gaps))):
+        left[i] = min(left[i], left[i + 1] - gaps[i])
+    places = [(a + b) / 2 for a, b in zip(left, right, strict=True)]
+    for i, width in enumerate(widths):
+        least = low + width / 2 if i == 0 else places[i - 1] + gaps[i - 1]
+        places[i] = max(places[i], least)
+    for i in reversed(range(len(places))):
+        last = i == len(places) - 1
+        most = high - widths[i] / 2 if last else places[i + 1] - gaps[i]
+        places[i] = min(places[i], most)
+    return places
+
+
+def _axes(x: Scale, y: Scale) -> Markup:
+    parts = [svg.text(14, _BAND + 19, "model", "label")]
+    for share in (1.0, 0.5, 0.0):
+        parts.append(svg.line(x.start, y(share), x.end, y(share), "grid"))
+        parts.append(svg.text(x.start - 7, y(share) + 4, f"{share:.0%}", "tick", "end"))
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        parts.append(svg.line(x(share), y.end, x(share), y.end + 4, "axis"))
+        parts.append(svg.text(x(share), y.end + 17, f"{share:.0%}", "tick", "middle"))
+    middle = (x.start + x.end) / 2
+    caption = "share of the unmodified model's time (profiled)"
+    parts.append(svg.text(middle, y.end + 36, caption, "label", "middle"))
+    turned = f"rotate(-90 14 {(y.start + y.end) / 2:.0f})"
+    label = svg.element(
+        "text", "still running", x=14, y=(y.start + y.end) / 2,
+        transform=turned, class_="label", text_anchor="middle",
+    )  # fmt: skip
+    return svg.join([*parts, label])
+
+
+def _running(found: Survey, edges: Sequence[float], x: Scale, y: Scale) -> Markup:
+    """Draw the staircase: each active exit lowers the share that runs on."""
+    still, corners = 1.0, [(x(0), y(1))]
+    for index in found.active:
+        at = x(edges[found.manifest.exits[index].after_segment + 1])
+        corners.append((at, y(still)))
+        still -= float(found.shares[index])
+        corners.append((at, y(still)))
+    corners.append((x(1), y(still)))
+    outline = [(x(0), y(0)), *corners, (x(1), y(0))]
+    return svg.join([svg.area(outline, "running"), svg.path(corners, "edge")])
+
+
+def _band(found: Survey, edges: Sequence[float], x: Scale) -> Markup:
+    times = found.cost(found.reference).segments_ms
+    parts = []
+    for segment in found.manifest.segments:
+        begin, end = edges[segment.index], edges[segment.index + 1]
+        width = x(end) - x(begin)
+        title = (
+            f"Segment {segment.index}, to {segment.output}: {numbers.percent(end - begin)} of the "
+            f"time ({numbers.milliseconds(times[segment.index])} ms profiled), "
+            f"{numbers.percent(segment.flops_share)} of the operations"
+        )
+        parts.append(
+            svg.box(
+                x(begin) + 0.75,
+                _BAND,
+                max(width - 1.5, 0.5),
+                _BAND_HEIGHT,
+                class_="segment",
+                title=title,
+            )
+        )
+        if width > 18:
+            middle = (x(begin) + x(end)) / 2
+            parts.append(svg.text(middle, _BAND + 19, str(segment.index), "number", "middle"))
+    return svg.join(parts)
+
+
+def _exits(found: Survey, edges: Sequence[float], x: Scale, y: Scale) -> Markup:
+    exits = found.manifest.exits
+    places = [x(edges[e.after_segment + 1]) for e in exits]
+    widths = [_FLAG_WIDTH if e.index in found.thresholds else _IDLE_FLAG for e in exits]
+    crowded = sum(widths) > _WIDTH - _LEFT - _RIGHT
+    if crowded:
+        narrow = min(_NARROW_FLAG, (_WIDTH - 40) / len(exits))
+        widths = [narrow if e.index in found.thresholds else narrow * 0.7 for e in exits]
+    flags = spread(places, widths, _LEFT - 30, _WIDTH)
+    parts = [
+        _exit(found, index, place, flag, y, crowded=crowded)
+        for index, (place, flag) in enumerate(zip(places, flags, strict=True))
+    ]
+    return svg.join(parts)
+
+
+def _exit(
+    found: Survey, index: int, place: float, flag: float, y: Scale, *, crowded: bool
+) -> Markup:
+    """Draw the flag, the line that leads from it to its depth, and the knot there."""
+    threshold = found.thresholds.get(index)
+    share = numbers.percent(float(found.shares[index]))
+    knot = _BAND + _BAND_HEIGHT
+    leader = [(flag, _FLAGS_END + 4), (flag, _FLAGS_END + 10), (place, _BAND - 5), (place, knot)]
+    if threshold is None:
+        name = svg.text(flag, _FLAGS_END, f"E{index}", "flag idle", "middle")
+        title = f"Exit {index}: built, not in use"
+        return svg.join(
+            [svg.path(leader, "leader idle"), name, svg.dot(place, knot, 4, "knot idle", title)]
+        )
+    title = f"Exit {index}: confidence of at least {numbers.threshold(threshold)} leaves, {share}"
+    lines = [(f"E{index}", "flag"), (share, "flag share")]
+    if not crowded:
+        lines.append((f"≥\u202f{numbers.threshold(threshold)}", "flag least"))
+    top = _FLAGS_END - 15 * (len(lines) - 1)
+    words = [svg.text(flag, top + 15 * i, t, c, "middle") for i, (t, c) in enumerate(lines)]
+    return svg.join(
+        [
+            svg.path([*leader[:-1], (place, y.end)], "leader"),
+            *words,
+            svg.dot(place, knot, 5, "knot", title),
+        ]
+    )

@@ -1,0 +1,147 @@
+"""What the report says in sentences: the promise, the warning, headline figures and facts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from offramp.compiler.report import numbers
+from offramp.compiler.report.survey import Survey
+
+Fact: TypeAlias = tuple[str, str]
+"""A name and what is so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Headline:
+    """A large figure."""
+
+    value: str
+    means: str
+    kind: str
+    """How it came to be: predicted, certified, counted."""
+
+
+def summary(found: Survey) -> str:
+    """Say in one sentence what the exits are predicted to bring."""
+    model = numbers.percent(float(found.shares[-1]))
+    exits = numbers.plural(len(found.active), "exit")
+    saved = found.predicted_savings
+    predicted = numbers.percent(abs(saved))
+    if not found.active:
+        return "Every input runs through the whole unmodified model: nothing is saved."
+    verb = "save" if saved >= 0 else "COST"
+    return (
+        f"{exits} in use {'is' if len(found.active) == 1 else 'are'} predicted to {verb} "
+        f"{predicted} of the model's time; {model} of the certify split ran to the model's end."
+    )
+
+
+def promise(found: Survey) -> str | None:
+    """Say what was certified, in plain words; ``None`` where nothing was."""
+    made = found.policy.promise
+    if made is None or not found.active:
+        return None
+    return (
+        f"On inputs like the calibration data, at most "
+        f"{numbers.plain_percent(made.max_disagreement)} of the answers differ from those of the "
+        f"unmodified model: certified with {numbers.plain_percent(made.confidence)} confidence on "
+        f"{numbers.plural(made.certify_samples, 'certify sample')} with "
+        f"{numbers.plural(made.certify_errors, 'error')}."
+    )
+
+
+def promise_notes(found: Survey) -> str | None:
+    """Say how the promise was tested, and where it ends."""
+    made = found.policy.promise
+    if made is None or not found.active:
+        return None
+    return (
+        f"An error is an answer unlike the unmodified model's. Learn then Test: if more than "
+        f"{numbers.plain_percent(made.max_disagreement)} differed, so few errors would be seen "
+        f"with probability {made.p_value:.2g} at most, below the "
+        f"{1 - made.confidence:.2g} allowed. Nothing is promised under drift; that is watched "
+        f"while serving."
+    )
+
+
+def warning(found: Survey) -> tuple[str, str] | None:
+    """Say loudly what is wrong, and what to do; ``None`` if all is well."""
+    if found.active and found.policy.promise is None:
+        remedy = "Compile again, or hold the agreement counted below against your own bound."
+        why = f"Exits are in use, but nothing is promised about agreement. {remedy}"
+        return "This policy was not certified.", why
+    if found.active:
+        return None
+    built = len(found.manifest.exits)
+    if not built:
+        why = "No exit was worth building: none saved more time on the tuning split than it cost."
+    else:
+        one = "1 exit was" if built == 1 else f"{built} exits were"
+        why = (
+            f"{one} built, but no policy both saved time and kept disagreement within the "
+            f"constraint with the confidence asked for."
+        )
+    remedy = "More calibration data helps most; a larger --max-disagreement allows more."
+    return "No exit is active: this bundle serves the unmodified model.", f"{why} {remedy}"
+
+
+def headlines(found: Survey) -> list[Headline]:
+    """Pick the few figures that come first."""
+    shown = []
+    made = found.policy.promise
+    built = len(found.manifest.exits)
+    if found.active:
+        saved = numbers.percent(found.predicted_savings)
+        shown.append(Headline(value=saved, means="of the model's time saved", kind="predicted"))
+    if found.active and made is not None:
+        bound = f"≤\u202f{numbers.plain_percent(made.max_disagreement)}"
+        level = f"disagreement, {numbers.plain_percent(made.confidence)} confidence"
+        shown.append(Headline(value=bound, means=level, kind="certified"))
+    if found.active:
+        agreed = numbers.percent(1 - found.disagreement, 2)
+        shown.append(Headline(value=agreed, means="agreement, certify split", kind="counted"))
+    in_use = f"{len(found.active)} of {built}"
+    shown.append(Headline(value=in_use, means="exits in use", kind="chosen"))
+    source = found.manifest.calibration.source_accuracy
+    if found.accuracy is not None and source is not None:
+        means = f"accuracy; unmodified {numbers.percent(source, 2)}"
+        value = numbers.percent(found.accuracy, 2)
+        shown.append(Headline(value=value, means=means, kind="counted"))
+    return shown
+
+
+def facts(found: Survey) -> list[tuple[str, list[Fact]]]:
+    """Give what the figures rest on, in groups."""
+    manifest, data = found.manifest, found.manifest.calibration
+    sizes = ", ".join(map(str, found.profile.batch_sizes))
+    samples = [
+        ("Training split", numbers.plural(data.train_samples, "sample")),
+        ("Tuning split", numbers.plural(data.tune_samples, "sample")),
+        ("Certify split", numbers.plural(data.certify_samples, "sample")),
+        ("Data SHA-256", data.data_sha256),
+    ]
+    if data.source_accuracy is not None:
+        accuracy = f"{numbers.percent(data.source_accuracy, 2)} (counted, certify split)"
+        samples.insert(3, ("Unmodified accuracy", accuracy))
+    model = [
+        ("Source", manifest.source.original_name),
+        ("Source SHA-256", manifest.source.original_sha256),
+        ("Opset", str(manifest.source.opset)),
+        *(("Input", tensor.describe()) for tensor in manifest.inputs),
+        *(("Output", tensor.describe()) for tensor in manifest.outputs),
+        ("Answer", f"{manifest.answer.output}, {manifest.answer.classes} {manifest.answer.form}"),
+        ("Slicing verified to", f"{manifest.verified_tolerance:g} (relative)"),
+    ]
+    machine = [
+        ("Profiled on", found.profile.device),
+        ("Threads", str(found.profile.threads)),
+        ("Batch sizes", sizes),
+        ("Reference batch", f"{found.reference} (of predicted savings)"),
+    ]
+    return [
+        ("Model", model),
+        ("Data", samples),
+        ("Profile", machine),
+        ("Tools", sorted(manifest.tools.items())),
+    ]
