@@ -60,6 +60,7 @@ def time_calls(timers: Sequence[Callable[[], float]], *, rounds: int = ROUNDS) -
 class BackboneTimes:
     """Milliseconds of the source model and of its segments."""
 
+    batch_sizes: tuple[int, ...]
     source_ms: tuple[float, ...]
     """By batch size."""
     segments_ms: tuple[tuple[float, ...], ...]
@@ -108,7 +109,10 @@ def profile_backbone(
         progress(1)
     totals, columns, stages = zip(*rows, strict=True)
     return BackboneTimes(
-        source_ms=totals, segments_ms=tuple(zip(*columns, strict=True)), stages_ms=stages
+        batch_sizes=tuple(batch_sizes),
+        source_ms=totals,
+        segments_ms=tuple(zip(*columns, strict=True)),
+        stages_ms=stages,
     )
 
 

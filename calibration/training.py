@@ -62,6 +62,7 @@ class TrainedHead:
 def train_heads(
     train: Recording,
     tune: Recording,
+    *,
     cuts: Sequence[CutTensor],
     families: Sequence[Sequence[Head]],
     probabilities: NDArray[np.float32],
@@ -88,7 +89,7 @@ def train_heads(
     held = max(round(len(order) * options.holdout), 1)
     held_rows, fit_rows = np.sort(order[:held]), np.sort(order[held:])
     exits = [
-        _ExitHeads(index, cut, family, train, probabilities.shape[1], fit_rows, options)
+        _ExitHeads(index, cut, family, train, fit_rows=fit_rows, dropout=options.dropout)
         for index, (cut, family) in enumerate(zip(cuts, families, strict=True))
         if family
     ]
@@ -229,16 +230,15 @@ class _ExitHeads:
         cut: CutTensor,
         family: Sequence[Head],
         recording: Recording,
-        classes: int,
+        *,
         fit_rows: NDArray[np.intp],
-        options: TrainingOptions,
+        dropout: float,
     ) -> None:
+        classes = recording.answers.shape[1]
         self.candidate = candidate
         self._mask_name = cut.mask if cut.rank == 3 else None
         self._see(recording)
-        self.modules = nn.ModuleList(
-            _HeadModule(head, cut, classes, options.dropout) for head in family
-        )
+        self.modules = nn.ModuleList(_HeadModule(head, cut, classes, dropout) for head in family)
         sample = fit_rows[:: max(1, len(fit_rows) // 2048)]
         for module in self._heads():
             module.standardise(self._values(module.head, sample), self._keep(sample))

@@ -65,7 +65,8 @@ def _missing(error: ImportError) -> int:
 
 def _compile(options: argparse.Namespace, console: Console) -> int:
     from offramp.calibration.training import TrainingOptions  # noqa: PLC0415
-    from offramp.compiler.compile import all_threads, compile_model  # noqa: PLC0415
+    from offramp.compiler.compilation import all_threads  # noqa: PLC0415
+    from offramp.compiler.compile import compile_model  # noqa: PLC0415
     from offramp.compiler.options import CompileOptions  # noqa: PLC0415
     from offramp.compiler.progress import TerminalProgress  # noqa: PLC0415
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol, TypeAlias
+from typing import Protocol, Self, TypeAlias
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -44,7 +44,7 @@ class TerminalProgress:
             console=console,
         )
 
-    def __enter__(self) -> TerminalProgress:
+    def __enter__(self) -> Self:
         """Begin drawing."""
         self._bars.start()
         return self

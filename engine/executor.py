@@ -230,9 +230,7 @@ class Executor:
         counters.run_s.observe(seconds)
         counters.answered += len(released)
 
-    def _release(
-        self, run: Run, released: NDArray[np.intp], step: Step, now_s: float
-    ) -> None:
+    def _release(self, run: Run, released: NDArray[np.intp], step: Step, now_s: float) -> None:
         if not len(released):
             return
         answer, confidence = step.result.answer, step.result.confidence

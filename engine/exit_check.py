@@ -33,7 +33,8 @@ def confidence_of(answer: NDArray[Any], form: AnswerForm) -> NDArray[np.float32]
     # Runs between any two stages on arrays of a few dozen numbers, where what counts is the
     # number of numpy calls: bare ufuncs, no methods, no second pass over the data.
     if answer.dtype != np.float32:
-        answer = answer.astype(np.float32)
+        with np.errstate(over="ignore"):
+            answer = answer.astype(np.float32)
     largest = np.maximum.reduce(answer, axis=1)
     if form == "logits":
         # Largest softmax = exp(0) / sum exp(x − max): no need for the whole softmax.

@@ -105,9 +105,7 @@ def _source_stage(bundle: Bundle) -> StageSpec:
     )
 
 
-def _stages(
-    bundle: Bundle, ends: Sequence[tuple[int, int | None, float]]
-) -> Iterator[StageSpec]:
+def _stages(bundle: Bundle, ends: Sequence[tuple[int, int | None, float]]) -> Iterator[StageSpec]:
     manifest = bundle.manifest
     first = 0
     for index, (last, exit_index, threshold) in enumerate(ends):

@@ -43,8 +43,8 @@ def savings_chart(found: Survey) -> Markup | None:
     reach = max(reach, 1.1 * found.disagreement)
     seen = disagreement <= reach
     x = Scale(low=0, high=reach, start=_LEFT, end=_WIDTH - _RIGHT)
-    low, high = float(saved[seen].min(initial=0)), float(saved[seen].max(initial=0.1))
-    y = Scale(low=low, high=min(1.0, 1.12 * high), start=_HEIGHT - _BOTTOM, end=_TOP)
+    drawn = [0.0, 0.1, *saved[seen].tolist(), *([found.predicted_savings] if found.active else [])]
+    y = Scale(low=min(drawn), high=min(1.0, 1.12 * max(drawn)), start=_HEIGHT - _BOTTOM, end=_TOP)
     points = [(x(d), y(s)) for d, s in zip(disagreement[seen], saved[seen], strict=True)]
     return svg.drawing(
         _WIDTH,

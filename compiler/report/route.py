@@ -27,6 +27,7 @@ def route(found: Survey) -> Markup:
     edges = segment_edges(found)
     x = Scale(low=0, high=1, start=_LEFT, end=_WIDTH - _RIGHT)
     y = Scale(low=1, high=0, start=_TOP, end=_TOP + _DEPTH)
+    blank = 0.0 if found.active else _FLAGS_END - 16 if found.manifest.exits else _BAND - 8
     return svg.drawing(
         _WIDTH,
         _TOP + _DEPTH + 44,
@@ -35,6 +36,7 @@ def route(found: Survey) -> Markup:
         _running(found, edges, x, y),
         _band(found, edges, x),
         _exits(found, edges, x, y),
+        top=blank,
     )
 
 
@@ -113,9 +115,9 @@ def _band(found: Survey, edges: Sequence[float], x: Scale) -> Markup:
         )
         parts.append(
             svg.box(
-                x(begin) + 0.75,
+                x(begin) + 1.75,
                 _BAND,
-                max(width - 1.5, 0.5),
+                max(width - 3.5, 0.5),
                 _BAND_HEIGHT,
                 class_="segment",
                 title=title,
@@ -148,7 +150,8 @@ def _exit(
 ) -> Markup:
     """Draw the flag, the line that leads from it to its depth, and the knot there."""
     threshold = found.thresholds.get(index)
-    share = numbers.percent(float(found.shares[index]))
+    answered = float(found.shares[index])
+    share = numbers.percent(answered, 0 if crowded and answered >= 0.0995 else 1)
     knot = _BAND + _BAND_HEIGHT
     leader = [(flag, _FLAGS_END + 4), (flag, _FLAGS_END + 10), (place, _BAND - 5), (place, knot)]
     if threshold is None:
@@ -158,7 +161,7 @@ def _exit(
             [svg.path(leader, "leader idle"), name, svg.dot(place, knot, 4, "knot idle", title)]
         )
     title = f"Exit {index}: confidence of at least {numbers.threshold(threshold)} leaves, {share}"
-    lines = [(f"E{index}", "flag"), (share, "flag share")]
+    lines = [(f"E{index}", "flag"), (share, "flag share small" if crowded else "flag share")]
     if not crowded:
         lines.append((f"≥\u202f{numbers.threshold(threshold)}", "flag least"))
     top = _FLAGS_END - 15 * (len(lines) - 1)

@@ -31,9 +31,17 @@ def join(parts: Iterable[str]) -> Markup:
     return Markup("").join(parts)
 
 
-def drawing(width: float, height: float, label: str, *children: str) -> Markup:
-    """Make a drawing that scales with its column; ``label`` is what a screen reader says."""
-    box = f"0 0 {_short(width)} {_short(height)}"
+def drawing(width: float, height: float, label: str, *children: str, top: float = 0.0) -> Markup:
+    """Make a drawing that scales with its column.
+
+    Args:
+        width: In pixels, as are all.
+        height: Of what is drawn.
+        label: What a screen reader says.
+        children: Elements.
+        top: What is cut off above.
+    """
+    box = f"0 {_short(top)} {_short(width)} {_short(height - top)}"
     return element("svg", *children, viewBox=box, role="img", aria_label=label)
 
 

@@ -106,6 +106,8 @@ def headlines(found: Survey) -> list[Headline]:
     source = found.manifest.calibration.source_accuracy
     if found.accuracy is not None and source is not None:
         means = f"accuracy; unmodified {numbers.percent(source, 2)}"
+        if not found.active:
+            means = "accuracy of the unmodified model"
         value = numbers.percent(found.accuracy, 2)
         shown.append(Headline(value=value, means=means, kind="counted"))
     return shown
@@ -128,6 +130,7 @@ def facts(found: Survey) -> list[tuple[str, list[Fact]]]:
         ("Source", manifest.source.original_name),
         ("Source SHA-256", manifest.source.original_sha256),
         ("Opset", str(manifest.source.opset)),
+        ("Segments", numbers.count(len(manifest.segments))),
         *(("Input", tensor.describe()) for tensor in manifest.inputs),
         *(("Output", tensor.describe()) for tensor in manifest.outputs),
         ("Answer", f"{manifest.answer.output}, {manifest.answer.classes} {manifest.answer.form}"),

@@ -102,7 +102,8 @@ class OnnxRuntimeSlot:
         try:
             outputs = stage.session.run(stage.fetched, {n: tensors[n] for n in spec.inputs})
         except Exception as error:
-            raise BackendError(f"stage {spec.index} failed on {len(batch)} rows: {error}") from error
+            where = f"stage {spec.index} failed on {len(batch)} rows"
+            raise BackendError(f"{where}: {error}") from error
         answer, confidence = None, _EMPTY
         if spec.answer is not None:
             answer, *outputs = outputs

@@ -85,7 +85,7 @@ def _tuning(
     """Evaluate once more, from the thresholds alone; without exits if those cost time."""
     data = (records.confidence, records.agrees, records.latency_ms)
     found = evaluate(*data, thresholds, vanilla_ms=vanilla_ms)
-    assert found.errors <= allowed, "a method overstepped the bound that it was given"  # noqa: S101
+    assert found.errors <= allowed, "a method overstepped the bound that it was given"
     off = np.full(records.exits, NEVER)
     without = evaluate(*data, off, vanilla_ms=vanilla_ms)
     if found.savings < without.savings:

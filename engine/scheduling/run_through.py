@@ -162,9 +162,7 @@ class RunThroughScheduler:
             deadlines_s=np.repeat([p.submission.deadline_s for p in parts], counts),
         )
 
-    def _lost(
-        self, batch: _Batch, staying: NDArray[np.bool_], now_s: float
-    ) -> NDArray[np.bool_]:
+    def _lost(self, batch: _Batch, staying: NDArray[np.bool_], now_s: float) -> NDArray[np.bool_]:
         """Staying rows whose request was withdrawn or whose deadline has passed; reports them."""
         expired = staying & (batch.deadlines_s <= now_s)
         cancelled = np.zeros_like(expired)

@@ -111,7 +111,9 @@ def compare(
     rows: list[Row] = []
     for size in batch_sizes:
         systems = [_System(n, p, backend.open_slot()) for n, p in pipelines.items()]
-        used = _measure_size(systems, dataset, size, rounds, samples, progress)
+        used = _measure_size(
+            systems, dataset, size, rounds=rounds, samples=samples, progress=progress
+        )
         labels = None if dataset.labels is None else dataset.labels[:used]
         truth = np.concatenate(systems[0].prediction)
         rows += [_row(s, plans[s.name], size, truth, labels) for s in systems]
@@ -135,6 +137,7 @@ def _measure_size(
     systems: Sequence[_System],
     dataset: Dataset,
     size: int,
+    *,
     rounds: int,
     samples: int,
     progress: Callable[[int], None],

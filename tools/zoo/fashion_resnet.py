@@ -49,6 +49,7 @@ class ResidualBlock(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
+        """Give [batch, outputs, height / stride, width / stride]."""
         y = functional.relu(self.norm1(self.conv1(x)))
         return functional.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
 
@@ -72,6 +73,7 @@ class FashionResNet(nn.Module):
         self.classifier = nn.Linear(inputs, 10)
 
     def forward(self, image: Tensor) -> Tensor:
+        """Give logits [batch, 10] of uint8 images [batch, 1, 28, 28]."""
         x = (image.float() - 72.94) / 90.02  # mean and deviation of the training pixels
         features = self.blocks(self.stem(x))
         logits: Tensor = self.classifier(features.mean(dim=(2, 3)))
@@ -95,6 +97,11 @@ def augment(images: Tensor, generator: torch.Generator) -> Tensor:
     return torch.where(mirror, shifted.flip(3), shifted)
 
 
+def _batches(samples: int, size: int, generator: torch.Generator) -> tuple[Tensor, ...]:
+    """Give all samples' indices in random order, ``size`` at a time."""
+    return torch.split(torch.randperm(samples, generator=generator), size)
+
+
 def train(
     model: nn.Module, images: Tensor, labels: Tensor, *, epochs: int, batch_size: int, seed: int
 ) -> None:
@@ -108,7 +115,7 @@ def train(
     model.train()
     for epoch in range(epochs):
         started, total = time.monotonic(), 0.0
-        for index in torch.randperm(len(images), generator=generator).split(batch_size):
+        for index in _batches(len(images), batch_size, generator):
             batch = augment(images[index], generator).to(memory_format=torch.channels_last)
             with torch.autocast("cpu", torch.bfloat16):
                 loss = functional.cross_entropy(model(batch), labels[index])
@@ -118,17 +125,18 @@ def train(
             schedule.step()
             total += loss.item() * len(index)
         seconds = time.monotonic() - started
-        print(f"epoch {epoch + 1}/{epochs}  loss {total / len(images):.4f}  {seconds:.0f} s", flush=True)
+        loss_text = f"loss {total / len(images):.4f}"
+        print(f"epoch {epoch + 1}/{epochs}  {loss_text}  {seconds:.0f} s", flush=True)
 
 
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
     """Share of images classified as labelled, in float32."""
     model.eval()
-    hits = sum(
-        int((model(batch).argmax(1) == truth).sum())
-        for batch, truth in zip(images.split(500), labels.split(500), strict=True)
-    )
+    hits = 0
+    for start in range(0, len(images), 500):
+        rows = slice(start, start + 500)
+        hits += int((model(images[rows]).argmax(1) == labels[rows]).sum())
     return hits / len(images)
 
 
@@ -148,6 +156,7 @@ def export(model: nn.Module, path: Path) -> None:
 
 
 def main() -> None:
+    """Train, test, export, and write the splits."""
     parser = argparse.ArgumentParser(description="Train the Fashion-MNIST example.")
     parser.add_argument("--output", type=Path, default=Path("examples/fashion"))
     parser.add_argument("--epochs", type=int, default=12)
@@ -159,7 +168,8 @@ def main() -> None:
 
     torch.manual_seed(options.seed)
     images, labels = read_idx("train-images-idx3-ubyte"), read_idx("train-labels-idx1-ubyte")
-    test_images, test_labels = read_idx("t10k-images-idx3-ubyte"), read_idx("t10k-labels-idx1-ubyte")
+    test_images = read_idx("t10k-images-idx3-ubyte")
+    test_labels = read_idx("t10k-labels-idx1-ubyte")
     order = np.random.default_rng(options.seed)
     train_index = order.permutation(len(images))
     test_index = order.permutation(len(test_images))

@@ -376,7 +376,7 @@ def test_every_kind_of_figure_is_labelled() -> None:
         "With exits, ms per sample predicted",
         "No figure on this page was measured while serving.",
         "The curve is descriptive",
-        "Only the marked point, whose thresholds were fixed without them, is certified.",
+        "Only the marked policy's disagreement is certified",
     ):
         assert words in text
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.fakes import fake_model, script
 
 from offramp.engine.backends.fake import SCRIPT, FakeBackend
 from offramp.engine.core import Engine, EngineOptions
@@ -21,7 +22,6 @@ from offramp.engine.errors import (
     QueueFullError,
     UnknownModelError,
 )
-from tests.fakes import fake_model, script
 
 LIMIT_S = 30.0
 """Bound of everything awaited: a test hangs no longer, and asserts no time."""
@@ -118,9 +118,7 @@ def test_many_requests_at_once_are_all_answered_rightly() -> None:
         rows = np.concatenate([first, 1 - first], axis=-1)
         result = await engine.infer("fake", {SCRIPT: rows})
         stage = np.where(result.exits == 0, 0, 1)
-        np.testing.assert_array_equal(
-            result.outputs["answer"], rows[np.arange(len(rows)), stage]
-        )
+        np.testing.assert_array_equal(result.outputs["answer"], rows[np.arange(len(rows)), stage])
 
     async def body(engine: Engine, backend: FakeBackend) -> None:
         await asyncio.gather(*(one(engine, seed) for seed in range(300)))
@@ -193,9 +191,7 @@ def test_expired_in_the_queue_is_told_and_never_runs() -> None:
         blocker = asyncio.create_task(engine.infer("fake", {SCRIPT: script([0.95, 0.5])}))
         await gate.wait_entered()
         late = asyncio.create_task(
-            engine.infer(
-                "fake", {SCRIPT: script([0.95, 0.5])}, deadline_s=time.monotonic() + 0.001
-            )
+            engine.infer("fake", {SCRIPT: script([0.95, 0.5])}, deadline_s=time.monotonic() + 0.001)
         )
         await asyncio.sleep(0.01)
         gate.open()
@@ -225,7 +221,7 @@ def test_a_full_queue_refuses_and_says_so() -> None:
 
 def test_wrong_input_and_unknown_model() -> None:
     async def body(engine: Engine, backend: FakeBackend) -> None:
-        with pytest.raises(UnknownModelError, match="'fakee'.*did you mean 'fake'"):
+        with pytest.raises(UnknownModelError, match=r"'fakee'.*did you mean 'fake'"):
             await engine.infer("fakee", {})
         with pytest.raises(InvalidInputError, match=r"fake: input 'script' is float64"):
             await engine.infer("fake", {SCRIPT: script([0.95, 0.5]).astype(np.float64)})

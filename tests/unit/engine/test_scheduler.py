@@ -239,9 +239,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert decision.until_s > self.now
         if isinstance(decision, Run):
             assert 1 <= len(decision.requests) <= 4
-            for request, row in zip(decision.requests.tolist(), decision.rows.tolist(), strict=True):
-                assert (request, row, decision.stage) not in self.ran, "a stage ran twice"
-                self.ran.add((request, row, decision.stage))
+            requests, rows = decision.requests.tolist(), decision.rows.tolist()
+            for sample in zip(requests, rows, strict=True):
+                assert (*sample, decision.stage) not in self.ran, "a stage ran twice"
+                self.ran.add((*sample, decision.stage))
             self.running[stream] = decision
 
     @precondition(lambda self: self.running)

@@ -1,0 +1,214 @@
+"""The steps of a compilation that need data, between slicing and packing."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import AnswerForm, ExitPolicy, Profile
+from offramp.calibration.dataset import Dataset, Parts
+from offramp.calibration.families import family_of
+from offramp.calibration.features import Recording, record
+from offramp.calibration.profiling import BATCH_SIZES, BackboneTimes, profile_backbone
+from offramp.calibration.records import ExitRecords, record_answers
+from offramp.calibration.selection import (
+    CostModel,
+    certified_policy,
+    choose_active,
+    tuning_path,
+)
+from offramp.calibration.training import TrainedHead, count_steps, train_heads
+from offramp.compiler.exits import ExitTrials, Samples, Workbench, exit_prefix
+from offramp.compiler.options import CompileOptions
+from offramp.compiler.poolings import attach_poolings
+from offramp.compiler.progress import Progress
+from offramp.compiler.slicing import Sliced
+from offramp.engine.assembly import assemble
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedPath:
+    """The policies that the certify split will be asked about; fixed without it."""
+
+    active: tuple[int, ...]
+    """Exits in use."""
+    thresholds: NDArray[np.float64]
+    """[levels, active], from cautious to bold."""
+    cost: CostModel
+    """Of all exits, at the reference batch size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """A sliced model, its data, and what the user asked for."""
+
+    sliced: Sliced
+    dataset: Dataset
+    parts: Parts
+    options: CompileOptions
+    progress: Progress
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """That are profiled."""
+        return sorted({*BATCH_SIZES, self.options.reference_batch_size})
+
+    def measure_times(self) -> BackboneTimes:
+        """Profile the source model and its segments."""
+        with self.progress.step("Profile the segments", len(self.batch_sizes)) as advance:
+            return profile_backbone(
+                self.sliced.model.proto.SerializeToString(),
+                self.sliced.graphs,
+                self._sampler(),
+                classes=self.sliced.model.answer.classes,
+                threads=self.options.threads,
+                batch_sizes=self.batch_sizes,
+                progress=advance,
+            )
+
+    def train_heads(self) -> tuple[list[TrainedHead], NDArray[np.int32]]:
+        """Train all heads; gives them, and the source's predictions on the tuning split."""
+        families = [family_of(cut) for cut in self.sliced.cuts]
+        with tempfile.TemporaryDirectory(prefix="offramp-features-") as directory:
+            train, tune = self._record_features(Path(directory))
+            steps = count_steps(len(self.parts.train), self.options.training)
+            heads = sum(map(len, families))
+            with self.progress.step(f"Train {heads} heads", steps) as advance:
+                trained = train_heads(
+                    train,
+                    tune,
+                    cuts=self.sliced.cuts,
+                    families=families,
+                    probabilities=_probabilities(train.answers, self.sliced.model.answer.form),
+                    options=self.options.training,
+                    progress=advance,
+                )
+            return trained, tune.answers.argmax(axis=1).astype(np.int32)
+
+    def choose_heads(
+        self, trained: Sequence[TrainedHead], truth: NDArray[np.int32], times: BackboneTimes
+    ) -> list[ExitTrials]:
+        """Pick the head that nets most at each candidate; who nets nothing is not built."""
+        with self.progress.step("Choose heads", len(self.sliced.cuts)) as advance:
+            tried = self._workbench().try_heads(
+                trained,
+                truth,
+                backbone=times,
+                reference=self.batch_sizes.index(self.options.reference_batch_size),
+                max_disagreement=self.options.max_disagreement,
+                progress=advance,
+            )
+        return [trials for trials in tried if trials.net_savings > 0]
+
+    def profile(self, exits: Sequence[ExitTrials], times: BackboneTimes) -> Profile:
+        """Time the chosen exits too, and put everything together."""
+        return Profile(
+            device="cpu",
+            threads=self.options.threads,
+            batch_sizes=times.batch_sizes,
+            source_ms=times.source_ms,
+            segments_ms=times.segments_ms,
+            exits_ms=tuple(self._workbench().time_exits(exits, times.batch_sizes)),
+            stages_ms=times.stages_ms,
+        )
+
+    def record_answers(
+        self, title: str, exits: Sequence[ExitTrials], dataset: Dataset
+    ) -> ExitRecords:
+        """Answer a data set at every exit, with the graphs that will be served."""
+        answer = self.sliced.model.answer
+        outputs = [exit_prefix(e.candidate) + answer.output for e in exits]
+        parts = [*self.sliced.graphs, *(e.graph for e in exits)]
+        graph = assemble(parts, [*outputs, answer.output])
+        with self.progress.step(title, len(dataset)) as advance:
+            return record_answers(
+                graph, outputs, answer, dataset, threads=all_threads(), progress=advance
+            )
+
+    def fix_path(
+        self, exits: Sequence[ExitTrials], tune: ExitRecords, profile: Profile
+    ) -> FixedPath:
+        """Choose active exits and the path of their thresholds, by the tuning split alone."""
+        costs = _cost_models(exits, profile)
+        cost = costs[profile.column(self.options.reference_batch_size)]
+        active = choose_active(
+            tune.confidence,
+            tune.agrees,
+            cost,
+            max_disagreement=self.options.max_disagreement,
+            confidence_level=self.options.confidence,
+            max_overhead=self.options.max_overhead,
+            everywhere=costs,
+        )
+        rows = list(active)
+        thresholds = np.empty((0, 0))
+        if rows:
+            thresholds = tuning_path(tune.confidence[rows], tune.agrees[rows])
+        return FixedPath(active=active, thresholds=thresholds, cost=cost)
+
+    def certify(self, path: FixedPath, certify: ExitRecords) -> ExitPolicy:
+        """Find how far along the path the promise holds."""
+        return certified_policy(
+            path.active,
+            path.thresholds,
+            certify.confidence,
+            certify.agrees,
+            path.cost,
+            max_disagreement=self.options.max_disagreement,
+            confidence_level=self.options.confidence,
+        )
+
+    def _record_features(self, directory: Path) -> tuple[Recording, Recording]:
+        """Features of the training and the tuning split."""
+        sliced, parts = self.sliced, self.parts
+        graph, outputs = attach_poolings(sliced.model, sliced.graphs, sliced.cuts)
+        samples = len(parts.train) + len(parts.tune)
+        with self.progress.step("Record features", samples) as advance:
+            train, tune = (
+                record(
+                    graph,
+                    outputs,
+                    sliced.model.answer,
+                    part,
+                    threads=all_threads(),
+                    directory=directory / name,
+                    progress=advance,
+                )
+                for name, part in (("train", parts.train), ("tune", parts.tune))
+            )
+        return train, tune
+
+    def _workbench(self) -> Workbench:
+        return Workbench(sliced=self.sliced, samples=self._sampler(), threads=self.options.threads)
+
+    def _sampler(self) -> Samples:
+        """Give batches of any size from the data, repeating it where it is too short."""
+        return lambda size: self.dataset.take(np.arange(size) % len(self.dataset))
+
+
+def _cost_models(exits: Sequence[ExitTrials], profile: Profile) -> list[CostModel]:
+    """By profiled batch size."""
+    after = [e.candidate for e in exits]
+    return [
+        CostModel.at(profile, size, after, [row[column] for row in profile.exits_ms])
+        for column, size in enumerate(profile.batch_sizes)
+    ]
+
+
+def _probabilities(answers: NDArray[np.float32], form: AnswerForm) -> NDArray[np.float32]:
+    if form == "probabilities":
+        return answers
+    shifted = np.exp(answers - answers.max(axis=1, keepdims=True))
+    result: NDArray[np.float32] = shifted / shifted.sum(axis=1, keepdims=True)
+    return result
+
+
+def all_threads() -> int:
+    """Every core: what is recorded does not depend on how many compute it."""
+    return os.cpu_count() or 1

@@ -1,0 +1,125 @@
+"""Any value of the schema survives the way through JSON; anything else is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.unit.bundle.examples import MANIFEST, POLICY, PROFILE
+
+from offramp.bundle import (
+    ActiveExit,
+    BundleSchemaError,
+    Exit,
+    ExitPolicy,
+    Head,
+    Manifest,
+    Profile,
+    Promise,
+    TensorSpec,
+)
+from offramp.bundle.manifest import HeadTrial
+from offramp.bundle.serde import from_plain, to_plain
+
+numbers = st.floats(allow_nan=False, allow_infinity=False)
+counts = st.integers(0, 2**40)
+
+heads = st.builds(
+    Head,
+    kind=st.sampled_from(["grid", "first", "mean", "mean_max", "attention", "vector"]),
+    grid=counts,
+    queries=counts,
+    hidden=counts,
+)
+trials = st.builds(HeadTrial, head=heads, agreement=numbers, cost_ms=numbers, net_savings=numbers)
+exits = st.builds(
+    Exit,
+    index=counts,
+    after_segment=counts,
+    file=st.text(),
+    inputs=st.lists(st.text()).map(tuple),
+    output=st.text(),
+    head=heads,
+    agreement=numbers,
+    accuracy=st.none() | numbers,
+    trials=st.lists(trials, max_size=3).map(tuple),
+)
+specs = st.builds(
+    TensorSpec,
+    name=st.text(),
+    dtype=st.sampled_from(["float32", "float16", "int64", "uint8", "bool"]),
+    shape=st.lists(counts | st.text()).map(tuple),
+)
+promises = st.builds(
+    Promise,
+    max_disagreement=numbers,
+    confidence=numbers,
+    certify_samples=counts,
+    certify_errors=counts,
+    p_value=numbers,
+    predicted_savings=numbers,
+)
+policies = st.builds(
+    ExitPolicy,
+    version=counts,
+    active=st.sets(st.integers(0, 50)).map(
+        lambda chosen: tuple(ActiveExit(exit=e, threshold=e / 50) for e in sorted(chosen))
+    ),
+    promise=st.none() | promises,
+)
+
+
+@given(heads | trials | exits | specs | promises | policies)
+def test_values_survive_json(value) -> None:
+    document = json.dumps(to_plain(value), allow_nan=False)
+    assert from_plain(type(value), json.loads(document), "x") == value
+
+
+@pytest.mark.parametrize("value", [MANIFEST, POLICY, PROFILE])
+def test_the_schemas_survive_json(value: Manifest | ExitPolicy | Profile) -> None:
+    document = json.dumps(to_plain(value), allow_nan=False)
+    assert from_plain(type(value), json.loads(document), "x") == value
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    number: float | None
+    words: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    inner: tuple[Inner, ...]
+    mark: Literal["a", "b"]
+    size: int | str
+
+
+PLAIN = {"inner": [{"number": 1.5, "words": {"k": "v"}}], "mark": "a", "size": "batch"}
+
+
+def test_plain_values_become_dataclasses() -> None:
+    expected = Outer(inner=(Inner(number=1.5, words={"k": "v"}),), mark="a", size="batch")
+    assert from_plain(Outer, PLAIN, "x") == expected
+    assert to_plain(expected) == PLAIN
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ({"inner": [{"number": "1", "words": {}}]}, r"x\.inner\[0\]\.number: .* float, found '1'"),
+        ({"inner": [{"number": 1.0, "words": {"k": 2}}]}, r"x\.inner\[0\]\.words\['k'\]"),
+        ({"inner": {"number": 1.0}}, r"x\.inner: expected a list"),
+        ({"inner": [[]]}, r"x\.inner\[0\]: expected an object"),
+        ({"mark": "c"}, r"x\.mark: expected one of 'a', 'b', found 'c'"),
+        ({"mark": ["a"]}, r"x\.mark"),
+        ({"size": None}, r"x\.size: expected a value of type str, found None"),
+        ({"size": 1.0}, r"x\.size"),
+    ],
+)
+def test_the_message_names_the_place(change, where: str) -> None:
+    with pytest.raises(BundleSchemaError, match=where):
+        from_plain(Outer, {**PLAIN, **change}, "x")
