@@ -87,10 +87,10 @@ _UNREADABLE = (
 
 def _load(path: Path) -> dict[str, NDArray[Any]]:
     try:
-        archive = np.load(path, allow_pickle=False)
-        if not isinstance(archive, np.lib.npyio.NpzFile):
-            raise DataError(f"{path} is a single array; save named ones with numpy.savez")
-        with archive:
+        with path.open("rb") as file:
+            archive = np.load(file, allow_pickle=False)
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise DataError(f"{path} is a single array; save named ones with numpy.savez")
             arrays = {name: archive[name] for name in archive.files}
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file") from error

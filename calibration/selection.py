@@ -202,25 +202,25 @@ def certified_policy(
         max_disagreement=max_disagreement,
         confidence_level=confidence_level,
     )
-    if certificate is None or (certificate.thresholds >= NEVER).all():
+    if certificate is None:
         return ExitPolicy(version=1, active=())
-    kept = certificate.thresholds < NEVER
-    rows = [row for row, keep in zip(rows, kept, strict=True) if keep]
-    thresholds = certificate.thresholds[kept]
+    used = certificate.thresholds < NEVER
+    kept = [index for index, used_ in zip(rows, used, strict=True) if used_]
+    if not kept:
+        return ExitPolicy(version=1, active=())
+    thresholds = certificate.thresholds[used]
     outcome = evaluate(
-        confidence[rows],
-        agrees[rows],
-        cost.latency_ms(rows),
+        confidence[kept],
+        agrees[kept],
+        cost.latency_ms(kept),
         thresholds,
         vanilla_ms=cost.source_ms,
     )
-    if outcome.savings <= 0:
-        return ExitPolicy(version=1, active=())
     return ExitPolicy(
         version=1,
         active=tuple(
             ActiveExit(exit=index, threshold=float(threshold))
-            for index, threshold in zip(rows, thresholds, strict=True)
+            for index, threshold in zip(kept, thresholds, strict=True)
         ),
         promise=Promise(
             max_disagreement=max_disagreement,

@@ -56,7 +56,7 @@ def compile_model(options: CompileOptions, progress: Progress = _SILENT) -> Bund
     _warn_without_exits(policy, options)
 
     manifest = make_manifest(sliced, exits, certify, parts, options)
-    files = pack(manifest, policy, sliced, exits, profile, tune, certify)
+    files = pack(manifest, policy, sliced, exits, profile=profile, tune=tune, certify=certify)
     return write_bundle(options.output, manifest, policy, files, overwrite=options.overwrite)
 
 

@@ -75,6 +75,7 @@ def pack(
     policy: ExitPolicy,
     sliced: Sliced,
     exits: Sequence[ExitTrials],
+    *,
     profile: Profile,
     tune: ExitRecords,
     certify: ExitRecords,

@@ -118,7 +118,6 @@ def test_a_foreign_link_is_refused(tmp_path: Path, target: str) -> None:
         "a\0b",
         "",
         "\ud800",
-        "x" * 5000,
     ],
 )
 def test_a_path_that_leaves_the_bundle_is_refused(tmp_path: Path, path: str) -> None:

@@ -1,0 +1,152 @@
+"""Calibration data that does not fit is refused in words that help."""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from offramp.bundle import TensorSpec
+from offramp.calibration.dataset import read_dataset
+from offramp.calibration.errors import DataError
+
+SPECS = (
+    TensorSpec(name="input_ids", dtype="int64", shape=("batch", "sequence")),
+    TensorSpec(name="scores", dtype="float32", shape=("batch", 3)),
+)
+
+
+def arrays(samples: int = 4, **changes: np.ndarray | None) -> dict[str, np.ndarray]:
+    made = {
+        "input_ids": np.arange(samples * 5, dtype=np.int64).reshape(samples, 5),
+        "scores": np.ones((samples, 3), np.float32),
+        **changes,
+    }
+    return {name: array for name, array in made.items() if array is not None}
+
+
+def read(folder: Path, **changes: np.ndarray | None):
+    path = folder / "data.npz"
+    np.savez(path, **arrays(**changes))
+    return read_dataset(path, SPECS)
+
+
+def test_arrays_labels_and_hash_are_read(tmp_path: Path) -> None:
+    data = read(tmp_path, label=np.array([0, 1, 2, 1], np.uint8))
+    assert len(data) == 4
+    for name, array in arrays().items():
+        np.testing.assert_array_equal(data.inputs[name], array)
+    assert data.labels is not None
+    assert data.labels.dtype == np.int64
+    assert data.labels.tolist() == [0, 1, 2, 1]
+    content = (tmp_path / "data.npz").read_bytes()
+    assert data.sha256 == hashlib.sha256(content).hexdigest()
+
+
+def test_labels_are_optional_and_go_by_two_names(tmp_path: Path) -> None:
+    assert read(tmp_path).labels is None
+    labels = read(tmp_path, labels=np.arange(4)).labels
+    assert labels is not None
+    assert labels.tolist() == [0, 1, 2, 3]
+
+
+def test_an_input_called_label_is_an_input(tmp_path: Path) -> None:
+    np.savez(tmp_path / "d.npz", label=np.ones((2, 3), np.float32))
+    spec = TensorSpec(name="label", dtype="float32", shape=("batch", 3))
+    data = read_dataset(tmp_path / "d.npz", [spec])
+    assert data.labels is None
+    assert list(data.inputs) == ["label"]
+
+
+def test_subsets_keep_samples_together(tmp_path: Path) -> None:
+    data = read(tmp_path, label=np.arange(4)).subset(np.array([1, 3]))
+    assert len(data) == 2
+    assert data.inputs["input_ids"][:, 0].tolist() == [5, 15]
+    assert data.labels is not None
+    assert data.labels.tolist() == [1, 3]
+
+
+def nan(dtype: type = np.float32) -> np.ndarray:
+    scores = np.ones((4, 3), dtype)
+    scores[2, 1], scores[3, 0] = np.nan, np.inf
+    return scores
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scores": None}, "input 'scores' is missing; expected input_ids: int64"),
+        ({"score": np.ones(4)}, "no input 'score' .did you mean 'scores'.."),
+        ({"zzz": np.ones(4)}, "there is no input 'zzz'; expected"),
+        ({"scores": np.ones((4, 3))}, r"is float64 \[4, 3\], expected scores.*astype\('float32'\)"),
+        ({"scores": np.ones((4, 2), np.float32)}, "size 2 of dimension 1 is not 3"),
+        ({"scores": np.ones(3, np.float32)}, r"add the batch dimension with array\[None\]"),
+        ({"scores": np.ones((3, 3), np.float32)}, "batch is 4 in input 'input_ids', but 3"),
+        ({"samples": 0}, r"dimension 0 \(batch\) is empty"),
+        ({"scores": nan()}, "'scores' has NaN .* in 2 of 4 samples, first in sample 2"),
+        ({"label": np.arange(3)}, "arrays differ in length: .*'label': 3"),
+        ({"label": np.ones(4)}, r"labels are float64 \[4\], expected classes as integers"),
+        ({"label": np.ones((4, 2), int)}, r"labels are int64 \[4, 2\]"),
+        ({"label": np.array(list("abcd"))}, "labels are <U1"),
+        ({"label": np.arange(4), "labels": np.arange(4)}, "has both label and labels"),
+    ],
+)
+def test_what_does_not_fit_is_named(tmp_path: Path, changes, message: str) -> None:
+    with pytest.raises(DataError, match=f"data.npz.*{message}"):
+        read(tmp_path, **changes)
+
+
+def test_half_precision_is_checked_for_nan_too(tmp_path: Path) -> None:
+    np.savez(tmp_path / "d.npz", x=nan(np.float16))
+    spec = TensorSpec(name="x", dtype="float16", shape=("batch", 3))
+    with pytest.raises(DataError, match="first in sample 2"):
+        read_dataset(tmp_path / "d.npz", [spec])
+
+
+def test_a_single_array_is_no_data_set(tmp_path: Path) -> None:
+    np.save(tmp_path / "d.npy", np.ones(3))
+    with pytest.raises(DataError, match="is a single array; save named ones with numpy.savez"):
+        read_dataset(tmp_path / "d.npy", SPECS)
+
+
+def test_pickled_objects_are_not_loaded(tmp_path: Path) -> None:
+    np.savez(tmp_path / "d.npz", **arrays(scores=np.array([{}], dtype=object)))
+    with pytest.raises(DataError, match="not an npz file of plain arrays .*allow_pickle"):
+        read_dataset(tmp_path / "d.npz", SPECS)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"d\.npz: no such file"):
+        read_dataset(tmp_path / "d.npz", SPECS)
+
+
+@pytest.mark.parametrize("content", [b"", b"image,label\n1,2\n", b"PK\x03\x04 broken"])
+def test_a_file_of_another_kind(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "d.npz").write_bytes(content)
+    with pytest.raises(DataError, match="not an npz file of plain arrays"):
+        read_dataset(tmp_path / "d.npz", SPECS)
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="not an npz file"):
+        read_dataset(tmp_path, SPECS)
+
+
+def test_a_damaged_archive(tmp_path: Path) -> None:
+    path = tmp_path / "d.npz"
+    np.savez_compressed(path, x=np.random.default_rng(0).random(1000))
+    content = bytearray(path.read_bytes())
+    content[300:400] = bytes(100)
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="not an npz file of plain arrays"):
+        read_dataset(path, SPECS)
+
+
+def test_a_zip_of_other_things(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "d.npz", "w") as archive:
+        archive.writestr("readme.txt", "hello")
+    with pytest.raises(DataError, match=r"'readme.txt' in it is no array"):
+        read_dataset(tmp_path / "d.npz", SPECS)

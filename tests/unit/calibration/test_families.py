@@ -1,0 +1,112 @@
+"""Which heads fit which cut tensors, and pooling windows that cover the whole map."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offramp.bundle import Head
+from offramp.calibration.families import (
+    HIDDEN,
+    CutTensor,
+    family_of,
+    grids_of,
+    mask_of,
+    pooling_window,
+)
+from offramp.compiler.heads import build_pooling
+
+
+def cut(*shape: int | str, **options: str) -> CutTensor:
+    return CutTensor(name="cut", dtype="float32", shape=("batch", *shape), **options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "grids"),
+    [
+        ((16, 1, 1), (1,)),
+        ((16, 2, 2), (1, 2)),
+        ((16, 3, 9), (1, 2)),
+        ((16, 7, 7), (1, 2, 4, 7)),
+        ((16, 14, 14), (1, 2, 4, 7)),
+        ((16, 8, 8), (1, 2, 4, 8)),
+        ((16, 32, 32), (1, 2, 4, 8)),
+        ((512, 28, 28), (1, 2, 4)),  # 512 · 7² is beyond what is tried
+        ((9000, 4, 4), (1,)),
+        ((16, "height", "width"), (1,)),
+    ],
+)
+def test_grids(shape: tuple[int | str, ...], grids: tuple[int, ...]) -> None:
+    assert grids_of(cut(*shape)) == grids
+
+
+def test_maps_get_linear_heads_and_hidden_layers_on_the_finest_grids() -> None:
+    expected = [Head(kind="grid", grid=g) for g in (1, 2, 4, 7)]
+    expected += [Head(kind="grid", grid=g, hidden=HIDDEN) for g in (4, 7)]
+    assert family_of(cut(16, 14, 14)) == tuple(expected)
+
+
+def test_tokens_get_pooled_and_attended() -> None:
+    assert family_of(cut("sequence", 32)) == (
+        Head(kind="first"),
+        Head(kind="mean"),
+        Head(kind="mean_max"),
+        Head(kind="attention", queries=1),
+        Head(kind="attention", queries=4),
+        Head(kind="attention", queries=1, hidden=HIDDEN),
+    )
+
+
+def test_vectors() -> None:
+    assert family_of(cut(32)) == (Head(kind="vector"), Head(kind="vector", hidden=HIDDEN))
+
+
+@pytest.mark.parametrize(
+    "shape", [("width",), ("sequence", "width"), ("channels", 4, 4), (2, 3, 4, 5), ()]
+)
+def test_no_head_fits_unknown_widths_and_other_ranks(shape: tuple[int | str, ...]) -> None:
+    assert family_of(cut(*shape)) == ()
+
+
+def test_only_heads_that_pool_tokens_read_the_mask() -> None:
+    tokens = cut("sequence", 32, mask="attention_mask")
+    readers = {head.kind for head in family_of(tokens) if mask_of(tokens, head)}
+    assert readers == {"mean", "mean_max", "attention"}
+    assert not any(mask_of(cut("sequence", 32), head) for head in family_of(tokens))
+
+
+@given(st.integers(1, 200).flatmap(lambda s: st.tuples(st.just(s), st.integers(1, s))))
+def test_windows_cover_all_and_are_as_many_as_the_grid(size_and_grid: tuple[int, int]) -> None:
+    size, grid = size_and_grid
+    kernel, stride = pooling_window(size, grid)
+    starts = list(range(0, size - kernel + 1, stride))
+    assert len(starts) == grid
+    assert {i for start in starts for i in range(start, start + kernel)} == set(range(size))
+    if size % grid == 0:
+        assert kernel == stride == size // grid  # they tile
+
+
+@given(
+    st.integers(1, 12), st.integers(1, 12), st.sampled_from([1, 2, 4, 7, 8]), st.integers(0, 99)
+)
+@settings(deadline=None, max_examples=40)
+def test_pooling_graphs_average_those_windows(h: int, w: int, grid: int, seed: int) -> None:
+    grid = min(grid, h, w)
+    model, names = build_pooling(cut(3, h, w), "pool/", (grid,), opset=17, ir_version=8)
+    session = ort.InferenceSession(model, providers=["CPUExecutionProvider"])
+    maps = np.random.default_rng(seed).standard_normal((2, 3, h, w)).astype(np.float32)
+    (pooled,) = session.run([names[grid]], {"cut": maps})
+    # float32 sums of at most 144 numbers of about 1, in another order
+    np.testing.assert_allclose(pooled, pool_by_hand(maps, grid), rtol=0, atol=1e-5)
+
+
+def pool_by_hand(maps: np.ndarray, grid: int) -> np.ndarray:
+    windows = []
+    for size in maps.shape[2:]:
+        kernel, stride = pooling_window(size, grid)
+        windows.append([slice(i * stride, i * stride + kernel) for i in range(grid)])
+    pooled = [[maps[:, :, r, c].mean(axis=(2, 3)) for c in windows[1]] for r in windows[0]]
+    return np.moveaxis(np.array(pooled), (0, 1), (2, 3)).reshape(len(maps), -1)
