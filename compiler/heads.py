@@ -43,7 +43,7 @@ class PartBuilder:
     def weight(self, name: str, value: NDArray[Any]) -> str:
         """Add an initializer; gives its name."""
         full = f"{self.prefix}{name}_{len(self._weights)}"
-        self._weights.append(numpy_helper.from_array(np.ascontiguousarray(value), full))
+        self._weights.append(numpy_helper.from_array(np.asarray(value, order="C"), full))
         return full
 
     def reduce(self, op: str, tensor: str, axis: int) -> str:

@@ -62,10 +62,10 @@ class Problem:
         return train_heads(
             self.recording(slice(part)),
             self.recording(slice(part, None)),
-            [self.cut],
-            [self.heads],
-            self.answers[:part],
-            TrainingOptions(**settings),
+            cuts=[self.cut],
+            families=[self.heads],
+            probabilities=self.answers[:part],
+            options=TrainingOptions(**settings),
         )
 
 

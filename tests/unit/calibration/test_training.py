@@ -112,7 +112,15 @@ def test_very_few_samples_still_train(samples: int) -> None:
 def test_no_heads_to_train() -> None:
     made = problem("vector", samples=30)
     recording = made.recording(slice(None))
-    assert train_heads(recording, recording, [made.cut], [()], made.answers, TrainingOptions()) == []
+    trained = train_heads(
+        recording,
+        recording,
+        cuts=[made.cut],
+        families=[()],
+        probabilities=made.answers,
+        options=TrainingOptions(),
+    )
+    assert trained == []
 
 
 @pytest.mark.parametrize(("samples", "batch_size"), [(180, 32), (100, 7), (3, 256)])
@@ -122,6 +130,12 @@ def test_progress_adds_up(samples: int, batch_size: int) -> None:
     options = TrainingOptions(epochs=2, batch_size=batch_size)
     steps: list[int] = []
     train_heads(
-        recording, recording, [made.cut], [made.heads], made.answers, options, steps.append
+        recording,
+        recording,
+        cuts=[made.cut],
+        families=[made.heads],
+        probabilities=made.answers,
+        options=options,
+        progress=steps.append,
     )
     assert sum(steps) == count_steps(samples, options)
