@@ -86,8 +86,8 @@ class Bundle:
         """Read what the exits said on the calibration data.
 
         ``confidence`` float32 [exits, samples], ``prediction`` int32 [exits, samples],
-        ``final_prediction`` int32 [samples], ``split`` uint8 [samples] (1 tune,
-        2 certify), and ``label`` int64 [samples] where the data had labels.
+        ``final_prediction`` int32 and ``final_confidence`` float32 [samples], ``split`` uint8
+        [samples] (1 tune, 2 certify), and ``label`` int64 [samples] where the data had labels.
         """
         with np.load(io.BytesIO(self.read(RECORDS)), allow_pickle=False) as archive:
             return dict(archive)

@@ -90,5 +90,6 @@ def dump_records(tune: ExitRecords, certify: ExitRecords) -> bytes:
     if tune.labels is not None and certify.labels is not None:
         arrays["label"] = np.concatenate([tune.labels, certify.labels])
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, allow_pickle=False, **arrays)
+    # allow_pickle is left out: numpy before 2.1 would store it as an array
+    np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
     return buffer.getvalue()

@@ -216,6 +216,8 @@ def certified_policy(
         thresholds,
         vanilla_ms=cost.source_ms,
     )
+    if outcome.savings <= 0:
+        return ExitPolicy(version=1, active=())
     return ExitPolicy(
         version=1,
         active=tuple(

@@ -137,8 +137,10 @@ def _inspect(options: argparse.Namespace) -> int:
     from offramp.compiler.inspection import print_inspection  # noqa: PLC0415
     from offramp.compiler.model import read_model  # noqa: PLC0415
 
-    model = read_model(options.model, answer=options.answer, simplify=not options.no_simplify)
-    print_inspection(model, find_cuts(model))
+    with Console(stderr=True).status("reading and simplifying the model"):
+        model = read_model(options.model, answer=options.answer, simplify=not options.no_simplify)
+        analysis = find_cuts(model)
+    print_inspection(model, analysis)
     return 0
 
 

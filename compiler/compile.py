@@ -19,6 +19,9 @@ from offramp.engine.control.certify import samples_needed
 
 _log = logging.getLogger(__name__)
 
+VERIFIED_SAMPLES = 64
+"""Calibration samples that chained segments and source must agree on."""
+
 _SILENT = SilentProgress()
 
 
@@ -31,7 +34,8 @@ def compile_model(options: CompileOptions, progress: Progress = _SILENT) -> Bund
         BundleExistsError: There is something at ``options.output`` already.
     """
     check_target(options.output, overwrite=options.overwrite)
-    model = read_model(options.model, answer=options.answer, simplify=options.simplify)
+    with progress.step("Read and simplify the model", 1):
+        model = read_model(options.model, answer=options.answer, simplify=options.simplify)
     dataset = read_dataset(options.data, model.inputs)
     parts = split(
         dataset,
@@ -40,7 +44,15 @@ def compile_model(options: CompileOptions, progress: Progress = _SILENT) -> Bund
     )
     sliced = slice_model(model, options)
     try:
-        verify(model, sliced.segments, dataset.take(slice(16)), tolerance=options.tolerance)
+        with progress.step("Slice and verify", 1):
+            samples = dataset.take(slice(VERIFIED_SAMPLES))
+            verify(
+                model,
+                sliced.segments,
+                samples,
+                tolerance=options.tolerance,
+                batch_sizes=(1, 7, VERIFIED_SAMPLES),
+            )
     except RuntimeError as error:
         raise DataError(f"{options.data}: the model fails on the first samples: {error}") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rich import box
 from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
@@ -55,13 +56,15 @@ def _facts(model: SourceModel, analysis: CutAnalysis) -> Table:
 
 
 def _cut_table(cuts: Sequence[CutPoint]) -> Table:
-    table = Table(title="Cut points", title_justify="left")
+    table = Table(title="Cut points", title_justify="left", box=box.SIMPLE)
     table.add_column("#", justify="right")
     table.add_column("tensor", overflow="fold")
-    table.add_column("shape")
-    table.add_column("operator")
-    table.add_column("work before", justify="right")
-    table.add_column("taken along")
+    table.add_column("shape", no_wrap=True)
+    table.add_column("operator", no_wrap=True)
+    table.add_column("FLOPs before", justify="right")
+    along = any(cut.side_inputs for cut in cuts)
+    if along:
+        table.add_column("taken along")
     for cut in cuts:
         table.add_row(
             str(cut.index),
@@ -69,13 +72,13 @@ def _cut_table(cuts: Sequence[CutPoint]) -> Table:
             escape(f"[{', '.join(map(str, cut.shape))}]"),
             cut.operator,
             f"{cut.flops_share_before:.1%}",
-            escape(", ".join(cut.side_inputs)),
+            *([escape(", ".join(cut.side_inputs))] if along else []),
         )
     return table
 
 
 def _rejected_table(rejected: Sequence[Rejection]) -> Table:
-    table = Table(title="No exit here", title_justify="left")
+    table = Table(title="No exit here", title_justify="left", box=box.SIMPLE)
     table.add_column("from tensor", overflow="fold")
     table.add_column("operator")
     table.add_column("places", justify="right")

@@ -49,9 +49,16 @@ class TerminalProgress:
         self._bars.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Leave the bars as they are."""
-        self._bars.stop()
+    def __exit__(self, kind: object, *_: object) -> None:
+        """Leave the bars as they are.
+
+        In a log, where they are written once and at the end, a failure leaves its message alone.
+        """
+        if kind is None or self._bars.console.is_terminal:
+            self._bars.stop()
+            return
+        self._bars.live.transient = True
+        self._bars.live.stop()
 
     @contextmanager
     def step(self, title: str, total: int) -> Iterator[Advance]:

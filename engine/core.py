@@ -120,6 +120,7 @@ class Engine:
         loaded = {}
         for name, path in models.items():
             started_s = time.monotonic()
+            _log.info("%s: loading %s", name, path)
             loaded[name] = await asyncio.to_thread(_load, name, path, backend, options)
             _log.info("%s: ready after %.1f s", name, time.monotonic() - started_s)
         return cls(loaded, options)

@@ -38,7 +38,7 @@ def confidence_of(answer: NDArray[Any], form: AnswerForm) -> NDArray[np.float32]
     largest = np.maximum.reduce(answer, axis=1)
     if form == "logits":
         # Largest softmax = exp(0) / sum exp(x − max): no need for the whole softmax.
-        with np.errstate(invalid="ignore"):  # infinity less infinity
+        with np.errstate(invalid="ignore", over="ignore"):  # at infinity and near it
             shifted = np.subtract(answer, largest[:, None])
         np.exp(shifted, out=shifted)
         largest = np.reciprocal(np.add.reduce(shifted, axis=1))

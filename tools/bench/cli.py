@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -96,39 +97,36 @@ def _compare(options: argparse.Namespace) -> int:
 
 def print_rows(console: Console, rows: Sequence[Row], *, title: str) -> None:
     """Print rows, those after the first of a batch size with their ratio to the source model."""
-    table = Table(title=title, title_justify="left", caption_justify="left")
+    table = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE)
     table.caption = (
-        f"milliseconds per sample; ×ratio to {SOURCE}. "
-        "busy: time the machine was busy per sample. agreement: with the source model."
+        f"Milliseconds per sample, and ×ratio to {SOURCE}. busy: time the machine was busy per "
+        "sample. agree: answers like the source model's."
     )
-    for name in ("batch", "system"):
-        table.add_column(name, justify="right" if name == "batch" else "left")
-    for name in ("mean", "median", "p95", "p99", "busy", "agreement", "accuracy"):
-        table.add_column(name, justify="right")
-    source: Row | None = None
+    table.add_column("batch", justify="right")
+    table.add_column("system", no_wrap=True)
+    for name in ("mean", "median", "p95", "p99", "busy", "agree", "correct"):
+        table.add_column(name, justify="right", no_wrap=True)
+    source = rows[0]
     for row in rows:
         if row.system == SOURCE:
             source = row
-            if table.row_count:
-                table.add_section()
         figures = [
             _with_ratio(getattr(row, name), None if row is source else getattr(source, name))
             for name in ("mean_ms", "median_ms", "p95_ms", "p99_ms", "busy_ms_per_sample")
         ]
-        accuracy = "–" if row.accuracy is None else f"{row.accuracy:.4f}"
+        accuracy = "–" if row.accuracy is None else f"{row.accuracy:.2%}"
         style = "bold" if row.system == OFFRAMP else None
-        table.add_row(
-            str(row.batch_size), row.system, *figures, f"{row.agreement:.4f}", accuracy, style=style
-        )
+        batch = str(row.batch_size) if row is source else ""
+        table.add_row(batch, row.system, *figures, f"{row.agreement:.2%}", accuracy, style=style)
     console.print(table)
     for row in rows:
         if row.system == OFFRAMP and row.batch_size == rows[-1].batch_size:
             shares = ", ".join(f"{label} {share:.1%}" for label, share in row.exit_shares.items())
-            console.print(f"Answered at: {shares}")
+            console.print(f"Answered at: {shares}", soft_wrap=True)
 
 
 def _with_ratio(value: float, base: float | None) -> str:
-    return f"{value:.3f}" if not base else f"{value:.3f} ×{value / base:.2f}"
+    return f"{value:.3g}" if not base else f"{value:.3g}\n×{value / base:.2f}"
 
 
 def _positive(text: str) -> int:

@@ -31,9 +31,7 @@ MANIFEST = Manifest(
     name="small",
     created_utc="2026-01-02T03:04:05+00:00",
     tools={"offramp": "0.1.0", "python": "3.11.9"},
-    source=Source(
-        file="source.onnx", original_name="m.onnx", original_sha256="0" * 64, opset=17
-    ),
+    source=Source(file="source.onnx", original_name="m.onnx", original_sha256="0" * 64, opset=17),
     inputs=(TensorSpec(name="image", dtype="uint8", shape=("batch", 1, 28, 28)),),
     outputs=(TensorSpec(name="logits", dtype="float32", shape=("batch", 10)),),
     answer=Answer(output="logits", classes=10, form="logits"),

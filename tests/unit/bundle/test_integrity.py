@@ -78,7 +78,7 @@ def test_a_loop_of_links_is_refused(tmp_path: Path) -> None:
     root = write(tmp_path).path
     (root / "report.html").unlink()
     (root / "report.html").symlink_to(root / "report.html")
-    with pytest.raises(BundleIntegrityError, match="report.html"):
+    with pytest.raises(BundleIntegrityError, match=r"report.html"):
         Bundle.open(root)
 
 
@@ -86,7 +86,7 @@ def test_a_pipe_in_place_of_a_file_is_refused_and_does_not_block(tmp_path: Path)
     root = write(tmp_path).path
     (root / "report.html").unlink()
     os.mkfifo(root / "report.html")
-    with pytest.raises(BundleIntegrityError, match="report.html is not a regular file"):
+    with pytest.raises(BundleIntegrityError, match=r"report.html is not a regular file"):
         Bundle.open(root)
 
 
@@ -150,7 +150,7 @@ def test_a_part_without_a_hash_is_refused(tmp_path: Path, change, named: str) ->
 def test_a_file_that_changes_after_opening_is_noticed_when_it_is_read(tmp_path: Path) -> None:
     bundle = write(tmp_path)
     (bundle.path / "exits/00.onnx").write_bytes(b"an EXIT")
-    with pytest.raises(BundleIntegrityError, match="exits/00.onnx was altered"):
+    with pytest.raises(BundleIntegrityError, match=r"exits/00.onnx was altered"):
         bundle.read("exits/00.onnx")
 
 
@@ -161,7 +161,7 @@ def test_only_listed_files_are_read(tmp_path: Path, name: str) -> None:
 
 
 def test_a_profile_of_another_device_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(BundleIntegrityError, match="profiles/h200.json is not part"):
+    with pytest.raises(BundleIntegrityError, match=r"profiles/h200.json is not part"):
         write(tmp_path).profile("h200")
 
 
@@ -174,5 +174,5 @@ def test_pickles_in_the_records_are_not_loaded(tmp_path: Path) -> None:
 
 def test_no_bundle_there(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "nothing"):
-        with pytest.raises(BundleNotFoundError, match="eecompile MODEL.onnx"):
+        with pytest.raises(BundleNotFoundError, match=r"eecompile MODEL.onnx"):
             Bundle.open(place)

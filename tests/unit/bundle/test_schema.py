@@ -49,7 +49,7 @@ def test_the_manifest_follows_the_schema(tmp_path: Path, change, message: str) -
 def test_a_manifest_that_is_no_json(tmp_path: Path, document: bytes) -> None:
     root = write(tmp_path).path
     sign(root, document)
-    with pytest.raises(BundleSchemaError, match="manifest.json: not JSON"):
+    with pytest.raises(BundleSchemaError, match=r"manifest.json: not JSON"):
         Bundle.open(root)
 
 

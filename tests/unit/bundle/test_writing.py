@@ -135,7 +135,7 @@ def test_what_would_not_open_is_not_written(tmp_path: Path) -> None:
     beyond = replace(POLICY, active=(replace(POLICY.active[0], exit=3),))
     with pytest.raises(BundleSchemaError, match="beyond"):
         write(tmp_path, policy=beyond)
-    with pytest.raises(BundleIntegrityError, match="exits/00.onnx"):
+    with pytest.raises(BundleIntegrityError, match=r"exits/00.onnx"):
         write(tmp_path, files={k: v for k, v in FILES.items() if k != "exits/00.onnx"})
     assert list(tmp_path.iterdir()) == []
 

@@ -108,13 +108,13 @@ def test_half_precision_is_checked_for_nan_too(tmp_path: Path) -> None:
 
 def test_a_single_array_is_no_data_set(tmp_path: Path) -> None:
     np.save(tmp_path / "d.npy", np.ones(3))
-    with pytest.raises(DataError, match="is a single array; save named ones with numpy.savez"):
+    with pytest.raises(DataError, match=r"is a single array; save named ones with numpy.savez"):
         read_dataset(tmp_path / "d.npy", SPECS)
 
 
 def test_pickled_objects_are_not_loaded(tmp_path: Path) -> None:
     np.savez(tmp_path / "d.npz", **arrays(scores=np.array([{}], dtype=object)))
-    with pytest.raises(DataError, match="not an npz file of plain arrays .*allow_pickle"):
+    with pytest.raises(DataError, match=r"not an npz file of plain arrays .*allow_pickle"):
         read_dataset(tmp_path / "d.npz", SPECS)
 
 

@@ -89,9 +89,7 @@ def test_windows_cover_all_and_are_as_many_as_the_grid(size_and_grid: tuple[int,
         assert kernel == stride == size // grid  # they tile
 
 
-@given(
-    st.integers(1, 12), st.integers(1, 12), st.sampled_from([1, 2, 4, 7, 8]), st.integers(0, 99)
-)
+@given(st.integers(1, 12), st.integers(1, 12), st.sampled_from([1, 2, 4, 7, 8]), st.integers(0, 99))
 @settings(deadline=None, max_examples=40)
 def test_pooling_graphs_average_those_windows(h: int, w: int, grid: int, seed: int) -> None:
     grid = min(grid, h, w)

@@ -33,7 +33,9 @@ def test_every_sample_is_in_exactly_one_part(samples: int, least: int, seed: int
     assert len(certify) == max(round(samples * 0.25), least)
     assert len(tune) == round(samples * 0.15) >= 1
     assert len(train) >= len(certify)
-    for part, chosen in zip((parts.train, parts.tune, parts.certify), (train, tune, certify)):
+    for part, chosen in zip(
+        (parts.train, parts.tune, parts.certify), (train, tune, certify), strict=True
+    ):
         assert part.labels is not None
         assert part.labels.tolist() == chosen  # labels stay with their samples
 
@@ -71,5 +73,7 @@ def test_the_number_asked_for_is_enough_and_no_more_than_needed(samples: int, le
 
 def test_the_message_says_how_many_are_there_and_needed() -> None:
     # 703 = 299 to certify + 105 to tune + 299 to train
-    with pytest.raises(DataError, match="500 .* too few: the promise alone needs 299.* least 703 "):
+    with pytest.raises(
+        DataError, match=r"500 .* too few: the promise alone needs 299.* least 703 "
+    ):
         split(dataset(500), certify_at_least=299, seed=0)

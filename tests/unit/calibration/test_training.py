@@ -38,7 +38,9 @@ def test_attention_finds_the_token_that_means_something() -> None:
     values[rows, places, CLASSES] = 4  # marks it
     made.features[WHOLE] = values.astype(np.float16)
     agreement = {
-        (head.head.kind, head.head.queries, head.head.hidden): (head.prediction == truth(made)).mean()
+        (head.head.kind, head.head.queries, head.head.hidden): (
+            head.prediction == truth(made)
+        ).mean()
         for head in made.train(epochs=25, learning_rate=3e-2, decay=0.95, batch_size=64)
     }
     assert agreement["attention", 1, 0] > 0.9

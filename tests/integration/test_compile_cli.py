@@ -1,0 +1,185 @@
+"""``eecompile``: one line on standard error for each thing that can be wrong, nothing left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+from tests import models
+
+from offramp.bundle import Bundle
+from offramp.compiler.cli import main
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A model and data for it, in the current directory."""
+    monkeypatch.chdir(tmp_path)
+    onnx.save(models.mlp(), "model.onnx")
+    save()
+    yield
+
+
+def save(name: str = "x", samples: int = 800, dtype: str = "float32", **more: np.ndarray) -> None:
+    kinds = np.random.default_rng(0).standard_normal((4, 16)) * 3
+    rng = np.random.default_rng(1)
+    x = kinds[rng.integers(0, 4, samples)] + rng.standard_normal((samples, 16)) / 4
+    np.savez("data.npz", **{name: x.astype(dtype)}, **more)
+
+
+def fails(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line on standard error of a run that fails and leaves nothing behind."""
+    before = sorted(Path().rglob("*"))
+    assert main(arguments) == 1
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("eecompile: ")
+    assert err.endswith("\n")
+    assert err.count("\n") == 1, err
+    assert sorted(Path().rglob("*")) == before
+    return err
+
+
+def compiling(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
+    return fails(capfd, "model.onnx", "--data", "data.npz", *arguments)
+
+
+@pytest.mark.parametrize("content", [b"", b"<html>", b"\x08\x07"])
+def test_a_model_that_is_no_model(capfd, content: bytes) -> None:
+    Path("model.onnx").write_bytes(content)
+    assert "model.onnx: not an ONNX file" in compiling(capfd)
+
+
+def test_a_model_that_is_not_there(capfd) -> None:
+    Path("model.onnx").unlink()
+    assert "model.onnx: cannot be read: No such file" in compiling(capfd)
+
+
+def test_a_model_without_a_cut_point(capfd) -> None:
+    weight = helper.make_tensor("w", TensorProto.FLOAT, [16, 3], [0.5] * 48)
+    info = [
+        helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", s]) for n, s in
+        (("x", 16), ("logits", 3))
+    ]  # fmt: skip
+    node = helper.make_node("MatMul", ["x", "w"], ["logits"])
+    graph = helper.make_graph([node], "g", info[:1], info[1:], initializer=[weight])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, "model.onnx")
+    assert "the model has no cut point" in compiling(capfd)
+
+
+def test_data_that_is_not_there(capfd) -> None:
+    Path("data.npz").unlink()
+    assert "data.npz: no such file" in compiling(capfd)
+
+
+def test_data_of_another_name(capfd) -> None:
+    save("xx")
+    line = compiling(capfd)
+    assert "there is no input 'xx' (did you mean 'x'?); expected x: float32 [batch, 16]" in line
+
+
+def test_data_of_another_type(capfd) -> None:
+    save(dtype="float64")
+    assert "input 'x' is float64 [800, 16], expected x: float32 [batch, 16]" in compiling(capfd)
+
+
+def test_data_that_are_no_numbers(capfd) -> None:
+    x = np.ones((800, 16), np.float32)
+    x[7, 3] = np.nan
+    np.savez("data.npz", x=x)
+    assert "NaN or infinite values in 1 of 800 samples, first in sample 7" in compiling(capfd)
+
+
+def test_too_few_samples(capfd) -> None:
+    save(samples=500)
+    assert "500 calibration samples are too few" in compiling(capfd)
+    assert "give at least 703" in compiling(capfd)
+
+
+def test_data_that_the_model_fails_on(capfd) -> None:
+    onnx.save(models.bert_like(mask=False), "model.onnx")
+    ids = np.zeros((800, 4), np.int64)
+    ids[:, 1] = 50  # of a vocabulary of 50
+    np.savez("data.npz", input_ids=ids)
+    assert "the model fails on the first samples" in compiling(capfd)
+
+
+@pytest.mark.parametrize("arguments", [(), ("--overwrite",)])
+def test_a_folder_in_the_way(capfd, arguments: tuple[str, ...]) -> None:
+    Path("model.ee").mkdir()
+    assert "model.ee exists and is not a bundle" in compiling(capfd, *arguments)
+
+
+def test_an_output_below_a_file(capfd) -> None:
+    line = compiling(capfd, "--output", "data.npz/a/b.ee")
+    assert "data.npz is not a folder; choose another --output" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--exits", "nothing"), "no cut point 'nothing'; indices run from 0 to"),
+        (("--exits", "0,77"), "no cut point '77'"),
+        (("--mask", "nothing"), "--mask 'nothing' is not an input of shape [batch, tokens]"),
+        (("--mask", "x"), "--mask 'x' fits no exit: none reads [batch, tokens, width]"),
+        (("--answer", "nothing"), "no output 'nothing'; the model has 'logits'"),
+    ],
+)
+def test_names_that_are_not_there(capfd, arguments: tuple[str, ...], message: str) -> None:
+    assert message in compiling(capfd, *arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("model.onnx",),
+        ("model.onnx", "--data", "data.npz", "--confidence", "1"),
+        ("model.onnx", "--data", "data.npz", "--max-disagreement", "1%"),
+        ("model.onnx", "--data", "data.npz", "--candidates", "0"),
+        ("model.onnx", "--data", "data.npz", "--unknown"),
+        ("inspect",),
+    ],
+)
+def test_wrong_usage(capfd, arguments: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert "usage: eecompile" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["model.ee", "with [brackets].ee"])
+def test_a_bundle_is_written_and_summed_up(capfd, name: str) -> None:
+    arguments = ["model.onnx", "--data", "data.npz", "--epochs", "1", "--output", name]
+    assert main(arguments) == 0
+    out, err = capfd.readouterr()
+    assert f"eeserve {name}" in out
+    assert Path(name, "report.html").is_file()
+    exits = len(Bundle.open(name).manifest.exits)
+    assert f"{exits} exits built" in out
+    assert "Certify the policy" in err
+    assert [p.name for p in Path().iterdir() if p.name.startswith(".")] == []
+
+    assert f"{name} exists; choose another --output, or add --overwrite" in fails(capfd, *arguments)
+    assert main([*arguments, "--overwrite"]) == 0
+
+
+def test_inspect_lists_the_cut_points(capfd) -> None:
+    assert main(["inspect", "model.onnx"]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert "x: float32 [batch, 16]" in out
+    assert "logits: 3 classes, logits" in out
+    assert "hidden0" in out
+    assert "Gemm" in out or "Relu" in out
+    assert sorted(p.name for p in Path().iterdir()) == ["data.npz", "model.onnx"]
+
+
+def test_inspect_says_what_is_wrong(capfd) -> None:
+    Path("model.onnx").write_bytes(b"no")
+    assert "not an ONNX file" in fails(capfd, "inspect", "model.onnx")

@@ -1,0 +1,270 @@
+"""Tiny models compiled end to end in seconds, and what the bundles then answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tests import models
+from tests.bundles import compile_tiny
+
+from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy
+from offramp.calibration import profiling
+from offramp.calibration.training import TrainingOptions
+from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend, make_session
+from offramp.engine.control import binomial_cdf, evaluate
+from offramp.engine.exit_check import confidence_of
+from offramp.engine.pipeline import Pipeline
+from offramp.engine.plan import Mode, Plan, make_chained_plan, make_plan
+
+Arrays = dict[str, NDArray[Any]]
+
+SAMPLES = 1400
+TOLERANCE = 1e-5
+"""Float32 sums in another order where layouts and fusions differ, relative to the largest."""
+
+
+def images(samples: int = SAMPLES, *, seed: int = 0) -> Arrays:
+    """Ten kinds of picture, slightly varied: the random model answers a kind mostly alike."""
+    rng = np.random.default_rng(seed)
+    kinds = np.random.default_rng(99).standard_normal((10, 3, 16, 16)) * 3
+    kind = rng.integers(0, 10, samples)
+    noise = rng.standard_normal((samples, 3, 16, 16)) * 0.3
+    return {"image": (kinds[kind] + noise).astype(np.float32), "label": kind}
+
+
+def sentences(samples: int = SAMPLES, *, seed: int = 0) -> Arrays:
+    """Twelve sentences of 4 to 8 words, one word in them changed now and then."""
+    rng = np.random.default_rng(seed)
+    known = np.random.default_rng(99)
+    kinds, lengths = known.integers(0, 50, (12, 8)), known.integers(4, 9, 12)
+    kind = rng.integers(0, 12, samples)
+    words = kinds[kind]
+    changed = rng.random(samples) < 0.2
+    words[changed, rng.integers(0, 4, changed.sum())] = rng.integers(0, 50, changed.sum())
+    mask = np.arange(8) < lengths[kind][:, None]
+    return {"input_ids": words * mask, "attention_mask": mask.astype(np.int64)}
+
+
+def vectors(samples: int = SAMPLES, *, seed: int = 0) -> Arrays:
+    rng = np.random.default_rng(seed)
+    kinds = np.random.default_rng(99).standard_normal((8, 16)) * 3
+    x = kinds[rng.integers(0, 8, samples)] + rng.standard_normal((samples, 16)) * 0.3
+    return {"x": x.astype(np.float32)}
+
+
+DATA = {"residual": images, "bert": sentences}
+BUILDERS = {"residual": models.residual_cnn, "bert": models.bert_like}
+
+
+@pytest.fixture(scope="module")
+def equal_times() -> Iterator[None]:
+    """Whatever is timed takes 1 ms, so that what is compiled does not depend on the machine."""
+    with pytest.MonkeyPatch.context() as patched:
+        for timed in (profiling.TimedGraph, profiling._Chain):
+            patched.setattr(timed, "time_ms", lambda _self, _tensors: 1.0)
+        yield
+
+
+@pytest.fixture(scope="module", params=list(DATA))
+def compiled(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, equal_times: None
+) -> tuple[Bundle, Arrays]:
+    """A bundle, and inputs that it has not seen."""
+    name = request.param
+    folder = tmp_path_factory.mktemp(name)
+    bundle = compile_tiny(BUILDERS[name](), DATA[name](), folder, candidates=4)
+    unseen = DATA[name](90, seed=1)
+    unseen.pop("label", None)
+    return Bundle.open(bundle.path), unseen
+
+
+def with_all_exits(bundle: Bundle, threshold: float) -> Plan:
+    """Whatever the measured times made of the policy: every exit that was built, in use."""
+    active = tuple(ActiveExit(exit=e.index, threshold=threshold) for e in bundle.manifest.exits)
+    return make_plan(bundle, ExitPolicy(version=2, active=active))
+
+
+def run(plan: Plan, tensors: Arrays, *, size: int = 30) -> Iterator[tuple[int, int, NDArray[Any]]]:
+    """Stage, row and answer of every sample, in batches."""
+    pipeline = Pipeline(OnnxRuntimeBackend(threads=1), plan)
+    slot = pipeline.backend.open_slot()
+    rows = len(next(iter(tensors.values())))
+    for start in range(0, rows, size):
+        batch = {name: array[start : start + size] for name, array in tensors.items()}
+        for departure in pipeline.run(slot, batch):
+            for row, answer in zip(departure.rows, departure.answer, strict=True):
+                yield departure.stage, start + int(row), answer
+
+
+def answers(plan: Plan, tensors: Arrays) -> NDArray[Any]:
+    by_row = {row: answer for _, row, answer in run(plan, tensors)}
+    assert sorted(by_row) == list(range(len(by_row)))
+    return np.stack([by_row[row] for row in range(len(by_row))])
+
+
+def source_answers(bundle: Bundle, tensors: Arrays) -> NDArray[Any]:
+    session = make_session(bundle.read("source.onnx"), 1)
+    batches = [
+        session.run(None, {n: a[start : start + 30] for n, a in tensors.items()})[0]
+        for start in range(0, 90, 30)
+    ]
+    return np.concatenate(batches)
+
+
+def exit_answers(bundle: Bundle, tensors: Arrays) -> list[NDArray[Any]]:
+    """Each exit's own answer: its graph, alone, on what the segments before it give."""
+    values: Arrays = dict(tensors)
+    for segment in bundle.manifest.segments:
+        session = make_session(bundle.read(segment.file), 1)
+        feed = {name: values[name] for name in segment.inputs}
+        (values[segment.output],) = session.run([segment.output], feed)
+    found = []
+    for exit_ in bundle.manifest.exits:
+        session = make_session(bundle.read(exit_.file), 1)
+        found += session.run([exit_.output], {name: values[name] for name in exit_.inputs})
+    return found
+
+
+def assert_close(found: NDArray[Any], wanted: NDArray[Any]) -> None:
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE * abs(wanted).max())
+
+
+def test_exits_were_built_and_agree_with_the_model(compiled) -> None:
+    bundle, _ = compiled
+    assert len(bundle.manifest.exits) == len(bundle.manifest.segments) - 1
+    assert bundle.policy.active
+    assert all(e.agreement > 0.8 for e in bundle.manifest.exits)  # the kinds are separable
+    for exit_ in bundle.manifest.exits:
+        assert exit_.head in [trial.head for trial in exit_.trials]
+        best = max(exit_.trials, key=lambda trial: trial.net_savings)
+        assert exit_.head == best.head
+        assert best.net_savings > 0
+
+
+def test_off_is_the_source_bit_for_bit(compiled) -> None:
+    bundle, tensors = compiled
+    found = answers(make_plan(bundle, mode=Mode.OFF), tensors)
+    np.testing.assert_array_equal(found, source_answers(bundle, tensors))
+
+
+def test_segments_in_a_chain_are_the_source(compiled) -> None:
+    bundle, tensors = compiled
+    assert_close(answers(make_chained_plan(bundle), tensors), source_answers(bundle, tensors))
+
+
+def test_stages_read_what_their_graphs_declare(compiled) -> None:
+    bundle, _ = compiled
+    for plan in (make_plan(bundle), make_chained_plan(bundle), with_all_exits(bundle, 0.9)):
+        for stage in plan.stages:
+            session = make_session(stage.load(), 1)
+            assert {i.name for i in session.get_inputs()} == set(stage.inputs)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.6, 0.9, 1.5])
+def test_who_leaves_has_the_exit_s_own_answer(compiled, threshold: float) -> None:
+    bundle, tensors = compiled
+    plan = with_all_exits(bundle, threshold)
+    own = [*exit_answers(bundle, tensors), source_answers(bundle, tensors)]
+    form = bundle.manifest.answer.form
+    sure = np.stack([confidence_of(answer, form) for answer in own])
+    sure[-1] = 2.0  # everything leaves at the end
+    expected = (sure >= threshold).argmax(axis=0)
+    doubtful = (abs(sure - threshold) < 1e-5).any(axis=0)  # rounding decides where they leave
+    left = list(run(plan, tensors))
+    assert len(left) == 90
+    for stage, row, answer in left:
+        if not doubtful[row]:
+            assert stage == expected[row]
+        assert_close(answer, own[stage][row])
+    if threshold == 0.0:
+        assert {stage for stage, _, _ in left} == {0}
+    if threshold > 1:
+        assert {stage for stage, _, _ in left} == {len(plan.stages) - 1}
+
+
+def test_the_promise_is_what_the_records_say(compiled) -> None:
+    bundle, _ = compiled
+    promise, records = bundle.policy.promise, bundle.records()
+    certify = records["split"] == 2
+    assert promise is not None
+    thresholds = np.full(len(bundle.manifest.exits), NEVER)
+    for active in bundle.policy.active:
+        thresholds[active.exit] = active.threshold
+    agrees = records["prediction"] == records["final_prediction"]
+    times = np.ones(len(thresholds) + 1)
+    found = evaluate(records["confidence"][:, certify], agrees[:, certify], times, thresholds)
+    assert [e.agreement for e in bundle.manifest.exits] == [
+        pytest.approx(row.mean()) for row in agrees[:, certify]
+    ]
+    assert (promise.max_disagreement, promise.confidence) == (0.05, 0.95)
+    assert promise.certify_samples == certify.sum() == 350
+    assert promise.certify_errors == found.errors
+    assert promise.p_value == binomial_cdf(found.errors, 350, 0.05) <= 0.05
+    assert promise.predicted_savings > 0
+
+
+def test_labels_are_reported_where_there_are_any(compiled) -> None:
+    bundle, _ = compiled
+    accuracy = bundle.manifest.calibration.source_accuracy
+    assert (accuracy is None) == ("label" not in bundle.records())
+    if accuracy is not None:
+        records = bundle.records()
+        certify = records["split"] == 2
+        right = records["final_prediction"] == records["label"]
+        assert accuracy == pytest.approx(right[certify].mean())
+
+
+def test_a_hopeless_problem_is_served_without_exits(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    equal_times: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Heads that learn nothing, stages that cost 2 % of the model, and 1 % to disagree on."""
+    monkeypatch.setattr(profiling._Chain, "time_ms", lambda _self, _tensors: 1.06)
+    x = np.random.default_rng(0).standard_normal((1200, 16)).astype(np.float32)
+    stuck = TrainingOptions(epochs=1, learning_rate=1e-9)
+    with caplog.at_level(logging.WARNING):
+        bundle = compile_tiny(
+            models.mlp(), {"x": x}, tmp_path, max_disagreement=0.01, training=stuck
+        )
+    assert bundle.policy == ExitPolicy(version=1, active=())
+    (record,) = [r for r in caplog.records if r.name == "offramp.compiler.compile"]
+    assert record.levelno == logging.WARNING
+    assert "NO EXIT IS ACTIVE" in record.getMessage()
+    (stage,) = make_plan(bundle).stages
+    assert (stage.first_segment, stage.exit, stage.final) == (0, None, True)
+    found = answers(make_plan(bundle), {"x": x[:90]})
+    np.testing.assert_array_equal(found, source_answers(bundle, {"x": x[:90]}))
+
+
+def test_the_same_seed_compiles_the_same_bundle(tmp_path: Path, equal_times: None) -> None:
+    """All but the report and the date; on one thread, as sums on several may differ."""
+    hashes = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        bundle = compile_tiny(models.mlp(), vectors(), tmp_path / name, epochs=2, seed=3)
+        assert bundle.manifest.exits
+        hashes.append({f.path: f.sha256 for f in bundle.manifest.files if f.path != "report.html"})
+    assert hashes[0] == hashes[1]
+
+
+def test_a_bundle_says_where_it_came_from(compiled) -> None:
+    bundle, _ = compiled
+    manifest = bundle.manifest
+    assert manifest.source.original_name == "model.onnx"
+    assert manifest.name == "tiny"
+    assert (
+        manifest.calibration.train_samples,
+        manifest.calibration.tune_samples,
+        manifest.calibration.certify_samples,
+    ) == (840, 210, 350)
+    assert sum(s.flops_share for s in manifest.segments) == pytest.approx(1)
+    assert dataclasses.asdict(bundle.profile())["device"] == "cpu"

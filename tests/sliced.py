@@ -1,0 +1,57 @@
+"""Models of tests/models.py, read and sliced as the compiler does, without a compile."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+from offramp.calibration.dataset import Dataset
+from offramp.compiler.model import read_model
+from offramp.compiler.options import CompileOptions
+from offramp.compiler.runtime import random_inputs
+from offramp.compiler.slicing import Sliced, slice_model
+from tests import models
+
+BUILDERS: dict[str, Callable[[], onnx.ModelProto]] = {
+    "residual": models.residual_cnn,
+    "vgg": models.vgg_chain,
+    "bert": models.bert_like,
+    "bert with types": functools.partial(models.bert_like, token_types=True),
+    "bert without mask": functools.partial(models.bert_like, mask=False),
+    "towers": models.two_tower,
+    "mlp": models.mlp,
+    "dense": models.dense_net,
+    "inception": models.inception,
+    "conditional": models.conditional,
+}
+
+
+@functools.cache
+def sliced(name: str) -> Sliced:
+    """Cut at every cut point that there is."""
+    return slice_proto(BUILDERS[name]())
+
+
+def slice_proto(proto: onnx.ModelProto, **options: Any) -> Sliced:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        onnx.save(proto, path)
+        model = read_model(path)
+    settings = {"candidates": 99, **options}
+    return slice_model(model, CompileOptions(model=path, data=path, output=path, **settings))
+
+
+def inputs_of(pieces: Sliced, samples: int, *, seed: int = 0) -> dict[str, NDArray[Any]]:
+    return dict(random_inputs(pieces.model.proto, samples, seed=seed))
+
+
+def dataset_of(pieces: Sliced, samples: int) -> Dataset:
+    labels = np.arange(samples) % pieces.model.answer.classes
+    return Dataset(inputs=inputs_of(pieces, samples), labels=labels, sha256="0")

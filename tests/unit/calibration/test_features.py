@@ -1,0 +1,178 @@
+"""What is recorded is what the model computes, batch by batch, and what will be served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+from tests.sliced import Sliced, dataset_of, sliced
+from tests.unit.calibration.test_families import pool_by_hand
+
+from offramp.bundle import Answer
+from offramp.calibration.dataset import Dataset
+from offramp.calibration.errors import DataError
+from offramp.calibration.families import CutTensor, grids_of
+from offramp.calibration.features import WHOLE, Recording, record
+from offramp.calibration.records import CERTIFY, TUNE, dump_records, record_answers
+from offramp.compiler.poolings import attach_poolings
+from offramp.compiler.runtime import Runner
+from offramp.engine.exit_check import confidence_of
+
+SAMPLES = 150
+"""Two batches and a part of one."""
+
+
+def record_all(pieces: Sliced, folder: Path) -> tuple[Recording, Dataset, list[int]]:
+    graph, outputs = attach_poolings(pieces.model, pieces.graphs, pieces.cuts)
+    data = dataset_of(pieces, SAMPLES)
+    steps: list[int] = []
+    answer = pieces.model.answer
+    recording = record(
+        graph, outputs, answer, data, threads=1, directory=folder / "f", progress=steps.append
+    )
+    return recording, data, steps
+
+
+def cut_values(pieces: Sliced, data: Dataset) -> dict[str, np.ndarray]:
+    """Answer and every cut tensor, by running the source with them as outputs."""
+    exposed = onnx.ModelProto()
+    exposed.CopyFrom(pieces.model.proto)
+    known = {info.name: info for info in exposed.graph.value_info}
+    exposed.graph.output.extend(known[cut.name] for cut in pieces.cuts)
+    return Runner(exposed).run(data.inputs)
+
+
+@pytest.mark.parametrize("name", ["residual", "bert", "mlp"])
+def test_recorded_features_are_the_cut_tensors(name: str, tmp_path: Path) -> None:
+    pieces = sliced(name)
+    recording, data, steps = record_all(pieces, tmp_path)
+    values = cut_values(pieces, data)
+
+    assert steps == [64, 64, 22]
+    # the whole data set at once, and in batches: kernels differ in the last bits
+    answers = values[pieces.model.answer.output]
+    np.testing.assert_allclose(recording.answers, answers, rtol=0, atol=1e-5)
+    for cut, features in zip(pieces.cuts, recording.features, strict=True):
+        grids = grids_of(cut) if cut.rank == 4 else (WHOLE,)
+        assert tuple(features) == grids
+        for grid, found in features.items():
+            wanted = values[cut.name] if grid == WHOLE else pool_by_hand(values[cut.name], grid)
+            assert found.dtype == np.float16
+            # float16 has 11 bits; 1e-5 for values near 0
+            np.testing.assert_allclose(found, wanted, rtol=2**-10, atol=1e-4)
+
+
+def test_masks_are_recorded_for_those_who_need_them(tmp_path: Path) -> None:
+    pieces = sliced("bert")
+    recording, data, _ = record_all(pieces, tmp_path)
+    assert {cut.mask for cut in pieces.cuts} == {"attention_mask"}
+    masks = recording.masks["attention_mask"]
+    np.testing.assert_array_equal(masks, data.inputs["attention_mask"])
+
+
+def test_places_without_a_fitting_head_are_not_recorded() -> None:
+    pieces = sliced("residual")
+    odd = CutTensor(name=pieces.cuts[1].name, dtype="float32", shape=("batch", "c", 4, 4))
+    cuts = (pieces.cuts[0], odd, *pieces.cuts[2:])
+    _, outputs = attach_poolings(pieces.model, pieces.graphs, cuts)
+    assert [bool(o) for o in outputs] == [cut is not odd for cut in cuts]
+
+
+def scaling(factor: float) -> bytes:
+    """``answer`` = ``cut`` = factor · x."""
+    info = [
+        helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", 2]) for n in ("x", "cut", "a")
+    ]
+    weight = helper.make_tensor("w", TensorProto.FLOAT, [], [factor])
+    nodes = [
+        helper.make_node("Mul", ["x", "w"], ["cut"]),
+        helper.make_node("Identity", ["cut"], ["a"]),
+    ]
+    graph = helper.make_graph(nodes, "g", info[:1], info[1:], initializer=[weight])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    return model.SerializeToString()
+
+
+def record_scaled(factor: float, x: np.ndarray, folder: Path) -> Recording:
+    return record(
+        scaling(factor),
+        ({WHOLE: "cut"},),
+        Answer(output="a", classes=2, form="logits"),
+        Dataset(inputs={"x": x.astype(np.float32)}, labels=None, sha256="0"),
+        threads=1,
+        directory=folder / "f",
+    )
+
+
+def test_values_beyond_float16_are_clipped(tmp_path: Path) -> None:
+    recording = record_scaled(1e5, np.array([[1, -1], [0.5, 0]]), tmp_path)
+    features = recording.features[0][WHOLE]
+    assert features.tolist() == [[65504, -65504], [49984, 0]]  # 49984: steps of 32
+    assert recording.answers.tolist() == [[1e5, -1e5], [5e4, 0]]
+
+
+def test_answers_that_are_no_numbers_are_told_with_their_sample(tmp_path: Path) -> None:
+    x = np.ones((100, 2))
+    x[70, 1] = 1e38
+    with pytest.raises(DataError, match="answers calibration sample 70 with NaN or infinity"):
+        record_scaled(1e5, x, tmp_path)
+
+
+def test_a_model_that_fails_on_some_samples_says_on_which(tmp_path: Path) -> None:
+    pieces = sliced("bert")
+    data = dataset_of(pieces, 100)
+    data.inputs["input_ids"][90, 3] = 4000  # beyond the vocabulary of 50
+    graph, outputs = attach_poolings(pieces.model, pieces.graphs, pieces.cuts)
+    with pytest.raises(DataError, match=r"fails on calibration samples 64 to 99.*indices"):
+        record(graph, outputs, pieces.model.answer, data, threads=1, directory=tmp_path / "f")
+
+
+def test_records_say_what_the_outputs_say() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((SAMPLES, 2))
+    data = Dataset(inputs={"x": x.astype(np.float32)}, labels=np.arange(SAMPLES), sha256="0")
+    answer = Answer(output="a", classes=2, form="logits")
+    steps: list[int] = []
+    records = record_answers(scaling(-2), ["cut"], answer, data, threads=1, progress=steps.append)
+
+    logits = -2 * x.astype(np.float32)
+    np.testing.assert_array_equal(records.prediction, [logits.argmax(axis=1)])
+    np.testing.assert_array_equal(records.final_prediction, logits.argmax(axis=1))
+    np.testing.assert_array_equal(records.final_confidence, confidence_of(logits, "logits"))
+    np.testing.assert_array_equal(records.confidence, [records.final_confidence])
+    assert records.agrees.all()
+    assert records.agrees.shape == (1, SAMPLES)
+    assert steps == [64, 64, 22]
+
+    none = record_answers(scaling(-2), [], answer, data, threads=1)
+    assert none.agrees.shape == none.confidence.shape == (0, SAMPLES)
+
+
+def test_both_splits_are_dumped_in_order(tmp_path: Path) -> None:
+    answer = Answer(output="a", classes=2, form="logits")
+    parts = [
+        record_answers(
+            scaling(1),
+            ["cut"],
+            answer,
+            Dataset(inputs={"x": np.full((n, 2), n, np.float32)}, labels=np.full(n, n), sha256="0"),
+            threads=1,
+        )
+        for n in (2, 3)
+    ]
+    (tmp_path / "r.npz").write_bytes(dump_records(*parts))
+    with np.load(tmp_path / "r.npz", allow_pickle=False) as archive:
+        arrays = dict(archive)
+    assert {name: (a.dtype.name, a.shape) for name, a in arrays.items()} == {
+        "confidence": ("float32", (1, 5)),
+        "prediction": ("int32", (1, 5)),
+        "final_prediction": ("int32", (5,)),
+        "final_confidence": ("float32", (5,)),
+        "split": ("uint8", (5,)),
+        "label": ("int64", (5,)),
+    }
+    assert arrays["split"].tolist() == [TUNE, TUNE, CERTIFY, CERTIFY, CERTIFY]
+    assert arrays["label"].tolist() == [2, 2, 3, 3, 3]

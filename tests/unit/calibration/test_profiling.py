@@ -1,0 +1,78 @@
+"""Profiles have the structure that predictions rely on; how long anything takes is not tested."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from tests.sliced import inputs_of, sliced
+
+from offramp.calibration import profiling
+from offramp.calibration.profiling import profile_backbone, profile_heads, time_calls
+from offramp.compiler.heads import build_empty
+
+SIZES = (1, 3)
+
+
+def test_the_backbone_s_columns_add_up() -> None:
+    pieces = sliced("residual")
+    steps: list[int] = []
+    times = profile_backbone(
+        pieces.model.proto.SerializeToString(),
+        pieces.graphs,
+        lambda size: inputs_of(pieces, size),
+        classes=pieces.model.answer.classes,
+        threads=1,
+        batch_sizes=SIZES,
+        progress=steps.append,
+    )
+    assert times.batch_sizes == SIZES
+    assert steps == [1, 1]
+    assert len(times.source_ms) == len(times.stages_ms) == 2
+    assert len(times.segments_ms) == len(pieces.segments)
+    for total, *column in zip(times.source_ms, *times.segments_ms, strict=True):
+        assert total > 0
+        assert min(column) > 0
+        assert sum(column) == pytest.approx(total)  # scaled to, up to rounding
+    assert min(times.stages_ms) >= 0
+
+
+def test_heads_are_timed_on_the_tensors_that_they_read() -> None:
+    pieces = sliced("bert")
+    empty = [build_empty(cut, "empty/", opset=17, ir_version=8) for cut in pieces.cuts]
+    heads = [[graph] * (1 + index % 2) for index, graph in enumerate(empty)]
+    steps: list[int] = []
+    costs = profile_heads(
+        heads,
+        empty,
+        pieces.graphs,
+        lambda size: inputs_of(pieces, size),
+        threads=1,
+        batch_sizes=SIZES,
+        progress=steps.append,
+    )
+    assert [len(per_exit) for per_exit in costs] == [len(per_exit) for per_exit in heads]
+    assert all(len(row) == 2 and min(row) >= 0 for per_exit in costs for row in per_exit)
+    assert sum(steps) == len(SIZES) * len(pieces.cuts)
+
+
+def test_no_heads() -> None:
+    pieces = sliced("mlp")
+    sampler = lambda size: inputs_of(pieces, size)  # noqa: E731
+    assert profile_heads([], [], pieces.graphs, sampler, threads=1, batch_sizes=SIZES) == []
+
+
+def test_rounds_are_interleaved_and_the_first_ones_forgotten() -> None:
+    calls: list[str] = []
+
+    def timer(name: str, warm: float, hot: float):
+        times = itertools.chain([warm] * profiling.WARM_UP_ROUNDS, itertools.repeat(hot))
+
+        def once() -> float:
+            calls.append(name)
+            return next(times)
+
+        return once
+
+    assert time_calls([timer("a", 100.0, 2.0), timer("b", 50.0, 3.0)], rounds=4) == [2.0, 3.0]
+    assert calls == ["a", "b"] * (4 + profiling.WARM_UP_ROUNDS)

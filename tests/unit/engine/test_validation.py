@@ -1,0 +1,138 @@
+"""Tensors are checked against the model, in words that say what to do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offramp.bundle import TensorSpec
+from offramp.engine.validation import check_tensors
+
+IDS = TensorSpec(name="input_ids", dtype="int64", shape=("batch", "sequence"))
+MASK = TensorSpec(name="attention_mask", dtype="int64", shape=("batch", "sequence"))
+IMAGE = TensorSpec(name="image", dtype="uint8", shape=("batch", 1, 28, 28))
+
+
+def tokens(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.int64)
+
+
+def image(*shape: int, dtype: str = "uint8") -> np.ndarray:
+    return np.zeros(shape, dtype)
+
+
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_what_fits_has_nothing_wrong(batch: int, sequence: int) -> None:
+    ids = tokens(batch, sequence)
+    assert check_tensors([IDS, MASK], {"attention_mask": ids, "input_ids": ids}) is None
+    assert check_tensors([IMAGE], {"image": image(batch, 1, 28, 28)}) is None
+
+
+@pytest.mark.parametrize(
+    ("specs", "tensors", "message"),
+    [
+        (
+            [IMAGE],
+            {},
+            "input 'image' is missing; expected image: uint8 [batch, 1, 28, 28]",
+        ),
+        (
+            [IMAGE],
+            {"imgae": image(1, 1, 28, 28)},
+            (
+                "there is no input 'imgae' (did you mean 'image'?); "
+                "expected image: uint8 [batch, 1, 28, 28]"
+            ),
+        ),
+        (
+            [IMAGE],
+            {"image": image(1, 1, 28, 28), "x": image(1)},
+            "there is no input 'x'; expected image: uint8 [batch, 1, 28, 28]",
+        ),
+        (
+            [IDS, MASK],
+            {"input_ids": tokens(2, 5)},
+            (
+                "input 'attention_mask' is missing; expected input_ids: int64 [batch, sequence]; "
+                "attention_mask: int64 [batch, sequence]"
+            ),
+        ),
+        (
+            [IMAGE],
+            {"image": image(2, 1, 28, 28, dtype="float32")},
+            (
+                "input 'image' is float32 [2, 1, 28, 28], "
+                "expected image: uint8 [batch, 1, 28, 28]; convert it with .astype('uint8')"
+            ),
+        ),
+        (
+            [IMAGE],
+            {"image": image(1, 28, 28)},
+            (
+                "input 'image' is uint8 [1, 28, 28], expected image: uint8 [batch, 1, 28, 28]; "
+                "for a single sample add the batch dimension with array[None]"
+            ),
+        ),
+        (
+            [IMAGE],
+            {"image": image(28, 28)},
+            "input 'image' is uint8 [28, 28], expected image: uint8 [batch, 1, 28, 28]",
+        ),
+        (
+            [IMAGE],
+            {"image": np.uint8(3)[...]},
+            "input 'image' is uint8 [], expected image: uint8 [batch, 1, 28, 28]",
+        ),
+        (
+            [IMAGE],
+            {"image": image(2, 1, 28, 27)},
+            (
+                "input 'image' is uint8 [2, 1, 28, 27]: size 27 of dimension 3 is not 28; "
+                "expected image: uint8 [batch, 1, 28, 28]"
+            ),
+        ),
+        (
+            [IMAGE],
+            {"image": image(0, 1, 28, 28)},
+            "input 'image' is uint8 [0, 1, 28, 28]: dimension 0 (batch) is empty",
+        ),
+        (
+            [IDS],
+            {"input_ids": tokens(2, 0)},
+            "input 'input_ids' is int64 [2, 0]: dimension 1 (sequence) is empty",
+        ),
+        (
+            [IDS, MASK],
+            {"input_ids": tokens(2, 5), "attention_mask": tokens(2, 6)},
+            "sequence is 5 in input 'input_ids', but 6 in 'attention_mask'; it must be the same",
+        ),
+        (
+            [IDS, IMAGE],
+            {"image": image(3, 1, 28, 28), "input_ids": tokens(2, 5)},
+            "batch is 2 in input 'input_ids', but 3 in 'image'; it must be the same",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_told(specs, tensors, message: str) -> None:
+    assert check_tensors(specs, tensors) == message
+
+
+def test_a_symbol_binds_within_one_tensor_too() -> None:
+    square = TensorSpec(name="x", dtype="float32", shape=("batch", "side", "side"))
+    assert check_tensors([square], {"x": np.zeros((1, 4, 4), np.float32)}) is None
+    wrong = check_tensors([square], {"x": np.zeros((1, 4, 5), np.float32)})
+    assert wrong == "side is 4 in input 'x', but 5 in 'x'; it must be the same"
+
+
+def test_the_other_byte_order_is_another_type() -> None:
+    wrong = check_tensors([IDS], {"input_ids": tokens(1, 2).astype(">i8")})
+    assert wrong is not None
+    assert wrong.endswith("convert it with .astype('int64')")
+
+
+def test_views_and_read_only_arrays_are_fine() -> None:
+    wide = tokens(6, 8)[::2, ::2]
+    wide.setflags(write=False)
+    assert check_tensors([IDS], {"input_ids": wide}) is None
