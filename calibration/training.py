@@ -24,6 +24,8 @@ from offramp.calibration.families import CutTensor
 from offramp.calibration.features import WHOLE, Recording
 
 _FAR_BELOW = -1e9
+_POOLED = -1
+"""Key of the fixed poolings of tokens among an exit's features."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,25 +146,24 @@ class _HeadModule(nn.Module):
         self.output = nn.Linear(head.hidden or features, classes)
 
     def pool(self, values: Tensor, keep: Tensor | None) -> Tensor:
-        """Give [b, features] of [b, channels·grid²], [b, tokens, width] or [b, width]."""
-        if self.head.kind in ("grid", "vector"):
-            return values
-        if self.head.kind == "attention":
-            scores = values @ (self.queries / self._token_scale()).T
-            if keep is not None:
-                scores = scores + ((1 - keep) * _FAR_BELOW)[..., None]
-            return (scores.softmax(1).transpose(1, 2) @ values).flatten(1)
-        first = values[:, 0]
+        """Give [b, features] of what is stored under :attr:`key`."""
         if self.head.kind == "first":
-            return first
-        if keep is None:
-            mean, masked = values.mean(1), values
-        else:
-            mean = (values * keep[..., None]).sum(1) / keep.sum(1, keepdim=True).clamp(min=1)
-            masked = values + ((1 - keep) * _FAR_BELOW)[..., None]
+            return values[:, : self.width]
         if self.head.kind == "mean":
-            return mean
-        return torch.cat([first, mean, masked.amax(1)], 1)
+            return values[:, self.width : 2 * self.width]
+        if self.head.kind != "attention":
+            return values
+        scores = values @ (self.queries / self._token_scale()).T
+        if keep is not None:
+            scores = scores + ((1 - keep) * _FAR_BELOW)[..., None]
+        return (scores.softmax(1).transpose(1, 2) @ values).flatten(1)
+
+    @property
+    def key(self) -> int:
+        """Which of the exit's features the head reads."""
+        if self.head.kind in ("first", "mean", "mean_max"):
+            return _POOLED
+        return self.head.grid or WHOLE
 
     def _token_scale(self) -> Tensor:
         """Scale of one token's values, and the usual root of the width."""
@@ -203,6 +204,25 @@ class _HeadModule(nn.Module):
         return {n: np.ascontiguousarray(v.float().numpy()) for n, v in layers.items()}
 
 
+def _pool_tokens(
+    tokens: NDArray[np.float16], mask: NDArray[Any] | None
+) -> NDArray[np.float32]:
+    """First token, masked mean and masked maximum of [n, tokens, width]: [n, 3 · width].
+
+    Fixed poolings are computed once; only learned queries have to see the tokens every epoch.
+    """
+    pooled = np.empty((len(tokens), 3 * tokens.shape[2]), np.float32)
+    for start in range(0, len(tokens), 256):
+        rows = slice(start, start + 256)
+        values = tokens[rows].astype(np.float32)
+        keep = np.ones(values.shape[:2], np.float32) if mask is None else mask[rows]
+        keep = keep.astype(np.float32)[..., None]
+        mean = (values * keep).sum(axis=1) / np.maximum(keep.sum(axis=1), 1)
+        largest = (values + (1 - keep) * np.float32(_FAR_BELOW)).max(axis=1)
+        pooled[rows] = np.concatenate([values[:, 0], mean, largest], axis=1)
+    return pooled
+
+
 def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and scale to standardise by, of [samples, features].
 
@@ -237,40 +257,41 @@ class _ExitHeads:
         classes = recording.answers.shape[1]
         self.candidate = candidate
         self._mask_name = cut.mask if cut.rank == 3 else None
-        self._see(recording)
         self.modules = nn.ModuleList(_HeadModule(head, cut, classes, dropout) for head in family)
+        self._see(recording)
         sample = fit_rows[:: max(1, len(fit_rows) // 2048)]
+        values, keep = self._read(sample)
         for module in self._heads():
-            module.standardise(self._values(module.head, sample), self._keep(sample))
+            module.standardise(values[module.key], keep)
         self._best_loss = [math.inf] * len(family)
         self._best_state: list[Any] = [None] * len(family)
 
     def _see(self, recording: Recording) -> None:
-        """Take features and mask from a recording."""
-        self.features = recording.features[self.candidate]
+        """Take features and mask from a recording; keep those that the heads read."""
         self.mask = recording.masks[self._mask_name] if self._mask_name else None
+        available: dict[int, NDArray[Any]] = dict(recording.features[self.candidate])
+        wanted = {module.key for module in self._heads()}
+        if _POOLED in wanted:
+            available[_POOLED] = _pool_tokens(available[WHOLE], self.mask)
+        self.features = {key: available[key] for key in sorted(wanted)}
 
     def _heads(self) -> list[_HeadModule]:
         return [m for m in self.modules if isinstance(m, _HeadModule)]
 
-    def _values(self, head: Head, rows: NDArray[np.intp]) -> Tensor:
-        key = head.grid if head.grid else WHOLE
-        return torch.from_numpy(self.features[key][rows].astype(np.float32))
-
-    def _keep(self, rows: NDArray[np.intp]) -> Tensor | None:
+    def _read(self, rows: NDArray[np.intp]) -> tuple[dict[int, Tensor], Tensor | None]:
+        """Features by key, each read once, and the mask."""
+        values = {
+            key: torch.from_numpy(stored[rows].astype(np.float32))
+            for key, stored in self.features.items()
+        }
         if self.mask is None:
-            return None
-        return torch.from_numpy(self.mask[rows].astype(np.float32))
+            return values, None
+        return values, torch.from_numpy(self.mask[rows].astype(np.float32))
 
     def _grouped(self, rows: NDArray[np.intp]) -> list[Tensor]:
-        """Logits of every head; features are read once per grid."""
-        keep = self._keep(rows)
-        values = {key: torch.from_numpy(f[rows].astype(np.float32)) for key, f in self._used()}
-        return [module(values[module.head.grid or WHOLE], keep) for module in self._heads()]
-
-    def _used(self) -> list[tuple[int, NDArray[np.float16]]]:
-        wanted = {module.head.grid or WHOLE for module in self._heads()}
-        return [(key, array) for key, array in self.features.items() if key in wanted]
+        """Logits of every head."""
+        values, keep = self._read(rows)
+        return [module(values[module.key], keep) for module in self._heads()]
 
     def backward(self, rows: NDArray[np.intp], targets: Tensor) -> None:
         """Add the gradients of all heads on a batch."""

@@ -74,5 +74,5 @@ def test_rounds_are_interleaved_and_the_first_ones_forgotten() -> None:
 
         return once
 
-    assert time_calls([timer("a", 100.0, 2.0), timer("b", 50.0, 3.0)], rounds=4) == [2.0, 3.0]
-    assert calls == ["a", "b"] * (4 + profiling.WARM_UP_ROUNDS)
+    assert time_calls([timer("a", 100.0, 2.0), timer("b", 50.0, 3.0)], rounds=1) == [2.0, 3.0]
+    assert calls == ["a", "b"] * (1 + profiling.WARM_UP_ROUNDS)
