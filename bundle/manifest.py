@@ -134,6 +134,8 @@ class Calibration:
     train_samples: int
     tune_samples: int
     certify_samples: int
+    sample_shapes: dict[str, tuple[int, ...]]
+    """Shape of one sample of each input, without the batch: what the model is warmed up with."""
     reference_batch_size: int
     """Batch size whose profiled times the savings were predicted with."""
     source_accuracy: float | None = None

@@ -32,6 +32,13 @@ class Dataset:
     """[n], only for reporting accuracy."""
     sha256: str
     """Of the file, for the manifest."""
+    taken: NDArray[np.intp] | None = None
+    """[n]: the samples of the file that these are; ``None`` is all of them."""
+
+    @property
+    def rows(self) -> NDArray[np.intp]:
+        """[n]: where each sample stands in the file, for messages."""
+        return np.arange(len(self)) if self.taken is None else self.taken
 
     def __len__(self) -> int:
         """Samples."""
@@ -40,7 +47,9 @@ class Dataset:
     def subset(self, rows: NDArray[np.intp]) -> Dataset:
         """Give some samples as a data set (of the same file)."""
         labels = None if self.labels is None else self.labels[rows]
-        return Dataset(inputs=self.take(rows), labels=labels, sha256=self.sha256)
+        return Dataset(
+            inputs=self.take(rows), labels=labels, sha256=self.sha256, taken=self.rows[rows]
+        )
 
     def take(self, rows: slice | NDArray[np.intp]) -> dict[str, NDArray[Any]]:
         """Give the inputs of some samples."""

@@ -93,7 +93,8 @@ def grids_of(cut: CutTensor) -> tuple[int, ...]:
 def pooling_window(size: int, grid: int) -> tuple[int, int]:
     """Kernel and stride that pool ``size`` to exactly ``grid`` values, covering all.
 
-    Windows tile where ``grid`` divides ``size``, and overlap a little elsewhere.
+    Windows tile where ``grid`` divides ``size``, and overlap elsewhere: a little for coarse grids,
+    much where ``size`` is just below a multiple of a fine one (15 to 8: windows of 8).
     """
     stride = size // grid
     return size - (grid - 1) * stride, stride

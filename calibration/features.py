@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Answer
 from offramp.calibration.dataset import Dataset
-from offramp.calibration.errors import DataError
-from offramp.calibration.running import run_over
+from offramp.calibration.running import check_answers, run_over
 
 _FLOAT16_MAX = 65504.0
 
@@ -68,6 +67,7 @@ def record(
     answers = np.empty((len(dataset), answer.classes), np.float32)
     wanted = [answer.output, *names]
     for rows, (answered, *values) in run_over(model, wanted, dataset, threads=threads):
+        check_answers(answered, dataset.rows[rows])
         answers[rows] = answered
         for name, value in zip(names, values, strict=True):
             if name not in stores:
@@ -75,12 +75,6 @@ def record(
                 stores[name] = _allocate(directory, len(stores), (len(dataset), *value.shape[1:]))
             stores[name][rows] = np.clip(value, -_FLOAT16_MAX, _FLOAT16_MAX)
         progress(len(answered))
-    if not np.isfinite(answers).all():
-        bad = int(np.flatnonzero(~np.isfinite(answers).all(axis=1))[0])
-        raise DataError(
-            f"the source model answers calibration sample {bad} with NaN or infinity; "
-            "mend the model or remove the sample"
-        )
     features = tuple({grid: stores[name] for grid, name in e.items()} for e in outputs)
     return Recording(features=features, masks=_masks(dataset), answers=answers)
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Answer
 from offramp.calibration.dataset import Dataset
-from offramp.calibration.running import run_over
+from offramp.calibration.running import check_answers, run_over
 from offramp.engine.exit_check import confidence_of
 
 TUNE, CERTIFY = 1, 2
@@ -65,6 +65,7 @@ def record_answers(
     prediction = np.empty(shape, np.int32)
     outputs = [*exit_outputs, answer.output]
     for rows, answers in run_over(model, outputs, dataset, threads=threads):
+        check_answers(answers[-1], dataset.rows[rows])
         for place, values in enumerate(answers):
             confidence[place, rows] = confidence_of(values, answer.form)
             prediction[place, rows] = values.argmax(axis=1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import onnxruntime as ort
 from numpy.typing import NDArray
 
 from offramp.calibration.dataset import Dataset
@@ -36,9 +38,36 @@ def run_over(
         try:
             values = session.run(outputs, {name: batch[name] for name in read})
         except Exception as error:  # ONNX Runtime's own classes derive from Exception only
+            bad = _first_failing(session, batch, read)
             reason = str(error).splitlines()[0]
             raise DataError(
-                f"the model fails on calibration samples {rows.start} to {rows.stop - 1} of a "
-                f"part of the data: {reason}"
+                f"the model fails on calibration sample {dataset.rows[start + bad]}: {reason}"
             ) from error
         yield rows, values
+
+
+def _first_failing(
+    session: ort.InferenceSession, batch: Mapping[str, NDArray[Any]], read: Sequence[str]
+) -> int:
+    """The first row of a batch that fails alone; 0 if they only fail together."""
+    for row in range(len(next(iter(batch.values())))):
+        try:
+            session.run(None, {name: batch[name][row : row + 1] for name in read})
+        except Exception:  # noqa: PERF203  (that it fails is the answer)
+            return row
+    return 0
+
+
+def check_answers(answers: NDArray[Any], sources: NDArray[np.intp]) -> None:
+    """Check the source model's answers [rows, classes] to samples ``sources`` [rows] of the file.
+
+    Raises:
+        DataError: One is NaN or infinite: nothing can agree with it.
+    """
+    finite = np.isfinite(answers).all(axis=1)
+    if not finite.all():
+        bad = sources[np.flatnonzero(~finite)[0]]
+        raise DataError(
+            f"the source model answers calibration sample {bad} with NaN or infinity; "
+            "mend the model or remove the sample"
+        )

@@ -204,9 +204,7 @@ class _HeadModule(nn.Module):
         return {n: np.ascontiguousarray(v.float().numpy()) for n, v in layers.items()}
 
 
-def _pool_tokens(
-    tokens: NDArray[np.float16], mask: NDArray[Any] | None
-) -> NDArray[np.float32]:
+def _pool_tokens(tokens: NDArray[np.float16], mask: NDArray[Any] | None) -> NDArray[np.float32]:
     """First token, masked mean and masked maximum of [n, tokens, width]: [n, 3 · width].
 
     Fixed poolings are computed once; only learned queries have to see the tokens every epoch.

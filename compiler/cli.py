@@ -52,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CompileError, DataError, BundleError, OSError) as error:
         print(f"eecompile: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("eecompile: interrupted; nothing was written", file=sys.stderr)
+        return 130
 
 
 def _missing(error: ImportError) -> int:
@@ -118,8 +121,8 @@ def summarise(bundle: Bundle, console: Console) -> None:
                 highlight=False,
             )
         console.print(
-            f"Disagreement with the unmodified model ≤ {promise.max_disagreement:.2%} on unseen "
-            f"data like the calibration set, with {promise.confidence:.0%} confidence "
+            f"Disagreement with the unmodified model ≤ {100 * promise.max_disagreement:g}% on "
+            f"unseen data like the calibration set, with {100 * promise.confidence:g}% confidence "
             f"({promise.certify_errors} of {promise.certify_samples} certify samples disagreed).",
             highlight=False,
         )

@@ -49,7 +49,6 @@ class Compilation:
     """A sliced model, its data, and what the user asked for."""
 
     sliced: Sliced
-    dataset: Dataset
     parts: Parts
     options: CompileOptions
     progress: Progress
@@ -188,8 +187,9 @@ class Compilation:
         return Workbench(sliced=self.sliced, samples=self._sampler(), threads=self.options.threads)
 
     def _sampler(self) -> Samples:
-        """Give batches of any size from the data, repeating it where it is too short."""
-        return lambda size: self.dataset.take(np.arange(size) % len(self.dataset))
+        """Give batches of any size from the training part, repeating it if it is too short."""
+        train = self.parts.train
+        return lambda size: train.take(np.arange(size) % len(train))
 
 
 def _cost_models(exits: Sequence[ExitTrials], profile: Profile) -> list[CostModel]:

@@ -45,7 +45,7 @@ def compile_model(options: CompileOptions, progress: Progress = _SILENT) -> Bund
     sliced = slice_model(model, options)
     try:
         with progress.step("Slice and verify", 1):
-            samples = dataset.take(slice(VERIFIED_SAMPLES))
+            samples = parts.train.take(slice(VERIFIED_SAMPLES))
             verify(
                 model,
                 sliced.segments,
@@ -56,7 +56,7 @@ def compile_model(options: CompileOptions, progress: Progress = _SILENT) -> Bund
     except RuntimeError as error:
         raise DataError(f"{options.data}: the model fails on the first samples: {error}") from error
 
-    compilation = Compilation(sliced, dataset, parts, options, progress)
+    compilation = Compilation(sliced, parts, options, progress)
     times = compilation.measure_times()
     trained, truth = compilation.train_heads()
     exits = compilation.choose_heads(trained, truth, times)

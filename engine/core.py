@@ -46,6 +46,18 @@ class EngineOptions:
     """Batches that run at the same time, per model."""
     threads: int | None = None
     """Intra-op threads of each stream; ``None`` shares the cores among the streams."""
+    parallel_below: int | None = None
+    """PAME's τ_b: a new batch starts beside running ones once each has fewer samples than this;
+    ``None`` starts one on any idle stream."""
+
+    def __post_init__(self) -> None:
+        """Refuse what could never serve."""
+        for name in ("max_batch_size", "max_queue_samples", "streams", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}, expected at least 1")
+        if not 0 <= self.max_queue_delay_ms < float("inf"):
+            raise ValueError(f"max_queue_delay_ms is {self.max_queue_delay_ms}, expected ≥ 0")
 
     def threads_per_stream(self) -> int:
         """The threads asked for, or an equal share of the cores (at least one)."""
@@ -86,8 +98,15 @@ class Engine:
     All methods are called from the event loop's thread.
     """
 
-    def __init__(self, models: Mapping[str, ServedModel], options: EngineOptions) -> None:
-        """Use :meth:`open`."""
+    def __init__(
+        self,
+        models: Mapping[str, ServedModel],
+        options: EngineOptions,
+        *,
+        owned: Backend | None = None,
+    ) -> None:
+        """Use :meth:`open`; ``owned`` is the backend to close with the engine."""
+        self._owned = owned
         self._models = dict(models)
         self._options = options
         self._numbers = itertools.count()
@@ -108,22 +127,23 @@ class Engine:
         Args:
             models: Bundle folders by the name to serve them under.
             options: How to execute them.
-            backend: Instead of the one named in ``options``.
+            backend: Instead of the one named in ``options``; the caller closes it.
 
         Raises:
             BundleError: A bundle is absent, damaged or of another version.
             BackendError: The backend cannot run here, or cannot load a stage.
         """
         options = options or EngineOptions()
+        owned = None
         if backend is None:
             backend = make_backend(options.backend, threads=options.threads_per_stream())
+            owned = backend
         loaded = {}
         for name, path in models.items():
             started_s = time.monotonic()
-            _log.info("%s: loading %s", name, path)
             loaded[name] = await asyncio.to_thread(_load, name, path, backend, options)
             _log.info("%s: ready after %.1f s", name, time.monotonic() - started_s)
-        return cls(loaded, options)
+        return cls(loaded, options, owned=owned)
 
     async def __aenter__(self) -> Self:
         """Enter."""
@@ -156,7 +176,8 @@ class Engine:
             UnknownModelError: No such model.
             InvalidInputError: A tensor is not what the model takes.
             QueueFullError: No room in the queue.
-            DeadlineExceededError: The deadline passed.
+            DeadlineExceededError: The deadline passed before all samples were computed. Answers
+                that are there are returned, though they may be late.
             DrainingError: The engine is shutting down.
             BackendError: The batch's execution failed.
         """
@@ -167,6 +188,11 @@ class Engine:
         if wrong:
             raise InvalidInputError(f"{model}: {wrong}")
         request = self._request(inputs, deadline_s, priority)
+        if request.count > self._options.max_queue_samples:
+            raise InvalidInputError(
+                f"{model}: {request.count} samples are more than the queue holds "
+                f"({self._options.max_queue_samples}); send them in several requests"
+            )
         served.executor.submit(request)
         try:
             await request.future
@@ -206,7 +232,9 @@ class Engine:
 
     def ready(self, model: str | None = None) -> bool:
         """Whether the model (or every model) is loaded and takes requests."""
-        return not self._draining and (model is None or model in self._models)
+        asked = self._models if model is None else {model: self._models.get(model)}
+        alive = all(served is not None and served.executor.in_service for served in asked.values())
+        return alive and not self._draining
 
     def statistics(self) -> Mapping[str, ModelStatistics]:
         """A snapshot per model, safe to keep."""
@@ -229,6 +257,9 @@ class Engine:
         self._draining = True
         for served in self._models.values():
             await asyncio.to_thread(served.close)
+        if self._owned is not None:
+            self._owned.close()
+            self._owned = None
         await asyncio.sleep(0)  # let the last results be delivered
 
     def _served(self, name: str) -> ServedModel:
@@ -262,13 +293,16 @@ class Engine:
 
 
 def _load(name: str, path: Path, backend: Backend, options: EngineOptions) -> ServedModel:
+    bundle = Bundle.open(path)
+    _log.info("%s: loading %s", name, path)
     return ServedModel.load(
         name,
-        Bundle.open(path),
+        bundle,
         backend,
         mode=options.mode,
         max_batch_size=options.max_batch_size,
         max_delay_s=options.max_queue_delay_ms / 1e3,
         max_queue=options.max_queue_samples,
         streams=options.streams,
+        parallel_below=options.parallel_below,
     )

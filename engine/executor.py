@@ -1,8 +1,13 @@
 """Threads that run what the scheduler decides.
 
 One thread a stream, each with its own slot; the backend releases the GIL while it executes. The
-scheduler and all counts are guarded by one lock, held for microseconds. What is finished is
-handed to the event loop in batches: one wake-up however many requests a stage released.
+scheduler, the open requests and all counts are guarded by one lock, held for microseconds. What
+is finished is handed to the event loop in batches: one wake-up however many requests a stage
+released.
+
+A stage that raises fails as little as can be: the requests of its batch are run again, each
+alone, and only those that fail alone get an error. A thread that fails outside of a stage takes
+the model out of service, says so, and leaves nobody waiting.
 """
 
 from __future__ import annotations
@@ -34,11 +39,17 @@ from offramp.engine.scheduling import (
     Scheduler,
     SchedulerFullError,
     Submission,
+    Transition,
     Wait,
 )
-from offramp.engine.statistics import Counters, StageCounters
+from offramp.engine.statistics import Counters, CountersSnapshot, StageCounters
 
 _log = logging.getLogger(__name__)
+
+_LONGEST_WAIT_S = 60.0
+"""A stream asks again at least this often; ``Condition.wait`` has an upper bound of its own."""
+_JOIN_LIMIT_S = 10.0
+"""How long :meth:`Executor.stop` waits for a stage that runs."""
 
 
 class Executor:
@@ -59,7 +70,7 @@ class Executor:
             name: The model's, for threads and messages.
             pipeline: What to run.
             scheduler: Decides; owned by this executor from here on.
-            streams: Threads.
+            streams: Threads, at least one.
             clock: Monotonic seconds.
         """
         self._name = name
@@ -71,14 +82,15 @@ class Executor:
         self._requests: dict[int, PendingRequest] = {}
         self._finished: list[PendingRequest] = []
         self._waking = False
-        self._stopping = False
+        self._refusal: EngineError | None = None
+        """Why no request is taken any more; the threads end then."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._threads = [
             threading.Thread(target=self._work, args=(s,), name=f"{name}-stream-{s}", daemon=True)
             for s in range(streams)
         ]
         labels = zip(pipeline.plan.exit_labels(), pipeline.plan.stages, strict=True)
-        self.counters = Counters([StageCounters(label, s.threshold) for label, s in labels])
+        self._counters = Counters([StageCounters(label, s.threshold) for label, s in labels])
 
     # The event loop's side
 
@@ -94,6 +106,7 @@ class Executor:
         Raises:
             QueueFullError: The queue has no room for it.
             DrainingError: The executor was stopped.
+            BackendError: It is out of service.
         """
         submission = Submission(
             request=request.number,
@@ -103,25 +116,28 @@ class Executor:
             priority=request.priority,
         )
         with self._lock:
-            if self._stopping:
-                raise DrainingError(f"{self._name} was stopped")
+            if self._refusal is not None:
+                raise _copy_of(self._refusal)
             try:
                 self._scheduler.submit(submission, request.submitted_s)
             except SchedulerFullError as error:
-                self.counters.failed["rejected"] += request.count
+                self._counters.failed["rejected"] += request.count
                 raise QueueFullError(
                     f"{self._name}: the queue is full: {error}; try again later, or send less"
                 ) from error
+            finally:
+                self._drop(self._scheduler.take_dropped())
             self._requests[request.number] = request
-            self.counters.requests += 1
-            self.counters.samples += request.count
-            self._drop(self._scheduler.take_dropped())
+            self._counters.requests += 1
+            self._counters.samples += request.count
             self._changed.notify()
 
     def cancel(self, number: int) -> None:
         """Withdraw a request; nothing is posted for it any more."""
         with self._lock:
-            if number in self._requests:
+            request = self._requests.get(number)
+            if request is not None:
+                request.withdrawn = True
                 self._scheduler.cancel(number)
                 self._drop(self._scheduler.take_dropped())
 
@@ -132,10 +148,9 @@ class Executor:
             self._changed.notify_all()
 
     @property
-    def load(self) -> tuple[int, int]:
-        """Samples that wait, and samples in running batches."""
-        with self._lock:
-            return self._scheduler.queued, self._scheduler.in_flight
+    def in_service(self) -> bool:
+        """Whether requests are taken."""
+        return self._refusal is None
 
     @property
     def pending(self) -> int:
@@ -143,68 +158,77 @@ class Executor:
         with self._lock:
             return len(self._requests)
 
-    def stop(self) -> None:
-        """Stop the threads after their current stage; what is unfinished fails. Blocks."""
+    def snapshot(self) -> CountersSnapshot:
+        """All counts, of one instant."""
         with self._lock:
-            self._stopping = True
-            self._changed.notify_all()
+            return self._counters.snapshot(
+                queued=self._scheduler.queued, in_flight=self._scheduler.in_flight
+            )
+
+    def stop(self) -> None:
+        """Fail what is unfinished, then wait for the threads to end. Blocks, within limits."""
+        self._leave_service(DrainingError(f"{self._name} was stopped before the answer"), "stopped")
         for thread in self._threads:
             if thread.ident is not None:
-                thread.join()
-        with self._lock:
-            for request in list(self._requests.values()):
-                self._fail(request, DrainingError(f"{self._name} was stopped before the answer"))
-            self._requests.clear()
+                thread.join(_JOIN_LIMIT_S)
+            if thread.is_alive():
+                _log.error("%s: a stage still runs after %g s", thread.name, _JOIN_LIMIT_S)
 
     # The threads' side
 
     def _work(self, stream: int) -> None:
-        slot = self._pipeline.backend.open_slot()
-        carry: TensorBatch | None = None
         try:
-            while (run := self._next_run(stream)) is not None:
-                try:
-                    carry = self._execute(stream, slot, run, carry)
-                except Exception as error:  # its batch fails, the stream goes on
-                    _log.exception("%s: stage %d failed", self._name, run.stage)
-                    self._fail_batch(stream, run, error)
-                    carry = None
-        finally:
-            slot.close()
+            slot = self._pipeline.backend.open_slot()
+            try:
+                carry: TensorBatch | None = None
+                while (run := self._next_run(stream)) is not None:
+                    carry = self._run_stage(stream, slot, run, carry)
+            finally:
+                slot.close()
+        except Exception as error:  # whoever waits must be told
+            _log.exception("%s: out of service", threading.current_thread().name)
+            self._leave_service(
+                BackendError(f"{self._name} is out of service: {error!r}"), "backend_error"
+            )
 
     def _next_run(self, stream: int) -> Run | None:
-        """Wait for the scheduler to have something for this stream; ``None`` to stop."""
+        """Wait for the scheduler to have something for this stream; ``None`` to end."""
         with self._lock:
-            while not self._stopping:
+            while self._refusal is None:
                 decision = self._scheduler.next(stream, self._clock())
                 self._drop(self._scheduler.take_dropped())
                 if isinstance(decision, Run):
+                    if self._scheduler.queued:  # another stream may start, or has to keep time
+                        self._changed.notify()
                     return decision
                 timeout = None
                 if isinstance(decision, Wait):
-                    timeout = max(decision.until_s - self._clock(), 0.0)
+                    timeout = min(max(decision.until_s - self._clock(), 0.0), _LONGEST_WAIT_S)
                 self._changed.wait(timeout)
             return None
 
-    def _execute(
+    def _run_stage(
         self, stream: int, slot: Slot, run: Run, carry: TensorBatch | None
     ) -> TensorBatch | None:
         """Run one stage and release who exits; gives the batch of the survivors."""
-        batch = slot.upload(self._gather(run)) if run.stage == 0 else carry
-        assert batch is not None
-        started_s = self._clock()
-        step = self._pipeline.step(slot, run.stage, batch)
-        ended_s = self._clock()
-        with self._lock:
-            transition = self._scheduler.done(stream, step.exited, ended_s)
-            self._count(run, transition.released, ended_s - started_s)
-            self._release(run, transition.released, step, ended_s)
-            self._drop(self._scheduler.take_dropped())
-            self._changed.notify()
-        if not len(transition.survivors):
+        try:
+            batch = slot.upload(self._gather(run)) if run.stage == 0 else carry
+            assert batch is not None
+            started_s = self._clock()
+            step = self._pipeline.step(slot, run.stage, batch)
+        except Exception as error:  # its batch is dealt with, the stream goes on
+            self._recover(stream, slot, run, error)
             return None
-        assert step.result.carry is not None
-        return slot.select(step.result.carry, transition.survivors)
+        survivors = self._conclude(stream, run, step, self._clock() - started_s).survivors
+        if not len(survivors):
+            return None
+        try:
+            assert step.result.carry is not None
+            return slot.select(step.result.carry, survivors)
+        except Exception as error:  # what left has its answers, the rest is dealt with
+            rest = Run(run.batch, run.stage, run.requests[survivors], run.rows[survivors])
+            self._recover(stream, slot, rest, error)
+            return None
 
     def _gather(self, run: Run) -> dict[str, NDArray[Any]]:
         """Join the inputs of a new batch."""
@@ -212,10 +236,12 @@ class Executor:
             now_s = self._clock()
             parts: list[tuple[PendingRequest, int, int]] = []
             for start, stop in neighbours(run.requests):
-                request = self._requests[int(run.requests[start])]
+                request = self._requests.get(int(run.requests[start]))
+                if request is None:
+                    raise DrainingError(f"{self._name} was stopped before the answer")
                 first = int(run.rows[start])
                 parts.append((request, first, first + stop - start))
-                self.counters.queue_s.observe(now_s - request.submitted_s)
+                self._counters.queue_s.observe(now_s - request.submitted_s)
         if len(parts) == 1:
             request, first, last = parts[0]
             return {name: array[first:last] for name, array in request.inputs.items()}
@@ -224,71 +250,133 @@ class Executor:
             for name in parts[0][0].inputs
         }
 
-    def _count(self, run: Run, released: NDArray[np.intp], seconds: float) -> None:
-        counters = self.counters.stages[run.stage]
-        counters.batch_size.observe(len(run.requests))
-        counters.run_s.observe(seconds)
-        counters.answered += len(released)
+    def _conclude(self, stream: int, run: Run, step: Step, seconds: float) -> Transition:
+        """Tell the scheduler, answer who leaves, count."""
+        with self._lock:
+            transition = self._scheduler.done(stream, step.exited, self._clock())
+            counters = self._counters.stages[run.stage]
+            counters.batch_size.observe(len(run.requests))
+            counters.run_s.observe(seconds)
+            if len(transition.released):
+                answer, confidence = step.result.answer, step.result.confidence
+                assert answer is not None
+                released = transition.released
+                for start, stop in neighbours(run.requests[released]):
+                    rows = released[start:stop]
+                    request = self._requests.get(int(run.requests[rows[0]]))
+                    if request is not None:
+                        place = (run.rows[rows], answer[rows], confidence[rows])
+                        self._answer(request, run.stage, *place)
+            self._drop(self._scheduler.take_dropped())
+            self._changed.notify()
+        return transition
 
-    def _release(self, run: Run, released: NDArray[np.intp], step: Step, now_s: float) -> None:
-        if not len(released):
+    def _answer(
+        self,
+        request: PendingRequest,
+        stage: int,
+        rows: NDArray[np.int64],
+        answer: NDArray[Any],
+        confidence: NDArray[np.float32],
+    ) -> None:
+        """Note answers of a request that is still open; the lock is held."""
+        if request.withdrawn or request.error is not None:
+            cause = DropCause.CANCELLED if request.withdrawn else DropCause.FAILED
+            self._drop([Dropped(request.number, len(rows), cause)])
             return
-        answer, confidence = step.result.answer, step.result.confidence
-        assert answer is not None
-        exit_index = self._pipeline.plan.stages[run.stage].exit
-        for start, stop in neighbours(run.requests[released]):
-            picked = released[start:stop]
-            request = self._requests[int(run.requests[picked[0]])]
-            request.fill(
-                run.rows[picked],
-                answer[picked],
-                confidence[picked],
-                FINAL if exit_index is None else exit_index,
-            )
-            if request.remaining == 0:
-                del self._requests[request.number]
-                if request.error is None:
-                    self._finish(request, now_s)
+        exit_index = self._pipeline.plan.stages[stage].exit
+        request.fill(rows, answer, confidence, FINAL if exit_index is None else exit_index)
+        self._counters.stages[stage].answered += len(rows)
+        if request.remaining == 0:
+            del self._requests[request.number]
+            self._finish(request)
+
+    def _recover(self, stream: int, slot: Slot, run: Run, error: Exception) -> None:
+        """Run each request of a failed batch alone, so that one bad request fails alone."""
+        known = isinstance(error, EngineError)
+        _log.error(
+            "%s: stage %d: %s", self._name, run.stage, error, exc_info=None if known else error
+        )
+        with self._lock:
+            self._scheduler.failed(stream)
+        groups = [run.rows[start:stop] for start, stop in neighbours(run.requests)]
+        numbers = [int(run.requests[start]) for start, _ in neighbours(run.requests)]
+        for number, rows in zip(numbers, groups, strict=True):
+            if len(numbers) == 1 or isinstance(error, DrainingError):
+                self._fail_rows(number, len(rows), error)
+                continue
+            try:
+                self._run_alone(slot, number, rows)
+            except Exception as own:  # this one is the culprit, or everything fails
+                self._fail_rows(number, len(rows), own)
+        with self._lock:
+            self._changed.notify()
+
+    def _run_alone(self, slot: Slot, number: int, rows: NDArray[np.int64]) -> None:
+        """Run some rows of one request from the start; all are answered, or it raises."""
+        with self._lock:
+            request = self._requests.get(number)
+        if request is None:
+            return
+        inputs = {name: array[rows] for name, array in request.inputs.items()}
+        departures = list(self._pipeline.run(slot, inputs))
+        with self._lock:
+            for departure in departures:
+                if number in self._requests:
+                    answers = (departure.answer, departure.confidence)
+                    self._answer(request, departure.stage, rows[departure.rows], *answers)
+
+    def _fail_rows(self, number: int, count: int, error: Exception) -> None:
+        """Fail a request some rows of which cannot be answered."""
+        with self._lock:
+            request = self._requests.get(number)
+            if request is None:
+                return
+            known = error if isinstance(error, EngineError) else BackendError(repr(error))
+            self._fail(request, _copy_of(known))
+            self._drop([Dropped(number, count, DropCause.FAILED)])
+            self._scheduler.cancel(number, DropCause.FAILED)
+            self._drop(self._scheduler.take_dropped())
+
+    def _leave_service(self, refusal: EngineError, cause: str) -> None:
+        """Take no more requests, fail the open ones, let the threads end."""
+        with self._lock:
+            if self._refusal is None:
+                self._refusal = refusal
+            for request in list(self._requests.values()):
+                self._counters.failed[cause] += request.remaining
+                self._scheduler.cancel(request.number)
+                self._fail(request, _copy_of(refusal))
+            self._requests.clear()
+            self._scheduler.take_dropped()
+            self._changed.notify_all()
 
     def _drop(self, dropped: Iterable[Dropped]) -> None:
+        """Account for samples that leave without an answer; the lock is held."""
         for item in dropped:
-            self.counters.failed[item.cause.value] += item.count
-            request = self._requests[item.request]
+            request = self._requests.get(item.request)
+            if request is None:
+                continue
+            self._counters.failed[item.cause.value] += item.count
             request.remaining -= item.count
             if request.remaining == 0:
                 del self._requests[item.request]
             if item.cause is DropCause.EXPIRED:
-                late_ms = (request.deadline_s - request.submitted_s) * 1e3
-                self._fail(
-                    request,
-                    DeadlineExceededError(
-                        f"{self._name}: no answer within the {late_ms:.1f} ms that the request had"
-                    ),
-                )
-
-    def _fail_batch(self, stream: int, run: Run, error: Exception) -> None:
-        with self._lock:
-            self._scheduler.failed(stream)
-            self.counters.failed["backend_error"] += len(run.requests)
-            for start, stop in neighbours(run.requests):
-                request = self._requests[int(run.requests[start])]
-                request.remaining -= stop - start
-                if request.remaining == 0:
-                    del self._requests[request.number]
-                cause = error if isinstance(error, EngineError) else BackendError(repr(error))
-                self._fail(request, cause)
-            self._changed.notify()
+                given_ms = (request.deadline_s - request.submitted_s) * 1e3
+                message = f"{self._name}: no answer within the {given_ms:.1f} ms that there were"
+                self._fail(request, DeadlineExceededError(message))
 
     def _fail(self, request: PendingRequest, error: EngineError) -> None:
         if request.error is None:
             request.error = error
-            self._finish(request, self._clock())
+            self._finish(request)
 
-    def _finish(self, request: PendingRequest, now_s: float) -> None:
+    def _finish(self, request: PendingRequest) -> None:
         """Post a request to the event loop; the lock is held."""
-        request.finished_s = now_s
+        if request.withdrawn:
+            return
         if request.error is None:
-            self.counters.latency_s.observe(now_s - request.submitted_s)
+            self._counters.latency_s.observe(self._clock() - request.submitted_s)
         self._finished.append(request)
         if not self._waking and self._loop is not None:
             self._waking = True
@@ -316,3 +404,8 @@ def neighbours(requests: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
         yield start, stop
         start = stop
     yield start, len(requests)
+
+
+def _copy_of(error: EngineError) -> EngineError:
+    """An error of the same kind: each caller raises one of its own, with its own traceback."""
+    return type(error)(*error.args)

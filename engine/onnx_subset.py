@@ -15,20 +15,29 @@ _PACKAGE = "offramp.onnx_subset"
 _REPEATED = descriptor_pb2.FieldDescriptorProto.LABEL_REPEATED
 _OPTIONAL = descriptor_pb2.FieldDescriptorProto.LABEL_OPTIONAL
 
-_FIELDS: dict[str, tuple[tuple[str, int, str | None, bool], ...]] = {
-    # message: (field, number, message type or None for string, repeated)
-    "TensorProto": (("name", 8, None, False),),
-    "ValueInfoProto": (("name", 1, None, False),),
-    "NodeProto": (("input", 1, None, True), ("output", 2, None, True)),
+FLOAT16 = 10
+"""``TensorProto.DataType`` of half precision."""
+
+_FIELDS: dict[str, tuple[tuple[str, int, str, bool], ...]] = {
+    # message: (field, number, type, repeated)
+    "TensorProto": (("data_type", 2, "int32", False), ("name", 8, "string", False)),
+    "ValueInfoProto": (("name", 1, "string", False),),
+    "NodeProto": (("input", 1, "string", True), ("output", 2, "string", True)),
     "GraphProto": (
         ("node", 1, "NodeProto", True),
-        ("name", 2, None, False),
+        ("name", 2, "string", False),
         ("initializer", 5, "TensorProto", True),
         ("input", 11, "ValueInfoProto", True),
         ("output", 12, "ValueInfoProto", True),
         ("value_info", 13, "ValueInfoProto", True),
     ),
     "ModelProto": (("graph", 7, "GraphProto", False),),
+}
+
+
+_SCALARS = {
+    "string": descriptor_pb2.FieldDescriptorProto.TYPE_STRING,
+    "int32": descriptor_pb2.FieldDescriptorProto.TYPE_INT32,
 }
 
 
@@ -41,15 +50,21 @@ def _model_class() -> Any:
         for name, number, type_name, repeated in fields:
             field = described.field.add(name=name, number=number)
             field.label = _REPEATED if repeated else _OPTIONAL
-            if type_name is None:
-                field.type = descriptor_pb2.FieldDescriptorProto.TYPE_STRING
+            if type_name in _SCALARS:
+                field.type = _SCALARS[type_name]
             else:
                 field.type = descriptor_pb2.FieldDescriptorProto.TYPE_MESSAGE
                 field.type_name = f".{_PACKAGE}.{type_name}"
     pool = descriptor_pool.DescriptorPool()
-    pool.Add(file) if hasattr(pool, "Add") else pool.AddSerializedFile(file.SerializeToString())
+    pool.AddSerializedFile(file.SerializeToString())
     return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.ModelProto"))
 
 
 ModelProto: Any = _model_class()
 """Message class: ``ModelProto.FromString(bytes)``, ``.SerializeToString()``."""
+
+
+def has_half_precision(model: bytes) -> bool:
+    """Whether any weight of a serialised model is float16."""
+    weights = ModelProto.FromString(model).graph.initializer
+    return any(weight.data_type == FLOAT16 for weight in weights)

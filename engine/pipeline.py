@@ -1,7 +1,7 @@
 """The stages of a plan, prepared by a backend: one step of one batch at a time.
 
-Executor, benchmarks and the compiler's verification all run batches through here, so that what
-is measured and verified is what is served.
+Executor and benchmarks both run batches through here, so that the stages that are measured are
+those that are served (what the executor adds around them is in a served request's time only).
 """
 
 from __future__ import annotations

@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+import numpy as np
+
 from offramp.bundle import AnswerForm, Bundle, ExitPolicy, Manifest
 from offramp.bundle.policy import NEVER
 from offramp.engine.assembly import assemble
+from offramp.engine.control.agreement import float32_at_least
 
 
 class Mode(StrEnum):
@@ -45,7 +48,8 @@ class StageSpec:
     """Name of the answer among the graph's outputs, if it gives one."""
     form: AnswerForm
     threshold: float
-    """Least confidence to leave with; 0 in the last stage, where everything leaves."""
+    """Least confidence to leave with, a float32 value (the policy's rounded up, so that none
+    leaves below it); 0 in the last stage, where everything leaves."""
 
     @property
     def final(self) -> bool:
@@ -84,7 +88,11 @@ def make_plan(bundle: Bundle, policy: ExitPolicy | None = None, mode: Mode = Mod
 
 
 def make_chained_plan(bundle: Bundle) -> Plan:
-    """Plan every segment as a stage of its own, without exits: what the compiler verifies."""
+    """Plan every segment as a stage of its own, without exits.
+
+    The same answers as one graph gives, up to the rounding of sums in another order, at the
+    price of every border.
+    """
     ends = [(segment.index, None, NEVER) for segment in bundle.manifest.segments]
     return Plan(stages=tuple(_stages(bundle, ends)), policy_version=0, mode=Mode.OFF)
 
@@ -126,7 +134,7 @@ def _stages(bundle: Bundle, ends: Sequence[tuple[int, int | None, float]]) -> It
             carried=carried,
             answer=answer,
             form=manifest.answer.form,
-            threshold=0.0 if final else threshold,
+            threshold=0.0 if final else float(float32_at_least(np.array(threshold))),
         )
         first = last + 1
 

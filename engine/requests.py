@@ -40,7 +40,8 @@ class PendingRequest:
     confidences: NDArray[np.float32] = field(init=False)
     error: EngineError | None = None
     """Why there will be no answer."""
-    finished_s: float = 0.0
+    withdrawn: bool = False
+    """Whether its caller left."""
 
     def __post_init__(self) -> None:
         """Nothing is answered yet."""

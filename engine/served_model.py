@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self
+from dataclasses import dataclass, field, fields
+from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
-from offramp.bundle import Answer, Bundle, ExitPolicy, TensorSpec
+from offramp.bundle import Answer, Bundle, ExitPolicy, Manifest, TensorSpec
 from offramp.engine.backends import Backend
 from offramp.engine.executor import Executor
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, make_plan
 from offramp.engine.scheduling import RunThroughScheduler
 from offramp.engine.statistics import ModelStatistics
-
-_WARM_UP_SEQUENCE = 16
-"""Size that symbolic dimensions other than the batch have while warming up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +42,17 @@ class ServedModel:
         max_delay_s: float,
         max_queue: int,
         streams: int,
+        parallel_below: int | None = None,
     ) -> Self:
         """Prepare the stages and warm up every batch size that can occur."""
         plan = make_plan(bundle, mode=mode)
         pipeline = Pipeline(backend, plan)
-        warm_up(pipeline, bundle.manifest.inputs, range(1, max_batch_size + 1))
+        warm_up(pipeline, bundle.manifest, range(1, max_batch_size + 1))
         scheduler = RunThroughScheduler(
-            max_batch_size=max_batch_size, max_delay_s=max_delay_s, max_queue=max_queue
+            max_batch_size=max_batch_size,
+            max_delay_s=max_delay_s,
+            max_queue=max_queue,
+            parallel_below=parallel_below,
         )
         return cls(
             inputs=bundle.manifest.inputs,
@@ -67,22 +66,14 @@ class ServedModel:
 
     def statistics(self) -> ModelStatistics:
         """A snapshot of the counters."""
-        counters = self.executor.counters
-        queued, in_flight = self.executor.load
+        snapshot = self.executor.snapshot()
+        counts = {field.name: getattr(snapshot, field.name) for field in fields(snapshot)}
         return ModelStatistics(
             mode=self.mode.value,
             backend=self.backend_name,
             policy_version=self.policy.version,
-            stages=tuple(stage.snapshot() for stage in counters.stages),
-            requests=counters.requests,
-            samples=counters.samples,
-            answered=counters.answered,
-            failed=dict(counters.failed),
-            queued=queued,
-            in_flight=in_flight,
-            queue_s=counters.queue_s.snapshot(),
-            latency_s=counters.latency_s.snapshot(),
             uptime_s=time.monotonic() - self.loaded_s,
+            **counts,
         )
 
     def close(self) -> None:
@@ -90,19 +81,19 @@ class ServedModel:
         self.executor.stop()
 
 
-def warm_up(pipeline: Pipeline, inputs: Sequence[TensorSpec], batch_sizes: range) -> None:
-    """Run every stage once at every batch size: the first run at a size allocates."""
+def warm_up(pipeline: Pipeline, manifest: Manifest, batch_sizes: range) -> None:
+    """Run every stage once at every batch size: the first run at a size allocates.
+
+    Samples have the shapes that the calibration data had.
+    """
+    shapes = manifest.calibration.sample_shapes
     slot = pipeline.backend.open_slot()
     try:
         for size in reversed(batch_sizes):
-            pipeline.warm_up(slot, {spec.name: _zeros(spec, size) for spec in inputs})
+            zeros = {t.name: np.zeros((size, *shapes[t.name]), t.dtype) for t in manifest.inputs}
+            pipeline.warm_up(slot, zeros)
     finally:
         slot.close()
-
-
-def _zeros(spec: TensorSpec, batch_size: int) -> NDArray[Any]:
-    sizes = [s if isinstance(s, int) else _WARM_UP_SEQUENCE for s in spec.shape[1:]]
-    return np.zeros((batch_size, *sizes), spec.dtype)
 
 
 def _in_force(policy: ExitPolicy, plan: Plan) -> ExitPolicy:

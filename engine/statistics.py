@@ -68,12 +68,13 @@ class StageStatistics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelStatistics:
-    """Everything counted since the model was loaded."""
+class CountersSnapshot:
+    """Everything counted since the model was loaded, of one instant.
 
-    mode: str
-    backend: str
-    policy_version: int
+    ``samples`` is ``answered + queued + in_flight`` and the samples in ``failed`` that were
+    accepted (all causes but ``rejected``).
+    """
+
     stages: tuple[StageStatistics, ...]
     requests: int
     """Requests accepted."""
@@ -83,7 +84,7 @@ class ModelStatistics:
     """Samples answered."""
     failed: dict[str, int]
     """Samples without an answer, by cause: ``cancelled``, ``expired``, ``rejected``,
-    ``backend_error``."""
+    ``backend_error``, ``stopped``."""
     queued: int
     """Samples waiting now."""
     in_flight: int
@@ -92,12 +93,21 @@ class ModelStatistics:
     """Seconds from submission to first dispatch, per request part."""
     latency_s: Histogram
     """Seconds from submission to the response, per request."""
-    uptime_s: float
 
     def exit_shares(self) -> dict[str, float]:
         """Share of the answered samples by the place that answered them."""
         total = max(self.answered, 1)
         return {stage.label: stage.answered / total for stage in self.stages}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStatistics(CountersSnapshot):
+    """The counts of a model, and what they were counted under."""
+
+    mode: str
+    backend: str
+    policy_version: int
+    uptime_s: float
 
 
 class HistogramCounter:
@@ -157,7 +167,16 @@ class Counters:
         self.queue_s = HistogramCounter(HISTOGRAM_BOUNDS_S)
         self.latency_s = HistogramCounter(HISTOGRAM_BOUNDS_S)
 
-    @property
-    def answered(self) -> int:
-        """Samples answered, wherever."""
-        return sum(stage.answered for stage in self.stages)
+    def snapshot(self, *, queued: int, in_flight: int) -> CountersSnapshot:
+        """Give the counts so far, and what the scheduler holds at the same instant."""
+        return CountersSnapshot(
+            stages=tuple(stage.snapshot() for stage in self.stages),
+            requests=self.requests,
+            samples=self.samples,
+            answered=sum(stage.answered for stage in self.stages),
+            failed=dict(self.failed),
+            queued=queued,
+            in_flight=in_flight,
+            queue_s=self.queue_s.snapshot(),
+            latency_s=self.latency_s.snapshot(),
+        )

@@ -188,6 +188,14 @@ def _add_execution(parser: argparse.ArgumentParser) -> None:
     )
     add("--streams", "N", integer(1), defaults.streams, "batches that run side by side, per model")
     add(
+        "--parallel-below",
+        "N",
+        integer(1),
+        defaults.parallel_below,
+        "a new batch starts beside running ones once each has fewer samples than this (PAME's "
+        "tau_b); not given: on any idle stream",
+    )
+    add(
         "--threads",
         "N",
         integer(1),
@@ -233,6 +241,7 @@ def _engine_options(given: argparse.Namespace) -> EngineOptions:
         max_queue_samples=given.max_queue_samples,
         default_timeout_ms=given.default_timeout_ms,
         streams=given.streams,
+        parallel_below=given.parallel_below,
         threads=given.threads,
     )
 

@@ -65,7 +65,7 @@ class FakeBackend:
             raise BackendError(f"{self.open_slots} slots are still open")
 
 
-@dataclass(slots=True)
+@dataclass
 class FakeSlot:
     """Executes by script."""
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from offramp.engine.backends.base import Rows, StageResult, TensorBatch
 from offramp.engine.errors import BackendError
 from offramp.engine.exit_check import confidence_of
+from offramp.engine.onnx_subset import has_half_precision
 from offramp.engine.plan import StageSpec
 
 _EMPTY = np.empty(0, np.float32)
@@ -51,6 +52,9 @@ def make_session(model: bytes, threads: int) -> ort.InferenceSession:
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
+    if has_half_precision(model):
+        # ONNX Runtime 1.30 and 1.31 crashed in their blocked layouts of float16 convolutions.
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     # Every stage has a pool of its own; pools that spin after a run steal the next one's cores.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])

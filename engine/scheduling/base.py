@@ -20,7 +20,11 @@ class DropCause(StrEnum):
     """Why a sample leaves without an answer."""
 
     EXPIRED = "expired"
+    """Its deadline passed."""
     CANCELLED = "cancelled"
+    """Its caller left."""
+    FAILED = "backend_error"
+    """Another part of its request failed."""
 
 
 class SchedulerFullError(Exception):
@@ -101,8 +105,8 @@ class Scheduler(Protocol):
         """
         ...
 
-    def cancel(self, request: int) -> None:
-        """Withdraw a request: its samples leave before the next dispatch."""
+    def cancel(self, request: int, cause: DropCause = DropCause.CANCELLED) -> None:
+        """Withdraw a request: what waits leaves now, what runs when its stage is done."""
         ...
 
     def next(self, stream: int, now_s: float) -> Decision:
@@ -114,7 +118,7 @@ class Scheduler(Protocol):
         ...
 
     def failed(self, stream: int) -> None:
-        """The run of ``stream`` failed; its samples are gone from the scheduler."""
+        """The batch of ``stream`` failed, if it has one; its samples leave the scheduler."""
         ...
 
     def flush(self) -> None:

@@ -6,6 +6,7 @@ import heapq
 from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from offramp.engine.scheduling.base import (
     DropCause,
@@ -13,6 +14,10 @@ from offramp.engine.scheduling.base import (
     SchedulerFullError,
     Submission,
 )
+
+PATIENCE_S = 1.0
+"""A request without a deadline is ordered as if it had this long: it is never refused for being
+late, and neither do those with deadlines overtake it for ever."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,25 +43,80 @@ class Taken:
     count: int
 
 
-_Key = tuple[int, float, int]
-_Heap = list[tuple[_Key, _Entry]]
+_Key: TypeAlias = tuple[int, float, int]
+"""Priority (negated), deadline, order of arrival: the smallest goes first."""
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """Samples that can share a batch.
+
+    Entries are removed lazily: one that was cancelled or has expired stays in heap and deque
+    until it surfaces, but its samples stop counting at once.
+    """
+
+    size: int = 0
+    """Samples that wait."""
+    _heap: list[tuple[_Key, _Entry]] = field(default_factory=list)
+    _by_age: deque[_Entry] = field(default_factory=deque)
+    _alive: int = 0
+
+    def push(self, key: _Key, entry: _Entry) -> None:
+        """Add an entry."""
+        heapq.heappush(self._heap, (key, entry))
+        self._by_age.append(entry)
+        self.size += entry.left
+        self._alive += 1
+        if len(self._heap) > 2 * self._alive + 64:
+            self._heap = [item for item in self._heap if item[1].left]
+            heapq.heapify(self._heap)
+        if len(self._by_age) > 2 * self._alive + 64:
+            self._by_age = deque(e for e in self._by_age if e.left)
+
+    def forget(self, entry: _Entry) -> None:
+        """Count an entry's samples no longer."""
+        self.size -= entry.left
+        self._alive -= 1
+        entry.gone = True
+
+    def urgency(self) -> _Key:
+        """Key of the most urgent entry; the lane must not be empty."""
+        while not self._heap[0][1].left:
+            heapq.heappop(self._heap)
+        return self._heap[0][0]
+
+    def oldest_s(self) -> float:
+        """When the sample that waits longest was submitted; the lane must not be empty."""
+        while not self._by_age[0].left:
+            self._by_age.popleft()
+        return self._by_age[0].submitted_s
+
+    def take(self, limit: int) -> Iterator[tuple[Taken, bool]]:
+        """Take up to ``limit`` samples, most urgent first; says what exhausts its request."""
+        while self.size and limit > 0:
+            self.urgency()
+            _, entry = self._heap[0]
+            count = min(entry.left, limit)
+            taken = Taken(entry.submission, entry.taken, count)
+            entry.taken += count
+            limit -= count
+            self.size -= count
+            if not entry.left:
+                heapq.heappop(self._heap)
+                self._alive -= 1
+            yield taken, not entry.left
 
 
 @dataclass(slots=True)
 class SampleQueue:
-    """Samples by signature; O(log n) per request.
-
-    Entries are removed lazily: one that was cancelled or has expired stays in its heap until it
-    surfaces, but its samples stop counting at once.
-    """
+    """Samples in lanes by signature; O(log n) a request, O(lanes) a batch."""
 
     capacity: int
     """Most samples that wait."""
     size: int = 0
     """Samples that wait now."""
-    _heaps: dict[Hashable, _Heap] = field(default_factory=dict)
+    _lanes: dict[Hashable, Lane] = field(default_factory=dict)
     _by_request: dict[int, _Entry] = field(default_factory=dict)
-    _by_age: deque[_Entry] = field(default_factory=deque)
     _by_deadline: list[tuple[float, int, _Entry]] = field(default_factory=list)
     _sequence: int = 0
 
@@ -70,17 +130,20 @@ class SampleQueue:
             raise SchedulerFullError(
                 f"{submission.count} samples do not fit: {self.size} of {self.capacity} wait"
             )
-        entry = _Entry(submission, now_s)
         self._sequence += 1
-        key = (-submission.priority, submission.deadline_s, self._sequence)
-        heapq.heappush(self._heaps.setdefault(submission.signature, []), (key, entry))
+        entry = _Entry(submission, now_s)
+        deadline_s = submission.deadline_s
+        if deadline_s == float("inf"):
+            deadline_s = now_s + PATIENCE_S
+        else:
+            heapq.heappush(self._by_deadline, (deadline_s, self._sequence, entry))
+        lane = self._lanes.setdefault(submission.signature, Lane())
+        lane.push((-submission.priority, deadline_s, self._sequence), entry)
         self._by_request[submission.request] = entry
-        self._by_age.append(entry)
-        if submission.deadline_s != float("inf"):
-            item = (submission.deadline_s, self._sequence, entry)
-            heapq.heappush(self._by_deadline, item)
         self.size += submission.count
-        self._compact()
+        if len(self._by_deadline) > 2 * len(self._by_request) + 64:
+            self._by_deadline = [item for item in self._by_deadline if item[2].left]
+            heapq.heapify(self._by_deadline)
 
     def remove(self, request: int, cause: DropCause) -> Dropped | None:
         """Remove what is left of a request; ``None`` if nothing of it waits."""
@@ -89,7 +152,9 @@ class SampleQueue:
             return None
         dropped = Dropped(request, entry.left, cause)
         self.size -= entry.left
-        entry.gone = True
+        signature = entry.submission.signature
+        self._lanes[signature].forget(entry)
+        self._drop_empty(signature)
         return dropped
 
     def expire(self, now_s: float) -> Iterator[Dropped]:
@@ -101,74 +166,27 @@ class SampleQueue:
                 assert dropped is not None
                 yield dropped
 
-    def oldest_s(self) -> float:
-        """When the sample that waits longest was submitted; infinity if none waits."""
-        while self._by_age and not self._by_age[0].left:
-            self._by_age.popleft()
-        return self._by_age[0].submitted_s if self._by_age else float("inf")
-
     def next_expiry_s(self) -> float:
         """When the next deadline passes; infinity if there is none."""
         while self._by_deadline and not self._by_deadline[0][2].left:
             heapq.heappop(self._by_deadline)
         return self._by_deadline[0][0] if self._by_deadline else float("inf")
 
-    def largest_batch(self, limit: int) -> int:
-        """Samples that one batch could hold now, up to ``limit``."""
-        if len(self._heaps) == 1:
-            return min(self.size, limit)
-        best = 0
-        for heap in self._heaps.values():
-            total = 0
-            for _, entry in heap:
-                total += entry.left
-                if total >= limit:
-                    return limit
-            best = max(best, total)
-        return best
+    def lanes(self) -> Iterator[tuple[Hashable, Lane]]:
+        """The lanes that hold samples, by signature."""
+        return iter(self._lanes.items())
 
-    def take(self, limit: int) -> list[Taken]:
-        """Take up to ``limit`` samples of the most urgent signature, most urgent first."""
-        self._drop_exhausted()
-        if not self._heaps:
-            return []
-        signature = min(self._heaps, key=lambda s: self._heaps[s][0][0])
-        heap = self._heaps[signature]
-        parts: list[Taken] = []
-        while heap and limit > 0:
-            _, entry = heap[0]
-            count = min(entry.left, limit)
-            if count:
-                parts.append(Taken(entry.submission, entry.taken, count))
-                entry.taken += count
-                limit -= count
-                self.size -= count
-            if not entry.left:
-                heapq.heappop(heap)
-                self._by_request.pop(entry.submission.request, None)
-        if not heap:
-            del self._heaps[signature]
+    def take(self, signature: Hashable, limit: int) -> list[Taken]:
+        """Take up to ``limit`` samples of a lane, most urgent first."""
+        parts = []
+        for taken, exhausted in self._lanes[signature].take(limit):
+            parts.append(taken)
+            self.size -= taken.count
+            if exhausted:
+                del self._by_request[taken.submission.request]
+        self._drop_empty(signature)
         return parts
 
-    def _drop_exhausted(self) -> None:
-        for signature in list(self._heaps):
-            heap = self._heaps[signature]
-            while heap and not heap[0][1].left:
-                heapq.heappop(heap)
-            if not heap:
-                del self._heaps[signature]
-
-    def _compact(self) -> None:
-        """Keep what was removed lazily from outgrowing what is alive."""
-        alive = 2 * len(self._by_request) + 64
-        if len(self._by_age) > alive:
-            self._by_age = deque(entry for entry in self._by_age if entry.left)
-        if len(self._by_deadline) > alive:
-            self._by_deadline = [item for item in self._by_deadline if item[2].left]
-            heapq.heapify(self._by_deadline)
-        if sum(map(len, self._heaps.values())) > alive:
-            for signature, heap in list(self._heaps.items()):
-                kept = [item for item in heap if item[1].left]
-                heapq.heapify(kept)
-                self._heaps[signature] = kept
-            self._drop_exhausted()
+    def _drop_empty(self, signature: Hashable) -> None:
+        if not self._lanes[signature].size:
+            del self._lanes[signature]

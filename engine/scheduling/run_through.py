@@ -23,7 +23,7 @@ from offramp.engine.scheduling.base import (
     Transition,
     Wait,
 )
-from offramp.engine.scheduling.queue import SampleQueue, Taken
+from offramp.engine.scheduling.queue import Lane, SampleQueue, Taken
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class RunThroughScheduler:
         self._parallel_below = parallel_below
         self._queue = SampleQueue(max_queue)
         self._batches: dict[int, _Batch] = {}
-        self._cancelled: set[int] = set()
+        self._cancelled: dict[int, DropCause] = {}
         self._dropped: list[Dropped] = []
         self._next_batch = 0
 
@@ -86,13 +86,13 @@ class RunThroughScheduler:
         self._dropped.extend(self._queue.expire(now_s))
         self._queue.push(submission, now_s)
 
-    def cancel(self, request: int) -> None:
+    def cancel(self, request: int, cause: DropCause = DropCause.CANCELLED) -> None:
         """Withdraw a request; see :class:`Scheduler`."""
-        dropped = self._queue.remove(request, DropCause.CANCELLED)
+        dropped = self._queue.remove(request, cause)
         if dropped is not None:
             self._dropped.append(dropped)
         if any((batch.requests == request).any() for batch in self._batches.values()):
-            self._cancelled.add(request)
+            self._cancelled.setdefault(request, cause)
 
     def next(self, stream: int, now_s: float) -> Decision:
         """Continue the stream's batch, or form a new one; see :class:`Scheduler`."""
@@ -101,10 +101,12 @@ class RunThroughScheduler:
         if batch is None:
             if not self._queue.size or self._held_back():
                 return Idle()
-            start_s = self._start_time_s(now_s)
-            if start_s > now_s:
-                return Wait(min(start_s, self._queue.next_expiry_s()))
-            batch = self._form(self._queue.take(self._max_batch_size))
+            starts = {s: self._start_s(lane, now_s) for s, lane in self._queue.lanes()}
+            ripe = [lane for lane in self._queue.lanes() if starts[lane[0]] <= now_s]
+            if not ripe:
+                return Wait(min(*starts.values(), self._queue.next_expiry_s()))
+            signature, _ = min(ripe, key=lambda item: item[1].urgency())
+            batch = self._form(self._queue.take(signature, self._max_batch_size))
             self._batches[stream] = batch
         assert not batch.executing, "next() was called for a stream that is busy"
         batch.executing = True
@@ -144,12 +146,11 @@ class RunThroughScheduler:
         running = self._batches.values()
         return limit is not None and any(len(batch.requests) >= limit for batch in running)
 
-    def _start_time_s(self, now_s: float) -> float:
-        if self._max_delay_s <= 0.0:
+    def _start_s(self, lane: Lane, now_s: float) -> float:
+        """When a batch of the lane may start: once it is full, or its oldest waited enough."""
+        if self._max_delay_s <= 0.0 or lane.size >= self._max_batch_size:
             return now_s
-        if self._queue.largest_batch(self._max_batch_size) >= self._max_batch_size:
-            return now_s
-        return self._queue.oldest_s() + self._max_delay_s
+        return lane.oldest_s() + self._max_delay_s
 
     def _form(self, parts: list[Taken]) -> _Batch:
         counts = [part.count for part in parts]
@@ -164,24 +165,20 @@ class RunThroughScheduler:
 
     def _lost(self, batch: _Batch, staying: NDArray[np.bool_], now_s: float) -> NDArray[np.bool_]:
         """Staying rows whose request was withdrawn or whose deadline has passed; reports them."""
-        expired = staying & (batch.deadlines_s <= now_s)
-        cancelled = np.zeros_like(expired)
+        lost: NDArray[np.bool_] = batch.deadlines_s <= now_s
         if self._cancelled:
-            cancelled = staying & np.isin(batch.requests, list(self._cancelled))
-        for mask, cause in (
-            (cancelled, DropCause.CANCELLED),
-            (expired & ~cancelled, DropCause.EXPIRED),
-        ):
-            if mask.any():
-                requests, counts = np.unique(batch.requests[mask], return_counts=True)
-                self._dropped.extend(
-                    Dropped(r, c, cause)
-                    for r, c in zip(requests.tolist(), counts.tolist(), strict=True)
-                )
-        return expired | cancelled
+            lost = lost | np.isin(batch.requests, list(self._cancelled))
+        lost = staying & lost
+        if lost.any():
+            requests, counts = np.unique(batch.requests[lost], return_counts=True)
+            self._dropped.extend(
+                Dropped(r, c, self._cancelled.get(r, DropCause.EXPIRED))
+                for r, c in zip(requests.tolist(), counts.tolist(), strict=True)
+            )
+        return lost
 
     def _finish(self, stream: int) -> None:
-        del self._batches[stream]
+        self._batches.pop(stream, None)
         if self._cancelled:
             still = {r for b in self._batches.values() for r in b.requests.tolist()}
-            self._cancelled &= still
+            self._cancelled = {r: c for r, c in self._cancelled.items() if r in still}

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
+from rich.console import Console
 from tests import models
+from tests.unit.bundle.examples import POLICY, write
 
 from offramp.bundle import Bundle
-from offramp.compiler.cli import main
+from offramp.compiler.cli import main, summarise
 
 
 @pytest.fixture(autouse=True)
@@ -167,6 +171,23 @@ def test_a_bundle_is_written_and_summed_up(capfd, name: str) -> None:
 
     assert f"{name} exists; choose another --output, or add --overwrite" in fails(capfd, *arguments)
     assert main([*arguments, "--overwrite"]) == 0
+
+
+def test_the_summary_claims_what_was_promised_and_no_more(tmp_path: Path) -> None:
+    assert POLICY.promise is not None
+    sure = replace(POLICY.promise, confidence=0.9995, max_disagreement=0.00004)
+    bundle = write(tmp_path, policy=replace(POLICY, promise=sure))
+    written = io.StringIO()
+    summarise(bundle, Console(file=written, width=300))
+    lines = written.getvalue().splitlines()
+    assert lines[0] == f"{bundle.path}: 1 exits built, 1 active"
+    assert lines[1] == "  exit 0 after segment 0: 2×2 grid, hidden 64; leaves at confidence ≥ 0.900"
+    assert lines[2] == (
+        "Disagreement with the unmodified model ≤ 0.004% on unseen data like the calibration set, "
+        "with 99.95% confidence (0 of 250 certify samples disagreed)."
+    )
+    assert lines[3].startswith("Predicted savings of time: 30.0%")
+    assert lines[4:] == [f"Report: {bundle.path}/report.html", f"Serve:  eeserve {bundle.path}"]
 
 
 def test_inspect_lists_the_cut_points(capfd) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
 import pytest
+from tests.bundles import EXAMPLE
 
 from offramp.bundle import NEVER, Bundle
 from offramp.calibration.dataset import Dataset, read_dataset
@@ -18,7 +20,6 @@ from offramp.engine.core import Engine, EngineOptions
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, make_chained_plan, make_plan
 from offramp.tools.bench.cli import main as eebench
-from tests.bundles import EXAMPLE
 
 
 @pytest.fixture(scope="module")
@@ -107,10 +108,7 @@ def test_engine_answers_each_request_like_the_pipeline(fashion: Bundle, test_dat
         options = EngineOptions(streams=2, threads=1, max_batch_size=16)
         async with await Engine.open({"fashion": fashion.path}, options) as engine:
             results = await asyncio.gather(
-                *(
-                    engine.infer("fashion", test_data.take(slice(a, b)))
-                    for a, b in zip(bounds, bounds[1:], strict=False)
-                )
+                *(engine.infer("fashion", test_data.take(slice(a, b))) for a, b in pairwise(bounds))
             )
             statistics = engine.statistics()["fashion"]
             assert statistics.answered == 300
@@ -130,9 +128,7 @@ def test_eebench_compare_writes_what_it_measured(fashion: Bundle, tmp_path: Path
     document = json.loads(target.read_text())
     rows = document["rows"]
     assert [(r["system"], r["batch_size"]) for r in rows] == [
-        (system, size)
-        for size in (1, 8)
-        for system in ("source", "offramp", "offramp-no-exit")
+        (system, size) for size in (1, 8) for system in ("source", "offramp", "offramp-no-exit")
     ]
     for row in rows:
         assert row["p99_ms"] >= row["p95_ms"] >= row["median_ms"] > 0

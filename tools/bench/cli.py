@@ -77,12 +77,21 @@ def _compare(options: argparse.Namespace) -> int:
             bundle,
             backend,
             dataset,
+            threads=options.threads,
             batch_sizes=options.batch_sizes,
             rounds=options.rounds,
             samples=options.samples,
             progress=lambda amount: bars.advance(task, amount),
         )
+    same = dataset.sha256 == bundle.manifest.calibration.data_sha256
+    if same:
+        console.print(
+            "[bold red]This is the data that the bundle was calibrated on:[/] agreement on it "
+            "says nothing about unseen data. Give --data that the compiler never saw.",
+            soft_wrap=True,
+        )
     environment = describe_environment(
+        data_is_calibration_data=same,
         backend=backend.name,
         threads=options.threads,
         rounds=options.rounds,

@@ -1,25 +1,28 @@
 """Compare a bundle with its source model, batch by batch, in one process.
 
 Every batch is run by all systems before the next one, in rotating order, so that what else the
-machine does hits them alike. A sample's latency runs from the start of its batch to the moment
-its own answer is there. Figures are medians over rounds, each on its own part of the data.
+machine does hits them alike. The source model runs as a user would run it without Offramp: a plain
+session of the bundle's ``source.onnx`` (the given model, simplified) with as many threads. A
+sample's latency runs from the start of its batch to the moment its own answer is there. Times are
+medians over rounds, each on its own part of the data; shares are over all of it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import onnxruntime as ort
 from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, Bundle
 from offramp.calibration.dataset import Dataset
 from offramp.engine.backends import Backend, Slot
-from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import Mode, Plan, exit_label, make_plan
+from offramp.engine.pipeline import Departure, Pipeline
+from offramp.engine.plan import Mode, Plan, StageSpec, exit_label, make_plan
 
 SOURCE, OFFRAMP, NO_EXIT = "source", "offramp", "offramp-no-exit"
 
@@ -46,13 +49,61 @@ class Row:
         return asdict(self)
 
 
+Tensors = Mapping[str, NDArray[Any]]
+
+
+class _Runner(Protocol):
+    """Answers batches."""
+
+    def run(self, tensors: Tensors) -> Iterator[Departure]:
+        """Give the rows that leave as they leave."""
+        ...
+
+    def warm_up(self, tensors: Tensors) -> None:
+        """Allocate for a batch size."""
+        ...
+
+
+class _Staged:
+    """A plan's stages, as the server runs them."""
+
+    def __init__(self, pipeline: Pipeline, slot: Slot) -> None:
+        self._pipeline = pipeline
+        self._slot = slot
+
+    def run(self, tensors: Tensors) -> Iterator[Departure]:
+        return self._pipeline.run(self._slot, tensors)
+
+    def warm_up(self, tensors: Tensors) -> None:
+        self._pipeline.warm_up(self._slot, tensors)
+
+
+class _Plain:
+    """The source model in a session as ONNX Runtime makes it by default."""
+
+    def __init__(self, bundle: Bundle, threads: int) -> None:
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.log_severity_level = 3
+        model = bundle.read(bundle.manifest.source.file)
+        providers = ["CPUExecutionProvider"]
+        self._session = ort.InferenceSession(model, options, providers=providers)
+        self._outputs = [bundle.manifest.answer.output]
+
+    def run(self, tensors: Tensors) -> Iterator[Departure]:
+        (answer,) = self._session.run(self._outputs, tensors)
+        yield Departure(0, np.arange(len(answer)), answer, np.empty(0, np.float32))
+
+    def warm_up(self, tensors: Tensors) -> None:
+        self._session.run(self._outputs, tensors)
+
+
 @dataclass(slots=True)
 class _System:
     """One of the compared, and what was measured of it at a batch size."""
 
     name: str
-    pipeline: Pipeline
-    slot: Slot
+    runner: _Runner
     latency_ms: list[list[NDArray[np.float64]]] = field(default_factory=list)
     """[rounds][batches]."""
     busy_ms: list[list[float]] = field(default_factory=list)
@@ -63,11 +114,11 @@ class _System:
         self.latency_ms.append([])
         self.busy_ms.append([])
 
-    def measure(self, tensors: Mapping[str, NDArray[Any]], size: int) -> None:
+    def measure(self, tensors: Tensors, size: int) -> None:
         latency = np.empty(size)
         departures = []
         started = time.perf_counter()
-        for departure in self.pipeline.run(self.slot, tensors):
+        for departure in self.runner.run(tensors):
             latency[departure.rows] = time.perf_counter() - started
             departures.append(departure)
         self.busy_ms[-1].append((time.perf_counter() - started) * 1e3)
@@ -85,6 +136,7 @@ def compare(
     backend: Backend,
     dataset: Dataset,
     *,
+    threads: int,
     batch_sizes: Sequence[int],
     rounds: int,
     samples: int,
@@ -94,8 +146,9 @@ def compare(
 
     Args:
         bundle: The bundle, in ``leave`` mode.
-        backend: Executes all three, with the same number of threads.
+        backend: Executes the bundle.
         dataset: Real data, with labels if there are any.
+        threads: Of the source model's session; the backend's too.
         batch_sizes: To measure at; an incomplete last batch is left out.
         rounds: Parts of the data; figures are medians over them.
         samples: How many of the data to use, at most.
@@ -107,18 +160,20 @@ def compare(
         OFFRAMP: plan,
         NO_EXIT: replace(plan, stages=tuple(_never(stage) for stage in plan.stages)),
     }
-    pipelines = {name: Pipeline(backend, p) for name, p in plans.items()}
+    slot = backend.open_slot()
+    runners: dict[str, _Runner] = {SOURCE: _Plain(bundle, threads)}
+    for name in (OFFRAMP, NO_EXIT):
+        runners[name] = _Staged(Pipeline(backend, plans[name]), slot)
     rows: list[Row] = []
     for size in batch_sizes:
-        systems = [_System(n, p, backend.open_slot()) for n, p in pipelines.items()]
+        systems = [_System(name, runner) for name, runner in runners.items()]
         used = _measure_size(
             systems, dataset, size, rounds=rounds, samples=samples, progress=progress
         )
         labels = None if dataset.labels is None else dataset.labels[:used]
         truth = np.concatenate(systems[0].prediction)
         rows += [_row(s, plans[s.name], size, truth, labels) for s in systems]
-        for system in systems:
-            system.slot.close()
+    slot.close()
     return rows
 
 
@@ -146,7 +201,7 @@ def _measure_size(
     per_round = batches_of(dataset, size, rounds, samples)
     for smaller in range(1, size + 1):
         for system in systems:
-            system.pipeline.warm_up(system.slot, dataset.take(slice(smaller)))
+            system.runner.warm_up(dataset.take(slice(smaller)))
     start = 0
     for _ in range(rounds):
         for system in systems:
@@ -189,5 +244,5 @@ def _row(
     )
 
 
-def _never(stage: Any) -> Any:
+def _never(stage: StageSpec) -> StageSpec:
     return stage if stage.final else replace(stage, threshold=NEVER)

@@ -60,6 +60,7 @@ MANIFEST = Manifest(
         train_samples=600,
         tune_samples=150,
         certify_samples=250,
+        sample_shapes={},
         reference_batch_size=8,
         source_accuracy=0.5,
     ),

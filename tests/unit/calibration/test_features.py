@@ -126,7 +126,7 @@ def test_a_model_that_fails_on_some_samples_says_on_which(tmp_path: Path) -> Non
     data = dataset_of(pieces, 100)
     data.inputs["input_ids"][90, 3] = 4000  # beyond the vocabulary of 50
     graph, outputs = attach_poolings(pieces.model, pieces.graphs, pieces.cuts)
-    with pytest.raises(DataError, match=r"fails on calibration samples 64 to 99.*indices"):
+    with pytest.raises(DataError, match=r"fails on calibration sample 90: .*indices"):
         record(graph, outputs, pieces.model.answer, data, threads=1, directory=tmp_path / "f")
 
 
@@ -176,3 +176,13 @@ def test_both_splits_are_dumped_in_order(tmp_path: Path) -> None:
     }
     assert arrays["split"].tolist() == [TUNE, TUNE, CERTIFY, CERTIFY, CERTIFY]
     assert arrays["label"].tolist() == [2, 2, 3, 3, 3]
+
+
+def test_a_sample_is_named_by_its_place_in_the_file(tmp_path: Path) -> None:
+    pieces = sliced("bert")
+    data = dataset_of(pieces, 100)
+    data.inputs["input_ids"][90, 3] = 4000
+    part = data.subset(np.arange(80, 100))
+    graph, outputs = attach_poolings(pieces.model, pieces.graphs, pieces.cuts)
+    with pytest.raises(DataError, match="fails on calibration sample 90: "):
+        record(graph, outputs, pieces.model.answer, part, threads=1, directory=tmp_path / "f")

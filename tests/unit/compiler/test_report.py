@@ -143,6 +143,7 @@ def make_manifest(exits: int, certify: ExitRecords, name: str) -> Manifest:
             train_samples=12000,
             tune_samples=3000,
             certify_samples=len(certify.final_prediction),
+            sample_shapes={},
             reference_batch_size=8,
             source_accuracy=(
                 None if labels is None else float((certify.final_prediction == labels).mean())

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tests.fakes import fake_model, script
 
-from offramp.engine.backends.fake import SCRIPT, FakeBackend
+from offramp.engine.backends.fake import SCRIPT, FakeBackend, FakeSlot
 from offramp.engine.core import Engine, EngineOptions
 from offramp.engine.errors import (
     BackendError,
@@ -48,10 +48,11 @@ class Gate:
 def with_engine(
     body: Callable[[Engine, FakeBackend], Coroutine[Any, Any, None]],
     on_run: Callable[[int, int], None] | None = None,
+    backend_type: type[FakeBackend] = FakeBackend,
     **model: Any,
 ) -> FakeBackend:
     """Run ``body`` against an engine with one fake model; checks that slots are closed."""
-    backend = FakeBackend(on_run=on_run) if on_run else FakeBackend()
+    backend = backend_type(on_run=on_run) if on_run else backend_type()
 
     async def run() -> None:
         engine = Engine({"fake": fake_model(backend, **model)}, EngineOptions())
@@ -285,3 +286,141 @@ def test_statistics_count_where_answers_come_from() -> None:
         assert [s.batch_size.total for s in statistics.stages] == [3, 1]
 
     with_engine(body)
+
+
+def test_one_bad_request_fails_alone() -> None:
+    """Four requests in one batch, one of which no run survives: three get their answers."""
+    gate = Gate()
+    bad = 0.123
+
+    class Poisoned(FakeBackend):
+        def open_slot(self) -> FakeSlot:
+            slot = super().open_slot()
+            run = slot.run
+
+            def checked(stage: Any, batch: Any) -> Any:
+                if (np.abs(batch.script[:, 0, 0] - bad) < 1e-6).any():
+                    raise BackendError("token out of range")
+                return run(stage, batch)
+
+            slot.run = checked  # type: ignore[method-assign]
+            return slot
+
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        blocker = asyncio.create_task(engine.infer("fake", {SCRIPT: script([0.95, 0.5])}))
+        await gate.wait_entered()
+        tasks = [
+            asyncio.create_task(engine.infer("fake", {SCRIPT: script([p, 0.7])}))
+            for p in (0.91, bad, 0.6, 0.93)
+        ]
+        await asyncio.sleep(0)
+        gate.open()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(results[1], BackendError)
+        answered = [r for i, r in enumerate(results) if i != 1]
+        assert [r.exits.tolist() for r in answered] == [[0], [-1], [0]]  # type: ignore[union-attr]
+        await blocker
+        statistics = engine.statistics()["fake"]
+        assert statistics.failed == {"backend_error": 1}
+        assert statistics.answered == 4
+
+    with_engine(body, gate, backend_type=Poisoned)
+
+
+def test_failing_to_compact_fails_only_who_has_no_answer_yet() -> None:
+    class CannotSelect(FakeBackend):
+        def open_slot(self) -> FakeSlot:
+            slot = super().open_slot()
+            slot.select = _out_of_memory  # type: ignore[method-assign]
+            return slot
+
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        leaves = asyncio.create_task(engine.infer("fake", {SCRIPT: script([0.95, 0.5])}))
+        stays = asyncio.create_task(engine.infer("fake", {SCRIPT: script([0.5, 0.5])}))
+        assert (await leaves).exits.tolist() == [0]
+        with pytest.raises(BackendError, match="MemoryError"):
+            await stays
+        again = await engine.infer("fake", {SCRIPT: script([0.95, 0.5])})
+        assert again.exits.tolist() == [0]
+
+    with_engine(body, backend_type=CannotSelect, max_delay_s=0.01)
+
+
+def _out_of_memory(*_: object) -> None:
+    raise MemoryError
+
+
+def test_a_stream_that_cannot_open_takes_the_model_out_of_service() -> None:
+    class CannotOpen(FakeBackend):
+        def open_slot(self) -> FakeSlot:
+            raise BackendError("no device")
+
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        with pytest.raises(BackendError, match=r"out of service.*no device"):
+            await engine.infer("fake", {SCRIPT: script([0.95, 0.5])})
+        assert not engine.ready("fake")
+
+    with_engine(body, backend_type=CannotOpen)
+
+
+def test_work_for_two_streams_wakes_two() -> None:
+    """One request of two batches: both runs have to be under way at the same time."""
+    barrier = threading.Barrier(2, timeout=LIMIT_S)
+
+    def on_run(stage: int, rows: int) -> None:
+        if stage == 0:
+            barrier.wait()
+
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        result = await engine.infer("fake", {SCRIPT: script(*[[0.95, 0.5]] * 16)})
+        assert (result.exits == 0).all()
+
+    with_engine(body, on_run, streams=2)
+
+
+def test_closing_does_not_wait_for_a_stage_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offramp.engine.executor._JOIN_LIMIT_S", 0.05)
+    gate = Gate()
+    backend = FakeBackend(on_run=gate)
+
+    async def run() -> None:
+        engine = Engine({"fake": fake_model(backend)}, EngineOptions())
+        hanging = asyncio.create_task(engine.infer("fake", {SCRIPT: script([0.95, 0.5])}))
+        await gate.wait_entered()
+        await engine.close()
+        with pytest.raises(DrainingError):
+            await hanging
+        assert engine.statistics()["fake"].failed == {"stopped": 1}
+
+    asyncio.run(run())
+    gate.open()
+
+
+def test_what_is_left_of_a_failed_request_does_not_run() -> None:
+    def on_run(stage: int, rows: int) -> None:
+        raise BackendError("broken")
+
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        with pytest.raises(BackendError, match="broken"):
+            await engine.infer("fake", {SCRIPT: script(*[[0.95, 0.5]] * 24)})
+        assert await engine.drain(LIMIT_S)
+        statistics = engine.statistics()["fake"]
+        assert statistics.failed == {"backend_error": 24}
+        assert backend.runs == [(0, 8)]
+        assert (statistics.queued, statistics.in_flight) == (0, 0)
+
+    with_engine(body, on_run)
+
+
+def test_more_samples_than_the_queue_holds_are_the_callers_mistake() -> None:
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        with pytest.raises(InvalidInputError, match="send them in several requests"):
+            await engine.infer("fake", {SCRIPT: script(*[[0.95, 0.5]] * 5000)})
+
+    with_engine(body)
+
+
+@pytest.mark.parametrize("field", ["max_batch_size", "max_queue_samples", "streams", "threads"])
+def test_options_that_could_never_serve_are_refused(field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field} is 0"):
+        EngineOptions(**{field: 0})

@@ -92,6 +92,37 @@ def test_samples_of_different_shapes_are_not_batched_together() -> None:
     assert started(s.next(0, 0.0)).requests.tolist() == [2]
 
 
+def test_a_full_batch_of_one_shape_does_not_hurry_another_shape() -> None:
+    s = scheduler(max_delay_s=1.0)
+    s.submit(Submission(request=1, count=1, signature=16, deadline_s=9.0), 0.0)
+    s.submit(Submission(request=2, count=4, signature=32), 0.0)
+    assert started(s.next(0, 0.0)).requests.tolist() == [2, 2, 2, 2]
+    assert s.next(1, 0.0) == Wait(1.0)
+    assert started(s.next(1, 1.0)).requests.tolist() == [1]
+
+
+def test_requests_without_a_deadline_are_not_overtaken_for_ever() -> None:
+    s = scheduler(max_batch_size=1)
+    s.submit(Submission(request=0, count=1), 0.0)
+    order: list[int] = []
+    for number in range(1, 9):
+        now_s = number * 0.25
+        s.submit(Submission(request=number, count=1, deadline_s=now_s + 0.5), now_s)
+        order += started(s.next(0, now_s)).requests.tolist()
+        s.done(0, np.ones(1, np.bool_), now_s)
+    assert 0 in order
+
+
+def test_what_is_left_of_a_failed_request_is_dropped_by_that_cause() -> None:
+    s = scheduler()
+    s.submit(Submission(request=1, count=6), 0.0)
+    s.next(0, 0.0)
+    s.failed(0)
+    s.cancel(1, DropCause.FAILED)
+    assert s.take_dropped() == [Dropped(1, 2, DropCause.FAILED)]
+    assert (s.queued, s.in_flight) == (0, 0)
+
+
 def test_expired_in_the_queue_is_dropped_before_dispatch() -> None:
     s = scheduler()
     s.submit(Submission(request=1, count=2, deadline_s=5.0), 0.0)
@@ -109,9 +140,10 @@ def test_waiting_for_mates_ends_when_a_deadline_passes() -> None:
 
 def test_expired_between_stages_leaves_its_mates_alone() -> None:
     s = scheduler()
-    s.submit(Submission(request=1, count=1, deadline_s=5.0), 0.0)
+    s.submit(Submission(request=1, count=1, deadline_s=0.5), 0.0)
     s.submit(Submission(request=2, count=1), 0.0)
     run = started(s.next(0, 0.0))
+    assert run.requests.tolist() == [1, 2]
     transition = s.done(0, none_exit(run), 6.0)
     assert transition.dropped.tolist() == [0]
     assert s.take_dropped() == [Dropped(1, 1, DropCause.EXPIRED)]
