@@ -145,18 +145,17 @@ class _HeadModule(nn.Module):
         self.hidden = nn.Linear(features, head.hidden) if head.hidden else None
         self.output = nn.Linear(head.hidden or features, classes)
 
-    def pool(self, values: Tensor, keep: Tensor | None) -> Tensor:
-        """Give [b, features] of what is stored under :attr:`key`."""
+    def pick(self, values: Tensor) -> Tensor:
+        """Give [b, features] of the fixed poolings stored under :attr:`key`."""
         if self.head.kind == "first":
             return values[:, : self.width]
         if self.head.kind == "mean":
             return values[:, self.width : 2 * self.width]
-        if self.head.kind != "attention":
-            return values
-        scores = values @ (self.queries / self._token_scale()).T
-        if keep is not None:
-            scores = scores + ((1 - keep) * _FAR_BELOW)[..., None]
-        return (scores.softmax(1).transpose(1, 2) @ values).flatten(1)
+        return values
+
+    def scaled_queries(self) -> Tensor:
+        """The learned queries [queries, width], for tokens that are not standardised."""
+        return self.queries / self._token_scale()
 
     @property
     def key(self) -> int:
@@ -169,8 +168,9 @@ class _HeadModule(nn.Module):
         """Scale of one token's values, and the usual root of the width."""
         return self.scale[: self.width] * math.sqrt(self.width)
 
-    def forward(self, values: Tensor, keep: Tensor | None) -> Tensor:
-        x = self.dropout((self.pool(values, keep) - self.mean) / self.scale)
+    def forward(self, pooled: Tensor) -> Tensor:
+        """Give logits [b, classes] of pooled features [b, features]."""
+        x = self.dropout((pooled - self.mean) / self.scale)
         if self.hidden is not None:
             x = self.hidden(x).relu()
         logits: Tensor = self.output(x)
@@ -185,7 +185,7 @@ class _HeadModule(nn.Module):
             self.mean.copy_(mean.repeat(self.head.queries))
             self.scale.copy_(scale.repeat(self.head.queries))
             return
-        mean, scale = _moments(self.pool(values, keep))
+        mean, scale = _moments(self.pick(values))
         self.mean.copy_(mean)
         self.scale.copy_(scale)
 
@@ -200,8 +200,24 @@ class _HeadModule(nn.Module):
             layers = {"hidden_weight": weight, "hidden_bias": bias}
             layers |= {"weight": self.output.weight.T, "bias": self.output.bias}
         if self.head.kind == "attention":
-            layers["queries"] = self.queries / self._token_scale()
+            layers["queries"] = self.scaled_queries()
         return {n: np.ascontiguousarray(v.float().numpy()) for n, v in layers.items()}
+
+
+def _attend(
+    tokens: Tensor, keep: Tensor | None, heads: Sequence[_HeadModule]
+) -> tuple[Tensor, ...]:
+    """Pool tokens [b, tokens, width] by the queries of several heads, each [b, features].
+
+    All at once: the tokens are large, and reading them is what takes the time.
+    """
+    queries = torch.cat([head.scaled_queries() for head in heads])
+    scores = tokens @ queries.T
+    if keep is not None:
+        scores = scores + ((1 - keep) * _FAR_BELOW)[..., None]
+    pooled = scores.softmax(1).transpose(1, 2) @ tokens
+    parts = torch.split(pooled, [head.head.queries for head in heads], dim=1)
+    return tuple(part.flatten(1) for part in parts)
 
 
 def _pool_tokens(tokens: NDArray[np.float16], mask: NDArray[Any] | None) -> NDArray[np.float32]:
@@ -289,7 +305,12 @@ class _ExitHeads:
     def _grouped(self, rows: NDArray[np.intp]) -> list[Tensor]:
         """Logits of every head."""
         values, keep = self._read(rows)
-        return [module(values[module.key], keep) for module in self._heads()]
+        attending = [module for module in self._heads() if module.head.kind == "attention"]
+        attended = iter(_attend(values[WHOLE], keep, attending) if attending else ())
+        return [
+            module(next(attended) if module in attending else module.pick(values[module.key]))
+            for module in self._heads()
+        ]
 
     def backward(self, rows: NDArray[np.intp], targets: Tensor) -> None:
         """Add the gradients of all heads on a batch."""
