@@ -117,6 +117,8 @@ class Exit:
     """The cut tensor, then the mask where the head pools tokens with one."""
     output: str
     """Name of the head's answer; the shape and form are those of the model's answer."""
+    confidence: str
+    """Name of the answer's confidence, float32 [batch], which the same graph computes."""
     head: Head
     agreement: float
     """Share of the certify split answered like the source model if all exit here."""

@@ -6,18 +6,21 @@ lower quartile over rounds is taken: a machine that also does other things only 
 
 from __future__ import annotations
 
+import collections
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from offramp.bundle import NEVER
-from offramp.engine.backends.onnxruntime import make_session
-from offramp.engine.exit_check import confidence_of, exits
+from offramp.engine.backends import Slot
+from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend, make_session
+from offramp.engine.pipeline import Pipeline
+from offramp.engine.plan import Mode, Plan, StageSpec
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 ROUNDS = 15
@@ -65,8 +68,6 @@ class BackboneTimes:
     """By batch size."""
     segments_ms: tuple[tuple[float, ...], ...]
     """[segments][batch sizes], scaled to add up to ``source_ms``."""
-    stages_ms: tuple[float, ...]
-    """By batch size: what one more stage costs, everything in it."""
 
 
 def profile_backbone(
@@ -74,68 +75,88 @@ def profile_backbone(
     segments: Sequence[bytes],
     samples: Callable[[int], Tensors],
     *,
-    classes: int,
     threads: int,
     batch_sizes: Sequence[int] = BATCH_SIZES,
     progress: Callable[[int], None] = lambda _: None,
 ) -> BackboneTimes:
-    """Time the source model, its segments, and the segments as a chain.
+    """Time the source model and its segments.
 
-    The segments' own times are scaled to add up to the source model's. What the chain takes
-    beyond it is the cost of its borders: layout changes, lost fusion, calls, exit checks, and
-    caches that went cold. It is paid at active exits only, so it is kept apart.
+    The segments' own times are scaled to add up to the source model's: what a border costs is
+    paid at active exits only, so it belongs to no segment (:func:`profile_stages`).
 
     Args:
         source: The whole model.
         segments: Its segments, in order.
         samples: Gives model inputs of a batch size.
-        classes: Of the answer.
         threads: Of ONNX Runtime.
         batch_sizes: To measure at.
         progress: Called with 1 per batch size.
     """
-    source_graph = TimedGraph(source, threads)
     graphs = [TimedGraph(segment, threads) for segment in segments]
-    rows: list[tuple[float, list[float], float]] = []
+    timed = [TimedGraph(source, threads), *graphs]
+    totals: list[float] = []
+    columns: list[list[float]] = []
     for size in batch_sizes:
-        inputs = samples(size)
-        chain = _Chain(graphs, np.zeros((size, classes), np.float32))
-        tensors = chain.run(inputs)
-        timers = [lambda t=tensors, g=g: g.time_ms(t) for g in (source_graph, *graphs)]
-        timers.append(lambda i=inputs, c=chain: c.time_ms(i))
-        total, *times, chained = time_calls(timers)
-        scaled = [t * total / sum(times) for t in times]
-        rows.append((total, scaled, max(chained - total, 0.0) / max(len(graphs) - 1, 1)))
+        tensors = _all_tensors(graphs, samples(size))
+        total, *times = time_calls([partial(graph.time_ms, tensors) for graph in timed])
+        totals.append(total)
+        columns.append([t * total / sum(times) for t in times])
         progress(1)
-    totals, columns, stages = zip(*rows, strict=True)
     return BackboneTimes(
         batch_sizes=tuple(batch_sizes),
-        source_ms=totals,
+        source_ms=tuple(totals),
         segments_ms=tuple(zip(*columns, strict=True)),
-        stages_ms=stages,
     )
 
 
-class _Chain:
-    """Segments one after the other, with an exit check after each that nobody passes."""
+def profile_stages(
+    source: bytes,
+    stages: Sequence[StageSpec],
+    samples: Callable[[int], Tensors],
+    *,
+    exits_ms: Sequence[Sequence[float]],
+    threads: int,
+    batch_sizes: Sequence[int],
+) -> tuple[float, ...]:
+    """Time what one more stage costs, by batch size.
 
-    def __init__(self, graphs: Sequence[TimedGraph], answer: NDArray[np.float32]) -> None:
-        self._graphs = graphs
-        self._answer = answer
+    All exits run as they will be served, with thresholds that nobody reaches. What that takes
+    beyond the source model and the heads is the cost of the borders: layout changes, lost fusion,
+    calls, exit checks, and caches that went cold.
 
-    def run(self, inputs: Tensors) -> dict[str, NDArray[Any]]:
-        """The model's inputs and every cut tensor."""
-        tensors = dict(inputs)
-        for graph in self._graphs:
-            tensors |= graph.run(tensors)
-            np.count_nonzero(exits(confidence_of(self._answer, "logits"), NEVER))
-        return tensors
+    Args:
+        source: The whole model.
+        stages: Of a plan with every exit active at ``NEVER``.
+        samples: Gives model inputs of a batch size.
+        exits_ms: [exits][batch sizes]: the heads' own times.
+        threads: Of ONNX Runtime.
+        batch_sizes: To measure at.
 
-    def time_ms(self, inputs: Tensors) -> float:
-        """Run once; gives the milliseconds."""
-        started = time.perf_counter()
-        self.run(inputs)
-        return (time.perf_counter() - started) * 1e3
+    Returns:
+        Milliseconds per batch and border, at least 0; zeros where there is no exit.
+    """
+    if len(stages) < 2:
+        return (0.0,) * len(batch_sizes)
+    backend = OnnxRuntimeBackend(threads=threads)
+    pipeline = Pipeline(backend, Plan(stages=tuple(stages), policy_version=0, mode=Mode.LEAVE))
+    slot, graph = backend.open_slot(), TimedGraph(source, threads)
+    result = []
+    for column, size in enumerate(batch_sizes):
+        tensors = samples(size)
+
+        timers = [partial(graph.time_ms, tensors), partial(_staged_ms, pipeline, slot, tensors)]
+        whole, staged = time_calls(timers)
+        heads = sum(row[column] for row in exits_ms)
+        result.append(max(staged - whole - heads, 0.0) / (len(stages) - 1))
+    slot.close()
+    return tuple(result)
+
+
+def _staged_ms(pipeline: Pipeline, slot: Slot, tensors: Tensors) -> float:
+    """Run a batch through all stages once; gives the milliseconds."""
+    started = time.perf_counter()
+    collections.deque(pipeline.run(slot, tensors), maxlen=0)
+    return (time.perf_counter() - started) * 1e3
 
 
 def profile_heads(
@@ -170,7 +191,7 @@ def profile_heads(
     for size in batch_sizes:
         tensors = _all_tensors(graphs, samples(size))
         for index, candidates in enumerate(loaded):
-            timers = [lambda t=tensors, g=g: g.time_ms(t) for g in candidates]
+            timers = [partial(graph.time_ms, tensors) for graph in candidates]
             base, *times = time_calls(timers, rounds=2 * ROUNDS)
             for times_of_head, value in zip(result[index], times, strict=True):
                 times_of_head.append(max(value - base, 0.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +44,7 @@ class ExitRecords:
 
 def record_answers(
     model: bytes,
-    exit_outputs: Sequence[str],
+    exit_outputs: Sequence[tuple[str, str]],
     answer: Answer,
     dataset: Dataset,
     *,
@@ -54,29 +55,33 @@ def record_answers(
 
     Args:
         model: The graph; gives the answer and ``exit_outputs``.
-        exit_outputs: Names of the exits' answers, in depth order.
+        exit_outputs: Names of the exits' answers and confidences, in depth order.
         answer: The source model's.
         dataset: All samples are recorded.
         threads: Of ONNX Runtime.
         progress: Called with the number of samples of each finished batch.
+
+    Raises:
+        DataError: The model fails on a sample, or its answer is not finite.
     """
-    shape = (len(exit_outputs) + 1, len(dataset))
-    confidence = np.empty(shape, np.float32)
-    prediction = np.empty(shape, np.int32)
-    outputs = [*exit_outputs, answer.output]
-    for rows, answers in run_over(model, outputs, dataset, threads=threads):
-        check_answers(answers[-1], dataset.rows[rows])
-        for place, values in enumerate(answers):
-            confidence[place, rows] = confidence_of(values, answer.form)
-            prediction[place, rows] = values.argmax(axis=1)
-        progress(len(answers[0]))
-    return ExitRecords(
-        confidence=confidence[:-1],
-        prediction=prediction[:-1],
-        final_prediction=prediction[-1],
-        final_confidence=confidence[-1],
+    shape = (len(exit_outputs), len(dataset))
+    records = ExitRecords(
+        confidence=np.empty(shape, np.float32),
+        prediction=np.empty(shape, np.int32),
+        final_prediction=np.empty(len(dataset), np.int32),
+        final_confidence=np.empty(len(dataset), np.float32),
         labels=dataset.labels,
     )
+    wanted = [*itertools.chain(*exit_outputs), answer.output]
+    for rows, (*exits, final) in run_over(model, wanted, dataset, threads=threads):
+        check_answers(final, dataset.rows[rows])
+        records.final_prediction[rows] = final.argmax(axis=1)
+        records.final_confidence[rows] = confidence_of(final, answer.form)
+        for place, (values, confidence) in enumerate(zip(exits[::2], exits[1::2], strict=True)):
+            records.prediction[place, rows] = values.argmax(axis=1)
+            records.confidence[place, rows] = np.fmax(confidence, 0)  # NaN is no confidence
+        progress(len(final))
+    return records
 
 
 def dump_records(tune: ExitRecords, certify: ExitRecords) -> bytes:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle import AnswerForm, ExitPolicy, Profile
+from offramp.bundle import NEVER, ActiveExit, AnswerForm, ExitPolicy, Profile
 from offramp.calibration.dataset import Dataset, Parts
 from offramp.calibration.families import family_of
 from offramp.calibration.features import Recording, record
-from offramp.calibration.profiling import BATCH_SIZES, BackboneTimes, profile_backbone
+from offramp.calibration.profiling import (
+    BATCH_SIZES,
+    BackboneTimes,
+    profile_backbone,
+    profile_stages,
+)
 from offramp.calibration.records import ExitRecords, record_answers
 from offramp.calibration.selection import (
     CostModel,
@@ -25,11 +31,13 @@ from offramp.calibration.selection import (
 )
 from offramp.calibration.training import TrainedHead, count_steps, train_heads
 from offramp.compiler.exits import ExitTrials, Samples, Workbench, exit_prefix
+from offramp.compiler.heads import CONFIDENCE
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.poolings import attach_poolings
 from offramp.compiler.progress import Progress
 from offramp.compiler.slicing import Sliced
 from offramp.engine.assembly import assemble
+from offramp.engine.plan import Anatomy, plan_stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +73,6 @@ class Compilation:
                 self.sliced.model.proto.SerializeToString(),
                 self.sliced.graphs,
                 self._sampler(),
-                classes=self.sliced.model.answer.classes,
                 threads=self.options.threads,
                 batch_sizes=self.batch_sizes,
                 progress=advance,
@@ -105,16 +112,32 @@ class Compilation:
             )
         return [trials for trials in tried if trials.net_savings > 0]
 
-    def profile(self, exits: Sequence[ExitTrials], times: BackboneTimes) -> Profile:
-        """Time the chosen exits too, and put everything together."""
+    def profile(
+        self,
+        exits: Sequence[ExitTrials],
+        times: BackboneTimes,
+        anatomy: Anatomy,
+        files: Mapping[str, bytes],
+    ) -> Profile:
+        """Time the chosen exits too, and all of them at work together."""
+        everything = [ActiveExit(exit=e.index, threshold=NEVER) for e in anatomy.exits]
+        exits_ms = self._workbench().time_exits(exits, times.batch_sizes)
+        stages_ms = profile_stages(
+            self.sliced.model.proto.SerializeToString(),
+            plan_stages(anatomy, files.__getitem__, everything),
+            self._sampler(),
+            exits_ms=exits_ms,
+            threads=self.options.threads,
+            batch_sizes=times.batch_sizes,
+        )
         return Profile(
             device="cpu",
             threads=self.options.threads,
             batch_sizes=times.batch_sizes,
             source_ms=times.source_ms,
             segments_ms=times.segments_ms,
-            exits_ms=tuple(self._workbench().time_exits(exits, times.batch_sizes)),
-            stages_ms=times.stages_ms,
+            exits_ms=tuple(exits_ms),
+            stages_ms=stages_ms,
         )
 
     def record_answers(
@@ -122,9 +145,10 @@ class Compilation:
     ) -> ExitRecords:
         """Answer a data set at every exit, with the graphs that will be served."""
         answer = self.sliced.model.answer
-        outputs = [exit_prefix(e.candidate) + answer.output for e in exits]
+        prefixes = [exit_prefix(e.candidate) for e in exits]
+        outputs = [(p + answer.output, p + CONFIDENCE) for p in prefixes]
         parts = [*self.sliced.graphs, *(e.graph for e in exits)]
-        graph = assemble(parts, [*outputs, answer.output])
+        graph = assemble(parts, [*itertools.chain(*outputs), answer.output])
         with self.progress.step(title, len(dataset)) as advance:
             return record_answers(
                 graph, outputs, answer, dataset, threads=all_threads(), progress=advance

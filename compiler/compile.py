@@ -11,7 +11,7 @@ from offramp.calibration.errors import DataError
 from offramp.compiler.compilation import Compilation
 from offramp.compiler.model import read_model
 from offramp.compiler.options import CompileOptions
-from offramp.compiler.packing import make_manifest, pack
+from offramp.compiler.packing import draft, make_manifest, pack
 from offramp.compiler.progress import Progress, SilentProgress
 from offramp.compiler.segments import verify
 from offramp.compiler.slicing import slice_model
@@ -60,16 +60,17 @@ def compile_model(options: CompileOptions, progress: Progress = _SILENT) -> Bund
     times = compilation.measure_times()
     trained, truth = compilation.train_heads()
     exits = compilation.choose_heads(trained, truth, times)
-    profile = compilation.profile(exits, times)
+    anatomy, files = draft(sliced, exits)
+    profile = compilation.profile(exits, times, anatomy, files)
     tune = compilation.record_answers("Tune the exits", exits, parts.tune)
     path = compilation.fix_path(exits, tune, profile)
     certify = compilation.record_answers("Certify the policy", exits, parts.certify)
     policy = compilation.certify(path, certify)
     _warn_without_exits(policy, options)
 
-    manifest = make_manifest(sliced, exits, certify, parts, options)
-    files = pack(manifest, policy, sliced, exits, profile=profile, tune=tune, certify=certify)
-    return write_bundle(options.output, manifest, policy, files, overwrite=options.overwrite)
+    manifest = make_manifest(sliced, anatomy, certify, parts, options)
+    content = pack(manifest, policy, sliced, files, profile=profile, tune=tune, certify=certify)
+    return write_bundle(options.output, manifest, policy, content, overwrite=options.overwrite)
 
 
 def _warn_without_exits(policy: ExitPolicy, options: CompileOptions) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import datetime
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
-from offramp.bundle import Exit, ExitPolicy, Manifest, Profile, Segment
+from offramp.bundle import Answer, Exit, ExitPolicy, Manifest, Profile, Segment, TensorSpec
 from offramp.bundle.bundle import RECORDS, REPORT, dump_profile
 from offramp.bundle.manifest import SCHEMA_VERSION, Calibration, Source
 from offramp.calibration.dataset import Parts
 from offramp.calibration.families import mask_of
 from offramp.calibration.records import ExitRecords, dump_records
 from offramp.compiler.exits import ExitTrials, exit_prefix
+from offramp.compiler.heads import CONFIDENCE
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.report import render_report
 from offramp.compiler.slicing import Sliced
@@ -23,7 +25,7 @@ _TOOLS = ("offramp", "onnx", "onnx-graphsurgeon", "onnxslim", "onnxruntime", "to
 
 def make_manifest(
     sliced: Sliced,
-    exits: Sequence[ExitTrials],
+    anatomy: Draft,
     certify: ExitRecords,
     parts: Parts,
     options: CompileOptions,
@@ -45,19 +47,8 @@ def make_manifest(
         inputs=model.inputs,
         outputs=model.outputs,
         answer=model.answer,
-        segments=tuple(
-            Segment(
-                index=s.index,
-                file=f"segments/{s.index:02d}.onnx",
-                inputs=s.inputs,
-                output=s.output,
-                flops_share=s.flops_share,
-            )
-            for s in sliced.segments
-        ),
-        exits=tuple(
-            _exit(index, trials, certify, model.answer.output) for index, trials in enumerate(exits)
-        ),
+        segments=anatomy.segments,
+        exits=tuple(_judged(exit_, certify) for exit_ in anatomy.exits),
         calibration=Calibration(
             data_sha256=parts.train.sha256,
             train_samples=len(parts.train),
@@ -75,43 +66,83 @@ def pack(
     manifest: Manifest,
     policy: ExitPolicy,
     sliced: Sliced,
-    exits: Sequence[ExitTrials],
+    files: Mapping[str, bytes],
     *,
     profile: Profile,
     tune: ExitRecords,
     certify: ExitRecords,
 ) -> dict[str, bytes]:
-    """Give the content of every file but manifest and policy, by path."""
+    """Give the content of every file but manifest and policy, by path.
+
+    ``files`` are those of segments and exits.
+    """
     report = render_report(manifest, policy, profile, certify)
     return {
         manifest.source.file: sliced.model.proto.SerializeToString(),
-        **{s.file: g for s, g in zip(manifest.segments, sliced.graphs, strict=True)},
-        **{e.file: t.graph for e, t in zip(manifest.exits, exits, strict=True)},
+        **files,
         "profiles/cpu.json": dump_profile(profile),
         RECORDS: dump_records(tune, certify),
         REPORT: report.encode(),
     }
 
 
-def _exit(
-    index: int,
-    trials: ExitTrials,
-    certify: ExitRecords,
-    answer: str,
-) -> Exit:
-    predicted, agrees, truth = certify.prediction[index], certify.agrees[index], certify.labels
-    mask = mask_of(trials.cut, trials.head)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """The model's parts before there is a manifest: enough to plan and run stages."""
+
+    inputs: tuple[TensorSpec, ...]
+    answer: Answer
+    segments: tuple[Segment, ...]
+    exits: tuple[Exit, ...]
+    """Their agreement is that on the tuning split."""
+
+
+def draft(sliced: Sliced, exits: Sequence[ExitTrials]) -> tuple[Draft, dict[str, bytes]]:
+    """Describe segments and exits; gives their files too, by path."""
+    anatomy = Draft(
+        inputs=sliced.model.inputs,
+        answer=sliced.model.answer,
+        segments=tuple(
+            Segment(
+                index=s.index,
+                file=f"segments/{s.index:02d}.onnx",
+                inputs=s.inputs,
+                output=s.output,
+                flops_share=s.flops_share,
+            )
+            for s in sliced.segments
+        ),
+        exits=tuple(
+            _exit(index, trials, sliced.model.answer.output) for index, trials in enumerate(exits)
+        ),
+    )
+    segments = {s.file: g for s, g in zip(anatomy.segments, sliced.graphs, strict=True)}
+    built = {e.file: t.graph for e, t in zip(anatomy.exits, exits, strict=True)}
+    return anatomy, {**segments, **built}
+
+
+def _exit(index: int, trials: ExitTrials, answer: str) -> Exit:
+    prefix, mask = exit_prefix(trials.candidate), mask_of(trials.cut, trials.head)
     return Exit(
         index=index,
         after_segment=trials.candidate,
         file=f"exits/{index:02d}.onnx",
         inputs=(trials.cut.name, mask) if mask else (trials.cut.name,),
-        output=exit_prefix(trials.candidate) + answer,
+        output=prefix + answer,
+        confidence=prefix + CONFIDENCE,
         head=trials.head,
-        agreement=float(agrees.mean()),
-        accuracy=None if truth is None else float((predicted == truth).mean()),
+        agreement=trials.trials[trials.best].agreement,
         trials=trials.trials,
     )
+
+
+def _judged(exit_: Exit, certify: ExitRecords) -> Exit:
+    """The exit with what the certify split says of it."""
+    agrees, truth = certify.agrees[exit_.index], certify.labels
+    accuracy = None
+    if truth is not None:
+        accuracy = float((certify.prediction[exit_.index] == truth).mean())
+    return replace(exit_, agreement=float(agrees.mean()), accuracy=accuracy)
 
 
 def _tools() -> dict[str, str]:

@@ -9,10 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 import numpy as np
 
-from offramp.bundle import AnswerForm, Bundle, ExitPolicy, Manifest
+from offramp.bundle import (
+    ActiveExit,
+    Answer,
+    AnswerForm,
+    Bundle,
+    Exit,
+    ExitPolicy,
+    Segment,
+    TensorSpec,
+)
 from offramp.bundle.policy import NEVER
 from offramp.engine.assembly import assemble
 from offramp.engine.control.agreement import float32_at_least
@@ -46,6 +56,8 @@ class StageSpec:
     """Tensors that later stages read: its cut tensor, and graph inputs that pass through."""
     answer: str | None
     """Name of the answer among the graph's outputs, if it gives one."""
+    confidence: str | None = None
+    """Name of the answer's confidence there; where there is none, the backend computes it."""
     form: AnswerForm
     threshold: float
     """Least confidence to leave with, a float32 value (the policy's rounded up, so that none
@@ -55,6 +67,30 @@ class StageSpec:
     def final(self) -> bool:
         """Whether the model's own answer is given here."""
         return not self.carried
+
+
+class Anatomy(Protocol):
+    """What of a manifest matters for planning; the compiler plans before it has a manifest."""
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """Graph inputs."""
+        ...
+
+    @property
+    def answer(self) -> Answer:
+        """The model's own."""
+        ...
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """In order."""
+        ...
+
+    @property
+    def exits(self) -> tuple[Exit, ...]:
+        """In depth order."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +117,23 @@ def make_plan(bundle: Bundle, policy: ExitPolicy | None = None, mode: Mode = Mod
     if mode is Mode.OFF:
         return Plan(stages=(_source_stage(bundle),), policy_version=policy.version, mode=mode)
     active = [a for a in policy.active if a.threshold < NEVER]
-    ends = [(bundle.manifest.exits[a.exit].after_segment, a.exit, a.threshold) for a in active]
-    last = len(bundle.manifest.segments) - 1
-    stages = _stages(bundle, [*ends, (last, None, 0.0)])
-    return Plan(stages=tuple(stages), policy_version=policy.version, mode=mode)
+    stages = plan_stages(bundle.manifest, bundle.read, active)
+    return Plan(stages=stages, policy_version=policy.version, mode=mode)
+
+
+def plan_stages(
+    anatomy: Anatomy, read: Callable[[str], bytes], active: Sequence[ActiveExit]
+) -> tuple[StageSpec, ...]:
+    """Plan the stages between some exits.
+
+    Args:
+        anatomy: The model's parts.
+        read: Gives the content of a part's file.
+        active: In depth order.
+    """
+    ends = [(anatomy.exits[a.exit].after_segment, a.exit, a.threshold) for a in active]
+    last = len(anatomy.segments) - 1
+    return tuple(_stages(anatomy, read, [*ends, (last, None, 0.0)]))
 
 
 def make_chained_plan(bundle: Bundle) -> Plan:
@@ -93,8 +142,14 @@ def make_chained_plan(bundle: Bundle) -> Plan:
     The same answers as one graph gives, up to the rounding of sums in another order, at the
     price of every border.
     """
-    ends = [(segment.index, None, NEVER) for segment in bundle.manifest.segments]
-    return Plan(stages=tuple(_stages(bundle, ends)), policy_version=0, mode=Mode.OFF)
+    stages = chain_stages(bundle.manifest, bundle.read)
+    return Plan(stages=stages, policy_version=0, mode=Mode.OFF)
+
+
+def chain_stages(anatomy: Anatomy, read: Callable[[str], bytes]) -> tuple[StageSpec, ...]:
+    """Plan every segment as a stage of its own, without exits; see :func:`make_chained_plan`."""
+    ends = [(segment.index, None, NEVER) for segment in anatomy.segments]
+    return tuple(_stages(anatomy, read, ends))
 
 
 def _source_stage(bundle: Bundle) -> StageSpec:
@@ -113,66 +168,58 @@ def _source_stage(bundle: Bundle) -> StageSpec:
     )
 
 
-def _stages(bundle: Bundle, ends: Sequence[tuple[int, int | None, float]]) -> Iterator[StageSpec]:
-    manifest = bundle.manifest
+def _stages(
+    anatomy: Anatomy, read: Callable[[str], bytes], ends: Sequence[tuple[int, int | None, float]]
+) -> Iterator[StageSpec]:
     first = 0
     for index, (last, exit_index, threshold) in enumerate(ends):
-        final = last == len(manifest.segments) - 1
-        carried = () if final else carried_after(manifest, last)
-        answer = None
-        if final:
-            answer = manifest.answer.output
-        elif exit_index is not None:
-            answer = manifest.exits[exit_index].output
+        final = last == len(anatomy.segments) - 1
+        exit_ = None if exit_index is None else anatomy.exits[exit_index]
+        answer = anatomy.answer.output if final else None
         yield StageSpec(
             index=index,
             first_segment=first,
             last_segment=last,
             exit=exit_index,
-            load=_loader(bundle, first, last, exit_index),
-            inputs=_stage_inputs(manifest, first, last, exit_index),
-            carried=carried,
-            answer=answer,
-            form=manifest.answer.form,
+            load=_loader(anatomy.segments[first : last + 1], exit_, read),
+            inputs=_stage_inputs(anatomy.segments[first : last + 1], exit_),
+            carried=() if final else carried_after(anatomy, last),
+            answer=exit_.output if exit_ else answer,
+            confidence=exit_.confidence if exit_ else None,
+            form=anatomy.answer.form,
             threshold=0.0 if final else float(float32_at_least(np.array(threshold))),
         )
         first = last + 1
 
 
-def carried_after(manifest: Manifest, segment: int) -> tuple[str, ...]:
+def carried_after(anatomy: Anatomy, segment: int) -> tuple[str, ...]:
     """Tensors alive after a segment: its cut tensor, then graph inputs read by what follows."""
-    graph_inputs = {tensor.name for tensor in manifest.inputs}
-    later: dict[str, None] = {manifest.segments[segment].output: None}
-    for follower in manifest.segments[segment + 1 :]:
+    graph_inputs = {tensor.name for tensor in anatomy.inputs}
+    later: dict[str, None] = {anatomy.segments[segment].output: None}
+    for follower in anatomy.segments[segment + 1 :]:
         later.update((name, None) for name in follower.inputs if name in graph_inputs)
-    for exit_ in manifest.exits:
+    for exit_ in anatomy.exits:
         if exit_.after_segment > segment:
             later.update((name, None) for name in exit_.inputs if name in graph_inputs)
     return tuple(later)
 
 
-def _stage_inputs(
-    manifest: Manifest, first: int, last: int, exit_index: int | None
-) -> tuple[str, ...]:
-    inside = {segment.output for segment in manifest.segments[first : last + 1]}
-    names: dict[str, None] = {}
-    for segment in manifest.segments[first : last + 1]:
-        names.update((name, None) for name in segment.inputs if name not in inside)
-    if exit_index is not None:
-        exit_inputs = manifest.exits[exit_index].inputs
-        names.update((name, None) for name in exit_inputs if name not in inside)
-    return tuple(names)
+def _stage_inputs(segments: Sequence[Segment], exit_: Exit | None) -> tuple[str, ...]:
+    inside = {segment.output for segment in segments}
+    read = [name for segment in segments for name in segment.inputs]
+    read += exit_.inputs if exit_ else ()
+    return tuple(dict.fromkeys(name for name in read if name not in inside))
 
 
-def _loader(bundle: Bundle, first: int, last: int, exit_index: int | None) -> Callable[[], bytes]:
-    manifest = bundle.manifest
-
+def _loader(
+    segments: Sequence[Segment], exit_: Exit | None, read: Callable[[str], bytes]
+) -> Callable[[], bytes]:
     def load() -> bytes:
-        parts = [bundle.read(segment.file) for segment in manifest.segments[first : last + 1]]
-        outputs = [manifest.segments[last].output]
-        if exit_index is not None:
-            parts.append(bundle.read(manifest.exits[exit_index].file))
-            outputs.insert(0, manifest.exits[exit_index].output)
+        parts = [read(segment.file) for segment in segments]
+        outputs = [segments[-1].output]
+        if exit_ is not None:
+            parts.append(read(exit_.file))
+            outputs = [exit_.output, exit_.confidence, *outputs]
         return assemble(parts, outputs)
 
     return load

@@ -24,7 +24,7 @@ from offramp.engine.plan import StageSpec
 _EMPTY = np.empty(0, np.float32)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made every stage, and that takes four times as long
 class HostBatch:
     """Rows of named arrays of equal first dimension."""
 
@@ -41,7 +41,9 @@ class _Session:
     spec: StageSpec
     session: ort.InferenceSession
     fetched: tuple[str, ...]
-    """Outputs of the graph: the answer first, if there is one, then the cut tensor."""
+    """Outputs of the graph: answer and confidence first, if there are any, then ``computed``."""
+    computed: tuple[str, ...]
+    """Carried tensors that the graph gives."""
     passed: tuple[str, ...]
     """Carried graph inputs, which the graph does not give."""
 
@@ -80,9 +82,10 @@ class OnnxRuntimeBackend:
             raise BackendError(f"ONNX Runtime cannot load stage {spec.index}: {error}") from error
         given = {output.name for output in session.get_outputs()}
         computed = tuple(name for name in spec.carried if name in given)
-        fetched = ((spec.answer,) if spec.answer else ()) + computed
+        answered = tuple(name for name in (spec.answer, spec.confidence) if name)
+        fetched = answered + computed
         passed = tuple(name for name in spec.carried if name not in given)
-        return _Session(spec, session, fetched, passed)
+        return _Session(spec, session, fetched, computed, passed)
 
     def open_slot(self) -> OnnxRuntimeSlot:
         """Open a slot; CPU slots hold nothing."""
@@ -109,14 +112,17 @@ class OnnxRuntimeSlot:
             where = f"stage {spec.index} failed on {len(batch)} rows"
             raise BackendError(f"{where}: {error}") from error
         answer, confidence = None, _EMPTY
-        if spec.answer is not None:
+        if spec.confidence is not None:
+            answer, confidence, *outputs = outputs
+        elif spec.answer is not None:
             answer, *outputs = outputs
             confidence = confidence_of(answer, spec.form)
         if spec.final:
             return StageResult(answer, confidence, None)
-        carried = dict(zip(stage.fetched[spec.answer is not None :], outputs, strict=True))
-        carried.update((name, tensors[name]) for name in stage.passed)
-        return StageResult(answer, confidence, HostBatch(carried, len(batch)))
+        carried = dict(zip(stage.computed, outputs, strict=True))
+        for name in stage.passed:
+            carried[name] = tensors[name]
+        return StageResult(answer, confidence, HostBatch(carried, batch.rows))
 
     def select(self, batch: TensorBatch, rows: Rows) -> HostBatch:
         """Copy the given rows, unless they are all there are."""

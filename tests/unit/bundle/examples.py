@@ -50,6 +50,7 @@ MANIFEST = Manifest(
             file="exits/00.onnx",
             inputs=("cut",),
             output="offramp_exit_00/logits",
+            confidence="exit/confidence",
             head=HEAD,
             agreement=0.875,
             trials=(HeadTrial(head=HEAD, agreement=0.9, cost_ms=0.5, net_savings=-0.25),),

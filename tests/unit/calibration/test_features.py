@@ -82,14 +82,17 @@ def test_places_without_a_fitting_head_are_not_recorded() -> None:
 
 
 def scaling(factor: float) -> bytes:
-    """``answer`` = ``cut`` = factor · x."""
+    """``a`` = ``cut`` = factor · x, and ``c`` its largest softmax."""
     info = [
         helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", 2]) for n in ("x", "cut", "a")
     ]
+    info.append(helper.make_tensor_value_info("c", TensorProto.FLOAT, ["n"]))
     weight = helper.make_tensor("w", TensorProto.FLOAT, [], [factor])
     nodes = [
         helper.make_node("Mul", ["x", "w"], ["cut"]),
         helper.make_node("Identity", ["cut"], ["a"]),
+        helper.make_node("Softmax", ["cut"], ["p"], axis=-1),
+        helper.make_node("ReduceMax", ["p"], ["c"], axes=[1], keepdims=0),
     ]
     graph = helper.make_graph(nodes, "g", info[:1], info[1:], initializer=[weight])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
@@ -136,13 +139,16 @@ def test_records_say_what_the_outputs_say() -> None:
     data = Dataset(inputs={"x": x.astype(np.float32)}, labels=np.arange(SAMPLES), sha256="0")
     answer = Answer(output="a", classes=2, form="logits")
     steps: list[int] = []
-    records = record_answers(scaling(-2), ["cut"], answer, data, threads=1, progress=steps.append)
+    records = record_answers(
+        scaling(-2), [("cut", "c")], answer, data, threads=1, progress=steps.append
+    )
 
     logits = -2 * x.astype(np.float32)
     np.testing.assert_array_equal(records.prediction, [logits.argmax(axis=1)])
     np.testing.assert_array_equal(records.final_prediction, logits.argmax(axis=1))
     np.testing.assert_array_equal(records.final_confidence, confidence_of(logits, "logits"))
-    np.testing.assert_array_equal(records.confidence, [records.final_confidence])
+    # the graph's softmax and numpy's differ by a rounding
+    np.testing.assert_allclose(records.confidence, [records.final_confidence], rtol=1e-6)
     assert records.agrees.all()
     assert records.agrees.shape == (1, SAMPLES)
     assert steps == [64, 64, 22]
@@ -156,7 +162,7 @@ def test_both_splits_are_dumped_in_order(tmp_path: Path) -> None:
     parts = [
         record_answers(
             scaling(1),
-            ["cut"],
+            [("cut", "c")],
             answer,
             Dataset(inputs={"x": np.full((n, 2), n, np.float32)}, labels=np.full(n, n), sha256="0"),
             threads=1,

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 from tests.sliced import inputs_of, sliced
 
 from offramp.calibration import profiling
-from offramp.calibration.profiling import profile_backbone, profile_heads, time_calls
+from offramp.calibration.profiling import (
+    profile_backbone,
+    profile_heads,
+    profile_stages,
+    time_calls,
+)
 from offramp.compiler.heads import build_empty
+from offramp.compiler.packing import draft
+from offramp.engine.plan import chain_stages, plan_stages
 
 SIZES = (1, 3)
 
@@ -21,20 +29,38 @@ def test_the_backbone_s_columns_add_up() -> None:
         pieces.model.proto.SerializeToString(),
         pieces.graphs,
         lambda size: inputs_of(pieces, size),
-        classes=pieces.model.answer.classes,
         threads=1,
         batch_sizes=SIZES,
         progress=steps.append,
     )
     assert times.batch_sizes == SIZES
     assert steps == [1, 1]
-    assert len(times.source_ms) == len(times.stages_ms) == 2
+    assert len(times.source_ms) == 2
     assert len(times.segments_ms) == len(pieces.segments)
     for total, *column in zip(times.source_ms, *times.segments_ms, strict=True):
         assert total > 0
         assert min(column) > 0
         assert sum(column) == pytest.approx(total)  # scaled to, up to rounding
-    assert min(times.stages_ms) >= 0
+
+
+@pytest.mark.parametrize("name", ["residual", "bert"])
+def test_stages_are_timed_at_every_size_beyond_the_heads(name: str) -> None:
+    pieces = sliced(name)
+    anatomy, files = draft(pieces, [])
+    timed = partial(
+        profile_stages,
+        pieces.model.proto.SerializeToString(),
+        samples=partial(inputs_of, pieces),
+        threads=1,
+        batch_sizes=SIZES,
+    )
+    whole = plan_stages(anatomy, files.__getitem__, [])
+    assert timed(stages=whole, exits_ms=[]) == (0.0, 0.0), "a single stage has no border"
+    chained = chain_stages(anatomy, files.__getitem__)
+    costs = timed(stages=chained, exits_ms=[])
+    assert len(costs) == 2
+    assert min(costs) >= 0
+    assert timed(stages=chained, exits_ms=[(1e9, 1e9)]) == (0.0, 0.0), "never negative"
 
 
 def test_heads_are_timed_on_the_tensors_that_they_read() -> None:

@@ -109,6 +109,7 @@ def make_manifest(exits: int, certify: ExitRecords, name: str) -> Manifest:
             file=f"exits/{i:02d}.onnx",
             inputs=(f"cut {i} {name}",),
             output=f"exit {i}",
+            confidence="exit/confidence",
             head=Head(kind="grid", grid=4, hidden=64),
             agreement=float(certify.agrees[i].mean()),
             accuracy=None if labels is None else float((certify.prediction[i] == labels).mean()),
