@@ -16,7 +16,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -25,13 +25,13 @@ from numpy.typing import NDArray
 from offramp.engine.backends.base import Slot, TensorBatch
 from offramp.engine.errors import (
     BackendError,
-    DeadlineExceededError,
     DrainingError,
     EngineError,
     QueueFullError,
 )
+from offramp.engine.ledger import Ledger, copy_of
 from offramp.engine.pipeline import Pipeline, Step
-from offramp.engine.requests import FINAL, PendingRequest
+from offramp.engine.requests import PendingRequest
 from offramp.engine.scheduling import (
     DropCause,
     Dropped,
@@ -79,8 +79,9 @@ class Executor:
         self._clock = clock
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._requests: dict[int, PendingRequest] = {}
-        self._finished: list[PendingRequest] = []
+        labels = zip(pipeline.plan.exit_labels(), pipeline.plan.stages, strict=True)
+        counters = Counters([StageCounters(label, s.threshold) for label, s in labels])
+        self._ledger = Ledger(name, counters, clock)
         self._waking = False
         self._refusal: EngineError | None = None
         """Why no request is taken any more; the threads end then."""
@@ -89,8 +90,6 @@ class Executor:
             threading.Thread(target=self._work, args=(s,), name=f"{name}-stream-{s}", daemon=True)
             for s in range(streams)
         ]
-        labels = zip(pipeline.plan.exit_labels(), pipeline.plan.stages, strict=True)
-        self._counters = Counters([StageCounters(label, s.threshold) for label, s in labels])
 
     # The event loop's side
 
@@ -117,29 +116,27 @@ class Executor:
         )
         with self._lock:
             if self._refusal is not None:
-                raise _copy_of(self._refusal)
+                raise copy_of(self._refusal)
             try:
                 self._scheduler.submit(submission, request.submitted_s)
             except SchedulerFullError as error:
-                self._counters.failed["rejected"] += request.count
+                self._ledger.counters.failed["rejected"] += request.count
                 raise QueueFullError(
                     f"{self._name}: the queue is full: {error}; try again later, or send less"
                 ) from error
             finally:
-                self._drop(self._scheduler.take_dropped())
-            self._requests[request.number] = request
-            self._counters.requests += 1
-            self._counters.samples += request.count
+                self._settle()
+            self._ledger.accept(request)
             self._changed.notify()
 
     def cancel(self, number: int) -> None:
         """Withdraw a request; nothing is posted for it any more."""
         with self._lock:
-            request = self._requests.get(number)
+            request = self._ledger.get(number)
             if request is not None:
                 request.withdrawn = True
                 self._scheduler.cancel(number)
-                self._drop(self._scheduler.take_dropped())
+                self._settle()
 
     def flush(self) -> None:
         """Dispatch what waits at once, from now on."""
@@ -156,12 +153,12 @@ class Executor:
     def pending(self) -> int:
         """Requests that are not finished."""
         with self._lock:
-            return len(self._requests)
+            return len(self._ledger)
 
     def snapshot(self) -> CountersSnapshot:
         """All counts, of one instant."""
         with self._lock:
-            return self._counters.snapshot(
+            return self._ledger.counters.snapshot(
                 queued=self._scheduler.queued, in_flight=self._scheduler.in_flight
             )
 
@@ -196,7 +193,7 @@ class Executor:
         with self._lock:
             while self._refusal is None:
                 decision = self._scheduler.next(stream, self._clock())
-                self._drop(self._scheduler.take_dropped())
+                self._settle()
                 if isinstance(decision, Run):
                     if self._scheduler.queued:  # another stream may start, or has to keep time
                         self._changed.notify()
@@ -236,12 +233,12 @@ class Executor:
             now_s = self._clock()
             parts: list[tuple[PendingRequest, int, int]] = []
             for start, stop in neighbours(run.requests):
-                request = self._requests.get(int(run.requests[start]))
+                request = self._ledger.get(int(run.requests[start]))
                 if request is None:
                     raise DrainingError(f"{self._name} was stopped before the answer")
                 first = int(run.rows[start])
                 parts.append((request, first, first + stop - start))
-                self._counters.queue_s.observe(now_s - request.submitted_s)
+                self._ledger.counters.queue_s.observe(now_s - request.submitted_s)
         if len(parts) == 1:
             request, first, last = parts[0]
             return {name: array[first:last] for name, array in request.inputs.items()}
@@ -254,42 +251,29 @@ class Executor:
         """Tell the scheduler, answer who leaves, count."""
         with self._lock:
             transition = self._scheduler.done(stream, step.exited, self._clock())
-            counters = self._counters.stages[run.stage]
+            counters = self._ledger.counters.stages[run.stage]
             counters.batch_size.observe(len(run.requests))
             counters.run_s.observe(seconds)
-            if len(transition.released):
-                answer, confidence = step.result.answer, step.result.confidence
-                assert answer is not None
-                released = transition.released
-                for start, stop in neighbours(run.requests[released]):
-                    rows = released[start:stop]
-                    request = self._requests.get(int(run.requests[rows[0]]))
-                    if request is not None:
-                        place = (run.rows[rows], answer[rows], confidence[rows])
-                        self._answer(request, run.stage, *place)
-            self._drop(self._scheduler.take_dropped())
+            self._answer(run, transition.released, step)
+            self._settle()
             self._changed.notify()
         return transition
 
-    def _answer(
-        self,
-        request: PendingRequest,
-        stage: int,
-        rows: NDArray[np.int64],
-        answer: NDArray[Any],
-        confidence: NDArray[np.float32],
-    ) -> None:
-        """Note answers of a request that is still open; the lock is held."""
-        if request.withdrawn or request.error is not None:
-            cause = DropCause.CANCELLED if request.withdrawn else DropCause.FAILED
-            self._drop([Dropped(request.number, len(rows), cause)])
-            return
-        exit_index = self._pipeline.plan.stages[stage].exit
-        request.fill(rows, answer, confidence, FINAL if exit_index is None else exit_index)
-        self._counters.stages[stage].answered += len(rows)
-        if request.remaining == 0:
-            del self._requests[request.number]
-            self._finish(request)
+    def _answer(self, run: Run, released: NDArray[np.intp], step: Step) -> None:
+        """Note the answers of the rows that leave; the lock is held."""
+        exit_index = self._pipeline.plan.stages[run.stage].exit
+        for start, stop in neighbours(run.requests[released]):
+            answer, confidence = step.result.answer, step.result.confidence
+            assert answer is not None
+            rows = released[start:stop]
+            self._ledger.answer(
+                int(run.requests[rows[0]]),
+                run.stage,
+                exit_index,
+                rows=run.rows[rows],
+                answer=answer[rows],
+                confidence=confidence[rows],
+            )
 
     def _recover(self, stream: int, slot: Slot, run: Run, error: Exception) -> None:
         """Run each request of a failed batch alone, so that one bad request fails alone."""
@@ -315,70 +299,53 @@ class Executor:
     def _run_alone(self, slot: Slot, number: int, rows: NDArray[np.int64]) -> None:
         """Run some rows of one request from the start; all are answered, or it raises."""
         with self._lock:
-            request = self._requests.get(number)
+            request = self._ledger.get(number)
         if request is None:
             return
         inputs = {name: array[rows] for name, array in request.inputs.items()}
         departures = list(self._pipeline.run(slot, inputs))
+        stages = self._pipeline.plan.stages
         with self._lock:
-            for departure in departures:
-                if number in self._requests:
-                    answers = (departure.answer, departure.confidence)
-                    self._answer(request, departure.stage, rows[departure.rows], *answers)
+            for stage, left, answer, confidence in departures:
+                self._ledger.answer(
+                    number,
+                    stage,
+                    stages[stage].exit,
+                    rows=rows[left],
+                    answer=answer,
+                    confidence=confidence,
+                )
+            self._wake()
 
     def _fail_rows(self, number: int, count: int, error: Exception) -> None:
         """Fail a request some rows of which cannot be answered."""
+        known = error if isinstance(error, EngineError) else BackendError(repr(error))
         with self._lock:
-            request = self._requests.get(number)
-            if request is None:
-                return
-            known = error if isinstance(error, EngineError) else BackendError(repr(error))
-            self._fail(request, _copy_of(known))
-            self._drop([Dropped(number, count, DropCause.FAILED)])
-            self._scheduler.cancel(number, DropCause.FAILED)
-            self._drop(self._scheduler.take_dropped())
+            request = self._ledger.get(number)
+            if request is not None:
+                self._ledger.fail(request, known)
+                self._ledger.drop([Dropped(number, count, DropCause.FAILED)])
+                self._scheduler.cancel(number, DropCause.FAILED)
+            self._settle()
 
     def _leave_service(self, refusal: EngineError, cause: str) -> None:
         """Take no more requests, fail the open ones, let the threads end."""
         with self._lock:
             if self._refusal is None:
                 self._refusal = refusal
-            for request in list(self._requests.values()):
-                self._counters.failed[cause] += request.remaining
-                self._scheduler.cancel(request.number)
-                self._fail(request, _copy_of(refusal))
-            self._requests.clear()
-            self._scheduler.take_dropped()
+            for number in self._ledger.fail_all(refusal, cause):
+                self._scheduler.cancel(number)
+            self._settle()
             self._changed.notify_all()
 
-    def _drop(self, dropped: Iterable[Dropped]) -> None:
-        """Account for samples that leave without an answer; the lock is held."""
-        for item in dropped:
-            request = self._requests.get(item.request)
-            if request is None:
-                continue
-            self._counters.failed[item.cause.value] += item.count
-            request.remaining -= item.count
-            if request.remaining == 0:
-                del self._requests[item.request]
-            if item.cause is DropCause.EXPIRED:
-                given_ms = (request.deadline_s - request.submitted_s) * 1e3
-                message = f"{self._name}: no answer within the {given_ms:.1f} ms that there were"
-                self._fail(request, DeadlineExceededError(message))
+    def _settle(self) -> None:
+        """Account for what the scheduler dropped, and wake who waits; the lock is held."""
+        self._ledger.drop(self._scheduler.take_dropped())
+        self._wake()
 
-    def _fail(self, request: PendingRequest, error: EngineError) -> None:
-        if request.error is None:
-            request.error = error
-            self._finish(request)
-
-    def _finish(self, request: PendingRequest) -> None:
-        """Post a request to the event loop; the lock is held."""
-        if request.withdrawn:
-            return
-        if request.error is None:
-            self._counters.latency_s.observe(self._clock() - request.submitted_s)
-        self._finished.append(request)
-        if not self._waking and self._loop is not None:
+    def _wake(self) -> None:
+        """Have the event loop deliver what is finished; the lock is held."""
+        if self._ledger.finished and not self._waking and self._loop is not None:
             self._waking = True
             try:
                 self._loop.call_soon_threadsafe(self._deliver)
@@ -388,7 +355,7 @@ class Executor:
     def _deliver(self) -> None:
         """Resolve futures; runs in the event loop."""
         with self._lock:
-            finished, self._finished = self._finished, []
+            finished, self._ledger.finished = self._ledger.finished, []
             self._waking = False
         for request in finished:
             if not request.future.done():  # its caller may have left
@@ -404,8 +371,3 @@ def neighbours(requests: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
         yield start, stop
         start = stop
     yield start, len(requests)
-
-
-def _copy_of(error: EngineError) -> EngineError:
-    """An error of the same kind: each caller raises one of its own, with its own traceback."""
-    return type(error)(*error.args)

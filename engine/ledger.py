@@ -1,0 +1,109 @@
+"""Who waits for what: the open requests of a model, and the account of their samples.
+
+Not locked: whoever holds the executor's lock may call. Every accepted sample is accounted for
+exactly once, as answered or as failed by some cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.engine.errors import DeadlineExceededError, EngineError
+from offramp.engine.requests import FINAL, PendingRequest
+from offramp.engine.scheduling import DropCause, Dropped
+from offramp.engine.statistics import Counters
+
+
+class Ledger:
+    """Open requests by number; what is finished waits in ``finished`` to be delivered."""
+
+    def __init__(self, name: str, counters: Counters, clock: Callable[[], float]) -> None:
+        """Start empty; ``name`` is the model's, for messages."""
+        self.counters = counters
+        self.finished: list[PendingRequest] = []
+        self._name = name
+        self._clock = clock
+        self._open: dict[int, PendingRequest] = {}
+
+    def __len__(self) -> int:
+        """Open requests."""
+        return len(self._open)
+
+    def accept(self, request: PendingRequest) -> None:
+        """Open a request."""
+        self._open[request.number] = request
+        self.counters.requests += 1
+        self.counters.samples += request.count
+
+    def get(self, number: int) -> PendingRequest | None:
+        """The open request of that number."""
+        return self._open.get(number)
+
+    def answer(
+        self,
+        number: int,
+        stage: int,
+        exit_index: int | None,
+        *,
+        rows: NDArray[np.int64],
+        answer: NDArray[Any],
+        confidence: NDArray[np.float32],
+    ) -> None:
+        """Note the answers that a stage gave to some rows of a request, if it is still open."""
+        request = self._open.get(number)
+        if request is None:
+            return
+        if request.withdrawn or request.error is not None:
+            cause = DropCause.CANCELLED if request.withdrawn else DropCause.FAILED
+            self.drop([Dropped(number, len(rows), cause)])
+            return
+        request.fill(rows, answer, confidence, FINAL if exit_index is None else exit_index)
+        self.counters.stages[stage].answered += len(rows)
+        if request.remaining == 0:
+            del self._open[number]
+            self._finish(request)
+
+    def drop(self, dropped: Iterable[Dropped]) -> None:
+        """Account for samples that leave without an answer."""
+        for item in dropped:
+            request = self._open.get(item.request)
+            if request is None:
+                continue
+            self.counters.failed[item.cause.value] += item.count
+            request.remaining -= item.count
+            if request.remaining == 0:
+                del self._open[item.request]
+            if item.cause is DropCause.EXPIRED:
+                given_ms = (request.deadline_s - request.submitted_s) * 1e3
+                message = f"{self._name}: no answer within the {given_ms:.1f} ms that there were"
+                self.fail(request, DeadlineExceededError(message))
+
+    def fail(self, request: PendingRequest, error: EngineError) -> None:
+        """Tell a request's caller why there will be no answer; the first reason counts."""
+        if request.error is None:
+            request.error = copy_of(error)
+            self._finish(request)
+
+    def fail_all(self, error: EngineError, cause: str) -> list[int]:
+        """Fail and close every open request; gives their numbers."""
+        requests, self._open = self._open, {}
+        for request in requests.values():
+            self.counters.failed[cause] += request.remaining
+            self.fail(request, error)
+        return list(requests)
+
+    def _finish(self, request: PendingRequest) -> None:
+        if request.withdrawn:
+            return
+        if request.error is None:
+            self.counters.latency_s.observe(self._clock() - request.submitted_s)
+        self.finished.append(request)
+
+
+def copy_of(error: EngineError) -> EngineError:
+    """An error of the same kind: each caller raises one of its own, with its own traceback."""
+    return type(error)(*error.args)
