@@ -6,6 +6,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -106,33 +107,31 @@ def _compile(options: argparse.Namespace, console: Console) -> int:
 def summarise(bundle: Bundle, console: Console) -> None:
     """Print what was made, in words."""
     policy, manifest = bundle.policy, bundle.manifest
+    say = partial(console.print, highlight=False, soft_wrap=True)
     path = escape(str(bundle.path))
-    console.print(f"[bold]{path}[/bold]: {len(manifest.exits)} exits built", end=", ")
+    built = f"[bold]{path}[/bold]: {len(manifest.exits)} exits built"
     if not policy.active or policy.promise is None:
-        console.print("[bold red]none active[/bold red]: serves the unmodified model")
+        say(f"{built}, [bold red]none active[/bold red]: serves the unmodified model")
     else:
         promise = policy.promise
-        console.print(f"{len(policy.active)} active")
+        say(f"{built}, {len(policy.active)} active")
         for active in policy.active:
             exit_ = manifest.exits[active.exit]
-            console.print(
+            say(
                 f"  exit {exit_.index} after segment {exit_.after_segment}: "
-                f"{exit_.head.describe()}; leaves at confidence ≥ {active.threshold:.3f}",
-                highlight=False,
+                f"{exit_.head.describe()}; leaves at confidence ≥ {active.threshold:.3f}"
             )
-        console.print(
+        say(
             f"Disagreement with the unmodified model ≤ {100 * promise.max_disagreement:g}% on "
             f"unseen data like the calibration set, with {100 * promise.confidence:g}% confidence "
-            f"({promise.certify_errors} of {promise.certify_samples} certify samples disagreed).",
-            highlight=False,
+            f"({promise.certify_errors} of {promise.certify_samples} certify samples disagreed)."
         )
-        console.print(
+        say(
             f"Predicted savings of time: {promise.predicted_savings:.1%} (from profiled times; "
-            "measure with eebench compare).",
-            highlight=False,
+            "measure with eebench compare)."
         )
-    console.print(f"Report: {path}/{REPORT}", soft_wrap=True)
-    console.print(f"Serve:  eeserve {path}", soft_wrap=True)
+    say(f"Report: {path}/{REPORT}")
+    say(f"Serve:  eeserve {path}")
 
 
 def _inspect(options: argparse.Namespace) -> int:

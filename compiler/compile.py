@@ -76,9 +76,11 @@ def compile_model(options: CompileOptions, progress: Progress = _SILENT) -> Bund
 def _warn_without_exits(policy: ExitPolicy, options: CompileOptions) -> None:
     if not policy.active:
         _log.warning(
-            "NO EXIT IS ACTIVE: no policy kept disagreement within %g with confidence %g and "
-            "saved time. The bundle will serve the unmodified model. More calibration data "
-            "helps most; a larger --max-disagreement allows more.",
+            "NO EXIT IS ACTIVE: no policy kept disagreement within %g with confidence %g, saved "
+            "time, and kept within the overhead of %g. The bundle will serve the unmodified model. "
+            "More calibration data helps most; a larger --max-disagreement or --max-overhead "
+            "allows more; a model this fast may have nothing to save.",
             options.max_disagreement,
             options.confidence,
+            options.max_overhead,
         )
