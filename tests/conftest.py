@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from offramp.bundle import Bundle
+
+
+# No test asserts times, hypothesis does not either; CI tries the same examples every time.
+settings.register_profile(
+    "offramp",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize="CI" in os.environ,
+)
+settings.load_profile("offramp")
 
 
 @pytest.fixture(scope="session")

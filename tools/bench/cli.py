@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="eebench", description="Measure what a bundle brings over its source model."
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", help="what to measure")
     command = commands.add_parser(
         "compare",
         help="latency, throughput and agreement against the source model, in one process",

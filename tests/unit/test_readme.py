@@ -1,0 +1,60 @@
+"""What the documents say exists: links, commands, options, names."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from offramp.compiler.cli import _compile_parser, _inspect_parser
+from offramp.server.arguments import make_parser
+from offramp.tools.bench.cli import _parser as bench_parser
+
+ROOT = Path(__file__).parent.parent.parent
+DOCUMENTS = sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("examples/*/*.md"))
+README = (ROOT / "README.md").read_text()
+PARSERS = {"eecompile": _compile_parser, "eeserve": make_parser}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
+        if not target.startswith("http"):
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+@pytest.mark.parametrize("line", re.findall(r"^(?:eecompile|eeserve) .+$", README, re.MULTILINE))
+def test_commands_parse_and_their_files_exist(line: str) -> None:
+    command, *arguments = shlex.split(line)
+    PARSERS[command]().parse_args(arguments)
+    for argument in arguments:
+        if argument.startswith("examples/"):
+            assert (ROOT / argument).exists()
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    text = README + (ROOT / "CONTRIBUTING.md").read_text() + (ROOT / ".ci" / "run").read_text()
+    named = set(re.findall(r"make ([a-z]+)", text))
+    assert {"demo", "test"} <= named
+    for target in named - {"a"}:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
+
+
+def test_python_blocks_compile() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        compile(block, "README.md", "exec")
+
+
+def test_every_option_is_explained() -> None:
+    for parser in (_compile_parser(), _inspect_parser(), make_parser(), bench_parser()):
+        for action in parser._actions:
+            assert action.help, f"{parser.prog} {action.dest}"
+
+
+def test_figures_are_filled_in() -> None:
+    assert "FIGURES" not in README
