@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, settings
 
 from offramp.bundle import Bundle
 
-
 # No test asserts times, hypothesis does not either; CI tries the same examples every time.
 settings.register_profile(
     "offramp",
