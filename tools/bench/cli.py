@@ -106,14 +106,20 @@ def _compare(options: argparse.Namespace) -> int:
 
 def print_rows(console: Console, rows: Sequence[Row], *, title: str) -> None:
     """Print rows, those after the first of a batch size with their ratio to the source model."""
-    table = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE)
+    table = Table(
+        title=title,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
     table.caption = (
         f"Milliseconds per sample, and ×ratio to {SOURCE}. busy: time the machine was busy per "
-        "sample. agree: answers like the source model's."
+        "sample. agree: answers like the source model's; right: like the labels."
     )
-    table.add_column("batch", justify="right")
+    table.add_column("batch", justify="right", no_wrap=True)
     table.add_column("system", no_wrap=True)
-    for name in ("mean", "median", "p95", "p99", "busy", "agree", "correct"):
+    for name in ("mean", "median", "p95", "p99", "busy", "agree", "right"):
         table.add_column(name, justify="right", no_wrap=True)
     source = rows[0]
     for row in rows:
