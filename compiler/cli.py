@@ -189,7 +189,7 @@ def _compile_parser() -> argparse.ArgumentParser:
                        help="cut points to build exits at, as inspect lists them")  # fmt: skip
     exits.add_argument("--candidates", type=_positive, default=12, metavar="N",
                        help="most exits that are built, if --exits is not given")  # fmt: skip
-    exits.add_argument("--max-overhead", type=_share, default=0.12, metavar="SHARE",
+    exits.add_argument("--max-overhead", type=_share, default=0.1, metavar="SHARE",
                        help="time that exits may add where none is taken")  # fmt: skip
     exits.add_argument("--mask", metavar="NAME", help="input that says which tokens count")
     exits.add_argument("--epochs", type=_positive, default=12, metavar="N", help="of training")

@@ -26,7 +26,7 @@ class CompileOptions:
     """Most exits that are built."""
     max_disagreement: float = 0.01
     confidence: float = 0.95
-    max_overhead: float = 0.12
+    max_overhead: float = 0.1
     """Share of the source model's time that the exits may add for a sample that takes none, at
     any batch size (Apparate's ramp budget)."""
     tolerance: float = 1e-5
