@@ -114,7 +114,8 @@ def choose_active(
     """Drop exits while that raises the predicted savings, the most useful drop first.
 
     Then drop the least useful ones until the model's end comes at most ``max_overhead`` later
-    than it would without exits (Apparate's ramp budget, 3.1).
+    than it would without exits (Apparate's ramp budget, 3.1), and exchange single exits while
+    that helps: what was dropped early may suit a small set better.
 
     A set's savings are those of the boldest policy on its common path that would still be
     certified on the tuning split, so that sets are judged by what can be promised.
@@ -145,17 +146,31 @@ def choose_active(
         saved = savings_of(walked.counts, cost.latency_ms(rows), cost.source_ms)
         return float(saved[walked.errors <= allowed].max(initial=0.0))
 
+    def fits(active: tuple[int, ...]) -> bool:
+        return all(c.overhead(active) <= max_overhead for c in (cost, *everywhere))
+
     active = tuple(range(len(confidence)))
     best = savings(active)
     while active:
         trials = [active[:i] + active[i + 1 :] for i in range(len(active))]
         values = [savings(trial) for trial in trials]
         top = int(np.argmax(values))
-        within = all(c.overhead(active) <= max_overhead for c in (cost, *everywhere))
-        if within and values[top] < best:
+        if fits(active) and values[top] < best:
             break
         active, best = trials[top], values[top]
+    while swaps := [s for s in _swapped(active, len(confidence)) if fits(s)]:
+        values = [savings(swap) for swap in swaps]
+        top = int(np.argmax(values))
+        if values[top] <= best:
+            break
+        active, best = swaps[top], values[top]
     return active if best > 0 else ()
+
+
+def _swapped(active: tuple[int, ...], exits: int) -> list[tuple[int, ...]]:
+    """Every set that has one exit of ``active`` replaced by one that is not in it."""
+    others = [index for index in range(exits) if index not in active]
+    return [tuple(sorted({*active, other} - {index})) for index in active for other in others]
 
 
 def tuning_path(confidence: NDArray[np.float32], agrees: BoolArray) -> FloatArray:

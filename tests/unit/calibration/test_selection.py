@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offramp.bundle import NEVER
+from offramp.calibration import selection
 from offramp.calibration.selection import (
     CostModel,
     certified_policy,
@@ -168,3 +169,8 @@ def test_whatever_is_chosen_is_certified_and_saves_time(shares: list[float], see
     if policy.promise is not None:
         assert policy.promise.p_value <= 0.1 + 1e-12
         assert policy.promise.predicted_savings > 0
+
+
+def test_sets_with_one_exit_exchanged() -> None:
+    assert set(selection._swapped((0, 2), 4)) == {(1, 2), (2, 3), (0, 1), (0, 3)}
+    assert selection._swapped((), 4) == []
