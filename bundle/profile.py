@@ -23,7 +23,7 @@ class Profile:
     """[exits][batch_sizes]: bridge and head, beyond the cost of an empty graph."""
     stages_ms: tuple[float, ...]
     """What one more stage costs: the border (layout changes, lost fusion), a call of the
-    backend, exit check and compaction."""
+    backend, the exit check."""
 
     def __post_init__(self) -> None:
         """Check that the tables have the shape that they claim."""

@@ -143,7 +143,6 @@ def profile_stages(
     result = []
     for column, size in enumerate(batch_sizes):
         tensors = samples(size)
-
         timers = [partial(graph.time_ms, tensors), partial(_staged_ms, pipeline, slot, tensors)]
         whole, staged = time_calls(timers)
         heads = sum(row[column] for row in exits_ms)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,8 @@ from offramp.engine.control.thresholds import count_allowed
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
+
+_NO_EXITS = ExitPolicy(version=1, active=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +120,7 @@ def choose_active(
     than it would without exits (Apparate's ramp budget, 3.1), and exchange single exits while
     that helps: what was dropped early may suit a small set better.
 
-    A set's savings are those of the boldest policy on its common path that would still be
-    certified on the tuning split, so that sets are judged by what can be promised.
+    Sets are judged by :func:`_promised_savings`.
 
     Args:
         confidence: [exits, samples] of the tuning split.
@@ -132,19 +134,14 @@ def choose_active(
     Returns:
         Indices of the exits to keep, in depth order; may be empty.
     """
+    allowed = max(
+        allowed_errors(confidence.shape[1], max_disagreement, confidence_level),
+        int(max_disagreement * confidence.shape[1] / 2),
+    )
 
+    @cache
     def savings(active: tuple[int, ...]) -> float:
-        if not active:
-            return 0.0
-        rows = list(active)
-        path = tuning_path(confidence[rows], agrees[rows])
-        walked = walk(path, confidence[rows], agrees[rows])
-        allowed = max(
-            allowed_errors(confidence.shape[1], max_disagreement, confidence_level),
-            int(max_disagreement * confidence.shape[1] / 2),
-        )
-        saved = savings_of(walked.counts, cost.latency_ms(rows), cost.source_ms)
-        return float(saved[walked.errors <= allowed].max(initial=0.0))
+        return _promised_savings(active, confidence, agrees, cost, allowed=allowed)
 
     def fits(active: tuple[int, ...]) -> bool:
         return all(c.overhead(active) <= max_overhead for c in (cost, *everywhere))
@@ -152,19 +149,37 @@ def choose_active(
     active = tuple(range(len(confidence)))
     best = savings(active)
     while active:
-        trials = [active[:i] + active[i + 1 :] for i in range(len(active))]
-        values = [savings(trial) for trial in trials]
-        top = int(np.argmax(values))
-        if fits(active) and values[top] < best:
+        fewer = max((active[:i] + active[i + 1 :] for i in range(len(active))), key=savings)
+        if fits(active) and savings(fewer) < best:
             break
-        active, best = trials[top], values[top]
+        active, best = fewer, savings(fewer)
     while swaps := [s for s in _swapped(active, len(confidence)) if fits(s)]:
-        values = [savings(swap) for swap in swaps]
-        top = int(np.argmax(values))
-        if values[top] <= best:
+        swap = max(swaps, key=savings)
+        if savings(swap) <= best:
             break
-        active, best = swaps[top], values[top]
+        active, best = swap, savings(swap)
     return active if best > 0 else ()
+
+
+def _promised_savings(
+    active: tuple[int, ...],
+    confidence: NDArray[np.float32],
+    agrees: BoolArray,
+    cost: CostModel,
+    *,
+    allowed: int,
+) -> float:
+    """Most savings on the tuning split of a policy on the common path of some exits.
+
+    Only levels with at most ``allowed`` errors count: what could still be certified on as many
+    samples, or half the constraint where that is more, since a small split can certify little.
+    """
+    if not active:
+        return 0.0
+    rows = list(active)
+    walked = walk(tuning_path(confidence[rows], agrees[rows]), confidence[rows], agrees[rows])
+    saved = savings_of(walked.counts, cost.latency_ms(rows), cost.source_ms)
+    return float(saved[walked.errors <= allowed].max(initial=0.0))
 
 
 def _swapped(active: tuple[int, ...], exits: int) -> list[tuple[int, ...]]:
@@ -208,7 +223,7 @@ def certified_policy(
         The policy; without active exits if nothing passed or nothing was worth it.
     """
     if not active:
-        return ExitPolicy(version=1, active=())
+        return _NO_EXITS
     rows = list(active)
     certificate = certify(
         path,
@@ -218,11 +233,11 @@ def certified_policy(
         confidence_level=confidence_level,
     )
     if certificate is None:
-        return ExitPolicy(version=1, active=())
+        return _NO_EXITS
     used = certificate.thresholds < NEVER
     kept = [index for index, used_ in zip(rows, used, strict=True) if used_]
     if not kept:
-        return ExitPolicy(version=1, active=())
+        return _NO_EXITS
     thresholds = certificate.thresholds[used]
     outcome = evaluate(
         confidence[kept],
@@ -232,7 +247,7 @@ def certified_policy(
         vanilla_ms=cost.source_ms,
     )
     if outcome.savings <= 0:
-        return ExitPolicy(version=1, active=())
+        return _NO_EXITS
     return ExitPolicy(
         version=1,
         active=tuple(

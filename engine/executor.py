@@ -283,10 +283,10 @@ class Executor:
         )
         with self._lock:
             self._scheduler.failed(stream)
-        groups = [run.rows[start:stop] for start, stop in neighbours(run.requests)]
-        numbers = [int(run.requests[start]) for start, _ in neighbours(run.requests)]
-        for number, rows in zip(numbers, groups, strict=True):
-            if len(numbers) == 1 or isinstance(error, DrainingError):
+        parts = list(neighbours(run.requests))
+        for start, stop in parts:
+            number, rows = int(run.requests[start]), run.rows[start:stop]
+            if len(parts) == 1 or isinstance(error, DrainingError):
                 self._fail_rows(number, len(rows), error)
                 continue
             try:
