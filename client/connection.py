@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import grpc
 import grpc.aio
@@ -16,6 +16,17 @@ DEFAULT_MAX_MESSAGE_MIB: Final = 64
 _MIB: Final = 1024 * 1024
 _ERROR_METADATA_KEY: Final = "offramp-error"
 """Set by the server on the statuses that its own code gives (offramp.server.errors)."""
+
+_PATIENCE: Final = (("offramp-deadline", "slo"),)
+"""Metadata of calls whose timeout is the client's: the server then schedules by the model's SLO,
+not by how long we wait (offramp.server.service)."""
+
+
+class Limit(NamedTuple):
+    """How long a call may take, as grpc's methods take it."""
+
+    timeout: float | None
+    metadata: tuple[tuple[str, str], ...] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +77,12 @@ class Settings:
             ("grpc.max_receive_message_length", self.max_message_mib * _MIB),
             ("grpc.max_send_message_length", -1),
         ]
+
+    def limit(self, timeout_s: float | None) -> Limit:
+        """The limit of a call that names ``timeout_s``, or none."""
+        if timeout_s is None:
+            return Limit(self.timeout_s, _PATIENCE)
+        return Limit(timeout_s, None)
 
     def error(self, error: grpc.RpcError) -> OfframpError:
         """What a failed call means; to be raised from ``error``."""

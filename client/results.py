@@ -20,6 +20,9 @@ class InferResult:
     """[n]: index of the exit that answered; -1 is the model's end."""
     confidences: NDArray[np.float32]
     """[n]: confidence of the answer, 0 to 1."""
+    forced: NDArray[np.bool_]
+    """[n]: whether the sample had to leave there, not sure enough, to be in time; the promise of
+    agreement does not hold for it."""
     policy_version: int
     """Version of the exit policy that was in force."""
 

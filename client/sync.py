@@ -31,7 +31,7 @@ class Client:
 
     Args:
         address: ``host:port`` of the server's gRPC side.
-        timeout_s: Of calls that name none; ``None`` waits for ever.
+        timeout_s: How long to wait in calls that name no limit; ``None`` waits for ever.
         max_message_mib: Largest response; the server limits requests.
         tls: Encrypts the connection; ``None`` does not.
 
@@ -84,7 +84,8 @@ class Client:
             inputs: By name; first dimension n, dtype exactly the model's (lists become numpy's
                 default: float64, int64).
             outputs: Names of the outputs wanted; ``None`` is all of them.
-            timeout_s: Of this call; ``None`` is the client's.
+            timeout_s: Of this call, which is then its deadline on the server too; ``None`` waits
+                as long as the client does, and leaves the deadline to the model's SLO.
             priority: As in Triton: 1 is served first, 0 is the default, which is level 5.
 
         Raises:
@@ -150,8 +151,8 @@ class Client:
         request: _Request,
         timeout_s: float | None,
     ) -> _Response:
-        limit_s = self._settings.timeout_s if timeout_s is None else timeout_s
+        limit = self._settings.limit(timeout_s)
         try:
-            return method(request, timeout=limit_s)
+            return method(request, timeout=limit.timeout, metadata=limit.metadata)
         except grpc.RpcError as error:
             raise self._settings.error(error) from error

@@ -61,14 +61,21 @@ def parse_response(response: ModelInferResponse) -> InferResult:
         raise ResponseError(f"the response is malformed: {error}") from error
     exits = _per_sample(response, "offramp_exits", np.int32)
     confidences = _per_sample(response, "offramp_confidences", np.float32)
+    forced = _forced(response, len(exits))
     rows = {name: array.shape[0] if array.ndim else 0 for name, array in outputs.items()}
-    counts = {**rows, "offramp_exits": len(exits), "offramp_confidences": len(confidences)}
+    counts = {
+        **rows,
+        "offramp_exits": len(exits),
+        "offramp_confidences": len(confidences),
+        "offramp_forced": len(forced),
+    }
     if len(set(counts.values())) != 1:
         raise ResponseError(f"the response disagrees about its number of samples: {counts}")
     return InferResult(
         outputs=outputs,
         exits=exits,
         confidences=confidences,
+        forced=forced,
         policy_version=response.parameters["offramp_policy_version"].int64_param,
     )
 
@@ -101,6 +108,16 @@ def _tensors(
         }
     except TensorError as error:
         raise ResponseError(f"the model's metadata: {error}") from error
+
+
+def _forced(response: ModelInferResponse, samples: int) -> NDArray[np.bool_]:
+    """Absent where no sample was."""
+    if "offramp_forced" not in response.parameters:
+        return np.zeros(samples, np.bool_)
+    values = _per_sample(response, "offramp_forced", np.int32)
+    if not np.isin(values, (0, 1)).all():
+        raise ResponseError(f"parameter 'offramp_forced' has values besides 0 and 1: {values}")
+    return values.astype(np.bool_)
 
 
 def _per_sample(response: ModelInferResponse, name: str, dtype: type[Any]) -> NDArray[Any]:

@@ -6,10 +6,9 @@ import asyncio
 import difflib
 import itertools
 import logging
-import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,49 +18,15 @@ from numpy.typing import NDArray
 from offramp.bundle import Answer, Bundle, ExitPolicy, TensorSpec
 from offramp.engine.backends import Backend, make_backend
 from offramp.engine.errors import DrainingError, InvalidInputError, UnknownModelError
-from offramp.engine.plan import Mode
+from offramp.engine.executor import Executor
+from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.requests import PendingRequest
+from offramp.engine.scheduling import DeviceScheduler, ParallelLimit
 from offramp.engine.served_model import ServedModel
 from offramp.engine.statistics import ModelStatistics
 from offramp.engine.validation import check_tensors
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """How models are executed; the same for every model of an engine."""
-
-    mode: Mode = Mode.LEAVE
-    backend: str = "auto"
-    max_batch_size: int = 32
-    """Most rows of a batch; larger requests are split."""
-    max_queue_delay_ms: float = 0.0
-    """Longest time that a sample waits for batch mates while a stream idles."""
-    max_queue_samples: int = 4096
-    """Most samples that wait, per model; more are refused."""
-    default_timeout_ms: float | None = None
-    """Deadline of requests that bring none."""
-    streams: int = 1
-    """Batches that run at the same time, per model."""
-    threads: int | None = None
-    """Intra-op threads of each stream; ``None`` shares the cores among the streams."""
-    parallel_below: int | None = None
-    """PAME's τ_b: a new batch starts beside running ones once each has fewer samples than this;
-    ``None`` starts one on any idle stream."""
-
-    def __post_init__(self) -> None:
-        """Refuse what could never serve."""
-        for name in ("max_batch_size", "max_queue_samples", "streams", "threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}, expected at least 1")
-        if not 0 <= self.max_queue_delay_ms < float("inf"):
-            raise ValueError(f"max_queue_delay_ms is {self.max_queue_delay_ms}, expected ≥ 0")
-
-    def threads_per_stream(self) -> int:
-        """The threads asked for, or an equal share of the cores (at least one)."""
-        return self.threads or max(1, (os.cpu_count() or 1) // self.streams)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +39,8 @@ class InferResult:
     """[n]: index of the exit that answered (``Manifest.exits``); −1 is the model's end."""
     confidences: NDArray[np.float32]
     """[n]: confidence of the answer, 0 to 1."""
+    forced: NDArray[np.bool_]
+    """[n]: whether the sample had to leave there, below the exit's threshold, to be in time."""
     policy_version: int
 
 
@@ -90,6 +57,8 @@ class ModelInfo:
     max_batch_size: int
     policy: ExitPolicy
     """In force, with the promise that it was certified for."""
+    scheduling: str
+    """Name of the scheduling policy."""
 
 
 class Engine:
@@ -101,18 +70,25 @@ class Engine:
     def __init__(
         self,
         models: Mapping[str, ServedModel],
-        options: EngineOptions,
+        backend: Backend,
         *,
-        owned: Backend | None = None,
+        streams: int = 1,
+        parallel: ParallelLimit | None = None,
+        owned: bool = False,
     ) -> None:
-        """Use :meth:`open`; ``owned`` is the backend to close with the engine."""
+        """Use :meth:`open`; ``owned`` if the backend is to be closed with the engine."""
+        self._backend = backend
         self._owned = owned
+        self._parallel = parallel
         self._models = dict(models)
-        self._options = options
         self._numbers = itertools.count()
         self._draining = False
-        for model in self._models.values():
-            model.executor.start(asyncio.get_running_loop())
+        scheduler = DeviceScheduler(
+            {name: model.scheduler for name, model in models.items()},
+            weights={name: model.options.weight for name, model in models.items()},
+        )
+        self._executor = Executor(backend, models, scheduler, streams=streams)
+        self._executor.start(asyncio.get_running_loop())
 
     @classmethod
     async def open(
@@ -132,18 +108,23 @@ class Engine:
         Raises:
             BundleError: A bundle is absent, damaged or of another version.
             BackendError: The backend cannot run here, or cannot load a stage.
+            ValueError: A scheduling policy does not fit its model.
         """
         options = options or EngineOptions()
-        owned = None
+        owned = backend is None
         if backend is None:
             backend = make_backend(options.backend, threads=options.threads_per_stream())
-            owned = backend
+        parallel = ParallelLimit(
+            max(options.of(name).max_batch_size for name in models),
+            fixed=options.parallel_below,
+            max_violations=options.max_violations,
+        )
         loaded = {}
         for name, path in models.items():
             started_s = time.monotonic()
-            loaded[name] = await asyncio.to_thread(_load, name, path, backend, options)
+            loaded[name] = await asyncio.to_thread(_load, name, path, backend, options, parallel)
             _log.info("%s: ready after %.1f s", name, time.monotonic() - started_s)
-        return cls(loaded, options, owned=owned)
+        return cls(loaded, backend, streams=options.streams, parallel=parallel, owned=owned)
 
     async def __aenter__(self) -> Self:
         """Enter."""
@@ -169,7 +150,7 @@ class Engine:
         Args:
             model: Name of a served model.
             inputs: One array per input of the model, exact dtype.
-            deadline_s: Absolute time on ``time.monotonic()``; ``None`` is the default timeout.
+            deadline_s: Absolute time on ``time.monotonic()``; ``None`` is the model's SLO.
             priority: Higher is served first.
 
         Raises:
@@ -187,17 +168,18 @@ class Engine:
         wrong = check_tensors(served.inputs, inputs)
         if wrong:
             raise InvalidInputError(f"{model}: {wrong}")
-        request = self._request(inputs, deadline_s, priority)
-        if request.count > self._options.max_queue_samples:
+        request = self._request(served.options, inputs, deadline_s, priority)
+        room = served.options.max_queue_samples
+        if request.count > room:
             raise InvalidInputError(
-                f"{model}: {request.count} samples are more than the queue holds "
-                f"({self._options.max_queue_samples}); send them in several requests"
+                f"{model}: {request.count} samples are more than the queue holds ({room}); "
+                "send them in several requests"
             )
-        served.executor.submit(request)
+        self._executor.submit(model, request)
         try:
             await request.future
         except asyncio.CancelledError:
-            served.executor.cancel(request.number)
+            self._executor.cancel(model, request.number)
             raise
         if request.error is not None:
             raise request.error
@@ -206,6 +188,7 @@ class Engine:
             outputs={served.answer.output: request.answer},
             exits=request.exits,
             confidences=request.confidences,
+            forced=request.forced,
             policy_version=served.policy.version,
         )
 
@@ -225,42 +208,60 @@ class Engine:
             inputs=served.inputs,
             outputs=served.outputs,
             answer=served.answer,
-            platform=f"offramp_{served.backend_name}",
-            max_batch_size=self._options.max_batch_size,
+            platform=f"offramp_{self._backend.name}",
+            max_batch_size=served.options.max_batch_size,
             policy=served.policy,
+            scheduling=str(served.options.scheduling),
         )
 
     def ready(self, model: str | None = None) -> bool:
-        """Whether the model (or every model) is loaded and takes requests."""
-        asked = self._models if model is None else {model: self._models.get(model)}
-        alive = all(served is not None and served.executor.in_service for served in asked.values())
-        return alive and not self._draining
+        """Whether the model (or every model) is loaded and takes requests.
+
+        Not while draining, and not while no stream of the device can run anything.
+        """
+        loaded = model is None or model in self._models
+        return loaded and self._executor.in_service and not self._draining
 
     def statistics(self) -> Mapping[str, ModelStatistics]:
         """A snapshot per model, safe to keep."""
-        return {name: served.statistics() for name, served in self._models.items()}
+        return {name: self._statistics(name) for name in self._models}
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests, finish those in flight; ``False`` if some did not in time."""
         self._draining = True
         deadline_s = time.monotonic() + timeout_s
-        for served in self._models.values():
-            served.executor.flush()
-        while any(served.executor.pending for served in self._models.values()):
+        self._executor.flush()
+        while self._executor.pending():
             if time.monotonic() >= deadline_s:
                 return False
             await asyncio.sleep(0.005)
         return True
 
     async def close(self) -> None:
-        """Stop the threads and release the backends; unfinished requests fail."""
+        """Stop the threads and release the backend; unfinished requests fail."""
         self._draining = True
-        for served in self._models.values():
-            await asyncio.to_thread(served.close)
-        if self._owned is not None:
-            self._owned.close()
-            self._owned = None
+        await asyncio.to_thread(self._executor.stop)
+        if self._owned:
+            self._owned = False
+            self._backend.close()
         await asyncio.sleep(0)  # let the last results be delivered
+
+    def _statistics(self, name: str) -> ModelStatistics:
+        served, snapshot = self._models[name], self._executor.snapshot(name)
+        counts = {item.name: getattr(snapshot, item.name) for item in fields(snapshot)}
+        health, parallel = self._executor.health, self._parallel
+        return ModelStatistics(
+            mode=served.mode.value,
+            backend=self._backend.name,
+            policy_version=served.policy.version,
+            scheduling=str(served.options.scheduling),
+            streams=health.streams,
+            streams_in_service=health.in_service,
+            restarts=health.restarts,
+            parallel_below=parallel.value if parallel is not None and parallel.limits else None,
+            uptime_s=time.monotonic() - served.loaded_s,
+            **counts,
+        )
 
     def _served(self, name: str) -> ServedModel:
         try:
@@ -274,12 +275,15 @@ class Engine:
             ) from None
 
     def _request(
-        self, inputs: Mapping[str, NDArray[Any]], deadline_s: float | None, priority: int
+        self,
+        options: ModelOptions,
+        inputs: Mapping[str, NDArray[Any]],
+        deadline_s: float | None,
+        priority: int,
     ) -> PendingRequest:
         now_s = time.monotonic()
         if deadline_s is None:
-            timeout_ms = self._options.default_timeout_ms
-            deadline_s = float("inf") if timeout_ms is None else now_s + timeout_ms / 1e3
+            deadline_s = float("inf") if options.slo_ms is None else now_s + options.slo_ms / 1e3
         return PendingRequest(
             number=next(self._numbers),
             inputs=inputs,
@@ -292,7 +296,9 @@ class Engine:
         )
 
 
-def _load(name: str, path: Path, backend: Backend, options: EngineOptions) -> ServedModel:
+def _load(
+    name: str, path: Path, backend: Backend, options: EngineOptions, parallel: ParallelLimit
+) -> ServedModel:
     bundle = Bundle.open(path)
     _log.info("%s: loading %s", name, path)
     return ServedModel.load(
@@ -300,9 +306,7 @@ def _load(name: str, path: Path, backend: Backend, options: EngineOptions) -> Se
         bundle,
         backend,
         mode=options.mode,
-        max_batch_size=options.max_batch_size,
-        max_delay_s=options.max_queue_delay_ms / 1e3,
-        max_queue=options.max_queue_samples,
+        options=options.of(name),
         streams=options.streams,
-        parallel_below=options.parallel_below,
+        parallel=parallel,
     )

@@ -1,13 +1,14 @@
 """Threads that run what the scheduler decides.
 
-One thread a stream, each with its own slot; the backend releases the GIL while it executes. The
-scheduler, the open requests and all counts are guarded by one lock, held for microseconds. What
-is finished is handed to the event loop in batches: one wake-up however many requests a stage
-released.
+One thread a stream, each with its own slot, for all models of the device; the backend releases
+the GIL while it executes. Scheduler, open requests and counts are guarded by one lock, held for
+microseconds. What is finished is handed to the event loop in batches (:mod:`.outbox`).
 
-A stage that raises fails as little as can be: the requests of its batch are run again, each
-alone, and only those that fail alone get an error. A thread that fails outside of a stage takes
-the model out of service, says so, and leaves nobody waiting.
+A stage that raises fails its own batch only: the scheduler has each of its requests tried once
+more, alone, on another stream where one is in service, and only those that fail again get an
+error. A stream that fails twice in a row is started anew, after a pause (:mod:`.streams`).
+Should all streams stay out of service, what waits is told so, until one is back. A thread that
+fails outside of all this takes the models out of service, says so, and leaves nobody waiting.
 """
 
 from __future__ import annotations
@@ -16,33 +17,33 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.engine.backends.base import Slot, TensorBatch
-from offramp.engine.errors import (
-    BackendError,
-    DrainingError,
-    EngineError,
-    QueueFullError,
-)
+from offramp.engine.backends.base import Backend, Rows, Slot, TensorBatch
+from offramp.engine.errors import BackendError, DrainingError, EngineError, QueueFullError
 from offramp.engine.ledger import Ledger, copy_of
+from offramp.engine.outbox import Outbox
 from offramp.engine.pipeline import Pipeline, Step
 from offramp.engine.requests import PendingRequest
 from offramp.engine.scheduling import (
+    Assignment,
+    DeviceScheduler,
     DropCause,
-    Dropped,
+    ModelScheduler,
     Run,
-    Scheduler,
     SchedulerFullError,
     Submission,
     Transition,
     Wait,
 )
 from offramp.engine.statistics import Counters, CountersSnapshot, StageCounters
+from offramp.engine.streams import StreamHealth
 
 _log = logging.getLogger(__name__)
 
@@ -52,14 +53,62 @@ _JOIN_LIMIT_S = 10.0
 """How long :meth:`Executor.stop` waits for a stage that runs."""
 
 
+class Runnable(Protocol):
+    """What the executor needs of a model."""
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """What to run."""
+        ...
+
+    @property
+    def scheduler(self) -> ModelScheduler:
+        """Who decides."""
+        ...
+
+    def probe(self, slot: Slot) -> None:
+        """Run a batch that is known to be good through all stages."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Hosted:
+    """A model as the executor knows it."""
+
+    name: str
+    pipeline: Pipeline
+    scheduler: ModelScheduler
+    ledger: Ledger
+    probe: Callable[[Slot], None]
+    parked: dict[int, Future[TensorBatch]] = field(default_factory=dict)
+    """Tensors that wait at splits; each is there as soon as its stream has copied it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What a stream shall run, with the tensors it is fused of."""
+
+    model: _Hosted
+    run: Run
+    pieces: tuple[tuple[Future[TensorBatch], Rows], ...]
+
+
+class _StartFailedError(Exception):
+    """A stream cannot start; the cause says why."""
+
+
+class _StageFailedError(Exception):
+    """A stage raised; its cause says what. The batch is dealt with."""
+
+
 class Executor:
-    """Runs one model's pipeline on a number of streams."""
+    """Runs models on the streams of one device."""
 
     def __init__(
         self,
-        name: str,
-        pipeline: Pipeline,
-        scheduler: Scheduler,
+        backend: Backend,
+        models: Mapping[str, Runnable],
+        scheduler: DeviceScheduler,
         *,
         streams: int,
         clock: Callable[[], float] = time.monotonic,
@@ -67,27 +116,28 @@ class Executor:
         """Prepare; :meth:`start` starts the threads.
 
         Args:
-            name: The model's, for threads and messages.
-            pipeline: What to run.
-            scheduler: Decides; owned by this executor from here on.
+            backend: Of all pipelines.
+            models: By name, as in ``scheduler``.
+            scheduler: Owned by this executor from here on, with those of the models.
             streams: Threads, at least one.
             clock: Monotonic seconds.
         """
-        self._name = name
-        self._pipeline = pipeline
+        self._backend = backend
         self._scheduler = scheduler
         self._clock = clock
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        labels = zip(pipeline.plan.exit_labels(), pipeline.plan.stages, strict=True)
-        counters = Counters([StageCounters(label, s.threshold) for label, s in labels])
-        self._ledger = Ledger(name, counters, clock)
-        self._waking = False
+        self._ended = threading.Condition(self._lock)
+        """What a stream that pauses waits for: work is announced to those in service only."""
+        self._outbox = Outbox(self._lock)
+        self._models = {name: self._host(name, model) for name, model in models.items()}
+        self._health = StreamHealth(streams)
         self._refusal: EngineError | None = None
-        """Why no request is taken any more; the threads end then."""
-        self._loop: asyncio.AbstractEventLoop | None = None
+        """Why no request is taken, for now; or for ever, once ``_stopped``."""
+        self._stopped = False
+        names = "+".join(models)
         self._threads = [
-            threading.Thread(target=self._work, args=(s,), name=f"{name}-stream-{s}", daemon=True)
+            threading.Thread(target=self._work, args=(s,), name=f"{names}-stream-{s}", daemon=True)
             for s in range(streams)
         ]
 
@@ -95,11 +145,11 @@ class Executor:
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start the threads; results are posted to ``loop``."""
-        self._loop = loop
+        self._outbox.bind(loop)
         for thread in self._threads:
             thread.start()
 
-    def submit(self, request: PendingRequest) -> None:
+    def submit(self, model: str, request: PendingRequest) -> None:
         """Queue a request.
 
         Raises:
@@ -108,35 +158,37 @@ class Executor:
             BackendError: It is out of service.
         """
         submission = Submission(
-            request=request.number,
-            count=request.count,
-            signature=request.signature,
-            deadline_s=request.deadline_s,
-            priority=request.priority,
+            request.number,
+            request.count,
+            request.deadline_s,
+            request.priority,
+            request.signature,
         )
+        hosted = self._models[model]
         with self._lock:
             if self._refusal is not None:
                 raise copy_of(self._refusal)
             try:
-                self._scheduler.submit(submission, request.submitted_s)
+                self._scheduler.submit(model, submission, request.submitted_s)
             except SchedulerFullError as error:
-                self._ledger.counters.failed["rejected"] += request.count
+                hosted.ledger.counters.failed["rejected"] += request.count
                 raise QueueFullError(
-                    f"{self._name}: the queue is full: {error}; try again later, or send less"
+                    f"{model}: the queue is full: {error}; try again later, or send less"
                 ) from error
             finally:
-                self._settle()
-            self._ledger.accept(request)
+                self._settle(hosted)
+            hosted.ledger.accept(request)
             self._changed.notify()
 
-    def cancel(self, number: int) -> None:
+    def cancel(self, model: str, number: int) -> None:
         """Withdraw a request; nothing is posted for it any more."""
+        hosted = self._models[model]
         with self._lock:
-            request = self._ledger.get(number)
+            request = hosted.ledger.get(number)
             if request is not None:
                 request.withdrawn = True
-                self._scheduler.cancel(number)
-                self._settle()
+                hosted.scheduler.cancel(number)
+                self._settle(hosted)
 
     def flush(self) -> None:
         """Dispatch what waits at once, from now on."""
@@ -146,220 +198,292 @@ class Executor:
 
     @property
     def in_service(self) -> bool:
-        """Whether requests are taken."""
-        return self._refusal is None
+        """Whether requests are taken, and a stream is there to run them."""
+        return self._refusal is None and self._health.in_service > 0
 
     @property
+    def health(self) -> StreamHealth:
+        """Of the streams; to be read only."""
+        return self._health
+
     def pending(self) -> int:
         """Requests that are not finished."""
         with self._lock:
-            return len(self._ledger)
+            return sum(len(model.ledger) for model in self._models.values())
 
-    def snapshot(self) -> CountersSnapshot:
-        """All counts, of one instant."""
+    def snapshot(self, model: str) -> CountersSnapshot:
+        """All counts of a model, of one instant."""
+        hosted = self._models[model]
         with self._lock:
-            return self._ledger.counters.snapshot(
-                queued=self._scheduler.queued, in_flight=self._scheduler.in_flight
+            return hosted.ledger.counters.snapshot(
+                queued=hosted.scheduler.queued, in_flight=hosted.scheduler.in_flight
             )
 
     def stop(self) -> None:
         """Fail what is unfinished, then wait for the threads to end. Blocks, within limits."""
-        self._leave_service(DrainingError(f"{self._name} was stopped before the answer"), "stopped")
+        with self._lock:
+            self._stopped = True
+            self._refuse(DrainingError("stopped before the answer"), "stopped")
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(_JOIN_LIMIT_S)
             if thread.is_alive():
                 _log.error("%s: a stage still runs after %g s", thread.name, _JOIN_LIMIT_S)
 
-    # The threads' side
+    # The threads' side: the life of a stream
 
     def _work(self, stream: int) -> None:
+        suspected = False
         try:
-            slot = self._pipeline.backend.open_slot()
-            try:
-                carry: TensorBatch | None = None
-                while (run := self._next_run(stream)) is not None:
-                    carry = self._run_stage(stream, slot, run, carry)
-            finally:
-                slot.close()
+            while not self._stopped:
+                try:
+                    suspected = self._live(stream, suspected=suspected)
+                except _StartFailedError as failure:
+                    suspected = True
+                    self._pause(stream, failure.__cause__ or failure)
         except Exception as error:  # whoever waits must be told
             _log.exception("%s: out of service", threading.current_thread().name)
-            self._leave_service(
-                BackendError(f"{self._name} is out of service: {error!r}"), "backend_error"
-            )
+            with self._lock:
+                self._stopped = True
+                self._refuse(BackendError(f"out of service: {error!r}"), "backend_error")
 
-    def _next_run(self, stream: int) -> Run | None:
+    def _live(self, stream: int, *, suspected: bool) -> bool:
+        """Run from one start of the stream to the next; says whether it is suspected then.
+
+        Raises:
+            _StartFailedError: It cannot start.
+        """
+        try:
+            slot = self._backend.open_slot()
+        except Exception as error:
+            raise _StartFailedError from error
+        try:
+            if suspected:
+                self._probe(slot)
+            with self._lock:
+                self._health.started(stream, anew=suspected)
+                self._scheduler.resume(stream)
+                if not self._stopped:
+                    self._refusal = None
+            return self._serve(stream, slot)
+        finally:
+            slot.close()
+
+    def _probe(self, slot: Slot) -> None:
+        """Run a batch that is known to be good, of every model."""
+        try:
+            for model in self._models.values():
+                model.probe(slot)
+        except Exception as error:
+            raise _StartFailedError from error
+
+    def _pause(self, stream: int, error: BaseException) -> None:
+        """Take a stream that cannot start out of service for a while."""
+        with self._lock:
+            pause_s = self._health.start_failed(stream)
+            _log.warning("stream %d cannot start, again in %g s: %s", stream, pause_s, error)
+            self._scheduler.suspend(stream)
+            if self._health.hopeless and self._refusal is None:
+                reason = f"out of service, no stream can start: {error}"
+                self._refuse(BackendError(reason), "backend_error")
+            self._changed.notify_all()  # what failed here and was to run elsewhere may go nowhere
+            until_s = self._clock() + pause_s
+            while not self._stopped and (left_s := until_s - self._clock()) > 0.0:
+                self._ended.wait(left_s)
+
+    def _serve(self, stream: int, slot: Slot) -> bool:
+        """Run stages until the stream is suspected, or is stopped; says which."""
+        carry: TensorBatch | None = None
+        while (task := self._next_task(stream)) is not None:
+            try:
+                carry = self._run_stage(stream, slot, task, carry)
+            except _StageFailedError as failure:
+                carry = None
+                known = isinstance(failure.__cause__, EngineError)
+                if self._health.failed(stream) or not known:
+                    return True
+        return False
+
+    def _next_task(self, stream: int) -> _Task | None:
         """Wait for the scheduler to have something for this stream; ``None`` to end."""
         with self._lock:
-            while self._refusal is None:
+            while not self._stopped:
                 decision = self._scheduler.next(stream, self._clock())
-                self._settle()
-                if isinstance(decision, Run):
-                    if self._scheduler.queued:  # another stream may start, or has to keep time
+                task = self._task(*decision) if isinstance(decision, Assignment) else None
+                for model in self._models.values():
+                    self._settle(model)
+                if task is not None:
+                    if self._scheduler.waiting:  # another stream may start, or keep time
                         self._changed.notify()
-                    return decision
-                timeout = None
+                    return task
+                timeout_s = _LONGEST_WAIT_S
                 if isinstance(decision, Wait):
-                    timeout = min(max(decision.until_s - self._clock(), 0.0), _LONGEST_WAIT_S)
-                self._changed.wait(timeout)
+                    timeout_s = min(max(decision.until_s - self._clock(), 0.0), timeout_s)
+                self._changed.wait(timeout_s)
             return None
+
+    def _task(self, name: str, run: Run) -> _Task:
+        """Take what a run is fused of; the lock is held."""
+        model = self._models[name]
+        pieces = tuple((model.parked[p.number], p.positions) for p in run.pieces)
+        for number in model.scheduler.take_discarded():
+            model.parked.pop(number, None)
+        return _Task(model, run, pieces)
+
+    # The threads' side: one stage
 
     def _run_stage(
-        self, stream: int, slot: Slot, run: Run, carry: TensorBatch | None
+        self, stream: int, slot: Slot, task: _Task, carry: TensorBatch | None
     ) -> TensorBatch | None:
-        """Run one stage and release who exits; gives the batch of the survivors."""
-        try:
-            batch = slot.upload(self._gather(run)) if run.stage == 0 else carry
-            assert batch is not None
-            started_s = self._clock()
-            step = self._pipeline.step(slot, run.stage, batch)
-        except Exception as error:  # its batch is dealt with, the stream goes on
-            self._recover(stream, slot, run, error)
-            return None
-        survivors = self._conclude(stream, run, step, self._clock() - started_s).survivors
-        if not len(survivors):
-            return None
-        try:
-            assert step.result.carry is not None
-            return slot.select(step.result.carry, survivors)
-        except Exception as error:  # what left has its answers, the rest is dealt with
-            rest = Run(run.batch, run.stage, run.requests[survivors], run.rows[survivors])
-            self._recover(stream, slot, rest, error)
-            return None
+        """Run one stage and release who leaves; gives the batch of those that run on.
 
-    def _gather(self, run: Run) -> dict[str, NDArray[Any]]:
+        Raises:
+            _StageFailedError: The backend raised; the batch was given back.
+        """
+        model, run = task.model, task.run
+        try:
+            batch = self._batch(slot, task, carry)
+            started_s = self._clock()
+            step = model.pipeline.step(slot, run.stage, batch)
+            transition, kept = self._conclude(stream, task, step, started_s)
+            if not len(transition.survivors):
+                return None
+            assert step.result.carry is not None
+            if kept is None:
+                return slot.select(step.result.carry, transition.survivors)
+        except Exception as error:
+            self._give_back(stream, task, error)
+            raise _StageFailedError from error
+        try:
+            kept.set_result(slot.park(step.result.carry, transition.survivors))
+        except Exception as error:
+            kept.set_exception(error)
+        return None
+
+    def _batch(self, slot: Slot, task: _Task, carry: TensorBatch | None) -> TensorBatch:
+        if task.pieces:
+            return slot.join([(future.result(), rows) for future, rows in task.pieces])
+        if task.run.stage == 0:
+            return slot.upload(self._gather(task.model, task.run))
+        assert carry is not None
+        return carry
+
+    def _gather(self, model: _Hosted, run: Run) -> dict[str, NDArray[Any]]:
         """Join the inputs of a new batch."""
+        parts: list[tuple[PendingRequest, slice | NDArray[np.int64]]] = []
         with self._lock:
             now_s = self._clock()
-            parts: list[tuple[PendingRequest, int, int]] = []
+            queue_s = model.ledger.counters.queue_s
             for start, stop in neighbours(run.requests):
-                request = self._ledger.get(int(run.requests[start]))
+                request = model.ledger.get(int(run.requests[start]))
                 if request is None:
-                    raise DrainingError(f"{self._name} was stopped before the answer")
-                first = int(run.rows[start])
-                parts.append((request, first, first + stop - start))
-                self._ledger.counters.queue_s.observe(now_s - request.submitted_s)
+                    raise DrainingError(f"{model.name}: stopped before the answer")
+                parts.append((request, _chosen(run.rows[start:stop])))
+                queue_s.observe(now_s - request.submitted_s)
         if len(parts) == 1:
-            request, first, last = parts[0]
-            return {name: array[first:last] for name, array in request.inputs.items()}
+            request, rows = parts[0]
+            return {name: array[rows] for name, array in request.inputs.items()}
         return {
-            name: np.concatenate([r.inputs[name][first:last] for r, first, last in parts])
+            name: np.concatenate([request.inputs[name][rows] for request, rows in parts])
             for name in parts[0][0].inputs
         }
 
-    def _conclude(self, stream: int, run: Run, step: Step, seconds: float) -> Transition:
-        """Tell the scheduler, answer who leaves, count."""
+    def _conclude(
+        self, stream: int, task: _Task, step: Step, started_s: float
+    ) -> tuple[Transition, Future[TensorBatch] | None]:
+        """Tell the scheduler, answer who leaves, count; gives where to park the survivors."""
+        model, run = task.model, task.run
+        kept: Future[TensorBatch] | None = None
         with self._lock:
-            transition = self._scheduler.done(stream, step.exited, self._clock())
-            counters = self._ledger.counters.stages[run.stage]
+            now_s = self._clock()
+            transition = self._scheduler.done(stream, step.exited, now_s)
+            if transition.parked is not None:  # another stream may be given them at once
+                kept = model.parked[transition.parked] = Future()
+            counters = model.ledger.counters.stages[run.stage]
             counters.batch_size.observe(len(run.requests))
-            counters.run_s.observe(seconds)
-            self._answer(run, transition.released, step)
-            self._settle()
+            counters.run_s.observe(now_s - started_s)
+            self._health.succeeded(stream)
+            self._answer(model, run, transition.released, step)
+            self._settle(model)
             self._changed.notify()
-        return transition
+        return transition, kept
 
-    def _answer(self, run: Run, released: NDArray[np.intp], step: Step) -> None:
+    def _answer(self, model: _Hosted, run: Run, released: Rows, step: Step) -> None:
         """Note the answers of the rows that leave; the lock is held."""
-        exit_index = self._pipeline.plan.stages[run.stage].exit
+        exit_index = model.pipeline.plan.stages[run.stage].exit
         for start, stop in neighbours(run.requests[released]):
             answer, confidence = step.result.answer, step.result.confidence
             assert answer is not None
             rows = released[start:stop]
-            self._ledger.answer(
+            model.ledger.answer(
                 int(run.requests[rows[0]]),
                 run.stage,
                 exit_index,
                 rows=run.rows[rows],
                 answer=answer[rows],
                 confidence=confidence[rows],
+                forced=~step.exited[rows],
             )
 
-    def _recover(self, stream: int, slot: Slot, run: Run, error: Exception) -> None:
-        """Run each request of a failed batch alone, so that one bad request fails alone."""
+    def _give_back(self, stream: int, task: _Task, error: Exception) -> None:
+        """Give a failed batch back to the scheduler; who has no second chance is told."""
         known = isinstance(error, EngineError)
         _log.error(
-            "%s: stage %d: %s", self._name, run.stage, error, exc_info=None if known else error
+            "%s: stage %d: %s",
+            task.model.name,
+            task.run.stage,
+            error,
+            exc_info=None if known else error,
         )
+        failure = error if isinstance(error, EngineError) else BackendError(repr(error))
+        model = task.model
         with self._lock:
-            self._scheduler.failed(stream)
-        parts = list(neighbours(run.requests))
-        for start, stop in parts:
-            number, rows = int(run.requests[start]), run.rows[start:stop]
-            if len(parts) == 1 or isinstance(error, DrainingError):
-                self._fail_rows(number, len(rows), error)
-                continue
-            try:
-                self._run_alone(slot, number, rows)
-            except Exception as own:  # this one is the culprit, or everything fails
-                self._fail_rows(number, len(rows), own)
-        with self._lock:
-            self._changed.notify()
-
-    def _run_alone(self, slot: Slot, number: int, rows: NDArray[np.int64]) -> None:
-        """Run some rows of one request from the start; all are answered, or it raises."""
-        with self._lock:
-            request = self._ledger.get(number)
-        if request is None:
-            return
-        inputs = {name: array[rows] for name, array in request.inputs.items()}
-        departures = list(self._pipeline.run(slot, inputs))
-        stages = self._pipeline.plan.stages
-        with self._lock:
-            for stage, left, answer, confidence in departures:
-                self._ledger.answer(
-                    number,
-                    stage,
-                    stages[stage].exit,
-                    rows=rows[left],
-                    answer=answer,
-                    confidence=confidence,
-                )
-            self._wake()
-
-    def _fail_rows(self, number: int, count: int, error: Exception) -> None:
-        """Fail a request some rows of which cannot be answered."""
-        known = error if isinstance(error, EngineError) else BackendError(repr(error))
-        with self._lock:
-            request = self._ledger.get(number)
-            if request is not None:
-                self._ledger.fail(request, known)
-                self._ledger.drop([Dropped(number, count, DropCause.FAILED)])
-                self._scheduler.cancel(number, DropCause.FAILED)
-            self._settle()
-
-    def _leave_service(self, refusal: EngineError, cause: str) -> None:
-        """Take no more requests, fail the open ones, let the threads end."""
-        with self._lock:
-            if self._refusal is None:
-                self._refusal = refusal
-            for number in self._ledger.fail_all(refusal, cause):
-                self._scheduler.cancel(number)
-            self._settle()
+            self._scheduler.failed(stream, self._clock())
+            dropped = model.scheduler.take_dropped()
+            model.ledger.drop(dropped, failure)
+            for item in dropped:
+                if item.cause is DropCause.FAILED:  # the rest of its request need not run
+                    model.scheduler.cancel(item.request, DropCause.FAILED)
+            model.ledger.counters.retried = model.scheduler.retried
+            self._settle(model)
             self._changed.notify_all()
 
-    def _settle(self) -> None:
-        """Account for what the scheduler dropped, and wake who waits; the lock is held."""
-        self._ledger.drop(self._scheduler.take_dropped())
-        self._wake()
+    # Under the lock
 
-    def _wake(self) -> None:
-        """Have the event loop deliver what is finished; the lock is held."""
-        if self._ledger.finished and not self._waking and self._loop is not None:
-            self._waking = True
-            try:
-                self._loop.call_soon_threadsafe(self._deliver)
-            except RuntimeError:  # the loop was closed: nobody waits any more
-                _log.debug("%s: the event loop is closed", self._name)
+    def _host(self, name: str, model: Runnable) -> _Hosted:
+        labels = zip(model.pipeline.plan.exit_labels(), model.pipeline.plan.stages, strict=True)
+        counters = Counters([StageCounters(label, s.threshold) for label, s in labels])
+        ledger = Ledger(name, counters, self._outbox, self._clock)
+        return _Hosted(name, model.pipeline, model.scheduler, ledger, model.probe)
 
-    def _deliver(self) -> None:
-        """Resolve futures; runs in the event loop."""
-        with self._lock:
-            finished, self._ledger.finished = self._ledger.finished, []
-            self._waking = False
-        for request in finished:
-            if not request.future.done():  # its caller may have left
-                request.future.set_result(request)
+    def _refuse(self, refusal: EngineError, cause: str) -> None:
+        """Take no more requests, and fail the open ones."""
+        self._refusal = refusal
+        for model in self._models.values():
+            for number in model.ledger.fail_all(refusal, cause):
+                model.scheduler.cancel(number)
+            self._settle(model)
+        self._changed.notify_all()
+        self._ended.notify_all()
+
+    def _settle(self, model: _Hosted) -> None:
+        """Account for what the scheduler dropped, and wake who waits."""
+        dropped = model.scheduler.take_dropped()
+        if dropped:
+            model.ledger.drop(dropped)
+            for number in model.scheduler.take_discarded():
+                model.parked.pop(number, None)
+        self._outbox.wake()
+
+
+def _chosen(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:
+    """Rows of a request as an index: a view where they follow on each other, as they do but when
+    what survived some stages is tried again.
+    """
+    first, last = int(rows[0]), int(rows[-1])
+    if last - first + 1 == len(rows) and (rows[1:] > rows[:-1]).all():
+        return slice(first, last + 1)
+    return rows
 
 
 def neighbours(requests: NDArray[np.int64]) -> Iterator[tuple[int, int]]:

@@ -12,19 +12,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.engine.errors import DeadlineExceededError, EngineError
+from offramp.engine.errors import BackendError, DeadlineExceededError, EngineError
+from offramp.engine.outbox import Outbox
 from offramp.engine.requests import FINAL, PendingRequest
 from offramp.engine.scheduling import DropCause, Dropped
 from offramp.engine.statistics import Counters
 
 
 class Ledger:
-    """Open requests by number; what is finished waits in ``finished`` to be delivered."""
+    """Open requests by number; what is finished goes into the outbox."""
 
-    def __init__(self, name: str, counters: Counters, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, name: str, counters: Counters, outbox: Outbox, clock: Callable[[], float]
+    ) -> None:
         """Start empty; ``name`` is the model's, for messages."""
         self.counters = counters
-        self.finished: list[PendingRequest] = []
+        self._outbox = outbox
         self._name = name
         self._clock = clock
         self._open: dict[int, PendingRequest] = {}
@@ -52,23 +55,36 @@ class Ledger:
         rows: NDArray[np.int64],
         answer: NDArray[Any],
         confidence: NDArray[np.float32],
+        forced: NDArray[np.bool_],
     ) -> None:
         """Note the answers that a stage gave to some rows of a request, if it is still open."""
         request = self._open.get(number)
         if request is None:
             return
         if request.withdrawn or request.error is not None:
-            cause = DropCause.CANCELLED if request.withdrawn else DropCause.FAILED
-            self.drop([Dropped(number, len(rows), cause)])
+            self.drop([Dropped(number, len(rows), _lost_by(request))])
             return
-        request.fill(rows, answer, confidence, FINAL if exit_index is None else exit_index)
-        self.counters.stages[stage].answered += len(rows)
+        request.fill(
+            rows,
+            answer,
+            confidence,
+            exit_index=FINAL if exit_index is None else exit_index,
+            forced=forced,
+        )
+        counters = self.counters.stages[stage]
+        counters.answered += len(rows)
+        counters.forced += int(np.count_nonzero(forced))
         if request.remaining == 0:
             del self._open[number]
             self._finish(request)
 
-    def drop(self, dropped: Iterable[Dropped]) -> None:
-        """Account for samples that leave without an answer."""
+    def drop(self, dropped: Iterable[Dropped], failure: EngineError | None = None) -> None:
+        """Account for samples that leave without an answer.
+
+        Args:
+            dropped: What leaves, and why.
+            failure: What went wrong with those that failed.
+        """
         for item in dropped:
             request = self._open.get(item.request)
             if request is None:
@@ -77,10 +93,10 @@ class Ledger:
             request.remaining -= item.count
             if request.remaining == 0:
                 del self._open[item.request]
-            if item.cause is DropCause.EXPIRED:
-                given_ms = (request.deadline_s - request.submitted_s) * 1e3
-                message = f"{self._name}: no answer within the {given_ms:.1f} ms that there were"
-                self.fail(request, DeadlineExceededError(message))
+            if item.cause is DropCause.FAILED:
+                self.fail(request, failure or BackendError(f"{self._name}: execution failed"))
+            elif item.cause is not DropCause.CANCELLED:
+                self.fail(request, self._too_late(request, item.cause))
 
     def fail(self, request: PendingRequest, error: EngineError) -> None:
         """Tell a request's caller why there will be no answer; the first reason counts."""
@@ -101,7 +117,23 @@ class Ledger:
             return
         if request.error is None:
             self.counters.latency_s.observe(self._clock() - request.submitted_s)
-        self.finished.append(request)
+        self._outbox.add(request)
+
+    def _too_late(self, request: PendingRequest, cause: DropCause) -> EngineError:
+        given = f"{(request.deadline_s - request.submitted_s) * 1e3:.1f} ms that there were"
+        if cause is DropCause.HOPELESS:
+            return DeadlineExceededError(
+                f"{self._name}: given up early, as no answer can be expected within the {given}"
+            )
+        return DeadlineExceededError(f"{self._name}: no answer within the {given}")
+
+
+def _lost_by(request: PendingRequest) -> DropCause:
+    """Why an answer is of no use: its request as a whole was given up before."""
+    if request.withdrawn:
+        return DropCause.CANCELLED
+    late = isinstance(request.error, DeadlineExceededError)
+    return DropCause.EXPIRED if late else DropCause.FAILED
 
 
 def copy_of(error: EngineError) -> EngineError:

@@ -38,6 +38,8 @@ class PendingRequest:
     """[count, classes] as soon as the first sample has its answer."""
     exits: NDArray[np.int32] = field(init=False)
     confidences: NDArray[np.float32] = field(init=False)
+    forced: NDArray[np.bool_] = field(init=False)
+    """[count]: whether the sample had to leave where it did, below the exit's threshold."""
     error: EngineError | None = None
     """Why there will be no answer."""
     withdrawn: bool = False
@@ -48,13 +50,16 @@ class PendingRequest:
         self.remaining = self.count
         self.exits = np.full(self.count, FINAL, np.int32)
         self.confidences = np.zeros(self.count, np.float32)
+        self.forced = np.zeros(self.count, np.bool_)
 
     def fill(
         self,
         rows: NDArray[np.int64],
         answer: NDArray[Any],
         confidence: NDArray[np.float32],
+        *,
         exit_index: int,
+        forced: NDArray[np.bool_],
     ) -> None:
         """Note the answers of some samples."""
         if self.answer is None:
@@ -62,4 +67,5 @@ class PendingRequest:
         self.answer[rows] = answer
         self.confidences[rows] = confidence
         self.exits[rows] = exit_index
+        self.forced[rows] = forced
         self.remaining -= len(rows)

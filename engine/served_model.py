@@ -1,33 +1,50 @@
-"""One model in service: its facts, its pipeline, its executor."""
+"""One model in service: its facts, its pipeline, its scheduler."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, fields
-from typing import Self
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from offramp.bundle import Answer, Bundle, ExitPolicy, Manifest, TensorSpec
-from offramp.engine.backends import Backend
-from offramp.engine.executor import Executor
+from offramp.engine.backends import Backend, Slot
+from offramp.engine.options import ModelOptions
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, make_plan
-from offramp.engine.scheduling import RunThroughScheduler
-from offramp.engine.statistics import ModelStatistics
+from offramp.engine.scheduling import (
+    Latencies,
+    ModelScheduler,
+    OperatingPoints,
+    ParallelLimit,
+    Span,
+    going_on,
+    make_scheduler,
+    operating_points,
+    stage_seconds,
+)
+
+_TIMED_RUNS = 5
+"""Runs whose fastest says how fast this machine is, against the profile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """Immutable but for its executor."""
+    """Immutable but for its scheduler, which the executor owns."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     answer: Answer
     policy: ExitPolicy
     mode: Mode
-    backend_name: str
-    executor: Executor
+    options: ModelOptions
+    pipeline: Pipeline
+    scheduler: ModelScheduler
+    good_inputs: Mapping[str, NDArray[Any]]
+    """A sample that is known to run."""
     loaded_s: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -38,65 +55,98 @@ class ServedModel:
         backend: Backend,
         *,
         mode: Mode,
-        max_batch_size: int,
-        max_delay_s: float,
-        max_queue: int,
+        options: ModelOptions,
         streams: int,
-        parallel_below: int | None = None,
+        parallel: ParallelLimit,
     ) -> Self:
-        """Prepare the stages and warm up every batch size that can occur."""
+        """Prepare the stages, warm up every batch size, and see how fast they are here.
+
+        Raises:
+            BackendError: A stage cannot be loaded.
+            ValueError: The scheduling policy does not fit the model; it is named by ``name``.
+        """
         plan = make_plan(bundle, mode=mode)
         pipeline = Pipeline(backend, plan)
-        warm_up(pipeline, bundle.manifest, range(1, max_batch_size + 1))
-        scheduler = RunThroughScheduler(
-            max_batch_size=max_batch_size,
-            max_delay_s=max_delay_s,
-            max_queue=max_queue,
-            parallel_below=parallel_below,
-        )
+        points = points_of(bundle, plan, options)
+        try:
+            scheduler = make_scheduler(
+                options.scheduling,
+                points,
+                max_batch_size=options.max_batch_size,
+                max_delay_s=options.max_queue_delay_ms / 1e3,
+                max_queue=options.max_queue_samples,
+                streams=streams,
+                parallel=parallel,
+            )
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        speed = _speed(pipeline, bundle.manifest, points.latencies, options.max_batch_size)
+        points.latencies.calibrate(speed)
         return cls(
             inputs=bundle.manifest.inputs,
             outputs=bundle.manifest.outputs,
             answer=bundle.manifest.answer,
             policy=_in_force(bundle.policy, plan),
             mode=mode,
-            backend_name=backend.name,
-            executor=Executor(name, pipeline, scheduler, streams=streams),
+            options=options,
+            pipeline=pipeline,
+            scheduler=scheduler,
+            good_inputs=zeros(bundle.manifest, 1),
         )
 
-    def statistics(self) -> ModelStatistics:
-        """A snapshot of the counters."""
-        snapshot = self.executor.snapshot()
-        counts = {field.name: getattr(snapshot, field.name) for field in fields(snapshot)}
-        return ModelStatistics(
-            mode=self.mode.value,
-            backend=self.backend_name,
-            policy_version=self.policy.version,
-            uptime_s=time.monotonic() - self.loaded_s,
-            **counts,
-        )
-
-    def close(self) -> None:
-        """Stop the executor; blocks until its threads have ended."""
-        self.executor.stop()
+    def probe(self, slot: Slot) -> None:
+        """Run a sample that is known to be good through all stages."""
+        self.pipeline.warm_up(slot, self.good_inputs)
 
 
-def warm_up(pipeline: Pipeline, manifest: Manifest, batch_sizes: range) -> None:
-    """Run every stage once at every batch size: the first run at a size allocates.
+def points_of(bundle: Bundle, plan: Plan, options: ModelOptions) -> OperatingPoints:
+    """What a plan's stages cost by the bundle's profile, and what stopping at each is worth."""
+    stages = [
+        Span(first_segment=s.first_segment, last_segment=s.last_segment, exit=s.exit)
+        for s in plan.stages
+    ]
+    answering = [(s.index, s.exit, s.threshold) for s in plan.stages if s.answer is not None]
+    seconds = stage_seconds(bundle.profile(), stages, options.max_batch_size)
+    records = bundle.records()
+    return OperatingPoints(
+        points=operating_points(answering, records, forced=options.forced_exits),
+        latencies=Latencies(seconds, going_on(answering, records, len(plan.stages))),
+    )
 
-    Samples have the shapes that the calibration data had.
-    """
+
+def zeros(manifest: Manifest, batch_size: int) -> dict[str, NDArray[Any]]:
+    """A batch of the shapes that the calibration data had."""
     shapes = manifest.calibration.sample_shapes
+    return {t.name: np.zeros((batch_size, *shapes[t.name]), t.dtype) for t in manifest.inputs}
+
+
+def _speed(
+    pipeline: Pipeline, manifest: Manifest, latencies: Latencies, max_batch_size: int
+) -> float:
+    """Warm up (the first run at a size allocates); observed over predicted time on the way."""
     slot = pipeline.backend.open_slot()
     try:
-        for size in reversed(batch_sizes):
-            zeros = {t.name: np.zeros((size, *shapes[t.name]), t.dtype) for t in manifest.inputs}
-            pipeline.warm_up(slot, zeros)
+        for size in range(max_batch_size, 0, -1):
+            pipeline.warm_up(slot, zeros(manifest, size))
+        ratios = []
+        for size in {1, max_batch_size}:
+            batch = zeros(manifest, size)
+            predicted_s = latencies.span_s(0, latencies.stages - 1, size)
+            ratios.append(
+                min(_seconds(pipeline, slot, batch) for _ in range(_TIMED_RUNS)) / predicted_s
+            )
+        return float(np.mean(ratios))
     finally:
         slot.close()
 
 
+def _seconds(pipeline: Pipeline, slot: Slot, batch: Mapping[str, NDArray[Any]]) -> float:
+    started_s = time.perf_counter()
+    pipeline.warm_up(slot, batch)
+    return time.perf_counter() - started_s
+
+
 def _in_force(policy: ExitPolicy, plan: Plan) -> ExitPolicy:
     if plan.mode is Mode.OFF:
-        return ExitPolicy(version=policy.version, active=(), promise=None)
+        return replace(policy, active=(), promise=None)
     return policy

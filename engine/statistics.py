@@ -61,6 +61,8 @@ class StageStatistics:
     """Least confidence to leave with."""
     answered: int
     """Samples that left here with an answer."""
+    forced: int
+    """Those of them that had to leave here, below the threshold."""
     batch_size: Histogram
     """Rows executed, per run of the stage."""
     run_s: Histogram
@@ -83,8 +85,10 @@ class CountersSnapshot:
     answered: int
     """Samples answered."""
     failed: dict[str, int]
-    """Samples without an answer, by cause: ``cancelled``, ``expired``, ``rejected``,
-    ``backend_error``, ``stopped``."""
+    """Samples without an answer, by cause: ``cancelled``, ``expired``, ``hopeless``,
+    ``rejected``, ``backend_error``, ``stopped``."""
+    retried: int
+    """Samples of failed batches that were tried again."""
     queued: int
     """Samples waiting now."""
     in_flight: int
@@ -107,6 +111,15 @@ class ModelStatistics(CountersSnapshot):
     mode: str
     backend: str
     policy_version: int
+    scheduling: str
+    """Name of the scheduling policy."""
+    streams: int
+    """Of the device, shared by all models."""
+    streams_in_service: int
+    restarts: int
+    """Times that a stream of the device was started anew after failures."""
+    parallel_below: int | None
+    """PAME's τ_b as it is now; ``None`` where it does not limit."""
     uptime_s: float
 
 
@@ -134,13 +147,14 @@ class HistogramCounter:
 class StageCounters:
     """What is counted for one stage."""
 
-    __slots__ = ("answered", "batch_size", "label", "run_s", "threshold")
+    __slots__ = ("answered", "batch_size", "forced", "label", "run_s", "threshold")
 
     def __init__(self, label: str, threshold: float) -> None:
         """Start at zero."""
         self.label = label
         self.threshold = threshold
         self.answered = 0
+        self.forced = 0
         self.batch_size = HistogramCounter(BATCH_BOUNDS)
         self.run_s = HistogramCounter(HISTOGRAM_BOUNDS_S)
 
@@ -150,6 +164,7 @@ class StageCounters:
             label=self.label,
             threshold=self.threshold,
             answered=self.answered,
+            forced=self.forced,
             batch_size=self.batch_size.snapshot(),
             run_s=self.run_s.snapshot(),
         )
@@ -164,6 +179,7 @@ class Counters:
         self.requests = 0
         self.samples = 0
         self.failed: Counter[str] = Counter()
+        self.retried = 0
         self.queue_s = HistogramCounter(HISTOGRAM_BOUNDS_S)
         self.latency_s = HistogramCounter(HISTOGRAM_BOUNDS_S)
 
@@ -175,6 +191,7 @@ class Counters:
             samples=self.samples,
             answered=sum(stage.answered for stage in self.stages),
             failed=dict(self.failed),
+            retried=self.retried,
             queued=queued,
             in_flight=in_flight,
             queue_s=self.queue_s.snapshot(),

@@ -71,7 +71,7 @@ async def _listen(
     http_port = await http.start(options.host, options.http_port)
     grpc_port = await endpoint.start(options.host, options.grpc_port)
     models = [model.name for model in engine.models()]
-    await endpoint.serving(models)
+    await endpoint.serving()
     logger.info(
         "ready: gRPC on %s, status page on http://%s/, serving %s",
         join_address(options.host, grpc_port),

@@ -28,7 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     set_up_logging(level=arguments.log_level, log_format=arguments.log_format)
 
     async def open_engine() -> ServedEngine:
-        return await Engine.open(arguments.models, arguments.engine)
+        try:
+            return await Engine.open(arguments.models, arguments.engine)
+        except ValueError as error:  # a scheduling policy does not fit its model
+            raise StartError(str(error)) from error
 
     try:
         return serve(open_engine, arguments.server)

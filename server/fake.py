@@ -62,6 +62,7 @@ def fake_model(name: str = "fake") -> ModelInfo:
         policy=ExitPolicy(
             version=7, active=(ActiveExit(exit=0, threshold=THRESHOLD),), promise=promise
         ),
+        scheduling="run-through",
     )
 
 
@@ -85,11 +86,17 @@ class FakeEngine:
     served: tuple[ModelInfo, ...] = field(default_factory=lambda: (fake_model(),))
     failure: Exception | None = None
     """Raised by every request from now on."""
+    hurried: bool = False
+    """From now on every sample leaves at exit 0, sure enough or not."""
+    unready: set[str] = field(default_factory=set)
+    """Models that are out of service."""
     hold: asyncio.Event | None = None
     """Requests wait for it; draining sets it."""
     calls: list[FakeCall] = field(default_factory=list)
     answered: list[int] = field(default_factory=lambda: [0, 0])
     """Samples, by exit 0 and by the end."""
+    forced: int = 0
+    """Those of exit 0 that were not sure enough."""
     waiting: int = 0
     """Samples of the requests in flight."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -129,8 +136,10 @@ class FakeEngine:
         raise UnknownModelError(f"no model {name!r} is served; served: {names}")
 
     def ready(self, model: str | None = None) -> bool:
-        """Until it drains."""
-        return not self.draining and (model is None or bool(self.model(model)))
+        """Until it drains, and for models that are there and in service."""
+        served = {info.name for info in self.served}
+        asked = served if model is None else {model}
+        return not self.draining and asked <= served - self.unready
 
     def statistics(self) -> Mapping[str, ModelStatistics]:
         """Counts of all models together, under each name."""
@@ -177,34 +186,48 @@ class FakeEngine:
 
     def _answer(self, x: NDArray[Any]) -> InferResult:
         confidences = x[:, 3].astype(np.float32)
-        exits = np.where(confidences >= THRESHOLD, 0, -1).astype(np.int32)
+        sure = confidences >= THRESHOLD
+        forced = ~sure & self.hurried
+        exits = np.where(sure | forced, 0, -1).astype(np.int32)
         early = int((exits == 0).sum())
         self.answered[0] += early
         self.answered[1] += len(x) - early
+        self.forced += int(forced.sum())
         return InferResult(
-            outputs={"logits": x[:, :3]}, exits=exits, confidences=confidences, policy_version=7
+            outputs={"logits": x[:, :3]},
+            exits=exits,
+            confidences=confidences,
+            forced=forced,
+            policy_version=7,
         )
 
     def _statistics(self) -> ModelStatistics:
-        labelled = zip(("exit 0", "final"), (THRESHOLD, 0.0), self.answered, strict=True)
+        places = (("exit 0", THRESHOLD, self.forced), ("final", 0.0, 0))
         return ModelStatistics(
             mode="leave",
             backend="fake",
             policy_version=7,
+            scheduling="run-through",
+            streams=1,
+            streams_in_service=0 if self.unready else 1,
+            restarts=0,
+            parallel_below=None,
             stages=tuple(
                 StageStatistics(
                     label=label,
                     threshold=threshold,
                     answered=answered,
+                    forced=forced,
                     batch_size=_empty(BATCH_BOUNDS),
                     run_s=_empty(HISTOGRAM_BOUNDS_S),
                 )
-                for label, threshold, answered in labelled
+                for (label, threshold, forced), answered in zip(places, self.answered, strict=True)
             ),
             requests=len(self.calls),
             samples=sum(self.answered) + self.waiting + self.cancelled,
             answered=sum(self.answered),
             failed={"cancelled": self.cancelled},
+            retried=0,
             queued=0,
             in_flight=self.waiting,
             queue_s=_empty(HISTOGRAM_BOUNDS_S),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Final
 
 import grpc.aio
@@ -13,6 +12,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_g
 from offramp.proto.descriptors import FILE, SERVICE
 from offramp.server.addresses import join_address
 from offramp.server.errors import StartError
+from offramp.server.health import HealthReporter
 from offramp.server.served import ServedEngine
 from offramp.server.service import inference_handler
 
@@ -24,10 +24,10 @@ class GrpcEndpoint:
     """A grpc.aio server; made and used on the event loop's thread."""
 
     def __init__(self, engine: ServedEngine, *, max_message_bytes: int) -> None:
-        self._health = health.aio.HealthServicer()
+        self._health = HealthReporter(engine)
         self._server = grpc.aio.server(options=_channel_options(max_message_bytes))
         self._server.add_generic_rpc_handlers((inference_handler(engine),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(
             reflection.aio.ReflectionServicer(SERVICES, pool=_reflection_pool()), self._server
         )
@@ -46,17 +46,17 @@ class GrpcEndpoint:
         await self._server.start()
         return port
 
-    async def serving(self, models: Iterable[str]) -> None:
-        """Report the models, the service and the server as a whole healthy."""
-        for name in ("", SERVICE, *models):
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+    async def serving(self) -> None:
+        """From now on report models, service and server as ready as the engine is."""
+        await self._health.start()
 
     async def leaving(self) -> None:
         """Report everything as not serving, for good; calls are answered all the same."""
-        await self._health.enter_graceful_shutdown()
+        await self._health.leave()
 
     async def stop(self, grace_s: float) -> None:
         """Take no more calls; give those in flight ``grace_s`` to end, then cancel them."""
+        await self._health.stop()
         await self._server.stop(grace_s)
 
 

@@ -78,7 +78,9 @@ def _handler(
 def _readiness(engine: ServedEngine) -> web.Response:
     waiting = [model.name for model in engine.models() if not engine.ready(model.name)]
     if waiting:
-        reason = f"not ready: {', '.join(waiting)} (loading, or the server is shutting down)\n"
+        reason = (
+            f"not ready: {', '.join(waiting)} (shutting down, or out of service: see the log)\n"
+        )
         return _text(reason, status=503)
     return _text("ready\n") if engine.ready() else _text("not ready: shutting down\n", status=503)
 

@@ -40,6 +40,7 @@ class EngineCollector(Collector):
         yield _info(statistics.items())
         yield from _counters(statistics.items())
         yield from _gauges(statistics.items())
+        yield from _device(statistics.values())
         yield from _model_histograms(statistics.items())
         yield from _stage_metrics(statistics.items())
         yield from _promises(
@@ -65,7 +66,9 @@ _Models = Iterable[tuple[str, ModelStatistics]]
 def _info(models: _Models) -> Metric:
     family = InfoMetricFamily("offramp_model", "How a model is served.", labels=["model"])
     for name, model in models:
-        family.add_metric([name], {"mode": model.mode, "backend": model.backend})
+        family.add_metric(
+            [name], {"mode": model.mode, "backend": model.backend, "scheduling": model.scheduling}
+        )
     return family
 
 
@@ -75,12 +78,16 @@ def _counters(models: _Models) -> Iterator[Metric]:
     failures = CounterMetricFamily(
         "offramp_failures", "Samples without an answer, by cause.", labels=["model", "cause"]
     )
+    retried = CounterMetricFamily(
+        "offramp_retried", "Samples of failed batches that were tried again.", labels=["model"]
+    )
     for name, model in models:
         requests.add_metric([name], model.requests)
         samples.add_metric([name], model.samples)
+        retried.add_metric([name], model.retried)
         for cause, count in model.failed.items():
             failures.add_metric([name, cause], count)
-    return iter((requests, samples, failures))
+    return iter((requests, samples, failures, retried))
 
 
 def _gauges(models: _Models) -> Iterator[Metric]:
@@ -95,6 +102,32 @@ def _gauges(models: _Models) -> Iterator[Metric]:
         for model, statistics in models:
             family.add_metric([model], getattr(statistics, attribute))
         yield family
+
+
+def _device(models: Iterable[ModelStatistics]) -> Iterator[Metric]:
+    """What all models share, and each of them tells: without a label, for sums to be right."""
+    shared = next(iter(models), None)
+    if shared is None:
+        return
+    yield GaugeMetricFamily(
+        "offramp_streams", "Batches that can run at the same time.", value=shared.streams
+    )
+    yield GaugeMetricFamily(
+        "offramp_streams_in_service",
+        "Those of the streams that can run something now.",
+        value=shared.streams_in_service,
+    )
+    yield CounterMetricFamily(
+        "offramp_stream_restarts",
+        "Times that a stream was started anew after failures.",
+        value=shared.restarts,
+    )
+    if shared.parallel_below is not None:
+        yield GaugeMetricFamily(
+            "offramp_parallel_below",
+            "Samples that each running batch must have fewer of for another one to start.",
+            value=shared.parallel_below,
+        )
 
 
 def _model_histograms(models: _Models) -> Iterator[Metric]:
@@ -119,6 +152,11 @@ def _stage_metrics(models: _Models) -> Iterator[Metric]:
     answers = CounterMetricFamily(
         "offramp_answers", "Samples answered, by the exit that answered.", labels=labels
     )
+    forced = CounterMetricFamily(
+        "offramp_forced",
+        "Samples that had to leave at the exit, below its threshold, to be in time.",
+        labels=labels,
+    )
     threshold = GaugeMetricFamily(
         "offramp_exit_threshold_ratio", "Least confidence to leave with.", labels=labels
     )
@@ -133,10 +171,11 @@ def _stage_metrics(models: _Models) -> Iterator[Metric]:
     for name, model in models:
         for stage in model.stages:
             answers.add_metric([name, stage.label], stage.answered)
+            forced.add_metric([name, stage.label], stage.forced)
             threshold.add_metric([name, stage.label], stage.threshold)
             _add_histogram(batch_size, [name, stage.label], stage.batch_size)
             _add_histogram(duration, [name, stage.label], stage.run_s)
-    return iter((answers, threshold, batch_size, duration))
+    return iter((answers, forced, threshold, batch_size, duration))
 
 
 def _promises(promises: Iterable[tuple[str, Promise]]) -> Iterator[Metric]:

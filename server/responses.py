@@ -44,12 +44,18 @@ def write_metadata(model: ModelInfo) -> ModelMetadataResponse:
 
 
 def _write_parameters(response: ModelInferResponse, result: InferResult) -> None:
-    """Parameters hold scalars and strings only: what is per sample is joined by commas."""
+    """Parameters hold scalars and strings only: what is per sample is joined by commas.
+
+    ``offramp_forced``, 0 or 1 a sample, is there only where the promise does not hold for one.
+    """
     parameters = response.parameters
     parameters["offramp_policy_version"].int64_param = result.policy_version
     parameters["offramp_exits"].string_param = ",".join(map(str, result.exits.tolist()))
     confidences = map("{:.6g}".format, result.confidences.tolist())
     parameters["offramp_confidences"].string_param = ",".join(confidences)
+    if result.forced.any():
+        forced = map(str, result.forced.astype(int).tolist())
+        parameters["offramp_forced"].string_param = ",".join(forced)
 
 
 def _tensor_metadata(tensor: TensorSpec) -> ModelMetadataResponse.TensorMetadata:

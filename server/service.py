@@ -21,6 +21,9 @@ _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 SERVER_NAME: Final = "offramp"
 
+SLO_METADATA: Final = ("offramp-deadline", "slo")
+"""Of a call that leaves its deadline to the model's SLO, whatever gRPC's is."""
+
 
 class InferenceService:
     """One method per call of the protocol, named as in ``inference.proto``.
@@ -79,7 +82,7 @@ class InferenceService:
             request,
             model,
             now_s=time.monotonic(),
-            time_remaining_s=context.time_remaining(),
+            time_remaining_s=_time_remaining_s(context),
         )
         result = await self._engine.infer(
             request.model_name,
@@ -88,6 +91,16 @@ class InferenceService:
             priority=call.priority,
         )
         return write_response(request, result, call.outputs)
+
+
+def _time_remaining_s(context: _Context) -> float | None:
+    """What gRPC's deadline leaves; ``None`` without one, or if it is only how long we are awaited.
+
+    Our clients always set one, lest they wait for ever, and say which of the two it is.
+    """
+    if SLO_METADATA in (context.invocation_metadata() or ()):
+        return None
+    return context.time_remaining()
 
 
 def inference_handler(engine: ServedEngine) -> grpc.GenericRpcHandler:

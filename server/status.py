@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -24,6 +24,8 @@ class ExitView:
     answered: int
     share: float
     """Of all answers, 0 to 1."""
+    forced: int
+    """Answers of samples that had to leave here."""
     runs: int
     """Of its stage; the means are over them, and shown if there are any."""
     mean_batch: float
@@ -41,17 +43,23 @@ class ModelView:
     outputs: tuple[str, ...]
     mode: str
     backend: str
+    scheduling: str
     max_batch_size: int
     policy_version: int
+    streams: str
+    """How many of the device's streams are in service."""
     uptime: str
     exits: tuple[ExitView, ...]
     promise: str | None
     """The agreement promise in words; ``None`` where none is in force."""
-    warning: str | None
-    """Why no input leaves early, or leaves without a promise; ``None`` if all is well."""
+    warnings: tuple[str, ...]
+    """Why no input leaves early, or leaves without a promise, or cannot be run."""
+    forced: int
+    """Answers of samples that had to leave early, for the promise does not hold for them."""
     counts: tuple[tuple[str, int], ...]
     failures: tuple[tuple[str, int], ...]
-    """Samples without an answer: all of them, then by cause."""
+    """Samples that had to leave, those without an answer (all of them, then by cause), and what
+    was tried again."""
     times: tuple[tuple[str, Histogram], ...]
     """What is timed, and its histogram in seconds."""
 
@@ -75,12 +83,15 @@ def view_model(model: ModelInfo, statistics: ModelStatistics, *, ready: bool) ->
         outputs=tuple(tensor.describe() for tensor in model.outputs),
         mode=statistics.mode,
         backend=statistics.backend,
+        scheduling=statistics.scheduling,
         max_batch_size=model.max_batch_size,
         policy_version=statistics.policy_version,
+        streams=_describe_streams(statistics),
         uptime=describe_duration(statistics.uptime_s),
         exits=tuple(_view_exits(statistics)),
         promise=_promise_in_force(model, statistics),
-        warning=_warning(model, statistics),
+        warnings=tuple(_warnings(model, statistics)),
+        forced=_forced(statistics),
         counts=(
             ("requests", statistics.requests),
             ("samples", statistics.samples),
@@ -89,8 +100,11 @@ def view_model(model: ModelInfo, statistics: ModelStatistics, *, ready: bool) ->
             ("in flight", statistics.in_flight),
         ),
         failures=(
+            (f"forced ({_forced_share(statistics)})", _forced(statistics)),
             ("failed", sum(statistics.failed.values())),
-            *((cause.replace("_", " "), count) for cause, count in statistics.failed.items()),
+            *((_describe_cause(cause), count) for cause, count in statistics.failed.items()),
+            ("retried", statistics.retried),
+            ("stream restarts", statistics.restarts),
         ),
         times=(("request", statistics.latency_s), ("queue", statistics.queue_s)),
     )
@@ -125,6 +139,7 @@ def _view_exits(statistics: ModelStatistics) -> Iterable[ExitView]:
             threshold=_describe_threshold(stage, last=stage is statistics.stages[-1]),
             answered=stage.answered,
             share=stage.answered / answered,
+            forced=stage.forced,
             runs=stage.run_s.count,
             mean_batch=stage.batch_size.mean,
             mean_run_ms=stage.run_s.mean * 1e3,
@@ -146,21 +161,50 @@ def _promise_in_force(model: ModelInfo, statistics: ModelStatistics) -> str | No
     return describe_promise(promise) if promise and _exits_in_use(statistics) else None
 
 
-def _warning(model: ModelInfo, statistics: ModelStatistics) -> str | None:
+def _describe_streams(statistics: ModelStatistics) -> str:
+    if statistics.streams == statistics.streams_in_service == 1:
+        return "1 stream in service"
+    return f"{statistics.streams_in_service} of {statistics.streams} streams in service"
+
+
+def _describe_cause(cause: str) -> str:
+    return {"hopeless": "given up early", "expired": "too late"}.get(cause, cause.replace("_", " "))
+
+
+def _forced(statistics: ModelStatistics) -> int:
+    return sum(stage.forced for stage in statistics.stages)
+
+
+def _forced_share(statistics: ModelStatistics) -> str:
+    return f"{100 * _forced(statistics) / max(statistics.answered, 1):.1f} %"
+
+
+def _warnings(model: ModelInfo, statistics: ModelStatistics) -> Iterator[str]:
+    if statistics.streams_in_service < statistics.streams:
+        yield (
+            f"Streams out of service: {statistics.streams - statistics.streams_in_service} of "
+            f"{statistics.streams}. They failed, and are tried again; the log has the reasons."
+        )
+    if forced := _forced(statistics):
+        yield (
+            f"Exits are being forced: {forced:,} answers ({_forced_share(statistics)}) came from "
+            "an exit that was not sure enough, because the scheduling policy "
+            f"({statistics.scheduling}) had them leave there. The promise does not hold for "
+            "these; --forbid-forced-exits rules them out."
+        )
     if statistics.mode == "off":
-        return "Exits are switched off (--mode off): every answer is the unmodified model's."
-    if not _exits_in_use(statistics):
-        return (
+        yield "Exits are switched off (--mode off): every answer is the unmodified model's."
+    elif not _exits_in_use(statistics):
+        yield (
             "No exit is active: every answer is the unmodified model's, and no time is saved. "
             "The compiler found no thresholds that save time within the agreement asked for; "
             "its report.html in the bundle has the reasons."
         )
-    if model.policy.promise is None:
-        return (
+    elif model.policy.promise is None:
+        yield (
             "Exits are active without a promise: their agreement with the unmodified model "
             "was not certified on any data."
         )
-    return None
 
 
 @cache

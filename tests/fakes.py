@@ -9,10 +9,16 @@ import numpy as np
 
 from offramp.bundle import NEVER, Answer, ExitPolicy, TensorSpec
 from offramp.engine.backends.fake import SCRIPT, FakeBackend
-from offramp.engine.executor import Executor
+from offramp.engine.options import ModelOptions
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, StageSpec
-from offramp.engine.scheduling import RunThroughScheduler
+from offramp.engine.scheduling import (
+    Latencies,
+    OperatingPoint,
+    OperatingPoints,
+    ParallelLimit,
+    make_scheduler,
+)
 from offramp.engine.served_model import ServedModel
 
 
@@ -44,22 +50,47 @@ def fake_model(
     *,
     classes: int = 2,
     streams: int = 1,
-    **scheduling: Any,
+    max_delay_s: float = 0.0,
+    stage_s: float = 1e-3,
+    parallel: ParallelLimit | None = None,
+    **options: Any,
 ) -> ServedModel:
-    """A served model that answers by script [n, stages, classes], float32."""
+    """A served model that answers by script [n, stages, classes], float32.
+
+    A stage is taken to last ``stage_s`` for a sample and a tenth of it for each further one; an
+    exit forced at stage k is taken to agree in (k + 1) of (stages) cases.
+    """
     plan = fake_plan(thresholds)
-    settings = {"max_batch_size": 8, **scheduling}
     stages = len(plan.stages)
+    settings = ModelOptions(**{"max_batch_size": 8, **options})
+    size = settings.max_batch_size
+    latencies = Latencies([[0.0, *(stage_s * (1 + 0.1 * n) for n in range(size))]] * stages)
+    points = tuple(
+        OperatingPoint(deepest=s.index, exit=s.exit, agreement=(s.index + 1) / stages)
+        for s in plan.stages
+        if s.answer is not None
+    )
+    allowed = OperatingPoints(
+        points=points if settings.forced_exits else points[-1:], latencies=latencies
+    )
     return ServedModel(
         inputs=(TensorSpec(name=SCRIPT, dtype="float32", shape=("batch", stages, classes)),),
         outputs=(TensorSpec(name="answer", dtype="float32", shape=("batch", classes)),),
         answer=Answer(output="answer", classes=classes, form="probabilities"),
         policy=ExitPolicy(version=7, active=()),
         mode=Mode.LEAVE,
-        backend_name=backend.name,
-        executor=Executor(
-            "fake", Pipeline(backend, plan), RunThroughScheduler(**settings), streams=streams
+        options=settings,
+        pipeline=Pipeline(backend, plan),
+        scheduler=make_scheduler(
+            settings.scheduling,
+            allowed,
+            max_batch_size=size,
+            max_delay_s=max_delay_s,
+            max_queue=settings.max_queue_samples,
+            streams=streams,
+            parallel=parallel,
         ),
+        good_inputs={SCRIPT: np.zeros((1, stages, classes), np.float32)},
     )
 
 

@@ -5,8 +5,8 @@ A *backend* prepares stages; a *slot* executes them, one at a time, on the threa
 keeps it; scheduler and executor only know how many rows it has and which of them go on.
 
 Ownership: ``upload`` may alias the arrays it is given; they must not change until the batch is
-done. What ``run`` and ``select`` return is valid until the slot's next ``upload``; the answer
-and confidence arrays belong to the caller.
+done. What ``run``, ``select`` and ``join`` return is valid until the slot's next ``upload`` or
+``join``; what ``park`` returns, the answer and the confidence arrays belong to the caller.
 
 Kept to a handful of methods on purpose (the trait of Hugging Face TEI was the model): whatever
 passes ``tests/unit/engine/test_backend_conformance.py`` is a backend.
@@ -14,7 +14,7 @@ passes ``tests/unit/engine/test_backend_conformance.py`` is a backend.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -66,6 +66,18 @@ class Slot(Protocol):
 
     def select(self, batch: TensorBatch, rows: Rows) -> TensorBatch:
         """Keep the given rows, in their order (survivor compaction)."""
+        ...
+
+    def park(self, batch: TensorBatch, rows: Rows) -> TensorBatch:
+        """Copy the given rows out of the slot's buffers.
+
+        The copy lasts until the last reference to it is gone, and any slot of the backend may
+        :meth:`join` it.
+        """
+        ...
+
+    def join(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> TensorBatch:
+        """Fuse rows of parked batches into one batch of this slot, part after part."""
         ...
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ a test writes down the behaviour that it wants. Failures and durations can be sc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,9 @@ from offramp.engine.plan import StageSpec
 SCRIPT = "script"
 """Name of the fake model's input."""
 
+PARKED = -1
+"""Epoch of a batch that belongs to no slot."""
+
 
 @dataclass(frozen=True, slots=True)
 class FakeBatch:
@@ -28,6 +31,7 @@ class FakeBatch:
 
     script: NDArray[Any]
     epoch: int
+    """Counts the slot's uploads; :data:`PARKED` outlives them all."""
 
     def __len__(self) -> int:
         """Rows."""
@@ -91,6 +95,21 @@ class FakeSlot:
     def select(self, batch: TensorBatch, rows: Rows) -> FakeBatch:
         """Keep rows."""
         return FakeBatch(self._current(batch)[rows], self._epoch)
+
+    def park(self, batch: TensorBatch, rows: Rows) -> FakeBatch:
+        """Copy rows, for any slot."""
+        return FakeBatch(self._current(batch)[rows], PARKED)
+
+    def join(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> FakeBatch:
+        """Concatenate parked rows; batches of earlier uploads become invalid."""
+        self._epoch += 1
+        scripts = []
+        for batch, rows in parts:
+            assert isinstance(batch, FakeBatch)
+            if batch.epoch != PARKED:
+                raise BackendError("only parked batches can be joined")
+            scripts.append(batch.script[rows])
+        return FakeBatch(np.concatenate(scripts), self._epoch)
 
     def close(self) -> None:
         """Close."""

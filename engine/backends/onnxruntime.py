@@ -7,7 +7,7 @@ convolution layouts: extended only is 1.6 to 2 times slower on CNNs).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,6 +131,16 @@ class OnnxRuntimeSlot:
             return batch
         kept = {name: array.take(rows, axis=0) for name, array in batch.tensors.items()}
         return HostBatch(kept, len(rows))
+
+    def park(self, batch: TensorBatch, rows: Rows) -> HostBatch:
+        """Copy the given rows; host memory is every slot's."""
+        return self.select(batch, rows)
+
+    def join(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> HostBatch:
+        """Concatenate."""
+        chosen = [self.select(batch, rows).tensors for batch, rows in parts]
+        joined = {name: np.concatenate([tensors[name] for tensors in chosen]) for name in chosen[0]}
+        return HostBatch(joined, sum(len(rows) for _, rows in parts))
 
     def close(self) -> None:
         """Nothing to release."""

@@ -1,29 +1,60 @@
-"""Sans-I/O scheduling: which stage runs on which samples, when."""
+"""Sans-I/O scheduling: which stage runs on which samples, when.
+
+The server's executor, the simulator and the tests drive the very same objects.
+"""
 
 from offramp.engine.scheduling.base import (
     Decision,
     DropCause,
     Dropped,
     Idle,
+    Piece,
     Run,
-    Scheduler,
     SchedulerFullError,
     Submission,
     Transition,
     Wait,
 )
-from offramp.engine.scheduling.run_through import RunThroughScheduler
+from offramp.engine.scheduling.device import Assignment, DeviceScheduler
+from offramp.engine.scheduling.factory import POLICIES, PolicyName, make_policy, make_scheduler
+from offramp.engine.scheduling.latency import Latencies, Span, stage_seconds
+from offramp.engine.scheduling.parallel import ParallelLimit
+from offramp.engine.scheduling.points import (
+    OperatingPoint,
+    OperatingPoints,
+    going_on,
+    operating_points,
+)
+from offramp.engine.scheduling.policy import Policy
+from offramp.engine.scheduling.queue import SampleQueue
+from offramp.engine.scheduling.scheduler import ModelScheduler
 
 __all__ = [
+    "POLICIES",
+    "Assignment",
     "Decision",
+    "DeviceScheduler",
     "DropCause",
     "Dropped",
     "Idle",
+    "Latencies",
+    "ModelScheduler",
+    "OperatingPoint",
+    "OperatingPoints",
+    "ParallelLimit",
+    "Piece",
+    "Policy",
+    "PolicyName",
     "Run",
-    "RunThroughScheduler",
-    "Scheduler",
+    "SampleQueue",
     "SchedulerFullError",
+    "Span",
     "Submission",
     "Transition",
     "Wait",
+    "going_on",
+    "make_policy",
+    "make_scheduler",
+    "operating_points",
+    "stage_seconds",
 ]

@@ -1,8 +1,8 @@
-"""What a scheduler is: plain decisions, no clock, no thread, no tensors.
+"""The vocabulary of scheduling: plain decisions, no clock, no thread, no tensors.
 
-The executor (and the simulator, and the tests) ask ``next(stream, now)`` whenever a stream is
-idle and tell ``done`` what came of it. All times are absolute seconds of one monotonic clock.
-Samples are named by the request that they belong to and their row in it.
+The executor, the simulator and the tests ask ``next(stream, now)`` whenever a stream is idle and
+tell ``done`` what came of it. All times are absolute seconds of one monotonic clock. Samples are
+named by the request that they belong to and their row in it.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+Rows: TypeAlias = NDArray[np.intp]
+"""Positions in a batch, rising."""
 
 
 class DropCause(StrEnum):
@@ -21,46 +24,60 @@ class DropCause(StrEnum):
 
     EXPIRED = "expired"
     """Its deadline passed."""
+    HOPELESS = "hopeless"
+    """Its deadline was still ahead, but could not be met, or only at the cost of others'."""
     CANCELLED = "cancelled"
     """Its caller left."""
     FAILED = "backend_error"
-    """Another part of its request failed."""
+    """Its execution failed, twice or with no time left, or another part of its request did."""
 
 
 class SchedulerFullError(Exception):
     """The bounded queue has no room."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submission:
-    """A request of ``count`` samples, all wanting stage 0."""
+class Submission(NamedTuple):
+    """A request of some samples, all wanting stage 0. A tuple: one is made every request."""
 
     request: int
     """Unique; never reused."""
-    count: int
-    signature: Hashable = None
-    """Samples batch only with samples of equal signature (their shapes, say)."""
+    samples: int = 1
     deadline_s: float = float("inf")
     priority: int = 0
     """Higher goes first."""
+    signature: Hashable = None
+    """Samples batch only with samples of equal signature (their shapes, say)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Piece(NamedTuple):
+    """Rows of a batch that was parked at a split, now part of a fused one."""
+
+    number: int
+    """Names the parked batch: :attr:`Transition.parked`."""
+    positions: Rows
+    """Which of its rows, as they were numbered when it was parked."""
+
+
+class Run(NamedTuple):
     """Run ``stage`` on these samples, as rows of one batch, in this order."""
 
     batch: int
     """Names the batch from stage to stage."""
     stage: int
     requests: NDArray[np.int64]
-    """[n]: the request of each row; rows of one request are neighbours."""
+    """[n]: the request of each row; rows of one request are neighbours, but in fused batches."""
     rows: NDArray[np.int64]
     """[n]: the row within its request."""
+    deepest: int
+    """The stage where all that are still here must leave; beyond it none of them runs."""
+    pieces: tuple[Piece, ...] = ()
+    """Of which parked batches this one is fused, in the order of its rows; empty where it is
+    new (stage 0) or goes on from the stage before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing to run before this time, unless something is submitted."""
+    """Nothing to run before this time, unless something is submitted or done."""
 
     until_s: float
 
@@ -70,19 +87,23 @@ class Idle:
     """Nothing to run until something is submitted or done."""
 
 
+IDLE = Idle()
+
 Decision: TypeAlias = Run | Wait | Idle
 
 
-@dataclass(frozen=True, slots=True)
-class Transition:
+class Transition(NamedTuple):
     """What becomes of the rows of a run; the three lists partition them."""
 
-    released: NDArray[np.intp]
-    """Rows that leave with their answer."""
-    dropped: NDArray[np.intp]
+    released: Rows
+    """Rows that leave with their answer, forced or not."""
+    dropped: Rows
     """Rows that leave without: reported by ``take_dropped`` too."""
-    survivors: NDArray[np.intp]
-    """Rows that go on to the next stage, in order."""
+    survivors: Rows
+    """Rows that go on to the next stage."""
+    parked: int | None = None
+    """If the survivors wait at the split: the number to keep their tensors under, until
+    ``take_discarded`` names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,49 +113,3 @@ class Dropped:
     request: int
     count: int
     cause: DropCause
-
-
-class Scheduler(Protocol):
-    """Deterministic; the caller serialises the calls."""
-
-    def submit(self, submission: Submission, now_s: float) -> None:
-        """Queue a request's samples.
-
-        Raises:
-            SchedulerFullError: There is no room for all of them; none was queued.
-        """
-        ...
-
-    def cancel(self, request: int, cause: DropCause = DropCause.CANCELLED) -> None:
-        """Withdraw a request: what waits leaves now, what runs when its stage is done."""
-        ...
-
-    def next(self, stream: int, now_s: float) -> Decision:
-        """What the idle ``stream`` shall do."""
-        ...
-
-    def done(self, stream: int, exited: NDArray[np.bool_], now_s: float) -> Transition:
-        """The run of ``stream`` ended; ``exited`` [n] says which rows have their answer."""
-        ...
-
-    def failed(self, stream: int) -> None:
-        """The batch of ``stream`` failed, if it has one; its samples leave the scheduler."""
-        ...
-
-    def flush(self) -> None:
-        """Wait for batch mates no longer, from now on: the server is draining."""
-        ...
-
-    def take_dropped(self) -> list[Dropped]:
-        """Samples dropped since the last call."""
-        ...
-
-    @property
-    def queued(self) -> int:
-        """Samples waiting for stage 0."""
-        ...
-
-    @property
-    def in_flight(self) -> int:
-        """Samples in running batches."""
-        ...

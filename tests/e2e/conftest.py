@@ -115,3 +115,15 @@ def server(bundle_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """One server with default options, shared by the tests that change nothing."""
     with ExitStack() as stack:
         yield launcher(stack, tmp_path_factory.mktemp("server"))(bundle_path)
+
+
+@pytest.fixture(scope="session")
+def refused() -> Callable[..., tuple[int, str]]:
+    """Run a server that cannot start: its exit status, and what it told on stderr."""
+
+    def run(*arguments: str | Path) -> tuple[int, str]:
+        command = [sys.executable, "-m", "offramp.server.cli", *map(str, arguments)]
+        ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+        return ended.returncode, ended.stderr
+
+    return run

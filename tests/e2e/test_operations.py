@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +81,8 @@ def test_a_request_above_the_limit_is_refused_alone(launch: Any, bundle_path: Pa
         assert len(client.infer(server.model, server.inputs(1)).exits) == 1
 
 
-def refused(*arguments: str | Path) -> tuple[int, str]:
-    command = [sys.executable, "-m", "offramp.server.cli", *map(str, arguments)]
-    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
-    return ended.returncode, ended.stderr
-
-
 @pytest.mark.parametrize("side", ["grpc", "http"])
-def test_a_port_in_use_is_one_line(server: Any, bundle_path: Path, side: str) -> None:
+def test_a_port_in_use_is_one_line(server: Any, refused: Any, bundle_path: Path, side: str) -> None:
     taken = (server.address if side == "grpc" else server.url).rpartition(":")[2]
     ports = {"grpc": "0", "http": "0", side: taken}
     options = (f"--{name}-port={port}" for name, port in ports.items())
@@ -101,7 +93,7 @@ def test_a_port_in_use_is_one_line(server: Any, bundle_path: Path, side: str) ->
     assert f"--{side}-port" in told
 
 
-def test_a_bundle_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+def test_a_bundle_that_is_not_there_is_one_line(refused: Any, tmp_path: Path) -> None:
     status, told = refused(tmp_path / "absent.ee", "--grpc-port=0", "--http-port=0")
     assert status == 1
     assert told.count("\n") == 1

@@ -16,7 +16,8 @@ from tests.bundles import EXAMPLE
 from offramp.bundle import NEVER, Bundle
 from offramp.calibration.dataset import Dataset, read_dataset
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend, make_session
-from offramp.engine.core import Engine, EngineOptions
+from offramp.engine.core import Engine
+from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, make_chained_plan, make_plan
 from offramp.tools.bench.cli import main as eebench
@@ -105,7 +106,7 @@ def test_engine_answers_each_request_like_the_pipeline(fashion: Bundle, test_dat
     bounds = [0, *cuts[cuts < 300].tolist(), 300]
 
     async def ask() -> list[np.ndarray]:
-        options = EngineOptions(streams=2, threads=1, max_batch_size=16)
+        options = EngineOptions(streams=2, threads=1, defaults=ModelOptions(max_batch_size=16))
         async with await Engine.open({"fashion": fashion.path}, options) as engine:
             results = await asyncio.gather(
                 *(engine.infer("fashion", test_data.take(slice(a, b))) for a, b in pairwise(bounds))

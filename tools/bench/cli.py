@@ -1,25 +1,16 @@
-"""``eebench``: measure what Offramp brings."""
+"""``eebench``: measure what Offramp brings, and simulate what it would."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from rich import box
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
-
-from offramp.bundle import Bundle, BundleError
-from offramp.calibration.dataset import read_dataset
+from offramp import __version__
+from offramp.bundle import BundleError
 from offramp.calibration.errors import DataError
-from offramp.engine.backends import BACKENDS, make_backend
 from offramp.engine.errors import BackendError
-from offramp.tools.bench.compare import OFFRAMP, SOURCE, Row, batches_of, compare
-from offramp.tools.bench.environment import describe_environment
+from offramp.tools.bench import compare_command, load_command, simulate_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,123 +27,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="eebench", description="Measure what a bundle brings over its source model."
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", help="what to measure")
-    command = commands.add_parser(
-        "compare",
-        help="latency, throughput and agreement against the source model, in one process",
-        description="Run source model, bundle, and bundle with nothing exiting over the same "
-        "batches, interleaved, and compare. All figures are measured here and now.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    command.add_argument("bundle", type=Path, metavar="BUNDLE", help="folder made by eecompile")
-    command.add_argument(
-        "--data", type=Path, required=True, metavar="NPZ", help="test data, labels optional"
-    )
-    command.add_argument(
-        "--batch-sizes", type=_sizes, default="1,4,8,16,32", metavar="N,N,…", help="to measure at"
-    )
-    command.add_argument("--rounds", type=_positive, default=5, help="figures are medians of them")
-    command.add_argument(
-        "--samples", type=_positive, default=4000, help="of the data to use at most, per size"
-    )
-    command.add_argument("--threads", type=_positive, default=1, help="of each running graph")
-    command.add_argument("--backend", choices=BACKENDS, default="auto", help="what executes")
-    command.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
-    command.set_defaults(run=_compare)
+    parser.add_argument("--version", action="version", version=f"offramp {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", help="what to do")
+    for command in (compare_command, load_command, simulate_command):
+        command.add_parser(commands)
     return parser
-
-
-def _compare(options: argparse.Namespace) -> int:
-    console = Console()
-    bundle = Bundle.open(options.bundle)
-    dataset = read_dataset(options.data, bundle.manifest.inputs)
-    backend = make_backend(options.backend, threads=options.threads)
-    total = sum(
-        batches_of(dataset, size, options.rounds, options.samples) * options.rounds * size
-        for size in options.batch_sizes
-    )
-    with Progress(console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task("Compare", total=total)
-        rows = compare(
-            bundle,
-            backend,
-            dataset,
-            threads=options.threads,
-            batch_sizes=options.batch_sizes,
-            rounds=options.rounds,
-            samples=options.samples,
-            progress=lambda amount: bars.advance(task, amount),
-        )
-    same = dataset.sha256 == bundle.manifest.calibration.data_sha256
-    if same:
-        console.print(
-            "[bold red]This is the data that the bundle was calibrated on:[/] agreement on it "
-            "says nothing about unseen data. Give --data that the compiler never saw.",
-            soft_wrap=True,
-        )
-    environment = describe_environment(
-        data_is_calibration_data=same,
-        backend=backend.name,
-        threads=options.threads,
-        rounds=options.rounds,
-        data=options.data.name,
-    )
-    print_rows(console, rows, title=f"{options.bundle}: measured on {backend.name}")
-    if options.json is not None:
-        document = {"rows": [row.to_json() for row in rows], "environment": environment}
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
-    return 0
-
-
-def print_rows(console: Console, rows: Sequence[Row], *, title: str) -> None:
-    """Print rows, those after the first of a batch size with their ratio to the source model."""
-    table = Table(
-        title=title,
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    table.caption = (
-        f"Milliseconds per sample, and ×ratio to {SOURCE}. busy: time the machine was busy per "
-        "sample. agree: answers like the source model's; right: like the labels."
-    )
-    table.add_column("batch", justify="right", no_wrap=True)
-    table.add_column("system", no_wrap=True)
-    for name in ("mean", "median", "p95", "p99", "busy", "agree", "right"):
-        table.add_column(name, justify="right", no_wrap=True)
-    source = rows[0]
-    for row in rows:
-        if row.system == SOURCE:
-            source = row
-        figures = [
-            _with_ratio(getattr(row, name), None if row is source else getattr(source, name))
-            for name in ("mean_ms", "median_ms", "p95_ms", "p99_ms", "busy_ms_per_sample")
-        ]
-        accuracy = "–" if row.accuracy is None else f"{row.accuracy:.2%}"
-        style = "bold" if row.system == OFFRAMP else None
-        batch = str(row.batch_size) if row is source else ""
-        table.add_row(batch, row.system, *figures, f"{row.agreement:.2%}", accuracy, style=style)
-    console.print(table)
-    for row in rows:
-        if row.system == OFFRAMP and row.batch_size == rows[-1].batch_size:
-            shares = ", ".join(f"{label} {share:.1%}" for label, share in row.exit_shares.items())
-            console.print(f"Answered at: {shares}", soft_wrap=True)
-
-
-def _with_ratio(value: float, base: float | None) -> str:
-    return f"{value:.3g}" if not base else f"{value:.3g}\n×{value / base:.2f}"
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
-
-
-def _sizes(text: str) -> list[int]:
-    return [_positive(part) for part in text.split(",")]
 
 
 if __name__ == "__main__":

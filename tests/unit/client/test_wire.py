@@ -14,7 +14,7 @@ from offramp.proto.messages import ModelInferResponse, ModelMetadataResponse
 
 
 def response(
-    exits: str = "0,-1", confidences: str = "0.9,0.25", rows: int = 2
+    exits: str = "0,-1", confidences: str = "0.9,0.25", rows: int = 2, forced: str | None = None
 ) -> ModelInferResponse:
     message = ModelInferResponse(model_name="m")
     message.outputs.add(name="y", datatype="FP32", shape=[rows, 1])
@@ -22,6 +22,8 @@ def response(
     message.parameters["offramp_policy_version"].int64_param = 4
     message.parameters["offramp_exits"].string_param = exits
     message.parameters["offramp_confidences"].string_param = confidences
+    if forced is not None:
+        message.parameters["offramp_forced"].string_param = forced
     return message
 
 
@@ -60,6 +62,12 @@ def test_a_response_becomes_a_result() -> None:
     np.testing.assert_array_equal(result.confidences, np.array([0.9, 0.25], np.float32))
     assert result.confidences.dtype == np.float32
     assert result.policy_version == 4
+    assert result.forced.tolist() == [False, False]
+    assert result.forced.dtype == np.bool_
+
+
+def test_forced_samples_are_told() -> None:
+    assert parse_response(response(forced="0,1")).forced.tolist() == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -68,8 +76,11 @@ def test_a_response_becomes_a_result() -> None:
         (ModelInferResponse(model_name="m"), "no parameter 'offramp_exits'; is this an Offramp"),
         (response(exits="0,x"), "'offramp_exits' is not a list of numbers: '0,x'"),
         (response(exits="0,99999999999"), "'offramp_exits' is not a list of numbers"),
+        (response(forced="0,2"), "'offramp_forced' has values besides 0 and 1"),
+        (response(forced="0,yes"), "'offramp_forced' is not a list of numbers: '0,yes'"),
+        (response(forced="1"), "'offramp_forced': 1}"),
         (response(exits="0"), "disagrees about its number of samples"),
-        (response(rows=3), "{'y': 3, 'offramp_exits': 2, 'offramp_confidences': 2}"),
+        (response(rows=3), "{'y': 3, 'offramp_exits': 2, 'offramp_confidences': 2, "),
     ],
 )
 def test_other_responses_are_refused(message: ModelInferResponse, reason: str) -> None:

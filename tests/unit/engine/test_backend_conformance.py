@@ -6,6 +6,7 @@ then the end. For ONNX Runtime the stages are real graphs, for the fake they are
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -15,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from offramp.bundle import NEVER
 from offramp.engine.backends import Backend
-from offramp.engine.backends.base import Slot
+from offramp.engine.backends.base import Slot, TensorBatch
 from offramp.engine.backends.fake import SCRIPT, FakeBackend
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.errors import BackendError
@@ -42,6 +43,26 @@ def stage_graph(index: int, *, final: bool) -> bytes:
     opset = [helper.make_opsetid("", 17)]
     model = helper.make_model(graph, opset_imports=opset, ir_version=8)
     onnx.checker.check_model(model)
+    return bytes(model.SerializeToString())
+
+
+def sum_graph() -> bytes:
+    """``answer = cut1[:, 1] + script[:, 0]``."""
+    shape = ["batch", 3, 2]
+    nodes = [
+        helper.make_node("Gather", ["cut1", "one"], ["a"], axis=1),
+        helper.make_node("Gather", [SCRIPT, "zero"], ["b"], axis=1),
+        helper.make_node("Add", ["a", "b"], ["answer"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "sum",
+        [helper.make_tensor_value_info(n, TensorProto.FLOAT, shape) for n in ("cut1", SCRIPT)],
+        [helper.make_tensor_value_info("answer", TensorProto.FLOAT, ["batch", 2])],
+        [numpy_helper.from_array(np.array(k, np.int64), n) for k, n in ((0, "zero"), (1, "one"))],
+    )
+    opset = [helper.make_opsetid("", 17)]
+    model = helper.make_model(graph, opset_imports=opset, ir_version=8)
     return bytes(model.SerializeToString())
 
 
@@ -140,8 +161,6 @@ def test_answers_belong_to_the_caller(backend: Backend, slot: Slot) -> None:
 
 
 def test_a_stage_without_answer_only_carries(backend: Backend, slot: Slot) -> None:
-    import dataclasses
-
     spec = dataclasses.replace(plan((0.5, 0.5)).stages[0], answer=None, exit=None)
     result = slot.run(backend.prepare(spec), slot.upload({SCRIPT: random_script(4)}))
     assert result.answer is None
@@ -166,9 +185,97 @@ def test_pipeline_sends_every_row_to_its_first_sure_exit(
     np.testing.assert_array_equal(found, expected)
 
 
-def test_a_broken_stage_is_refused_with_its_number() -> None:
-    import dataclasses
+def parked(backend: Backend, slot: Slot, script: np.ndarray, rows: list[int]) -> TensorBatch:
+    """Rows of a script after stage 0, parked by the slot."""
+    carry = slot.run(
+        backend.prepare(plan((0.5, 0.5)).stages[0]), slot.upload({SCRIPT: script})
+    ).carry
+    assert carry is not None
+    return slot.park(carry, np.array(rows))
 
+
+def answer_of(backend: Backend, slot: Slot, batch: TensorBatch) -> np.ndarray:
+    """What stage 1 answers."""
+    answer = slot.run(backend.prepare(plan((0.5, 0.5)).stages[1]), batch).answer
+    assert answer is not None
+    return answer
+
+
+def test_parked_rows_are_joined_in_their_order(backend: Backend, slot: Slot) -> None:
+    script = random_script(6)
+    kept = parked(backend, slot, script, [1, 2, 4, 5])
+    assert len(kept) == 4
+    joined = slot.join([(kept, np.array([0, 2, 3]))])
+    assert len(joined) == 3
+    np.testing.assert_array_equal(answer_of(backend, slot, joined), script[[1, 4, 5], 1])
+
+
+@pytest.mark.parametrize("rows", [[0, 2], [0, 1, 2]])
+def test_what_is_parked_outlives_uploads_and_its_slot(backend: Backend, rows: list[int]) -> None:
+    first, second = random_script(3, seed=1), random_script(3, seed=2)
+    slot, other = backend.open_slot(), backend.open_slot()
+    kept = parked(backend, slot, first, rows)
+    parked(backend, slot, second, [0, 1, 2])
+    slot.close()
+    joined = other.join([(kept, np.arange(len(rows)))])
+    np.testing.assert_array_equal(answer_of(backend, other, joined), first[rows, 1])
+    other.close()
+
+
+def test_several_parked_batches_are_fused_part_after_part(backend: Backend, slot: Slot) -> None:
+    other = backend.open_slot()
+    scripts = [random_script(n, seed=n) for n in (3, 5, 1)]
+    a = parked(backend, slot, scripts[0], [0, 1, 2])
+    b = parked(backend, other, scripts[1], [1, 3, 4])
+    c = parked(backend, slot, scripts[2], [0])
+    joined = slot.join([(b, np.array([0, 2])), (c, np.array([0])), (a, np.array([1]))])
+    assert len(joined) == 4
+    expected = [*scripts[1][[1, 4], 1], scripts[2][0, 1], scripts[0][1, 1]]
+    np.testing.assert_array_equal(answer_of(backend, slot, joined), expected)
+    rest = other.join([(a, np.array([0, 2])), (b, np.array([1]))])  # twice from the same two
+    expected = [*scripts[0][[0, 2], 1], scripts[1][3, 1]]
+    np.testing.assert_array_equal(answer_of(backend, other, rest), expected)
+    other.close()
+
+
+def test_what_was_joined_goes_on_as_any_batch_does(backend: Backend, slot: Slot) -> None:
+    stages = [backend.prepare(spec) for spec in plan((0.5, 0.5)).stages]
+    script = random_script(4)
+    joined = slot.join([(parked(backend, slot, script, [0, 1, 3]), np.arange(3))])
+    carry = slot.run(stages[1], joined).carry
+    assert carry is not None
+    again = slot.park(slot.select(carry, np.array([1, 2])), np.array([1]))
+    answer = slot.run(stages[2], slot.join([(again, np.array([0]))])).answer
+    assert answer is not None
+    np.testing.assert_array_equal(answer, script[[3], 2])
+
+
+def test_a_carried_input_is_parked_with_its_rows() -> None:
+    """Stage 1 reads the model's own input besides the cut tensor."""
+    backend = OnnxRuntimeBackend()
+    first = dataclasses.replace(plan((0.5, 0.5)).stages[0], carried=("cut1", SCRIPT))
+    second = dataclasses.replace(
+        plan((0.5, 0.5)).stages[1],
+        inputs=("cut1", SCRIPT),
+        carried=(),
+        load=sum_graph,
+    )
+    stages = [backend.prepare(first), backend.prepare(second)]
+    slot, other = backend.open_slot(), backend.open_slot()
+    a, b = random_script(4, seed=1), random_script(2, seed=2)
+    kept = []
+    for script, rows in ((a, [0, 3]), (b, [1])):
+        carry = slot.run(stages[0], slot.upload({SCRIPT: script})).carry
+        assert carry is not None
+        kept.append(slot.park(carry, np.array(rows)))
+    joined = other.join([(kept[1], np.array([0])), (kept[0], np.array([0, 1]))])
+    answer = other.run(stages[1], joined).answer
+    assert answer is not None
+    expected = np.stack([b[1], a[0], a[3]])
+    np.testing.assert_array_equal(answer, expected[:, 1] + expected[:, 0])
+
+
+def test_a_broken_stage_is_refused_with_its_number() -> None:
     spec = dataclasses.replace(plan((0.5, 0.5)).stages[1], load=lambda: b"not a model")
     with pytest.raises(BackendError, match="cannot load stage 1"):
         OnnxRuntimeBackend().prepare(spec)
@@ -188,3 +295,10 @@ def test_the_fake_notices_a_batch_that_outlived_its_slot() -> None:
     slot.upload({SCRIPT: random_script(2)})
     with pytest.raises(BackendError, match="after its slot's next upload"):
         slot.select(old, np.array([0]))
+
+
+def test_the_fake_joins_only_what_was_parked() -> None:
+    slot = FakeBackend().open_slot()
+    batch = slot.upload({SCRIPT: random_script(2)})
+    with pytest.raises(BackendError, match="only parked batches can be joined"):
+        slot.join([(batch, np.array([0]))])

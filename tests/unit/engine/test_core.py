@@ -1,69 +1,25 @@
-"""The engine end to end over the fake backend: answers, failures, cancelling, draining."""
+"""The engine end to end over the fake backend: answers, cancelling, draining, statistics."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import numpy as np
 import pytest
 from tests.fakes import fake_model, script
+from tests.unit.engine.serving import LIMIT_S, Gate, with_engine
 
-from offramp.engine.backends.fake import SCRIPT, FakeBackend, FakeSlot
-from offramp.engine.core import Engine, EngineOptions
+from offramp.engine.backends.fake import SCRIPT, FakeBackend
+from offramp.engine.core import Engine
 from offramp.engine.errors import (
-    BackendError,
     DeadlineExceededError,
     DrainingError,
     InvalidInputError,
     QueueFullError,
     UnknownModelError,
 )
-
-LIMIT_S = 30.0
-"""Bound of everything awaited: a test hangs no longer, and asserts no time."""
-
-
-class Gate:
-    """Holds the fake backend's runs until it is opened."""
-
-    def __init__(self) -> None:
-        self._open = threading.Event()
-        self.entered = threading.Event()
-
-    def __call__(self, stage: int, rows: int) -> None:
-        self.entered.set()
-        assert self._open.wait(LIMIT_S)
-
-    def open(self) -> None:
-        self._open.set()
-
-    async def wait_entered(self) -> None:
-        assert await asyncio.to_thread(self.entered.wait, LIMIT_S)
-
-
-def with_engine(
-    body: Callable[[Engine, FakeBackend], Coroutine[Any, Any, None]],
-    on_run: Callable[[int, int], None] | None = None,
-    backend_type: type[FakeBackend] = FakeBackend,
-    **model: Any,
-) -> FakeBackend:
-    """Run ``body`` against an engine with one fake model; checks that slots are closed."""
-    backend = backend_type(on_run=on_run) if on_run else backend_type()
-
-    async def run() -> None:
-        engine = Engine({"fake": fake_model(backend, **model)}, EngineOptions())
-        try:
-            await asyncio.wait_for(body(engine, backend), LIMIT_S)
-        finally:
-            await engine.close()
-
-    asyncio.run(run())
-    backend.close()
-    return backend
 
 
 def test_each_sample_exits_on_its_own_and_order_is_kept() -> None:
@@ -153,38 +109,6 @@ def test_cancelling_withdraws_and_mates_get_their_answers() -> None:
     with_engine(body, gate)
 
 
-def test_a_failed_batch_fails_alone() -> None:
-    fails = iter([True])
-
-    def on_run(stage: int, rows: int) -> None:
-        if next(fails, False):
-            raise BackendError("out of memory")
-
-    async def body(engine: Engine, backend: FakeBackend) -> None:
-        with pytest.raises(BackendError, match="out of memory"):
-            await engine.infer("fake", {SCRIPT: script([0.95, 0.5])})
-        result = await engine.infer("fake", {SCRIPT: script([0.95, 0.5])})
-        assert result.exits.tolist() == [0]
-        assert engine.statistics()["fake"].failed == {"backend_error": 1}
-
-    with_engine(body, on_run)
-
-
-def test_an_unexpected_exception_fails_its_batch_only() -> None:
-    fails = iter([True])
-
-    def on_run(stage: int, rows: int) -> None:
-        if next(fails, False):
-            raise ZeroDivisionError
-
-    async def body(engine: Engine, backend: FakeBackend) -> None:
-        with pytest.raises(BackendError, match="ZeroDivisionError"):
-            await engine.infer("fake", {SCRIPT: script([0.95, 0.5])})
-        await engine.infer("fake", {SCRIPT: script([0.95, 0.5])})
-
-    with_engine(body, on_run)
-
-
 def test_expired_in_the_queue_is_told_and_never_runs() -> None:
     gate = Gate()
 
@@ -211,13 +135,15 @@ def test_a_full_queue_refuses_and_says_so() -> None:
     async def body(engine: Engine, backend: FakeBackend) -> None:
         blocker = asyncio.create_task(engine.infer("fake", {SCRIPT: script([0.95, 0.5])}))
         await gate.wait_entered()
-        with pytest.raises(QueueFullError, match="5 samples do not fit: 0 of 4 wait"):
-            await engine.infer("fake", {SCRIPT: script(*[[0.95, 0.5]] * 5)})
-        assert engine.statistics()["fake"].failed == {"rejected": 5}
+        waiting = asyncio.create_task(engine.infer("fake", {SCRIPT: script([0.95, 0.5])}))
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFullError, match="4 samples do not fit: 1 of 4 wait"):
+            await engine.infer("fake", {SCRIPT: script(*[[0.95, 0.5]] * 4)})
+        assert engine.statistics()["fake"].failed == {"rejected": 4}
         gate.open()
-        await blocker
+        await asyncio.gather(blocker, waiting)
 
-    with_engine(body, gate, max_queue=4)
+    with_engine(body, gate, max_queue_samples=4)
 
 
 def test_wrong_input_and_unknown_model() -> None:
@@ -265,7 +191,7 @@ def test_closing_fails_what_is_unfinished() -> None:
     backend = FakeBackend()
 
     async def run() -> None:
-        engine = Engine({"fake": fake_model(backend, max_delay_s=3600.0)}, EngineOptions())
+        engine = Engine({"fake": fake_model(backend, max_delay_s=3600.0)}, backend)
         waiting = asyncio.create_task(engine.infer("fake", {SCRIPT: script([0.95, 0.5])}))
         await asyncio.sleep(0)
         await engine.close()
@@ -286,81 +212,6 @@ def test_statistics_count_where_answers_come_from() -> None:
         assert [s.batch_size.total for s in statistics.stages] == [3, 1]
 
     with_engine(body)
-
-
-def test_one_bad_request_fails_alone() -> None:
-    """Four requests in one batch, one of which no run survives: three get their answers."""
-    gate = Gate()
-    bad = 0.123
-
-    class Poisoned(FakeBackend):
-        def open_slot(self) -> FakeSlot:
-            slot = super().open_slot()
-            run = slot.run
-
-            def checked(stage: Any, batch: Any) -> Any:
-                if (np.abs(batch.script[:, 0, 0] - bad) < 1e-6).any():
-                    raise BackendError("token out of range")
-                return run(stage, batch)
-
-            slot.run = checked  # type: ignore[method-assign]
-            return slot
-
-    async def body(engine: Engine, backend: FakeBackend) -> None:
-        blocker = asyncio.create_task(engine.infer("fake", {SCRIPT: script([0.95, 0.5])}))
-        await gate.wait_entered()
-        tasks = [
-            asyncio.create_task(engine.infer("fake", {SCRIPT: script([p, 0.7])}))
-            for p in (0.91, bad, 0.6, 0.93)
-        ]
-        await asyncio.sleep(0)
-        gate.open()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert isinstance(results[1], BackendError)
-        answered = [r for i, r in enumerate(results) if i != 1]
-        assert [r.exits.tolist() for r in answered] == [[0], [-1], [0]]  # type: ignore[union-attr]
-        await blocker
-        statistics = engine.statistics()["fake"]
-        assert statistics.failed == {"backend_error": 1}
-        assert statistics.answered == 4
-
-    with_engine(body, gate, backend_type=Poisoned)
-
-
-def test_failing_to_compact_fails_only_who_has_no_answer_yet() -> None:
-    class CannotSelect(FakeBackend):
-        def open_slot(self) -> FakeSlot:
-            slot = super().open_slot()
-            slot.select = _out_of_memory  # type: ignore[method-assign]
-            return slot
-
-    async def body(engine: Engine, backend: FakeBackend) -> None:
-        leaves = asyncio.create_task(engine.infer("fake", {SCRIPT: script([0.95, 0.5])}))
-        stays = asyncio.create_task(engine.infer("fake", {SCRIPT: script([0.5, 0.5])}))
-        assert (await leaves).exits.tolist() == [0]
-        with pytest.raises(BackendError, match="MemoryError"):
-            await stays
-        again = await engine.infer("fake", {SCRIPT: script([0.95, 0.5])})
-        assert again.exits.tolist() == [0]
-
-    with_engine(body, backend_type=CannotSelect, max_delay_s=0.01)
-
-
-def _out_of_memory(*_: object) -> None:
-    raise MemoryError
-
-
-def test_a_stream_that_cannot_open_takes_the_model_out_of_service() -> None:
-    class CannotOpen(FakeBackend):
-        def open_slot(self) -> FakeSlot:
-            raise BackendError("no device")
-
-    async def body(engine: Engine, backend: FakeBackend) -> None:
-        with pytest.raises(BackendError, match=r"out of service.*no device"):
-            await engine.infer("fake", {SCRIPT: script([0.95, 0.5])})
-        assert not engine.ready("fake")
-
-    with_engine(body, backend_type=CannotOpen)
 
 
 def test_work_for_two_streams_wakes_two() -> None:
@@ -384,7 +235,7 @@ def test_closing_does_not_wait_for_a_stage_that_hangs(monkeypatch: pytest.Monkey
     backend = FakeBackend(on_run=gate)
 
     async def run() -> None:
-        engine = Engine({"fake": fake_model(backend)}, EngineOptions())
+        engine = Engine({"fake": fake_model(backend)}, backend)
         hanging = asyncio.create_task(engine.infer("fake", {SCRIPT: script([0.95, 0.5])}))
         await gate.wait_entered()
         await engine.close()
@@ -396,31 +247,9 @@ def test_closing_does_not_wait_for_a_stage_that_hangs(monkeypatch: pytest.Monkey
     gate.open()
 
 
-def test_what_is_left_of_a_failed_request_does_not_run() -> None:
-    def on_run(stage: int, rows: int) -> None:
-        raise BackendError("broken")
-
-    async def body(engine: Engine, backend: FakeBackend) -> None:
-        with pytest.raises(BackendError, match="broken"):
-            await engine.infer("fake", {SCRIPT: script(*[[0.95, 0.5]] * 24)})
-        assert await engine.drain(LIMIT_S)
-        statistics = engine.statistics()["fake"]
-        assert statistics.failed == {"backend_error": 24}
-        assert backend.runs == [(0, 8)]
-        assert (statistics.queued, statistics.in_flight) == (0, 0)
-
-    with_engine(body, on_run)
-
-
 def test_more_samples_than_the_queue_holds_are_the_callers_mistake() -> None:
     async def body(engine: Engine, backend: FakeBackend) -> None:
         with pytest.raises(InvalidInputError, match="send them in several requests"):
             await engine.infer("fake", {SCRIPT: script(*[[0.95, 0.5]] * 5000)})
 
     with_engine(body)
-
-
-@pytest.mark.parametrize("field", ["max_batch_size", "max_queue_samples", "streams", "threads"])
-def test_options_that_could_never_serve_are_refused(field: str) -> None:
-    with pytest.raises(ValueError, match=f"{field} is 0"):
-        EngineOptions(**{field: 0})

@@ -38,7 +38,7 @@ class Served:
         self.http = HttpEndpoint(self.engine)
         self.address = f"127.0.0.1:{await self.grpc.start('127.0.0.1', 0)}"
         self.url = f"http://127.0.0.1:{await self.http.start('127.0.0.1', 0)}"
-        await self.grpc.serving(model.name for model in self.engine.models())
+        await self.grpc.serving()
 
     async def stop(self) -> None:
         await self.grpc.stop(0.0)

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from offramp.engine.core import EngineOptions
+from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
+from offramp.engine.scheduling import POLICIES, PolicyName
 from offramp.server import cli
 from offramp.server.arguments import make_parser, parse_arguments
+from offramp.server.arguments.scheduling import POLICY_GROUPS
 from offramp.server.options import ServerOptions
 
 
@@ -30,22 +32,33 @@ def test_models_are_named_by_their_folder_or_by_hand() -> None:
     }  # fmt: skip
 
 
-def test_every_option_arrives() -> None:
+def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 6)
     command = (
         "m.ee --host :: --grpc-port 0 --http-port 9 --mode off --max-batch-size 8 "
-        "--max-queue-delay-ms 1.5 --max-queue-samples 64 --default-timeout-ms 250 --streams 2 "
-        "--threads 3 --backend onnxruntime --max-message-mib 128 --shutdown-timeout-s 0 "
-        "--log-level debug --log-format json"
+        "--max-queue-delay-ms 1.5 --max-queue-samples 64 --slo-ms 250 --streams 2 --threads 3 "
+        "--policy fixed:2 --forbid-forced-exits --parallel-below 5 --backend onnxruntime "
+        "--max-message-mib 128 --shutdown-timeout-s 0 --log-level debug --log-format json"
     )
     arguments = parse_arguments(command.split())
     assert arguments.engine == EngineOptions(
-        mode=Mode.OFF, backend="onnxruntime", max_batch_size=8, max_queue_delay_ms=1.5,
-        max_queue_samples=64, default_timeout_ms=250.0, streams=2, threads=3,
+        mode=Mode.OFF, backend="onnxruntime", streams=2, threads=3, parallel_below=5,
+        defaults=ModelOptions(
+            scheduling=PolicyName("fixed", 2), max_batch_size=8, max_queue_delay_ms=1.5,
+            max_queue_samples=64, slo_ms=250.0, forced_exits=False,
+        ),
     )  # fmt: skip
+    assert isinstance(arguments.engine.mode, Mode)
     assert arguments.server == ServerOptions(
         host="::", grpc_port=0, http_port=9, max_message_mib=128, shutdown_timeout_s=0.0
     )
     assert (arguments.log_level, arguments.log_format) == ("debug", "json")
+
+
+def test_late_samples_may_set_the_limit_of_parallel_batches() -> None:
+    assert parse_arguments(["m.ee", "--max-violations", "0.01"]).engine == EngineOptions(
+        max_violations=0.01
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +76,13 @@ def test_every_option_arrives() -> None:
         ("m.ee --max-batch-size 1.5", "'1.5' is not a whole number from 1 on"),
         ("m.ee --max-queue-delay-ms -1", "'-1' is not a number from 0 on"),
         ("m.ee --max-queue-delay-ms nan", "'nan' is not a number from 0 on"),
-        ("m.ee --default-timeout-ms 0", "'0' is not a number above 0"),
+        ("m.ee --slo-ms 0", "'0' is not a number above 0"),
+        ("m.ee --policy slackfi", "no policy 'slackfi'; did you mean 'slackfit'? known: run-"),
+        ("m.ee --policy fixed", "'fixed' does not say where it is fixed; expected an exit"),
+        ("m.ee --max-violations 1", "'1' is not a share: a number above 0, below 1"),
+        ("m.ee --parallel-below 2 --max-violations 0.1", "not allowed with argument --parallel-"),
+        ("m.ee --forbid-forced-exits=False", "ignored explicit argument 'False'"),
+        ("m.ee --streams 4096", "4096 streams × 1 threads are more than the"),
         ("m.ee --shutdown-timeout-s inf", "'inf' is not a number from 0 on"),
         ("m.ee --max-message-mib 2048", "'2048' is not a whole number from 1 to 2047"),
         ("m.ee --mode on", "choose from 'leave', 'off'"),
@@ -85,11 +104,34 @@ def test_help_names_every_option_and_its_default() -> None:
     for option, default in {
         "--host": "127.0.0.1", "--grpc-port": "8001", "--http-port": "8000", "--mode": "leave",
         "--max-batch-size": "32", "--max-queue-delay-ms": "0.0", "--max-queue-samples": "4096",
-        "--default-timeout-ms": "none", "--streams": "1", "--backend": "auto",
+        "--slo-ms": "none", "--streams": "1", "--policy": "run-through", "--backend": "auto",
         "--max-message-mib": "64", "--shutdown-timeout-s": "30.0", "--log-level": "info",
         "--log-format": "human",
     }.items():  # fmt: skip
         assert re.search(rf"{option} [^()]*\(default: {re.escape(default)}\)", words), option
+
+
+def test_help_says_what_every_policy_does() -> None:
+    described = [name.partition(":")[0] for group in POLICY_GROUPS.values() for name in group]
+    assert sorted(described) == sorted(POLICIES)
+    words = make_parser().format_help()
+    for group in POLICY_GROUPS.values():
+        for name, half_a_line in group.items():
+            assert re.search(rf"^ +{name} +{re.escape(half_a_line)}$", words, re.MULTILINE)
+
+
+def test_a_policy_that_does_not_fit_its_model_is_one_line(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    restored_logging: None,
+) -> None:
+    async def refuse(*_: object) -> None:
+        raise ValueError("m: policy fixed:9: exit 9 is not in use here")
+
+    monkeypatch.setattr(cli.Engine, "open", refuse)
+    status = cli.main(["m.ee", "--policy=fixed:9", "--grpc-port=0", "--http-port=0"])
+    assert status == 1
+    assert capsys.readouterr().err == "eeserve: m: policy fixed:9: exit 9 is not in use here\n"
 
 
 def test_a_bundle_that_is_not_there_is_one_line(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import grpc
@@ -11,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from offramp.proto.descriptors import FILE, SERVICE
+from offramp.server.fake import FakeEngine, fake_model
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -40,6 +42,51 @@ def test_a_watcher_is_told(served: Any) -> None:
         served.run(served.grpc.leaving())
         assert next(watch).status == NOT_SERVING
         watch.cancel()
+
+
+def test_health_follows_the_engine_while_serving(served: Any) -> None:
+    """Watchers are told, each of its own: the engine itself tells nobody."""
+    served.engine.served = (*served.engine.served, fake_model("other"))
+    with grpc.insecure_channel(served.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        watches = {
+            name: stub.Watch(health_pb2.HealthCheckRequest(service=name), timeout=30)
+            for name in ("", SERVICE, "fake")
+        }
+        assert [next(watch).status for watch in watches.values()] == [SERVING] * 3
+        served.engine.unready.add("fake")
+        assert [next(watch).status for watch in watches.values()] == [NOT_SERVING] * 3
+        assert health(channel, "other") == SERVING
+        served.engine.unready.clear()
+        assert [next(watch).status for watch in watches.values()] == [SERVING] * 3
+        for watch in watches.values():
+            watch.cancel()
+
+
+async def following() -> list[asyncio.Task[Any]]:
+    return [task for task in asyncio.all_tasks() if task.get_name() == "health"]
+
+
+def test_a_server_that_leaves_follows_no_more(served: Any) -> None:
+    assert len(served.run(following())) == 1
+    served.run(served.grpc.leaving())
+    assert served.run(following()) == []
+
+
+def test_what_ends_the_following_is_logged(
+    served: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> bool:
+        raise RuntimeError("no idea")
+
+    async def followed() -> None:
+        monkeypatch.setattr(FakeEngine, "ready", fail)
+        (task,) = await following()
+        await asyncio.wait_for(task, 30)
+
+    served.run(followed())
+    assert "health is no longer followed" in caplog.text
+    assert "RuntimeError: no idea" in caplog.text
 
 
 def reflect(address: str, **query: str) -> Any:

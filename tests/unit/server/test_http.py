@@ -25,6 +25,10 @@ def get(url: str) -> tuple[int, str, Any]:
 def test_probes(served: Any) -> None:
     assert get(f"{served.url}/health/live")[:2] == (200, "live\n")
     assert get(f"{served.url}/health/ready")[:2] == (200, "ready\n")
+    served.engine.unready.add("fake")
+    status, reason, _ = get(f"{served.url}/health/ready")
+    assert (status, reason[:16]) == (503, "not ready: fake ")
+    served.engine.unready.clear()
     served.engine.draining = True
     assert get(f"{served.url}/health/live")[0] == 200
     status, reason, _ = get(f"{served.url}/health/ready")

@@ -50,6 +50,23 @@ def test_a_request_is_answered_with_exits_and_confidences(served: Any) -> None:
     assert served.engine.calls[0].priority == 4
 
 
+def test_forced_samples_are_marked(served: Any) -> None:
+    served.engine.hurried = True
+    with Client(served.address) as client:
+        forced = client.infer("fake", {"x": X})
+        sure = client.infer("fake", {"x": X[:1]})
+    assert forced.exits.tolist() == [0, 0]
+    assert forced.forced.tolist() == [False, True]
+    assert sure.forced.tolist() == [False]
+    assert sure.forced.dtype == np.bool_
+
+    async def ask() -> Any:
+        async with AsyncClient(served.address) as client:
+            return await client.infer("fake", {"x": X})
+
+    assert asyncio.run(ask()).forced.tolist() == [False, True]
+
+
 def test_grpcs_deadline_reaches_the_engine_as_an_absolute_time(served: Any) -> None:
     before_s = time.monotonic()
     with Client(served.address) as client:
@@ -57,6 +74,25 @@ def test_grpcs_deadline_reaches_the_engine_as_an_absolute_time(served: Any) -> N
     after_s = time.monotonic()
     # gRPC sends what is left of the deadline, rounded up to its next unit (1 % at most).
     assert before_s + 19.8 <= served.engine.calls[0].deadline_s <= after_s + 20.2
+
+
+def test_a_client_that_only_waits_leaves_the_deadline_to_the_server(served: Any) -> None:
+    with Client(served.address, timeout_s=20.0) as client:
+        client.infer("fake", {"x": X})
+
+    async def ask() -> None:
+        async with AsyncClient(served.address, timeout_s=20.0) as client:
+            await client.infer("fake", {"x": X})
+
+    asyncio.run(ask())
+    assert [made.deadline_s for made in served.engine.calls] == [None, None]
+
+
+def test_it_waits_no_longer_than_it_says(served: Any) -> None:
+    served.hold()
+    with Client(served.address, timeout_s=0.05) as client, pytest.raises(DeadlineError):
+        client.infer("fake", {"x": X})
+    assert wait_until(lambda: served.engine.cancelled == 2)
 
 
 def test_the_response_names_model_version_and_id(served: Any) -> None:
@@ -68,6 +104,10 @@ def test_the_response_names_model_version_and_id(served: Any) -> None:
     assert response.parameters["offramp_policy_version"].int64_param == 7
     assert response.parameters["offramp_exits"].string_param == "0,-1"
     assert response.parameters["offramp_confidences"].string_param == "0.95,0.25"
+    assert "offramp_forced" not in response.parameters
+    served.engine.hurried = True
+    response = call(served.address, "ModelInfer", request, messages.ModelInferResponse)
+    assert response.parameters["offramp_forced"].string_param == "0,1"
 
 
 def test_metadata_and_readiness(served: Any) -> None:
@@ -76,6 +116,9 @@ def test_metadata_and_readiness(served: Any) -> None:
         assert client.server_ready()
         assert client.model_ready("fake")
         assert not client.model_ready("other")
+        served.engine.unready.add("fake")
+        assert not client.server_ready()
+        assert not client.model_ready("fake")
     assert metadata.platform == "offramp_fake"
     assert metadata.inputs["x"].shape == (-1, 4)
     assert metadata.inputs["x"].dtype == np.float32
@@ -114,6 +157,7 @@ def test_wrong_requests_are_refused_with_the_reason(
     [
         (engine_errors.QueueFullError("4096 samples wait"), ServerBusyError),
         (engine_errors.DeadlineExceededError("too late"), DeadlineError),
+        (engine_errors.DeadlineExceededError("given up early"), DeadlineError),
         (engine_errors.DrainingError("shutting down"), ServerUnavailableError),
         (engine_errors.BackendError("stage 2 failed"), ServerError),
     ],

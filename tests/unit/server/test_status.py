@@ -18,18 +18,20 @@ from offramp.server.status import describe_duration, render_status, view_model
 EMPTY = Histogram(bounds=(1.0,), counts=(0, 0), total=0.0)
 
 
-def stage(label: str, threshold: float, answered: int) -> StageStatistics:
+def stage(label: str, threshold: float, answered: int, forced: int = 0) -> StageStatistics:
     return StageStatistics(
-        label=label, threshold=threshold, answered=answered, batch_size=EMPTY, run_s=EMPTY
-    )
+        label=label, threshold=threshold, answered=answered, forced=forced, batch_size=EMPTY,
+        run_s=EMPTY,
+    )  # fmt: skip
 
 
 EXITS = (stage("exit 1", 0.93216, 750), stage("exit 4", 0.5, 0), stage("final", 0.0, 250))
 
 STATISTICS = ModelStatistics(
-    mode="leave", backend="onnxruntime-cpu", policy_version=3, stages=EXITS, requests=1000,
-    samples=1003, answered=1000, failed={"cancelled": 0, "backend_error": 3}, queued=0,
-    in_flight=0, queue_s=EMPTY,
+    mode="leave", backend="onnxruntime-cpu", policy_version=3, scheduling="slackfit", streams=2,
+    streams_in_service=2, restarts=1, parallel_below=None, stages=EXITS, requests=1000,
+    samples=1003, answered=1000, failed={"cancelled": 0, "backend_error": 3, "hopeless": 2},
+    retried=6, queued=0, in_flight=0, queue_s=EMPTY,
     latency_s=Histogram(bounds=(0.1, 0.2), counts=(50, 50, 0), total=10.0), uptime_s=3725.0,
 )  # fmt: skip
 
@@ -86,17 +88,38 @@ def test_the_page_says_what_is_served() -> None:
     text = text_of(Engine())
     for words in (
         "fake ready",
-        "mode leave · onnxruntime-cpu · batches up to 32 · exit policy 3 · up 1 h 2 min",
+        "mode leave · onnxruntime-cpu · 2 of 2 streams in service · scheduling slackfit",
+        "scheduling slackfit · batches up to 32 · exit policy 3 · up 1 h 2 min",
         "x: float32 [batch, 4]",
         "logits: float32 [batch, 3]",
         "exit 1 confidence ≥ 0.9322 75.0 % 750 – –",
         "queue 0 – – – –",
         "request 100 100.00 ms 100.00 ms 190.00 ms 198.00 ms",
-        "0 in flight 3 failed 0 cancelled 3 backend error",
+        "1,000 answered 0 queued 0 in flight Trouble 0 forced (0.0 %) 5 failed 0 cancelled",
+        "3 backend error 2 given up early 6 retried 1 stream restarts",
         "Promise: disagreement with the unmodified model ≤ 1 % on data like the calibration set,",
         "set, certified with 95 % confidence on 5,000 samples (12 errors).",
     ):
         assert words in text
+    for alarm in ("being forced", "out of service", "share forced"):
+        assert alarm not in text
+
+
+def test_forced_exits_are_conspicuous() -> None:
+    exits = (stage("exit 1", 0.93216, 750, forced=125), *EXITS[1:])
+    text = text_of(Engine(now=dataclasses.replace(STATISTICS, stages=exits)))
+    assert "Exits are being forced: 125 answers (12.5 %) came from an exit" in text
+    assert "because the scheduling policy (slackfit) had them leave there" in text
+    assert "The promise does not hold for these;" in text
+    assert "answers forced mean batch" in text
+    assert "exit 1 confidence ≥ 0.9322 75.0 % 750 125 – –" in text
+    assert "125 forced (12.5 %)" in text
+
+
+def test_streams_that_failed_are_conspicuous() -> None:
+    text = text_of(Engine(now=dataclasses.replace(STATISTICS, streams_in_service=1)))
+    assert "Streams out of service: 1 of 2." in text
+    assert "1 of 2 streams in service" in text
 
 
 def test_without_exits_the_note_is_loud() -> None:

@@ -7,6 +7,9 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+from offramp.engine.plan import Mode
+from offramp.engine.scheduling import PolicyName
+
 
 def named_path(text: str) -> tuple[str, Path]:
     """Read ``NAME=PATH``."""
@@ -52,3 +55,31 @@ def number(least: float, *, above: bool = False) -> Callable[[str], float]:
 
 port = integer(0, 65535)
 """A reader of port numbers; 0 asks for any free one."""
+
+
+def share(text: str) -> float:
+    """Read a number above 0 and below 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0.0 < value < 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share: a number above 0, below 1")
+    return value
+
+
+def policy(text: str) -> PolicyName:
+    """Read the name of a scheduling policy."""
+    try:
+        return PolicyName.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def mode(text: str) -> Mode:
+    """Read a mode."""
+    try:
+        return Mode(text)
+    except ValueError:
+        known = ", ".join(repr(known.value) for known in Mode)
+        raise argparse.ArgumentTypeError(f"{text!r} is no mode; choose from {known}") from None

@@ -1,0 +1,103 @@
+"""How models are executed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from offramp.engine.plan import Mode
+from offramp.engine.scheduling import PolicyName
+
+RUN_THROUGH = PolicyName("run-through")
+_INFINITY = float("inf")
+_ON_CPU = ("auto", "onnxruntime")
+"""Backends whose streams are the machine's cores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """How one model is scheduled."""
+
+    scheduling: PolicyName = RUN_THROUGH
+    """The scheduling policy (:data:`offramp.engine.scheduling.POLICIES`)."""
+    max_batch_size: int = 32
+    """Most rows of a batch; larger requests are split."""
+    max_queue_delay_ms: float = 0.0
+    """Longest time that a sample waits for batch mates while a stream idles; of the policies
+    that form batches by size (run-through, refill, rebatch, delay)."""
+    max_queue_samples: int = 4096
+    """Most samples that wait; more are refused."""
+    slo_ms: float | None = None
+    """Service level objective: the deadline of requests that bring none."""
+    forced_exits: bool = True
+    """Whether a policy may make samples leave at an exit below its threshold, to be in time.
+    Only those do that look at slack and depth (slackfit, max-batch, max-accuracy, fixed,
+    cheapest); agreement is then what was measured at calibration for such an exit, and the
+    promise does not hold."""
+    weight: float = 1.0
+    """Share of the device relative to the other models', while all are busy."""
+
+    def __post_init__(self) -> None:
+        """Refuse what could never serve."""
+        _refuse_below_one(self, "max_batch_size", "max_queue_samples")
+        if not 0 <= self.max_queue_delay_ms < _INFINITY:
+            raise ValueError(f"max_queue_delay_ms is {self.max_queue_delay_ms}, expected ≥ 0")
+        if self.slo_ms is not None and not 0 < self.slo_ms < _INFINITY:
+            raise ValueError(f"slo_ms is {self.slo_ms}, expected above 0")
+        if not 0 < self.weight < _INFINITY:
+            raise ValueError(f"weight is {self.weight}, expected above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """How an engine executes: its device, and how each model is scheduled."""
+
+    mode: Mode = Mode.LEAVE
+    backend: str = "auto"
+    streams: int = 1
+    """Batches that run at the same time, of whatever models."""
+    threads: int | None = None
+    """Intra-op threads of each stream; ``None`` shares the cores among the streams."""
+    parallel_below: int | None = None
+    """PAME's τ_b: a new batch starts beside running ones once each has fewer samples than this;
+    ``None`` starts one on any idle stream, unless ``max_violations`` says more."""
+    max_violations: float | None = None
+    """PAME's τ_l: τ_b follows from this share of late samples."""
+    defaults: ModelOptions = field(default_factory=ModelOptions)
+    models: Mapping[str, ModelOptions] = field(default_factory=dict)
+    """Of models that differ from ``defaults``, whole."""
+
+    def __post_init__(self) -> None:
+        """Refuse what could never serve."""
+        _refuse_below_one(self, "streams", "threads", "parallel_below")
+        if self.max_violations is not None:
+            if self.parallel_below is not None:
+                raise ValueError("give parallel_below, or max_violations that it follows, not both")
+            if not 0 < self.max_violations < 1:
+                raise ValueError(
+                    f"max_violations is {self.max_violations}, expected a share: above 0, below 1"
+                )
+        cores = os.cpu_count() or 1
+        if self.backend in _ON_CPU and self.streams * self.threads_per_stream() > cores:
+            raise ValueError(
+                f"{self.streams} streams × {self.threads_per_stream()} threads are more than the "
+                f"{cores} cores here: they would only wait for each other; give fewer"
+            )
+
+    def of(self, model: str) -> ModelOptions:
+        """How a model is scheduled."""
+        return self.models.get(model, self.defaults)
+
+    def threads_per_stream(self) -> int:
+        """The threads asked for, or an equal share of the cores (at least one)."""
+        return self.threads or max(1, (os.cpu_count() or 1) // self.streams)
+
+
+def _refuse_below_one(options: ModelOptions | EngineOptions, *names: str) -> None:
+    known = {item.name for item in fields(options)}
+    for name in names:
+        assert name in known
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}, expected at least 1")

@@ -1,0 +1,159 @@
+"""Several models on the streams of one device: who may use it next.
+
+Start-time fair queueing (Goyal, Vin and Cheng, 1996) over the seconds that streams are busy: the
+model that has had least of the device, for its weight, is served first. A model that was away
+comes back where the others are now: what it did not use is not saved up, so that a burst of one
+model never locks the others out. Batches are not preempted; under earliest deadline first across
+models, the one with the tightest deadlines would take all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.engine.scheduling.base import (
+    IDLE,
+    Idle,
+    Run,
+    Submission,
+    Transition,
+    Wait,
+)
+from offramp.engine.scheduling.scheduler import ModelScheduler
+
+
+class Assignment(NamedTuple):
+    """What a stream shall run, and for which model."""
+
+    model: str
+    run: Run
+
+
+@dataclass(slots=True)
+class _Share:
+    """A model's part of the device."""
+
+    scheduler: ModelScheduler
+    weight: float
+    used_s: float = 0.0
+    """Seconds of streams that it has used, by its weight; comparable among the busy."""
+    busy: bool = False
+    """Whether it has samples anywhere."""
+
+
+class DeviceScheduler:
+    """The schedulers of all models of a device, and its streams; the caller serialises."""
+
+    def __init__(
+        self,
+        models: Mapping[str, ModelScheduler],
+        *,
+        weights: Mapping[str, float] | None = None,
+    ) -> None:
+        """Take the models.
+
+        Args:
+            models: By name, each made for as many streams as the device has.
+            weights: Relative shares while all are busy; 1 where none is given.
+
+        Raises:
+            ValueError: A weight is not above 0.
+        """
+        weights = weights or {}
+        for name, weight in weights.items():
+            if not weight > 0.0:
+                raise ValueError(f"the weight of {name} is {weight}, expected above 0")
+        self._shares = {
+            name: _Share(scheduler, weights.get(name, 1.0)) for name, scheduler in models.items()
+        }
+        self._running: dict[int, tuple[_Share, str]] = {}
+        """The model whose batch is on a stream."""
+        self._started_s: dict[int, float] = {}
+
+    def model(self, name: str) -> ModelScheduler:
+        """The scheduler of a model."""
+        return self._shares[name].scheduler
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a stream without a batch might have something to do, now or soon."""
+        return any(share.scheduler.waiting for share in self._shares.values())
+
+    def submit(self, model: str, submission: Submission, now_s: float) -> None:
+        """Queue a request; see :meth:`ModelScheduler.submit`."""
+        share = self._shares[model]
+        share.scheduler.submit(submission, now_s)
+        if not share.busy:
+            share.busy = True
+            others = [s.used_s for s in self._shares.values() if s.busy and s is not share]
+            # While nobody is here the device's time stands where the one served most left it.
+            everybody = max(s.used_s for s in self._shares.values())
+            share.used_s = max(share.used_s, min(others, default=everybody))
+
+    def next(self, stream: int, now_s: float) -> Assignment | Wait | Idle:
+        """What the idle ``stream`` shall do."""
+        mine = self._running.get(stream)
+        if mine is not None:
+            decision = mine[0].scheduler.next(stream, now_s)
+            assert isinstance(decision, Run), "a stream with a batch goes on with it"
+            self._started_s[stream] = now_s
+            return Assignment(mine[1], decision)
+        until_s = float("inf")
+        for name, share in self._by_need():
+            decision = share.scheduler.next(stream, now_s)
+            if isinstance(decision, Run):
+                self._running[stream] = (share, name)
+                self._started_s[stream] = now_s
+                return Assignment(name, decision)
+            if isinstance(decision, Wait):
+                until_s = min(until_s, decision.until_s)
+            share.busy = bool(share.scheduler.queued or share.scheduler.in_flight)
+        return IDLE if until_s == float("inf") else Wait(until_s)
+
+    def done(self, stream: int, exited: NDArray[np.bool_], now_s: float) -> Transition:
+        """The run of ``stream`` ended; see :meth:`ModelScheduler.done`."""
+        share, _ = self._running[stream]
+        self._charge(stream, now_s)
+        transition = share.scheduler.done(stream, exited, now_s)
+        if not len(transition.survivors) or transition.parked is not None:
+            del self._running[stream]
+        return transition
+
+    def failed(self, stream: int, now_s: float) -> None:
+        """The batch of ``stream`` failed, if it has one; see :meth:`ModelScheduler.failed`."""
+        mine = self._running.get(stream)
+        if mine is not None:
+            self._charge(stream, now_s)
+            del self._running[stream]
+            mine[0].scheduler.failed(stream, now_s)
+
+    def suspend(self, stream: int) -> None:
+        """Say that a stream, which has no batch, is out of service."""
+        for share in self._shares.values():
+            share.scheduler.suspend(stream)
+
+    def resume(self, stream: int) -> None:
+        """Say that a stream is in service again."""
+        for share in self._shares.values():
+            share.scheduler.resume(stream)
+
+    def flush(self) -> None:
+        """Wait for batch mates no longer, from now on."""
+        for share in self._shares.values():
+            share.scheduler.flush()
+
+    def _by_need(self) -> list[tuple[str, _Share]]:
+        """The models that have samples, the one that is owed most first."""
+        busy = [(name, share) for name, share in self._shares.items() if share.busy]
+        if len(busy) > 1:
+            busy.sort(key=lambda item: item[1].used_s)
+        return busy
+
+    def _charge(self, stream: int, now_s: float) -> None:
+        share, _ = self._running[stream]
+        share.used_s += (now_s - self._started_s[stream]) / share.weight

@@ -1,0 +1,137 @@
+"""Policies by name, as they are chosen on the command line and in configuration."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from offramp.engine.scheduling.parallel import ParallelLimit
+from offramp.engine.scheduling.points import OperatingPoint, OperatingPoints
+from offramp.engine.scheduling.policies.batching import Delay, RunThrough
+from offramp.engine.scheduling.policies.fusing import Rebatch, Refill
+from offramp.engine.scheduling.policies.slack import (
+    BareSlackFit,
+    Cheapest,
+    Clockwork,
+    Fixed,
+    MaxAccuracy,
+    MaxBatch,
+    SlackFit,
+    SlackPolicy,
+)
+from offramp.engine.scheduling.policy import Policy
+from offramp.engine.scheduling.queue import SampleQueue
+from offramp.engine.scheduling.scheduler import ModelScheduler
+
+_Maker = Callable[[OperatingPoints, int, int], Policy]
+"""From operating points, largest batch, and streams."""
+
+_MAKERS: Final[Mapping[str, _Maker]] = {
+    RunThrough.name: lambda points, size, streams: RunThrough(size, points.latencies, streams),
+    Refill.name: lambda points, size, streams: Refill(size, points.latencies, streams),
+    Rebatch.name: lambda points, size, streams: Rebatch(size, points.latencies, streams),
+    SlackFit.name: SlackFit,
+    BareSlackFit.name: BareSlackFit,
+    MaxAccuracy.name: MaxAccuracy,
+    MaxBatch.name: MaxBatch,
+    Cheapest.name: Cheapest,
+    Clockwork.name: Clockwork,
+    Delay.name: lambda _points, size, _streams: Delay(size),
+}
+
+POLICIES: Final = (*_MAKERS, Fixed.name)
+"""Names; ``fixed`` is followed by its exit: ``fixed:2``, or ``fixed:final``."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyName:
+    """A policy's name that was understood."""
+
+    name: str
+    exit: int | None = None
+    """Of ``fixed``: the exit to stay at; ``None`` is the model's end."""
+
+    @classmethod
+    def parse(cls, text: str) -> PolicyName:
+        """Read ``slackfit`` or ``fixed:2``.
+
+        Raises:
+            ValueError: There is no such policy.
+        """
+        name, _, depth = text.partition(":")
+        if name not in POLICIES or (depth and name != Fixed.name):
+            close = difflib.get_close_matches(name, POLICIES, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise ValueError(f"there is no policy {text!r}; {hint}known: {', '.join(POLICIES)}")
+        if name != Fixed.name:
+            return cls(name)
+        if depth != "final" and not depth.isdecimal():
+            raise ValueError(
+                f"policy {text!r} does not say where it is fixed; expected an exit, for instance "
+                "fixed:2, or fixed:final"
+            )
+        return cls(name, None if depth == "final" else int(depth))
+
+    def __str__(self) -> str:
+        """As :meth:`parse` reads it."""
+        if self.name != Fixed.name:
+            return self.name
+        return f"{self.name}:{'final' if self.exit is None else self.exit}"
+
+
+def make_policy(
+    chosen: PolicyName, points: OperatingPoints, max_batch_size: int, streams: int = 1
+) -> Policy:
+    """Make a policy.
+
+    Raises:
+        ValueError: ``fixed`` names an exit that is not in use, or may not be forced.
+    """
+    if chosen.name == Fixed.name:
+        return Fixed(points, max_batch_size, streams, point=_point_at(points, chosen))
+    return _MAKERS[chosen.name](points, max_batch_size, streams)
+
+
+def make_scheduler(
+    chosen: PolicyName,
+    points: OperatingPoints,
+    *,
+    max_batch_size: int,
+    max_delay_s: float = 0.0,
+    max_queue: int = 4096,
+    streams: int = 1,
+    parallel: ParallelLimit | None = None,
+) -> ModelScheduler:
+    """Make the scheduler of a model.
+
+    Args:
+        chosen: Its policy.
+        points: Its operating points, with latencies up to ``max_batch_size``.
+        max_batch_size: Most rows of a batch.
+        max_delay_s: Longest that a sample waits for batch mates while a stream idles; policies
+            that look at slack never wait.
+        max_queue: Most samples that wait; more are refused.
+        streams: Of the device.
+        parallel: The device's limit on batches side by side.
+
+    Raises:
+        ValueError: See :func:`make_policy`.
+    """
+    policy = make_policy(chosen, points, max_batch_size, streams)
+    if isinstance(policy, SlackPolicy):
+        max_delay_s = 0.0
+    queue = SampleQueue(max_queue, full=max_batch_size, max_delay_s=max_delay_s)
+    return ModelScheduler(policy, points.latencies, queue, streams=streams, parallel=parallel)
+
+
+def _point_at(points: OperatingPoints, chosen: PolicyName) -> OperatingPoint:
+    for point in points.points:
+        if point.exit == chosen.exit:
+            return point
+    known = ", ".join("final" if p.exit is None else str(p.exit) for p in points.points)
+    raise ValueError(
+        f"policy {chosen}: exit {chosen.exit} is not in use here, or may not be forced; "
+        f"there are: {known}"
+    )

@@ -1,0 +1,189 @@
+"""How long stages take: predicted from a profile, corrected by what is observed."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from offramp.bundle import Profile
+
+_MEMORY = 1 / 32
+"""Weight of one observation in the running means."""
+_ROWS_REMEMBERED = 512
+"""Rows over which the share of those that go on is averaged."""
+_REBUILD_EVERY = 64
+"""Stages observed between two looks at how long a shrinking batch takes."""
+_FASTEST, _SLOWEST = 1 / 16, 16.0
+"""Bounds of the correction: beyond them an observation says that something else went on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """What of a model a stage runs."""
+
+    first_segment: int
+    last_segment: int
+    exit: int | None
+    """Index into ``Manifest.exits``; ``None`` at the model's end."""
+
+
+def stage_seconds(
+    profile: Profile, stages: Sequence[Span], max_batch_size: int
+) -> tuple[tuple[float, ...], ...]:
+    """Predict the stages of a plan at every batch size.
+
+    Args:
+        profile: Measured at some sizes; between them is interpolated, beyond the largest the
+            cost of its last step goes on.
+        stages: In order.
+        max_batch_size: Largest size to predict.
+
+    Returns:
+        [stages][max_batch_size + 1] seconds by batch size; index 0 is 0. A stage of the source
+        model as a whole costs what the source model does; each stage with an exit costs its
+        head and one border more.
+    """
+    sizes = np.arange(max_batch_size + 1)
+    table = []
+    for stage in stages:
+        rows = [profile.segments_ms[i] for i in range(stage.first_segment, stage.last_segment + 1)]
+        if stage.exit is not None:
+            rows += [profile.exits_ms[stage.exit], profile.stages_ms]
+        table.append(_at_sizes(profile.batch_sizes, np.sum(rows, axis=0) / 1e3, sizes))
+    return tuple(tuple(row) for row in table)
+
+
+def _at_sizes(
+    profiled: Sequence[int], seconds: np.ndarray[tuple[int], np.dtype[np.float64]], sizes: object
+) -> list[float]:
+    """Interpolate; never falling, since a fuller batch can be padded from a smaller one."""
+    known, values = [0, *profiled], [0.0, *np.maximum.accumulate(seconds).tolist()]
+    wanted = np.asarray(sizes)
+    inside = np.interp(wanted, known, values)
+    slope = (values[-1] - values[-2]) / (known[-1] - known[-2])
+    beyond = values[-1] + slope * (wanted - known[-1])
+    row: list[float] = np.where(wanted > known[-1], beyond, inside).tolist()
+    return row
+
+
+class Latencies:
+    """Predicted seconds of a model's stages; the caller serialises the calls.
+
+    One factor, ``speed``, corrects all predictions: the running mean of observed over predicted.
+    A profile comes from the machine that compiled, and what a batch costs besides its graph
+    (forming it, copies, Python) is in no profile.
+    """
+
+    def __init__(
+        self, stages: Sequence[Sequence[float]], going_on: Sequence[float] | None = None
+    ) -> None:
+        """Take the predictions.
+
+        Args:
+            stages: [stages][max_batch_size + 1] seconds by batch size, rising.
+            going_on: [stages]: share of the rows of a stage that go on to the next one, where
+                the policy lets them; ``None`` is all. Corrected by what is observed.
+
+        Raises:
+            ValueError: A row is empty, falls, or is not of the others' length.
+        """
+        table = np.asarray([list(row) for row in stages], np.float64)
+        if table.ndim != 2 or table.shape[1] < 2:
+            raise ValueError("a latency table needs a row a stage and a column a batch size")
+        if (table < 0).any() or (np.diff(table, axis=1) < 0).any():
+            raise ValueError("a stage cannot be faster on a larger batch: latencies must rise")
+        self._stages: list[list[float]] = table.tolist()
+        self._until: list[list[float]] = np.cumsum(table, axis=0).tolist()
+        self.stages = len(table)
+        self.max_batch_size = table.shape[1] - 1
+        self.speed = 1.0
+        """Observed over predicted; above 1 is slower."""
+        self._usual_speed = 1.0
+        self.fusing_s = 0.0
+        """What fusing a batch of parked ones costs beyond running it; a running mean."""
+        self._going_on = list(going_on) if going_on is not None else [1.0] * self.stages
+        self._observed = 0
+        self._through = self._shrinking()
+
+    @property
+    def profiled_s(self) -> tuple[tuple[float, ...], ...]:
+        """[stages][max_batch_size + 1]: seconds by batch size as profiled, uncorrected."""
+        return tuple(tuple(row) for row in self._stages)
+
+    def calibrate(self, speed: float) -> None:
+        """Say what observed over predicted is on this machine, before anything was served."""
+        self.speed = self._usual_speed = min(max(speed, _FASTEST), _SLOWEST)
+
+    def stage_s(self, stage: int, batch_size: int) -> float:
+        """Seconds of one stage."""
+        return self._stages[stage][batch_size] * self.speed
+
+    def span_s(self, first: int, last: int, batch_size: int) -> float:
+        """Seconds from the start of stage ``first`` to the end of stage ``last``."""
+        before = self._until[first - 1][batch_size] if first else 0.0
+        return (self._until[last][batch_size] - before) * self.speed
+
+    def until_s(self, last: int) -> Sequence[float]:
+        """[max_batch_size + 1]: seconds until the end of a stage as profiled, uncorrected."""
+        return self._until[last]
+
+    def largest_batch(self, last: int, slack_s: float) -> int:
+        """Most rows that are through stage ``last`` within ``slack_s``; 0 if not even one is."""
+        return max(bisect_right(self._until[last], slack_s / self.speed) - 1, 0)
+
+    @property
+    def through_s(self) -> Sequence[float]:
+        """[max_batch_size + 1]: seconds until the last row of a batch is through, uncorrected.
+
+        The batch shrinks on its way as batches did lately (PAME's batching pattern, 6.2).
+        """
+        return self._through
+
+    def largest_batch_through(self, slack_s: float) -> int:
+        """Most rows of which the last is through, as expected, within ``slack_s``; may be 0."""
+        return max(bisect_right(self._through, slack_s / self.speed) - 1, 0)
+
+    def observe_shrinking(self, stage: int, before: int, survivors: int) -> None:
+        """Take note of how many rows went on from a stage of their own accord."""
+        weight = min(before / _ROWS_REMEMBERED, 1.0)
+        self._going_on[stage] += weight * (survivors / before - self._going_on[stage])
+        self._observed += 1
+        if self._observed >= _REBUILD_EVERY:
+            self._observed = 0
+            self._through = self._shrinking()
+
+    def observe(self, stage: int, batch_size: int, elapsed_s: float) -> None:
+        """Take note of how long a stage took."""
+        predicted_s = self._stages[stage][batch_size]
+        if predicted_s > 0.0:
+            ratio = min(max(elapsed_s / predicted_s, _FASTEST), _SLOWEST)
+            self.speed += _MEMORY * (ratio - self.speed)
+
+    def observe_fused(self, stage: int, batch_size: int, elapsed_s: float) -> None:
+        """Take note of how long a stage took whose batch had to be fused first."""
+        extra_s = max(elapsed_s - self.stage_s(stage, batch_size), 0.0)
+        self.fusing_s += _MEMORY * (extra_s - self.fusing_s)
+
+    def doubt(self) -> None:
+        """Move towards the usual speed: a prediction was just acted upon without being tested.
+
+        Whoever refuses work because it would be late observes nothing; were the last
+        observations wrong (the machine was busy with something else), it would refuse for ever.
+        """
+        self.speed += _MEMORY * (self._usual_speed - self.speed)
+
+    def _shrinking(self) -> list[float]:
+        """Seconds by batch size; each stage sees the rows expected, and one deviation more."""
+        seconds = [0.0] * (self.max_batch_size + 1)
+        reaching = 1.0
+        for stage, row in enumerate(self._stages):
+            for size in range(1, self.max_batch_size + 1):
+                expected = size * reaching
+                rows = math.ceil(expected + math.sqrt(expected * (1.0 - reaching)) - 1e-9)
+                seconds[size] += row[min(rows, size)]
+            reaching = min(reaching * self._going_on[stage], 1.0)
+        return seconds

@@ -1,0 +1,70 @@
+"""Sorted queues whose entries may die while they wait."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+
+Key: TypeAlias = tuple[Any, ...]
+"""Compared as tuples, smallest first; the last element is unique."""
+
+
+class Mortal(Protocol):
+    """Something that may have died since it was queued."""
+
+    @property
+    def left(self) -> int:
+        """What is left of it; at 0 it is dead."""
+        ...
+
+
+_T = TypeVar("_T", bound=Mortal)
+
+
+class SortedQueue(Generic[_T]):
+    """A priority queue, O(1) for what arrives in order and O(log n) for what does not.
+
+    Requests of equal patience arrive in the order of their deadlines, so nearly all go to the end
+    of a deque; only the others pay for a heap. The dead are removed when they surface, or all at
+    once when they are the majority: memory stays proportional to the living.
+    """
+
+    __slots__ = ("_alive", "_heap", "_in_order")
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._in_order: deque[tuple[Key, _T]] = deque()
+        self._heap: list[tuple[Key, _T]] = []
+        self._alive = 0
+
+    def push(self, key: Key, item: _T) -> None:
+        """Add a living item."""
+        in_order = self._in_order
+        if not in_order or key > in_order[-1][0]:
+            in_order.append((key, item))
+        else:
+            heapq.heappush(self._heap, (key, item))
+        self._alive += 1
+        if len(in_order) + len(self._heap) > 2 * self._alive + 64:
+            self._bury()
+
+    def died(self) -> None:
+        """Count one item less: nothing is left of it."""
+        self._alive -= 1
+
+    def head(self) -> tuple[Key, _T] | None:
+        """The first living item and its key; ``None`` if there is none."""
+        in_order, heap = self._in_order, self._heap
+        while in_order and not in_order[0][1].left:
+            in_order.popleft()
+        while heap and not heap[0][1].left:
+            heapq.heappop(heap)
+        if heap and (not in_order or heap[0] < in_order[0]):
+            return heap[0]
+        return in_order[0] if in_order else None
+
+    def _bury(self) -> None:
+        self._in_order = deque(entry for entry in self._in_order if entry[1].left)
+        self._heap = [entry for entry in self._heap if entry[1].left]
+        heapq.heapify(self._heap)

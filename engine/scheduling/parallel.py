@@ -1,0 +1,86 @@
+"""Parallel batch scheduling: when a new batch may start beside running ones (PAME 4.2, 7.8)."""
+
+from __future__ import annotations
+
+
+class ParallelLimit:
+    """PAME's τ_b: a batch may start beside running ones once each has fewer rows than this.
+
+    A small batch leaves the device half empty, a large one does not: a batch beside it makes
+    both late. The threshold is the user's, or follows from the share of late samples that is
+    tolerated (PAME's violation ratio τ_l): after every ``WINDOW`` samples with a deadline it
+    falls by one where more than τ_l of them were late, and rises by one where less than half of
+    τ_l were (PAME 7.8 sweeps it by hand: throughput and latency both grow with it). It never
+    goes above the largest batch, where it does not limit any more, and never below 1, where
+    batches run one after another.
+
+    One limit is shared by all models of a device.
+    """
+
+    WINDOW = 256
+    """Samples with a deadline between two steps."""
+
+    def __init__(
+        self, max_batch_size: int, *, fixed: int | None = None, max_violations: float | None = None
+    ) -> None:
+        """Choose the rule.
+
+        Args:
+            max_batch_size: Largest batch of any model.
+            fixed: τ_b, at least 1.
+            max_violations: τ_l, 0 to 1; τ_b starts where it does not limit. With neither, a
+                batch may start on any idle stream.
+
+        Raises:
+            ValueError: Both are given, or one is out of range.
+        """
+        if fixed is not None and max_violations is not None:
+            raise ValueError("give τ_b itself or the violation ratio that it follows, not both")
+        if fixed is not None and fixed < 1:
+            raise ValueError(f"τ_b is {fixed}, expected at least 1")
+        if max_violations is not None and not 0.0 < max_violations < 1.0:
+            raise ValueError(f"the violation ratio is {max_violations}, expected above 0, below 1")
+        self._most = max_batch_size + 1
+        self._max_violations = max_violations
+        self.value = self._most if fixed is None else fixed
+        """τ_b now."""
+        self._running: dict[int, int] = {}
+        self._seen = 0
+        self._late = 0
+
+    @property
+    def adapts(self) -> bool:
+        """Whether it wants to know of late samples."""
+        return self._max_violations is not None
+
+    @property
+    def limits(self) -> bool:
+        """Whether a batch may ever have to wait for it."""
+        return self.value < self._most
+
+    def running(self, stream: int, rows: int) -> None:
+        """Say how many rows the batch of a stream has now; 0 is none."""
+        if rows:
+            self._running[stream] = rows
+        else:
+            self._running.pop(stream, None)
+
+    def allows(self, stream: int) -> bool:
+        """Whether a batch may start on a stream."""
+        if self.value >= self._most:
+            return True
+        return all(rows < self.value for other, rows in self._running.items() if other != stream)
+
+    def observe(self, samples: int, late: int) -> None:
+        """Count samples with a deadline that were answered, or not in time."""
+        if self._max_violations is None:
+            return
+        self._seen += samples
+        self._late += late
+        if self._seen >= self.WINDOW:
+            ratio = self._late / self._seen
+            if ratio > self._max_violations:
+                self.value = max(self.value - 1, 1)
+            elif ratio < self._max_violations / 2:
+                self.value = min(self.value + 1, self._most)
+            self._seen = self._late = 0

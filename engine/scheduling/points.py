@@ -1,0 +1,113 @@
+"""Operating points: what answering everything by a certain exit costs and is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.engine.scheduling.latency import Latencies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatingPoint:
+    """Nothing runs beyond one stage: what is still there is forced to leave at its exit.
+
+    The counterpart of SuperServe's subnets (4.1): depth is the control dimension that a
+    multi-exit model has.
+    """
+
+    deepest: int
+    """The stage; the last is the model as it is."""
+    exit: int | None
+    """Index into ``Manifest.exits``; ``None`` at the model's end."""
+    agreement: float
+    """Share of the answers that equal the unmodified model's, measured at calibration."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatingPoints:
+    """All that a model has and allows, with the time that each takes."""
+
+    points: tuple[OperatingPoint, ...]
+    """Shallowest first; the last is the model as it is."""
+    latencies: Latencies
+
+    def __post_init__(self) -> None:
+        """Check the order."""
+        depths = [point.deepest for point in self.points]
+        if not depths or depths != sorted(set(depths)):
+            raise ValueError(f"operating points at stages {depths} must rise, and be some")
+
+    def largest_batch(self, point: OperatingPoint, slack_s: float) -> int:
+        """Most rows that are done within ``slack_s`` even if none leaves early; may be 0."""
+        return self.latencies.largest_batch(point.deepest, slack_s)
+
+
+def operating_points(
+    exits: Sequence[tuple[int, int | None, float]],
+    records: Mapping[str, NDArray[Any]],
+    *,
+    forced: bool,
+) -> tuple[OperatingPoint, ...]:
+    """Measure the agreement of "force the exit at depth d" on the calibration records.
+
+    Samples that are sure enough at an earlier exit have left there, as when serving.
+
+    Args:
+        exits: (stage, exit, threshold) of each stage that has an exit, and the last.
+        records: A bundle's: ``confidence``, ``prediction`` [exits, samples],
+            ``final_prediction`` and ``split`` [samples]; the certify split is used, which
+            trained nothing.
+        forced: Whether exits may be forced; if not, only the last point is given.
+    """
+    chosen = records["split"] == CERTIFY_SPLIT
+    final = records["final_prediction"][chosen]
+    answered = np.zeros(len(final), np.bool_)
+    agreed = np.zeros(len(final), np.bool_)
+    points = []
+    for stage, exit_index, threshold in exits:
+        if exit_index is None:
+            agrees = np.ones(len(final), np.bool_)
+            leaves = agrees
+        else:
+            agrees = records["prediction"][exit_index][chosen] == final
+            leaves = records["confidence"][exit_index][chosen] >= threshold
+        forced_agreement = np.where(answered, agreed, agrees).mean() if len(final) else 0.0
+        points.append(
+            OperatingPoint(deepest=stage, exit=exit_index, agreement=float(forced_agreement))
+        )
+        newly = leaves & ~answered
+        agreed[newly] = agrees[newly]
+        answered |= newly
+    return tuple(points) if forced else tuple(points[-1:])
+
+
+def going_on(
+    exits: Sequence[tuple[int, int | None, float]],
+    records: Mapping[str, NDArray[Any]],
+    stages: int,
+) -> list[float]:
+    """[stages]: share of the rows of each stage that went on to the next one, at calibration.
+
+    Args:
+        exits: As of :func:`operating_points`.
+        records: As there.
+        stages: How many there are; from those without an exit all go on.
+    """
+    chosen = records["split"] == CERTIFY_SPLIT
+    staying = np.ones(int(chosen.sum()), np.bool_)
+    shares = [1.0] * stages
+    for stage, exit_index, threshold in exits:
+        if exit_index is not None and staying.any():
+            unsure = records["confidence"][exit_index][chosen] < threshold
+            shares[stage] = float(unsure[staying].mean())
+            staying &= unsure
+    return shares
+
+
+CERTIFY_SPLIT = 2
+"""In ``records["split"]``: samples that neither trained nor tuned anything."""

@@ -1,0 +1,1 @@
+"""The policies of the papers, each a small class; see :mod:`offramp.engine.scheduling.factory`."""

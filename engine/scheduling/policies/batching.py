@@ -1,0 +1,105 @@
+"""Policies that form a batch by size and delay, whatever the deadlines are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from offramp.engine.scheduling.base import IDLE, Wait
+from offramp.engine.scheduling.early_drop import EarlyDrop
+from offramp.engine.scheduling.lanes import Lane
+from offramp.engine.scheduling.latency import Latencies
+from offramp.engine.scheduling.policy import Choice, Shed, Start, Waiting
+
+
+class Delay:
+    """The knobs of TensorFlow Serving and Triton: most samples, longest wait (Apparate 2.1).
+
+    Deadlines order the queue and nothing else: what is late is served as long as it is not too
+    late already.
+    """
+
+    name = "delay"
+
+    def __init__(self, max_batch_size: int) -> None:
+        """Set the limit."""
+        self._max_batch_size = max_batch_size
+
+    def choose(self, waiting: Waiting, now_s: float) -> Choice:
+        """Start the most urgent lane that is ripe."""
+        lane = waiting.queue.ready(now_s)
+        if isinstance(lane, Lane):
+            return Start(lane, self._max_batch_size)
+        return wait_until(min(lane, waiting.queue.next_expiry_s()))
+
+    def runs_on(self, stage: int, before: int, survivors: int) -> bool:  # noqa: ARG002
+        """Always."""
+        return True
+
+
+class RunThrough:
+    """PAME 4.2: a batch stays on its stream, stage after stage, and shrinks as samples leave.
+
+    Together with :class:`~offramp.engine.scheduling.parallel.ParallelLimit` (τ_b) this is PAME's
+    parallel batch scheduling. PAME knows no deadlines; where there are some, a batch is only as
+    large as the most urgent sample can wait for, given how batches shrink on their way, and what
+    would be late is given up at once: served late, it would make others late, and goodput would
+    collapse under overload.
+    """
+
+    name = "run-through"
+
+    def __init__(self, max_batch_size: int, latencies: Latencies, streams: int = 1) -> None:
+        """Set the limits."""
+        self._former = BatchFormer(max_batch_size, latencies, streams)
+
+    def choose(self, waiting: Waiting, now_s: float) -> Choice:
+        """Start the most urgent lane that is ripe."""
+        lane = waiting.queue.ready(now_s)
+        if isinstance(lane, Lane):
+            return self._former.form(lane, now_s)
+        return wait_until(min(lane, waiting.queue.next_expiry_s()))
+
+    def runs_on(self, stage: int, before: int, survivors: int) -> bool:  # noqa: ARG002
+        """Always."""
+        return True
+
+
+class BatchFormer:
+    """Forms new batches for policies that let samples leave as they like."""
+
+    def __init__(self, max_batch_size: int, latencies: Latencies, streams: int) -> None:
+        """Set the limits."""
+        self._max_batch_size = max_batch_size
+        self._latencies = latencies
+        self._streams = streams
+        self._seen: Sequence[float] = ()
+        self._early_drop = EarlyDrop([(1.0, 1)], streams)
+
+    def form(self, lane: Lane, now_s: float) -> Start | Shed:
+        """Start as many as the first sample of the lane can wait for, or give that up."""
+        slack_s = lane.most_urgent().deadline_s - now_s
+        if slack_s == float("inf"):
+            return Start(lane, self._max_batch_size)
+        size = self._latencies.largest_batch_through(slack_s)
+        if not size or self._gives_up(lane, slack_s, now_s):
+            self._latencies.doubt()
+            return Shed(lane)
+        return Start(lane, min(size, self._max_batch_size))
+
+    def _gives_up(self, lane: Lane, slack_s: float, now_s: float) -> bool:
+        through_s = self._latencies.through_s
+        if through_s is not self._seen:  # batches shrink otherwise than they did
+            self._seen = through_s
+            sizes = range(1, self._max_batch_size + 1)
+            self._early_drop = EarlyDrop([(through_s[n], n) for n in sizes], self._streams)
+        speed = self._latencies.speed
+        return self._early_drop.gives_up(
+            slack_s / speed,
+            waiting=lane.size,
+            longest_slack_s=(lane.latest_s - now_s) / speed,
+        )
+
+
+def wait_until(until_s: float) -> Choice:
+    """Wait, or idle if that is for ever."""
+    return IDLE if until_s == float("inf") else Wait(until_s)

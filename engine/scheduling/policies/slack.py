@@ -1,0 +1,283 @@
+"""Policies that look at the slack of the most urgent sample: how large a batch, how deep.
+
+All of them serve earliest deadline first, never wait for batch mates, and give up a sample that
+would be late even alone at the shallowest exit that the policy may use: what cannot be answered
+in time must not delay what can (SuperServe 4.2 and appendix B, Clockwork, E3 4). They drop early
+(:class:`~offramp.engine.scheduling.early_drop.EarlyDrop`), which the papers leave open.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from offramp.engine.scheduling.early_drop import EarlyDrop
+from offramp.engine.scheduling.lanes import Lane
+from offramp.engine.scheduling.points import OperatingPoint, OperatingPoints
+from offramp.engine.scheduling.policies.batching import wait_until
+from offramp.engine.scheduling.policy import Choice, Shed, Start, Waiting
+
+BUCKETS = 64
+"""Latency buckets of SlackFit; the paper says evenly sized and not how many."""
+
+
+class Setting(NamedTuple):
+    """SuperServe's control tuple."""
+
+    batch_size: int
+    deepest: int
+    """Stage where all must leave."""
+
+
+class ArrivalRate:
+    """Requests a second, over about the last ``MEMORY_S``."""
+
+    MEMORY_S = 0.1
+    _SHORTEST_LOOK_S = 0.005
+
+    def __init__(self) -> None:
+        """Nothing arrived."""
+        self.rate = 0.0
+        self._count = 0
+        self._looked_s = -float("inf")
+
+    def look(self, arrived: int, now_s: float) -> None:
+        """Take note of how many have arrived by now."""
+        elapsed_s = now_s - self._looked_s
+        if elapsed_s < self._SHORTEST_LOOK_S:
+            return
+        weight = -math.expm1(-elapsed_s / self.MEMORY_S)
+        self.rate += weight * ((arrived - self._count) / elapsed_s - self.rate)
+        self._count, self._looked_s = arrived, now_s
+
+
+class SlackPolicy(ABC):
+    """What the policies of this module share."""
+
+    name: str
+
+    def __init__(self, points: OperatingPoints, max_batch_size: int, streams: int = 1) -> None:
+        """Take the table.
+
+        Args:
+            points: With latencies up to ``max_batch_size`` at least.
+            max_batch_size: Most rows of a batch.
+            streams: That serve side by side.
+        """
+        self._points = points
+        self._max_batch_size = max_batch_size
+        self._streams = streams
+        self._early_drop: EarlyDrop | None = None
+        self._arrivals = ArrivalRate()
+
+    @abstractmethod
+    def setting(self, slack_s: float, wanted_rate: float = 0.0) -> Setting | None:
+        """What to run; ``None`` if there is no time for anything.
+
+        Args:
+            slack_s: Of the most urgent sample, maybe infinite.
+            wanted_rate: Rows a second that have to be served: that arrive, or that would serve
+                all that waits by its last deadline.
+        """
+
+    def choose(self, waiting: Waiting, now_s: float) -> Choice:
+        """Start the most urgent lane as its first sample's slack allows, or give that up."""
+        lane = waiting.queue.ready(now_s)
+        if not isinstance(lane, Lane):
+            return wait_until(min(lane, waiting.queue.next_expiry_s()))
+        slack_s = lane.most_urgent().deadline_s - now_s
+        longest_slack_s = max(lane.latest_s - now_s, slack_s)
+        self._arrivals.look(waiting.queue.arrived, now_s)
+        wanted_rate = max(lane.size / longest_slack_s, self._arrivals.rate)
+        setting = self.setting(slack_s, wanted_rate)
+        if setting is None or self._gives_up(lane, slack_s, now_s):
+            self._points.latencies.doubt()
+            return Shed(lane)
+        return Start(lane, setting.batch_size, setting.deepest)
+
+    def runs_on(self, stage: int, before: int, survivors: int) -> bool:  # noqa: ARG002
+        """Always."""
+        return True
+
+    def _gives_up(self, lane: Lane, slack_s: float, now_s: float) -> bool:
+        if self._early_drop is None:
+            self._early_drop = EarlyDrop(list(self._settings()), self._streams)
+        speed = self._points.latencies.speed
+        return self._early_drop.gives_up(
+            slack_s / speed,
+            waiting=lane.size,
+            longest_slack_s=(lane.latest_s - now_s) / speed,
+        )
+
+    def _settings(self) -> Iterator[tuple[float, int]]:
+        """Seconds and rows of whatever the policy would choose at any slack."""
+        latencies = self._points.latencies
+        slacks = {
+            seconds
+            for point in self._points.points
+            for seconds in latencies.until_s(point.deepest)[1 : self._max_batch_size + 1]
+        }
+        for slack_s in slacks:
+            setting = self.setting(slack_s * latencies.speed)
+            if setting is not None:
+                yield latencies.until_s(setting.deepest)[setting.batch_size], setting.batch_size
+
+    def _largest_batch(self, point: OperatingPoint, slack_s: float) -> int:
+        return min(self._points.largest_batch(point, slack_s), self._max_batch_size)
+
+
+class SlackFit(SlackPolicy):
+    """SuperServe 4.2 and A.5: the bucket of settings that just fits the slack, largest batch.
+
+    All settings (a power of two or the limit as batch size, an operating point) are sorted into
+    evenly sized buckets by latency, that of a batch that nobody leaves early. The bucket is the
+    highest that lies within the slack as a whole; of its settings the one with the largest batch
+    is taken. What the paper leaves open: among equal batch sizes the higher agreement wins; an
+    empty bucket gives way to the next lower one that is not; and below the lowest bucket's
+    upper end the fastest setting stands, as long as it fits itself. The choice of every bucket
+    is made beforehand.
+
+    One thing is ours. How many buckets there are decides which settings compete, and with them
+    whether a middling slack is answered by a setting that is slow *and* small: bare, the rule
+    falls behind for good at loads that it could carry (``benchmarks.superserve``). So a bucket
+    whose choice cannot keep up with the queue gives way to the next lower one that can, or to
+    the one that comes closest.
+    """
+
+    name = "slackfit"
+    keeps_up = True
+
+    def __init__(
+        self,
+        points: OperatingPoints,
+        max_batch_size: int,
+        streams: int = 1,
+        *,
+        buckets: int = BUCKETS,
+    ) -> None:
+        """Fill the buckets."""
+        super().__init__(points, max_batch_size, streams)
+        ranked = []
+        for point in points.points:
+            seconds = points.latencies.until_s(point.deepest)
+            for size in _batch_sizes(max_batch_size):
+                setting = Setting(size, point.deepest)
+                ranked.append((seconds[size], size, point.agreement, setting))
+        ranked.sort(key=lambda item: (item[0], -item[2]))
+        self._fastest_s, size, _, fastest = ranked[0]
+        self._width_s = (ranked[-1][0] - self._fastest_s) / buckets or self._fastest_s
+        best: list[tuple[int, float, Setting, float] | None] = [None] * buckets
+        for seconds_, size, agreement, setting in ranked:
+            bucket = min(int((seconds_ - self._fastest_s) / self._width_s), buckets - 1)
+            held = best[bucket]
+            if held is None or (size, agreement) > held[:2]:
+                best[bucket] = (size, agreement, setting, size / seconds_)
+        self._chosen = [(fastest, fastest.batch_size / self._fastest_s)]
+        """Below the first bucket, then by bucket: its choice, and rows a second."""
+        for choice in best:
+            self._chosen.append(choice[2:] if choice else self._chosen[-1])
+
+    def setting(self, slack_s: float, wanted_rate: float = 0.0) -> Setting | None:
+        """Look into the bucket, and down from there for one that keeps up."""
+        speed = self._points.latencies.speed
+        slack_s /= speed
+        if slack_s < self._fastest_s:
+            return None
+        bucket = int(min((slack_s - self._fastest_s) / self._width_s, len(self._chosen) - 1))
+        best, best_rate = self._chosen[bucket]
+        if self.keeps_up:
+            wanted_rate *= speed / self._streams
+            while best_rate < wanted_rate and bucket:
+                bucket -= 1
+                setting, rate = self._chosen[bucket]
+                if rate > best_rate:
+                    best, best_rate = setting, rate
+        return best
+
+
+class BareSlackFit(SlackFit):
+    """SlackFit as published, to compare with."""
+
+    name = "slackfit-bare"
+    keeps_up = False
+
+
+class MaxBatch(SlackPolicy):
+    """SuperServe A.5: the largest batch of the shallowest point, then the deepest for it."""
+
+    name = "max-batch"
+
+    def setting(self, slack_s: float, wanted_rate: float = 0.0) -> Setting | None:  # noqa: ARG002
+        """First the size, then the depth."""
+        size = self._largest_batch(self._points.points[0], slack_s)
+        if not size:
+            return None
+        fitting = (p for p in reversed(self._points.points) if self._fits(p, size, slack_s))
+        return Setting(size, next(fitting).deepest)
+
+    def _fits(self, point: OperatingPoint, size: int, slack_s: float) -> bool:
+        return self._points.largest_batch(point, slack_s) >= size
+
+
+class MaxAccuracy(SlackPolicy):
+    """SuperServe A.5: the deepest point that fits one sample, then the largest batch for it."""
+
+    name = "max-accuracy"
+
+    def setting(self, slack_s: float, wanted_rate: float = 0.0) -> Setting | None:  # noqa: ARG002
+        """First the depth, then the size."""
+        for point in reversed(self._points.points):
+            size = self._largest_batch(point, slack_s)
+            if size:
+                return Setting(size, point.deepest)
+        return None
+
+
+class Fixed(SlackPolicy):
+    """Clipper+ (SuperServe 6.1): one operating point for all, the largest batch in time."""
+
+    name = "fixed"
+
+    def __init__(
+        self,
+        points: OperatingPoints,
+        max_batch_size: int,
+        streams: int = 1,
+        *,
+        point: OperatingPoint | None = None,
+    ) -> None:
+        """Choose the point; ``None`` is the last."""
+        super().__init__(points, max_batch_size, streams)
+        self._point = points.points[-1] if point is None else point
+
+    def setting(self, slack_s: float, wanted_rate: float = 0.0) -> Setting | None:  # noqa: ARG002
+        """Only the size is open."""
+        size = self._largest_batch(self._point, slack_s)
+        return Setting(size, self._point.deepest) if size else None
+
+
+class Cheapest(Fixed):
+    """INFaaS without an accuracy target (SuperServe 6.1): always the shallowest point."""
+
+    name = "cheapest"
+
+    def __init__(self, points: OperatingPoints, max_batch_size: int, streams: int = 1) -> None:
+        """Take the first point."""
+        super().__init__(points, max_batch_size, streams, point=points.points[0])
+
+
+class Clockwork(Fixed):
+    """The model as it is, in the largest batch that meets every deadline (Apparate 2.1).
+
+    Predicted from the profile, as Clockwork does: with earliest deadline first a batch that the
+    most urgent sample can wait for is in time for all.
+    """
+
+    name = "clockwork"
+
+
+def _batch_sizes(max_batch_size: int) -> list[int]:
+    powers = [2**i for i in range(max_batch_size.bit_length())]
+    return sorted({*powers, max_batch_size})

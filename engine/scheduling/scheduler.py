@@ -1,0 +1,379 @@
+"""The mechanism: queues, batches and retries of one model, under any policy.
+
+Sans I/O and deterministic; the caller serialises the calls. What it promises whatever the policy
+chooses: every sample leaves exactly once, released or dropped with a cause; no sample runs a
+stage twice, but after a failure; batches keep within the limit; within a priority the earliest
+deadline goes first; memory is bounded by what waits and runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.engine.scheduling.base import (
+    IDLE,
+    Decision,
+    DropCause,
+    Dropped,
+    Idle,
+    Piece,
+    Rows,
+    Run,
+    Submission,
+    Transition,
+    Wait,
+)
+from offramp.engine.scheduling.lanes import Lane
+from offramp.engine.scheduling.latency import Latencies
+from offramp.engine.scheduling.parallel import ParallelLimit
+from offramp.engine.scheduling.parked import ParkedQueue
+from offramp.engine.scheduling.policy import Fuse, Policy, Shed, Start, Waiting
+from offramp.engine.scheduling.queue import SampleQueue
+from offramp.engine.scheduling.rowset import RowSet
+
+_NO_ROWS: Rows = np.empty(0, np.intp)
+
+
+class _Batch:
+    """A batch on a stream; its samples are narrowed down as they leave."""
+
+    __slots__ = (
+        "deepest",
+        "earliest_s",
+        "executing",
+        "number",
+        "pieces",
+        "retry",
+        "samples",
+        "signature",
+        "stage",
+        "started_s",
+    )
+
+    def __init__(
+        self, number: int, stage: int, samples: RowSet, signature: Hashable, deepest: int
+    ) -> None:
+        self.number = number
+        self.stage = stage
+        self.samples = samples
+        self.signature = signature
+        self.deepest = deepest
+        self.earliest_s = float(samples.deadlines_s.min())
+        """First deadline among its samples, or earlier."""
+        self.pieces: tuple[Piece, ...] = ()
+        self.executing = False
+        self.retry = False
+        self.started_s = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Retry:
+    """The samples of one request in a batch that failed."""
+
+    samples: RowSet
+    signature: Hashable
+    deepest: int
+    failed_on: int
+    """The stream."""
+
+
+class ModelScheduler:
+    """Decides for one model what the streams of its device run."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        latencies: Latencies,
+        queue: SampleQueue,
+        *,
+        streams: int = 1,
+        parallel: ParallelLimit | None = None,
+    ) -> None:
+        """Start empty.
+
+        Args:
+            policy: Chooses.
+            latencies: Of the model's stages; told what is observed.
+            queue: In front of stage 0, empty.
+            streams: Of the device, numbered from 0.
+            parallel: The device's limit on batches side by side.
+        """
+        self._policy = policy
+        self._latencies = latencies
+        self._last = latencies.stages - 1
+        self._queue = queue
+        self._waiting = Waiting(queue, tuple(ParkedQueue() for _ in range(latencies.stages)))
+        self._parked = 0
+        self._streams = frozenset(range(streams))
+        self._suspended: set[int] = set()
+        self._parallel = parallel or ParallelLimit(latencies.max_batch_size)
+        self._batches: dict[int, _Batch] = {}
+        self._retries: deque[_Retry] = deque()
+        self._cancelled: dict[int, DropCause] = {}
+        """Withdrawn requests of which samples run."""
+        self.retried = 0
+        """Samples of failed batches that were tried again."""
+        self._dropped: list[Dropped] = []
+        self._numbers = itertools.count(1)
+        self._all_rows = [_frozen(np.arange(n)) for n in range(latencies.max_batch_size + 1)]
+        """By batch size; not made anew for every stage that nobody or everybody leaves."""
+
+    @property
+    def queued(self) -> int:
+        """Samples waiting for stage 0."""
+        return self._queue.size
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a stream without a batch might have something to do, now or soon."""
+        return bool(self._queue.size or self._parked or self._retries)
+
+    @property
+    def in_flight(self) -> int:
+        """Samples in running batches, at splits, and waiting to be tried again."""
+        running = sum(len(batch.samples.requests) for batch in self._batches.values())
+        again = sum(len(retry.samples.requests) for retry in self._retries)
+        return running + self._parked + again
+
+    def submit(self, submission: Submission, now_s: float) -> None:
+        """Queue a request's samples.
+
+        Raises:
+            SchedulerFullError: There is no room for all of them; none was queued.
+        """
+        self._expire(now_s)
+        self._queue.push(submission, now_s)
+
+    def cancel(self, request: int, cause: DropCause = DropCause.CANCELLED) -> None:
+        """Withdraw a request: what waits leaves now, what runs when its stage is done.
+
+        O(samples in flight): a request does not know where its samples are.
+        """
+        dropped = self._queue.remove(request, cause)
+        if dropped is not None:
+            self._dropped.append(dropped)
+        if self._parked:
+            self._drop_parked(lambda parked: parked.remove(request, cause))
+        for retry in [r for r in self._retries if r.samples.requests[0] == request]:
+            self._retries.remove(retry)
+            self._dropped += retry.samples.dropped(cause)
+        if any((batch.samples.requests == request).any() for batch in self._batches.values()):
+            self._cancelled.setdefault(request, cause)
+
+    def next(self, stream: int, now_s: float) -> Decision:
+        """What the idle ``stream`` shall do."""
+        self._expire(now_s)
+        batch = self._batches.get(stream)
+        if batch is None:
+            chosen = self._start(stream, now_s)
+            if not isinstance(chosen, _Batch):
+                return chosen
+            batch = self._batches[stream] = chosen
+        assert not batch.executing, "next() was called for a stream that is busy"
+        batch.executing = True
+        batch.started_s = now_s
+        samples = batch.samples
+        self._parallel.running(stream, len(samples.requests))
+        return Run(
+            batch.number, batch.stage, samples.requests, samples.rows, batch.deepest, batch.pieces
+        )
+
+    def done(self, stream: int, exited: NDArray[np.bool_], now_s: float) -> Transition:
+        """The run of ``stream`` ended; ``exited`` [n] says which rows were sure enough."""
+        batch = self._batches[stream]
+        before = len(exited)
+        self._observe(batch, before, now_s)
+        leaving = before if batch.stage >= batch.deepest else int(np.count_nonzero(exited))
+        if batch.stage < self._last:
+            self._latencies.observe_shrinking(batch.stage, before, before - leaving)
+        released, dropped, survivors = _NO_ROWS, _NO_ROWS, _NO_ROWS
+        if leaving == before:
+            released = self._all_rows[before]
+        elif self._cancelled or batch.earliest_s <= now_s:
+            staying = ~exited
+            dropped = self._drop_lost(batch, staying, now_s)
+            staying[dropped] = False
+            released, survivors = exited.nonzero()[0], staying.nonzero()[0]
+        elif leaving:
+            released, survivors = exited.nonzero()[0], (~exited).nonzero()[0]
+        else:
+            survivors = self._all_rows[before]
+        if self._parallel.adapts:
+            self._count_late(batch, released, now_s)
+        if not len(survivors):
+            self._finish(stream)
+            return Transition(released, dropped, survivors)
+        if len(survivors) < before:
+            batch.samples = batch.samples.take(survivors)
+        stage, batch.stage = batch.stage, batch.stage + 1
+        batch.executing = False
+        if batch.retry or self._policy.runs_on(stage, before, len(survivors)):
+            self._parallel.running(stream, len(survivors))
+            return Transition(released, dropped, survivors)
+        self._park(batch, now_s)
+        self._finish(stream)
+        return Transition(released, dropped, survivors, batch.number)
+
+    def failed(self, stream: int, now_s: float) -> None:
+        """The batch of ``stream`` failed, if it has one.
+
+        Each of its requests is tried once more from the start: alone, so that one bad request
+        fails alone, and on another stream where one is in service. What was tried before, or
+        has no time left for it, is dropped as ``FAILED``.
+        """
+        batch = self._batches.get(stream)
+        if batch is None:
+            return
+        everything = np.ones(len(batch.samples.requests), np.bool_)
+        everything[self._drop_lost(batch, everything, now_s)] = False
+        for samples in batch.samples.take(np.flatnonzero(everything)).by_request():
+            needed_s = self._latencies.span_s(0, batch.deepest, len(samples.requests))
+            if batch.retry or samples.deadlines_s[0] <= now_s + needed_s:
+                self._dropped += samples.dropped(DropCause.FAILED)
+            else:
+                self._retries.append(_Retry(samples, batch.signature, batch.deepest, stream))
+                self.retried += len(samples.requests)
+        self._finish(stream)
+
+    def suspend(self, stream: int) -> None:
+        """Say that a stream, which has no batch, is out of service."""
+        self._suspended.add(stream)
+
+    def resume(self, stream: int) -> None:
+        """Say that a stream is in service again."""
+        self._suspended.discard(stream)
+
+    def flush(self) -> None:
+        """Wait for batch mates no longer, from now on: the server is draining."""
+        self._queue.flush()
+
+    def take_dropped(self) -> list[Dropped]:
+        """Samples dropped since the last call."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+    def take_discarded(self) -> list[int]:
+        """Parked batches that no :class:`Run` after the last one will ask for."""
+        discarded = []
+        for parked in self._waiting.parked:
+            if parked.discarded:
+                discarded += parked.discarded
+                parked.discarded = []
+        return discarded
+
+    def _start(self, stream: int, now_s: float) -> _Batch | Wait | Idle:
+        """Form a batch for a stream that has none."""
+        if not self._parallel.allows(stream):
+            return IDLE
+        if self._retries and (retry := self._next_retry(stream, now_s)) is not None:
+            return retry
+        while True:
+            choice = self._policy.choose(self._waiting, now_s)
+            if isinstance(choice, Start):
+                return self._form(choice)
+            if isinstance(choice, Fuse):
+                return self._fuse(choice)
+            if not isinstance(choice, Shed):
+                return choice
+            self._shed(choice.lane)
+
+    def _form(self, start: Start) -> _Batch:
+        samples = self._queue.take(start.lane, min(start.limit, self._latencies.max_batch_size))
+        deepest = self._last if start.deepest is None else start.deepest
+        return _Batch(next(self._numbers), 0, samples, start.lane.signature, deepest)
+
+    def _fuse(self, fuse: Fuse) -> _Batch:
+        limit = min(fuse.limit, self._latencies.max_batch_size)
+        samples, pieces = self._waiting.parked[fuse.stage].take(fuse.lane, limit)
+        self._parked -= len(samples.requests)
+        batch = _Batch(next(self._numbers), fuse.stage, samples, fuse.lane.signature, self._last)
+        batch.pieces = pieces
+        return batch
+
+    def _next_retry(self, stream: int, now_s: float) -> _Batch | None:
+        """The first that this stream may take: it failed elsewhere, or there is no elsewhere."""
+        alone = not self._streams - self._suspended - {stream}
+        for retry in list(self._retries):
+            if retry.samples.deadlines_s[0] <= now_s:
+                self._retries.remove(retry)
+                self._dropped += retry.samples.dropped(DropCause.EXPIRED)
+                late = len(retry.samples.requests)
+                self._parallel.observe(late, late)
+            elif retry.failed_on != stream or alone:
+                self._retries.remove(retry)
+                samples, signature, deepest = retry.samples, retry.signature, retry.deepest
+                batch = _Batch(next(self._numbers), 0, samples, signature, deepest)
+                batch.retry = True
+                return batch
+        return None
+
+    def _shed(self, lane: Lane) -> None:
+        dropped = self._queue.remove(lane.most_urgent().request, DropCause.HOPELESS)
+        assert dropped is not None
+        self._dropped.append(dropped)
+        self._parallel.observe(dropped.count, dropped.count)
+
+    def _park(self, batch: _Batch, now_s: float) -> None:
+        parked = self._waiting.parked[batch.stage]
+        parked.park(batch.samples, batch.signature, batch.number, now_s)
+        self._parked += len(batch.samples.requests)
+
+    def _expire(self, now_s: float) -> None:
+        for dropped in self._queue.expire(now_s):
+            self._dropped.append(dropped)
+            self._parallel.observe(dropped.count, dropped.count)
+        if self._parked:
+            self._drop_parked(lambda parked: parked.expire(now_s))
+
+    def _drop_parked(self, drop: Callable[[ParkedQueue], list[Dropped]]) -> None:
+        for parked in self._waiting.parked:
+            if parked.size:
+                dropped = drop(parked)
+                self._dropped += dropped
+                self._parked -= sum(item.count for item in dropped)
+                late = sum(i.count for i in dropped if i.cause is DropCause.EXPIRED)
+                self._parallel.observe(late, late)
+
+    def _drop_lost(self, batch: _Batch, staying: NDArray[np.bool_], now_s: float) -> Rows:
+        """Report and give the staying rows that were withdrawn or whose deadline has passed."""
+        samples = batch.samples
+        withdrawn = np.isin(samples.requests, list(self._cancelled))
+        lost = np.flatnonzero(staying & (withdrawn | (samples.deadlines_s <= now_s)))
+        for item in samples.take(lost).dropped(DropCause.EXPIRED):
+            cause = self._cancelled.get(item.request, item.cause)
+            self._dropped.append(Dropped(item.request, item.count, cause))
+            if cause is DropCause.EXPIRED:
+                self._parallel.observe(item.count, item.count)
+        return lost
+
+    def _count_late(self, batch: _Batch, released: Rows, now_s: float) -> None:
+        deadlines_s = batch.samples.deadlines_s[released]
+        bounded = int(np.isfinite(deadlines_s).sum())
+        if bounded:
+            self._parallel.observe(bounded, int((deadlines_s < now_s).sum()))
+
+    def _observe(self, batch: _Batch, size: int, now_s: float) -> None:
+        elapsed_s = now_s - batch.started_s
+        if batch.pieces:
+            self._latencies.observe_fused(batch.stage, size, elapsed_s)
+            batch.pieces = ()
+        else:
+            self._latencies.observe(batch.stage, size, elapsed_s)
+
+    def _finish(self, stream: int) -> None:
+        self._batches.pop(stream, None)
+        self._parallel.running(stream, 0)
+        if self._cancelled:
+            still = {r for b in self._batches.values() for r in b.samples.requests.tolist()}
+            self._cancelled = {r: c for r, c in self._cancelled.items() if r in still}
+
+
+def _frozen(rows: Rows) -> Rows:
+    rows.flags.writeable = False
+    return rows

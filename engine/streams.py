@@ -1,0 +1,62 @@
+"""The health of streams: which are in service, and when one that failed is tried again."""
+
+from __future__ import annotations
+
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 10.0
+GIVE_UP_AFTER = 5
+"""Failed starts in a row, of every stream, until what waits is told that nothing can be run."""
+
+
+class StreamHealth:
+    """Failures in a row of each stream; not locked.
+
+    A single failure is most often a request's own fault: it is tried again, alone, and fails
+    again. From the second in a row on the stream itself is suspected: it starts anew and has to
+    run a batch that is known to be good. Only a stream that fails at that is taken out of
+    service, and tried again after a pause that doubles each time; so bad requests, however
+    many, never stop a stream.
+    """
+
+    def __init__(self, streams: int) -> None:
+        """All are well."""
+        self._failures = [0] * streams
+        self._failed_starts = [0] * streams
+        self.restarts = 0
+        """Times that a stream was started anew."""
+
+    @property
+    def streams(self) -> int:
+        """How many there are."""
+        return len(self._failures)
+
+    @property
+    def in_service(self) -> int:
+        """How many can run something."""
+        return self._failed_starts.count(0)
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether every stream has failed to start so often that nobody should wait for them."""
+        return min(self._failed_starts) >= GIVE_UP_AFTER
+
+    def failed(self, stream: int) -> bool:
+        """Count a batch that failed; says whether the stream itself is suspected."""
+        self._failures[stream] += 1
+        return self._failures[stream] > 1
+
+    def succeeded(self, stream: int) -> None:
+        """Forget a stream's failures: it has just run a batch."""
+        self._failures[stream] = 0
+
+    def start_failed(self, stream: int) -> float:
+        """Count a start that failed; gives the seconds to pause before the next one."""
+        pause_s = FIRST_PAUSE_S * 2.0 ** min(self._failed_starts[stream], 32)
+        self._failed_starts[stream] += 1
+        self.restarts += 1
+        return min(pause_s, LONGEST_PAUSE_S)
+
+    def started(self, stream: int, *, anew: bool) -> None:
+        """Forget all failures of a stream: it has started, and run a batch that is good."""
+        self._failures[stream] = self._failed_starts[stream] = 0
+        self.restarts += anew

@@ -1,0 +1,254 @@
+"""The configuration file of ``eeserve``: settings of the engine, of all models, of each model.
+
+::
+
+    [engine]                  # fields of EngineOptions
+    streams = 2
+    [defaults]                # fields of ModelOptions, for every model
+    policy = "run-through"
+    [models.fashion]          # the same, for this one
+    path = "fashion.ee"       # relative to this file
+    policy = "slackfit"
+    slo_ms = 20
+
+Keys and their types are read off the two dataclasses, so that a new option is a new key. What a
+model's table says goes before the command line, which goes before the other two tables.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import NoneType
+from typing import Any, Final, TypeAlias, get_args, get_type_hints
+
+from offramp.engine.backends.factory import BACKENDS
+from offramp.engine.options import EngineOptions, ModelOptions
+from offramp.engine.plan import Mode
+from offramp.engine.scheduling import PolicyName
+
+_Options: TypeAlias = type[EngineOptions | ModelOptions]
+
+
+class ConfigurationError(ValueError):
+    """A configuration file is wrong; the message names file, key and what was expected."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfiguredModel:
+    """A table ``[models.NAME]``."""
+
+    path: Path
+    """The bundle folder."""
+    settings: Mapping[str, Any]
+    """Fields of :class:`ModelOptions` that the table names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """What a file says, and nothing that it leaves open; the empty one is no file."""
+
+    source: Path | None = None
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of :class:`EngineOptions`."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of :class:`ModelOptions`, for all models."""
+    models: Mapping[str, ConfiguredModel] = field(default_factory=dict)
+
+    def options(self, *, engine: Mapping[str, Any], defaults: Mapping[str, Any]) -> EngineOptions:
+        """The engine's options, with what the command line says of engine and defaults.
+
+        Raises:
+            ConfigurationError: The file's settings do not go together.
+            ValueError: Those of the command line do not.
+        """
+        common = {**self.defaults, **defaults}
+        joined = {**_without_alternatives(self.engine, engine), **engine}
+        joined["defaults"] = ModelOptions(**common)
+        joined["models"] = {
+            name: ModelOptions(**{**common, **model.settings})
+            for name, model in self.models.items()
+            if model.settings
+        }
+        try:
+            return EngineOptions(**joined)
+        except ValueError as error:
+            if self.engine.keys() <= engine.keys():
+                raise
+            besides = " with the command line" if engine else ""
+            raise ConfigurationError(f"{self.source}: [engine]{besides}: {error}") from error
+
+
+def read_configuration(path: Path) -> Configuration:
+    """Read a file.
+
+    Raises:
+        ConfigurationError: It cannot be read, or something in it is not what it may hold.
+    """
+    document = _load(path)
+    _refuse_unknown(document, ("engine", "defaults", "models"), f"{path}", "table")
+    models = _table(document, "models", f"{path}: [models]")
+    return Configuration(
+        source=path,
+        engine=_settings(EngineOptions, _table(document, "engine", f"{path}: [engine]")),
+        defaults=_checked(ModelOptions, _table(document, "defaults", f"{path}: [defaults]")),
+        models={name: _model(path.parent, models, name) for name in models.content},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """A table and where it is, for messages."""
+
+    where: str
+    content: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a key may be set to."""
+
+    expected: str
+    types: tuple[type, ...]
+    """Of the TOML value, exactly: a boolean is no number."""
+    convert: Callable[[Any], Any]
+    """May raise ValueError, with what is wrong."""
+
+
+def _one_of(*names: str) -> Callable[[str], str]:
+    def choose(text: str) -> str:
+        if text not in names:
+            raise ValueError(f"{text!r} is none of {', '.join(names)}{_nearest(text, names)}")
+        return text
+
+    return choose
+
+
+def _mode(text: str) -> Mode:
+    return Mode(_one_of(*Mode)(text))
+
+
+_KINDS: Final[Mapping[type, _Kind]] = {
+    bool: _Kind("true or false", (bool,), bool),
+    int: _Kind("a whole number", (int,), int),
+    float: _Kind("a number", (int, float), float),
+    str: _Kind("a string", (str,), str),
+    Mode: _Kind("a string", (str,), _mode),
+    PolicyName: _Kind("a string", (str,), PolicyName.parse),
+}
+_KINDS_BY_FIELD: Final = {"backend": _Kind("a string", (str,), _one_of(*BACKENDS))}
+_KEYS_BY_FIELD: Final = {"scheduling": "policy"}
+"""Keys that are not called like their field."""
+_TABLES: Final = ("defaults", "models")
+"""Fields that are tables of their own."""
+_ALTERNATIVES: Final = frozenset({"parallel_below", "max_violations"})
+"""Two ways to say one thing: who says one on the command line overrules both in the file."""
+_TOML_TYPES: Final = {
+    bool: "a boolean", int: "an integer", float: "a float", str: "a string", list: "an array",
+    dict: "a table",
+}  # fmt: skip
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{path}: is not UTF-8, as TOML has to be: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"{path}: is not TOML: {error}") from error
+
+
+def _table(parent: Mapping[str, Any], name: str, where: str) -> _Table:
+    content = parent.get(name, {})
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{where} is {_describe(content)}, expected a table")
+    return _Table(where, content)
+
+
+def _model(folder: Path, models: _Table, name: str) -> ConfiguredModel:
+    where = f"{models.where.removesuffix(']')}.{name}]"
+    if not name:
+        raise ConfigurationError(f"{where} has no name; expected for instance [models.resnet]")
+    table = _table(models.content, name, where)
+    if "path" not in table.content:
+        raise ConfigurationError(
+            f"{where} has no path; expected the folder that eecompile wrote, relative to this "
+            f'file, for instance path = "{name}.ee"'
+        )
+    path = _convert(table.content["path"], _KINDS[str], f"{where} path")
+    rest = {key: value for key, value in table.content.items() if key != "path"}
+    settings = _checked(ModelOptions, _Table(where, rest), besides=("path",))
+    return ConfiguredModel(path=folder / path, settings=settings)
+
+
+def _checked(options: _Options, table: _Table, besides: Iterable[str] = ()) -> dict[str, Any]:
+    """Read a table, and refuse what the options would."""
+    settings = _settings(options, table, besides)
+    try:
+        options(**settings)
+    except ValueError as error:
+        raise ConfigurationError(f"{table.where}: {error}") from error
+    return settings
+
+
+def _settings(options: _Options, table: _Table, besides: Iterable[str] = ()) -> dict[str, Any]:
+    """Read a table into fields of ``options``; ``besides`` are keys that it may have as well."""
+    hints = get_type_hints(options)
+    names = {_KEYS_BY_FIELD.get(f.name, f.name): f.name for f in fields(options)}
+    known = {key: name for key, name in names.items() if name not in _TABLES}
+    _refuse_unknown(table.content, [*besides, *known], table.where, "key")
+    settings = {}
+    for key, value in table.content.items():
+        name = known[key]
+        kind = _KINDS_BY_FIELD.get(name) or _KINDS[_without_none(hints[name])]
+        settings[name] = _convert(value, kind, f"{table.where} {key}")
+    return settings
+
+
+def _without_none(hint: Any) -> type:
+    (kind,) = [part for part in get_args(hint) or (hint,) if part is not NoneType]
+    assert isinstance(kind, type)
+    return kind
+
+
+def _convert(value: object, kind: _Kind, where: str) -> Any:
+    if type(value) not in kind.types:
+        raise ConfigurationError(f"{where} is {_describe(value)}, expected {kind.expected}")
+    try:
+        return kind.convert(value)
+    except ValueError as error:
+        raise ConfigurationError(f"{where}: {error}") from error
+
+
+def _refuse_unknown(content: Iterable[str], known: Iterable[str], where: str, what: str) -> None:
+    known = tuple(known)
+    for key in content:
+        if key not in known:
+            raise ConfigurationError(
+                f"{where}: there is no {what} {key!r}{_nearest(key, known)} "
+                f"(expected: {', '.join(known)})"
+            )
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _describe(value: object) -> str:
+    kind = _TOML_TYPES.get(type(value), "a date or time")
+    return f"{json.dumps(value, default=str, ensure_ascii=False)} ({kind})"
+
+
+def _without_alternatives(
+    settings: Mapping[str, Any], overruling: Mapping[str, Any]
+) -> dict[str, Any]:
+    overruled = _ALTERNATIVES if _ALTERNATIVES & overruling.keys() else frozenset()
+    return {name: value for name, value in settings.items() if name not in overruled}

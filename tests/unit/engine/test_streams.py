@@ -1,0 +1,199 @@
+"""Streams that break are taken out of service, tried again, and come back."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+
+import pytest
+from tests.fakes import script
+from tests.unit.engine.serving import LIMIT_S, Gate, with_engine
+
+from offramp.engine.backends.fake import SCRIPT, FakeBackend, FakeSlot
+from offramp.engine.core import Engine
+from offramp.engine.errors import BackendError
+from offramp.engine.streams import GIVE_UP_AFTER, StreamHealth
+
+SURE = {SCRIPT: script([0.95, 0.5])}
+
+
+async def until_ready(engine: Engine, ready: bool) -> None:
+    """Wait for it; ``with_engine`` bounds the time."""
+    while engine.ready() is not ready:
+        await asyncio.sleep(0.001)
+
+
+def test_one_failure_raises_no_suspicion_and_a_second_in_a_row_does() -> None:
+    health = StreamHealth(2)
+    assert not health.failed(0)
+    health.succeeded(0)
+    assert not health.failed(0)
+    assert not health.failed(1)
+    assert health.failed(0)
+    assert health.in_service == 2
+
+
+def test_pauses_double_up_to_a_limit_and_begin_anew_after_a_start() -> None:
+    health = StreamHealth(1)
+    pauses = [health.start_failed(0) for _ in range(10)]
+    assert pauses == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
+    assert (health.in_service, health.restarts) == (0, 10)
+    health.started(0, anew=True)
+    assert (health.in_service, health.restarts) == (1, 11)
+    assert health.start_failed(0) == 0.05
+    for _ in range(5000):
+        assert health.start_failed(0) <= 10.0
+
+
+def test_hope_ends_when_every_stream_has_failed_often_enough() -> None:
+    health = StreamHealth(2)
+    for _ in range(GIVE_UP_AFTER):
+        health.start_failed(0)
+    for _ in range(GIVE_UP_AFTER - 1):
+        health.start_failed(1)
+        assert not health.hopeless
+    health.start_failed(1)
+    assert health.hopeless
+
+
+class Device(FakeBackend):
+    """Breaks and recovers."""
+
+    def __init__(self) -> None:
+        super().__init__(on_run=self._fail)
+        self.broken = threading.Event()
+        self.gate = Gate()
+
+    def _fail(self, stage: int, rows: int) -> None:
+        self.gate(stage, rows)
+        if self.broken.is_set():
+            raise BackendError("device lost")
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_a_broken_device_is_given_up_and_taken_back(
+    streams: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("offramp.engine.streams.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("offramp.engine.streams.LONGEST_PAUSE_S", 0.1)
+
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        assert isinstance(backend, Device)
+        backend.broken.set()
+        tasks = [asyncio.create_task(engine.infer("fake", SURE)) for _ in range(40)]
+        await backend.gate.wait_entered()
+        assert engine.ready("fake")
+        backend.gate.open()
+        errors = await asyncio.gather(*tasks, return_exceptions=True)
+        assert {type(error) for error in errors} == {BackendError}
+        assert {str(error) for error in errors} == {
+            "device lost",
+            "out of service, no stream can start: device lost",
+        }
+        assert not engine.ready()
+        with pytest.raises(BackendError, match=r"out of service, no stream can start: device lost"):
+            await engine.infer("fake", SURE)
+        statistics = engine.statistics()["fake"]
+        assert (statistics.streams, statistics.streams_in_service) == (streams, 0)
+        assert statistics.restarts >= GIVE_UP_AFTER
+        assert statistics.failed == {"backend_error": 40}
+        assert (statistics.queued, statistics.in_flight) == (0, 0)
+        backend.broken.clear()
+        await until_ready(engine, True)
+        for _ in range(5):
+            assert (await engine.infer("fake", SURE)).exits.tolist() == [0]
+
+    with_engine(body, backend_type=Device, streams=streams)
+    if streams == 1:
+        said = re.findall(r"again in ([0-9.]+) s: device lost", caplog.text)
+        assert said[:5] == ["0.001", "0.002", "0.004", "0.008", "0.016"]
+
+
+def test_a_slot_that_opens_at_the_third_try_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offramp.engine.streams.FIRST_PAUSE_S", 0.001)
+
+    class Late(FakeBackend):
+        tries = 0
+
+        def open_slot(self) -> FakeSlot:
+            Late.tries += 1
+            if Late.tries < 3:
+                raise BackendError("no device yet")
+            return super().open_slot()
+
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        assert (await engine.infer("fake", SURE)).exits.tolist() == [0]
+        assert engine.ready()
+        assert engine.statistics()["fake"].restarts == 3  # two that failed, one that did not
+        assert backend.runs == [(0, 1), (1, 1), (0, 1)]  # it had to run a probe first
+
+    with_engine(body, backend_type=Late)
+
+
+def test_a_stream_that_never_opens_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offramp.engine.streams.FIRST_PAUSE_S", 0.001)
+
+    class CannotOpen(FakeBackend):
+        def open_slot(self) -> FakeSlot:
+            raise BackendError("no device")
+
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        with pytest.raises(BackendError, match=r"out of service.*no device"):
+            await engine.infer("fake", SURE)
+        assert not engine.ready("fake")
+
+    with_engine(body, backend_type=CannotOpen)
+
+
+def test_a_stream_that_pauses_takes_no_wake_up_from_one_that_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor does closing wait for the end of its pause."""
+    monkeypatch.setattr("offramp.engine.streams.FIRST_PAUSE_S", 3600.0)
+    monkeypatch.setattr("offramp.engine.streams.LONGEST_PAUSE_S", 3600.0)
+
+    class Half(FakeBackend):
+        def open_slot(self) -> FakeSlot:
+            if threading.current_thread().name == "fake-stream-0":
+                raise BackendError("no device")
+            return super().open_slot()
+
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        while engine.statistics()["fake"].streams_in_service == 2:
+            await asyncio.sleep(0.001)
+        for _ in range(20):
+            assert (await engine.infer("fake", SURE)).exits.tolist() == [0]
+        assert engine.ready()
+        assert engine.statistics()["fake"].streams_in_service == 1
+
+    with_engine(body, backend_type=Half, streams=2)
+
+
+def test_what_failed_on_a_stream_is_tried_there_if_the_other_is_out_of_service(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("offramp.engine.streams.FIRST_PAUSE_S", 3600.0)
+    monkeypatch.setattr("offramp.engine.streams.LONGEST_PAUSE_S", 3600.0)
+    ready = threading.Event()
+    failures = iter([True])
+
+    class Half(FakeBackend):
+        def open_slot(self) -> FakeSlot:
+            if threading.current_thread().name == "fake-stream-0":
+                raise BackendError("no device")
+            assert ready.wait(LIMIT_S)
+            return super().open_slot()
+
+    def on_run(stage: int, rows: int) -> None:
+        if next(failures, False):
+            raise BackendError("out of memory")
+
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        while engine.statistics()["fake"].streams_in_service == 2:
+            await asyncio.sleep(0.001)
+        ready.set()
+        assert (await engine.infer("fake", SURE)).exits.tolist() == [0]
+        assert engine.statistics()["fake"].retried == 1
+
+    with_engine(body, on_run, backend_type=Half, streams=2)

@@ -1,0 +1,112 @@
+"""What the scheduling tests share: small tables, a scheduler of any policy, a look inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.engine.scheduling import (
+    Latencies,
+    ModelScheduler,
+    OperatingPoint,
+    OperatingPoints,
+    ParallelLimit,
+    PolicyName,
+    Run,
+    SampleQueue,
+    make_scheduler,
+)
+
+STAGES = 3
+SIZE = 4
+
+
+def table(stages: int = STAGES, size: int = SIZE, *, first_s: float, more_s: float) -> Latencies:
+    """Stages that all take ``first_s`` for one row and ``more_s`` for each further one."""
+    row = [0.0, *(first_s + more_s * n for n in range(size))]
+    return Latencies([row] * stages)
+
+
+def points_of(latencies: Latencies, agreements: Sequence[float] | None = None) -> OperatingPoints:
+    """An exit after every stage but the last."""
+    last = latencies.stages - 1
+    worth = agreements or [(stage + 1) / (last + 1) for stage in range(last + 1)]
+    return OperatingPoints(
+        points=tuple(
+            OperatingPoint(deepest=s, exit=None if s == last else s, agreement=worth[s])
+            for s in range(last + 1)
+        ),
+        latencies=latencies,
+    )
+
+
+def scheduler(
+    policy: str = "run-through",
+    *,
+    latencies: Latencies | None = None,
+    capacity: int = 64,
+    max_delay_s: float = 0.0,
+    streams: int = 1,
+    parallel: ParallelLimit | None = None,
+) -> ModelScheduler:
+    latencies = latencies or table(first_s=0.25, more_s=0.0)
+    return make_scheduler(
+        PolicyName.parse(policy),
+        points_of(latencies),
+        max_batch_size=latencies.max_batch_size,
+        max_delay_s=max_delay_s,
+        max_queue=capacity,
+        streams=streams,
+        parallel=parallel,
+    )
+
+
+def started(decision: object) -> Run:
+    assert isinstance(decision, Run), decision
+    return decision
+
+
+def none_exit(run: Run) -> NDArray[np.bool_]:
+    return np.zeros(len(run.requests), np.bool_)
+
+
+def all_exit(run: Run) -> NDArray[np.bool_]:
+    return np.ones(len(run.requests), np.bool_)
+
+
+def pairs(run: Run) -> list[tuple[int, int]]:
+    """(request, row) of each row."""
+    return list(zip(run.requests.tolist(), run.rows.tolist(), strict=True))
+
+
+def queue_sizes(queue: SampleQueue) -> dict[str, int]:
+    """Entries of everything in a queue that grows."""
+    index, deadlines = queue._index, queue._by_deadline
+    lanes = queue._lanes.values()
+    ordered = [lane._by_urgency for lane in lanes]
+    ordered += [lane._by_age for lane in lanes if lane._by_age is not None]
+    return {
+        "lanes": len(queue._lanes),
+        "requests": len(queue._by_request),
+        "ripe": len(index._ripe),
+        "timers": len(index._timers),
+        "deadlines": len(deadlines._in_order) + len(deadlines._heap),
+        "lane entries": sum(len(q._in_order) + len(q._heap) for q in ordered),
+    }
+
+
+def sizes(s: ModelScheduler) -> dict[str, int]:
+    """Entries of everything in a scheduler that grows."""
+    parked = s._waiting.parked
+    return {
+        **queue_sizes(s._queue),
+        "batches": len(s._batches),
+        "retries": len(s._retries),
+        "cancelled": len(s._cancelled),
+        "dropped": len(s._dropped),
+        "parked lanes": sum(len(p.lanes) for p in parked),
+        "parked": sum(p.size for p in parked),
+        "discarded": sum(len(p.discarded) for p in parked),
+    }

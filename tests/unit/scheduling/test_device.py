@@ -1,0 +1,185 @@
+"""Several models on one device: whose turn it is."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+
+import numpy as np
+import pytest
+from tests.unit.scheduling.helpers import all_exit, scheduler, table
+
+from offramp.engine.scheduling import Assignment, DeviceScheduler, Idle, Submission, Wait
+
+
+class Device:
+    """A device on virtual time, whose models' stages last a given time."""
+
+    def __init__(
+        self, lasts_s: dict[str, float], *, streams: int = 1, **weights: float
+    ) -> None:
+        made = {
+            name: scheduler(latencies=table(stages=1, size=1, first_s=s, more_s=0.0), streams=streams)
+            for name, s in lasts_s.items()
+        }
+        self.scheduler = DeviceScheduler(made, weights=weights)
+        self.lasts_s = lasts_s
+        self.now_s = 0.0
+        self.ends: list[tuple[float, int, str]] = []
+        self.idle = list(range(streams))
+        self.used_s: Counter[str] = Counter()
+        self.numbers = iter(range(10**9))
+
+    def keep_busy(self, *models: str) -> None:
+        """Have something wait for each of these models."""
+        for name in models:
+            while self.scheduler.model(name).queued < 2:
+                self.scheduler.submit(name, Submission(next(self.numbers)), self.now_s)
+
+    def start(self) -> list[str]:
+        """Give work to all idle streams; the models that got it."""
+        got = []
+        for stream in list(self.idle):
+            task = self.scheduler.next(stream, self.now_s)
+            if isinstance(task, Assignment):
+                self.idle.remove(stream)
+                end_s = self.now_s + self.lasts_s[task.model]
+                heapq.heappush(self.ends, (end_s, stream, task.model))
+                got.append(task.model)
+        return got
+
+    def finish(self) -> None:
+        """Go on to the next end of a run."""
+        self.now_s, stream, name = heapq.heappop(self.ends)
+        transition = self.scheduler.done(stream, np.ones(1, np.bool_), self.now_s)
+        assert transition.released.tolist() == [0]
+        self.used_s[name] += self.lasts_s[name]
+        self.idle.append(stream)
+
+    def serve(self, runs: int, *models: str) -> list[str]:
+        """Run so many stages while these models always have something waiting."""
+        order = []
+        for _ in range(runs):
+            self.keep_busy(*models)
+            order += self.start()
+            self.finish()
+        return order
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+@pytest.mark.parametrize("weight", [1.0, 3.0])
+def test_busy_models_share_the_time_by_weight(weight: float, streams: int) -> None:
+    """Not the runs: a stage of one takes eight times as long."""
+    device = Device({"slow": 2.0, "quick": 0.25}, streams=streams, slow=1.0, quick=weight)
+    device.serve(10_000, "slow", "quick")
+    share = device.used_s["quick"] / device.used_s.total()
+    assert share == pytest.approx(weight / (1 + weight), abs=0.02)
+
+
+def test_a_model_that_was_away_has_saved_nothing_up() -> None:
+    device = Device({"a": 1.0, "b": 1.0})
+    device.serve(100, "a")
+    order = device.serve(20, "a", "b")
+    assert Counter(order) == {"a": 10, "b": 10}
+
+
+def test_nor_has_it_if_it_comes_back_while_nobody_is_there() -> None:
+    device = Device({"a": 1.0, "b": 1.0})
+    device.serve(100, "a")
+    while device.start():
+        device.finish()
+    device.keep_busy("b")
+    device.keep_busy("a")
+    assert Counter(device.serve(20, "a", "b")) == {"a": 10, "b": 10}
+
+
+def test_a_burst_of_one_model_does_not_keep_another_waiting() -> None:
+    device = Device({"a": 1.0, "b": 1.0})
+    for _ in range(60):
+        device.scheduler.submit("a", Submission(next(device.numbers)), 0.0)
+    device.serve(5)
+    for _ in range(10):
+        device.scheduler.submit("b", Submission(next(device.numbers)), device.now_s)
+        assert "b" in device.serve(2)
+    assert device.used_s["b"] == 10.0
+
+
+def test_a_batch_goes_on_to_its_end_and_its_stages_are_charged() -> None:
+    made = {n: scheduler(latencies=table(first_s=1.0, more_s=0.0)) for n in ("a", "b")}
+    device = DeviceScheduler(made)
+    for name in made:
+        device.submit(name, Submission(1), 0.0)
+        device.submit(name, Submission(2), 0.0)
+    seen = []
+    for now_s in range(6):
+        task = device.next(0, float(now_s))
+        assert isinstance(task, Assignment)
+        seen.append((task.model, task.run.stage))
+        device.done(0, all_exit(task.run) if task.run.stage == 2 else ~all_exit(task.run), now_s + 1)
+    assert seen == [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 1), ("b", 2)]
+
+
+def test_the_time_of_a_batch_that_failed_is_charged() -> None:
+    device = Device({"a": 1.0, "b": 1.0})
+    device.keep_busy("a", "b")
+    assert device.start() == ["a"]
+    device.scheduler.failed(0, 10.0)
+    device.ends, device.idle, device.now_s = [], [0], 10.0
+    order = device.serve(10, "a", "b")
+    assert order == ["b"] * 10
+
+
+def test_failing_without_a_batch_does_nothing() -> None:
+    device = Device({"a": 1.0})
+    device.scheduler.failed(0, 1.0)
+    assert isinstance(device.scheduler.next(0, 1.0), Idle)
+
+
+def test_a_stream_waits_for_the_model_that_is_ready_first() -> None:
+    made = {"a": scheduler(max_delay_s=5.0), "b": scheduler(max_delay_s=2.0), "c": scheduler()}
+    device = DeviceScheduler(made)
+    assert isinstance(device.next(0, 0.0), Idle)
+    device.submit("a", Submission(1), 0.0)
+    assert device.next(0, 0.0) == Wait(5.0)
+    device.submit("b", Submission(1), 1.0)
+    assert device.next(0, 1.0) == Wait(3.0)
+    assert device.waiting
+    device.flush()
+    assert isinstance(device.next(0, 1.0), Assignment)
+
+
+def test_a_model_with_nothing_ready_leaves_the_device_to_others() -> None:
+    made = {"a": scheduler(max_delay_s=5.0), "b": scheduler()}
+    device = DeviceScheduler(made)
+    device.submit("a", Submission(1), 0.0)
+    device.submit("b", Submission(1), 0.0)
+    task = device.next(0, 0.0)
+    assert isinstance(task, Assignment)
+    assert task.model == "b"
+
+
+def test_a_suspended_stream_is_out_of_service_for_every_model() -> None:
+    made = {"a": scheduler(streams=2), "b": scheduler(streams=2)}
+    device = DeviceScheduler(made)
+    device.suspend(1)
+    for name in made:
+        device.submit(name, Submission(1), 0.0)
+        task = device.next(0, 0.0)
+        assert isinstance(task, Assignment)
+        device.failed(0, 0.0)
+        again = device.next(0, 0.0)  # alone, and so on the stream that it failed on
+        assert isinstance(again, Assignment)
+        assert again.model == name
+        device.done(0, np.ones(1, np.bool_), 0.0)
+    device.resume(1)
+    device.submit("a", Submission(2), 0.0)
+    assert isinstance(device.next(0, 0.0), Assignment)
+    device.failed(0, 0.0)
+    assert isinstance(device.next(0, 0.0), Idle)
+    assert isinstance(device.next(1, 0.0), Assignment)
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan")])
+def test_weights_are_above_zero(weight: float) -> None:
+    with pytest.raises(ValueError, match="the weight of a is .*, expected above 0"):
+        DeviceScheduler({"a": scheduler()}, weights={"a": weight})

@@ -1,0 +1,37 @@
+"""Whatever the policy chooses, the mechanism keeps its promises."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+from tests.unit.scheduling.machine import Setup, machine
+
+SETUPS = [
+    Setup("run-through"),
+    Setup("run-through", max_delay_s=1.0),
+    Setup("run-through", max_delay_s=0.5, tau_b=3),
+    Setup("run-through", tau_b=1),
+    Setup("run-through", max_violations=0.1),
+    Setup("refill"),
+    Setup("refill", max_delay_s=1.0),
+    Setup("refill", max_delay_s=1.0, tau_b=2),
+    Setup("rebatch"),
+    Setup("rebatch", max_delay_s=0.5),
+    Setup("slackfit"),
+    Setup("slackfit-bare"),
+    Setup("max-accuracy"),
+    Setup("max-batch"),
+    Setup("fixed:0"),
+    Setup("fixed:final"),
+    Setup("cheapest"),
+    Setup("clockwork"),
+    Setup("delay", max_delay_s=0.75),
+]
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_every_sample_resolves_once_whatever_happens(setup: Setup) -> None:
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        machine(setup), settings=settings(max_examples=80, stateful_step_count=40)
+    )

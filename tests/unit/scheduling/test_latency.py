@@ -1,0 +1,181 @@
+"""Predicted times: from a profile, and corrected by what is observed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offramp.bundle import Profile
+from offramp.engine.scheduling import Latencies, Span, stage_seconds
+
+
+def span(first: int, last: int, exit_: int | None = None) -> Span:
+    return Span(first_segment=first, last_segment=last, exit=exit_)
+
+
+PROFILE = Profile(
+    device="d",
+    threads=1,
+    batch_sizes=(1, 3),
+    source_ms=(10.0, 30.0),
+    segments_ms=((4.0, 8.0), (6.0, 22.0)),
+    exits_ms=((1.0, 2.0),),
+    stages_ms=(0.5, 1.5),
+)
+
+
+def test_a_stage_costs_its_segments_its_exit_and_a_border() -> None:
+    """4 + 1 + 0.5 ms at one row, 8 + 2 + 1.5 at three, the middle between them, then the slope."""
+    exit_, rest = stage_seconds(PROFILE, [span(0, 0, 0), span(1, 1)], 5)
+    assert exit_ == pytest.approx((0.0, 5.5e-3, 8.5e-3, 11.5e-3, 14.5e-3, 17.5e-3))
+    assert rest == pytest.approx((0.0, 6e-3, 14e-3, 22e-3, 30e-3, 38e-3))
+
+
+def test_the_whole_model_costs_what_the_source_does() -> None:
+    (whole,) = stage_seconds(PROFILE, [span(0, 1)], 3)
+    assert whole == pytest.approx((0.0, 10e-3, 20e-3, 30e-3))
+
+
+def test_below_the_smallest_size_that_was_profiled_the_line_goes_to_nothing() -> None:
+    profile = Profile(
+        device="d",
+        threads=1,
+        batch_sizes=(4,),
+        source_ms=(8.0,),
+        segments_ms=((8.0,),),
+        exits_ms=(),
+        stages_ms=(0.0,),
+    )
+    (row,) = stage_seconds(profile, [span(0, 0)], 6)
+    assert row == pytest.approx((0.0, 2e-3, 4e-3, 6e-3, 8e-3, 10e-3, 12e-3))
+
+
+def test_a_profile_that_falls_is_taken_as_level() -> None:
+    profile = Profile(
+        device="d",
+        threads=1,
+        batch_sizes=(1, 2, 4),
+        source_ms=(5.0, 4.0, 6.0),
+        segments_ms=((5.0, 4.0, 6.0),),
+        exits_ms=(),
+        stages_ms=(0.0, 0.0, 0.0),
+    )
+    (row,) = stage_seconds(profile, [span(0, 0)], 5)
+    assert row == pytest.approx((0.0, 5e-3, 5e-3, 5.5e-3, 6e-3, 6.5e-3))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "a row a stage"),
+        ([[0.0]], "a column a batch size"),
+        ([[0.0, 2.0, 1.0]], "cannot be faster on a larger batch"),
+        ([[-1.0, 2.0, 3.0]], "cannot be faster on a larger batch"),
+        ([[0.0, 1.0], [0.0, 1.0, 2.0]], "inhomogeneous"),
+    ],
+)
+def test_tables_that_make_no_sense_are_refused(rows: list[list[float]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Latencies(rows)
+
+
+def test_spans_add_up_and_are_corrected_by_the_speed() -> None:
+    latencies = Latencies([[0.0, 1.0, 2.0], [0.0, 3.0, 4.0], [0.0, 5.0, 7.0]])
+    assert (latencies.stages, latencies.max_batch_size) == (3, 2)
+    latencies.calibrate(2.0)
+    assert latencies.stage_s(1, 2) == 8.0
+    assert latencies.span_s(0, 2, 1) == 18.0
+    assert latencies.span_s(1, 2, 2) == 22.0
+    assert latencies.span_s(2, 2, 1) == 10.0
+    assert list(latencies.until_s(1)) == [0.0, 4.0, 6.0]
+
+
+def test_the_largest_batch_in_time_is_exact_at_its_bounds() -> None:
+    latencies = Latencies([[0.0, 1.0, 2.0], [0.0, 3.0, 4.0]])
+    assert [latencies.largest_batch(1, s) for s in (-1.0, 0.0, 3.9, 4.0, 5.9, 6.0, 99.0)] == [
+        *(0, 0, 0, 1, 1, 2, 2)
+    ]
+    assert latencies.largest_batch(1, float("inf")) == 2
+    latencies.calibrate(2.0)
+    assert [latencies.largest_batch(1, s) for s in (7.9, 8.0, 12.0)] == [0, 1, 2]
+
+
+TABLES = st.lists(
+    st.lists(st.integers(1, 20), min_size=5, max_size=5).map(
+        lambda steps: [0.0, *(sum(steps[: i + 1]) / 8 for i in range(5))]
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(TABLES, st.integers(0, 3), st.integers(0, 400), st.sampled_from([0.5, 1.0, 2.0]))
+def test_the_largest_batch_is_what_a_search_finds(
+    rows: list[list[float]], last: int, eighths: int, speed: float
+) -> None:
+    latencies, slack_s = Latencies(rows), eighths / 8
+    last = min(last, latencies.stages - 1)
+    latencies.calibrate(speed)
+    fitting = [n for n in range(1, 6) if latencies.span_s(0, last, n) <= slack_s]
+    assert latencies.largest_batch(last, slack_s) == max(fitting, default=0)
+
+
+def test_observations_move_the_speed_by_a_thirty_second() -> None:
+    latencies = Latencies([[0.0, 1.0]])
+    latencies.observe(0, 1, 3.0)
+    assert latencies.speed == 1.0 + 2.0 / 32
+    latencies.observe(0, 1, 1000.0)  # counted as 16 times
+    assert latencies.speed == 1.0625 + (16.0 - 1.0625) / 32
+    for _ in range(1000):
+        latencies.observe(0, 1, 0.0)  # counted as a sixteenth
+    assert latencies.speed == pytest.approx(1 / 16)
+
+
+def test_doubt_leads_back_to_the_usual_speed() -> None:
+    latencies = Latencies([[0.0, 1.0]])
+    latencies.calibrate(2.0)
+    latencies.observe(0, 1, 10.0)
+    assert latencies.speed == 2.25
+    latencies.doubt()
+    assert latencies.speed == 2.25 - 0.25 / 32
+    for _ in range(1000):
+        latencies.doubt()
+    assert latencies.speed == pytest.approx(2.0)
+
+
+def test_calibration_is_bounded() -> None:
+    latencies = Latencies([[0.0, 1.0]])
+    latencies.calibrate(1000.0)
+    assert latencies.speed == 16.0
+    latencies.calibrate(0.0)
+    assert latencies.speed == 1 / 16
+
+
+def test_what_fusing_costs_is_what_goes_beyond_the_stage_itself() -> None:
+    latencies = Latencies([[0.0, 1.0]])
+    latencies.observe_fused(0, 1, 4.2)
+    assert latencies.fusing_s == pytest.approx(3.2 / 32)
+    latencies.observe_fused(0, 1, 0.5)
+    assert latencies.fusing_s == pytest.approx(0.1 * 31 / 32)
+    assert latencies.speed == 1.0
+
+
+def test_a_batch_that_shrinks_on_its_way_is_through_earlier() -> None:
+    """Half go on: stage 1 sees ceil(n/2 + sqrt(n/4)) of n rows, which is 1, 2, 3, 3."""
+    rows = [[0.0, 1.0, 2.0, 3.0, 4.0]] * 2
+    assert list(Latencies(rows).through_s) == [0.0, 2.0, 4.0, 6.0, 8.0]
+    latencies = Latencies(rows, [0.5, 1.0])
+    assert list(latencies.through_s) == [0.0, 2.0, 4.0, 6.0, 7.0]
+    assert [latencies.largest_batch_through(s) for s in (-1.0, 1.9, 2.0, 6.9, 7.0)] == [
+        *(0, 0, 1, 3, 4)
+    ]
+    latencies.calibrate(0.5)
+    assert latencies.largest_batch_through(3.5) == 4
+
+
+def test_the_shares_that_go_on_follow_what_is_observed() -> None:
+    latencies = Latencies([[0.0, 1.0, 2.0, 3.0, 4.0]] * 2)
+    for _ in range(10_000):
+        latencies.observe_shrinking(0, 4, 0)
+    assert list(latencies.through_s) == pytest.approx([0.0, 2.0, 3.0, 4.0, 5.0])

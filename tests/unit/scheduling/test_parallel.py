@@ -1,0 +1,110 @@
+"""PAME's τ_b: when a batch may start beside others."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.unit.scheduling.helpers import scheduler, started, table
+
+from offramp.engine.scheduling import Idle, ParallelLimit, Submission
+
+
+def test_a_batch_starts_beside_another_exactly_when_that_is_below_tau_b() -> None:
+    s = scheduler(streams=2, parallel=ParallelLimit(4, fixed=2))
+    s.submit(Submission(1, 8), 0.0)
+    started(s.next(0, 0.0))
+    assert isinstance(s.next(1, 0.0), Idle)
+    s.done(0, np.array([True, True, False, False]), 1.0)  # 2 rows are left: not below 2
+    assert isinstance(s.next(1, 1.0), Idle)
+    started(s.next(0, 1.0))
+    s.done(0, np.array([True, False]), 2.0)
+    assert len(started(s.next(1, 2.0)).requests) == 4
+
+
+def test_every_running_batch_has_to_be_small() -> None:
+    limit = ParallelLimit(8, fixed=3)
+    limit.running(0, 2)
+    limit.running(1, 3)
+    assert not limit.allows(2)
+    assert limit.allows(1)  # its own batch does not count
+    limit.running(1, 0)
+    assert limit.allows(2)
+
+
+@pytest.mark.parametrize("limit", [ParallelLimit(4), ParallelLimit(4, fixed=5)])
+def test_above_the_largest_batch_nothing_is_limited(limit: ParallelLimit) -> None:
+    limit.running(0, 4)
+    assert limit.allows(1)
+    assert not limit.limits
+
+
+def test_tau_b_of_one_runs_batches_one_after_another() -> None:
+    limit = ParallelLimit(4, fixed=1)
+    assert limit.allows(1)
+    limit.running(0, 1)
+    assert not limit.allows(1)
+    assert limit.limits
+
+
+def test_tau_b_follows_the_share_of_late_samples() -> None:
+    """After 256 samples: down by one above 10 %, up by one below 5 %, as it is between."""
+    limit = ParallelLimit(3, max_violations=0.1)
+    assert (limit.value, limit.limits, limit.adapts) == (4, False, True)
+    limit.observe(255, 255)
+    assert limit.value == 4
+    limit.observe(1, 0)
+    assert (limit.value, limit.limits) == (3, True)
+    limit.observe(256, 26)  # 10.2 %
+    assert limit.value == 2
+    limit.observe(256, 25)  # 9.8 %
+    limit.observe(256, 13)  # 5.1 %
+    assert limit.value == 2
+    limit.observe(256, 12)  # 4.7 %
+    assert limit.value == 3
+    for _ in range(5):
+        limit.observe(256, 0)
+    assert limit.value == 4
+    for _ in range(9):
+        limit.observe(256, 256)
+    assert limit.value == 1
+
+
+def test_a_fixed_tau_b_follows_nothing() -> None:
+    limit = ParallelLimit(4, fixed=2)
+    limit.observe(10_000, 10_000)
+    assert (limit.value, limit.adapts) == (2, False)
+
+
+def test_late_and_lost_samples_are_counted_wherever_they_leave() -> None:
+    limit = ParallelLimit(4, max_violations=0.1)
+    s = scheduler("refill", latencies=table(first_s=0.01, more_s=0.0), parallel=limit)
+    s.submit(Submission(1, 1, deadline_s=1.0), 0.0)
+    s.submit(Submission(2, 1, deadline_s=2.0), 0.0)
+    s.submit(Submission(3, 1), 0.0)
+    s.submit(Submission(4, 1, deadline_s=1.25), 0.0)
+    assert started(s.next(0, 0.0)).requests.tolist() == [1, 3, 4, 2]
+    s.done(0, np.array([True, False, False, False]), 1.5)
+    assert (limit._seen, limit._late) == (2, 2)  # 1 has its answer late, 4 has none
+    s.submit(Submission(5, 1, deadline_s=4.0), 3.0)
+    assert (limit._seen, limit._late) == (3, 3)  # 2, at the split
+    s.submit(Submission(6, 1, deadline_s=9.0), 5.0)
+    assert (limit._seen, limit._late) == (4, 4)  # 5, in the queue
+    assert started(s.next(0, 5.0)).requests.tolist() == [3]  # parked long ago: urgent
+    s.done(0, np.array([True]), 6.0)
+    assert started(s.next(0, 6.0)).requests.tolist() == [6]
+    s.done(0, np.array([True]), 7.0)
+    assert (limit._seen, limit._late) == (5, 4)  # 3 has no deadline, 6 is in time
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"fixed": 0}, "τ_b is 0"),
+        ({"max_violations": 0.0}, "violation ratio is 0.0"),
+        ({"max_violations": 1.0}, "violation ratio is 1.0"),
+        ({"fixed": 1, "max_violations": 0.5}, "not both"),
+    ],
+)
+def test_limits_that_make_no_sense_are_refused(how: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParallelLimit(4, **how)  # type: ignore[arg-type]

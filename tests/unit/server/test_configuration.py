@@ -1,0 +1,233 @@
+"""The configuration file of eeserve."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from offramp.engine.options import EngineOptions, ModelOptions
+from offramp.engine.plan import Mode
+from offramp.engine.scheduling import PolicyName
+from offramp.server.arguments import Arguments, parse_arguments
+from offramp.server.configuration import Configuration, ConfigurationError, read_configuration
+
+SLACKFIT = PolicyName("slackfit")
+
+FILE = """
+[engine]
+streams = 2
+threads = 1
+[defaults]
+policy = "refill"
+slo_ms = 100
+[models.fashion]
+path = "fashion.ee"
+policy = "slackfit"
+slo_ms = 20
+max_batch_size = 16
+forced_exits = false
+weight = 2
+[models."text/1"]
+path = "/models/text.ee"
+"""
+
+
+@pytest.fixture(autouse=True)
+def cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fits is the same on every machine."""
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return write(tmp_path, FILE)
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / "serve.toml"
+    file.write_text(text)
+    return file
+
+
+def options(text: str, folder: Path) -> EngineOptions:
+    return read_configuration(write(folder, text)).options(engine={}, defaults={})
+
+
+def arguments(file: Path, *others: str) -> Arguments:
+    return parse_arguments(["--config", str(file), *others])
+
+
+def test_each_model_has_its_own_settings_over_the_common_ones(file: Path) -> None:
+    read = arguments(file)
+    common = ModelOptions(scheduling=PolicyName("refill"), slo_ms=100)
+    assert read.engine == EngineOptions(
+        streams=2,
+        threads=1,
+        defaults=common,
+        models={
+            "fashion": ModelOptions(
+                scheduling=SLACKFIT, slo_ms=20, max_batch_size=16, forced_exits=False, weight=2
+            )
+        },
+    )
+    assert read.engine.of("text/1") == common
+    assert read.models == {"fashion": file.parent / "fashion.ee", "text/1": Path("/models/text.ee")}
+
+
+def test_the_command_line_goes_before_engine_and_defaults_and_after_a_model(file: Path) -> None:
+    read = arguments(file, "--streams=1", "--slo-ms=50", "--max-batch-size=8")
+    assert (read.engine.streams, read.engine.threads) == (1, 1)
+    assert read.engine.defaults == ModelOptions(
+        scheduling=PolicyName("refill"), slo_ms=50, max_batch_size=8
+    )
+    assert read.engine.of("fashion").slo_ms == 20
+    assert read.engine.of("fashion").max_batch_size == 16
+    assert read.engine.of("text/1").slo_ms == 50
+
+
+def test_a_default_named_on_the_command_line_goes_before_the_file(tmp_path: Path) -> None:
+    file = write(tmp_path, '[defaults]\nmax_batch_size = 8\n[models.m]\npath = "m"')
+    default = ModelOptions().max_batch_size
+    assert arguments(file, f"--max-batch-size={default}").engine.defaults == ModelOptions()
+
+
+def test_models_of_both_are_served(file: Path) -> None:
+    read = arguments(file, "other.ee", "--model", "third=x")
+    assert list(read.models) == ["other", "third", "fashion", "text/1"]
+    assert read.engine.of("other") == read.engine.defaults
+
+
+def test_two_models_of_one_name_are_refused(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments(file, "a/fashion.ee")
+    told = capsys.readouterr().err
+    assert f"named 'fashion': a/fashion.ee and {file.parent / 'fashion.ee'}; give one an" in told
+
+
+@pytest.mark.parametrize(
+    ("text", "flag", "expected"),
+    [
+        ("parallel_below = 4", "--max-violations=0.1", EngineOptions(max_violations=0.1)),
+        ("max_violations = 0.1", "--parallel-below=4", EngineOptions(parallel_below=4)),
+        ("max_violations = 0.1", "--max-violations=0.2", EngineOptions(max_violations=0.2)),
+    ],
+)
+def test_of_two_alternatives_the_command_lines_is_taken(
+    tmp_path: Path, text: str, flag: str, expected: EngineOptions
+) -> None:
+    file = write(tmp_path, f'[engine]\n{text}\n[models.m]\npath = "m"')
+    assert arguments(file, flag).engine == expected
+
+
+def test_an_empty_file_leaves_all_open(tmp_path: Path) -> None:
+    assert options("", tmp_path) == EngineOptions()
+    assert Configuration().options(engine={}, defaults={}) == EngineOptions()
+
+
+VALUES = {
+    "scheduling": ('"fixed:2"', PolicyName("fixed", 2)), "max_batch_size": ("3", 3),
+    "max_queue_delay_ms": ("2", 2.0), "max_queue_samples": ("7", 7), "slo_ms": ("1.5", 1.5),
+    "forced_exits": ("false", False), "weight": ("3", 3.0), "mode": ('"off"', Mode.OFF),
+    "backend": ('"onnxruntime"', "onnxruntime"), "streams": ("2", 2), "threads": ("3", 3),
+    "parallel_below": ("5", 5), "max_violations": ("0.25", 0.25),
+}  # fmt: skip
+"""For each field, a value that is not its default: in the file, and read."""
+
+
+@pytest.mark.parametrize(
+    ("table", "kind", "field"),
+    [
+        *(("defaults", ModelOptions, field.name) for field in fields(ModelOptions)),
+        *(
+            ("engine", EngineOptions, field.name)
+            for field in fields(EngineOptions)
+            if field.name not in ("defaults", "models")
+        ),
+    ],
+)
+def test_every_option_has_a_key(
+    tmp_path: Path, table: str, kind: type[EngineOptions | ModelOptions], field: str
+) -> None:
+    text, value = VALUES[field]
+    key = "policy" if field == "scheduling" else field
+    read = options(f"[{table}]\n{key} = {text}", tmp_path)
+    found = getattr(read if kind is EngineOptions else read.defaults, field)
+    assert (found, type(found)) == (value, type(value))
+    assert found != getattr(kind(), field)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[model.x]", "there is no table 'model'; did you mean 'models'? (expected: engine, de"),
+        ("models = 3", "[models] is 3 (an integer), expected a table"),
+        ('[models]\nx = "x.ee"', '[models.x] is "x.ee" (a string), expected a table'),
+        ('[models.""]\npath = "x"', "[models.] has no name; expected for instance [models.res"),
+        ("[models.x]", "[models.x] has no path; expected the folder that eecompile wrote"),
+        ("[models.x]\npath = 3", "[models.x] path is 3 (an integer), expected a string"),
+        ('[models.x]\npath = "x"\nslo = 3', "[models.x]: there is no key 'slo'; did you mean 'sl"),
+        ('[models.x]\npath = "x"\nweight = 0', "[models.x]: weight is 0.0, expected above 0"),
+        ("[engine]\nstream = 3", "[engine]: there is no key 'stream'; did you mean 'streams'? ("),
+        ("[engine]\nstreams = true", "[engine] streams is true (a boolean), expected a whole num"),
+        ("[engine]\nstreams = 2.0", "[engine] streams is 2.0 (a float), expected a whole number"),
+        ("[engine]\nstreams = 0", "[engine]: streams is 0, expected at least 1"),
+        ("[engine]\nstreams = 8", "[engine]: 8 streams × 1 threads are more than the 4 cores"),
+        ("[engine]\ndefaults = 8", "[engine]: there is no key 'defaults' (expected: mode, back"),
+        ("[engine]\nmax_violations = nan", "[engine]: max_violations is nan, expected a share"),
+        ("[engine]\nparallel_below = 2\nmax_violations = 0.1", "[engine]: give parallel_below, or"),
+        ('[engine]\nmode = "on"', "[engine] mode: 'on' is none of leave, off"),
+        ('[engine]\nbackend = "onnx"', "'onnx' is none of auto, onnxruntime; did you mean 'onnxr"),
+        ('[defaults]\npolicy = "slackfi"', "[defaults] policy: there is no policy 'slackfi'; did"),
+        ("[defaults]\npolicy = ['delay']", '[defaults] policy is ["delay"] (an array), expected '),
+        ('[defaults]\nforced_exits = "False"', '"False" (a string), expected true or false'),
+        ("[defaults]\nforced_exits = 0", "forced_exits is 0 (an integer), expected true or false"),
+        ("[defaults]\nslo_ms = true", "[defaults] slo_ms is true (a boolean), expected a number"),
+        ('[defaults]\nslo_ms = "20"', '[defaults] slo_ms is "20" (a string), expected a number'),
+        ("[defaults]\nslo_ms = 1979-05-27", '"1979-05-27" (a date or time), expected a number'),
+        ("[defaults]\nslo_ms = inf", "[defaults]: slo_ms is inf, expected above 0"),
+        ("[defaults]\nslo_ms =", "is not TOML: Invalid value (at end of document)"),
+    ],
+)
+def test_what_is_wrong_is_one_line_that_names_it(
+    tmp_path: Path, text: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(reason)):
+        options(text, tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        arguments(tmp_path / "serve.toml", "m.ee")
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"eeserve: {tmp_path / 'serve.toml'}: ")
+    assert reason in line
+
+
+def test_the_command_line_mends_what_would_not_go_together(tmp_path: Path) -> None:
+    file = write(tmp_path, '[engine]\nstreams = 8\n[models.m]\npath = "m"')
+    assert arguments(file, "--streams=4").engine.streams == 4
+
+
+def test_what_goes_wrong_only_together_names_both(tmp_path: Path) -> None:
+    file = read_configuration(write(tmp_path, "[engine]\nstreams = 2"))
+    with pytest.raises(ConfigurationError, match=r"\[engine\] with the command line: 2 streams"):
+        file.options(engine={"threads": 3}, defaults={})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("absent.toml", None, "cannot be read: No such file or directory"),
+        (".", None, "cannot be read: Is a directory"),
+        ("latin.toml", b"# \xe9", "is not UTF-8, as TOML has to be"),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(
+    tmp_path: Path, name: str, content: bytes | None, reason: str
+) -> None:
+    file = tmp_path / name
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigurationError, match=f"^{re.escape(str(file))}: {reason}"):
+        read_configuration(file)

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+
+from offramp.tools.bench.load.settings import LoadError, LoadSettings, read_options
+from offramp.tools.bench.load_command import add_parser
+from offramp.tools.bench.traces import TraceError
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    given = ["load", "localhost:8001", "--model", "m", "--data", "d.npz", *words]
+    return parser.parse_args(given)
+
+
+def made(**changes: Any) -> LoadSettings:
+    return LoadSettings(**{"address": "a:1", "model": "m", "duration_s": 10.0, **changes})
+
+
+def test_an_open_loop_takes_its_duration_from_the_trace() -> None:
+    settings, trace = read_options(
+        parsed("--trace=constant", "--rate=5", "--duration-s=4", "--slo-ms=2.5", "--processes=3")
+    )
+    assert trace is not None
+    assert trace.arrivals_s.tolist() == pytest.approx([0.2 * k for k in range(20)])
+    assert (settings.duration_s, settings.slo_ms, settings.processes) == (4.0, 2.5, 3)
+    assert (settings.warm_up_s, settings.drain_s, settings.max_in_flight) == (1.0, 10.0, 10_000)
+    assert settings.loop == "open loop"
+
+
+def test_a_closed_loop_has_no_trace() -> None:
+    settings, trace = read_options(parsed("--closed-loop=8", "--duration-s=3"))
+    assert trace is None
+    assert (settings.concurrency, settings.duration_s) == (8, 3.0)
+    assert settings.loop == "closed loop of 8"
+    assert read_options(parsed("--closed-loop=8"))[0].duration_s == 10.0
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (["--rate=5"], "--rate"),
+        (["--trace=gamma", "--cv2=2"], "--cv2, --trace"),
+        (["--seed=4"], "--seed"),
+        (["--base-rate=4", "--rate-to=3", "--acceleration=2"], "--base-rate, --rate-to, --acc"),
+    ],
+)
+def test_a_closed_loop_refuses_trace_options(given: list[str], named: str) -> None:
+    with pytest.raises(LoadError, match=named):
+        read_options(parsed("--closed-loop=8", *given))
+
+
+def test_a_trace_without_arrivals_is_refused() -> None:
+    with pytest.raises(TraceError, match="no request arrives"):
+        read_options(parsed("--rate=0.001"))
+    with pytest.raises(LoadError, match=r"all requests of 'constant, 0\.1/s' fall into the 1 s"):
+        read_options(parsed("--trace=constant", "--rate=0.1"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"processes": 0}, "--processes is 0; it must be at least 1"),
+        ({"priority": -1}, "--priority is -1; it must be at least 0"),
+        ({"drain_s": -1.0}, "--drain-s is -1"),
+        ({"drain_s": float("inf")}, "--drain-s is inf"),
+        ({"duration_s": 0.0}, "--duration-s is 0; it must be more than 0"),
+        ({"slo_ms": 0.0}, "--slo-ms is 0; it must be more than 0"),
+        ({"max_in_flight": 0}, "--max-in-flight is 0"),
+        ({"concurrency": 0}, "--closed-loop is 0"),
+        ({"concurrency": 2, "processes": 3}, "at most as many processes"),
+        ({"warm_up_s": 10.0}, "--warm-up-s 10 leaves nothing of 10 s"),
+        ({"send_deadline": False}, "give --slo-ms too"),
+    ],
+)
+def test_what_makes_no_load_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(LoadError, match=message):
+        made(**changes)
+
+
+def test_samples_must_be_some() -> None:
+    with pytest.raises(LoadError, match="--samples is 0"):
+        read_options(parsed("--rate=5", "--samples=0"))
+
+
+@pytest.mark.parametrize(
+    ("slo_ms", "send", "timeout_us"),
+    [(None, True, None), (20.0, True, 20_000), (0.0001, True, 1), (20.0, False, None)],
+)
+def test_the_deadline_is_sent_in_whole_microseconds(
+    slo_ms: float | None, send: bool, timeout_us: int | None
+) -> None:
+    assert made(slo_ms=slo_ms, send_deadline=send).timeout_us == timeout_us

@@ -1,0 +1,195 @@
+"""The sender, over a real channel to a fake engine on the same loop: no process, no waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc.aio
+import numpy as np
+import pytest
+
+from offramp.engine.errors import BackendError, DeadlineExceededError, QueueFullError
+from offramp.server.fake import FakeEngine
+from offramp.server.grpc_endpoint import GrpcEndpoint
+from offramp.server.options import MIB
+from offramp.tools.bench.load.alarm import LoopAlarm, make_alarm
+from offramp.tools.bench.load.dealing import Share
+from offramp.tools.bench.load.requests import serialise_requests
+from offramp.tools.bench.load.settings import LoadSettings
+from offramp.tools.bench.load.worker import Report, Sender, Task
+from offramp.tools.bench.outcomes import FINAL, Status
+
+SAMPLES = 6
+
+
+def task(
+    *,
+    arrivals_s: list[float] | None = None,
+    concurrency: int | None = None,
+    answer: str | None = "logits",
+    **settings: Any,
+) -> Task:
+    made = LoadSettings(
+        **{
+            "address": "127.0.0.1:1",
+            "model": "fake",
+            "duration_s": 5.0,
+            "warm_up_s": 0.0,
+            "concurrency": concurrency,
+            **settings,
+        }
+    )
+    x = np.zeros((SAMPLES, 4), np.float32)
+    x[:, 1], x[:, 3] = 1.0, [0.95, 0.5] * 3  # exit 0, the model's end, exit 0 …
+    x[:, 2] = np.arange(SAMPLES) / 10
+    samples = np.arange(SAMPLES if arrivals_s is None else len(arrivals_s)) % SAMPLES
+    return Task(
+        settings=made,
+        share=Share(
+            arrivals_s=None if arrivals_s is None else np.array(arrivals_s),
+            concurrency=concurrency,
+            samples=samples,
+        ),
+        requests=serialise_requests(made, {"x": x}, samples),
+        answer=answer,
+    )
+
+
+@asynccontextmanager
+async def channel_to(engine: FakeEngine) -> AsyncIterator[grpc.aio.Channel]:
+    endpoint = GrpcEndpoint(engine, max_message_bytes=MIB)
+    port = await endpoint.start("127.0.0.1", 0)
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield channel
+    finally:
+        await endpoint.stop(0.0)
+
+
+def sent(engine: FakeEngine, given: Task) -> Report:
+    async def scenario() -> Report:
+        async with channel_to(engine) as channel, asyncio.timeout(60):
+            sender = Sender(given, channel, start_s=time.monotonic())
+            concurrency = given.share.concurrency
+            return await (sender.closed_loop(concurrency) if concurrency else sender.open_loop())
+
+    return asyncio.run(scenario())
+
+
+def test_an_open_loop_sends_each_request_once_and_reads_its_answer() -> None:
+    engine = FakeEngine()
+    report = sent(engine, task(arrivals_s=[k / 1000 for k in range(20)]))
+    records = report.records
+    assert (records.status == Status.OK).all()
+    assert records.sample.tolist() == [k % SAMPLES for k in range(20)]
+    assert records.exit.tolist() == [0, FINAL] * 10
+    assert (records.prediction == 1).all()
+    arrived = sorted(round(float(call.inputs["x"][0, 2]) * 10) for call in engine.calls)
+    assert arrived == sorted(k % SAMPLES for k in range(20))
+    assert report.causes == {}
+    assert (records.sent_s >= records.intended_s).all()
+    assert (records.ended_s >= records.sent_s).all()
+
+
+def test_what_is_due_is_sent_late_rather_than_not() -> None:
+    report = sent(FakeEngine(), task(arrivals_s=[0.0] * 30))
+    assert (report.records.status == Status.OK).all()
+    assert (report.records.intended_s == 0.0).all()
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "cause"),
+    [
+        (QueueFullError("9 of 9 wait"), Status.REJECTED, "RESOURCE_EXHAUSTED: 9 of 9 wait"),
+        (DeadlineExceededError("late"), Status.EXPIRED, "DEADLINE_EXCEEDED: late"),
+        (BackendError("broken"), Status.FAILED, "INTERNAL: broken"),
+    ],
+)
+def test_failures_are_counted_by_kind(failure: Exception, status: Status, cause: str) -> None:
+    report = sent(FakeEngine(failure=failure), task(arrivals_s=[0.0, 0.001, 0.002]))
+    assert (report.records.status == status).all()
+    assert report.causes == {cause: 3}
+
+
+def test_causes_are_those_after_the_warm_up() -> None:
+    engine = FakeEngine(failure=QueueFullError("full"))
+    report = sent(engine, task(arrivals_s=[0.0, 0.001, 0.01], warm_up_s=0.005))
+    assert report.causes == {"RESOURCE_EXHAUSTED: full": 1}
+    assert len(report.records.sample) == 3
+
+
+def test_an_answer_that_is_not_there_fails_its_request() -> None:
+    report = sent(FakeEngine(), task(arrivals_s=[0.0], answer="scores"))
+    assert report.records.status.tolist() == [Status.FAILED]
+    assert list(report.causes) == [
+        "unreadable response: the response has no output 'scores', which is the model's answer"
+    ]
+
+
+async def _held(engine: FakeEngine, given: Task) -> Report:
+    engine.hold = asyncio.Event()
+    async with channel_to(engine) as channel, asyncio.timeout(60):
+        return await Sender(given, channel, start_s=time.monotonic()).open_loop()
+
+
+def test_what_is_not_answered_in_the_end_is_withdrawn() -> None:
+    report = asyncio.run(_held(FakeEngine(), task(arrivals_s=[0.0, 0.001], drain_s=0.05)))
+    assert report.records.status.tolist() == [Status.UNANSWERED] * 2
+    assert report.causes == {"no answer within 0.05 s of the end (--drain-s)": 2}
+    assert np.isfinite(report.records.sent_s).all()
+
+
+def test_beyond_the_limit_in_flight_requests_are_counted_and_not_sent() -> None:
+    given = task(arrivals_s=[k / 1000 for k in range(10)], max_in_flight=4, drain_s=0.05)
+    engine = FakeEngine()
+    report = asyncio.run(_held(engine, given))
+    assert (report.records.status == Status.UNANSWERED).all()
+    assert np.isfinite(report.records.sent_s).tolist() == [True] * 4 + [False] * 6
+    assert report.causes["not sent: 4 were under way (--max-in-flight)"] == 6
+    assert sum(report.causes.values()) == 10
+    assert len(engine.calls) == 4
+
+
+def test_a_closed_loop_keeps_so_many_under_way() -> None:
+    engine = FakeEngine()
+    report = sent(engine, task(concurrency=3, duration_s=0.5))
+    assert len(engine.calls) == len(report.records.sample) >= 3
+    assert (report.records.status == Status.OK).all()
+    assert report.records.peak_in_flight() <= 3
+    assert report.records.sample.tolist() == [k % SAMPLES for k in range(len(engine.calls))]
+
+
+async def _rung(make: Callable[[Callable[[], None]], Any]) -> list[float]:
+    rung: list[float] = []
+    done = asyncio.Event()
+
+    def ring() -> None:
+        rung.append(time.monotonic())
+        if len(rung) < 3:
+            alarm.set(rung[-1] + 0.002)
+        else:
+            done.set()
+
+    alarm = make(ring)
+    alarm.set(0.0)  # long past: at once
+    await asyncio.wait_for(done.wait(), 60)
+    alarm.set(time.monotonic() + 0.001)
+    alarm.close()
+    await asyncio.sleep(0.01)  # no more after close
+    return rung
+
+
+def _loop_alarm(callback: Callable[[], None]) -> LoopAlarm:
+    return LoopAlarm(asyncio.get_running_loop(), callback)
+
+
+@pytest.mark.parametrize("make", [make_alarm, _loop_alarm])
+def test_an_alarm_rings_when_it_was_set_and_not_before(make: Any) -> None:
+    first, second, third = asyncio.run(_rung(make))
+    # the loop's clock may be a millisecond ahead of the monotonic one
+    assert second - first >= 0.002 - 0.001
+    assert third - second >= 0.002 - 0.001

@@ -1,0 +1,149 @@
+"""Starts the sending processes together, and gathers what they saw."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, Final, TypeVar
+
+import numpy as np
+
+from offramp.tools.bench.load.ledger import Records, merge
+from offramp.tools.bench.load.replies import Causes
+from offramp.tools.bench.load.settings import LoadError
+from offramp.tools.bench.load.worker import READY, Report, Task, run_worker
+
+_START_LIMIT_S: Final = 120.0
+"""For all processes to import and connect."""
+_HEAD_START_S: Final = 0.2
+"""From when all are ready until the load begins: longer than it takes to tell them."""
+_RESULT_LIMIT_S: Final = 60.0
+"""Beyond the load and its drain."""
+_TICK_S: Final = 0.1
+
+_Expected = TypeVar("_Expected")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Load:
+    """A load that was made."""
+
+    records: Records
+    causes: dict[str, int]
+    """Failures by message, without the warm-up, the most frequent first."""
+    cpu_us_per_request: float
+    """Processor time of the generator."""
+    lateness_ms: dict[str, float] | None
+    """``p50``, ``p99``, ``max`` of when requests were sent after they were due, without the
+    warm-up; ``None`` in a closed loop, where nothing is due."""
+
+
+def generate(tasks: Sequence[Task], *, on_tick: Callable[[float], None] = lambda _: None) -> Load:
+    """Make the load of ``tasks``, each in a process of its own.
+
+    Args:
+        tasks: Of one load: the same settings in all.
+        on_tick: Called some times a second with the seconds since the load began.
+
+    Raises:
+        LoadError: A process could not connect, or ended.
+    """
+    settings = tasks[0].settings
+    limit_s = settings.duration_s + settings.drain_s + _RESULT_LIMIT_S
+    with _started(tasks) as crew:
+        _gather(crew, str, limit_s=_START_LIMIT_S, on_tick=lambda: None)
+        start_s = time.monotonic() + _HEAD_START_S
+        for _, pipe in crew:
+            pipe.send(start_s)
+        reports = _gather(
+            crew, Report, limit_s=limit_s, on_tick=lambda: on_tick(time.monotonic() - start_s)
+        )
+    return _load(tasks, reports)
+
+
+_Crew = list[tuple[BaseProcess, Connection]]
+
+
+@contextmanager
+def _started(tasks: Sequence[Task]) -> Iterator[_Crew]:
+    """Processes and the pipes to them; they are gone afterwards, whatever happened."""
+    context = multiprocessing.get_context("spawn")
+    crew: _Crew = []
+    try:
+        for task in tasks:
+            ours, theirs = context.Pipe()
+            process: BaseProcess = context.Process(
+                target=run_worker, args=(task, theirs), daemon=True
+            )
+            crew.append((process, ours))
+            process.start()
+            theirs.close()
+        yield crew
+    finally:
+        for process, pipe in crew:
+            pipe.close()
+            if process.pid is not None:
+                process.join(1.0)
+                process.kill()
+                process.join()
+                process.close()
+
+
+def _gather(
+    crew: _Crew, expected: type[_Expected], *, limit_s: float, on_tick: Callable[[], None]
+) -> list[_Expected]:
+    """Give one message of each process, in the order of the processes."""
+    end_s = time.monotonic() + limit_s
+    found: dict[int, _Expected] = {}
+    pipes = {id(pipe): number for number, (_, pipe) in enumerate(crew)}
+    while len(found) < len(crew):
+        missing = [pipe for number, (_, pipe) in enumerate(crew) if number not in found]
+        for pipe in wait(missing, timeout=_TICK_S):
+            assert isinstance(pipe, Connection)
+            number = pipes[id(pipe)]
+            found[number] = _receive(crew[number], expected)
+        on_tick()
+        if time.monotonic() > end_s:
+            raise LoadError(
+                f"{len(missing)} of {len(crew)} generator processes did not answer within "
+                f"{limit_s:.0f} s; is the machine overloaded? Give fewer --processes"
+            )
+    return [found[number] for number in range(len(crew))]
+
+
+def _receive(member: tuple[BaseProcess, Connection], expected: type[_Expected]) -> _Expected:
+    process, pipe = member
+    try:
+        message: Any = pipe.recv()
+    except (EOFError, ConnectionError):
+        process.join(5.0)
+        raise LoadError(
+            f"a generator process ended (exit code {process.exitcode}) before it had sent its "
+            "load; what it wrote above says why"
+        ) from None
+    if isinstance(message, str) and message != READY:
+        raise LoadError(message)
+    assert isinstance(message, expected)
+    return message
+
+
+def _load(tasks: Sequence[Task], reports: Sequence[Report]) -> Load:
+    records = merge([report.records for report in reports])
+    settings = tasks[0].settings
+    lateness = records.lateness_s(settings.warm_up_s) * 1e3
+    percentiles = None
+    if settings.concurrency is None and lateness.size:
+        p50, p99 = np.quantile(lateness, [0.5, 0.99])
+        percentiles = {"p50": float(p50), "p99": float(p99), "max": float(lateness.max())}
+    cpu_s = sum(report.cpu_s for report in reports)
+    return Load(
+        records=records,
+        causes=Causes.merge([report.causes for report in reports]).to_json(),
+        cpu_us_per_request=cpu_s / max(1, len(records.sample)) * 1e6,
+        lateness_ms=percentiles,
+    )

@@ -1,0 +1,155 @@
+"""Batch sizes and queue lengths over time, from the server's Prometheus metrics."""
+
+from __future__ import annotations
+
+import http.client
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from prometheus_client.parser import text_string_to_metric_families
+
+from offramp.tools.bench.load.settings import LoadError
+
+_LIMIT_S: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What the metrics said at an instant."""
+
+    at_s: float
+    """From the start of the load."""
+    rows: Mapping[str, float]
+    """Samples that went through each stage so far, by its exit."""
+    runs: Mapping[str, float]
+    """Batches that went through each stage so far."""
+    queued: float
+    """Samples that wait."""
+
+
+def read_metrics(text: str, *, model: str, at_s: float) -> Reading | None:
+    """Read the text of ``/metrics``; ``None`` if it says nothing of the model's batches."""
+    rows: dict[str, float] = {}
+    runs: dict[str, float] = {}
+    queued = 0.0
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.labels.get("model") != model:
+                continue
+            if sample.name == "offramp_batch_size_sum":
+                rows[sample.labels["exit"]] = sample.value
+            elif sample.name == "offramp_batch_size_count":
+                runs[sample.labels["exit"]] = sample.value
+            elif sample.name == "offramp_queued_samples":
+                queued = sample.value
+    return Reading(at_s=at_s, rows=rows, runs=runs, queued=queued) if runs else None
+
+
+def first_batch_size(before: Reading, after: Reading) -> float:
+    """Mean rows per batch of the first stage between two readings; NaN if none ran.
+
+    The first stage is the one with the most rows: all samples go through it. Which one that is may
+    change with the policy, and with it where its counts begin.
+    """
+    rows = {exit_: after.rows[exit_] - before.rows.get(exit_, 0.0) for exit_ in after.rows}
+    first = max(rows, key=rows.__getitem__)
+    runs = after.runs[first] - before.runs.get(first, 0.0)
+    return rows[first] / runs if runs > 0 else float("nan")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ServerSeries:
+    """What was between each reading and the next one."""
+
+    edges_s: NDArray[np.float64]
+    """[m + 1]: when was read, from the start of the load."""
+    batch_size: NDArray[np.float64]
+    """[m]: mean rows per batch of the first stage; NaN if none ran."""
+    queued: NDArray[np.float64]
+    """[m]: samples that waited, at the later reading."""
+
+    def batch_size_at(self, at_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Look instants up; NaN where nothing was read around one."""
+        place = np.searchsorted(self.edges_s, at_s, side="right") - 1
+        inside = (place >= 0) & (place < len(self.batch_size))
+        found = np.full(len(at_s), np.nan)
+        found[inside] = self.batch_size[place[inside]]
+        return found
+
+    def to_json(self) -> dict[str, list[float | None]]:
+        """As plain values."""
+        return {
+            "edges_s": self.edges_s.tolist(),
+            "batch_size": [None if np.isnan(v) else v for v in self.batch_size.tolist()],
+            "queued_samples": self.queued.tolist(),
+        }
+
+
+def series(readings: Sequence[Reading]) -> ServerSeries:
+    """Make a series of readings, in order of time."""
+    pairs = list(pairwise(readings))
+    return ServerSeries(
+        edges_s=np.array([reading.at_s for reading in readings]),
+        batch_size=np.array([first_batch_size(before, after) for before, after in pairs]),
+        queued=np.array([after.queued for _, after in pairs]),
+    )
+
+
+def mean_batch_size(readings: Sequence[Reading], from_s: float, until_s: float) -> float | None:
+    """Mean rows per batch of the first stage over a time; ``None`` if too little was read in it."""
+    inside = [reading for reading in readings if from_s <= reading.at_s <= until_s]
+    mean = first_batch_size(inside[0], inside[-1]) if len(inside) > 1 else float("nan")
+    return None if np.isnan(mean) else mean
+
+
+class MetricsPoll:
+    """Reads the metrics at most every so often.
+
+    Args:
+        address: ``host:port`` of the server's HTTP side.
+        model: The served model's name.
+        every_s: Between two readings, at least.
+
+    Raises:
+        LoadError: There are no metrics of that model.
+    """
+
+    def __init__(self, address: str, model: str, *, every_s: float) -> None:
+        self._url = f"http://{address}/metrics"
+        self._model, self._every_s = model, every_s
+        self._readings: list[Reading] = []
+        try:
+            reading = self._read(-1.0)
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise LoadError(
+                f"{self._url} cannot be read ({error}); --metrics is HOST:PORT of the status page "
+                "that eeserve names when it is ready"
+            ) from error
+        if reading is None:
+            raise LoadError(f"{self._url} says nothing of model {model!r}; is it served there?")
+
+    def poll(self, at_s: float) -> None:
+        """Read, if it is time to; a reading that fails leaves a gap."""
+        if at_s < 0 or (self._readings and at_s < self._readings[-1].at_s + self._every_s):
+            return
+        try:
+            reading = self._read(at_s)
+        except (OSError, ValueError, http.client.HTTPException):
+            return
+        if reading is not None:
+            self._readings.append(reading)
+
+    @property
+    def readings(self) -> tuple[Reading, ...]:
+        """What was read so far."""
+        return tuple(self._readings)
+
+    def _read(self, at_s: float) -> Reading | None:
+        with urllib.request.urlopen(self._url, timeout=_LIMIT_S) as response:
+            text = response.read().decode()
+        return read_metrics(text, model=self._model, at_s=at_s)

@@ -1,0 +1,143 @@
+"""The data of a load, and how the source model answers them."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import Bundle, TensorSpec
+from offramp.calibration.dataset import read_dataset
+from offramp.client import ModelMetadata
+from offramp.engine.backends import make_backend
+from offramp.engine.pipeline import Pipeline
+from offramp.engine.plan import Mode, make_plan
+from offramp.tools.bench.load.replies import UNKNOWN
+from offramp.tools.bench.load.settings import LoadError
+
+REFERENCE_KEY: Final = "reference"
+"""Under which a data file may hold the source model's classes, int64 [n]."""
+
+_BATCH: Final = 16
+_REFERENCE_SPEC: Final = TensorSpec(name=REFERENCE_KEY, dtype="int64", shape=("batch",))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoadData:
+    """Samples to send."""
+
+    inputs: Mapping[str, NDArray[Any]]
+    """By name, first dimension n."""
+    reference: NDArray[np.int64] | None
+    """[n]: the source model's classes, where the file has them."""
+    sha256: str
+    """Of the file."""
+
+    def __len__(self) -> int:
+        """Samples."""
+        return len(next(iter(self.inputs.values())))
+
+
+def read_data(path: Path, specs: Sequence[TensorSpec], *, samples: int) -> LoadData:
+    """Read the first samples of a file, at most so many.
+
+    Raises:
+        DataError: The file is not what the model takes.
+    """
+    has_reference = f"{REFERENCE_KEY}.npy" in _names(path) and all(
+        spec.name != REFERENCE_KEY for spec in specs
+    )
+    dataset = read_dataset(path, [*specs, _REFERENCE_SPEC] if has_reference else specs)
+    inputs = dataset.take(slice(samples))
+    reference = inputs.pop(REFERENCE_KEY) if has_reference else None
+    return LoadData(inputs=inputs, reference=reference, sha256=dataset.sha256)
+
+
+def _names(path: Path) -> list[str]:
+    """Of the arrays' files; none if it is no archive, which whoever reads it complains about."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.namelist()
+    except (OSError, zipfile.BadZipFile):
+        return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reference:
+    """What answers are compared with."""
+
+    answer: str | None = None
+    """Name of the output that is the answer; ``None`` compares nothing."""
+    classes: NDArray[np.int64] | None = None
+    """[n]: the source model's; ``UNKNOWN`` where it was not asked."""
+    on_calibration_data: bool | None = None
+    """Whether the data are those that the bundle was calibrated on, where that is known."""
+
+
+def given_reference(data: LoadData, metadata: ModelMetadata) -> Reference:
+    """Take the classes that came with the data, if any did.
+
+    Raises:
+        LoadError: It is not clear which output they belong to.
+    """
+    if data.reference is None:
+        return Reference()
+    if len(metadata.outputs) != 1:
+        raise LoadError(
+            f"model {metadata.name!r} has the outputs {', '.join(metadata.outputs)}; only a bundle "
+            f"says which one the array {REFERENCE_KEY!r} belongs to: give --reference"
+        )
+    return Reference(answer=next(iter(metadata.outputs)), classes=data.reference)
+
+
+def ask_source(
+    bundle: Bundle,
+    data: LoadData,
+    rows: NDArray[np.int64],
+    *,
+    served: ModelMetadata,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Reference:
+    """Ask a bundle's source model, here, in one thread.
+
+    Args:
+        bundle: The one that is served.
+        data: Of n samples.
+        rows: Samples to ask for.
+        served: What the server says of the model.
+        progress: Called with the number of samples of each batch.
+
+    Raises:
+        LoadError: The bundle is of another model.
+        BackendError: It cannot be run.
+    """
+    answer = bundle.manifest.answer.output
+    _check_same(bundle, served)
+    pipeline = Pipeline(make_backend(threads=1), make_plan(bundle, mode=Mode.OFF))
+    slot = pipeline.backend.open_slot()
+    classes = np.full(len(data), UNKNOWN, np.int64)
+    for start in range(0, len(rows), _BATCH):
+        batch = rows[start : start + _BATCH]
+        tensors = {name: array[batch] for name, array in data.inputs.items()}
+        for departure in pipeline.run(slot, tensors):
+            classes[batch[departure.rows]] = departure.answer.argmax(axis=1)
+        progress(len(batch))
+    slot.close()
+    same_data = data.sha256 == bundle.manifest.calibration.data_sha256
+    return Reference(answer=answer, classes=classes, on_calibration_data=same_data)
+
+
+def _check_same(bundle: Bundle, served: ModelMetadata) -> None:
+    ours = {spec.name for spec in (*bundle.manifest.inputs, *bundle.manifest.outputs)}
+    theirs = {*served.inputs, *served.outputs}
+    if ours != theirs:
+        raise LoadError(
+            f"{bundle.path} has the tensors {', '.join(sorted(ours))}, the served model "
+            f"{served.name!r} {', '.join(sorted(theirs))}; give the bundle that is served "
+            "as --reference"
+        )

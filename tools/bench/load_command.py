@@ -1,0 +1,263 @@
+"""``eebench load``: how a server does under load, measured from outside."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+from offramp.bundle import Bundle
+from offramp.client import ModelMetadata
+from offramp.tools.bench.environment import describe_environment
+from offramp.tools.bench.load.dealing import Share, deal, deal_concurrency, used_samples
+from offramp.tools.bench.load.generator import Load, generate
+from offramp.tools.bench.load.metrics_poll import MetricsPoll
+from offramp.tools.bench.load.reference import (
+    LoadData,
+    Reference,
+    ask_source,
+    given_reference,
+    read_data,
+)
+from offramp.tools.bench.load.report import (
+    WINDOWS,
+    LoadReport,
+    make_report,
+    print_report,
+    settings_json,
+    warning,
+)
+from offramp.tools.bench.load.requests import serialise_requests
+from offramp.tools.bench.load.server_check import check_server, input_specs
+from offramp.tools.bench.load.settings import LoadError, LoadSettings, read_options
+from offramp.tools.bench.load.worker import Task
+from offramp.tools.bench.traces import Trace, add_trace_arguments
+
+_LEAST_POLL_S: Final = 0.25
+"""Between two readings of the metrics: each costs the server some milliseconds."""
+
+_DESCRIPTION: Final = """\
+Send requests of one sample each to a server and measure what comes back. By default the loop is
+open: requests are sent when a trace says, whatever is under way, and latency counts from then.
+The k-th request is the k-th sample of the data, which starts anew at its end."""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand.
+
+    Args:
+        commands: What ``add_subparsers`` of eebench's parser gave.
+    """
+    parser = commands.add_parser(
+        "load",
+        help="latency, attainment and agreement of a server under an open or closed loop",
+        description=_DESCRIPTION,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("address", metavar="ADDRESS", help="HOST:PORT of the server's gRPC side")
+    add("--model", required=True, metavar="NAME", help="served under it%(default).0s")
+    add("--data", type=Path, required=True, metavar="NPZ", help="samples to send%(default).0s")
+    add("--samples", type=int, default=4000, metavar="N", help="of the data to use at most")
+    add_trace_arguments(parser)
+    _add_sending(parser.add_argument_group("sending"))
+    _add_judging(parser.add_argument_group("judging and output"))
+    parser.set_defaults(run=run)
+
+
+def _add_sending(group: argparse._ArgumentGroup) -> None:
+    # "%(default).0s" prints nothing, and keeps the formatter from adding "(default: None)"
+    add = group.add_argument
+    add(
+        "--closed-loop",
+        type=int,
+        metavar="N",
+        help="no trace: keep N requests under way for --duration-s, and count latency from when "
+        "each is really sent%(default).0s",
+    )
+    add("--processes", type=int, default=1, metavar="P", help="that send, in turn")
+    add("--priority", type=int, default=0, metavar="N", help="1 is served first, 0 is the default")
+    add("--drain-s", type=float, default=10.0, metavar="S", help="longest wait for last answers")
+    add(
+        "--max-in-flight",
+        type=int,
+        default=10_000,
+        metavar="N",
+        help="requests under way per process; those beyond are not sent and count as unanswered",
+    )
+
+
+def _add_judging(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--slo-ms",
+        type=float,
+        metavar="D",
+        help="latency to answer within; sent to the server as the deadline%(default).0s",
+    )
+    add("--no-deadline", action="store_true", help="judge by --slo-ms, and do not send it")
+    add(
+        "--warm-up-s",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="of the beginning, sent and left out of the figures",
+    )
+    add(
+        "--reference",
+        type=Path,
+        metavar="BUNDLE",
+        help="of whose source model answers are compared with; it is run here before the load. "
+        "Without it: with the classes in the data's array 'reference', if there is one"
+        "%(default).0s",
+    )
+    add(
+        "--metrics",
+        metavar="HOST:PORT",
+        help="the server's HTTP side, to read batch sizes and queue from%(default).0s",
+    )
+    add("--json", type=Path, metavar="FILE", help="write the figures there%(default).0s")
+    add("--html", type=Path, metavar="FILE", help="write a page there%(default).0s")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Make the load and tell of it; gives the exit status.
+
+    Raises:
+        LoadError, TraceError, DataError, BundleError, BackendError, ValueError
+    """
+    settings, trace = read_options(options)
+    _check_outputs(options.json, options.html)
+    metadata = check_server(settings.address, settings.model)
+    data = read_data(options.data, input_specs(metadata), samples=options.samples)
+    shares = make_shares(settings, trace, samples=len(data))
+    poll = _open_poll(options.metrics, settings)
+    reference = _find_reference(options.reference, data, metadata, shares)
+    environment = describe_environment(
+        trace=None if trace is None else trace.name,
+        data=options.data.name,
+        samples=len(data),
+        data_is_calibration_data=reference.on_calibration_data,
+        **settings_json(settings),
+    )
+    load = _generate(settings, shares, data, reference.answer, poll)
+    report = make_report(
+        settings,
+        load,
+        load.records.to_outcomes(reference.classes, settings.duration_s),
+        readings=poll.readings if poll else (),
+        environment=environment,
+    )
+    _tell(options, settings, report)
+    return 0
+
+
+def make_shares(settings: LoadSettings, trace: Trace | None, *, samples: int) -> list[Share]:
+    """Deal out a trace, or the places of a closed loop."""
+    if trace is not None:
+        return list(deal(trace.arrivals_s, samples, settings.processes))
+    assert settings.concurrency is not None
+    return list(deal_concurrency(settings.concurrency, samples, settings.processes))
+
+
+def _check_outputs(*paths: Path | None) -> None:
+    """Before the load, not after it."""
+    for path in paths:
+        if path is not None and not path.absolute().parent.is_dir():
+            raise LoadError(f"{path} cannot be written: there is no folder {path.parent}; make it")
+
+
+def _open_poll(address: str | None, settings: LoadSettings) -> MetricsPoll | None:
+    if address is None:
+        return None
+    every_s = max(_LEAST_POLL_S, settings.duration_s / WINDOWS)
+    return MetricsPoll(address, settings.model, every_s=every_s)
+
+
+def _find_reference(
+    path: Path | None, data: LoadData, metadata: ModelMetadata, shares: Sequence[Share]
+) -> Reference:
+    if path is None:
+        return given_reference(data, metadata)
+    bundle, rows = Bundle.open(path), used_samples(shares)
+    with _progress("Source model", len(rows)) as (bars, bar):
+        return ask_source(
+            bundle, data, rows, served=metadata, progress=lambda n: bars.advance(bar, n)
+        )
+
+
+def _generate(
+    settings: LoadSettings,
+    shares: Sequence[Share],
+    data: LoadData,
+    answer: str | None,
+    poll: MetricsPoll | None,
+) -> Load:
+    tasks = [
+        Task(
+            settings=settings,
+            share=share,
+            requests=serialise_requests(settings, data.inputs, share.samples),
+            answer=answer,
+        )
+        for share in shares
+    ]
+    with _progress(f"Load, {settings.loop}", settings.duration_s) as (bars, bar):
+
+        def on_tick(at_s: float) -> None:
+            bars.update(bar, completed=max(0.0, at_s))
+            if poll is not None:
+                poll.poll(at_s)
+
+        return generate(tasks, on_tick=on_tick)
+
+
+@contextmanager
+def _progress(name: str, total: float) -> Iterator[tuple[Progress, TaskID]]:
+    console = Console(stderr=True)
+    # at 10 refreshes a second, the default, it would take from the load what it measures
+    with Progress(
+        console=console, transient=True, refresh_per_second=2, disable=not console.is_terminal
+    ) as bars:
+        yield bars, bars.add_task(name, total=total)
+
+
+def _tell(options: argparse.Namespace, settings: LoadSettings, report: LoadReport) -> None:
+    console = Console()
+    name = report.environment["trace"] or settings.loop
+    title = f"{settings.model} at {settings.address}, {name}"
+    if report.environment["data_is_calibration_data"]:
+        console.print(
+            "[bold red]This is the data that the bundle was calibrated on:[/] agreement on it "
+            "says nothing about unseen data. Give --data that the compiler never saw.",
+            soft_wrap=True,
+        )
+    print_report(
+        console, report, title=f"{title}: measured without the first {settings.warm_up_s:g} s"
+    )
+    if (doubt := warning(report)) is not None:
+        print(f"eebench: {doubt}", file=sys.stderr)
+    if options.json is not None:
+        report.write_json(options.json)
+    if options.html is not None:
+        _write_page(options.html, report, title=title)
+
+
+def _write_page(path: Path, report: LoadReport, *, title: str) -> None:
+    # it draws with the compiler's report, which is loaded only where a page is wanted
+    from offramp.tools.bench.dynamics import Run, write_page  # noqa: PLC0415
+
+    shown = Run(
+        name=str(report.environment["trace"] or report.environment["loop"]),
+        summary=report.summary,
+        timeline=report.timeline,
+        percentiles=report.percentiles,
+        environment=report.environment,
+    )
+    write_page(path, title=title, measured=True, runs=[shown])

@@ -1,0 +1,210 @@
+"""``eebench simulate``: what a bundle would do under a load, policy by policy."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offramp.bundle import Bundle
+from offramp.engine.options import ModelOptions
+from offramp.engine.plan import Mode
+from offramp.engine.scheduling import POLICIES, ParallelLimit, PolicyName, make_scheduler
+from offramp.tools.bench.dynamics import Run, write_page
+from offramp.tools.bench.environment import describe_environment
+from offramp.tools.bench.numbers import positive
+from offramp.tools.bench.outcomes import Outcomes, hdr_table, summarise, timeline
+from offramp.tools.bench.simulation import draw_load, model_of, simulate
+from offramp.tools.bench.table import print_summaries, wide_console
+from offramp.tools.bench.traces import Trace, add_trace_arguments, trace_of
+
+_DESCRIPTION = """\
+Drive the server's own scheduler and policies on virtual time. Stages take as long as the bundle's
+profile says; whether a sample leaves is what was recorded of it at calibration. All figures are
+simulated."""
+
+_SOURCE = "source:"
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """What is simulated: a policy on the multi-exit model, or on the source model."""
+
+    label: str
+    mode: Mode
+    scheduling: PolicyName
+
+    @classmethod
+    def parse(cls, text: str) -> System:
+        """Read ``slackfit`` or ``source:clockwork``.
+
+        Raises:
+            ValueError: There is no such policy.
+        """
+        mode = Mode.OFF if text.startswith(_SOURCE) else Mode.LEAVE
+        return cls(text, mode, PolicyName.parse(text.removeprefix(_SOURCE)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """One system's run."""
+
+    label: str
+    outcomes: Outcomes
+    requests_per_second: float
+    """How fast the simulator was."""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand to what ``add_subparsers`` of eebench's parser gave."""
+    parser = commands.add_parser(
+        "simulate",
+        help="policies under a load on virtual time, by a bundle's profile and records",
+        description=_DESCRIPTION,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("bundle", type=Path, metavar="BUNDLE", help="folder made by eecompile")
+    add(
+        "--policy",
+        default="run-through,source:clockwork",
+        metavar="NAME,NAME,…",
+        help=f"{', '.join(POLICIES)} (fixed:EXIT, fixed:final); with source: before it, on the "
+        "source model",
+    )
+    add_trace_arguments(parser)
+    add("--workers", type=positive, default=1, metavar="N", help="devices, or streams of one")
+    add("--slo-ms", type=float, metavar="D", help="deadline of every request%(default).0s")
+    add("--max-batch-size", type=positive, default=32, metavar="N", help="of a batch")
+    add("--max-queue-delay-ms", type=float, default=0.0, metavar="MS", help="wait for batch mates")
+    add("--max-queue-samples", type=positive, default=4096, metavar="N", help="that wait at most")
+    limit = parser.add_mutually_exclusive_group()
+    limit.add_argument(
+        "--parallel-below", type=positive, metavar="N", help="PAME's τ_b%(default).0s"
+    )
+    limit.add_argument(
+        "--max-violations", type=float, metavar="SHARE", help="PAME's τ_l%(default).0s"
+    )
+    add("--forbid-forced-exits", action="store_true", help="no sample leaves below a threshold")
+    add(
+        "--stage-overhead-us",
+        type=float,
+        default=0.0,
+        metavar="US",
+        help="the server's own time a stage, beyond its graph (see benchmarks.executor)",
+    )
+    add("--json", type=Path, metavar="FILE", help="write the figures there%(default).0s")
+    add("--html", type=Path, metavar="FILE", help="write a page with plots there%(default).0s")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Simulate, and tell of it; gives the exit status.
+
+    Raises:
+        BundleError, TraceError, ValueError
+    """
+    systems = [System.parse(text) for text in options.policy.split(",")]
+    if options.slo_ms is not None and not options.slo_ms > 0:
+        raise ValueError(f"--slo-ms is {options.slo_ms:g}; it must be more than 0")
+    bundle, trace = Bundle.open(options.bundle), trace_of(options)
+    runs = list(_runs(bundle, systems, trace, options))
+    _tell(runs, trace, options)
+    return 0
+
+
+def _runs(
+    bundle: Bundle, systems: list[System], trace: Trace, options: argparse.Namespace
+) -> Iterator[Simulated]:
+    for system in systems:
+        settings = ModelOptions(
+            scheduling=system.scheduling,
+            max_batch_size=options.max_batch_size,
+            max_queue_delay_ms=options.max_queue_delay_ms,
+            max_queue_samples=options.max_queue_samples,
+            forced_exits=not options.forbid_forced_exits,
+        )
+        model = model_of(bundle, system.mode, settings)
+        scheduler = make_scheduler(
+            system.scheduling,
+            model.points,
+            max_batch_size=settings.max_batch_size,
+            max_delay_s=settings.max_queue_delay_ms / 1e3,
+            max_queue=settings.max_queue_samples,
+            streams=options.workers,
+            parallel=ParallelLimit(
+                settings.max_batch_size,
+                fixed=options.parallel_below,
+                max_violations=options.max_violations,
+            ),
+        )
+        load = draw_load(
+            trace.arrivals_s,
+            trace.duration_s,
+            model.behaviour.leaves_at.size,
+            slo_s=float("inf") if options.slo_ms is None else options.slo_ms / 1e3,
+            seed=options.seed,
+        )
+        started_s = time.perf_counter()
+        outcomes = simulate(
+            model.behaviour,
+            scheduler,
+            model.seconds,
+            load,
+            streams=options.workers,
+            stage_overhead_s=options.stage_overhead_us / 1e6,
+        )
+        elapsed_s = time.perf_counter() - started_s
+        speed = len(trace.arrivals_s) / elapsed_s
+        yield Simulated(label=system.label, outcomes=outcomes, requests_per_second=speed)
+
+
+def _tell(runs: list[Simulated], trace: Trace, options: argparse.Namespace) -> None:
+    summaries = {run.label: summarise(run.outcomes, slo_ms=options.slo_ms) for run in runs}
+    console = wide_console()
+    speed = len(runs) / sum(1 / run.requests_per_second for run in runs)
+    print_summaries(
+        console,
+        summaries,
+        title=f"{options.bundle}: SIMULATED, {trace.name}, {options.workers} worker(s)",
+        caption=f"{speed:,.0f} requests a second were simulated.",
+    )
+    environment = describe_environment(
+        simulated=True,
+        trace=trace.name,
+        requests=len(trace.arrivals_s),
+        workers=options.workers,
+        seed=options.seed,
+    )
+    if options.json is not None:
+        document = {
+            "simulated": True,
+            "runs": [
+                {
+                    "policy": run.label,
+                    "summary": summaries[run.label].to_json(),
+                    "timeline": timeline(run.outcomes, slo_ms=options.slo_ms).to_json(),
+                    "percentiles": hdr_table(run.outcomes.latency_s),
+                }
+                for run in runs
+            ],
+            "environment": environment,
+        }
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    if options.html is not None:
+        pages = [
+            Run(
+                run.label,
+                summaries[run.label],
+                timeline(run.outcomes, slo_ms=options.slo_ms),
+                hdr_table(run.outcomes.latency_s),
+                environment,
+            )
+            for run in runs
+        ]
+        title = f"{Path(options.bundle).name} under {trace.name}"
+        write_page(options.html, title=title, measured=False, runs=pages)

@@ -1,0 +1,244 @@
+"""Serving on virtual time: the server's own scheduler and policies, and a clock that jumps.
+
+What is simulated is the device: stages take as long as a profile says, streams do not slow each
+other down, and nothing is lost on the way to and from the client. What is not simulated is the
+decision: scheduler and policy are the very objects that serve. Whether and where a sample leaves
+comes from recorded confidences. Same arguments, same result.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import Bundle
+from offramp.engine.options import ModelOptions
+from offramp.engine.plan import Mode, make_plan
+from offramp.engine.scheduling import (
+    DropCause,
+    Dropped,
+    ModelScheduler,
+    OperatingPoints,
+    Run,
+    SchedulerFullError,
+    Submission,
+    Wait,
+)
+from offramp.engine.scheduling.points import CERTIFY_SPLIT
+from offramp.engine.served_model import points_of
+from offramp.tools.bench.outcomes import FINAL, Outcomes, Status
+
+_NEVER = float("inf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Behaviour:
+    """Where recorded samples leave a model on their own, and what each stage would answer."""
+
+    exits: tuple[int, ...]
+    """[stages]: the exit of each; ``FINAL`` at the model's end."""
+    leaves_at: NDArray[np.int64]
+    """[records]: first stage where the sample is sure enough."""
+    agrees: NDArray[np.bool_]
+    """[stages, records]: whether the stage's answer is the source model's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SimulatedModel:
+    """A model on virtual time."""
+
+    behaviour: Behaviour
+    points: OperatingPoints
+    """For the policy."""
+    seconds: tuple[tuple[float, ...], ...]
+    """[stages][max_batch_size + 1]: what stages take."""
+
+
+def model_of(bundle: Bundle, mode: Mode, options: ModelOptions) -> SimulatedModel:
+    """Simulate a bundle by its profile, and its records of the certify split (unseen data)."""
+    plan = make_plan(bundle, mode=mode)
+    records = bundle.records()
+    chosen = records["split"] == CERTIFY_SPLIT
+    final = records["final_prediction"][chosen]
+    count = int(chosen.sum())
+    leaves_at = np.full(count, len(plan.stages) - 1)
+    agrees = np.ones((len(plan.stages), count), np.bool_)
+    for stage in reversed(plan.stages):
+        if stage.exit is not None:
+            sure = records["confidence"][stage.exit][chosen] >= np.float32(stage.threshold)
+            leaves_at[sure] = stage.index
+            agrees[stage.index] = records["prediction"][stage.exit][chosen] == final
+    exits = tuple(FINAL if s.exit is None else s.exit for s in plan.stages)
+    points = points_of(bundle, plan, options)
+    return SimulatedModel(
+        behaviour=Behaviour(exits=exits, leaves_at=leaves_at, agrees=agrees),
+        points=points,
+        seconds=points.latencies.profiled_s,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Load:
+    """Requests of one sample each."""
+
+    arrivals_s: NDArray[np.float64]
+    """[n], rising."""
+    records: NDArray[np.int64]
+    """[n]: which recorded sample each one sends."""
+    slo_s: float = _NEVER
+    """Deadline of every request, from its arrival."""
+    duration_s: float
+
+
+def draw_load(
+    arrivals_s: NDArray[np.float64], duration_s: float, records: int, *, slo_s: float, seed: int
+) -> Load:
+    """Send records at random, each as likely as any other."""
+    drawn = np.random.default_rng(seed).integers(0, records, len(arrivals_s))
+    return Load(arrivals_s=arrivals_s, records=drawn, slo_s=slo_s, duration_s=duration_s)
+
+
+def simulate(
+    model: Behaviour,
+    scheduler: ModelScheduler,
+    stage_s: Sequence[Sequence[float]],
+    load: Load,
+    *,
+    streams: int,
+    stage_overhead_s: float = 0.0,
+) -> Outcomes:
+    """Run a load to its end on virtual time.
+
+    Args:
+        model: What samples do.
+        scheduler: Decides; fresh.
+        stage_s: [stages][max_batch_size + 1]: what stages take, by batch size; what the
+            scheduler predicts may differ.
+        load: What arrives when.
+        streams: As many as the scheduler was made for.
+        stage_overhead_s: What each stage takes beyond its graph.
+    """
+    leaves_at = model.leaves_at[load.records]
+    device = _Device(stage_s, stage_overhead_s, streams)
+    log = _Log()
+    arrivals: list[float] = load.arrivals_s.tolist()
+    count, following = len(arrivals), 0
+    wake_s = _NEVER
+    while True:
+        arrival_s = arrivals[following] if following < count else _NEVER
+        end_s = device.next_end_s()
+        now_s = min(end_s, arrival_s, wake_s)
+        if now_s == _NEVER:
+            break
+        goes_on = False
+        if arrival_s == now_s:
+            try:
+                scheduler.submit(Submission(following, 1, now_s + load.slo_s), now_s)
+            except SchedulerFullError:
+                log.rejected.append(following)
+            following += 1
+        elif end_s == now_s:
+            stream, run = device.end()
+            exited = leaves_at[run.requests] == run.stage
+            released, _, survivors, parked = scheduler.done(stream, exited, now_s)
+            if len(released):
+                log.answered(run, released, now_s)
+            goes_on = parked is None and len(survivors) > 0
+        wake_s = _NEVER
+        while device.idle and (goes_on or scheduler.waiting):
+            goes_on = False
+            decision = scheduler.next(device.idle[-1], now_s)
+            if isinstance(decision, Run):
+                device.start(decision, now_s)
+                if decision.stage == 0:
+                    log.started(decision)
+                continue
+            if isinstance(decision, Wait):
+                wake_s = decision.until_s
+            break
+    return log.outcomes(model, load, leaves_at, scheduler.take_dropped())
+
+
+class _Device:
+    """Streams that take their time."""
+
+    def __init__(self, stage_s: Sequence[Sequence[float]], overhead_s: float, streams: int) -> None:
+        self.idle = list(range(streams))
+        """Streams without a stage; the last is asked first, as it has just been busy."""
+        self._seconds = [[time_s + overhead_s for time_s in row] for row in stage_s]
+        self._ends: list[tuple[float, int]] = []
+        self._running: dict[int, Run] = {}
+
+    def next_end_s(self) -> float:
+        return self._ends[0][0] if self._ends else _NEVER
+
+    def start(self, run: Run, now_s: float) -> None:
+        """Run on the stream that was asked."""
+        stream = self.idle.pop()
+        self._running[stream] = run
+        heapq.heappush(self._ends, (now_s + self._seconds[run.stage][len(run.requests)], stream))
+
+    def end(self) -> tuple[int, Run]:
+        """End the stage that ends first; its stream is asked next."""
+        _, stream = heapq.heappop(self._ends)
+        self.idle.append(stream)
+        return stream, self._running.pop(stream)
+
+
+class _Log:
+    """What happened, as it happened; made into arrays at the end."""
+
+    def __init__(self) -> None:
+        self.rejected: list[int] = []
+        self._requests: list[NDArray[np.int64]] = []
+        self._when: list[tuple[float, int]] = []
+        self._first: list[NDArray[np.int64]] = []
+        self._sizes: list[int] = []
+
+    def answered(self, run: Run, released: NDArray[np.intp], now_s: float) -> None:
+        requests = run.requests
+        self._requests.append(requests if len(released) == len(requests) else requests[released])
+        self._when.append((now_s, run.stage))
+
+    def started(self, run: Run) -> None:
+        self._first.append(run.requests)
+        self._sizes.append(len(run.requests))
+
+    def outcomes(
+        self,
+        model: Behaviour,
+        load: Load,
+        leaves_at: NDArray[np.int64],
+        dropped: Sequence[Dropped],
+    ) -> Outcomes:
+        count = len(load.arrivals_s)
+        latency_s, stage = np.full(count, np.nan), np.zeros(count, np.int64)
+        status = np.full(count, Status.UNANSWERED, np.uint8)
+        batch_size = np.zeros(count, np.int16)
+        if self._requests:
+            requests = np.concatenate(self._requests)
+            when = np.repeat(np.array(self._when), [len(r) for r in self._requests], axis=0)
+            latency_s[requests] = when[:, 0] - load.arrivals_s[requests]
+            stage[requests] = when[:, 1].astype(np.int64)
+            status[requests] = Status.OK
+        if self._first:
+            sizes = np.repeat(self._sizes, [len(r) for r in self._first])
+            batch_size[np.concatenate(self._first)] = sizes
+        status[self.rejected] = Status.REJECTED
+        for item in dropped:
+            late = item.cause in {DropCause.EXPIRED, DropCause.HOPELESS}
+            status[item.request] = Status.EXPIRED if late else Status.FAILED
+        return Outcomes(
+            intended_s=load.arrivals_s,
+            latency_s=latency_s,
+            status=status,
+            exit=np.array(model.exits, np.int16)[stage],
+            forced=(leaves_at > stage) & (status == Status.OK),
+            agrees=model.agrees[stage, load.records].astype(np.int8),
+            batch_size=batch_size,
+            duration_s=load.duration_s,
+        )

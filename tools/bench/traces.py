@@ -1,0 +1,417 @@
+"""Arrival traces: when each request of a load is to be sent. Same seed, same arrivals.
+
+Synthetic ones are those of SuperServe (NSDI '25, section 6.1): constant, gamma renewal (Poisson is
+the one of CV² 1), bursty, and accelerating. Real ones are read from files; where their time was
+rescaled, the trace's name says so. Millions of arrivals take a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import difflib
+import gzip
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+_DEFAULT_DURATION_S = 10.0
+_MOST = 50_000_000
+"""Arrivals of a trace: beyond is a slip, not a load."""
+_RAMP_FROM = 0.25
+"""Share of an accelerating trace's duration that passes before its rate moves."""
+
+
+class TraceError(ValueError):
+    """What was asked for is no trace; says what would be one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trace:
+    """When requests arrive."""
+
+    name: str
+    """For people; says if time was rescaled, and by what factor."""
+    arrivals_s: NDArray[np.float64]
+    """[n], rising, from the start of the trace; all before its end."""
+    duration_s: float
+
+    def __post_init__(self) -> None:
+        arrivals = self.arrivals_s
+        if not arrivals.size:
+            raise TraceError(
+                f"no request arrives in {self.duration_s:g} s of '{self.name}'; "
+                "give a higher rate or a longer duration"
+            )
+        rising = bool(np.all(arrivals[1:] >= arrivals[:-1]))
+        if not (rising and arrivals[0] >= 0 and arrivals[-1] < self.duration_s):
+            raise TraceError(
+                f"arrivals of '{self.name}' must rise within [0, {self.duration_s:g}) s; they go "
+                f"from {arrivals.min():g} to {arrivals.max():g} s, {'' if rising else 'not '}rising"
+            )
+
+    @property
+    def rate(self) -> float:
+        """Mean requests per second."""
+        return self.arrivals_s.size / self.duration_s
+
+    @property
+    def cv2(self) -> float:
+        """Squared coefficient of variation of the gaps; NaN with fewer than two gaps."""
+        gaps = np.diff(self.arrivals_s)
+        if gaps.size < 2 or not gaps.any():
+            return math.nan
+        return float(gaps.var() / gaps.mean() ** 2)
+
+
+def constant(rate: float, duration_s: float) -> Trace:
+    """Space ``rate`` requests per second evenly, the first at 0."""
+    expected = _expected(rate, duration_s)
+    arrivals = np.arange(math.ceil(expected)) / rate
+    return _trace(f"constant, {rate:g}/s", arrivals, duration_s)
+
+
+def poisson(rate: float, duration_s: float, seed: int) -> Trace:
+    """Draw independent arrivals: exponential gaps."""
+    expected = _expected(rate, duration_s)
+    return _trace(f"poisson, {rate:g}/s", _renewals(expected, 1.0, seed) / rate, duration_s)
+
+
+def gamma(rate: float, cv2: float, duration_s: float, seed: int) -> Trace:
+    """Draw a renewal process with gamma gaps of mean 1/``rate`` and shape 1/``cv2``."""
+    expected = _expected(rate, duration_s)
+    name = f"gamma, {rate:g}/s, CV² {cv2:g}"
+    return _trace(name, _renewals(expected, cv2, seed) / rate, duration_s)
+
+
+def bursty(
+    base_rate: float, variable_rate: float, cv2: float, duration_s: float, seed: int
+) -> Trace:
+    """Merge a constant stream with a gamma renewal stream (SuperServe 6.1).
+
+    Args:
+        base_rate: Requests per second of the constant stream, λ_b.
+        variable_rate: Mean requests per second of the gamma stream, λ_v.
+        cv2: Of the gamma stream's gaps; SuperServe has 2, 4, 8.
+        duration_s: Of the trace.
+        seed: Of the gamma stream.
+    """
+    base = constant(base_rate, duration_s).arrivals_s
+    variable = gamma(variable_rate, cv2, duration_s, seed).arrivals_s
+    # stable sorting merges two sorted runs instead of sorting them anew
+    merged = np.sort(np.concatenate([base, variable]), kind="stable")
+    name = f"bursty, {base_rate:g}/s constant + gamma {variable_rate:g}/s of CV² {cv2:g}"
+    return _trace(name, merged, duration_s)
+
+
+def accelerate(
+    rate_from: float,
+    rate_to: float,
+    acceleration: float,
+    cv2: float,
+    duration_s: float,
+    *,
+    seed: int,
+) -> Trace:
+    """Let the mean rate move from one value to another (SuperServe 6.1, time-varying).
+
+    The first quarter of the duration is at ``rate_from``; then the rate moves by ``acceleration``
+    until it is ``rate_to``, and stays. Unit-mean gamma gaps are warped through the inverse of the
+    cumulative rate, so burstiness is the same at every rate. A lower ``rate_to`` slows down.
+
+    Args:
+        rate_from: Requests per second, λ_1.
+        rate_to: Requests per second, λ_2.
+        acceleration: Requests per second per second, τ; positive in either direction.
+        cv2: Of the gaps, in units of the mean gap of their moment.
+        duration_s: Of the trace; a ramp that it cuts off is a shorter ramp, and the name says so.
+        seed: Of the gaps.
+    """
+    _positive(rate_from, "--rate (the rate to start from)", "requests per second")
+    _positive(rate_to, "--rate-to", "requests per second")
+    _positive(acceleration, "--acceleration", "requests per second per second")
+    _positive(duration_s, "--duration-s", "seconds")
+    begin_s = _RAMP_FROM * duration_s
+    needed_s = abs(rate_to - rate_from) / acceleration
+    ramp_s = min(needed_s, duration_s - begin_s)
+    slope = math.copysign(acceleration, rate_to - rate_from)
+    reached = rate_to if ramp_s == needed_s else rate_from + slope * ramp_s
+    before, within = rate_from * begin_s, 0.5 * (rate_from + reached) * ramp_s
+    after = reached * (duration_s - begin_s - ramp_s)
+    expected = _expected((before + within + after) / duration_s, duration_s)
+    count = _renewals(expected, cv2, seed)
+    # the inverse of the cumulative rate: linear, then a root, then linear
+    into_ramp = np.clip(count - before, 0, within)
+    speed = np.sqrt(rate_from**2 + 2 * slope * into_ramp)
+    arrivals = (
+        np.minimum(count, before) / rate_from
+        + 2 * into_ramp / (rate_from + speed)
+        + np.maximum(count - before - within, 0) / reached
+    )
+    cut = "" if reached == rate_to else f", cut off at {reached:.4g}/s"
+    name = (
+        f"accelerating, {rate_from:g}/s to {rate_to:g}/s at {acceleration:g}/s² "
+        f"from {begin_s:g} s{cut}, CV² {cv2:g}"
+    )
+    # where the pieces meet, rounding may put two arrivals in the wrong order
+    return _trace(name, np.maximum.accumulate(arrivals), duration_s)
+
+
+def azure(path: Path, rate: float | None = None, duration_s: float | None = None) -> Trace:
+    """Read the arrivals of an Azure LLM inference trace (Azure/AzurePublicDataset, CC-BY-4.0).
+
+    The first request is at 0, and the file ends one mean gap after its last request.
+
+    Args:
+        path: CSV, or gzipped, with TIMESTAMP, ContextTokens, GeneratedTokens; one request a row.
+        rate: Requests per second to reach over the whole file by rescaling time, which keeps the
+            shape; ``None`` keeps time as it was.
+        duration_s: Where to cut, after rescaling; the rate up to there is what the trace has there.
+    """
+    rows = _read(path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
+    if len(rows) < 2:
+        raise TraceError(f"{path}: {len(rows)} row(s) make no trace; 2 or more are needed")
+    # all of these traces are in UTC, and some say so: numpy reads no zones
+    stamps = [row[0].removesuffix("+00:00") for row in rows]
+    try:
+        times = np.sort(np.array(stamps, "datetime64[ns]"))
+    except ValueError as error:
+        raise TraceError(
+            f"{path}: TIMESTAMP must be like 2023-11-16 18:17:03.9799600: {error}"
+        ) from error
+    arrivals = (times - times[0]) / np.timedelta64(1, "s")
+    if not arrivals[-1] > 0:
+        raise TraceError(f"{path}: all requests have one TIMESTAMP; times must differ")
+    length_s = float(arrivals[-1]) * arrivals.size / (arrivals.size - 1)
+    factor = 1.0
+    if rate is not None:
+        factor = arrivals.size / _positive(rate, "--rate", "requests per second") / length_s
+    whole_s = factor * length_s
+    if duration_s is not None and _positive(duration_s, "--duration-s", "seconds") > whole_s:
+        raise TraceError(
+            f"{path.name} lasts {whole_s:.4g} s at {arrivals.size / whole_s:.4g}/s, not "
+            f"{duration_s:g} s; give a --duration-s of at most that, or a lower --rate"
+        )
+    name = path.name if rate is None else f"{path.name}, time rescaled ×{factor:.4g}"
+    return _trace(name, factor * arrivals, whole_s if duration_s is None else duration_s)
+
+
+def rate_file(
+    path: Path, rate: float | None = None, duration_s: float | None = None, *, seed: int
+) -> Trace:
+    """Draw arrivals at the rates of a file: Poisson, with a rate that is constant for each row.
+
+    Such files hold rates that somebody fitted, not arrivals; what happens within a row is drawn.
+
+    Args:
+        path: CSV, or gzipped, with t_s and rate_rps; a row's rate holds until the next row, the
+            last row's for as long as the one before.
+        rate: Mean requests per second; all rates are multiplied to reach it. ``None``: as they are.
+        duration_s: The file's whole time is squeezed (or stretched) into it, which leaves its rates
+            as they are: the same rises and falls, sooner, with fewer requests. ``None``: its own.
+        seed: Of the arrivals.
+    """
+    rows = _read(path, ("t_s", "rate_rps"))
+    try:
+        table = np.array(rows, float).reshape(-1, 2)
+    except ValueError as error:
+        raise TraceError(f"{path}: t_s and rate_rps must be numbers: {error}") from error
+    starts, rates = table[:, 0], table[:, 1]
+    if len(table) < 2 or not np.all(np.diff(starts) > 0):
+        raise TraceError(f"{path}: t_s must rise from row to row, over 2 rows or more")
+    if not (np.all(np.isfinite(table)) and np.all(rates >= 0) and rates.any()):
+        raise TraceError(f"{path}: rate_rps must be numbers of 0 or more, and not all 0")
+    edges = np.append(starts, 2 * starts[-1] - starts[-2]) - starts[0]
+    length_s = float(edges[-1])
+    mean = float(rates @ np.diff(edges)) / length_s
+    factor = 1.0 if duration_s is None else _positive(duration_s, "--duration-s", "s") / length_s
+    scale = 1.0 if rate is None else _positive(rate, "--rate", "requests per second") / mean
+    expected = _expected(scale * mean, factor * length_s)
+    reached = np.append(0.0, np.cumsum(scale * rates * np.diff(factor * edges)))
+    arrivals = np.interp(_renewals(expected, 1.0, seed), reached, factor * edges)
+    changes = [f"time rescaled ×{factor:.4g}"] if duration_s is not None else []
+    changes += [f"rates ×{scale:.4g}"] if rate is not None else []
+    name = ", ".join([f"{path.name} (fitted rates, Poisson within)", *changes])
+    return _trace(name, arrivals, factor * length_s)
+
+
+_OPTIONS = {
+    "rate": "requests per second; of bursty, its gamma stream's; of accelerate, the first; files "
+    "are rescaled to it, if given",
+    "base_rate": "of bursty: requests per second of its constant stream",
+    "cv2": "of gamma gaps: their squared coefficient of variation (default: 1)",
+    "rate_to": "of accelerate: requests per second that it goes to",
+    "acceleration": "of accelerate: requests per second per second",
+    "duration_s": "how long; where azure:FILE is cut, what rate:FILE is squeezed into "
+    f"(default: {_DEFAULT_DURATION_S:g})",
+}
+"""Numbers, by what they are called in the options."""
+
+
+def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that ``trace_of`` reads, as a group; what is not given is ``None``."""
+    group = parser.add_argument_group("arrivals", "When requests are sent.")
+    add = group.add_argument
+    add(
+        "--trace",
+        default="poisson",
+        metavar="TRACE",
+        help="constant, poisson, gamma, bursty (constant and gamma), accelerate, azure:FILE "
+        "(CSV of requests: TIMESTAMP,ContextTokens,GeneratedTokens) or rate:FILE (CSV: "
+        "t_s,rate_rps)",
+    )
+    for name, words in _OPTIONS.items():
+        # "%(default).0s" prints nothing, and keeps a formatter from adding "(default: None)"
+        add(_flag(name), type=float, metavar="X", help=words + "%(default).0s")
+    add("--seed", type=int, default=0, metavar="K", help="of all that is drawn at random")
+
+
+def trace_of(options: argparse.Namespace) -> Trace:
+    """Make the trace that the options of ``add_trace_arguments`` ask for.
+
+    Raises:
+        TraceError: It cannot be made, or an option was given that means nothing to it.
+    """
+    kind, colon, file = str(options.trace).partition(":")
+    if kind not in _KINDS:
+        close = difflib.get_close_matches(kind, _KINDS, n=1)
+        meant = f"did you mean {close[0]}? " if close else ""
+        raise TraceError(f"no trace is called '{kind}'; {meant}there are {', '.join(_KINDS)}")
+    asked = _KINDS[kind]
+    if asked.reads_file != bool(file):
+        right = f"{kind}:FILE" if asked.reads_file else kind
+        raise TraceError(f"--trace {kind}{colon}{file} must be --trace {right}")
+    for name, words in _OPTIONS.items():
+        value = getattr(options, name)
+        if value is None and name in asked.needs:
+            raise TraceError(f"--trace {kind} needs {_flag(name)}: {words}")
+        if value is not None and name not in asked.takes:
+            users = ", ".join(other for other, spec in _KINDS.items() if name in spec.takes)
+            raise TraceError(
+                f"--trace {kind} has no {_flag(name)} (it is for {users}); leave it out"
+            )
+    return asked.make(options)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _synthetic(options: argparse.Namespace) -> Trace:
+    """Make one that is drawn."""
+    rate, seed = options.rate, options.seed
+    duration_s = _DEFAULT_DURATION_S if options.duration_s is None else options.duration_s
+    cv2 = 1.0 if options.cv2 is None else options.cv2
+    match options.trace:
+        case "constant":
+            return constant(rate, duration_s)
+        case "poisson":
+            return poisson(rate, duration_s, seed)
+        case "gamma":
+            return gamma(rate, cv2, duration_s, seed)
+        case "bursty":
+            return bursty(options.base_rate, rate, cv2, duration_s, seed)
+    to, acceleration = options.rate_to, options.acceleration
+    return accelerate(rate, to, acceleration, cv2, duration_s, seed=seed)
+
+
+def _from_azure(options: argparse.Namespace) -> Trace:
+    path, rate = _file(options), options.rate
+    if options.duration_s is not None:
+        return azure(path, rate, options.duration_s)
+    whole = azure(path, rate)  # the default must not refuse a file that is shorter
+    return _trace(whole.name, whole.arrivals_s, min(whole.duration_s, _DEFAULT_DURATION_S))
+
+
+def _from_rates(options: argparse.Namespace) -> Trace:
+    duration_s = _DEFAULT_DURATION_S if options.duration_s is None else options.duration_s
+    return rate_file(_file(options), options.rate, duration_s, seed=options.seed)
+
+
+def _file(options: argparse.Namespace) -> Path:
+    return Path(str(options.trace).partition(":")[2]).expanduser()
+
+
+class _Kind(NamedTuple):
+    """What a trace is made from."""
+
+    needs: tuple[str, ...]
+    may: tuple[str, ...]
+    make: Callable[[argparse.Namespace], Trace]
+    reads_file: bool = False
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        return (*self.needs, *self.may, "duration_s")
+
+
+_KINDS = {
+    "constant": _Kind(("rate",), (), _synthetic),
+    "poisson": _Kind(("rate",), (), _synthetic),
+    "gamma": _Kind(("rate",), ("cv2",), _synthetic),
+    "bursty": _Kind(("rate", "base_rate"), ("cv2",), _synthetic),
+    "accelerate": _Kind(("rate", "rate_to", "acceleration"), ("cv2",), _synthetic),
+    "azure": _Kind((), ("rate",), _from_azure, reads_file=True),
+    "rate": _Kind((), ("rate",), _from_rates, reads_file=True),
+}
+
+
+def _read(path: Path, columns: tuple[str, ...]) -> list[list[str]]:
+    """Give the rows of a CSV file that has these columns."""
+    try:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+            header, *rows = [row for row in csv.reader(file) if row] or [[]]
+    except (OSError, UnicodeDecodeError, csv.Error, EOFError) as error:
+        raise TraceError(
+            f"{path} cannot be read as CSV (gzipped if it ends in .gz): {error}"
+        ) from error
+    if tuple(header) != columns:
+        raise TraceError(f"{path} must have the columns {columns}; found {tuple(header)}")
+    if wrong := [row for row in rows if len(row) != len(columns)]:
+        raise TraceError(f"{path}: {len(wrong)} rows have not {len(columns)} values: {wrong[0]}")
+    if not rows:
+        raise TraceError(f"{path} has no rows below its header")
+    return rows
+
+
+def _renewals(end: float, cv2: float, seed: int) -> NDArray[np.float64]:
+    """Times of a gamma renewal process with unit-mean gaps, all before ``end``."""
+    _positive(cv2, "--cv2", "squared coefficient of variation; 1 is Poisson's")
+    random = np.random.default_rng(seed)
+    times = np.empty(0)
+    while not times.size or times[-1] < end:
+        start = times[-1] if times.size else 0.0
+        rest = end - start
+        # so many suffice nearly always; where they do not, there is another turn
+        gaps = random.gamma(1 / cv2, cv2, math.ceil(rest + 6 * math.sqrt(cv2 * rest) + 16))
+        times = np.concatenate([times, start + np.cumsum(gaps)])
+    return times[: np.searchsorted(times, end, side="left")]
+
+
+def _trace(name: str, arrivals_s: NDArray[np.float64], duration_s: float) -> Trace:
+    """Cut at the end: rounding may put an arrival there, and files go on."""
+    kept = arrivals_s[: np.searchsorted(arrivals_s, duration_s, side="left")]
+    return Trace(name=name, arrivals_s=kept, duration_s=duration_s)
+
+
+def _expected(rate: float, duration_s: float) -> float:
+    """Give the expected number of arrivals, which must be one that a machine can hold."""
+    _positive(rate, "the rate", "requests per second")
+    expected = rate * _positive(duration_s, "--duration-s", "seconds")
+    if expected > _MOST:
+        raise TraceError(
+            f"{rate:g}/s for {duration_s:g} s are {expected:.3g} requests; {_MOST:,} is the most: "
+            "give a lower --rate or --duration-s"
+        )
+    return expected
+
+
+def _positive(value: float, option: str, unit: str) -> float:
+    if not (value > 0 and math.isfinite(value)):
+        raise TraceError(f"{option} is {value:g}; it must be more than 0 ({unit})")
+    return value
