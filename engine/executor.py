@@ -129,7 +129,7 @@ class Executor:
         self._changed = threading.Condition(self._lock)
         self._ended = threading.Condition(self._lock)
         """What a stream that pauses waits for: work is announced to those in service only."""
-        self._outbox = Outbox(self._lock)
+        self._outbox = Outbox(self._lock, clock)
         self._models = {name: self._host(name, model) for name, model in models.items()}
         self._health = StreamHealth(streams)
         self._refusal: EngineError | None = None
@@ -157,15 +157,15 @@ class Executor:
             DrainingError: The executor was stopped.
             BackendError: It is out of service.
         """
-        submission = Submission(
-            request.number,
-            request.count,
-            request.deadline_s,
-            request.priority,
-            request.signature,
-        )
         hosted = self._models[model]
         with self._lock:
+            submission = Submission(
+                request.number,
+                request.count,
+                request.deadline_s - self._outbox.delay_s,
+                request.priority,
+                request.signature,
+            )
             if self._refusal is not None:
                 raise copy_of(self._refusal)
             try:
@@ -477,8 +477,9 @@ class Executor:
 
 
 def _chosen(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:
-    """Rows of a request as an index: a view where they follow on each other, as they do but when
-    what survived some stages is tried again.
+    """Rows of a request as an index, a view where they follow on each other.
+
+    They do but where what survived some stages is tried again.
     """
     first, last = int(rows[0]), int(rows[-1])
     if last - first + 1 == len(rows) and (rows[1:] > rows[:-1]).all():

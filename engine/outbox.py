@@ -5,21 +5,37 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections.abc import Callable
 
 from offramp.engine.requests import PendingRequest
 
 _log = logging.getLogger(__name__)
 
+_MEMORY = 1 / 32
+"""Weight of one delivery in the running means."""
+
 
 class Outbox:
     """Finished requests on their way; filled and woken under the executor's lock."""
 
-    def __init__(self, lock: threading.Lock) -> None:
-        """Start empty; ``lock`` is the executor's."""
+    def __init__(self, lock: threading.Lock, clock: Callable[[], float]) -> None:
+        """Start empty; ``lock`` and ``clock`` are the executor's."""
         self._lock = lock
+        self._clock = clock
+        self._woken_s = 0.0
+        self._delay_s = 0.0
+        self._spread_s = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._finished: list[PendingRequest] = []
         self._waking = False
+
+    @property
+    def delay_s(self) -> float:
+        """How long an answer takes into the event loop: the running mean, and two deviations.
+
+        What has to be answered by a time has to be finished so much earlier.
+        """
+        return self._delay_s + 2.0 * self._spread_s
 
     def bind(self, loop: asyncio.AbstractEventLoop) -> None:
         """Deliver in this loop."""
@@ -33,6 +49,7 @@ class Outbox:
         """Have the event loop deliver what is in; the lock is held."""
         if self._finished and not self._waking and self._loop is not None:
             self._waking = True
+            self._woken_s = self._clock()
             try:
                 self._loop.call_soon_threadsafe(self._deliver)
             except RuntimeError:  # the loop was closed: nobody waits any more
@@ -43,6 +60,9 @@ class Outbox:
         with self._lock:
             finished, self._finished = self._finished, []
             self._waking = False
+            delay_s = self._clock() - self._woken_s
+            self._spread_s += _MEMORY * (abs(delay_s - self._delay_s) - self._spread_s)
+            self._delay_s += _MEMORY * (delay_s - self._delay_s)
         for request in finished:
             if not request.future.done():  # its caller may have left
                 request.future.set_result(request)

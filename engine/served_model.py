@@ -27,6 +27,8 @@ from offramp.engine.scheduling import (
     stage_seconds,
 )
 
+STAGE_OVERHEAD_S = 60e-6
+"""What a stage costs the executor beyond its graph, about (``benchmarks.executor``)."""
 _TIMED_RUNS = 5
 """Runs whose fastest says how fast this machine is, against the profile."""
 
@@ -99,14 +101,23 @@ class ServedModel:
         self.pipeline.warm_up(slot, self.good_inputs)
 
 
-def points_of(bundle: Bundle, plan: Plan, options: ModelOptions) -> OperatingPoints:
-    """What a plan's stages cost by the bundle's profile, and what stopping at each is worth."""
+def points_of(
+    bundle: Bundle, plan: Plan, options: ModelOptions, *, overhead_s: float = STAGE_OVERHEAD_S
+) -> OperatingPoints:
+    """What a plan's stages cost by the bundle's profile, and what stopping at each is worth.
+
+    Args:
+        bundle: Compiled.
+        plan: Of it.
+        options: Say the largest batch, and whether exits may be forced.
+        overhead_s: What each stage costs beyond its graph.
+    """
     stages = [
         Span(first_segment=s.first_segment, last_segment=s.last_segment, exit=s.exit)
         for s in plan.stages
     ]
     answering = [(s.index, s.exit, s.threshold) for s in plan.stages if s.answer is not None]
-    seconds = stage_seconds(bundle.profile(), stages, options.max_batch_size)
+    seconds = stage_seconds(bundle.profile(), stages, options.max_batch_size, overhead_s=overhead_s)
     records = bundle.records()
     return OperatingPoints(
         points=operating_points(answering, records, forced=options.forced_exits),

@@ -13,6 +13,8 @@ from offramp.bundle import Profile
 
 _MEMORY = 1 / 32
 """Weight of one observation in the running means."""
+_DEVIATIONS = 2.0
+"""Mean absolute deviations that a cautious prediction is above the mean."""
 _ROWS_REMEMBERED = 512
 """Rows over which the share of those that go on is averaged."""
 _REBUILD_EVERY = 64
@@ -32,7 +34,7 @@ class Span:
 
 
 def stage_seconds(
-    profile: Profile, stages: Sequence[Span], max_batch_size: int
+    profile: Profile, stages: Sequence[Span], max_batch_size: int, *, overhead_s: float = 0.0
 ) -> tuple[tuple[float, ...], ...]:
     """Predict the stages of a plan at every batch size.
 
@@ -41,6 +43,7 @@ def stage_seconds(
             cost of its last step goes on.
         stages: In order.
         max_batch_size: Largest size to predict.
+        overhead_s: What whoever runs a stage spends on it besides, whatever the size.
 
     Returns:
         [stages][max_batch_size + 1] seconds by batch size; index 0 is 0. A stage of the source
@@ -53,8 +56,9 @@ def stage_seconds(
         rows = [profile.segments_ms[i] for i in range(stage.first_segment, stage.last_segment + 1)]
         if stage.exit is not None:
             rows += [profile.exits_ms[stage.exit], profile.stages_ms]
-        table.append(_at_sizes(profile.batch_sizes, np.sum(rows, axis=0) / 1e3, sizes))
-    return tuple(tuple(row) for row in table)
+        row = _at_sizes(profile.batch_sizes, np.sum(rows, axis=0) / 1e3, sizes)
+        table.append((0.0, *(seconds + overhead_s for seconds in row[1:])))
+    return tuple(table)
 
 
 def _at_sizes(
@@ -102,6 +106,8 @@ class Latencies:
         self.max_batch_size = table.shape[1] - 1
         self.speed = 1.0
         """Observed over predicted; above 1 is slower."""
+        self.spread = 0.0
+        """Mean absolute deviation of observed over predicted from ``speed``."""
         self._usual_speed = 1.0
         self.fusing_s = 0.0
         """What fusing a batch of parked ones costs beyond running it; a running mean."""
@@ -113,6 +119,15 @@ class Latencies:
     def profiled_s(self) -> tuple[tuple[float, ...], ...]:
         """[stages][max_batch_size + 1]: seconds by batch size as profiled, uncorrected."""
         return tuple(tuple(row) for row in self._stages)
+
+    @property
+    def slowness(self) -> float:
+        """What predictions are multiplied by where being late is worse than being early.
+
+        As TCP sets its retransmission timeout (RFC 6298): the mean, and some deviations more. A
+        batch that takes just as long as there is slack, in the mean, is late every other time.
+        """
+        return self.speed + _DEVIATIONS * self.spread
 
     def calibrate(self, speed: float) -> None:
         """Say what observed over predicted is on this machine, before anything was served."""
@@ -133,7 +148,7 @@ class Latencies:
 
     def largest_batch(self, last: int, slack_s: float) -> int:
         """Most rows that are through stage ``last`` within ``slack_s``; 0 if not even one is."""
-        return max(bisect_right(self._until[last], slack_s / self.speed) - 1, 0)
+        return max(bisect_right(self._until[last], slack_s / self.slowness) - 1, 0)
 
     @property
     def through_s(self) -> Sequence[float]:
@@ -145,7 +160,7 @@ class Latencies:
 
     def largest_batch_through(self, slack_s: float) -> int:
         """Most rows of which the last is through, as expected, within ``slack_s``; may be 0."""
-        return max(bisect_right(self._through, slack_s / self.speed) - 1, 0)
+        return max(bisect_right(self._through, slack_s / self.slowness) - 1, 0)
 
     def observe_shrinking(self, stage: int, before: int, survivors: int) -> None:
         """Take note of how many rows went on from a stage of their own accord."""
@@ -161,6 +176,7 @@ class Latencies:
         predicted_s = self._stages[stage][batch_size]
         if predicted_s > 0.0:
             ratio = min(max(elapsed_s / predicted_s, _FASTEST), _SLOWEST)
+            self.spread += _MEMORY * (abs(ratio - self.speed) - self.spread)
             self.speed += _MEMORY * (ratio - self.speed)
 
     def observe_fused(self, stage: int, batch_size: int, elapsed_s: float) -> None:
@@ -175,6 +191,7 @@ class Latencies:
         observations wrong (the machine was busy with something else), it would refuse for ever.
         """
         self.speed += _MEMORY * (self._usual_speed - self.speed)
+        self.spread -= _MEMORY * self.spread
 
     def _shrinking(self) -> list[float]:
         """Seconds by batch size; each stage sees the rows expected, and one deviation more."""

@@ -128,7 +128,8 @@ def _runs(
             max_queue_samples=options.max_queue_samples,
             forced_exits=not options.forbid_forced_exits,
         )
-        model = model_of(bundle, system.mode, settings)
+        overhead_s = options.stage_overhead_us / 1e6
+        model = model_of(bundle, system.mode, settings, stage_overhead_s=overhead_s)
         scheduler = make_scheduler(
             system.scheduling,
             model.points,
@@ -156,7 +157,6 @@ def _runs(
             model.seconds,
             load,
             streams=options.workers,
-            stage_overhead_s=options.stage_overhead_us / 1e6,
         )
         elapsed_s = time.perf_counter() - started_s
         speed = len(trace.arrivals_s) / elapsed_s

@@ -58,8 +58,17 @@ class SimulatedModel:
     """[stages][max_batch_size + 1]: what stages take."""
 
 
-def model_of(bundle: Bundle, mode: Mode, options: ModelOptions) -> SimulatedModel:
-    """Simulate a bundle by its profile, and its records of the certify split (unseen data)."""
+def model_of(
+    bundle: Bundle, mode: Mode, options: ModelOptions, *, stage_overhead_s: float = 0.0
+) -> SimulatedModel:
+    """Simulate a bundle by its profile, and its records of the certify split (unseen data).
+
+    Args:
+        bundle: Compiled.
+        mode: Of serving.
+        options: Of the model.
+        stage_overhead_s: What each stage takes beyond its graph; the scheduler knows it.
+    """
     plan = make_plan(bundle, mode=mode)
     records = bundle.records()
     chosen = records["split"] == CERTIFY_SPLIT
@@ -73,7 +82,7 @@ def model_of(bundle: Bundle, mode: Mode, options: ModelOptions) -> SimulatedMode
             leaves_at[sure] = stage.index
             agrees[stage.index] = records["prediction"][stage.exit][chosen] == final
     exits = tuple(FINAL if s.exit is None else s.exit for s in plan.stages)
-    points = points_of(bundle, plan, options)
+    points = points_of(bundle, plan, options, overhead_s=stage_overhead_s)
     return SimulatedModel(
         behaviour=Behaviour(exits=exits, leaves_at=leaves_at, agrees=agrees),
         points=points,
@@ -109,7 +118,6 @@ def simulate(
     load: Load,
     *,
     streams: int,
-    stage_overhead_s: float = 0.0,
 ) -> Outcomes:
     """Run a load to its end on virtual time.
 
@@ -120,10 +128,9 @@ def simulate(
             scheduler predicts may differ.
         load: What arrives when.
         streams: As many as the scheduler was made for.
-        stage_overhead_s: What each stage takes beyond its graph.
     """
     leaves_at = model.leaves_at[load.records]
-    device = _Device(stage_s, stage_overhead_s, streams)
+    device = _Device(stage_s, streams)
     log = _Log()
     arrivals: list[float] = load.arrivals_s.tolist()
     count, following = len(arrivals), 0
@@ -166,10 +173,10 @@ def simulate(
 class _Device:
     """Streams that take their time."""
 
-    def __init__(self, stage_s: Sequence[Sequence[float]], overhead_s: float, streams: int) -> None:
+    def __init__(self, stage_s: Sequence[Sequence[float]], streams: int) -> None:
         self.idle = list(range(streams))
         """Streams without a stage; the last is asked first, as it has just been busy."""
-        self._seconds = [[time_s + overhead_s for time_s in row] for row in stage_s]
+        self._seconds = stage_s
         self._ends: list[tuple[float, int]] = []
         self._running: dict[int, Run] = {}
 

@@ -92,11 +92,11 @@ class BatchFormer:
             self._seen = through_s
             sizes = range(1, self._max_batch_size + 1)
             self._early_drop = EarlyDrop([(through_s[n], n) for n in sizes], self._streams)
-        speed = self._latencies.speed
+        slowness = self._latencies.slowness
         return self._early_drop.gives_up(
-            slack_s / speed,
+            slack_s / slowness,
             waiting=lane.size,
-            longest_slack_s=(lane.latest_s - now_s) / speed,
+            longest_slack_s=(lane.latest_s - now_s) / slowness,
         )
 
 

@@ -104,11 +104,11 @@ class SlackPolicy(ABC):
     def _gives_up(self, lane: Lane, slack_s: float, now_s: float) -> bool:
         if self._early_drop is None:
             self._early_drop = EarlyDrop(list(self._settings()), self._streams)
-        speed = self._points.latencies.speed
+        slowness = self._points.latencies.slowness
         return self._early_drop.gives_up(
-            slack_s / speed,
+            slack_s / slowness,
             waiting=lane.size,
-            longest_slack_s=(lane.latest_s - now_s) / speed,
+            longest_slack_s=(lane.latest_s - now_s) / slowness,
         )
 
     def _settings(self) -> Iterator[tuple[float, int]]:
@@ -120,7 +120,7 @@ class SlackPolicy(ABC):
             for seconds in latencies.until_s(point.deepest)[1 : self._max_batch_size + 1]
         }
         for slack_s in slacks:
-            setting = self.setting(slack_s * latencies.speed)
+            setting = self.setting(slack_s * latencies.slowness)
             if setting is not None:
                 yield latencies.until_s(setting.deepest)[setting.batch_size], setting.batch_size
 
@@ -181,14 +181,14 @@ class SlackFit(SlackPolicy):
 
     def setting(self, slack_s: float, wanted_rate: float = 0.0) -> Setting | None:
         """Look into the bucket, and down from there for one that keeps up."""
-        speed = self._points.latencies.speed
-        slack_s /= speed
+        slowness = self._points.latencies.slowness
+        slack_s /= slowness
         if slack_s < self._fastest_s:
             return None
         bucket = int(min((slack_s - self._fastest_s) / self._width_s, len(self._chosen) - 1))
         best, best_rate = self._chosen[bucket]
         if self.keeps_up:
-            wanted_rate *= speed / self._streams
+            wanted_rate *= slowness / self._streams
             while best_rate < wanted_rate and bucket:
                 bucket -= 1
                 setting, rate = self._chosen[bucket]

@@ -16,6 +16,12 @@ LIMIT_S = 30.0
 """Bound of everything awaited: a test hangs no longer, and asserts no time."""
 
 
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait for what threads bring about, not tasks; :func:`with_engine` bounds the time."""
+    while not holds():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
 class Gate:
     """Holds the fake backend's runs until it is opened."""
 

@@ -19,7 +19,7 @@ from offramp.engine.errors import BackendError
 from offramp.engine.scheduling import PolicyName
 
 REFILL = PolicyName("refill")
-BAD = np.float32(0.123)
+BAD = 0.123
 """A request with this probability is one that no run survives."""
 
 
@@ -37,7 +37,7 @@ def fails_at(*numbers: int, error: Exception) -> Callable[[int, int], None]:
 class PoisonedSlot(FakeSlot):
     def run(self, stage: Any, batch: TensorBatch) -> StageResult:
         assert isinstance(batch, FakeBatch)
-        if (batch.script[:, 0, 0] == BAD).any():
+        if (batch.script[:, 0, 0] == np.float32(BAD)).any():
             raise BackendError("token out of range")
         return super().run(stage, batch)
 

@@ -18,7 +18,7 @@ from offramp.engine.statistics import Counters, StageCounters
 
 def ledger() -> Ledger:
     counters = Counters([StageCounters("exit 0", 0.9), StageCounters("final", 0.0)])
-    return Ledger("m", counters, Outbox(threading.Lock()), lambda: 2.0)
+    return Ledger("m", counters, Outbox(threading.Lock(), lambda: 2.0), lambda: 2.0)
 
 
 def request(count: int) -> PendingRequest:

@@ -11,13 +11,13 @@ from offramp.engine.scheduling import PolicyName
 @pytest.mark.parametrize("field", ["max_batch_size", "max_queue_samples"])
 def test_a_model_needs_room(field: str) -> None:
     with pytest.raises(ValueError, match=f"{field} is 0, expected at least 1"):
-        ModelOptions(**{field: 0})
+        ModelOptions(**{field: 0})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("field", ["streams", "threads", "parallel_below"])
 def test_an_engine_needs_something_to_run_on(field: str) -> None:
     with pytest.raises(ValueError, match=f"{field} is 0, expected at least 1"):
-        EngineOptions(**{field: 0})
+        EngineOptions(**{field: 0})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 from tests.fakes import script
-from tests.unit.engine.serving import LIMIT_S, Gate, with_engine
+from tests.unit.engine.serving import LIMIT_S, Gate, until, with_engine
 
 from offramp.engine.backends.fake import SCRIPT, FakeBackend, FakeSlot
 from offramp.engine.core import Engine
@@ -18,10 +18,8 @@ from offramp.engine.streams import GIVE_UP_AFTER, StreamHealth
 SURE = {SCRIPT: script([0.95, 0.5])}
 
 
-async def until_ready(engine: Engine, ready: bool) -> None:
-    """Wait for it; ``with_engine`` bounds the time."""
-    while engine.ready() is not ready:
-        await asyncio.sleep(0.001)
+def in_service(engine: Engine) -> int:
+    return engine.statistics()["fake"].streams_in_service
 
 
 def test_one_failure_raises_no_suspicion_and_a_second_in_a_row_does() -> None:
@@ -100,7 +98,7 @@ def test_a_broken_device_is_given_up_and_taken_back(
         assert statistics.failed == {"backend_error": 40}
         assert (statistics.queued, statistics.in_flight) == (0, 0)
         backend.broken.clear()
-        await until_ready(engine, True)
+        await until(engine.ready)
         for _ in range(5):
             assert (await engine.infer("fake", SURE)).exits.tolist() == [0]
 
@@ -160,12 +158,11 @@ def test_a_stream_that_pauses_takes_no_wake_up_from_one_that_works(
             return super().open_slot()
 
     async def body(engine: Engine, backend: FakeBackend) -> None:
-        while engine.statistics()["fake"].streams_in_service == 2:
-            await asyncio.sleep(0.001)
+        await until(lambda: in_service(engine) == 1)
         for _ in range(20):
             assert (await engine.infer("fake", SURE)).exits.tolist() == [0]
         assert engine.ready()
-        assert engine.statistics()["fake"].streams_in_service == 1
+        assert in_service(engine) == 1
 
     with_engine(body, backend_type=Half, streams=2)
 
@@ -190,8 +187,7 @@ def test_what_failed_on_a_stream_is_tried_there_if_the_other_is_out_of_service(
             raise BackendError("out of memory")
 
     async def body(engine: Engine, backend: FakeBackend) -> None:
-        while engine.statistics()["fake"].streams_in_service == 2:
-            await asyncio.sleep(0.001)
+        await until(lambda: in_service(engine) == 1)
         ready.set()
         assert (await engine.infer("fake", SURE)).exits.tolist() == [0]
         assert engine.statistics()["fake"].retried == 1

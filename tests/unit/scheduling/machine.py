@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -355,6 +354,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert left["parked lanes"] == left["discarded"] == 0
 
 
-def machine(setup: Setup) -> Callable[[], SchedulerMachine]:
+def machine(setup: Setup) -> type[SchedulerMachine]:
     """A machine under a setup."""
     return type("Machine", (SchedulerMachine,), {"setup": setup})

@@ -91,7 +91,7 @@ def test_requests_without_a_deadline_are_not_overtaken_for_ever() -> None:
     order: list[int] = []
     for number in range(1, 9):
         now_s = number * 0.25
-        s.submit(Submission(number, 1, now_s + 0.5), now_s)
+        s.submit(Submission(number, 1, now_s + 0.375), now_s)
         order += started(s.next(0, now_s)).requests.tolist()
         s.done(0, np.ones(1, np.bool_), now_s)
     assert order == [1, 2, 0, 3, 4, 5, 6, 7]

@@ -15,11 +15,11 @@ from offramp.engine.scheduling import Assignment, DeviceScheduler, Idle, Submiss
 class Device:
     """A device on virtual time, whose models' stages last a given time."""
 
-    def __init__(
-        self, lasts_s: dict[str, float], *, streams: int = 1, **weights: float
-    ) -> None:
+    def __init__(self, lasts_s: dict[str, float], *, streams: int = 1, **weights: float) -> None:
         made = {
-            name: scheduler(latencies=table(stages=1, size=1, first_s=s, more_s=0.0), streams=streams)
+            name: scheduler(
+                latencies=table(stages=1, size=1, first_s=s, more_s=0.0), streams=streams
+            )
             for name, s in lasts_s.items()
         }
         self.scheduler = DeviceScheduler(made, weights=weights)
@@ -27,7 +27,7 @@ class Device:
         self.now_s = 0.0
         self.ends: list[tuple[float, int, str]] = []
         self.idle = list(range(streams))
-        self.used_s: Counter[str] = Counter()
+        self.used_s = dict.fromkeys(lasts_s, 0.0)
         self.numbers = iter(range(10**9))
 
     def keep_busy(self, *models: str) -> None:
@@ -72,7 +72,7 @@ def test_busy_models_share_the_time_by_weight(weight: float, streams: int) -> No
     """Not the runs: a stage of one takes eight times as long."""
     device = Device({"slow": 2.0, "quick": 0.25}, streams=streams, slow=1.0, quick=weight)
     device.serve(10_000, "slow", "quick")
-    share = device.used_s["quick"] / device.used_s.total()
+    share = device.used_s["quick"] / sum(device.used_s.values())
     assert share == pytest.approx(weight / (1 + weight), abs=0.02)
 
 
@@ -115,7 +115,9 @@ def test_a_batch_goes_on_to_its_end_and_its_stages_are_charged() -> None:
         task = device.next(0, float(now_s))
         assert isinstance(task, Assignment)
         seen.append((task.model, task.run.stage))
-        device.done(0, all_exit(task.run) if task.run.stage == 2 else ~all_exit(task.run), now_s + 1)
+        device.done(
+            0, all_exit(task.run) if task.run.stage == 2 else ~all_exit(task.run), now_s + 1
+        )
     assert seen == [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 1), ("b", 2)]
 
 
@@ -181,5 +183,5 @@ def test_a_suspended_stream_is_out_of_service_for_every_model() -> None:
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan")])
 def test_weights_are_above_zero(weight: float) -> None:
-    with pytest.raises(ValueError, match="the weight of a is .*, expected above 0"):
+    with pytest.raises(ValueError, match=r"the weight of a is .*, expected above 0"):
         DeviceScheduler({"a": scheduler()}, weights={"a": weight})

@@ -32,6 +32,6 @@ SETUPS = [
 
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_every_sample_resolves_once_whatever_happens(setup: Setup) -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         machine(setup), settings=settings(max_examples=80, stateful_step_count=40)
     )

@@ -25,9 +25,7 @@ class Scene:
         if fresh:
             self.queue.push(Submission(1000, fresh), 0.0)
 
-    def park(
-        self, stage: int, count: int, signature: object = None, due_s: float = NEVER
-    ) -> Scene:
+    def park(self, stage: int, count: int, signature: object = None, due_s: float = NEVER) -> Scene:
         requests = np.arange(count)
         due = np.full(count, due_s)
         samples = RowSet(requests, np.zeros(count, np.int64), due, np.zeros(count, np.int64))

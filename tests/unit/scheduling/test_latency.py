@@ -177,5 +177,5 @@ def test_a_batch_that_shrinks_on_its_way_is_through_earlier() -> None:
 def test_the_shares_that_go_on_follow_what_is_observed() -> None:
     latencies = Latencies([[0.0, 1.0, 2.0, 3.0, 4.0]] * 2)
     for _ in range(10_000):
-        latencies.observe_shrinking(0, 4, 0)
-    assert list(latencies.through_s) == pytest.approx([0.0, 2.0, 3.0, 4.0, 5.0])
+        latencies.observe_shrinking(0, 4, 2)
+    assert list(latencies.through_s) == [0.0, 2.0, 4.0, 6.0, 7.0]

@@ -145,9 +145,9 @@ def test_everybody_is_taken_once_in_order_of_urgency(
     for limit in limits:
         if not queue.size:
             break
-        samples, pieces = queue.take(queue.fullest(), limit)
+        taken_, pieces = queue.take(queue.fullest(), limit)
         chosen = [(n, position) for n, positions in plain(pieces) for position in positions]
-        assert len(chosen) == len(samples.requests) == min(limit, len(waiting))
+        assert len(chosen) == len(taken_.requests) == min(limit, len(waiting))
         keys = [waiting.pop(item) for item in chosen]
         assert not waiting or max(keys) <= min(waiting.values())
         gone += discarded(queue)

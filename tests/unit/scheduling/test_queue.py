@@ -300,7 +300,11 @@ EVENTS = st.one_of(
 def test_the_queue_does_what_a_list_would(
     events: list[tuple[object, ...]], max_delay_s: float, flush_at: int | None
 ) -> None:
-    queue, naive, now_s = SampleQueue(1000, full=4, max_delay_s=max_delay_s), Naive(max_delay_s), 0.0
+    queue, naive, now_s = (
+        SampleQueue(1000, full=4, max_delay_s=max_delay_s),
+        Naive(max_delay_s),
+        0.0,
+    )
     for number, (event, *how) in enumerate(events):
         if number == flush_at:
             queue.flush()

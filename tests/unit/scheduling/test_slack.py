@@ -202,6 +202,5 @@ def test_slackfit_never_takes_longer_than_the_slack(
     if setting is not None:
         needed_s = latencies.span_s(0, setting.deepest, setting.batch_size)
         assert needed_s <= slack_s * (1 + 1e-12)  # the bounds of buckets are rounded
-    if slack_s == INFINITY and not wanted_rate:
-        assert setting is not None
-        assert setting.batch_size == SIZE or buckets > 1
+    if slack_s == INFINITY and (not wanted_rate or kind is BareSlackFit):
+        assert setting == (SIZE, latencies.stages - 1), "not of the top bucket"
