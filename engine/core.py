@@ -108,7 +108,7 @@ class Engine:
         Raises:
             BundleError: A bundle is absent, damaged or of another version.
             BackendError: The backend cannot run here, or cannot load a stage.
-            ValueError: A scheduling policy does not fit its model.
+            OptionsError: A scheduling policy does not fit its model.
         """
         options = options or EngineOptions()
         owned = backend is None

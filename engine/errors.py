@@ -10,7 +10,9 @@
     │   ├── QueueFullError         the bounded queue has no room
     │   ├── DeadlineExceededError  the deadline passed before an answer was there
     │   └── DrainingError          the engine is shutting down and takes no new requests
-    └── BackendError               ours or the model's: execution failed; its batch only
+    ├── BackendError               ours or the model's: execution failed; its batch only
+    │   └── OutOfServiceError      nothing can be executed now; another server may
+    └── OptionsError               whoever started the engine's: an option does not fit a model
 """
 
 
@@ -48,3 +50,11 @@ class DrainingError(CapacityError):
 
 class BackendError(EngineError):
     """The backend could not load or execute a stage."""
+
+
+class OutOfServiceError(BackendError):
+    """No stream of the device can run anything; they are tried again."""
+
+
+class OptionsError(EngineError, ValueError):
+    """An option of the engine does not fit the model that it is for."""

@@ -26,7 +26,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.engine.backends.base import Backend, Rows, Slot, TensorBatch
-from offramp.engine.errors import BackendError, DrainingError, EngineError, QueueFullError
+from offramp.engine.errors import (
+    BackendError,
+    DrainingError,
+    EngineError,
+    OutOfServiceError,
+    QueueFullError,
+)
 from offramp.engine.ledger import Ledger, copy_of
 from offramp.engine.outbox import Outbox
 from offramp.engine.pipeline import Pipeline, Step
@@ -245,7 +251,7 @@ class Executor:
             _log.exception("%s: out of service", threading.current_thread().name)
             with self._lock:
                 self._stopped = True
-                self._refuse(BackendError(f"out of service: {error!r}"), "backend_error")
+                self._refuse(OutOfServiceError(f"out of service: {error!r}"), "backend_error")
 
     def _live(self, stream: int, *, suspected: bool) -> bool:
         """Run from one start of the stream to the next; says whether it is suspected then.
@@ -285,7 +291,7 @@ class Executor:
             self._scheduler.suspend(stream)
             if self._health.hopeless and self._refusal is None:
                 reason = f"out of service, no stream can start: {error}"
-                self._refuse(BackendError(reason), "backend_error")
+                self._refuse(OutOfServiceError(reason), "backend_error")
             self._changed.notify_all()  # what failed here and was to run elsewhere may go nowhere
             until_s = self._clock() + pause_s
             while not self._stopped and (left_s := until_s - self._clock()) > 0.0:

@@ -31,10 +31,10 @@ class ModelOptions:
     slo_ms: float | None = None
     """Service level objective: the deadline of requests that bring none."""
     forced_exits: bool = True
-    """Whether a policy may make samples leave at an exit below its threshold, to be in time.
-    Only those do that look at slack and depth (slackfit, max-batch, max-accuracy, fixed,
-    cheapest); agreement is then what was measured at calibration for such an exit, and the
-    promise does not hold."""
+    """Whether a policy may make samples leave at an exit below its threshold. Only those do that
+    choose a depth: slackfit, max-batch and max-accuracy to be in time, fixed and cheapest
+    always. Agreement is then what was measured at calibration for such an exit, and the promise
+    does not hold."""
     weight: float = 1.0
     """Share of the device relative to the other models', while all are busy."""
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Answer, Bundle, ExitPolicy, Manifest, TensorSpec
 from offramp.engine.backends import Backend, Slot
+from offramp.engine.errors import OptionsError
 from offramp.engine.options import ModelOptions
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, make_plan
@@ -65,7 +66,7 @@ class ServedModel:
 
         Raises:
             BackendError: A stage cannot be loaded.
-            ValueError: The scheduling policy does not fit the model; it is named by ``name``.
+            OptionsError: The scheduling policy does not fit the model.
         """
         plan = make_plan(bundle, mode=mode)
         pipeline = Pipeline(backend, plan)
@@ -81,7 +82,7 @@ class ServedModel:
                 parallel=parallel,
             )
         except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
+            raise OptionsError(f"{name}: {error}") from error
         speed = _speed(pipeline, bundle.manifest, points.latencies, options.max_batch_size)
         points.latencies.calibrate(speed)
         return cls(

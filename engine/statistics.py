@@ -15,6 +15,9 @@ HISTOGRAM_BOUNDS_S = tuple(round(0.00025 * 2 ** (step / 2), 6) for step in range
 """Upper bounds of the time histograms' buckets: 0.25 ms to 8.2 s, two an octave; the last
 bucket is open."""
 
+FAILURE_CAUSES = ("cancelled", "expired", "hopeless", "rejected", "backend_error", "stopped")
+"""Why a sample may get no answer."""
+
 BATCH_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Upper bounds of the batch size histograms' buckets."""
 
@@ -85,8 +88,7 @@ class CountersSnapshot:
     answered: int
     """Samples answered."""
     failed: dict[str, int]
-    """Samples without an answer, by cause: ``cancelled``, ``expired``, ``hopeless``,
-    ``rejected``, ``backend_error``, ``stopped``."""
+    """Samples without an answer, by those of :data:`FAILURE_CAUSES` that there were."""
     retried: int
     """Samples of failed batches that were tried again."""
     queued: int

@@ -28,10 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     set_up_logging(level=arguments.log_level, log_format=arguments.log_format)
 
     async def open_engine() -> ServedEngine:
-        try:
-            return await Engine.open(arguments.models, arguments.engine)
-        except ValueError as error:  # a scheduling policy does not fit its model
-            raise StartError(str(error)) from error
+        return await Engine.open(arguments.models, arguments.engine)
 
     try:
         return serve(open_engine, arguments.server)

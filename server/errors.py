@@ -24,6 +24,8 @@ from offramp.engine.errors import (
     DrainingError,
     EngineError,
     InvalidInputError,
+    OptionsError,
+    OutOfServiceError,
     QueueFullError,
     RequestError,
     UnknownModelError,
@@ -40,7 +42,9 @@ STATUS_CODES: Final[Mapping[type[EngineError], grpc.StatusCode]] = MappingProxyT
         DeadlineExceededError: grpc.StatusCode.DEADLINE_EXCEEDED,
         DrainingError: grpc.StatusCode.UNAVAILABLE,
         CapacityError: grpc.StatusCode.UNAVAILABLE,
+        OutOfServiceError: grpc.StatusCode.UNAVAILABLE,
         BackendError: grpc.StatusCode.INTERNAL,
+        OptionsError: grpc.StatusCode.INTERNAL,
         EngineError: grpc.StatusCode.INTERNAL,
     }
 )

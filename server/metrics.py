@@ -22,7 +22,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from offramp.bundle import Promise
-from offramp.engine.statistics import Histogram, ModelStatistics
+from offramp.engine.statistics import FAILURE_CAUSES, Histogram, ModelStatistics
 from offramp.server.served import ServedEngine
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -85,8 +85,8 @@ def _counters(models: _Models) -> Iterator[Metric]:
         requests.add_metric([name], model.requests)
         samples.add_metric([name], model.samples)
         retried.add_metric([name], model.retried)
-        for cause, count in model.failed.items():
-            failures.add_metric([name, cause], count)
+        for cause in FAILURE_CAUSES:  # from 0 on, or the first event would go unseen by rate()
+            failures.add_metric([name, cause], model.failed.get(cause, 0))
     return iter((requests, samples, failures, retried))
 
 

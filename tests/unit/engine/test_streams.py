@@ -12,7 +12,7 @@ from tests.unit.engine.serving import LIMIT_S, Gate, until, with_engine
 
 from offramp.engine.backends.fake import SCRIPT, FakeBackend, FakeSlot
 from offramp.engine.core import Engine
-from offramp.engine.errors import BackendError
+from offramp.engine.errors import BackendError, OutOfServiceError
 from offramp.engine.streams import GIVE_UP_AFTER, StreamHealth
 
 SURE = {SCRIPT: script([0.95, 0.5])}
@@ -84,13 +84,15 @@ def test_a_broken_device_is_given_up_and_taken_back(
         assert engine.ready("fake")
         backend.gate.open()
         errors = await asyncio.gather(*tasks, return_exceptions=True)
-        assert {type(error) for error in errors} == {BackendError}
+        assert {type(error) for error in errors} == {BackendError, OutOfServiceError}
         assert {str(error) for error in errors} == {
             "device lost",
             "out of service, no stream can start: device lost",
         }
         assert not engine.ready()
-        with pytest.raises(BackendError, match=r"out of service, no stream can start: device lost"):
+        with pytest.raises(
+            OutOfServiceError, match=r"out of service, no stream can start: device lost"
+        ):
             await engine.infer("fake", SURE)
         statistics = engine.statistics()["fake"]
         assert (statistics.streams, statistics.streams_in_service) == (streams, 0)
@@ -137,7 +139,7 @@ def test_a_stream_that_never_opens_leaves_nobody_waiting(monkeypatch: pytest.Mon
             raise BackendError("no device")
 
     async def body(engine: Engine, backend: FakeBackend) -> None:
-        with pytest.raises(BackendError, match=r"out of service.*no device"):
+        with pytest.raises(OutOfServiceError, match=r"out of service.*no device"):
             await engine.infer("fake", SURE)
         assert not engine.ready("fake")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from offramp.engine.errors import OptionsError
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
 from offramp.engine.scheduling import POLICIES, PolicyName
@@ -126,7 +127,7 @@ def test_a_policy_that_does_not_fit_its_model_is_one_line(
     restored_logging: None,
 ) -> None:
     async def refuse(*_: object) -> None:
-        raise ValueError("m: policy fixed:9: exit 9 is not in use here")
+        raise OptionsError("m: policy fixed:9: exit 9 is not in use here")
 
     monkeypatch.setattr(cli.Engine, "open", refuse)
     status = cli.main(["m.ee", "--policy=fixed:9", "--grpc-port=0", "--http-port=0"])

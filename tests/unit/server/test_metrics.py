@@ -94,6 +94,7 @@ def test_counters() -> None:
     assert values("offramp_retried_total") == {(): 6}
     assert values("offramp_failures_total") == {
         ("cancelled",): 1, ("expired",): 2, ("hopeless",): 0, ("backend_error",): 0,
+        ("rejected",): 0, ("stopped",): 0,
     }  # fmt: skip
 
 
