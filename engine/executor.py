@@ -41,6 +41,7 @@ from offramp.engine.scheduling import (
     Assignment,
     DeviceScheduler,
     DropCause,
+    Dropped,
     ModelScheduler,
     Run,
     SchedulerFullError,
@@ -55,6 +56,7 @@ _log = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 60.0
 """A stream asks again at least this often; ``Condition.wait`` has an upper bound of its own."""
+_LATE = frozenset({DropCause.EXPIRED, DropCause.HOPELESS})
 _JOIN_LIMIT_S = 10.0
 """How long :meth:`Executor.stop` waits for a stage that runs."""
 
@@ -273,7 +275,10 @@ class Executor:
                     self._refusal = None
             return self._serve(stream, slot)
         finally:
-            slot.close()
+            try:
+                slot.close()
+            except Exception:  # what it held may be lost, but a new one may still be opened
+                _log.exception("stream %d: a slot could not be closed", stream)
 
     def _probe(self, slot: Slot) -> None:
         """Run a batch that is known to be good, of every model."""
@@ -421,15 +426,21 @@ class Executor:
             answer, confidence = step.result.answer, step.result.confidence
             assert answer is not None
             rows = released[start:stop]
-            model.ledger.answer(
-                int(run.requests[rows[0]]),
-                run.stage,
-                exit_index,
-                rows=run.rows[rows],
-                answer=answer[rows],
-                confidence=confidence[rows],
-                forced=~step.exited[rows],
-            )
+            number = int(run.requests[rows[0]])
+            try:
+                model.ledger.answer(
+                    number,
+                    run.stage,
+                    exit_index,
+                    rows=run.rows[rows],
+                    answer=answer[rows],
+                    confidence=confidence[rows],
+                    forced=~step.exited[rows],
+                )
+            except Exception as error:  # an exit whose answers have another shape, say
+                _log.exception("%s: stage %d: its answer cannot be kept", model.name, run.stage)
+                failure = BackendError(f"{model.name}: stage {run.stage}: {error}")
+                model.ledger.drop([Dropped(number, len(rows), DropCause.FAILED)], failure)
 
     def _give_back(self, stream: int, task: _Task, error: Exception) -> None:
         """Give a failed batch back to the scheduler; who has no second chance is told."""
@@ -477,6 +488,9 @@ class Executor:
         dropped = model.scheduler.take_dropped()
         if dropped:
             model.ledger.drop(dropped)
+            for item in dropped:  # what is left of a request that is late need not run
+                if item.cause in _LATE and model.ledger.get(item.request) is not None:
+                    model.scheduler.cancel(item.request, item.cause)
             for number in model.scheduler.take_discarded():
                 model.parked.pop(number, None)
         self._outbox.wake()

@@ -92,6 +92,11 @@ IDLE = Idle()
 Decision: TypeAlias = Run | Wait | Idle
 
 
+def wait_until(until_s: float) -> Wait | Idle:
+    """Wait, or idle if that is for ever."""
+    return IDLE if until_s == float("inf") else Wait(until_s)
+
+
 class Transition(NamedTuple):
     """What becomes of the rows of a run; the three lists partition them."""
 

@@ -60,8 +60,8 @@ class PolicyName:
         Raises:
             ValueError: There is no such policy.
         """
-        name, _, depth = text.partition(":")
-        if name not in POLICIES or (depth and name != Fixed.name):
+        name, colon, depth = text.partition(":")
+        if name not in POLICIES or (colon and name != Fixed.name):
             close = difflib.get_close_matches(name, POLICIES, n=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
             raise ValueError(f"there is no policy {text!r}; {hint}known: {', '.join(POLICIES)}")

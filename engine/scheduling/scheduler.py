@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.engine.scheduling.base import (
-    IDLE,
     Decision,
     DropCause,
     Dropped,
@@ -28,6 +27,7 @@ from offramp.engine.scheduling.base import (
     Submission,
     Transition,
     Wait,
+    wait_until,
 )
 from offramp.engine.scheduling.lanes import Lane
 from offramp.engine.scheduling.latency import Latencies
@@ -270,7 +270,7 @@ class ModelScheduler:
     def _start(self, stream: int, now_s: float) -> _Batch | Wait | Idle:
         """Form a batch for a stream that has none."""
         if not self._parallel.allows(stream):
-            return IDLE
+            return wait_until(self._queue.next_expiry_s())
         if self._retries and (retry := self._next_retry(stream, now_s)) is not None:
             return retry
         while True:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from offramp.engine.scheduling.base import IDLE, Wait
+from offramp.engine.scheduling.base import wait_until
 from offramp.engine.scheduling.early_drop import EarlyDrop
 from offramp.engine.scheduling.lanes import Lane
 from offramp.engine.scheduling.latency import Latencies
@@ -98,8 +98,3 @@ class BatchFormer:
             waiting=lane.size,
             longest_slack_s=(lane.latest_s - now_s) / slowness,
         )
-
-
-def wait_until(until_s: float) -> Choice:
-    """Wait, or idle if that is for ever."""
-    return IDLE if until_s == float("inf") else Wait(until_s)

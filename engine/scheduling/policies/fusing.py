@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from offramp.engine.scheduling.base import wait_until
 from offramp.engine.scheduling.lanes import Lane
 from offramp.engine.scheduling.latency import Latencies
-from offramp.engine.scheduling.policies.batching import BatchFormer, wait_until
+from offramp.engine.scheduling.policies.batching import BatchFormer
 from offramp.engine.scheduling.policy import Choice, Fuse, Waiting
 
 SLACK = 0.2
@@ -78,4 +79,4 @@ class Rebatch(Refill):
         rest_s = self._latencies.span_s(stage + 1, self._latencies.stages - 1, before)
         if survivors >= self._max_batch_size:
             return True
-        return before - survivors <= self._latencies.fusing_s / rest_s * before
+        return (before - survivors) * rest_s <= self._latencies.fusing_s * before

@@ -13,10 +13,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from offramp.engine.scheduling.base import wait_until
 from offramp.engine.scheduling.early_drop import EarlyDrop
 from offramp.engine.scheduling.lanes import Lane
 from offramp.engine.scheduling.points import OperatingPoint, OperatingPoints
-from offramp.engine.scheduling.policies.batching import wait_until
 from offramp.engine.scheduling.policy import Choice, Shed, Start, Waiting
 
 BUCKETS = 64
@@ -166,15 +166,15 @@ class SlackFit(SlackPolicy):
                 setting = Setting(size, point.deepest)
                 ranked.append((seconds[size], size, point.agreement, setting))
         ranked.sort(key=lambda item: (item[0], -item[2]))
-        self._fastest_s, size, _, fastest = ranked[0]
-        self._width_s = (ranked[-1][0] - self._fastest_s) / buckets or self._fastest_s
+        self._fastest_s, fastest = ranked[0][0], ranked[0][-1]
+        self._width_s = (ranked[-1][0] - self._fastest_s) / buckets or self._fastest_s or 1.0
         best: list[tuple[int, float, Setting, float] | None] = [None] * buckets
         for seconds_, size, agreement, setting in ranked:
             bucket = min(int((seconds_ - self._fastest_s) / self._width_s), buckets - 1)
             held = best[bucket]
             if held is None or (size, agreement) > held[:2]:
-                best[bucket] = (size, agreement, setting, size / seconds_)
-        self._chosen = [(fastest, fastest.batch_size / self._fastest_s)]
+                best[bucket] = (size, agreement, setting, _rate(size, seconds_))
+        self._chosen = [(fastest, _rate(fastest.batch_size, self._fastest_s))]
         """Below the first bucket, then by bucket: its choice, and rows a second."""
         for choice in best:
             self._chosen.append(choice[2:] if choice else self._chosen[-1])
@@ -281,3 +281,7 @@ class Clockwork(Fixed):
 def _batch_sizes(max_batch_size: int) -> list[int]:
     powers = [2**i for i in range(max_batch_size.bit_length())]
     return sorted({*powers, max_batch_size})
+
+
+def _rate(rows: int, seconds: float) -> float:
+    return rows / seconds if seconds else math.inf

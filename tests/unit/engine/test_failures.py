@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.fakes import script
-from tests.unit.engine.serving import Gate, with_engine
+from tests.unit.engine.serving import LIMIT_S, Gate, with_engine
 
 from offramp.engine.backends.base import Rows, StageResult, TensorBatch
 from offramp.engine.backends.fake import SCRIPT, FakeBackend, FakeBatch, FakeSlot
 from offramp.engine.core import Engine, InferResult
-from offramp.engine.errors import BackendError
+from offramp.engine.errors import BackendError, DeadlineExceededError
 from offramp.engine.scheduling import PolicyName
 
 REFILL = PolicyName("refill")
@@ -272,3 +273,65 @@ def test_a_cancelled_request_is_not_tried_again() -> None:
         assert backend.runs == [(0, 1)]
 
     with_engine(body, on_run)
+
+
+def test_an_answer_of_another_shape_fails_its_request_only() -> None:
+    """The two samples of a request leave at exits that disagree on the number of classes."""
+
+    class OddSlot(FakeSlot):
+        def run(self, stage: Any, batch: TensorBatch) -> StageResult:
+            result = super().run(stage, batch)
+            if stage.index == 0 or result.answer is None:
+                return result
+            return result._replace(answer=np.zeros((len(batch), 3), np.float32))
+
+    class Odd(FakeBackend):
+        def open_slot(self) -> FakeSlot:
+            super().open_slot()
+            return OddSlot(self)
+
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        with pytest.raises(BackendError, match="stage 1"):
+            await ask(engine, [0.95, 0.5], [0.5, 0.5])
+        assert (await ask(engine, [0.95, 0.5])).exits.tolist() == [0]
+        statistics = engine.statistics()["fake"]
+        assert (statistics.failed, statistics.answered) == ({"backend_error": 1}, 2)
+
+    with_engine(body, backend_type=Odd)
+
+
+def test_a_slot_that_cannot_be_closed_stops_nobody() -> None:
+    class StuckSlot(FakeSlot):
+        def close(self) -> None:
+            super().close()
+            raise BackendError("busy")
+
+    class Stuck(FakeBackend):
+        def open_slot(self) -> FakeSlot:
+            super().open_slot()
+            return StuckSlot(self)
+
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        with pytest.raises(BackendError, match="out of memory"):
+            await ask(engine, [0.95, 0.5])
+        assert (await ask(engine, [0.95, 0.5])).exits.tolist() == [0]
+
+    with_engine(body, fails_at(0, 1, error=BackendError("out of memory")), backend_type=Stuck)
+
+
+def test_what_is_left_of_a_late_request_does_not_run() -> None:
+    """Half of a request runs while the other half, in the queue, is seen to be too late."""
+    gate = Gate()
+
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        late = ask(engine, *[[0.5, 0.5]] * 10, deadline_s=time.monotonic() + 0.3)
+        await gate.wait_entered()
+        await asyncio.sleep(0.3)
+        gate.open()
+        with pytest.raises(DeadlineExceededError):
+            await late
+        assert await engine.drain(LIMIT_S)
+        assert backend.runs == [(0, 8)]
+        assert engine.statistics()["fake"].failed == {"expired": 10}
+
+    with_engine(body, gate)

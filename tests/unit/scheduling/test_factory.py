@@ -32,6 +32,7 @@ def test_the_exit_of_fixed_is_read() -> None:
         ("Refill", "did you mean 'refill'"),
         ("max-acuracy", "did you mean 'max-accuracy'"),
         ("slackfit:2", "no policy 'slackfit:2'"),
+        ("slackfit:", "no policy 'slackfit:'"),
         ("", "known: run-through, refill, rebatch"),
     ],
 )

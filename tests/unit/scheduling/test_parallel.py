@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.unit.scheduling.helpers import scheduler, started, table
+from tests.unit.scheduling.helpers import SIZE, scheduler, started, table
 
-from offramp.engine.scheduling import Idle, ParallelLimit, Submission
+from offramp.engine.scheduling import (
+    DropCause,
+    Dropped,
+    Idle,
+    ParallelLimit,
+    Submission,
+    Wait,
+)
 
 
 def test_a_batch_starts_beside_another_exactly_when_that_is_below_tau_b() -> None:
@@ -108,3 +115,13 @@ def test_late_and_lost_samples_are_counted_wherever_they_leave() -> None:
 def test_limits_that_make_no_sense_are_refused(how: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ParallelLimit(4, **how)  # type: ignore[arg-type]
+
+
+def test_who_may_not_start_still_keeps_time_for_deadlines() -> None:
+    s = scheduler(streams=2, parallel=ParallelLimit(SIZE, fixed=1))
+    s.submit(Submission(0, 1), 0.0)
+    started(s.next(0, 0.0))
+    s.submit(Submission(1, 1, 3.5), 0.0)
+    assert s.next(1, 0.0) == Wait(3.5)
+    s.next(1, 3.5)
+    assert s.take_dropped() == [Dropped(1, 1, DropCause.EXPIRED)]
