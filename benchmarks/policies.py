@@ -56,14 +56,16 @@ DELAY_MS = 1.0
 """Of ``delay``: how long it waits for batch mates."""
 SATURATED = 128
 """Requests under way when capacity is measured."""
-LONE_REQUESTS = 300
+LONE_REQUESTS = 1000
 
 
 class Bench:
     """A bundle, its data, and engines of it."""
 
-    def __init__(self, bundle: Path, data: Path, samples: int) -> None:
-        """Read all; the source model's answers are made here."""
+    def __init__(
+        self, bundle: Path, data: Path, samples: int, *, streams: int | None = None
+    ) -> None:
+        """Read all; ``streams`` are as many as there are cores, unless given."""
         self.bundle = bundle
         dataset = read_dataset(data, Bundle.open(bundle).manifest.inputs)
         rows = range(min(samples, len(dataset)))
@@ -72,7 +74,7 @@ class Bench:
             for i in rows
         ]
         self._reference: NDArray[np.int64] = np.zeros(len(self._samples), np.int64)
-        self.streams = os.cpu_count() or 1
+        self.streams = streams or os.cpu_count() or 1
 
     async def prepare(self) -> None:
         """Ask the source model for its answers."""
@@ -82,10 +84,10 @@ class Bench:
     def _replaying(self, system: str) -> _Opened:
         return _Opened(self.bundle, system, self.streams, self._samples, self._reference)
 
-    async def lone_latency_s(self, system: str) -> float:
-        """Median latency of requests sent one after the other."""
+    async def lone(self, system: str) -> tuple[float, float]:
+        """Mean seconds of requests sent one after the other, in all and within stages."""
         async with self._replaying(system) as replay:
-            return await replay.lone_latency_s()
+            return await replay.lone()
 
     async def capacity_rps(self, system: str, duration_s: float) -> float:
         """Answers a second with many requests under way."""
@@ -142,21 +144,23 @@ class _Opened:
             found.append(int(answer[0].argmax()))
         return np.array(found)
 
-    async def lone_latency_s(self) -> float:
-        """Median seconds of requests sent one after the other."""
+    async def lone(self) -> tuple[float, float]:
+        """Mean seconds of requests sent one after the other, in all and within stages."""
+        before = sum(stage.run_s.total for stage in self._engine.statistics()[MODEL].stages)
         times = []
-        for sample in self._samples[:LONE_REQUESTS]:
+        for number in range(LONE_REQUESTS):
             started_s = time.monotonic()
-            await self._engine.infer(MODEL, sample)
+            await self._engine.infer(MODEL, self._samples[number % len(self._samples)])
             times.append(time.monotonic() - started_s)
-        return float(np.median(times))
+        after = sum(stage.run_s.total for stage in self._engine.statistics()[MODEL].stages)
+        return float(np.mean(times)), (after - before) / LONE_REQUESTS
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All that the module's docstring says."""
     bench = Bench(options.bundle, options.data, options.samples)
     await bench.prepare()
-    lone_s = await bench.lone_latency_s("source:delay")
+    lone_s, _ = await bench.lone("source:delay")
     console = wide_console()
     capacity = {
         system: float(

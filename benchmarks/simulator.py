@@ -1,166 +1,182 @@
-"""The simulator against the real server: same trace, same bundle, and how far they are apart.
+"""The simulator against the real thing: same trace, same bundle, and how far they are apart.
 
     python -m benchmarks.simulator BUNDLE --data TEST.npz [--json FILE]
 
-A real ``eeserve`` (one stream of one thread) is loaded by a real ``eebench load`` over loopback, on
-the other core; ``eebench simulate`` gets the same trace. Two constants are measured first and given
-to the simulation, since it knows nothing of them: what the server spends on a stage beyond its graph
-(``benchmarks.executor``; an option here), and what a request spends on its way to the scheduler and
-back, which is the latency of requests sent one at a time less what is simulated for them. Nothing is
-fitted to the runs that are compared. Also: how many requests a second are simulated.
+Each trace is run three times: by the real engine in this process, by a real ``eeserve`` loaded over
+loopback by ``eebench load``, and by the simulator. The first two have one stream of one thread; the
+other core is for whoever sends. Two constants are measured beforehand and given to the simulator,
+which knows nothing of them: how much longer stages take than the profile says while requests come
+one at a time, and what a request spends on its way to the scheduler and back (the latency of such
+requests less what is simulated for them; once for the engine, once for the server). Nothing is
+fitted to the runs that are compared. Last: how many requests a second are simulated.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import uvloop
+from benchmarks.policies import MAX_BATCH, Bench
+
+from offramp.bundle import Bundle
+from offramp.engine.options import ModelOptions
+from offramp.engine.served_model import STAGE_OVERHEAD_S
 from offramp.tools.bench.environment import describe_environment
+from offramp.tools.bench.outcomes import Summary, summarise
+from offramp.tools.bench.simulate_command import System, make_simulated_scheduler
+from offramp.tools.bench.simulation import SimulatedModel, draw_load, model_of, simulate
+from offramp.tools.bench.traces import Trace, constant, poisson
 
-POLICIES = ("run-through", "slackfit", "source:clockwork")
+POLICIES = ("run-through", "refill", "slackfit", "source:clockwork")
 LOADS = (0.3, 0.6, 0.85)
-"""Shares of the throughput at saturation."""
+"""Shares of the engine's throughput at saturation."""
 QUANTILES = ("p50", "p90", "p99")
-MAX_BATCH, SLO_MS = "16", 50.0
-DURATION_S = "15"
+SLO_S = 0.05
+DURATION_S = 10.0
 
 
-def main() -> None:
-    """Measure, simulate, print, and write if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("bundle", type=Path)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--stage-overhead-us", type=float, default=60.0)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    rows = [row for policy in POLICIES for row in compare(policy, options)]
-    for row in rows:
-        latencies = "  ".join(
-            f"{q} {row['measured_ms'][q]:.2f}/{row['simulated_ms'][q]:.2f} ({row['error'][q]:+.0%})"
-            for q in QUANTILES
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What a request spends on its way to the scheduler and back."""
+
+    name: str
+    seconds: float
+
+
+class Twin:
+    """A system, and its simulation."""
+
+    def __init__(self, policy: str, bundle: Path) -> None:
+        """Read the bundle."""
+        self.system = System.parse(policy)
+        self._bundle = Bundle.open(bundle)
+        self._options = ModelOptions(scheduling=self.system.scheduling, max_batch_size=MAX_BATCH)
+        self.slowdown = 1.0
+
+    def model(self) -> SimulatedModel:
+        """As it is simulated now."""
+        return model_of(
+            self._bundle,
+            self.system.mode,
+            self._options,
+            stage_overhead_s=STAGE_OVERHEAD_S,
+            slowdown=self.slowdown,
         )
-        print(
-            f"{row['policy']:17} {row['rate']:6.0f}/s  measured/simulated ms: {latencies}  "
-            f"exit shares apart by at most {row['exit_share_error']:.3f}"
-        )
-    speed = simulated_speed(options)
-    for name, value in speed.items():
-        print(f"{name:40} {value:10,.0f} requests/s simulated")
-    if options.json is not None:
-        document = {
-            "rows": rows,
-            "simulated_requests_per_second": speed,
-            "environment": describe_environment(stage_overhead_us=options.stage_overhead_us),
-        }
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+
+    def simulated(self, trace: Trace, slo_s: float) -> Summary:
+        """Run a trace on virtual time."""
+        model = self.model()
+        scheduler = make_simulated_scheduler(model, self._options, streams=1)
+        records = model.behaviour.leaves_at.size
+        load = draw_load(trace.arrivals_s, trace.duration_s, records, slo_s=slo_s, seed=1)
+        outcomes = simulate(model.behaviour, scheduler, model.seconds, load, streams=1)
+        return summarise(outcomes, slo_ms=SLO_S * 1e3)
+
+    def lone_s(self) -> float:
+        """Mean latency of requests that come one at a time."""
+        lone = constant(1.0, 4000.0)
+        return self.simulated(lone, float("inf")).latency_ms["mean"] / 1e3
 
 
-def compare(policy: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Rows of one policy, a load each."""
+async def compare(policy: str, options: argparse.Namespace, bench: Bench) -> list[dict[str, Any]]:
+    """Rows of one policy."""
+    twin = Twin(policy, options.bundle)
+    lone_s, stages_s = await bench.lone(policy)
+    twin.slowdown = stages_s / twin.lone_s()
+    engine = Way("engine", lone_s - twin.lone_s())
+    capacity = await bench.capacity_rps(policy, 3.0)
+    rows = []
     with serving(policy, options.bundle) as address:
-        lone = load(address, options, ["--closed-loop", "1", "--duration-s", "4"])
-        saturated = load(address, options, ["--closed-loop", "64", "--duration-s", "6"])
-        capacity = saturated["throughput_rps"]
-        sparse = ["--trace", "constant", "--rate", "20", "--duration-s", "60"]
-        way_ms = (
-            lone["latency_ms"]["mean"] - simulation(policy, options, sparse)["latency_ms"]["mean"]
-        )
+        lone_ms = load(address, options, ["--closed-loop", "1", "--duration-s", "4"])["latency_ms"]
+        server = Way("server", lone_ms["mean"] / 1e3 - twin.lone_s())
         for share in LOADS:
-            rate = f"{share * capacity:.0f}"
-            trace = ["--trace", "poisson", "--rate", rate, "--duration-s", DURATION_S]
-            measured = load(address, options, [*trace, "--slo-ms", str(SLO_MS)])
-            simulated = simulation(policy, options, [*trace, "--slo-ms", str(SLO_MS - way_ms)])
-            yield row(policy, float(rate), way_ms, measured, simulated)
+            rate = round(share * capacity)
+            trace = poisson(rate, DURATION_S, 1)
+            measured = (await bench.under(policy, trace, SLO_S)).to_json()
+            rows.append(row(policy, rate, engine, measured, twin))
+            arguments = ["--rate", str(rate), "--duration-s", str(DURATION_S), "--seed", "1"]
+            measured = load(address, options, [*arguments, "--slo-ms", str(SLO_S * 1e3)])
+            rows.append(row(policy, rate, server, measured, twin))
+    return rows
 
 
 def row(
-    policy: str, rate: float, way_ms: float, measured: dict[str, Any], simulated: dict[str, Any]
+    policy: str, rate: float, way: Way, measured: Mapping[str, Any], twin: Twin
 ) -> dict[str, Any]:
-    """What was measured beside what was simulated."""
+    """What was measured beside what is simulated."""
+    simulated = twin.simulated(poisson(rate, DURATION_S, 1), SLO_S - way.seconds).to_json()
     measured_ms = {q: measured["latency_ms"][q] for q in QUANTILES}
-    simulated_ms = {q: simulated["latency_ms"][q] + way_ms for q in QUANTILES}
+    simulated_ms = {q: simulated["latency_ms"][q] + way.seconds * 1e3 for q in QUANTILES}
     labels = set(measured["exit_shares"]) | set(simulated["exit_shares"])
-    shares = [
+    apart = [
         abs(measured["exit_shares"].get(label, 0.0) - simulated["exit_shares"].get(label, 0.0))
         for label in labels
     ]
     return {
         "policy": policy,
         "rate": rate,
-        "way_ms": way_ms,
+        "measured_on": way.name,
+        "way_ms": way.seconds * 1e3,
+        "slowdown": twin.slowdown,
         "measured_ms": measured_ms,
         "simulated_ms": simulated_ms,
         "error": {q: simulated_ms[q] / measured_ms[q] - 1 for q in QUANTILES},
         "measured_attainment": measured["attainment"],
         "simulated_attainment": simulated["attainment"],
-        "exit_share_error": max(shares),
+        "exit_share_error": max(apart),
     }
 
 
-def simulated_speed(options: argparse.Namespace) -> dict[str, float]:
-    """Requests a second of the simulator, by policy and load."""
+def speeds(bundle: Path) -> dict[str, float]:
+    """Simulated requests a second of one core, by policy and load."""
     found = {}
     for policy in POLICIES:
-        for rate in ("500", "3000", "10000"):
-            trace = ["--trace", "poisson", "--rate", rate, "--duration-s", f"{2e5 / float(rate):g}"]
-            arguments = [*trace, "--max-batch-size", "32", "--slo-ms", str(SLO_MS)]
-            text = eebench(
-                ["simulate", str(options.bundle), "--policy", policy, *arguments]
-            ).replace("\n", " ")
-            match = re.search(r"([\d,]+) requests a\s+second\s+were\s+simulated", text)
-            assert match is not None, text
-            found[f"{policy} at {rate}/s"] = float(match[1].replace(",", ""))
+        twin = Twin(policy, bundle)
+        capacity = 1.0 / twin.lone_s()
+        for share in (0.5, 1.0, 3.0):
+            trace = poisson(share * capacity, 2e5 / (share * capacity), 1)
+            took_s = []
+            for _ in range(3):
+                started_s = time.perf_counter()
+                summary = twin.simulated(trace, SLO_S)
+                took_s.append(time.perf_counter() - started_s)
+            batch = summary.mean_batch_size
+            name = f"{policy} at {share * capacity:.0f}/s (mean batch {batch:.1f})"
+            found[name] = trace.arrivals_s.size / float(np.median(took_s))
     return found
 
 
 def load(address: str, options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
-    """Summary of a real load."""
-    fixed = ["--model", "model", "--data", str(options.data)]
-    return summary(["load", address, *fixed, *arguments], lambda document: document["summary"])
-
-
-def simulation(
-    policy: str, options: argparse.Namespace, arguments: Sequence[str]
-) -> dict[str, Any]:
-    """Summary of a simulated load."""
-    fixed = ["--policy", policy, "--max-batch-size", MAX_BATCH]
-    overhead = ["--stage-overhead-us", str(options.stage_overhead_us)]
-    return summary(
-        ["simulate", str(options.bundle), *fixed, *overhead, *arguments],
-        lambda document: document["runs"][0]["summary"],
-    )
-
-
-def summary(arguments: Sequence[str], pick: Any) -> dict[str, Any]:
-    """Run eebench with ``--json`` and take what is wanted of it."""
+    """Summary of a real load on a server."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "out.json"
-        eebench([*arguments, "--json", str(path)])
-        found: dict[str, Any] = pick(json.loads(path.read_text()))
+        fixed = ["--model", "model", "--data", str(options.data), "--json", str(path)]
+        command = [sys.executable, "-m", "offramp.tools.bench.cli", "load", address]
+        subprocess.run([*command, *fixed, *arguments], check=True, capture_output=True)
+        found: dict[str, Any] = json.loads(path.read_text())["summary"]
         return found
-
-
-def eebench(arguments: Sequence[str]) -> str:
-    """Run eebench; gives what it prints."""
-    command = [sys.executable, "-m", "offramp.tools.bench.cli", *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 @contextmanager
 def serving(policy: str, bundle: Path) -> Iterator[str]:
     """A server of the bundle, as ``model``; gives its address."""
-    mode = "off" if policy.startswith("source:") else "leave"
+    system = System.parse(policy)
     command = [sys.executable, "-m", "offramp.server.cli", "--model", f"model={bundle}"]
-    command += ["--policy", policy.removeprefix("source:"), "--mode", mode]
-    command += ["--max-batch-size", MAX_BATCH, "--streams", "1", "--threads", "1"]
+    command += ["--policy", str(system.scheduling), "--mode", system.mode.value]
+    command += ["--max-batch-size", str(MAX_BATCH), "--streams", "1", "--threads", "1"]
     command += ["--grpc-port", "0", "--http-port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -174,6 +190,44 @@ def serving(policy: str, bundle: Path) -> Iterator[str]:
         finally:
             process.terminate()
             process.communicate()
+
+
+async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All rows."""
+    bench = Bench(options.bundle, options.data, 2000, streams=1)
+    await bench.prepare()
+    return [row for policy in POLICIES for row in await compare(policy, options, bench)]
+
+
+def main() -> None:
+    """Measure, simulate, print, and write if asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    speed = speeds(options.bundle)
+    for name, value in speed.items():
+        print(f"{name:50} {value:10,.0f} requests/s simulated")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        rows = runner.run(measure(options))
+    for found in rows:
+        latencies = "  ".join(
+            f"{q} {found['measured_ms'][q]:.2f}/{found['simulated_ms'][q]:.2f} "
+            f"({found['error'][q]:+.0%})"
+            for q in QUANTILES
+        )
+        print(
+            f"{found['policy']:17} {found['rate']:5.0f}/s {found['measured_on']}: "
+            f"measured/simulated ms {latencies}  exit shares apart {found['exit_share_error']:.3f}"
+        )
+    if options.json is not None:
+        document = {
+            "rows": rows,
+            "simulated_requests_per_second": speed,
+            "environment": describe_environment(max_batch_size=MAX_BATCH, slo_ms=SLO_S * 1e3),
+        }
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

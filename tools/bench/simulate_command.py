@@ -13,12 +13,18 @@ from typing import Any
 from offramp.bundle import Bundle
 from offramp.engine.options import ModelOptions
 from offramp.engine.plan import Mode
-from offramp.engine.scheduling import POLICIES, ParallelLimit, PolicyName, make_scheduler
+from offramp.engine.scheduling import (
+    POLICIES,
+    ModelScheduler,
+    ParallelLimit,
+    PolicyName,
+    make_scheduler,
+)
 from offramp.tools.bench.dynamics import Run, write_page
 from offramp.tools.bench.environment import describe_environment
 from offramp.tools.bench.numbers import positive
 from offramp.tools.bench.outcomes import Outcomes, hdr_table, summarise, timeline
-from offramp.tools.bench.simulation import draw_load, model_of, simulate
+from offramp.tools.bench.simulation import SimulatedModel, draw_load, model_of, simulate
 from offramp.tools.bench.table import print_summaries, wide_console
 from offramp.tools.bench.traces import Trace, add_trace_arguments, trace_of
 
@@ -97,6 +103,13 @@ def add_parser(commands: Any) -> None:
         metavar="US",
         help="the server's own time a stage, beyond its graph (see benchmarks.executor)",
     )
+    add(
+        "--slowdown",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="stages take so many times what the profile and --stage-overhead-us say",
+    )
     add("--json", type=Path, metavar="FILE", help="write the figures there%(default).0s")
     add("--html", type=Path, metavar="FILE", help="write a page with plots there%(default).0s")
     parser.set_defaults(run=run)
@@ -111,6 +124,8 @@ def run(options: argparse.Namespace) -> int:
     systems = [System.parse(text) for text in options.policy.split(",")]
     if options.slo_ms is not None and not options.slo_ms > 0:
         raise ValueError(f"--slo-ms is {options.slo_ms:g}; it must be more than 0")
+    if not options.slowdown > 0 or not options.stage_overhead_us >= 0:
+        raise ValueError("--slowdown must be more than 0, --stage-overhead-us at least 0")
     bundle, trace = Bundle.open(options.bundle), trace_of(options)
     runs = list(_runs(bundle, systems, trace, options))
     _tell(runs, trace, options)
@@ -129,13 +144,16 @@ def _runs(
             forced_exits=not options.forbid_forced_exits,
         )
         overhead_s = options.stage_overhead_us / 1e6
-        model = model_of(bundle, system.mode, settings, stage_overhead_s=overhead_s)
-        scheduler = make_scheduler(
-            system.scheduling,
-            model.points,
-            max_batch_size=settings.max_batch_size,
-            max_delay_s=settings.max_queue_delay_ms / 1e3,
-            max_queue=settings.max_queue_samples,
+        model = model_of(
+            bundle,
+            system.mode,
+            settings,
+            stage_overhead_s=overhead_s,
+            slowdown=options.slowdown,
+        )
+        scheduler = make_simulated_scheduler(
+            model,
+            settings,
             streams=options.workers,
             parallel=ParallelLimit(
                 settings.max_batch_size,
@@ -161,6 +179,25 @@ def _runs(
         elapsed_s = time.perf_counter() - started_s
         speed = len(trace.arrivals_s) / elapsed_s
         yield Simulated(label=system.label, outcomes=outcomes, requests_per_second=speed)
+
+
+def make_simulated_scheduler(
+    model: SimulatedModel,
+    options: ModelOptions,
+    *,
+    streams: int,
+    parallel: ParallelLimit | None = None,
+) -> ModelScheduler:
+    """The scheduler that a server with these options would have."""
+    return make_scheduler(
+        options.scheduling,
+        model.points,
+        max_batch_size=options.max_batch_size,
+        max_delay_s=options.max_queue_delay_ms / 1e3,
+        max_queue=options.max_queue_samples,
+        streams=streams,
+        parallel=parallel,
+    )
 
 
 def _tell(runs: list[Simulated], trace: Trace, options: argparse.Namespace) -> None:

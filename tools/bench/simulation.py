@@ -59,7 +59,12 @@ class SimulatedModel:
 
 
 def model_of(
-    bundle: Bundle, mode: Mode, options: ModelOptions, *, stage_overhead_s: float = 0.0
+    bundle: Bundle,
+    mode: Mode,
+    options: ModelOptions,
+    *,
+    stage_overhead_s: float = 0.0,
+    slowdown: float = 1.0,
 ) -> SimulatedModel:
     """Simulate a bundle by its profile, and its records of the certify split (unseen data).
 
@@ -68,6 +73,7 @@ def model_of(
         mode: Of serving.
         options: Of the model.
         stage_overhead_s: What each stage takes beyond its graph; the scheduler knows it.
+        slowdown: How much longer stages take than that; the scheduler finds out.
     """
     plan = make_plan(bundle, mode=mode)
     records = bundle.records()
@@ -86,7 +92,9 @@ def model_of(
     return SimulatedModel(
         behaviour=Behaviour(exits=exits, leaves_at=leaves_at, agrees=agrees),
         points=points,
-        seconds=points.latencies.profiled_s,
+        seconds=tuple(
+            tuple(slowdown * stage_s for stage_s in row) for row in points.latencies.profiled_s
+        ),
     )
 
 
