@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Hashable
+from typing import NamedTuple
 
 from offramp.engine.scheduling.base import Submission
 from offramp.engine.scheduling.ordering import Key, SortedQueue
@@ -24,6 +25,14 @@ class Entry:
         self.key = key
         """Priority (negated), deadline, order of arrival: the smallest goes first."""
         self.lane = lane
+
+
+class Taken(NamedTuple):
+    """Neighbouring samples of a submission, taken from a lane."""
+
+    entry: Entry
+    first: int
+    size: int
 
 
 class Lane:
@@ -65,14 +74,31 @@ class Lane:
             self.latest_s = entry.key[1]
         self.size += entry.left
 
-    def take(self, entry: Entry, count: int) -> None:
-        """Count samples of an entry no longer: taken, or gone."""
-        entry.left -= count
-        self.size -= count
-        if not entry.left:
-            self._by_urgency.died()
-            if self._by_age is not None:
-                self._by_age.died()
+    def forget(self, entry: Entry) -> None:
+        """Count what is left of an entry no longer."""
+        self.size -= entry.left
+        entry.left = 0
+        self._died(1)
+
+    def take(self, limit: int) -> list[Taken]:
+        """Take up to ``limit`` samples, most urgent first."""
+        taken, exhausted = [], 0
+        while self.size and limit > 0:
+            entry = self.most_urgent()
+            left = entry.left
+            count = left if left <= limit else limit
+            taken.append(Taken(entry, entry.count - left, count))
+            entry.left = left - count
+            self.size -= count
+            limit -= count
+            exhausted += count == left
+        self._died(exhausted)
+        return taken
+
+    def _died(self, entries: int) -> None:
+        self._by_urgency.died(entries)
+        if self._by_age is not None:
+            self._by_age.died(entries)
 
     def most_urgent(self) -> Entry:
         """The entry to serve first; the lane must not be empty."""

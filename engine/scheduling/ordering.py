@@ -49,9 +49,9 @@ class SortedQueue(Generic[_T]):
         if len(in_order) + len(self._heap) > 2 * self._alive + 64:
             self._bury()
 
-    def died(self) -> None:
-        """Count one item less: nothing is left of it."""
-        self._alive -= 1
+    def died(self, count: int = 1) -> None:
+        """Count items less: nothing is left of them."""
+        self._alive -= count
 
     def head(self) -> tuple[Key, _T] | None:
         """The first living item and its key; ``None`` if there is none."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from offramp.engine.scheduling.base import DropCause, Dropped, SchedulerFullError, Submission
-from offramp.engine.scheduling.lanes import Entry, Lane, LaneIndex
+from offramp.engine.scheduling.lanes import Entry, Lane, LaneIndex, Taken
 from offramp.engine.scheduling.ordering import SortedQueue
 from offramp.engine.scheduling.rowset import RowSet
 
@@ -41,8 +43,8 @@ class SampleQueue:
         self._by_request: dict[int, Entry] = {}
         self._aged = max_delay_s > 0.0
         self._by_deadline: SortedQueue[Entry] = SortedQueue()
-        self._first_deadline_s = _NEVER
-        """The first deadline of all that wait, or earlier."""
+        self.first_deadline_s = _NEVER
+        """The first deadline of all that wait, or earlier: nothing expires before."""
         self._sequence = 0
 
     @property
@@ -72,7 +74,7 @@ class SampleQueue:
         lane.push(entry)
         if not patient:
             self._by_deadline.push((deadline_s, self._sequence), entry)
-            self._first_deadline_s = min(self._first_deadline_s, deadline_s)
+            self.first_deadline_s = min(self.first_deadline_s, deadline_s)
         self._by_request[request] = entry
         self.size += count
         self._index.pushed(lane, key)
@@ -83,14 +85,17 @@ class SampleQueue:
         if entry is None:
             return None
         dropped = Dropped(request, entry.left, cause)
-        self._count_off(entry, entry.left)
+        self.size -= entry.left
+        entry.lane.forget(entry)
+        if entry.deadline_s != _NEVER:
+            self._by_deadline.died()
         if not entry.lane.size:
             self._index.taken(entry.lane)
         return dropped
 
     def expire(self, now_s: float) -> Sequence[Dropped]:
         """Remove what can no longer be answered in time."""
-        if now_s < self._first_deadline_s:
+        if now_s < self.first_deadline_s:
             return ()
         expired = []
         while self.next_expiry_s() <= now_s:
@@ -99,7 +104,7 @@ class SampleQueue:
             dropped = self.remove(entry.request, DropCause.EXPIRED)
             assert dropped is not None
             expired.append(dropped)
-        self._first_deadline_s = self.next_expiry_s()
+        self.first_deadline_s = self.next_expiry_s()
         return expired
 
     def next_expiry_s(self) -> float:
@@ -113,27 +118,19 @@ class SampleQueue:
 
     def take(self, lane: Lane, limit: int) -> RowSet:
         """Take up to ``limit`` samples of a lane, most urgent first."""
-        taken: list[tuple[Entry, int, int]] = []
-        while lane.size and limit > 0:
-            entry = lane.most_urgent()
-            count = min(entry.left, limit)
-            taken.append((entry, entry.count - entry.left, count))
-            limit -= count
-            self._count_off(entry, count)
+        taken, timed = lane.take(limit), 0
+        for entry, _, size in taken:
+            self.size -= size
             if not entry.left:
                 del self._by_request[entry.request]
+                timed += entry.deadline_s != _NEVER
+        self._by_deadline.died(timed)
         self._index.taken(lane)
         return _rowset(taken)
 
     def flush(self) -> None:
         """Wait for batch mates no longer, from now on."""
         self._index.flush()
-
-    def _count_off(self, entry: Entry, count: int) -> None:
-        entry.lane.take(entry, count)
-        self.size -= count
-        if not entry.left and entry.deadline_s != _NEVER:
-            self._by_deadline.died()
 
     def _open_lane(self, signature: Hashable) -> Lane:
         if len(self._lanes) >= _KEPT_LANES + len(self._by_request):
@@ -142,17 +139,27 @@ class SampleQueue:
         return lane
 
 
-def _rowset(taken: list[tuple[Entry, int, int]]) -> RowSet:
-    counts = [count for _, _, count in taken]
+def _rowset(taken: list[Taken]) -> RowSet:
     requests = np.array([entry.request for entry, _, _ in taken], np.int64)
     deadlines_s = np.array([entry.deadline_s for entry, _, _ in taken])
-    priorities = np.array([entry.priority for entry, _, _ in taken], np.int64)
-    if sum(counts) == len(counts):  # the usual case, in a quarter of the calls
-        rows = np.array([first for _, first, _ in taken], np.int64)
+    firsts = [first for _, first, _ in taken]
+    sizes = [size for _, _, size in taken]
+    ranks = [entry.priority for entry, _, _ in taken]
+    # Nearly always every request is one sample of the default priority; two arrays less then.
+    priorities = np.array(ranks, np.int64) if any(ranks) else _zeros(len(taken))
+    if max(sizes) == 1:
+        rows = np.array(firsts, np.int64) if any(firsts) else _zeros(len(taken))
         return RowSet(requests, rows, deadlines_s, priorities)
     return RowSet(
-        np.repeat(requests, counts),
-        np.concatenate([np.arange(first, first + count) for _, first, count in taken]),
-        np.repeat(deadlines_s, counts),
-        np.repeat(priorities, counts),
+        np.repeat(requests, sizes),
+        np.concatenate([np.arange(f, f + n) for f, n in zip(firsts, sizes, strict=True)]),
+        np.repeat(deadlines_s, sizes),
+        np.repeat(priorities, sizes),
     )
+
+
+@cache
+def _zeros(count: int) -> NDArray[np.int64]:
+    zeros = np.zeros(count, np.int64)
+    zeros.flags.writeable = False
+    return zeros

@@ -64,7 +64,7 @@ class _Batch:
         self.samples = samples
         self.signature = signature
         self.deepest = deepest
-        self.earliest_s = float(samples.deadlines_s.min())
+        self.earliest_s: float = min(samples.deadlines_s.tolist())
         """First deadline among its samples, or earlier."""
         self.pieces: tuple[Piece, ...] = ()
         self.executing = False
@@ -147,7 +147,8 @@ class ModelScheduler:
         Raises:
             SchedulerFullError: There is no room for all of them; none was queued.
         """
-        self._expire(now_s)
+        if self._parked or now_s >= self._queue.first_deadline_s:
+            self._expire(now_s)
         self._queue.push(submission, now_s)
 
     def cancel(self, request: int, cause: DropCause = DropCause.CANCELLED) -> None:
@@ -168,7 +169,8 @@ class ModelScheduler:
 
     def next(self, stream: int, now_s: float) -> Decision:
         """What the idle ``stream`` shall do."""
-        self._expire(now_s)
+        if self._parked or now_s >= self._queue.first_deadline_s:
+            self._expire(now_s)
         batch = self._batches.get(stream)
         if batch is None:
             chosen = self._start(stream, now_s)
@@ -189,8 +191,9 @@ class ModelScheduler:
         batch = self._batches[stream]
         before = len(exited)
         self._observe(batch, before, now_s)
-        leaving = before if batch.stage >= batch.deepest else int(np.count_nonzero(exited))
-        if batch.stage < self._last:
+        leaving = before
+        if batch.stage < batch.deepest:
+            leaving = int(np.count_nonzero(exited))
             self._latencies.observe_shrinking(batch.stage, before, before - leaving)
         released, dropped, survivors = _NO_ROWS, _NO_ROWS, _NO_ROWS
         if leaving == before:

@@ -119,7 +119,7 @@ def draw_load(
     return Load(arrivals_s=arrivals_s, records=drawn, slo_s=slo_s, duration_s=duration_s)
 
 
-def simulate(
+def simulate(  # noqa: PLR0915 - one loop, and few calls in it: it is what a request costs
     model: Behaviour,
     scheduler: ModelScheduler,
     stage_s: Sequence[Sequence[float]],
@@ -138,37 +138,50 @@ def simulate(
         streams: As many as the scheduler was made for.
     """
     leaves_at = model.leaves_at[load.records]
-    device = _Device(stage_s, streams)
     log = _Log()
-    arrivals: list[float] = load.arrivals_s.tolist()
-    count, following = len(arrivals), 0
+    arrivals: list[float] = [*load.arrivals_s.tolist(), _NEVER]
+    following, arrival_s, slo_s = 0, arrivals[0], load.slo_s
+    ends: list[tuple[float, int]] = []
+    """When each busy stream ends its stage; a heap."""
+    running: dict[int, Run] = {}
+    idle = list(range(streams))
+    """The last is asked first: it has just been busy, and may have a batch that goes on."""
     wake_s = _NEVER
     while True:
-        arrival_s = arrivals[following] if following < count else _NEVER
-        end_s = device.next_end_s()
-        now_s = min(end_s, arrival_s, wake_s)
-        if now_s == _NEVER:
-            break
+        end_s = ends[0][0] if ends else _NEVER
         goes_on = False
-        if arrival_s == now_s:
+        if arrival_s <= end_s and arrival_s <= wake_s:
+            if arrival_s == _NEVER:
+                break
+            now_s = arrival_s
             try:
-                scheduler.submit(Submission(following, 1, now_s + load.slo_s), now_s)
+                scheduler.submit(Submission(following, 1, now_s + slo_s), now_s)
             except SchedulerFullError:
                 log.rejected.append(following)
             following += 1
-        elif end_s == now_s:
-            stream, run = device.end()
+            arrival_s = arrivals[following]
+        elif end_s <= wake_s:
+            now_s, stream = heapq.heappop(ends)
+            run = running.pop(stream)
             exited = leaves_at[run.requests] == run.stage
             released, _, survivors, parked = scheduler.done(stream, exited, now_s)
             if len(released):
                 log.answered(run, released, now_s)
             goes_on = parked is None and len(survivors) > 0
+            idle.append(stream)
+        else:
+            now_s = wake_s
+        if not idle:
+            continue
         wake_s = _NEVER
-        while device.idle and (goes_on or scheduler.waiting):
+        while idle and (goes_on or scheduler.waiting):
             goes_on = False
-            decision = scheduler.next(device.idle[-1], now_s)
+            decision = scheduler.next(idle[-1], now_s)
             if isinstance(decision, Run):
-                device.start(decision, now_s)
+                stream = idle.pop()
+                running[stream] = decision
+                size = len(decision.requests)
+                heapq.heappush(ends, (now_s + stage_s[decision.stage][size], stream))
                 if decision.stage == 0:
                     log.started(decision)
                 continue
@@ -176,32 +189,6 @@ def simulate(
                 wake_s = decision.until_s
             break
     return log.outcomes(model, load, leaves_at, scheduler.take_dropped())
-
-
-class _Device:
-    """Streams that take their time."""
-
-    def __init__(self, stage_s: Sequence[Sequence[float]], streams: int) -> None:
-        self.idle = list(range(streams))
-        """Streams without a stage; the last is asked first, as it has just been busy."""
-        self._seconds = stage_s
-        self._ends: list[tuple[float, int]] = []
-        self._running: dict[int, Run] = {}
-
-    def next_end_s(self) -> float:
-        return self._ends[0][0] if self._ends else _NEVER
-
-    def start(self, run: Run, now_s: float) -> None:
-        """Run on the stream that was asked."""
-        stream = self.idle.pop()
-        self._running[stream] = run
-        heapq.heappush(self._ends, (now_s + self._seconds[run.stage][len(run.requests)], stream))
-
-    def end(self) -> tuple[int, Run]:
-        """End the stage that ends first; its stream is asked next."""
-        _, stream = heapq.heappop(self._ends)
-        self.idle.append(stream)
-        return stream, self._running.pop(stream)
 
 
 class _Log:
