@@ -34,7 +34,7 @@ from offramp.tools.bench.outcomes import Summary, summarise
 from offramp.tools.bench.replay import Replay
 from offramp.tools.bench.simulate_command import System
 from offramp.tools.bench.table import print_summaries, wide_console
-from offramp.tools.bench.traces import Trace, azure, gamma, poisson
+from offramp.tools.bench.traces import Trace, azure, constant, gamma, poisson
 
 SYSTEMS = (
     "source:clockwork",
@@ -88,6 +88,13 @@ class Bench:
         """Mean seconds of requests sent one after the other, in all and within stages."""
         async with self._replaying(system) as replay:
             return await replay.lone()
+
+    async def sparse(self, system: str) -> tuple[float, float]:
+        """Mean seconds of requests that come 10 ms apart, in all and within stages."""
+        trace = constant(100.0, 6.0)
+        async with self._replaying(system) as replay:
+            outcomes = await replay.replay.open_loop(trace.arrivals_s, trace.duration_s, None)
+            return float(outcomes.latency_s.mean()), replay.stages_s() / len(trace.arrivals_s)
 
     async def capacity_rps(self, system: str, duration_s: float) -> float:
         """Answers a second with many requests under way."""
@@ -146,21 +153,24 @@ class _Opened:
 
     async def lone(self) -> tuple[float, float]:
         """Mean seconds of requests sent one after the other, in all and within stages."""
-        before = sum(stage.run_s.total for stage in self._engine.statistics()[MODEL].stages)
+        before = self.stages_s()
         times = []
         for number in range(LONE_REQUESTS):
             started_s = time.monotonic()
             await self._engine.infer(MODEL, self._samples[number % len(self._samples)])
             times.append(time.monotonic() - started_s)
-        after = sum(stage.run_s.total for stage in self._engine.statistics()[MODEL].stages)
-        return float(np.mean(times)), (after - before) / LONE_REQUESTS
+        return float(np.mean(times)), (self.stages_s() - before) / LONE_REQUESTS
+
+    def stages_s(self) -> float:
+        """Seconds that stages have run."""
+        return sum(stage.run_s.total for stage in self._engine.statistics()[MODEL].stages)
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All that the module's docstring says."""
     bench = Bench(options.bundle, options.data, options.samples)
     await bench.prepare()
-    lone_s, _ = await bench.lone("source:delay")
+    lone_s, _ = await bench.lone("source:clockwork")
     console = wide_console()
     capacity = {
         system: float(

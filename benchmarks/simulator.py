@@ -5,10 +5,10 @@
 Each trace is run three times: by the real engine in this process, by a real ``eeserve`` loaded over
 loopback by ``eebench load``, and by the simulator. The first two have one stream of one thread; the
 other core is for whoever sends. Two constants are measured beforehand and given to the simulator,
-which knows nothing of them: how much longer stages take than the profile says while requests come
-one at a time, and what a request spends on its way to the scheduler and back (the latency of such
+which knows nothing of them: how much longer stages take than the profile says when requests come
+10 ms apart, and what a request spends on its way to the scheduler and back (the latency of such
 requests less what is simulated for them; once for the engine, once for the server). Nothing is
-fitted to the runs that are compared. Last: how many requests a second are simulated.
+fitted to the runs that are compared. First: how many requests a second are simulated.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from offramp.tools.bench.traces import Trace, constant, poisson
 
 POLICIES = ("run-through", "refill", "slackfit", "source:clockwork")
 LOADS = (0.3, 0.6, 0.85)
-"""Shares of the engine's throughput at saturation."""
+"""Shares of the server's throughput at saturation."""
 QUANTILES = ("p50", "p90", "p99")
 SLO_S = 0.05
 DURATION_S = 10.0
@@ -99,16 +99,17 @@ class Twin:
 async def compare(policy: str, options: argparse.Namespace, bench: Bench) -> list[dict[str, Any]]:
     """Rows of one policy."""
     twin = Twin(policy, options.bundle)
-    lone_s, stages_s = await bench.lone(policy)
+    lone_s, stages_s = await bench.sparse(policy)
     twin.slowdown = stages_s / twin.lone_s()
     engine = Way("engine", lone_s - twin.lone_s())
-    capacity = await bench.capacity_rps(policy, 3.0)
     rows = []
     with serving(policy, options.bundle) as address:
-        lone_ms = load(address, options, ["--closed-loop", "1", "--duration-s", "4"])["latency_ms"]
-        server = Way("server", lone_ms["mean"] / 1e3 - twin.lone_s())
+        sparse = ["--trace", "constant", "--rate", "100", "--duration-s", "6"]
+        lone_ms = load(address, options, sparse)["latency_ms"]["mean"]
+        server = Way("server", lone_ms / 1e3 - twin.lone_s())
+        saturated = load(address, options, ["--closed-loop", "64", "--duration-s", "5"])
         for share in LOADS:
-            rate = round(share * capacity)
+            rate = round(share * saturated["throughput_rps"])
             trace = poisson(rate, DURATION_S, 1)
             measured = (await bench.under(policy, trace, SLO_S)).to_json()
             rows.append(row(policy, rate, engine, measured, twin))

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from offramp.compiler.cli import _compile_parser, _inspect_parser
+from offramp.engine.options import ModelOptions
+from offramp.engine.scheduling import POLICIES, PolicyName
 from offramp.server.arguments import make_parser
 from offramp.tools.bench.cli import _parser as bench_parser
 
 ROOT = Path(__file__).parent.parent.parent
-DOCUMENTS = sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("examples/*/*.md"))
+DOCUMENTS = [path for where in ("", "docs/", "examples/*/") for path in ROOT.glob(f"{where}*.md")]
 README = (ROOT / "README.md").read_text()
-PARSERS = {"eecompile": _compile_parser, "eeserve": make_parser}
+COMMANDS = README + (ROOT / "docs" / "scheduling.md").read_text()
+PARSERS = {"eecompile": _compile_parser, "eeserve": make_parser, "eebench": bench_parser}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
@@ -25,7 +30,9 @@ def test_links_lead_somewhere(document: Path) -> None:
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
-@pytest.mark.parametrize("line", re.findall(r"^(?:eecompile|eeserve) .+$", README, re.MULTILINE))
+@pytest.mark.parametrize(
+    "line", re.findall(r"^(?:eecompile|eeserve|eebench) .+$", COMMANDS, re.MULTILINE)
+)
 def test_commands_parse_and_their_files_exist(line: str) -> None:
     command, *arguments = shlex.split(line)
     PARSERS[command]().parse_args(arguments)
@@ -48,6 +55,19 @@ def test_python_blocks_compile() -> None:
     assert blocks
     for block in blocks:
         compile(block, "README.md", "exec")
+
+
+def test_the_configuration_that_is_shown_is_one() -> None:
+    (shown,) = re.findall(r"```toml\n(.*?)```", COMMANDS, re.DOTALL)
+    document = tomllib.loads(shown)
+    assert set(document) == {"engine", "defaults", "models"}
+    known = {field.name for field in fields(ModelOptions)} | {"path", "policy"}
+    assert set(document["models"]["fashion"]) <= known
+
+
+def test_every_policy_is_in_the_table() -> None:
+    table = set(re.findall(r"`([a-z-]+)(?::[A-Z]+)?`", COMMANDS))
+    assert {PolicyName.parse(f"{n}:final" if n == "fixed" else n).name for n in POLICIES} <= table
 
 
 def test_every_option_is_explained() -> None:

@@ -1,0 +1,125 @@
+"""Beyond capacity, and bursts, measured: does goodput hold, and what does SlackFit attain?
+
+    python -m benchmarks.overload BUNDLE --data TEST.npz [--json FILE]
+
+Engines in this process, as in ``benchmarks.policies``. Gamma arrivals of CV² 2, 4 and 8: the rate
+rises in steps of a twentieth of the source model's capacity until the source model under
+``clockwork`` attains less than 95 %; there SlackFit and others run the very same trace, in rounds;
+figures are medians. Then goodput at rising rates, as shares of each system's own throughput at
+saturation: it should stay near its peak at twice that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from benchmarks.policies import MAX_BATCH, Bench, median_of
+
+from offramp.tools.bench.environment import describe_environment
+from offramp.tools.bench.outcomes import Summary
+from offramp.tools.bench.table import print_summaries, wide_console
+from offramp.tools.bench.traces import gamma, poisson
+
+SHARES = (0.5, 0.8, 1.0, 1.25, 1.5, 2.0)
+OVERLOADED = ("source:clockwork", "run-through", "slackfit")
+BURSTY = ("source:clockwork", "run-through", "slackfit", "slackfit-bare")
+DURATION_S = 6.0
+SLO_FACTOR = 10
+LEAST = 0.95
+STEP = 0.05
+
+
+async def overload(bench: Bench, slo_s: float, rounds: int) -> dict[str, Any]:
+    """Goodput by load, of each system."""
+    found: dict[str, Any] = {}
+    for system in OVERLOADED:
+        capacity = await bench.capacity_rps(system, 3.0)
+        goodput: dict[str, float] = {}
+        attained: dict[str, float] = {}
+        for share in SHARES:
+            trace = poisson(share * capacity, DURATION_S, 1)
+            summary = median_of([await bench.under(system, trace, slo_s) for _ in range(rounds)])
+            goodput[f"×{share:g}"] = summary.goodput_rps
+            attained[f"×{share:g}"] = summary.attainment or 0.0
+        peak = max(goodput.values())
+        found[system] = {
+            "capacity_rps": capacity,
+            "goodput_rps": goodput,
+            "attainment": attained,
+            "twice_over_peak": goodput["×2"] / peak,
+        }
+        cells = "  ".join(f"{name} {value:,.0f}" for name, value in goodput.items())
+        print(f"{system:17} capacity {capacity:,.0f}/s, goodput: {cells}; at ×2 "
+              f"{goodput['×2'] / peak:.3f} of the peak")  # fmt: skip
+    return found
+
+
+async def bursts(bench: Bench, slo_s: float, rounds: int) -> dict[str, Any]:
+    """Attainment under gamma arrivals where the source model fails."""
+    capacity = await bench.capacity_rps("source:delay", 3.0)
+    console = wide_console()
+    found = {}
+    for cv2 in (2, 4, 8):
+        share, reference = 0.3, 1.0
+        while reference >= LEAST and share < 2.0:
+            share += STEP
+            trace = gamma(share * capacity, cv2, DURATION_S, cv2)
+            reference = (await bench.under("source:clockwork", trace, slo_s)).attainment or 0.0
+        runs: dict[str, list[Summary]] = {}
+        for _ in range(rounds):
+            for system in BURSTY:
+                runs.setdefault(system, []).append(await bench.under(system, trace, slo_s))
+        rows = {system: median_of(summaries) for system, summaries in runs.items()}
+        title = f"measured, {trace.name}: {share:.2f} of the source model's capacity"
+        print_summaries(console, rows, title=title)
+        found[f"cv2={cv2}"] = {
+            "trace": trace.name,
+            "share_of_source_capacity": share,
+            "attainment_of_each_round": {
+                system: [summary.attainment for summary in summaries]
+                for system, summaries in runs.items()
+            },
+            "rows": {system: summary.to_json() for system, summary in rows.items()},
+        }
+    return found
+
+
+async def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All that the module's docstring says."""
+    bench = Bench(options.bundle, options.data, 4000)
+    await bench.prepare()
+    lone_s, _ = await bench.lone("source:clockwork")
+    slo_s = SLO_FACTOR * lone_s
+    print(f"SLO {slo_s * 1e3:.1f} ms, {SLO_FACTOR} times the source model's latency at batch 1")
+    return {
+        "measured": True,
+        "slo_ms": slo_s * 1e3,
+        "bursts": await bursts(bench, slo_s, options.rounds),
+        "overload": await overload(bench, slo_s, options.rounds),
+        "environment": describe_environment(
+            streams=bench.streams, threads=1, max_batch_size=MAX_BATCH, rounds=options.rounds
+        ),
+    }
+
+
+def main() -> None:
+    """Measure, print, and write if asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        document = runner.run(measure(options))
+    if options.json is not None:
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
