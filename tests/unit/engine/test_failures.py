@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.fakes import script
-from tests.unit.engine.serving import LIMIT_S, Gate, with_engine
+from tests.unit.engine.serving import LIMIT_S, Gate, until, with_engine
 
 from offramp.engine.backends.base import Rows, StageResult, TensorBatch
 from offramp.engine.backends.fake import SCRIPT, FakeBackend, FakeBatch, FakeSlot
@@ -324,9 +324,10 @@ def test_what_is_left_of_a_late_request_does_not_run() -> None:
     gate = Gate()
 
     async def body(engine: Engine, backend: FakeBackend) -> None:
-        late = ask(engine, *[[0.5, 0.5]] * 10, deadline_s=time.monotonic() + 0.3)
+        deadline_s = time.monotonic() + 0.1
+        late = ask(engine, *[[0.5, 0.5]] * 10, deadline_s=deadline_s)
         await gate.wait_entered()
-        await asyncio.sleep(0.3)
+        await until(lambda: time.monotonic() >= deadline_s)
         gate.open()
         with pytest.raises(DeadlineExceededError):
             await late
