@@ -22,14 +22,14 @@ class EarlyDrop:
     bring nothing (latency linear in their size) nobody is given up by this rule.
     """
 
-    def __init__(self, settings: Sequence[tuple[float, int]], streams: int) -> None:
+    def __init__(self, settings: Sequence[tuple[float, float]], streams: int) -> None:
         """Take the settings that a policy may choose.
 
         Args:
-            settings: (seconds, rows) of each; at least one.
+            settings: Of each, the seconds that it needs, and rows a second of a stream.
             streams: That serve side by side.
         """
-        ranked = sorted((seconds, rows / seconds) for seconds, rows in settings if seconds > 0.0)
+        ranked = sorted(settings)
         self._seconds = [seconds for seconds, _ in ranked]
         self._rates = [0.0, *accumulate((rate * streams for _, rate in ranked), max)]
         """Best rows a second of the settings that take at most so long; the first of none."""

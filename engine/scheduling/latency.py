@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,8 @@ _DEVIATIONS = 2.0
 """Mean absolute deviations that a cautious prediction is above the mean."""
 _ROWS_REMEMBERED = 512
 """Rows over which the share of those that go on is averaged."""
+_ALL_GO_ON = 0.999
+"""Share from which on an exit is one that nobody takes."""
 _REBUILD_EVERY = 64
 """Stages observed between two looks at how long a shrinking batch takes."""
 _FASTEST, _SLOWEST = 1 / 16, 16.0
@@ -74,6 +76,20 @@ def _at_sizes(
     return row
 
 
+class Shrinking(NamedTuple):
+    """What batches cost that samples leave on the way (PAME's batching pattern, 6.2).
+
+    Uncorrected seconds by batch size.
+    """
+
+    answer_s: Sequence[float]
+    """[max_batch_size + 1]: until a row has its answer, in the mean over rows; rising."""
+    busy_s: Sequence[Sequence[float]]
+    """[stages][max_batch_size + 1]: that the stream is busy until the end of a stage."""
+    earliest_s: float
+    """Until a single row is at the first place where any leave."""
+
+
 class Latencies:
     """Predicted seconds of a model's stages; the caller serialises the calls.
 
@@ -111,9 +127,10 @@ class Latencies:
         self._usual_speed = 1.0
         self.fusing_s = 0.0
         """What fusing a batch of parked ones costs beyond running it; a running mean."""
+        self._sizes = np.arange(self.max_batch_size + 1)
         self._going_on = list(going_on) if going_on is not None else [1.0] * self.stages
         self._observed = 0
-        self._through = self._shrinking()
+        self._shrinking = self._shrink()
 
     @property
     def profiled_s(self) -> tuple[tuple[float, ...], ...]:
@@ -151,16 +168,19 @@ class Latencies:
         return max(bisect_right(self._until[last], slack_s / self.slowness) - 1, 0)
 
     @property
-    def through_s(self) -> Sequence[float]:
-        """[max_batch_size + 1]: seconds until the last row of a batch is through, uncorrected.
+    def shrinking(self) -> Shrinking:
+        """What a batch costs that shrinks on its way as batches did lately."""
+        return self._shrinking
 
-        The batch shrinks on its way as batches did lately (PAME's batching pattern, 6.2).
+    def largest_shrinking_batch(self, slack_s: float) -> int:
+        """Most rows whose answers come, in the mean, within ``slack_s``.
+
+        A single row is tried as long as it could leave somewhere in time; 0 if it could not.
         """
-        return self._through
-
-    def largest_batch_through(self, slack_s: float) -> int:
-        """Most rows of which the last is through, as expected, within ``slack_s``; may be 0."""
-        return max(bisect_right(self._through, slack_s / self.slowness) - 1, 0)
+        slack_s /= self.slowness
+        if slack_s < self._shrinking.earliest_s:
+            return 0
+        return max(bisect_right(self._shrinking.answer_s, slack_s) - 1, 1)
 
     def observe_shrinking(self, stage: int, before: int, survivors: int) -> None:
         """Take note of how many rows went on from a stage of their own accord."""
@@ -169,7 +189,7 @@ class Latencies:
         self._observed += 1
         if self._observed >= _REBUILD_EVERY:
             self._observed = 0
-            self._through = self._shrinking()
+            self._shrinking = self._shrink()
 
     def observe(self, stage: int, batch_size: int, elapsed_s: float) -> None:
         """Take note of how long a stage took."""
@@ -193,14 +213,21 @@ class Latencies:
         self.speed += _MEMORY * (self._usual_speed - self.speed)
         self.spread -= _MEMORY * self.spread
 
-    def _shrinking(self) -> list[float]:
-        """Seconds by batch size; each stage sees the rows expected, and one deviation more."""
-        seconds = [0.0] * (self.max_batch_size + 1)
+    def _shrink(self) -> Shrinking:
+        """Follow batches of every size; each stage sees the rows that are expected there."""
+        sizes = np.arange(1, self.max_batch_size + 1)
+        answer_s, elapsed_s = np.zeros(len(sizes)), np.zeros(len(sizes))
+        busy_s = []
         reaching = 1.0
         for stage, row in enumerate(self._stages):
-            for size in range(1, self.max_batch_size + 1):
-                expected = size * reaching
-                rows = math.ceil(expected + math.sqrt(expected * (1.0 - reaching)) - 1e-9)
-                seconds[size] += row[min(rows, size)]
-            reaching = min(reaching * self._going_on[stage], 1.0)
-        return seconds
+            rows = sizes * reaching
+            elapsed_s += np.interp(np.maximum(rows, 1.0), self._sizes, row)
+            busy_s.append(np.interp([0.0, *rows], self._sizes, row))
+            going_on = self._going_on[stage] if stage < self.stages - 1 else 0.0
+            answer_s += reaching * (1.0 - going_on) * elapsed_s
+            reaching *= going_on
+        rising = np.maximum.accumulate(answer_s)
+        leaving = [stage for stage, share in enumerate(self._going_on) if share < _ALL_GO_ON]
+        first = min([*leaving, self.stages - 1])
+        busy_rows: list[list[float]] = np.cumsum(busy_s, axis=0).tolist()
+        return Shrinking([0.0, *rising.tolist()], busy_rows, self._until[first][1])

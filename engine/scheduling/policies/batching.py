@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from offramp.engine.scheduling.base import wait_until
 from offramp.engine.scheduling.early_drop import EarlyDrop
 from offramp.engine.scheduling.lanes import Lane
-from offramp.engine.scheduling.latency import Latencies
+from offramp.engine.scheduling.latency import Latencies, Shrinking
 from offramp.engine.scheduling.policy import Choice, Shed, Start, Waiting
 
 
@@ -41,8 +39,9 @@ class RunThrough:
 
     Together with :class:`~offramp.engine.scheduling.parallel.ParallelLimit` (τ_b) this is PAME's
     parallel batch scheduling. PAME knows no deadlines; where there are some, a batch is only as
-    large as the most urgent sample can wait for, given how batches shrink on their way, and what
-    would be late is given up at once: served late, it would make others late, and goodput would
+    large as leaves its rows in time in the mean, given how batches shrink on their way. What
+    could not even leave at the first exit in time is given up at once, and so is what would cost
+    others their time (early drop): served late, it would make others late, and goodput would
     collapse under overload.
     """
 
@@ -72,26 +71,28 @@ class BatchFormer:
         self._max_batch_size = max_batch_size
         self._latencies = latencies
         self._streams = streams
-        self._seen: Sequence[float] = ()
-        self._early_drop = EarlyDrop([(1.0, 1)], streams)
+        self._seen: Shrinking | None = None
+        self._early_drop = EarlyDrop((), streams)
 
     def form(self, lane: Lane, now_s: float) -> Start | Shed:
         """Start as many as the first sample of the lane can wait for, or give that up."""
         slack_s = lane.most_urgent().deadline_s - now_s
         if slack_s == float("inf"):
             return Start(lane, self._max_batch_size)
-        size = self._latencies.largest_batch_through(slack_s)
+        size = self._latencies.largest_shrinking_batch(slack_s)
         if not size or self._gives_up(lane, slack_s, now_s):
             self._latencies.doubt()
             return Shed(lane)
         return Start(lane, min(size, self._max_batch_size))
 
     def _gives_up(self, lane: Lane, slack_s: float, now_s: float) -> bool:
-        through_s = self._latencies.through_s
-        if through_s is not self._seen:  # batches shrink otherwise than they did
-            self._seen = through_s
-            sizes = range(1, self._max_batch_size + 1)
-            self._early_drop = EarlyDrop([(through_s[n], n) for n in sizes], self._streams)
+        shrinking = self._latencies.shrinking
+        if shrinking is not self._seen:  # batches shrink otherwise than they did
+            self._seen = shrinking
+            busy_s = shrinking.busy_s[-1]
+            sizes = [n for n in range(1, self._max_batch_size + 1) if busy_s[n] > 0.0]
+            settings = [(shrinking.answer_s[n], n / busy_s[n]) for n in sizes]
+            self._early_drop = EarlyDrop(settings, self._streams)
         slowness = self._latencies.slowness
         return self._early_drop.gives_up(
             slack_s / slowness,

@@ -69,6 +69,7 @@ class SlackPolicy(ABC):
         self._points = points
         self._max_batch_size = max_batch_size
         self._streams = streams
+        self._busy_s = points.latencies.shrinking.busy_s
         self._early_drop: EarlyDrop | None = None
         self._arrivals = ArrivalRate()
 
@@ -111,8 +112,8 @@ class SlackPolicy(ABC):
             longest_slack_s=(lane.latest_s - now_s) / slowness,
         )
 
-    def _settings(self) -> Iterator[tuple[float, int]]:
-        """Seconds and rows of whatever the policy would choose at any slack."""
+    def _settings(self) -> Iterator[tuple[float, float]]:
+        """Seconds, and rows a second, of whatever the policy would choose at any slack."""
         latencies = self._points.latencies
         slacks = {
             seconds
@@ -122,7 +123,12 @@ class SlackPolicy(ABC):
         for slack_s in slacks:
             setting = self.setting(slack_s * latencies.slowness)
             if setting is not None:
-                yield latencies.until_s(setting.deepest)[setting.batch_size], setting.batch_size
+                yield latencies.until_s(setting.deepest)[setting.batch_size], self._rate(setting)
+
+    def _rate(self, setting: Setting) -> float:
+        """Rows a second of one stream, if samples leave on the way as they did at calibration."""
+        busy_s = self._busy_s[setting.deepest][setting.batch_size]
+        return setting.batch_size / busy_s if busy_s else math.inf
 
     def _largest_batch(self, point: OperatingPoint, slack_s: float) -> int:
         return min(self._points.largest_batch(point, slack_s), self._max_batch_size)
@@ -173,8 +179,8 @@ class SlackFit(SlackPolicy):
             bucket = min(int((seconds_ - self._fastest_s) / self._width_s), buckets - 1)
             held = best[bucket]
             if held is None or (size, agreement) > held[:2]:
-                best[bucket] = (size, agreement, setting, _rate(size, seconds_))
-        self._chosen = [(fastest, _rate(fastest.batch_size, self._fastest_s))]
+                best[bucket] = (size, agreement, setting, self._rate(setting))
+        self._chosen = [(fastest, self._rate(fastest))]
         """Below the first bucket, then by bucket: its choice, and rows a second."""
         for choice in best:
             self._chosen.append(choice[2:] if choice else self._chosen[-1])
@@ -281,7 +287,3 @@ class Clockwork(Fixed):
 def _batch_sizes(max_batch_size: int) -> list[int]:
     powers = [2**i for i in range(max_batch_size.bit_length())]
     return sorted({*powers, max_batch_size})
-
-
-def _rate(rows: int, seconds: float) -> float:
-    return rows / seconds if seconds else math.inf

@@ -6,8 +6,8 @@ import pytest
 
 from offramp.engine.scheduling.early_drop import EarlyDrop
 
-PAYS = [(1.0, 1), (2.0, 4)]
-"""One row a second, or two a second in a batch of four."""
+PAYS = [(1.0, 1.0), (2.0, 2.0)]
+"""One row a second after a second, or two a second after two."""
 
 
 @pytest.mark.parametrize(
@@ -35,5 +35,5 @@ def test_two_streams_keep_up_with_twice_as_much() -> None:
 
 
 def test_where_batches_bring_nothing_nobody_is_given_up() -> None:
-    linear = EarlyDrop([(0.5 * n, n) for n in (1, 2, 4, 8)], streams=1)
+    linear = EarlyDrop([(0.5 * n, 2.0) for n in (1, 2, 4, 8)], streams=1)
     assert not linear.gives_up(0.5, waiting=1000, longest_slack_s=10.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -161,21 +162,29 @@ def test_what_fusing_costs_is_what_goes_beyond_the_stage_itself() -> None:
     assert latencies.speed == 1.0
 
 
-def test_a_batch_that_shrinks_on_its_way_is_through_earlier() -> None:
-    """Half go on: stage 1 sees ceil(n/2 + sqrt(n/4)) of n rows, which is 1, 2, 3, 3."""
+def test_what_a_batch_costs_that_shrinks_on_its_way() -> None:
+    """Two stages of n seconds; half of the rows go on to the second one."""
     rows = [[0.0, 1.0, 2.0, 3.0, 4.0]] * 2
-    assert list(Latencies(rows).through_s) == [0.0, 2.0, 4.0, 6.0, 8.0]
+    whole = Latencies(rows).shrinking
+    assert list(whole.answer_s) == list(whole.busy_s[1]) == [0.0, 2.0, 4.0, 6.0, 8.0]
+    assert whole.earliest_s == 2.0
     latencies = Latencies(rows, [0.5, 1.0])
-    assert list(latencies.through_s) == [0.0, 2.0, 4.0, 6.0, 7.0]
-    assert [latencies.largest_batch_through(s) for s in (-1.0, 1.9, 2.0, 6.9, 7.0)] == [
-        *(0, 0, 1, 3, 4)
+    shrinking = latencies.shrinking
+    assert [list(row) for row in shrinking.busy_s] == [
+        [0.0, 1.0, 2.0, 3.0, 4.0],
+        [0.0, 1.5, 3.0, 4.5, 6.0],
     ]
+    # Half are answered after n seconds, half after n and those of the n/2 rows, at least one.
+    assert list(shrinking.answer_s) == [0.0, 1.5, 2.5, 3.75, 5.0]
+    assert shrinking.earliest_s == 1.0
+    slacks = (-1.0, 0.9, 1.0, 2.4, 2.5, 5.0, float("inf"))
+    assert [latencies.largest_shrinking_batch(s) for s in slacks] == [0, 0, 1, 1, 2, 4, 4]
     latencies.calibrate(0.5)
-    assert latencies.largest_batch_through(3.5) == 4
+    assert latencies.largest_shrinking_batch(2.5) == 4
 
 
 def test_the_shares_that_go_on_follow_what_is_observed() -> None:
     latencies = Latencies([[0.0, 1.0, 2.0, 3.0, 4.0]] * 2)
     for _ in range(10_000):
         latencies.observe_shrinking(0, 4, 2)
-    assert list(latencies.through_s) == [0.0, 2.0, 4.0, 6.0, 7.0]
+    np.testing.assert_allclose(latencies.shrinking.answer_s, [0.0, 1.5, 2.5, 3.75, 5.0])
