@@ -6,6 +6,7 @@ import asyncio
 import difflib
 import itertools
 import logging
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -27,6 +28,8 @@ from offramp.engine.statistics import ModelStatistics
 from offramp.engine.validation import check_tensors
 
 _log = logging.getLogger(__name__)
+
+_MOST_PRIORITY = 2**31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +171,10 @@ class Engine:
         wrong = check_tensors(served.inputs, inputs)
         if wrong:
             raise InvalidInputError(f"{model}: {wrong}")
+        if not -_MOST_PRIORITY <= priority <= _MOST_PRIORITY:
+            raise InvalidInputError(f"{model}: priority {priority} is not a 32-bit number")
+        if deadline_s is not None and math.isnan(deadline_s):
+            raise InvalidInputError(f"{model}: the deadline is not a number")
         request = self._request(served.options, inputs, deadline_s, priority)
         room = served.options.max_queue_samples
         if request.count > room:

@@ -167,10 +167,12 @@ class Executor:
         """
         hosted = self._models[model]
         with self._lock:
+            given_s = request.deadline_s - request.submitted_s
+            way_s = min(self._outbox.delay_s, 0.5 * max(given_s, 0.0))
             submission = Submission(
                 request.number,
                 request.count,
-                request.deadline_s - self._outbox.delay_s,
+                request.deadline_s - way_s,
                 request.priority,
                 request.signature,
             )
@@ -245,6 +247,8 @@ class Executor:
         try:
             while not self._stopped:
                 try:
+                    if suspected:
+                        self._rest(self._health.rest_s(stream))
                     suspected = self._live(stream, suspected=suspected)
                 except _StartFailedError as failure:
                     suspected = True
@@ -298,6 +302,11 @@ class Executor:
                 reason = f"out of service, no stream can start: {error}"
                 self._refuse(OutOfServiceError(reason), "backend_error")
             self._changed.notify_all()  # what failed here and was to run elsewhere may go nowhere
+        self._rest(pause_s)
+
+    def _rest(self, pause_s: float) -> None:
+        """Do nothing for a while, or until stopped."""
+        with self._lock:
             until_s = self._clock() + pause_s
             while not self._stopped and (left_s := until_s - self._clock()) > 0.0:
                 self._ended.wait(left_s)

@@ -45,6 +45,13 @@ class ModelOptions:
             raise ValueError(f"max_queue_delay_ms is {self.max_queue_delay_ms}, expected ≥ 0")
         if self.slo_ms is not None and not 0 < self.slo_ms < _INFINITY:
             raise ValueError(f"slo_ms is {self.slo_ms}, expected above 0")
+        if self.slo_ms is not None and self.max_queue_delay_ms >= self.slo_ms:
+            raise ValueError(
+                f"max_queue_delay_ms is {self.max_queue_delay_ms}, but answers are due within "
+                f"slo_ms {self.slo_ms}; expected well below it"
+            )
+        if self.scheduling.name == "cheapest" and not self.forced_exits:
+            raise ValueError("policy cheapest forces exits, and forced_exits is false")
         if not 0 < self.weight < _INFINITY:
             raise ValueError(f"weight is {self.weight}, expected above 0")
 
@@ -78,7 +85,7 @@ class EngineOptions:
                 raise ValueError(
                     f"max_violations is {self.max_violations}, expected a share: above 0, below 1"
                 )
-        cores = os.cpu_count() or 1
+        cores = available_cores()
         if self.backend in _ON_CPU and self.streams * self.threads_per_stream() > cores:
             raise ValueError(
                 f"{self.streams} streams × {self.threads_per_stream()} threads are more than the "
@@ -91,7 +98,14 @@ class EngineOptions:
 
     def threads_per_stream(self) -> int:
         """The threads asked for, or an equal share of the cores (at least one)."""
-        return self.threads or max(1, (os.cpu_count() or 1) // self.streams)
+        return self.threads or max(1, available_cores() // self.streams)
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _refuse_below_one(options: ModelOptions | EngineOptions, *names: str) -> None:

@@ -13,6 +13,7 @@ _log = logging.getLogger(__name__)
 
 _MEMORY = 1 / 32
 """Weight of one delivery in the running means."""
+_MOST, _LEAST_BOUND_S = 2.0, 1e-3
 
 
 class Outbox:
@@ -60,7 +61,10 @@ class Outbox:
         with self._lock:
             finished, self._finished = self._finished, []
             self._waking = False
-            delay_s = self._clock() - self._woken_s
+            # A stall of the loop is no reason to refuse what comes after it: one observation
+            # counts for at most a few times the usual.
+            most_s = _MOST * self.delay_s + _LEAST_BOUND_S
+            delay_s = min(self._clock() - self._woken_s, most_s)
             self._spread_s += _MEMORY * (abs(delay_s - self._delay_s) - self._spread_s)
             self._delay_s += _MEMORY * (delay_s - self._delay_s)
         for request in finished:

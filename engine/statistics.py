@@ -94,7 +94,7 @@ class CountersSnapshot:
     queued: int
     """Samples waiting now."""
     in_flight: int
-    """Samples in running batches now."""
+    """Samples in running batches, at splits, or waiting to be tried again."""
     queue_s: Histogram
     """Seconds from submission to first dispatch, per request part."""
     latency_s: Histogram

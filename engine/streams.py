@@ -14,14 +14,17 @@ class StreamHealth:
     A single failure is most often a request's own fault: it is tried again, alone, and fails
     again. From the second in a row on the stream itself is suspected: it starts anew and has to
     run a batch that is known to be good. Only a stream that fails at that is taken out of
-    service, and tried again after a pause that doubles each time; so bad requests, however
-    many, never stop a stream.
+    service, and tried again after a pause that doubles each time. One that passes stays in
+    service, so that bad requests, however many, never stop a stream; but it starts anew no
+    more often than once in ``FIRST_PAUSE_S`` while none of its batches succeeds.
     """
 
     def __init__(self, streams: int) -> None:
         """All are well."""
         self._failures = [0] * streams
         self._failed_starts = [0] * streams
+        self._fruitless = [0] * streams
+        """Starts in a row after which no batch succeeded."""
         self.restarts = 0
         """Times that a stream was started anew."""
 
@@ -47,7 +50,11 @@ class StreamHealth:
 
     def succeeded(self, stream: int) -> None:
         """Forget a stream's failures: it has just run a batch."""
-        self._failures[stream] = 0
+        self._failures[stream] = self._fruitless[stream] = 0
+
+    def rest_s(self, stream: int) -> float:
+        """Seconds to rest before a suspected stream is started anew."""
+        return FIRST_PAUSE_S if self._fruitless[stream] > 1 else 0.0
 
     def start_failed(self, stream: int) -> float:
         """Count a start that failed; gives the seconds to pause before the next one."""
@@ -59,4 +66,5 @@ class StreamHealth:
     def started(self, stream: int, *, anew: bool) -> None:
         """Forget all failures of a stream: it has started, and run a batch that is good."""
         self._failures[stream] = self._failed_starts[stream] = 0
+        self._fruitless[stream] += anew
         self.restarts += anew

@@ -93,7 +93,10 @@ def _counters(models: _Models) -> Iterator[Metric]:
 def _gauges(models: _Models) -> Iterator[Metric]:
     readings = {
         "offramp_queued_samples": ("Samples waiting now.", "queued"),
-        "offramp_in_flight_samples": ("Samples in running batches now.", "in_flight"),
+        "offramp_in_flight_samples": (
+            "Samples accepted that neither wait for stage 0 nor have left.",
+            "in_flight",
+        ),
         "offramp_policy_version": ("Version of the exit policy in force.", "policy_version"),
         "offramp_uptime_seconds": ("Time since the model was loaded.", "uptime_s"),
     }

@@ -6,6 +6,12 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
+from offramp.engine.scheduling.lanes import Lane
+from offramp.engine.scheduling.queue import SampleQueue
+
+_HORIZON = 4.0
+"""Times the slowest setting, beyond which nobody's patience counts."""
+_SHORTEST_S = 1e-6
 _ENOUGH = 0.9
 """Share of the best rate that is good enough: nobody is given up for the last tenth."""
 
@@ -18,8 +24,10 @@ class EarlyDrop:
     pay, earliest deadline first collapses at loads that it could well carry. So the first sample
     is given up if the settings that its slack allows cannot keep up with the queue, and those
     that the slack of the last one allows could, or would at least be faster by more than a tenth.
-    Keeping up means to serve all that waits before the last deadline among it. Where batches
-    bring nothing (latency linear in their size) nobody is given up by this rule.
+    Keeping up means to serve all that waits before the last deadline among it, or within a few
+    times the slowest setting if that is sooner: a request that can wait for an hour does not make
+    the others patient. Where batches bring nothing (latency linear in their size) nobody is given
+    up by this rule, and nobody ever is for others of lower priority.
     """
 
     def __init__(self, settings: Sequence[tuple[float, float]], streams: int) -> None:
@@ -30,22 +38,34 @@ class EarlyDrop:
             streams: That serve side by side.
         """
         ranked = sorted(settings)
+        self._horizon_s = _HORIZON * ranked[-1][0] if ranked else 0.0
         self._seconds = [seconds for seconds, _ in ranked]
         self._rates = [0.0, *accumulate((rate * streams for _, rate in ranked), max)]
         """Best rows a second of the settings that take at most so long; the first of none."""
 
-    def gives_up(self, slack_s: float, *, waiting: int, longest_slack_s: float) -> bool:
-        """Whether the most urgent of the samples that wait had better not be served.
+    def wanted_rate(self, queue: SampleQueue, lane: Lane, now_s: float, slowness: float) -> float:
+        """Rows a second that serve all that waits in time, as if ``slowness`` were 1.
 
         Args:
-            slack_s: Its own.
-            waiting: How many there are.
-            longest_slack_s: Of the least urgent, maybe more.
+            queue: All that waits, in whatever lane.
+            lane: That is served next.
+            now_s: The time.
+            slowness: What predictions are multiplied by.
         """
-        if longest_slack_s <= slack_s:
+        return queue.size / self._longest_slack_s(lane, now_s, slowness)
+
+    def gives_up(self, queue: SampleQueue, lane: Lane, now_s: float, slowness: float) -> bool:
+        """Whether the most urgent sample of a lane had better not be served; as above."""
+        head = lane.most_urgent()
+        slack_s = (head.deadline_s - now_s) / slowness
+        longest_slack_s = self._longest_slack_s(lane, now_s, slowness)
+        if longest_slack_s <= slack_s or head.priority > lane.lowest_priority:
             return False
-        wanted = min(waiting / longest_slack_s, _ENOUGH * self._best(longest_slack_s))
+        wanted = min(queue.size / longest_slack_s, _ENOUGH * self._best(longest_slack_s))
         return self._best(slack_s) < wanted
+
+    def _longest_slack_s(self, lane: Lane, now_s: float, slowness: float) -> float:
+        return max(min((lane.latest_s - now_s) / slowness, self._horizon_s), _SHORTEST_S)
 
     def _best(self, slack_s: float) -> float:
         return self._rates[bisect_right(self._seconds, slack_s)]

@@ -43,6 +43,7 @@ class Lane:
         "_by_urgency",
         "bound",
         "latest_s",
+        "lowest_priority",
         "ripe",
         "serial",
         "signature",
@@ -57,6 +58,8 @@ class Lane:
         """Samples that wait."""
         self.latest_s = 0.0
         """The last time that one of them is due, or later."""
+        self.lowest_priority = 0
+        """Of them, or lower."""
         self._by_urgency: SortedQueue[Entry] = SortedQueue()
         self._by_age: SortedQueue[Entry] | None = SortedQueue() if aged else None
         # Marks of LaneIndex:
@@ -70,8 +73,11 @@ class Lane:
         self._by_urgency.push(entry.key, entry)
         if self._by_age is not None:
             self._by_age.push((entry.submitted_s, entry.key[-1]), entry)
-        if not self.size or entry.key[1] > self.latest_s:
-            self.latest_s = entry.key[1]
+        if not self.size:
+            self.latest_s, self.lowest_priority = entry.key[1], entry.priority
+        else:
+            self.latest_s = max(self.latest_s, entry.key[1])
+            self.lowest_priority = min(self.lowest_priority, entry.priority)
         self.size += entry.left
 
     def forget(self, entry: Entry) -> None:

@@ -15,6 +15,8 @@ _MEMORY = 1 / 32
 """Weight of one observation in the running means."""
 _DEVIATIONS = 2.0
 """Mean absolute deviations that a cautious prediction is above the mean."""
+_PATIENCE = 256
+"""Samples given up in a row, with nothing run, until predictions are doubted."""
 _ROWS_REMEMBERED = 512
 """Rows over which the share of those that go on is averaged."""
 _ALL_GO_ON = 0.999
@@ -123,7 +125,11 @@ class Latencies:
         self.speed = 1.0
         """Observed over predicted; above 1 is slower."""
         self.spread = 0.0
-        """Mean absolute deviation of observed over predicted from ``speed``."""
+        """Mean absolute deviation of a stage's observed over predicted from its own mean."""
+        self._stage_speeds = [0.0] * self.stages
+        """Means of each stage; 0 before it was observed."""
+        self._given_up = 0
+        """Samples given up since a stage was last observed."""
         self._usual_speed = 1.0
         self.fusing_s = 0.0
         """What fusing a batch of parked ones costs beyond running it; a running mean."""
@@ -193,10 +199,13 @@ class Latencies:
 
     def observe(self, stage: int, batch_size: int, elapsed_s: float) -> None:
         """Take note of how long a stage took."""
+        self._given_up = 0
         predicted_s = self._stages[stage][batch_size]
         if predicted_s > 0.0:
             ratio = min(max(elapsed_s / predicted_s, _FASTEST), _SLOWEST)
-            self.spread += _MEMORY * (abs(ratio - self.speed) - self.spread)
+            usual = self._stage_speeds[stage] or ratio
+            self._stage_speeds[stage] = usual + _MEMORY * (ratio - usual)
+            self.spread += _MEMORY * (abs(ratio - usual) - self.spread)
             self.speed += _MEMORY * (ratio - self.speed)
 
     def observe_fused(self, stage: int, batch_size: int, elapsed_s: float) -> None:
@@ -205,11 +214,15 @@ class Latencies:
         self.fusing_s += _MEMORY * (extra_s - self.fusing_s)
 
     def doubt(self) -> None:
-        """Move towards the usual speed: a prediction was just acted upon without being tested.
+        """Say that a sample was given up because of a prediction.
 
-        Whoever refuses work because it would be late observes nothing; were the last
-        observations wrong (the machine was busy with something else), it would refuse for ever.
+        Whoever gives up everything observes nothing; were the last observations wrong (the
+        machine was busy with something else), it would give up for ever. So once many were given
+        up and no stage was observed, predictions move back towards the usual speed.
         """
+        self._given_up += 1
+        if self._given_up <= _PATIENCE:
+            return
         self.speed += _MEMORY * (self._usual_speed - self.speed)
         self.spread -= _MEMORY * self.spread
 

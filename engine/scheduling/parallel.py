@@ -72,7 +72,11 @@ class ParallelLimit:
         return all(rows < self.value for other, rows in self._running.items() if other != stream)
 
     def observe(self, samples: int, late: int) -> None:
-        """Count samples with a deadline that were answered, or not in time."""
+        """Count samples with a deadline that were answered, and those of them that were late.
+
+        What never ran is not counted: it says that there is too much to do, not that batches
+        side by side are slow.
+        """
         if self._max_violations is None:
             return
         self._seen += samples

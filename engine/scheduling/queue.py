@@ -46,11 +46,12 @@ class SampleQueue:
         self.first_deadline_s = _NEVER
         """The first deadline of all that wait, or earlier: nothing expires before."""
         self._sequence = 0
+        self._arrived = 0
 
     @property
     def arrived(self) -> int:
-        """Requests that were ever queued."""
-        return self._sequence
+        """Samples that were ever queued."""
+        return self._arrived
 
     def push(self, submission: Submission, now_s: float) -> None:
         """Queue all samples of a submission, or none.
@@ -77,6 +78,7 @@ class SampleQueue:
             self.first_deadline_s = min(self.first_deadline_s, deadline_s)
         self._by_request[request] = entry
         self.size += count
+        self._arrived += count
         self._index.pushed(lane, key)
 
     def remove(self, request: int, cause: DropCause) -> Dropped | None:

@@ -147,7 +147,7 @@ class ModelScheduler:
         Raises:
             SchedulerFullError: There is no room for all of them; none was queued.
         """
-        if self._parked or now_s >= self._queue.first_deadline_s:
+        if self._parked or self._retries or now_s >= self._queue.first_deadline_s:
             self._expire(now_s)
         self._queue.push(submission, now_s)
 
@@ -169,7 +169,7 @@ class ModelScheduler:
 
     def next(self, stream: int, now_s: float) -> Decision:
         """What the idle ``stream`` shall do."""
-        if self._parked or now_s >= self._queue.first_deadline_s:
+        if self._parked or self._retries or now_s >= self._queue.first_deadline_s:
             self._expire(now_s)
         batch = self._batches.get(stream)
         if batch is None:
@@ -274,7 +274,7 @@ class ModelScheduler:
         """Form a batch for a stream that has none."""
         if not self._parallel.allows(stream):
             return wait_until(self._queue.next_expiry_s())
-        if self._retries and (retry := self._next_retry(stream, now_s)) is not None:
+        if self._retries and (retry := self._next_retry(stream)) is not None:
             return retry
         while True:
             choice = self._policy.choose(self._waiting, now_s)
@@ -283,8 +283,15 @@ class ModelScheduler:
             if isinstance(choice, Fuse):
                 return self._fuse(choice)
             if not isinstance(choice, Shed):
-                return choice
+                return self._keeping_time(choice)
             self._shed(choice.lane)
+
+    def _keeping_time(self, choice: Wait | Idle) -> Wait | Idle:
+        """Wait no longer than a retry that is meant for another stream."""
+        if not self._retries:
+            return choice
+        firsts = [float(retry.samples.deadlines_s[0]) for retry in self._retries]
+        return wait_until(min([*firsts, choice.until_s] if isinstance(choice, Wait) else firsts))
 
     def _form(self, start: Start) -> _Batch:
         samples = self._queue.take(start.lane, min(start.limit, self._latencies.max_batch_size))
@@ -299,16 +306,11 @@ class ModelScheduler:
         batch.pieces = pieces
         return batch
 
-    def _next_retry(self, stream: int, now_s: float) -> _Batch | None:
+    def _next_retry(self, stream: int) -> _Batch | None:
         """The first that this stream may take: it failed elsewhere, or there is no elsewhere."""
         alone = not self._streams - self._suspended - {stream}
         for retry in list(self._retries):
-            if retry.samples.deadlines_s[0] <= now_s:
-                self._retries.remove(retry)
-                self._dropped += retry.samples.dropped(DropCause.EXPIRED)
-                late = len(retry.samples.requests)
-                self._parallel.observe(late, late)
-            elif retry.failed_on != stream or alone:
+            if retry.failed_on != stream or alone:
                 self._retries.remove(retry)
                 samples, signature, deepest = retry.samples, retry.signature, retry.deepest
                 batch = _Batch(next(self._numbers), 0, samples, signature, deepest)
@@ -320,7 +322,6 @@ class ModelScheduler:
         dropped = self._queue.remove(lane.most_urgent().request, DropCause.HOPELESS)
         assert dropped is not None
         self._dropped.append(dropped)
-        self._parallel.observe(dropped.count, dropped.count)
 
     def _park(self, batch: _Batch, now_s: float) -> None:
         parked = self._waiting.parked[batch.stage]
@@ -328,9 +329,10 @@ class ModelScheduler:
         self._parked += len(batch.samples.requests)
 
     def _expire(self, now_s: float) -> None:
-        for dropped in self._queue.expire(now_s):
-            self._dropped.append(dropped)
-            self._parallel.observe(dropped.count, dropped.count)
+        self._dropped += self._queue.expire(now_s)
+        for retry in [r for r in self._retries if r.samples.deadlines_s[0] <= now_s]:
+            self._retries.remove(retry)
+            self._dropped += retry.samples.dropped(DropCause.EXPIRED)
         if self._parked:
             self._drop_parked(lambda parked: parked.expire(now_s))
 
@@ -340,8 +342,6 @@ class ModelScheduler:
                 dropped = drop(parked)
                 self._dropped += dropped
                 self._parked -= sum(item.count for item in dropped)
-                late = sum(i.count for i in dropped if i.cause is DropCause.EXPIRED)
-                self._parallel.observe(late, late)
 
     def _drop_lost(self, batch: _Batch, staying: NDArray[np.bool_], now_s: float) -> Rows:
         """Report and give the staying rows that were withdrawn or whose deadline has passed."""
@@ -351,8 +351,6 @@ class ModelScheduler:
         for item in samples.take(lost).dropped(DropCause.EXPIRED):
             cause = self._cancelled.get(item.request, item.cause)
             self._dropped.append(Dropped(item.request, item.count, cause))
-            if cause is DropCause.EXPIRED:
-                self._parallel.observe(item.count, item.count)
         return lost
 
     def _count_late(self, batch: _Batch, released: Rows, now_s: float) -> None:

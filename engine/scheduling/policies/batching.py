@@ -7,6 +7,7 @@ from offramp.engine.scheduling.early_drop import EarlyDrop
 from offramp.engine.scheduling.lanes import Lane
 from offramp.engine.scheduling.latency import Latencies, Shrinking
 from offramp.engine.scheduling.policy import Choice, Shed, Start, Waiting
+from offramp.engine.scheduling.queue import SampleQueue
 
 
 class Delay:
@@ -55,7 +56,7 @@ class RunThrough:
         """Start the most urgent lane that is ripe."""
         lane = waiting.queue.ready(now_s)
         if isinstance(lane, Lane):
-            return self._former.form(lane, now_s)
+            return self._former.form(waiting.queue, lane, now_s)
         return wait_until(min(lane, waiting.queue.next_expiry_s()))
 
     def runs_on(self, stage: int, before: int, survivors: int) -> bool:  # noqa: ARG002
@@ -74,18 +75,19 @@ class BatchFormer:
         self._seen: Shrinking | None = None
         self._early_drop = EarlyDrop((), streams)
 
-    def form(self, lane: Lane, now_s: float) -> Start | Shed:
+    def form(self, queue: SampleQueue, lane: Lane, now_s: float) -> Start | Shed:
         """Start as many as the first sample of the lane can wait for, or give that up."""
         slack_s = lane.most_urgent().deadline_s - now_s
         if slack_s == float("inf"):
             return Start(lane, self._max_batch_size)
         size = self._latencies.largest_shrinking_batch(slack_s)
-        if not size or self._gives_up(lane, slack_s, now_s):
+        slowness = self._latencies.slowness
+        if not size or self._rule().gives_up(queue, lane, now_s, slowness):
             self._latencies.doubt()
             return Shed(lane)
         return Start(lane, min(size, self._max_batch_size))
 
-    def _gives_up(self, lane: Lane, slack_s: float, now_s: float) -> bool:
+    def _rule(self) -> EarlyDrop:
         shrinking = self._latencies.shrinking
         if shrinking is not self._seen:  # batches shrink otherwise than they did
             self._seen = shrinking
@@ -93,9 +95,4 @@ class BatchFormer:
             sizes = [n for n in range(1, self._max_batch_size + 1) if busy_s[n] > 0.0]
             settings = [(shrinking.answer_s[n], n / busy_s[n]) for n in sizes]
             self._early_drop = EarlyDrop(settings, self._streams)
-        slowness = self._latencies.slowness
-        return self._early_drop.gives_up(
-            slack_s / slowness,
-            waiting=lane.size,
-            longest_slack_s=(lane.latest_s - now_s) / slowness,
-        )
+        return self._early_drop

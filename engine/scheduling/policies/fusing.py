@@ -49,7 +49,7 @@ class Refill:
                 return Fuse(stage, lane, self._max_batch_size)
         fresh = waiting.queue.ready(now_s)
         if isinstance(fresh, Lane):
-            return self._former.form(fresh, now_s)
+            return self._former.form(waiting.queue, fresh, now_s)
         if occupied:
             stage = max(occupied, key=lambda s: waiting.parked[s].size)
             return Fuse(stage, waiting.parked[stage].fullest(), self._max_batch_size)

@@ -32,7 +32,7 @@ class Setting(NamedTuple):
 
 
 class ArrivalRate:
-    """Requests a second, over about the last ``MEMORY_S``."""
+    """Samples a second that arrive, over about the last ``MEMORY_S``."""
 
     MEMORY_S = 0.1
     _SHORTEST_LOOK_S = 0.005
@@ -79,8 +79,8 @@ class SlackPolicy(ABC):
 
         Args:
             slack_s: Of the most urgent sample, maybe infinite.
-            wanted_rate: Rows a second that have to be served: that arrive, or that would serve
-                all that waits by its last deadline.
+            wanted_rate: Rows a second that have to be served, as if predictions were right: that
+                arrive, or that would serve all that waits by its last deadline.
         """
 
     def choose(self, waiting: Waiting, now_s: float) -> Choice:
@@ -88,12 +88,17 @@ class SlackPolicy(ABC):
         lane = waiting.queue.ready(now_s)
         if not isinstance(lane, Lane):
             return wait_until(min(lane, waiting.queue.next_expiry_s()))
-        slack_s = lane.most_urgent().deadline_s - now_s
-        longest_slack_s = max(lane.latest_s - now_s, slack_s)
-        self._arrivals.look(waiting.queue.arrived, now_s)
-        wanted_rate = max(lane.size / longest_slack_s, self._arrivals.rate)
-        setting = self.setting(slack_s, wanted_rate)
-        if setting is None or self._gives_up(lane, slack_s, now_s):
+        if self._early_drop is None:
+            self._early_drop = EarlyDrop(list(self._settings()), self._streams)
+        slowness = self._points.latencies.slowness
+        queue = waiting.queue
+        self._arrivals.look(queue.arrived, now_s)
+        wanted_rate = max(
+            self._early_drop.wanted_rate(queue, lane, now_s, slowness),
+            self._arrivals.rate * slowness,
+        )
+        setting = self.setting(lane.most_urgent().deadline_s - now_s, wanted_rate)
+        if setting is None or self._early_drop.gives_up(queue, lane, now_s, slowness):
             self._points.latencies.doubt()
             return Shed(lane)
         return Start(lane, setting.batch_size, setting.deepest)
@@ -101,16 +106,6 @@ class SlackPolicy(ABC):
     def runs_on(self, stage: int, before: int, survivors: int) -> bool:  # noqa: ARG002
         """Always."""
         return True
-
-    def _gives_up(self, lane: Lane, slack_s: float, now_s: float) -> bool:
-        if self._early_drop is None:
-            self._early_drop = EarlyDrop(list(self._settings()), self._streams)
-        slowness = self._points.latencies.slowness
-        return self._early_drop.gives_up(
-            slack_s / slowness,
-            waiting=lane.size,
-            longest_slack_s=(lane.latest_s - now_s) / slowness,
-        )
 
     def _settings(self) -> Iterator[tuple[float, float]]:
         """Seconds, and rows a second, of whatever the policy would choose at any slack."""
@@ -194,7 +189,7 @@ class SlackFit(SlackPolicy):
         bucket = int(min((slack_s - self._fastest_s) / self._width_s, len(self._chosen) - 1))
         best, best_rate = self._chosen[bucket]
         if self.keeps_up:
-            wanted_rate *= slowness / self._streams
+            wanted_rate /= self._streams
             while best_rate < wanted_rate and bucket:
                 bucket -= 1
                 setting, rate = self._chosen[bucket]
@@ -278,7 +273,7 @@ class Clockwork(Fixed):
     """The model as it is, in the largest batch that meets every deadline (Apparate 2.1).
 
     Predicted from the profile, as Clockwork does: with earliest deadline first a batch that the
-    most urgent sample can wait for is in time for all.
+    most urgent sample can wait for is in time for all others of its priority.
     """
 
     name = "clockwork"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -251,5 +252,20 @@ def test_more_samples_than_the_queue_holds_are_the_callers_mistake() -> None:
     async def body(engine: Engine, backend: FakeBackend) -> None:
         with pytest.raises(InvalidInputError, match="send them in several requests"):
             await engine.infer("fake", {SCRIPT: script(*[[0.95, 0.5]] * 5000)})
+
+    with_engine(body)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [({"priority": 2**63}, "priority"), ({"deadline_s": float("nan")}, "deadline")],
+)
+def test_a_priority_or_deadline_that_is_none_is_the_callers_mistake(
+    how: dict[str, Any], message: str
+) -> None:
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        with pytest.raises(InvalidInputError, match=message):
+            await engine.infer("fake", {SCRIPT: script([0.95, 0.5])}, **how)
+        assert engine.ready()
 
     with_engine(body)

@@ -58,3 +58,13 @@ def test_a_model_has_its_own_options_or_the_defaults() -> None:
     options = EngineOptions(models={"a": own})
     assert options.of("a") is own
     assert options.of("b") is options.defaults
+
+
+def test_a_wait_that_uses_up_the_objective_is_refused() -> None:
+    with pytest.raises(ValueError, match="well below it"):
+        ModelOptions(max_queue_delay_ms=50.0, slo_ms=20.0)
+
+
+def test_the_cheapest_without_forced_exits_is_a_contradiction() -> None:
+    with pytest.raises(ValueError, match="cheapest forces exits"):
+        ModelOptions(scheduling=PolicyName("cheapest"), forced_exits=False)

@@ -13,7 +13,7 @@ from tests.unit.engine.serving import LIMIT_S, Gate, until, with_engine
 from offramp.engine.backends.fake import SCRIPT, FakeBackend, FakeSlot
 from offramp.engine.core import Engine
 from offramp.engine.errors import BackendError, OutOfServiceError
-from offramp.engine.streams import GIVE_UP_AFTER, StreamHealth
+from offramp.engine.streams import FIRST_PAUSE_S, GIVE_UP_AFTER, StreamHealth
 
 SURE = {SCRIPT: script([0.95, 0.5])}
 
@@ -195,3 +195,14 @@ def test_what_failed_on_a_stream_is_tried_there_if_the_other_is_out_of_service(
         assert engine.statistics()["fake"].retried == 1
 
     with_engine(body, on_run, backend_type=Half, streams=2)
+
+
+def test_a_stream_none_of_whose_batches_succeeds_starts_anew_no_faster_than_it_may() -> None:
+    health = StreamHealth(1)
+    assert health.rest_s(0) == 0.0
+    for _ in range(2):
+        health.started(0, anew=True)
+    assert health.rest_s(0) == FIRST_PAUSE_S
+    assert health.in_service == 1
+    health.succeeded(0)
+    assert health.rest_s(0) == 0.0

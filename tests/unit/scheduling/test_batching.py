@@ -193,3 +193,15 @@ def test_there_is_time_for_a_retry_as_deep_as_the_batch_would_have_gone() -> Non
     assert started(s.next(0, 0.0)).deepest == 0
     s.failed(0, 1.0)
     assert started(s.next(0, 1.0)).deepest == 0
+
+
+def test_the_deadline_of_a_retry_is_kept_though_it_is_for_another_stream() -> None:
+    s = scheduler(latencies=table(first_s=0.25, more_s=0.0), streams=2)
+    s.submit(Submission(1, 1, deadline_s=5.0), 0.0)
+    started(s.next(0, 0.0))
+    s.submit(Submission(2, 1), 0.0)
+    started(s.next(1, 0.0))
+    s.failed(0, 1.0)
+    assert s.next(0, 1.0) == Wait(5.0)
+    s.next(0, 5.0)
+    assert s.take_dropped() == [Dropped(1, 1, DropCause.EXPIRED)]

@@ -4,36 +4,73 @@ from __future__ import annotations
 
 import pytest
 
+from offramp.engine.scheduling import SampleQueue, Submission
 from offramp.engine.scheduling.early_drop import EarlyDrop
+from offramp.engine.scheduling.lanes import Lane
 
 PAYS = [(1.0, 1.0), (2.0, 2.0)]
 """One row a second after a second, or two a second after two."""
 
 
+def gives_up(
+    rule: EarlyDrop, slack_s: float, others: int, last_s: float, *, priority: int = 0
+) -> bool:
+    """Whether the first is given up for some others, all due at the same time."""
+    queue = SampleQueue(10_000, full=4)
+    queue.push(Submission(0, 1, slack_s, priority), 0.0)
+    if others:
+        queue.push(Submission(1, others, last_s), 0.0)
+    lane = queue.ready(0.0)
+    assert isinstance(lane, Lane)
+    return rule.gives_up(queue, lane, 0.0, 1.0)
+
+
 @pytest.mark.parametrize(
-    ("slack_s", "waiting", "longest_slack_s", "given_up"),
+    ("slack_s", "others", "last_s", "given_up"),
     [
-        (1.5, 10, 10.0, False),  # one row a second is enough
-        (1.5, 11, 10.0, True),  # it is not, and the larger batch is
-        (1.5, 99, 10.0, True),  # nothing is enough, but the larger batch is much faster
-        (2.0, 99, 10.0, False),  # the first sample can wait for the larger batch
-        (1.5, 99, 1.9, False),  # the last cannot either
-        (1.5, 99, 1.5, False),  # all are as urgent
-        (0.5, 1, 10.0, True),  # it allows nothing
+        (1.5, 7, 8.0, False),  # one row a second is enough
+        (1.5, 8, 8.0, True),  # it is not, and the larger batch is
+        (1.5, 98, 8.0, True),  # nothing is enough, but the larger batch is much faster
+        (2.0, 98, 8.0, False),  # the first sample can wait for the larger batch
+        (1.5, 98, 1.9, False),  # the last cannot either
+        (1.5, 98, 1.5, False),  # all are as urgent
+        (0.5, 1, 8.0, True),  # it allows nothing
     ],
 )
 def test_who_slows_the_others_down_is_given_up(
-    slack_s: float, waiting: int, longest_slack_s: float, given_up: bool
+    slack_s: float, others: int, last_s: float, given_up: bool
 ) -> None:
-    rule = EarlyDrop(PAYS, streams=1)
-    assert rule.gives_up(slack_s, waiting=waiting, longest_slack_s=longest_slack_s) is given_up
+    assert gives_up(EarlyDrop(PAYS, streams=1), slack_s, others, last_s) is given_up
 
 
 def test_two_streams_keep_up_with_twice_as_much() -> None:
-    assert not EarlyDrop(PAYS, streams=2).gives_up(1.5, waiting=20, longest_slack_s=10.0)
-    assert EarlyDrop(PAYS, streams=2).gives_up(1.5, waiting=21, longest_slack_s=10.0)
+    assert not gives_up(EarlyDrop(PAYS, streams=2), 1.5, 15, 8.0)
+    assert gives_up(EarlyDrop(PAYS, streams=2), 1.5, 16, 8.0)
 
 
 def test_where_batches_bring_nothing_nobody_is_given_up() -> None:
     linear = EarlyDrop([(0.5 * n, 2.0) for n in (1, 2, 4, 8)], streams=1)
-    assert not linear.gives_up(0.5, waiting=1000, longest_slack_s=10.0)
+    assert not gives_up(linear, 0.5, 1000, 8.0)
+
+
+def test_one_that_can_wait_for_an_hour_does_not_make_the_others_patient() -> None:
+    rule = EarlyDrop(PAYS, streams=1)
+    assert gives_up(rule, 1.5, 8, 8.0)
+    assert gives_up(rule, 1.5, 8, 3600.0)
+
+
+def test_nobody_is_given_up_for_others_of_lower_priority() -> None:
+    rule = EarlyDrop(PAYS, streams=1)
+    assert gives_up(rule, 1.5, 98, 8.0)
+    assert not gives_up(rule, 1.5, 98, 8.0, priority=1)
+
+
+def test_what_waits_in_other_lanes_counts_too() -> None:
+    queue = SampleQueue(10_000, full=4)
+    for number, signature in enumerate("abcdefghi"):
+        queue.push(Submission(number, 1, 1.5 if not number else 8.0, 0, signature), 0.0)
+    queue.push(Submission(99, 1, 8.0, 0, "a"), 0.0)
+    lane = queue.ready(0.0)
+    assert isinstance(lane, Lane)
+    assert lane.size == 2
+    assert EarlyDrop(PAYS, streams=1).gives_up(queue, lane, 0.0, 1.0)

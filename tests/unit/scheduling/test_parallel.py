@@ -82,25 +82,22 @@ def test_a_fixed_tau_b_follows_nothing() -> None:
     assert (limit.value, limit.adapts) == (2, False)
 
 
-def test_late_and_lost_samples_are_counted_wherever_they_leave() -> None:
+def test_only_what_was_answered_says_whether_batches_hinder_each_other() -> None:
     limit = ParallelLimit(4, max_violations=0.1)
-    s = scheduler("refill", latencies=table(first_s=0.01, more_s=0.0), parallel=limit)
+    s = scheduler("delay", latencies=table(first_s=0.01, more_s=0.0), parallel=limit)
     s.submit(Submission(1, 1, deadline_s=1.0), 0.0)
-    s.submit(Submission(2, 1, deadline_s=2.0), 0.0)
+    s.submit(Submission(2, 1, deadline_s=1.25), 0.0)
     s.submit(Submission(3, 1), 0.0)
-    s.submit(Submission(4, 1, deadline_s=1.25), 0.0)
-    assert started(s.next(0, 0.0)).requests.tolist() == [1, 3, 4, 2]
-    s.done(0, np.array([True, False, False, False]), 1.5)
-    assert (limit._seen, limit._late) == (2, 2)  # 1 has its answer late, 4 has none
+    assert started(s.next(0, 0.0)).requests.tolist() == [1, 3, 2]
+    s.done(0, np.array([True, False, False]), 1.5)  # 1 has its answer late, 2 has none
+    assert (limit._seen, limit._late) == (1, 1)
     s.submit(Submission(5, 1, deadline_s=4.0), 3.0)
-    assert (limit._seen, limit._late) == (3, 3)  # 2, at the split
-    s.submit(Submission(6, 1, deadline_s=9.0), 5.0)
-    assert (limit._seen, limit._late) == (4, 4)  # 5, in the queue
-    assert started(s.next(0, 5.0)).requests.tolist() == [3]  # parked long ago: urgent
-    s.done(0, np.array([True]), 6.0)
+    s.submit(Submission(6, 1, deadline_s=9.0), 5.0)  # 5 expires in the queue
+    started(s.next(0, 5.0))
+    s.done(0, np.array([True]), 6.0)  # 3 has no deadline
     assert started(s.next(0, 6.0)).requests.tolist() == [6]
     s.done(0, np.array([True]), 7.0)
-    assert (limit._seen, limit._late) == (5, 4)  # 3 has no deadline, 6 is in time
+    assert (limit._seen, limit._late) == (2, 1)
 
 
 @pytest.mark.parametrize(

@@ -117,8 +117,9 @@ def test_giving_up_leads_back_to_the_usual_speed() -> None:
     latencies = table(first_s=1.0, more_s=0.0)
     s = scheduler("cheapest", latencies=latencies)
     latencies.speed = 2.0
-    s.submit(Submission(1, 1, 1.5), 0.0)
-    assert isinstance(s.next(0, 0.0), Idle)
+    for request in range(257):
+        s.submit(Submission(request, 1, 1.5), 0.0)
+        assert isinstance(s.next(0, 0.0), Idle)
     assert latencies.speed == 2.0 - 1 / 32
 
 

@@ -34,7 +34,7 @@ def test_models_are_named_by_their_folder_or_by_hand() -> None:
 
 
 def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 6)
+    monkeypatch.setattr("offramp.engine.options.available_cores", lambda: 6)
     command = (
         "m.ee --host :: --grpc-port 0 --http-port 9 --mode off --max-batch-size 8 "
         "--max-queue-delay-ms 1.5 --max-queue-samples 64 --slo-ms 250 --streams 2 --threads 3 "

@@ -38,7 +38,7 @@ path = "/models/text.ee"
 @pytest.fixture(autouse=True)
 def cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """What fits is the same on every machine."""
-    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr("offramp.engine.options.available_cores", lambda: 4)
 
 
 @pytest.fixture
