@@ -6,8 +6,9 @@ From the paper: 16 devices, batch 8, SLO 100 ms, half of the inputs easy; goodpu
 can be sustained without violating the SLO. Assumed: a model of two equal halves, where easy inputs
 leave after the first; a half takes L(b) = 5 ms · (8 + b) / 16, so that a batch of 8 costs not twice
 as much as one of 1 (the devices are not saturated at batch 8); exits and moving data cost nothing.
-Requests are evenly spaced, as the paper's uniform arrivals; sustained is a rate at which 99.9 % of
-20,000 requests are in time. E3 dedicates devices to each half; here every device serves both.
+Requests are evenly spaced, as the paper's uniform arrivals; a rate is sustained if 99.9 % of the
+second half of the requests of 60 SLOs (6 s) are in time: the first half may fill a backlog. E3
+dedicates devices to each half; here every device serves both.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-from benchmarks.superserve import bisect
 
 from offramp.engine.scheduling import (
     Latencies,
@@ -32,10 +32,10 @@ from offramp.tools.bench.simulation import Behaviour, draw_load, simulate
 from offramp.tools.bench.traces import constant
 
 DEVICES, SLO_MS = 16, 100.0
-EASY = (0.8, 0.5, 0.2)
-BATCH_SIZES = (1, 2, 4, 8)
+EASY = (0.8, 0.5)
+BATCH_SIZES = (1, 4, 8)
 SYSTEMS = ("source", "run-through", "refill", "rebatch")
-REQUESTS, RECORDS = 20_000, 4_096
+DURATION_S, RECORDS = 60 * SLO_MS / 1e3, 4_096
 PUBLISHED = (
     "published (figure 7, 5.1.1): E3 up to 1.30 × BERT-BASE and up to 1.44 × DeeBERT in goodput, "
     "more with larger batches; at batch 1 a small penalty against DeeBERT"
@@ -75,15 +75,22 @@ def main() -> None:
 
 
 def sustained(system: str, easy: float, size: int, seed: int) -> float:
-    """The highest rate at which 99.9 % are in time."""
-    most = 4 * DEVICES * size / half_s(size)
+    """The highest rate at which 99.9 % are in time, to 1 %."""
+    low, high = 0.3, 1.01
+    while high / low > 1.01:
+        share = (low * high) ** 0.5
+        rate = share * device_limit(system, easy, size)
+        if (run(system, easy, size, rate=rate, seed=seed).attainment or 0.0) >= 0.999:
+            low = share
+        else:
+            high = share
+    return low * device_limit(system, easy, size)
 
-    def holds(slowness: float) -> bool:
-        attained = run(system, easy, size, rate=most / slowness, seed=seed).attainment
-        return attained is None or attained < 0.999
 
-    # bisect finds the largest slowness that still fails: just beyond it the rate is sustained
-    return most / bisect(holds, 1.0, 100.0)
+def device_limit(system: str, easy: float, size: int) -> float:
+    """Requests a second of all devices, were every batch full at every stage."""
+    halves = 2.0 if system == "source" else 2.0 - easy
+    return DEVICES * size / (halves * half_s(size))
 
 
 def run(system: str, easy: float, size: int, *, rate: float, seed: int) -> Summary:
@@ -105,9 +112,10 @@ def run(system: str, easy: float, size: int, *, rate: float, seed: int) -> Summa
     scheduler = make_scheduler(
         PolicyName.parse(policy), points, max_batch_size=size, streams=DEVICES, max_queue=10**6
     )
-    trace = constant(rate, REQUESTS / rate)
+    trace = constant(rate, DURATION_S)
     load = draw_load(trace.arrivals_s, trace.duration_s, RECORDS, slo_s=SLO_MS / 1e3, seed=seed)
-    return summarise(simulate(behaviour, scheduler, table, load, streams=DEVICES), slo_ms=SLO_MS)
+    outcomes = simulate(behaviour, scheduler, table, load, streams=DEVICES)
+    return summarise(outcomes.drop_warm_up(DURATION_S / 2), slo_ms=SLO_MS)
 
 
 def half_s(size: int) -> float:

@@ -70,6 +70,8 @@ async def bursts(bench: Bench, slo_s: float, rounds: int) -> dict[str, Any]:
             share += STEP
             trace = gamma(share * capacity, cv2, DURATION_S, cv2)
             reference = (await bench.under("source:clockwork", trace, slo_s)).attainment or 0.0
+        if reference >= LEAST:
+            raise RuntimeError(f"the source model attains {reference:.3f} at every rate tried")
         runs: dict[str, list[Summary]] = {}
         for _ in range(rounds):
             for system in BURSTY:
@@ -101,6 +103,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         "slo_ms": slo_s * 1e3,
         "bursts": await bursts(bench, slo_s, options.rounds),
         "overload": await overload(bench, slo_s, options.rounds),
+        "sender_lateness_ms": bench.worst_lateness_ms(),
         "environment": describe_environment(
             streams=bench.streams, threads=1, max_batch_size=MAX_BATCH, rounds=options.rounds
         ),

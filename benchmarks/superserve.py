@@ -8,14 +8,20 @@ the smallest and 2,000 on the largest (figure 5c). Assumed, since the paper prin
 is affine in the batch size, L(b) = c · (2 + b), batches of at most 16, and c rises evenly from the
 smallest point to the largest, as their sizes do in FLOPs. c is set at both ends so that 8 workers
 sustain the published rates of evenly spaced requests with 99.9 % in time. Queries are answered
-rightly with their point's accuracy, and no query leaves early on its own.
+rightly as often as their point's accuracy says, and no query leaves early on its own. All
+policies give up what would be late and drop early; at most 4,096 queries wait.
+
+That cost table ("linear") leaves no room at 7,050 requests/s for anything but the smallest point,
+while the paper's system works at 76 to 78 % there. So there is a second one ("fitted"): the points
+sustain 8,000, 7,500, 7,000, 5,500, 3,500 and 2,000 requests/s, chosen so that this is possible.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +41,11 @@ from offramp.tools.bench.traces import Trace, bursty, constant
 
 ACCURACIES = (0.7382, 0.7669, 0.7764, 0.7825, 0.7944, 0.8016)
 WORKERS, SLO_MS, MAX_BATCH = 8, 36.0, 16
-SMALLEST_RPS, LARGEST_RPS = 8_000.0, 2_000.0
+SUSTAINED: dict[str, tuple[float | None, ...]] = {
+    "linear": (8_000.0, None, None, None, None, 2_000.0),
+    "fitted": (8_000.0, 7_500.0, 7_000.0, 5_500.0, 3_500.0, 2_000.0),
+}
+"""Requests a second that 8 workers sustain on each point; ``None`` is between its neighbours."""
 FIXED_PART = 2.0
 """What a batch costs besides its rows, in rows."""
 POLICIES = (
@@ -51,7 +61,7 @@ RECORDS = 4_096
 PUBLISHED = (
     "published (figures 8 and 10c, read off the text): SuperServe attains > 0.999 at every CV², at "
     "accuracies of 76 to 78 %; INFaaS as much at 73.82; MaxBatch falls up to 5 % behind at CV² 8; "
-    "Clipper+ (79.44, 80.16) and MaxAcc diverge"
+    "Clipper+ (80.16) and MaxAcc diverge"
 )
 
 
@@ -59,28 +69,29 @@ def main() -> None:
     """Simulate, print, and write if asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--duration-s", type=float, default=60.0)
+    parser.add_argument("--duration-s", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    costs = stage_costs(options.seed)
     results: dict[str, dict[str, Summary]] = {}
     console = wide_console()
-    for cv2 in (2, 4, 8):
-        trace = bursty(1_500, 5_550, cv2, options.duration_s, options.seed)
-        results[f"cv2={cv2}"] = {
-            policy: run(policy, costs, trace, options.seed) for policy in POLICIES
-        }
-        print_summaries(console, results[f"cv2={cv2}"], title=f"SIMULATED, {trace.name}")
+    tables = {name: costs_for(rates, options.seed) for name, rates in SUSTAINED.items()}
+    for name, costs in tables.items():
+        for cv2 in (2, 4, 8):
+            trace = bursty(1_500, 5_550, cv2, options.duration_s, options.seed)
+            rows = {policy: run(policy, costs, trace, options.seed) for policy in POLICIES}
+            results[f"{name}, cv2={cv2}"] = rows
+            title = f"SIMULATED, {name} costs, {trace.name}; agree is accuracy"
+            print_summaries(console, rows, title=title)
     console.print(PUBLISHED)
     if options.json is not None:
         document = {
             "simulated": True,
             "assumptions": " ".join((__doc__ or "").split("From the paper:")[1].split()),
             "published": PUBLISHED,
-            "ms_per_row": [cost * 1e3 for cost in costs],
+            "ms_per_row": {name: [1e3 * c for c in costs] for name, costs in tables.items()},
             "results": {
-                cv2: {policy: summary.to_json() for policy, summary in rows.items()}
-                for cv2, rows in results.items()
+                case: {policy: summary.to_json() for policy, summary in rows.items()}
+                for case, rows in results.items()
             },
             "environment": describe_environment(seed=options.seed, duration_s=options.duration_s),
         }
@@ -89,7 +100,10 @@ def main() -> None:
 
 def run(policy: str, costs: list[float], trace: Trace, seed: int) -> Summary:
     """Simulate one policy; accuracy is reported as agreement."""
-    return summarise(outcomes(policy, costs, trace, seed), slo_ms=SLO_MS)
+    found = outcomes(policy, costs, trace, seed)
+    worth = np.array(ACCURACIES)[found.exit[found.answered]]  # the last point is FINAL, −1
+    accuracy = float(worth.mean()) if worth.size else None
+    return replace(summarise(found, slo_ms=SLO_MS), agreement=accuracy)
 
 
 def outcomes(policy: str, costs: list[float], trace: Trace, seed: int) -> Outcomes:
@@ -109,9 +123,10 @@ def outcomes(policy: str, costs: list[float], trace: Trace, seed: int) -> Outcom
         ),
         latencies=Latencies(table.tolist()),
     )
-    right = np.random.default_rng(seed).random(RECORDS) < np.array(ACCURACIES)[:depth, None]
     behaviour = Behaviour(
-        exits=(*range(depth - 1), FINAL), leaves_at=np.full(RECORDS, depth - 1), agrees=right
+        exits=(*range(depth - 1), FINAL),
+        leaves_at=np.full(RECORDS, depth - 1),
+        agrees=np.ones((depth, RECORDS), np.bool_),
     )
     scheduler = make_scheduler(
         PolicyName.parse(policy), points, max_batch_size=MAX_BATCH, streams=WORKERS
@@ -120,13 +135,14 @@ def outcomes(policy: str, costs: list[float], trace: Trace, seed: int) -> Outcom
     return simulate(behaviour, scheduler, table.tolist(), load, streams=WORKERS)
 
 
-def stage_costs(seed: int) -> list[float]:
-    """Seconds a row of each point, so that the ends sustain what they do in the paper."""
-    ends = [
-        bisect(lambda cost, rps=rps: sustains(cost, rps, seed), 1e-4, 1e-2)
-        for rps in (SMALLEST_RPS, LARGEST_RPS)
+def costs_for(rates: Sequence[float | None], seed: int) -> list[float]:
+    """Seconds a row of each point, so that those with a rate sustain it; evenly between them."""
+    known = [i for i, rate in enumerate(rates) if rate is not None]
+    found = [
+        bisect(lambda cost, rps=rates[i]: sustains(cost, rps, seed), 1e-4, 1e-2) for i in known
     ]
-    return np.linspace(*ends, len(ACCURACIES)).tolist()  # type: ignore[call-overload,no-any-return]
+    costs: list[float] = np.interp(range(len(rates)), known, found).tolist()
+    return costs
 
 
 def sustains(cost: float, rps: float, seed: int) -> bool:

@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         return int(options.run(options))
-    except (BundleError, DataError, BackendError, ValueError) as error:
+    except (BundleError, DataError, BackendError, OSError, ValueError) as error:
         print(f"eebench: {error}", file=sys.stderr)
         return 1
 

@@ -17,7 +17,7 @@ from offramp.bundle import Bundle
 from offramp.calibration.dataset import read_dataset
 from offramp.engine.backends import BACKENDS, make_backend
 from offramp.tools.bench.compare import OFFRAMP, SOURCE, Row, batches_of, compare
-from offramp.tools.bench.environment import describe_environment
+from offramp.tools.bench.environment import check_outputs, describe_environment
 from offramp.tools.bench.numbers import positive, positives
 
 
@@ -54,6 +54,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Compare, and tell of it; gives the exit status."""
     console = Console()
+    check_outputs(options.json)
     bundle = Bundle.open(options.bundle)
     dataset = read_dataset(options.data, bundle.manifest.inputs)
     backend = make_backend(options.backend, threads=options.threads)

@@ -28,6 +28,18 @@ def describe_environment(**settings: Any) -> dict[str, Any]:
     }
 
 
+def check_outputs(*paths: Path | None) -> None:
+    """Check before long work that files can be written there.
+
+    Raises:
+        ValueError: One cannot.
+    """
+    for path in paths:
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            what = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+            raise ValueError(f"{path} cannot be written: {what}; name a file in one that exists")
+
+
 def _cpu_model() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():

@@ -14,7 +14,7 @@ from rich.progress import Progress, TaskID
 
 from offramp.bundle import Bundle
 from offramp.client import ModelMetadata
-from offramp.tools.bench.environment import describe_environment
+from offramp.tools.bench.environment import check_outputs, describe_environment
 from offramp.tools.bench.load.dealing import Share, deal, deal_concurrency, used_samples
 from offramp.tools.bench.load.generator import Load, generate
 from offramp.tools.bench.load.metrics_poll import MetricsPoll
@@ -35,7 +35,7 @@ from offramp.tools.bench.load.report import (
 )
 from offramp.tools.bench.load.requests import serialise_requests
 from offramp.tools.bench.load.server_check import check_server, input_specs
-from offramp.tools.bench.load.settings import LoadError, LoadSettings, read_options
+from offramp.tools.bench.load.settings import LoadSettings, read_options
 from offramp.tools.bench.load.worker import Task
 from offramp.tools.bench.traces import Trace, add_trace_arguments
 
@@ -133,7 +133,7 @@ def run(options: argparse.Namespace) -> int:
         LoadError, TraceError, DataError, BundleError, BackendError, ValueError
     """
     settings, trace = read_options(options)
-    _check_outputs(options.json, options.html)
+    check_outputs(options.json, options.html)
     metadata = check_server(settings.address, settings.model)
     data = read_data(options.data, input_specs(metadata), samples=options.samples)
     shares = make_shares(settings, trace, samples=len(data))
@@ -164,13 +164,6 @@ def make_shares(settings: LoadSettings, trace: Trace | None, *, samples: int) ->
         return list(deal(trace.arrivals_s, samples, settings.processes))
     assert settings.concurrency is not None
     return list(deal_concurrency(settings.concurrency, samples, settings.processes))
-
-
-def _check_outputs(*paths: Path | None) -> None:
-    """Before the load, not after it."""
-    for path in paths:
-        if path is not None and not path.absolute().parent.is_dir():
-            raise LoadError(f"{path} cannot be written: there is no folder {path.parent}; make it")
 
 
 def _open_poll(address: str | None, settings: LoadSettings) -> MetricsPoll | None:

@@ -45,6 +45,12 @@ class Replay:
         self._model = model
         self._samples = samples
         self._reference = reference
+        self._late_s: list[float] = []
+
+    def lateness_ms(self) -> dict[str, float]:
+        """How late the last open loop sent its requests: it shares the engine's event loop."""
+        p50, p99 = np.quantile(self._late_s, (0.5, 0.99)) * 1e3
+        return {"p50": float(p50), "p99": float(p99), "max": max(self._late_s) * 1e3}
 
     async def open_loop(
         self, arrivals_s: NDArray[np.float64], duration_s: float, slo_s: float | None
@@ -52,6 +58,7 @@ class Replay:
         """Send every sample when it is due; its deadline is ``slo_s`` after that."""
         count = len(arrivals_s)
         log = _Log(count)
+        self._late_s = []
         start_s = time.monotonic() + _HEAD_START_S
         due: list[float] = (arrivals_s + start_s).tolist()
         tasks: list[asyncio.Task[None]] = []
@@ -99,6 +106,7 @@ class Replay:
 
     async def _send(self, log: _Log, number: int, due_s: float, deadline_s: float | None) -> None:
         sample = number % len(self._samples)
+        self._late_s.append(time.monotonic() - due_s)
         try:
             result = await self._engine.infer(
                 self._model, self._samples[sample], deadline_s=deadline_s

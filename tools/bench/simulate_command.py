@@ -20,8 +20,9 @@ from offramp.engine.scheduling import (
     PolicyName,
     make_scheduler,
 )
+from offramp.engine.served_model import STAGE_OVERHEAD_S
 from offramp.tools.bench.dynamics import Run, write_page
-from offramp.tools.bench.environment import describe_environment
+from offramp.tools.bench.environment import check_outputs, describe_environment
 from offramp.tools.bench.numbers import positive
 from offramp.tools.bench.outcomes import Outcomes, hdr_table, summarise, timeline
 from offramp.tools.bench.simulation import SimulatedModel, draw_load, model_of, simulate
@@ -99,9 +100,9 @@ def add_parser(commands: Any) -> None:
     add(
         "--stage-overhead-us",
         type=float,
-        default=0.0,
+        default=STAGE_OVERHEAD_S * 1e6,
         metavar="US",
-        help="the server's own time a stage, beyond its graph (see benchmarks.executor)",
+        help="the server's own time a stage, beyond its graph",
     )
     add(
         "--slowdown",
@@ -121,11 +122,15 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         BundleError, TraceError, ValueError
     """
-    systems = [System.parse(text) for text in options.policy.split(",")]
+    systems = [System.parse(text.strip()) for text in options.policy.split(",")]
+    check_outputs(options.json, options.html)
     if options.slo_ms is not None and not options.slo_ms > 0:
         raise ValueError(f"--slo-ms is {options.slo_ms:g}; it must be more than 0")
     if not options.slowdown > 0 or not options.stage_overhead_us >= 0:
-        raise ValueError("--slowdown must be more than 0, --stage-overhead-us at least 0")
+        raise ValueError(
+            f"--slowdown is {options.slowdown:g}, expected more than 0; --stage-overhead-us is "
+            f"{options.stage_overhead_us:g}, expected at least 0"
+        )
     bundle, trace = Bundle.open(options.bundle), trace_of(options)
     runs = list(_runs(bundle, systems, trace, options))
     _tell(runs, trace, options)

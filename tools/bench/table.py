@@ -10,8 +10,8 @@ from rich.table import Table
 
 from offramp.tools.bench.outcomes import Summary
 
-_WIDTH = 120
-_QUANTILES = ("p50", "p95", "p99", "p99.9", "max")
+_WIDTH = 84
+_QUANTILES = ("p50", "p95", "p99", "p99.9")
 
 
 def wide_console() -> Console:
@@ -27,14 +27,14 @@ def print_summaries(
     table = Table(
         title=title,
         title_justify="left",
-        caption=f"Latencies in milliseconds, rates per second. forced: left below the exit's "
-        f"threshold. {caption}",
+        caption="Milliseconds of the answered; answers in time per second; shares. forced: left "
+        f"below the exit's threshold; lost: not answered. {caption}",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
     table.add_column("policy", no_wrap=True)
-    for name in (*_QUANTILES, "attained", "goodput", "agree", "forced", "batch", "lost"):
+    for name in (*_QUANTILES, "attained", "goodput", "agree", "forced", "lost"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, summary in summaries.items():
         table.add_row(name, *_cells(summary))
@@ -50,7 +50,6 @@ def _cells(summary: Summary) -> list[str]:
         f"{summary.goodput_rps:,.0f}",
         _share(summary.agreement, 3),
         _share(summary.forced_share, 3),
-        _figure(summary.mean_batch_size),
         _share(lost, 3),
     ]
 

@@ -248,7 +248,7 @@ _OPTIONS = {
     "rate_to": "of accelerate: requests per second that it goes to",
     "acceleration": "of accelerate: requests per second per second",
     "duration_s": "how long; where azure:FILE is cut, what rate:FILE is squeezed into "
-    f"(default: {_DEFAULT_DURATION_S:g})",
+    f"(default: {_DEFAULT_DURATION_S:g}, and all of azure:FILE)",
 }
 """Numbers, by what they are called in the options."""
 
@@ -322,10 +322,7 @@ def _synthetic(options: argparse.Namespace) -> Trace:
 
 def _from_azure(options: argparse.Namespace) -> Trace:
     path, rate = _file(options), options.rate
-    if options.duration_s is not None:
-        return azure(path, rate, options.duration_s)
-    whole = azure(path, rate)  # the default must not refuse a file that is shorter
-    return _trace(whole.name, whole.arrivals_s, min(whole.duration_s, _DEFAULT_DURATION_S))
+    return azure(path, rate, options.duration_s)
 
 
 def _from_rates(options: argparse.Namespace) -> Trace:
