@@ -1,0 +1,88 @@
+"""The simulator: exact instants on a small model, and the same again with the same arguments."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from offramp.engine.scheduling import (
+    Latencies,
+    OperatingPoint,
+    OperatingPoints,
+    PolicyName,
+    make_scheduler,
+)
+from offramp.tools.bench.outcomes import FINAL, Outcomes, Status
+from offramp.tools.bench.simulation import Behaviour, Load, draw_load, simulate
+
+SECONDS = [[0.0, 1.0, 1.5], [0.0, 2.0, 3.0]]
+"""Of two stages, for batches of one and of two."""
+BEHAVIOUR = Behaviour(
+    exits=(5, FINAL),
+    leaves_at=np.array([0, 1]),
+    agrees=np.array([[False, True], [True, True]]),
+)
+"""Record 0 leaves at exit 5 and disagrees there, record 1 runs to the end."""
+
+
+def run(load: Load, policy: str = "delay", *, streams: int = 1, max_queue: int = 100) -> Outcomes:
+    latencies = Latencies(SECONDS)
+    points = OperatingPoints(
+        points=(
+            OperatingPoint(deepest=0, exit=5, agreement=0.5),
+            OperatingPoint(deepest=1, exit=None, agreement=1.0),
+        ),
+        latencies=latencies,
+    )
+    scheduler = make_scheduler(
+        PolicyName.parse(policy), points, max_batch_size=2, max_queue=max_queue, streams=streams
+    )
+    return simulate(BEHAVIOUR, scheduler, SECONDS, load, streams=streams)
+
+
+def load(*requests: tuple[float, int], slo_s: float = float("inf")) -> Load:
+    arrivals, records = zip(*requests, strict=True)
+    return Load(
+        arrivals_s=np.array(arrivals), records=np.array(records), slo_s=slo_s, duration_s=20.0
+    )
+
+
+def test_requests_batch_leave_and_run_on_at_exact_instants() -> None:
+    """The first runs alone until 3.0; the others wait, and share stage 0 until 4.5."""
+    found = run(load((0.0, 1), (0.5, 0), (0.5, 1)))
+    np.testing.assert_allclose(found.latency_s, [3.0, 4.0, 6.0])
+    assert found.exit.tolist() == [FINAL, 5, FINAL]
+    assert found.agrees.tolist() == [1, 0, 1]
+    assert found.batch_size is not None
+    assert found.batch_size.tolist() == [1, 2, 2]
+    assert not found.forced.any()
+
+
+def test_two_streams_run_side_by_side() -> None:
+    """The second stream takes the second request at once, and the third at 1.5."""
+    found = run(load((0.0, 1), (0.5, 0), (0.5, 1)), streams=2)
+    np.testing.assert_allclose(found.latency_s, [3.0, 1.0, 4.0])
+
+
+def test_what_has_no_room_is_rejected_and_what_is_late_expires() -> None:
+    found = run(load((0.0, 1), (0.1, 1), (0.2, 1), slo_s=2.5), max_queue=1)
+    assert found.status.tolist() == [Status.OK, Status.EXPIRED, Status.REJECTED]
+    np.testing.assert_array_equal(found.latency_s, [3.0, np.nan, np.nan])  # late, but answered
+
+
+def test_who_has_to_leave_below_its_threshold_is_marked() -> None:
+    found = run(load((0.0, 1), (10.0, 0)), "cheapest")
+    assert found.forced.tolist() == [True, False]
+    assert found.exit.tolist() == [5, 5]
+
+
+@pytest.mark.parametrize("policy", ["run-through", "refill", "slackfit"])
+def test_the_same_seed_gives_the_same_result(policy: str) -> None:
+    arrivals_s = np.cumsum(np.random.default_rng(0).exponential(1.0, 500))
+    drawn = draw_load(arrivals_s, 1000.0, 2, slo_s=8.0, seed=3)
+    first, again = run(drawn, policy, streams=2), run(drawn, policy, streams=2)
+    np.testing.assert_array_equal(first.latency_s, again.latency_s)
+    np.testing.assert_array_equal(first.status, again.status)
+    assert np.count_nonzero(first.answered) > 100
+    other = draw_load(arrivals_s, 1000.0, 2, slo_s=8.0, seed=4)
+    assert (drawn.records != other.records).any()
