@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 import tomllib
@@ -71,7 +72,12 @@ def test_every_policy_is_in_the_table() -> None:
 
 
 def test_every_option_is_explained() -> None:
-    for parser in (_compile_parser(), _inspect_parser(), make_parser(), bench_parser()):
+    subparsers = [a for a in bench_parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    commands = [parser for action in subparsers for parser in action.choices.values()]
+    assert {parser.prog for parser in commands} == {
+        "eebench compare", "eebench load", "eebench simulate",
+    }  # fmt: skip
+    for parser in (_compile_parser(), _inspect_parser(), make_parser(), *commands):
         for action in parser._actions:
             assert action.help, f"{parser.prog} {action.dest}"
 
