@@ -10,7 +10,7 @@ from rich.table import Table
 
 from offramp.tools.bench.outcomes import Summary
 
-_WIDTH = 84
+_WIDTH = 90
 _QUANTILES = ("p50", "p95", "p99", "p99.9")
 
 
