@@ -5,10 +5,11 @@
 Each trace is run three times: by the real engine in this process, by a real ``eeserve`` loaded over
 loopback by ``eebench load``, and by the simulator. The first two have one stream of one thread; the
 other core is for whoever sends. Two constants are measured beforehand and given to the simulator,
-which knows nothing of them: how much longer stages take than the profile says when requests come
-10 ms apart, and what a request spends on its way to the scheduler and back (the latency of such
-requests less what is simulated for them; once for the engine, once for the server). Nothing is
-fitted to the runs that are compared. First: how many requests a second are simulated.
+which knows nothing of them: how much longer stages take than the profile says when one request
+follows the other, and what a request spends on its way to the scheduler and back (the latency of
+requests 10 ms apart less what is simulated for them; once for the engine, once for the server; with
+that go the cold caches and sleeping cores that such requests find). Nothing is fitted to the runs
+that are compared. First: how many requests a second are simulated.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from offramp.tools.bench.simulate_command import System, make_simulated_schedule
 from offramp.tools.bench.simulation import SimulatedModel, draw_load, model_of, simulate
 from offramp.tools.bench.traces import Trace, constant, poisson
 
-POLICIES = ("run-through", "slackfit", "source:clockwork")
+POLICIES = ("run-through", "source:clockwork")
 LOADS = (0.3, 0.6)
 """Shares of the server's throughput at saturation."""
 QUANTILES = ("p50", "p90", "p99")
@@ -99,8 +100,9 @@ class Twin:
 async def compare(policy: str, options: argparse.Namespace, bench: Bench) -> list[dict[str, Any]]:
     """Rows of one policy."""
     twin = Twin(policy, options.bundle)
-    lone_s, stages_s = await bench.sparse(policy)
+    _, stages_s = await bench.lone(policy)
     twin.slowdown = stages_s / twin.lone_s()
+    lone_s, _ = await bench.sparse(policy)
     engine = Way("engine", lone_s - twin.lone_s())
     rows = []
     with serving(policy, options.bundle) as address:
