@@ -34,10 +34,10 @@ from benchmarks.policies import MAX_BATCH, Bench
 
 from offramp.bundle import Bundle
 from offramp.engine.options import ModelOptions
-from offramp.engine.served_model import STAGE_OVERHEAD_S
+from offramp.engine.served_model import STAGE_OVERHEAD_S, scheduler_of
 from offramp.tools.bench.environment import describe_environment
 from offramp.tools.bench.outcomes import Outcomes, Summary, summarise
-from offramp.tools.bench.simulate_command import System, make_simulated_scheduler
+from offramp.tools.bench.simulate_command import System
 from offramp.tools.bench.simulation import SimulatedModel, draw_load, model_of, simulate
 from offramp.tools.bench.traces import Trace, constant, poisson
 
@@ -84,7 +84,7 @@ class Twin:
     def run(self, trace: Trace, slo_s: float) -> tuple[Outcomes, float]:
         """Run a trace on virtual time; gives the seconds of real time, too."""
         model = self.model()
-        scheduler = make_simulated_scheduler(model, self._options, streams=1)
+        scheduler = scheduler_of(model.points, self._options, streams=1)
         records = model.behaviour.leaves_at.size
         load = draw_load(trace.arrivals_s, trace.duration_s, records, slo_s=slo_s, seed=1)
         started_s = time.perf_counter()

@@ -346,8 +346,7 @@ class Executor:
         """Take what a run is fused of; the lock is held."""
         model = self._models[name]
         pieces = tuple((model.parked[p.number], p.positions) for p in run.pieces)
-        for number in model.scheduler.take_discarded():
-            model.parked.pop(number, None)
+        self._discard(model)
         return _Task(model, run, pieces)
 
     # The threads' side: one stage
@@ -494,15 +493,18 @@ class Executor:
 
     def _settle(self, model: _Hosted) -> None:
         """Account for what the scheduler dropped, and wake who waits."""
-        dropped = model.scheduler.take_dropped()
-        if dropped:
+        while dropped := model.scheduler.take_dropped():
             model.ledger.drop(dropped)
             for item in dropped:  # what is left of a request that is late need not run
                 if item.cause in _LATE and model.ledger.get(item.request) is not None:
                     model.scheduler.cancel(item.request, item.cause)
-            for number in model.scheduler.take_discarded():
-                model.parked.pop(number, None)
+            self._discard(model)
         self._outbox.wake()
+
+    def _discard(self, model: _Hosted) -> None:
+        """Let go of the tensors of parked batches that nobody will ask for."""
+        for number in model.scheduler.take_discarded():
+            model.parked.pop(number, None)
 
 
 def _chosen(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:

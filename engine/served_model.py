@@ -72,15 +72,7 @@ class ServedModel:
         pipeline = Pipeline(backend, plan)
         points = points_of(bundle, plan, options)
         try:
-            scheduler = make_scheduler(
-                options.scheduling,
-                points,
-                max_batch_size=options.max_batch_size,
-                max_delay_s=options.max_queue_delay_ms / 1e3,
-                max_queue=options.max_queue_samples,
-                streams=streams,
-                parallel=parallel,
-            )
+            scheduler = scheduler_of(points, options, streams=streams, parallel=parallel)
         except ValueError as error:
             raise OptionsError(f"{name}: {error}") from error
         speed = _speed(pipeline, bundle.manifest, points.latencies, options.max_batch_size)
@@ -123,6 +115,29 @@ def points_of(
     return OperatingPoints(
         points=operating_points(answering, records, forced=options.forced_exits),
         latencies=Latencies(seconds, going_on(answering, records, len(plan.stages))),
+    )
+
+
+def scheduler_of(
+    points: OperatingPoints,
+    options: ModelOptions,
+    *,
+    streams: int,
+    parallel: ParallelLimit | None = None,
+) -> ModelScheduler:
+    """The scheduler of a model with these options.
+
+    Raises:
+        ValueError: Its policy does not fit the operating points.
+    """
+    return make_scheduler(
+        options.scheduling,
+        points,
+        max_batch_size=options.max_batch_size,
+        max_delay_s=options.max_queue_delay_ms / 1e3,
+        max_queue=options.max_queue_samples,
+        streams=streams,
+        parallel=parallel,
     )
 
 

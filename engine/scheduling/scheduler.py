@@ -147,8 +147,7 @@ class ModelScheduler:
         Raises:
             SchedulerFullError: There is no room for all of them; none was queued.
         """
-        if self._parked or self._retries or now_s >= self._queue.first_deadline_s:
-            self._expire(now_s)
+        self._expire(now_s)
         self._queue.push(submission, now_s)
 
     def cancel(self, request: int, cause: DropCause = DropCause.CANCELLED) -> None:
@@ -169,8 +168,7 @@ class ModelScheduler:
 
     def next(self, stream: int, now_s: float) -> Decision:
         """What the idle ``stream`` shall do."""
-        if self._parked or self._retries or now_s >= self._queue.first_deadline_s:
-            self._expire(now_s)
+        self._expire(now_s)
         batch = self._batches.get(stream)
         if batch is None:
             chosen = self._start(stream, now_s)
@@ -329,6 +327,8 @@ class ModelScheduler:
         self._parked += len(batch.samples.requests)
 
     def _expire(self, now_s: float) -> None:
+        if not (self._parked or self._retries or now_s >= self._queue.first_deadline_s):
+            return
         self._dropped += self._queue.expire(now_s)
         for retry in [r for r in self._retries if r.samples.deadlines_s[0] <= now_s]:
             self._retries.remove(retry)

@@ -15,17 +15,15 @@ from offramp.engine.options import ModelOptions
 from offramp.engine.plan import Mode
 from offramp.engine.scheduling import (
     POLICIES,
-    ModelScheduler,
     ParallelLimit,
     PolicyName,
-    make_scheduler,
 )
-from offramp.engine.served_model import STAGE_OVERHEAD_S
+from offramp.engine.served_model import STAGE_OVERHEAD_S, scheduler_of
 from offramp.tools.bench.dynamics import Run, write_page
 from offramp.tools.bench.environment import check_outputs, describe_environment
 from offramp.tools.bench.numbers import positive
 from offramp.tools.bench.outcomes import Outcomes, hdr_table, summarise, timeline
-from offramp.tools.bench.simulation import SimulatedModel, draw_load, model_of, simulate
+from offramp.tools.bench.simulation import draw_load, model_of, simulate
 from offramp.tools.bench.table import print_summaries, wide_console
 from offramp.tools.bench.traces import Trace, add_trace_arguments, trace_of
 
@@ -156,8 +154,8 @@ def _runs(
             stage_overhead_s=overhead_s,
             slowdown=options.slowdown,
         )
-        scheduler = make_simulated_scheduler(
-            model,
+        scheduler = scheduler_of(
+            model.points,
             settings,
             streams=options.workers,
             parallel=ParallelLimit(
@@ -184,25 +182,6 @@ def _runs(
         elapsed_s = time.perf_counter() - started_s
         speed = len(trace.arrivals_s) / elapsed_s
         yield Simulated(label=system.label, outcomes=outcomes, requests_per_second=speed)
-
-
-def make_simulated_scheduler(
-    model: SimulatedModel,
-    options: ModelOptions,
-    *,
-    streams: int,
-    parallel: ParallelLimit | None = None,
-) -> ModelScheduler:
-    """The scheduler that a server with these options would have."""
-    return make_scheduler(
-        options.scheduling,
-        model.points,
-        max_batch_size=options.max_batch_size,
-        max_delay_s=options.max_queue_delay_ms / 1e3,
-        max_queue=options.max_queue_samples,
-        streams=streams,
-        parallel=parallel,
-    )
 
 
 def _tell(runs: list[Simulated], trace: Trace, options: argparse.Namespace) -> None:
