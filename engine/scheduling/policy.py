@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
-from offramp.engine.scheduling.base import Idle, Wait
+from offramp.engine.scheduling.base import Idle, Wait, wait_until
 from offramp.engine.scheduling.lanes import Lane
 from offramp.engine.scheduling.parked import ParkedLane, ParkedQueue
 from offramp.engine.scheduling.queue import SampleQueue
@@ -53,6 +53,14 @@ class Waiting:
     """[stages]: survivors that wait for each stage; none ever wait for stage 0 there."""
 
 
+def ripe_lane(waiting: Waiting, now_s: float) -> Lane | Wait | Idle:
+    """The lane that the next batch is formed of, or how long to wait for one."""
+    lane = waiting.queue.ready(now_s)
+    if isinstance(lane, Lane):
+        return lane
+    return wait_until(min(lane, waiting.queue.next_expiry_s()))
+
+
 class Policy(Protocol):
     """Small, deterministic; the caller serialises the calls."""
 
@@ -74,3 +82,11 @@ class Policy(Protocol):
             survivors: Rows that go on, at least one.
         """
         ...
+
+
+class RunsThrough:
+    """What policies share whose batches never wait at a split (PAME 4.2)."""
+
+    def runs_on(self, stage: int, before: int, survivors: int) -> bool:  # noqa: ARG002
+        """Always."""
+        return True

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from offramp.engine.scheduling.base import wait_until
 from offramp.engine.scheduling.early_drop import EarlyDrop
 from offramp.engine.scheduling.lanes import Lane
 from offramp.engine.scheduling.latency import Latencies, Shrinking
-from offramp.engine.scheduling.policy import Choice, Shed, Start, Waiting
+from offramp.engine.scheduling.policy import (
+    Choice,
+    RunsThrough,
+    Shed,
+    Start,
+    Waiting,
+    ripe_lane,
+)
 from offramp.engine.scheduling.queue import SampleQueue
 
 
-class Delay:
+class Delay(RunsThrough):
     """The knobs of TensorFlow Serving and Triton: most samples, longest wait (Apparate 2.1).
 
     Deadlines order the queue and nothing else: what is late is served as long as it is not too
@@ -25,17 +31,11 @@ class Delay:
 
     def choose(self, waiting: Waiting, now_s: float) -> Choice:
         """Start the most urgent lane that is ripe."""
-        lane = waiting.queue.ready(now_s)
-        if isinstance(lane, Lane):
-            return Start(lane, self._max_batch_size)
-        return wait_until(min(lane, waiting.queue.next_expiry_s()))
-
-    def runs_on(self, stage: int, before: int, survivors: int) -> bool:  # noqa: ARG002
-        """Always."""
-        return True
+        lane = ripe_lane(waiting, now_s)
+        return Start(lane, self._max_batch_size) if isinstance(lane, Lane) else lane
 
 
-class RunThrough:
+class RunThrough(RunsThrough):
     """PAME 4.2: a batch stays on its stream, stage after stage, and shrinks as samples leave.
 
     Together with :class:`~offramp.engine.scheduling.parallel.ParallelLimit` (τ_b) this is PAME's
@@ -54,14 +54,8 @@ class RunThrough:
 
     def choose(self, waiting: Waiting, now_s: float) -> Choice:
         """Start the most urgent lane that is ripe."""
-        lane = waiting.queue.ready(now_s)
-        if isinstance(lane, Lane):
-            return self._former.form(waiting.queue, lane, now_s)
-        return wait_until(min(lane, waiting.queue.next_expiry_s()))
-
-    def runs_on(self, stage: int, before: int, survivors: int) -> bool:  # noqa: ARG002
-        """Always."""
-        return True
+        lane = ripe_lane(waiting, now_s)
+        return self._former.form(waiting.queue, lane, now_s) if isinstance(lane, Lane) else lane
 
 
 class BatchFormer:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from offramp.engine.scheduling.base import wait_until
 from offramp.engine.scheduling.lanes import Lane
 from offramp.engine.scheduling.latency import Latencies
 from offramp.engine.scheduling.policies.batching import BatchFormer
-from offramp.engine.scheduling.policy import Choice, Fuse, Waiting
+from offramp.engine.scheduling.policy import Choice, Fuse, Waiting, ripe_lane
 
 SLACK = 0.2
 """Share by which the time that parked samples still need is taken longer (E3 4)."""
@@ -47,13 +46,13 @@ class Refill:
             lane = waiting.parked[stage].most_urgent()
             if lane.due_s - self._needed_s(stage, lane.size) <= now_s:
                 return Fuse(stage, lane, self._max_batch_size)
-        fresh = waiting.queue.ready(now_s)
+        fresh = ripe_lane(waiting, now_s)
         if isinstance(fresh, Lane):
             return self._former.form(waiting.queue, fresh, now_s)
         if occupied:
             stage = max(occupied, key=lambda s: waiting.parked[s].size)
             return Fuse(stage, waiting.parked[stage].fullest(), self._max_batch_size)
-        return wait_until(min(fresh, waiting.queue.next_expiry_s()))
+        return fresh
 
     def runs_on(self, stage: int, before: int, survivors: int) -> bool:  # noqa: ARG002
         """Only a batch that is still full."""

@@ -13,11 +13,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from offramp.engine.scheduling.base import wait_until
 from offramp.engine.scheduling.early_drop import EarlyDrop
 from offramp.engine.scheduling.lanes import Lane
 from offramp.engine.scheduling.points import OperatingPoint, OperatingPoints
-from offramp.engine.scheduling.policy import Choice, Shed, Start, Waiting
+from offramp.engine.scheduling.policy import (
+    Choice,
+    RunsThrough,
+    Shed,
+    Start,
+    Waiting,
+    ripe_lane,
+)
 
 BUCKETS = 64
 """Latency buckets of SlackFit; the paper says evenly sized and not how many."""
@@ -53,7 +59,7 @@ class ArrivalRate:
         self._count, self._looked_s = arrived, now_s
 
 
-class SlackPolicy(ABC):
+class SlackPolicy(RunsThrough, ABC):
     """What the policies of this module share."""
 
     name: str
@@ -85,9 +91,9 @@ class SlackPolicy(ABC):
 
     def choose(self, waiting: Waiting, now_s: float) -> Choice:
         """Start the most urgent lane as its first sample's slack allows, or give that up."""
-        lane = waiting.queue.ready(now_s)
+        lane = ripe_lane(waiting, now_s)
         if not isinstance(lane, Lane):
-            return wait_until(min(lane, waiting.queue.next_expiry_s()))
+            return lane
         if self._early_drop is None:
             self._early_drop = EarlyDrop(list(self._settings()), self._streams)
         slowness = self._points.latencies.slowness
@@ -102,10 +108,6 @@ class SlackPolicy(ABC):
             self._points.latencies.doubt()
             return Shed(lane)
         return Start(lane, setting.batch_size, setting.deepest)
-
-    def runs_on(self, stage: int, before: int, survivors: int) -> bool:  # noqa: ARG002
-        """Always."""
-        return True
 
     def _settings(self) -> Iterator[tuple[float, float]]:
         """Seconds, and rows a second, of whatever the policy would choose at any slack."""
