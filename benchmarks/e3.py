@@ -14,7 +14,6 @@ dedicates devices to each half; here every device serves both.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,7 @@ from offramp.engine.scheduling import (
     PolicyName,
     make_scheduler,
 )
-from offramp.tools.bench.environment import describe_environment
+from offramp.tools.bench.environment import describe_environment, write_json
 from offramp.tools.bench.outcomes import FINAL, Summary, summarise
 from offramp.tools.bench.simulation import Behaviour, draw_load, simulate
 from offramp.tools.bench.traces import constant
@@ -71,7 +70,7 @@ def main() -> None:
             "goodput_rps": goodput,
             "environment": describe_environment(seed=options.seed),
         }
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_json(options.json, document)
 
 
 def sustained(system: str, easy: float, size: int, seed: int) -> float:

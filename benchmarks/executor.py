@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,7 +40,7 @@ from offramp.engine.scheduling import (
     make_scheduler,
 )
 from offramp.engine.served_model import ServedModel
-from offramp.tools.bench.environment import describe_environment
+from offramp.tools.bench.environment import describe_environment, write_json
 
 BATCH = 8
 STAGES = 4
@@ -116,7 +115,7 @@ def main() -> None:
             "decision_us": decisions,
             "environment": describe_environment(batch_size=BATCH, rounds=options.rounds),
         }
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_json(options.json, document)
 
 
 async def stage_gaps_us() -> dict[str, float]:

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
 import uvloop
 from benchmarks.policies import MAX_BATCH, Bench, median_of
 
-from offramp.tools.bench.environment import describe_environment
+from offramp.tools.bench.environment import describe_environment, write_json
 from offramp.tools.bench.outcomes import Summary
 from offramp.tools.bench.table import print_summaries, wide_console
 from offramp.tools.bench.traces import gamma, poisson
@@ -107,7 +106,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         "overload": await overload(bench, slo_s, options.rounds)
         if "overload" in options.parts
         else None,
-        "sender_lateness_ms": bench.worst_lateness_ms(),
+        "sender_lateness_ms": bench.median_lateness_ms(),
         "environment": describe_environment(
             streams=bench.streams, threads=1, max_batch_size=MAX_BATCH, rounds=options.rounds
         ),
@@ -127,8 +126,7 @@ def main() -> None:
     options = parser.parse_args()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         document = runner.run(measure(options))
-    if options.json is not None:
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    write_json(options.json, document)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from benchmarks.policies import MAX_BATCH, Bench
 from offramp.bundle import Bundle
 from offramp.engine.options import ModelOptions
 from offramp.engine.served_model import STAGE_OVERHEAD_S, scheduler_of
-from offramp.tools.bench.environment import describe_environment
+from offramp.tools.bench.environment import describe_environment, write_json
 from offramp.tools.bench.outcomes import Outcomes, Summary, summarise
 from offramp.tools.bench.simulate_command import System
 from offramp.tools.bench.simulation import SimulatedModel, draw_load, model_of, simulate
@@ -235,7 +235,7 @@ def main() -> None:
             "simulated_requests_per_second": speed,
             "environment": describe_environment(max_batch_size=MAX_BATCH, slo_ms=SLO_S * 1e3),
         }
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_json(options.json, document)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ sustain 8,000, 7,500, 7,000, 5,500, 3,500 and 2,000 requests/s, chosen so that t
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +32,7 @@ from offramp.engine.scheduling import (
     PolicyName,
     make_scheduler,
 )
-from offramp.tools.bench.environment import describe_environment
+from offramp.tools.bench.environment import describe_environment, write_json
 from offramp.tools.bench.outcomes import FINAL, Outcomes, Summary, summarise
 from offramp.tools.bench.simulation import Behaviour, draw_load, simulate
 from offramp.tools.bench.table import print_summaries, wide_console
@@ -95,7 +94,7 @@ def main() -> None:
             },
             "environment": describe_environment(seed=options.seed, duration_s=options.duration_s),
         }
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_json(options.json, document)
 
 
 def run(policy: str, costs: list[float], trace: Trace, seed: int) -> Summary:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from offramp.bundle import Bundle
 from offramp.calibration.dataset import read_dataset
 from offramp.engine.backends import BACKENDS, make_backend
 from offramp.tools.bench.compare import OFFRAMP, SOURCE, Row, batches_of, compare
-from offramp.tools.bench.environment import check_outputs, describe_environment
+from offramp.tools.bench.environment import check_outputs, describe_environment, write_json
 from offramp.tools.bench.numbers import positive, positives
 
 
@@ -91,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
     print_rows(console, rows, title=f"{options.bundle}: measured on {backend.name}")
     if options.json is not None:
         document = {"rows": [row.to_json() for row in rows], "environment": environment}
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_json(options.json, document)
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
 import sys
@@ -38,6 +39,12 @@ def check_outputs(*paths: Path | None) -> None:
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             what = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
             raise ValueError(f"{path} cannot be written: {what}; name a file in one that exists")
+
+
+def write_json(path: Path | None, document: Any) -> None:
+    """Write a result, if a file was asked for."""
+    if path is not None:
+        path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def _cpu_model() -> str:

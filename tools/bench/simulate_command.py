@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from offramp.engine.scheduling import (
 )
 from offramp.engine.served_model import STAGE_OVERHEAD_S, scheduler_of
 from offramp.tools.bench.dynamics import Run, write_page
-from offramp.tools.bench.environment import check_outputs, describe_environment
+from offramp.tools.bench.environment import check_outputs, describe_environment, write_json
 from offramp.tools.bench.numbers import positive
 from offramp.tools.bench.outcomes import Outcomes, hdr_table, summarise, timeline
 from offramp.tools.bench.simulation import draw_load, model_of, simulate
@@ -215,7 +214,7 @@ def _tell(runs: list[Simulated], trace: Trace, options: argparse.Namespace) -> N
             ],
             "environment": environment,
         }
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_json(options.json, document)
     if options.html is not None:
         pages = [
             Run(
