@@ -7,13 +7,12 @@ is looked at once, when the path of policies is fixed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle import NEVER, ActiveExit, ExitPolicy, Profile, Promise
+from offramp.bundle import NEVER, ActiveExit, ExitPolicy, Promise
 from offramp.engine.control.certify import (
     allowed_errors,
     certify,
@@ -21,6 +20,7 @@ from offramp.engine.control.certify import (
     fit_agreement,
     path_levels,
 )
+from offramp.engine.control.costs import CostModel
 from offramp.engine.control.path import walk
 from offramp.engine.control.records import evaluate, savings_of
 from offramp.engine.control.thresholds import count_allowed
@@ -29,51 +29,6 @@ FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 
 _NO_EXITS = ExitPolicy(version=1, active=())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CostModel:
-    """Milliseconds at the reference batch size."""
-
-    source_ms: float
-    segments_ms: tuple[float, ...]
-    stage_ms: float
-    """Of one more stage: border, dispatch, exit check."""
-    after_segment: tuple[int, ...]
-    """Per exit."""
-    exits_ms: tuple[float, ...]
-    """Per exit: bridge and head."""
-
-    @classmethod
-    def at(
-        cls, profile: Profile, batch_size: int, after: Sequence[int], exits_ms: Sequence[float]
-    ) -> CostModel:
-        """Take a column of a profile; ``exits_ms`` at the same batch size."""
-        column = profile.column(batch_size)
-        return cls(
-            source_ms=profile.source_ms[column],
-            segments_ms=tuple(row[column] for row in profile.segments_ms),
-            stage_ms=profile.stages_ms[column],
-            after_segment=tuple(after),
-            exits_ms=tuple(exits_ms),
-        )
-
-    def overhead(self, active: Sequence[int]) -> float:
-        """How much later the model's end comes than without exits, as a share."""
-        return float(self.latency_ms(active)[-1]) / self.source_ms - 1
-
-    def latency_ms(self, active: Sequence[int]) -> FloatArray:
-        """[active + 1]: time until each active exit's answer, and until the model's end.
-
-        Apparate 3.3: the model's own time up to the exit, and the cost of every active exit
-        up to it.
-        """
-        until = np.cumsum(self.segments_ms)
-        times, exits_so_far = [], 0.0
-        for index in active:
-            exits_so_far += self.exits_ms[index] + self.stage_ms
-            times.append(until[self.after_segment[index]] + exits_so_far)
-        return np.array([*times, self.source_ms + exits_so_far])
 
 
 def net_savings_alone(

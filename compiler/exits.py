@@ -13,7 +13,8 @@ from offramp.bundle import Head
 from offramp.bundle.manifest import HeadTrial
 from offramp.calibration.families import CutTensor
 from offramp.calibration.profiling import BackboneTimes, profile_heads
-from offramp.calibration.selection import CostModel, net_savings_alone
+from offramp.calibration.selection import net_savings_alone
+from offramp.engine.control.costs import CostModel
 from offramp.calibration.training import TrainedHead
 from offramp.compiler.heads import build_empty, build_exit
 from offramp.compiler.slicing import Sliced

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.bundle.examples import PROFILE
 
-from offramp.calibration.selection import CostModel, net_savings_alone
+from offramp.calibration.selection import net_savings_alone
+from offramp.engine.control.costs import CostModel
 
 COST = CostModel(
     source_ms=10.0,

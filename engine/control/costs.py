@@ -1,0 +1,78 @@
+"""What answers cost by a profile: how long until each exit, and until the model's end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from offramp.bundle import Manifest, Profile
+from offramp.engine.control.records import FloatArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """Milliseconds of a batch of one size; only their ratios matter."""
+
+    source_ms: float
+    """The unmodified model."""
+    segments_ms: tuple[float, ...]
+    stage_ms: float
+    """Of one more stage: border, dispatch, exit check."""
+    after_segment: tuple[int, ...]
+    """Per exit."""
+    exits_ms: tuple[float, ...]
+    """Per exit: bridge and head."""
+
+    @classmethod
+    def at(
+        cls, profile: Profile, batch_size: int, after: Sequence[int], exits_ms: Sequence[float]
+    ) -> CostModel:
+        """Take a column of a profile; ``exits_ms`` at the same batch size."""
+        column = profile.column(batch_size)
+        return cls(
+            source_ms=profile.source_ms[column],
+            segments_ms=tuple(row[column] for row in profile.segments_ms),
+            stage_ms=profile.stages_ms[column],
+            after_segment=tuple(after),
+            exits_ms=tuple(exits_ms),
+        )
+
+    @classmethod
+    def of(cls, manifest: Manifest, profile: Profile, batch_size: int) -> CostModel:
+        """All exits of a bundle, at one batch size."""
+        column = profile.column(batch_size)
+        return cls.at(
+            profile,
+            batch_size,
+            after=[exit_.after_segment for exit_ in manifest.exits],
+            exits_ms=[row[column] for row in profile.exits_ms],
+        )
+
+    @property
+    def exits(self) -> int:
+        """Number of exits, the model's end not counted."""
+        return len(self.after_segment)
+
+    def overhead(self, active: Sequence[int]) -> float:
+        """How much later the model's end comes than without exits, as a share."""
+        return float(self.latency_ms(active)[-1]) / self.source_ms - 1
+
+    def until_ms(self) -> FloatArray:
+        """[exits]: time of the model itself up to each exit, no exit's own cost counted."""
+        until: FloatArray = np.cumsum(self.segments_ms)[list(self.after_segment)]
+        return until
+
+    def latency_ms(self, active: Sequence[int]) -> FloatArray:
+        """[active + 1]: time until each active exit's answer, and until the model's end.
+
+        Apparate 3.3: the model's own time up to the exit, and the cost of every active exit
+        up to it.
+        """
+        until = np.cumsum(self.segments_ms)
+        times, exits_so_far = [], 0.0
+        for index in active:
+            exits_so_far += self.exits_ms[index] + self.stage_ms
+            times.append(until[self.after_segment[index]] + exits_so_far)
+        return np.array([*times, self.source_ms + exits_so_far])
