@@ -24,7 +24,6 @@ from offramp.calibration.profiling import (
 )
 from offramp.calibration.records import ExitRecords, record_answers
 from offramp.calibration.selection import (
-    CostModel,
     certified_policy,
     choose_active,
     tuning_path,
@@ -37,6 +36,7 @@ from offramp.compiler.poolings import attach_poolings
 from offramp.compiler.progress import Progress
 from offramp.compiler.slicing import Sliced
 from offramp.engine.assembly import assemble
+from offramp.engine.control.costs import CostModel
 from offramp.engine.plan import Anatomy, plan_stages
 
 

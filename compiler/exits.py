@@ -14,10 +14,10 @@ from offramp.bundle.manifest import HeadTrial
 from offramp.calibration.families import CutTensor
 from offramp.calibration.profiling import BackboneTimes, profile_heads
 from offramp.calibration.selection import net_savings_alone
-from offramp.engine.control.costs import CostModel
 from offramp.calibration.training import TrainedHead
 from offramp.compiler.heads import build_empty, build_exit
 from offramp.compiler.slicing import Sliced
+from offramp.engine.control.costs import CostModel
 
 Samples = Callable[[int], Mapping[str, NDArray[Any]]]
 """Gives model inputs of a batch size."""

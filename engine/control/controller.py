@@ -37,7 +37,7 @@ class Job:
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
 
-    def run(self) -> Any:  # noqa: ANN401 - each function has its own result
+    def run(self) -> Any:
         """Compute."""
         return self.function(*self.arguments)
 
@@ -123,7 +123,7 @@ class Controller(Protocol):
         """What to compute elsewhere, once; at most one is out at a time."""
         ...
 
-    def finish(self, job: Job, result: Any) -> None:  # noqa: ANN401 - see Job.run
+    def finish(self, job: Job, result: Any) -> None:
         """Take the result of a job; ``observe`` may have been called since it was taken."""
         ...
 

@@ -72,15 +72,19 @@ class Observations:
 
     @property
     def weight(self) -> FloatArray:
-        """float64[n]: inverse propensity: 1/q for an audited sample, 1 for what ran to the end
-        anyway, 0 for what left for good; the mean of ``weight · x`` is that of x over all."""
+        """float64[n]: inverse propensity; the mean of ``weight · x`` is that of x over all.
+
+        1/q for an audited sample, 1 for what ran to the end anyway, 0 for what left for good.
+        """
         weight = np.where(self.early, 1.0 / self.audit_probability, 1.0)
         return np.where(self.complete, weight, 0.0)
 
     @property
     def loss(self) -> FloatArray:
-        """float64[n]: weight where the answer given is known to differ from the source model's,
-        else 0. Its mean is the disagreement, without bias."""
+        """float64[n]: the weight of what was answered unlike the source model, as far as known.
+
+        Else 0; the mean is the disagreement, without bias.
+        """
         early = np.flatnonzero(self.early & self.complete)
         loss = np.zeros(len(self))
         wrong = self.prediction[self.answered_at[early], early] != self.final[early]
@@ -89,8 +93,7 @@ class Observations:
 
     def agrees(self) -> BoolArray:
         """bool[K, n]: the exit's answer is the source model's; false where either is unknown."""
-        same: BoolArray = (self.prediction == self.final) & self.complete
-        return same
+        return np.asarray((self.prediction == self.final) & self.complete)
 
     def take(self, rows: NDArray[Any] | slice) -> Observations:
         """Some of the samples."""
