@@ -68,7 +68,7 @@ class Observations:
     @property
     def complete(self) -> BoolArray:
         """bool[n]: ran to the end, so that every exit's answer can be judged."""
-        return self.final != UNKNOWN
+        return np.asarray(self.final != UNKNOWN)
 
     @property
     def weight(self) -> FloatArray:
