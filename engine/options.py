@@ -11,6 +11,8 @@ from offramp.engine.scheduling import PolicyName
 
 RUN_THROUGH = PolicyName("run-through")
 _INFINITY = float("inf")
+CONTROLLERS = ("certified", "apparate", "static")
+"""What may watch a model in release and audit mode (:mod:`offramp.engine.control`)."""
 _ON_CPU = ("auto", "onnxruntime")
 """Backends whose streams are the machine's cores."""
 
@@ -37,6 +39,19 @@ class ModelOptions:
     does not hold."""
     weight: float = 1.0
     """Share of the device relative to the other models', while all are busy."""
+    controller: str = "certified"
+    """One of :data:`CONTROLLERS`: ``certified`` moves thresholds and exits as far as evidence
+    carries, ``apparate`` as Apparate publishes it, ``static`` only measures."""
+    max_disagreement: float | None = None
+    """The constraint: largest tolerated share of answers unlike the unmodified model's;
+    ``None`` is what the bundle was compiled for."""
+    confidence: float = 0.95
+    """Of certificate and upper bound."""
+    audit_budget: float = 0.05
+    """Largest share of all compute that audits may take (audit mode)."""
+    ramp_budget: float | None = None
+    """How much later the model's end may come for the exits in use, as a share (Apparate's ramp
+    budget); ``None`` is what the exits compiled in cost, at least 0.1."""
 
     def __post_init__(self) -> None:
         """Refuse what could never serve."""
@@ -54,6 +69,15 @@ class ModelOptions:
             raise ValueError("policy cheapest forces exits, and forced_exits is false")
         if not 0 < self.weight < _INFINITY:
             raise ValueError(f"weight is {self.weight}, expected above 0")
+        if self.controller not in CONTROLLERS:
+            known = ", ".join(CONTROLLERS)
+            raise ValueError(f"there is no controller {self.controller!r}; known: {known}")
+        for name in ("max_disagreement", "confidence", "audit_budget"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < 1:
+                raise ValueError(f"{name} is {value}, expected above 0, below 1")
+        if self.ramp_budget is not None and not 0 <= self.ramp_budget < _INFINITY:
+            raise ValueError(f"ramp_budget is {self.ramp_budget}, expected ≥ 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,8 +33,18 @@ class Mode(StrEnum):
 
     LEAVE = "leave"
     """It leaves the batch, and its further compute is saved (PAME, E3)."""
+    AUDIT = "audit"
+    """It leaves, except with a known probability: then it runs on after its answer, so that
+    agreement is measured while nearly all the compute is saved."""
+    RELEASE = "release"
+    """Its answer is sent at once, and it always runs on (Apparate)."""
     OFF = "off"
     """Nothing exits: the unmodified model as one graph."""
+
+    @property
+    def observed(self) -> bool:
+        """Whether answers are compared with the unmodified model's while serving."""
+        return self in (Mode.AUDIT, Mode.RELEASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

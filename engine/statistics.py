@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from offramp.engine.control.controller import ControlStatus
+
 HISTOGRAM_BOUNDS_S = tuple(round(0.00025 * 2 ** (step / 2), 6) for step in range(31))
 """Upper bounds of the time histograms' buckets: 0.25 ms to 8.2 s, two an octave; the last
 bucket is open."""
@@ -95,6 +97,10 @@ class CountersSnapshot:
     """Samples waiting now."""
     in_flight: int
     """Samples in running batches, at splits, or waiting to be tried again."""
+    auditing: int = 0
+    """Samples that have their answer and run on, for feedback."""
+    lost_feedback: int = 0
+    """Samples whose feedback was lost: their batch failed, or nobody read it in time."""
     queue_s: Histogram
     """Seconds from submission to first dispatch, per request part."""
     latency_s: Histogram
@@ -123,6 +129,8 @@ class ModelStatistics(CountersSnapshot):
     parallel_below: int | None
     """PAME's τ_b as it is now; ``None`` where it does not limit."""
     uptime_s: float
+    control: ControlStatus | None = None
+    """What the controller knows; ``None`` where nothing is observed (leave mode, off)."""
 
 
 class HistogramCounter:
