@@ -27,7 +27,9 @@ from offramp.engine.scheduling.points import (
 )
 from offramp.engine.scheduling.policy import Policy
 from offramp.engine.scheduling.queue import SampleQueue
+from offramp.engine.scheduling.rowset import RowSet
 from offramp.engine.scheduling.scheduler import ModelScheduler
+from offramp.engine.scheduling.succession import SuccessiveScheduler
 
 __all__ = [
     "POLICIES",
@@ -45,11 +47,13 @@ __all__ = [
     "Piece",
     "Policy",
     "PolicyName",
+    "RowSet",
     "Run",
     "SampleQueue",
     "SchedulerFullError",
     "Span",
     "Submission",
+    "SuccessiveScheduler",
     "Transition",
     "Wait",
     "going_on",

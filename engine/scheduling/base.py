@@ -70,9 +70,13 @@ class Run(NamedTuple):
     """[n]: the row within its request."""
     deepest: int
     """The stage where all that are still here must leave; beyond it none of them runs."""
+    serials: NDArray[np.int64]
+    """[n]: numbers of the samples, in the order in which they were started."""
     pieces: tuple[Piece, ...] = ()
     """Of which parked batches this one is fused, in the order of its rows; empty where it is
     new (stage 0) or goes on from the stage before."""
+    plan: int = 0
+    """Under which of successive plans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +102,23 @@ def wait_until(until_s: float) -> Wait | Idle:
 
 
 class Transition(NamedTuple):
-    """What becomes of the rows of a run; the three lists partition them."""
+    """What becomes of the rows of a run.
+
+    A row leaves (``released``, ``dropped`` or ``ended``) or survives; one that is released may
+    survive too, and end later.
+    """
 
     released: Rows
-    """Rows that leave with their answer, forced or not."""
+    """Rows that have their answer now, forced or not."""
     dropped: Rows
     """Rows that leave without: reported by ``take_dropped`` too."""
     survivors: Rows
-    """Rows that go on to the next stage."""
+    """Rows that go on to the next stage, those among them that run on for feedback only."""
     parked: int | None = None
     """If the survivors wait at the split: the number to keep their tensors under, until
     ``take_discarded`` names it."""
+    ended: Rows = np.empty(0, np.intp)
+    """Rows that were released at an earlier stage and have run to the deepest."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from offramp.engine.scheduling.base import (
     Wait,
 )
 from offramp.engine.scheduling.scheduler import ModelScheduler
+from offramp.engine.scheduling.succession import SuccessiveScheduler
 
 
 class Assignment(NamedTuple):
@@ -38,7 +39,7 @@ class Assignment(NamedTuple):
 class _Share:
     """A model's part of the device."""
 
-    scheduler: ModelScheduler
+    scheduler: SuccessiveScheduler
     weight: float
     used_s: float = 0.0
     """Seconds of streams that it has used, by its weight; comparable among the busy."""
@@ -69,14 +70,15 @@ class DeviceScheduler:
             if not weight > 0.0:
                 raise ValueError(f"the weight of {name} is {weight}, expected above 0")
         self._shares = {
-            name: _Share(scheduler, weights.get(name, 1.0)) for name, scheduler in models.items()
+            name: _Share(SuccessiveScheduler(scheduler), weights.get(name, 1.0))
+            for name, scheduler in models.items()
         }
         self._running: dict[int, tuple[_Share, str]] = {}
         """The model whose batch is on a stream."""
         self._started_s: dict[int, float] = {}
 
-    def model(self, name: str) -> ModelScheduler:
-        """The scheduler of a model."""
+    def model(self, name: str) -> SuccessiveScheduler:
+        """The scheduler of a model, under whatever plan."""
         return self._shares[name].scheduler
 
     @property
@@ -112,14 +114,20 @@ class DeviceScheduler:
                 return Assignment(name, decision)
             if isinstance(decision, Wait):
                 until_s = min(until_s, decision.until_s)
-            share.busy = bool(share.scheduler.queued or share.scheduler.in_flight)
+            share.busy = share.scheduler.busy
         return IDLE if until_s == float("inf") else Wait(until_s)
 
-    def done(self, stream: int, exited: NDArray[np.bool_], now_s: float) -> Transition:
+    def done(
+        self,
+        stream: int,
+        exited: NDArray[np.bool_],
+        now_s: float,
+        runs_on: NDArray[np.bool_] | None = None,
+    ) -> Transition:
         """The run of ``stream`` ended; see :meth:`ModelScheduler.done`."""
         share, _ = self._running[stream]
         self._charge(stream, now_s)
-        transition = share.scheduler.done(stream, exited, now_s)
+        transition = share.scheduler.done(stream, exited, now_s, runs_on)
         if not len(transition.survivors) or transition.parked is not None:
             del self._running[stream]
         return transition

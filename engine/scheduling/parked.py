@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.engine.scheduling.base import DropCause, Dropped, Piece, Rows
+from offramp.engine.scheduling.base import Piece, Rows
 from offramp.engine.scheduling.queue import PATIENCE_S
 from offramp.engine.scheduling.rowset import RowSet, concatenate
 
@@ -117,15 +117,15 @@ class ParkedQueue:
         self._replace(lane, staying)
         return samples, tuple(Piece(parked.number, parked.positions) for parked in taken)
 
-    def remove(self, request: int, cause: DropCause) -> list[Dropped]:
-        """Remove the samples of a request."""
-        return self._drop(lambda samples: samples.requests == request, cause)
+    def remove(self, request: int) -> list[RowSet]:
+        """Remove the samples of a request that wait for their answer; gives them."""
+        return self._drop(lambda s: (s.requests == request) & ~s.answered)
 
-    def expire(self, now_s: float) -> list[Dropped]:
-        """Remove what can no longer be answered in time."""
+    def expire(self, now_s: float) -> list[RowSet]:
+        """Remove what can no longer be answered in time; gives it."""
         if now_s < self.deadline_s:
             return []
-        dropped = self._drop(lambda samples: samples.deadlines_s <= now_s, DropCause.EXPIRED)
+        dropped = self._drop(lambda samples: samples.deadlines_s <= now_s)
         firsts = (
             float(parked.samples.deadlines_s.min())
             for lane in self.lanes.values()
@@ -134,14 +134,11 @@ class ParkedQueue:
         self.deadline_s = min(firsts, default=float("inf"))
         return dropped
 
-    def _drop(
-        self, which: Callable[[RowSet], NDArray[np.bool_]], cause: DropCause
-    ) -> list[Dropped]:
-        dropped: list[Dropped] = []
+    def _drop(self, which: Callable[[RowSet], NDArray[np.bool_]]) -> list[RowSet]:
+        dropped: list[RowSet] = []
         for lane in list(self.lanes.values()):
             parts = [parked.split(which(parked.samples)) for parked in lane.batches]
-            for leaving, _ in parts:
-                dropped += leaving.samples.dropped(cause)
+            dropped += [leaving.samples for leaving, _ in parts if len(leaving)]
             if sum(len(leaving) for leaving, _ in parts):
                 self._replace(lane, [rest for _, rest in parts if len(rest)])
         return dropped

@@ -47,6 +47,7 @@ class SampleQueue:
         """The first deadline of all that wait, or earlier: nothing expires before."""
         self._sequence = 0
         self._arrived = 0
+        self._started = 0
 
     @property
     def arrived(self) -> int:
@@ -128,7 +129,9 @@ class SampleQueue:
                 timed += entry.deadline_s != _NEVER
         self._by_deadline.died(timed)
         self._index.taken(lane)
-        return _rowset(taken)
+        first = self._started
+        self._started += sum(size for _, _, size in taken)
+        return _rowset(taken, np.arange(first, self._started))
 
     def flush(self) -> None:
         """Wait for batch mates no longer, from now on."""
@@ -141,7 +144,7 @@ class SampleQueue:
         return lane
 
 
-def _rowset(taken: list[Taken]) -> RowSet:
+def _rowset(taken: list[Taken], serials: NDArray[np.int64]) -> RowSet:
     requests = np.array([entry.request for entry, _, _ in taken], np.int64)
     deadlines_s = np.array([entry.deadline_s for entry, _, _ in taken])
     firsts = [first for _, first, _ in taken]
@@ -151,12 +154,14 @@ def _rowset(taken: list[Taken]) -> RowSet:
     priorities = np.array(ranks, np.int64) if any(ranks) else _zeros(len(taken))
     if max(sizes) == 1:
         rows = np.array(firsts, np.int64) if any(firsts) else _zeros(len(taken))
-        return RowSet(requests, rows, deadlines_s, priorities)
+        return RowSet(requests, rows, deadlines_s, priorities, serials, _none_of(len(taken)))
     return RowSet(
         np.repeat(requests, sizes),
         np.concatenate([np.arange(f, f + n) for f, n in zip(firsts, sizes, strict=True)]),
         np.repeat(deadlines_s, sizes),
         np.repeat(priorities, sizes),
+        serials,
+        _none_of(len(serials)),
     )
 
 
@@ -165,3 +170,10 @@ def _zeros(count: int) -> NDArray[np.int64]:
     zeros = np.zeros(count, np.int64)
     zeros.flags.writeable = False
     return zeros
+
+
+@cache
+def _none_of(count: int) -> NDArray[np.bool_]:
+    none = np.zeros(count, np.bool_)
+    none.flags.writeable = False
+    return none

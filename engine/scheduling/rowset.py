@@ -20,6 +20,10 @@ class RowSet(NamedTuple):
     deadlines_s: NDArray[np.float64]
     """Infinity where there is none."""
     priorities: NDArray[np.int64]
+    serials: NDArray[np.int64]
+    """Numbers of the samples in the order in which they were started; unique for a model."""
+    answered: NDArray[np.bool_]
+    """Whether it has its answer already, and runs on for feedback: nobody waits for it."""
 
     def take(self, rows: Rows) -> RowSet:
         """Some of the rows."""
@@ -28,7 +32,20 @@ class RowSet(NamedTuple):
             self.rows[rows],
             self.deadlines_s[rows],
             self.priorities[rows],
+            self.serials[rows],
+            self.answered[rows],
         )
+
+    def answering(self, rows: Rows) -> RowSet:
+        """The same, with some rows answered: nothing is late for them any more."""
+        deadlines_s, answered = self.deadlines_s.copy(), self.answered.copy()
+        deadlines_s[rows], answered[rows] = float("inf"), True
+        return self._replace(deadlines_s=deadlines_s, answered=answered)
+
+    @property
+    def unanswered(self) -> int:
+        """How many somebody waits for."""
+        return len(self.answered) - int(np.count_nonzero(self.answered))
 
     def by_request(self) -> Iterator[RowSet]:
         """The rows of each request."""
@@ -36,8 +53,8 @@ class RowSet(NamedTuple):
             yield self.take(np.flatnonzero(self.requests == request))
 
     def dropped(self, cause: DropCause) -> list[Dropped]:
-        """The report that all of them leave without an answer."""
-        requests, counts = np.unique(self.requests, return_counts=True)
+        """The report that all of them leave; of those who have their answer there is none."""
+        requests, counts = np.unique(self.requests[~self.answered], return_counts=True)
         pairs = zip(requests.tolist(), counts.tolist(), strict=True)
         return [Dropped(request, count, cause) for request, count in pairs]
 

@@ -1,16 +1,20 @@
 """The mechanism: queues, batches and retries of one model, under any policy.
 
 Sans I/O and deterministic; the caller serialises the calls. What it promises whatever the policy
-chooses: every sample leaves exactly once, released or dropped with a cause; no sample runs a
-stage twice, but after a failure; batches keep within the limit; within a priority the earliest
-deadline goes first; memory is bounded by what waits and runs.
+chooses: every sample is released exactly once, or dropped with a cause; no sample runs a stage
+twice, but after a failure; batches keep within the limit; within a priority the earliest deadline
+goes first; memory is bounded by what waits and runs.
+
+A released sample leaves the batch, unless it is to run on for feedback (release and audit mode):
+then it goes to the deepest stage with the others, without a deadline, and is the first that a
+failure drops.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,6 +98,7 @@ class ModelScheduler:
         *,
         streams: int = 1,
         parallel: ParallelLimit | None = None,
+        plan: int = 0,
     ) -> None:
         """Start empty.
 
@@ -103,7 +108,10 @@ class ModelScheduler:
             queue: In front of stage 0, empty.
             streams: Of the device, numbered from 0.
             parallel: The device's limit on batches side by side.
+            plan: Which of successive plans it decides about (:attr:`Run.plan`).
         """
+        self.plan = plan
+        """Which of successive plans it decides about."""
         self._policy = policy
         self._latencies = latencies
         self._last = latencies.stages - 1
@@ -120,9 +128,21 @@ class ModelScheduler:
         self.retried = 0
         """Samples of failed batches that were tried again."""
         self._dropped: list[Dropped] = []
+        self._lost: list[RowSet] = []
         self._numbers = itertools.count(1)
         self._all_rows = [_frozen(np.arange(n)) for n in range(latencies.max_batch_size + 1)]
         """By batch size; not made anew for every stage that nobody or everybody leaves."""
+
+    @property
+    def latencies(self) -> Latencies:
+        """Of the plan's stages, with what was learned of them."""
+        return self._latencies
+
+    @property
+    def unread(self) -> bool:
+        """Whether one of the ``take_…`` methods has something to give."""
+        discarded = any(parked.discarded for parked in self._waiting.parked)
+        return bool(self._dropped or self._lost or discarded)
 
     @property
     def queued(self) -> int:
@@ -135,11 +155,38 @@ class ModelScheduler:
         return bool(self._queue.size or self._parked or self._retries)
 
     @property
+    def busy(self) -> bool:
+        """Whether it has samples anywhere."""
+        return self.waiting or bool(self._batches)
+
+    @property
     def in_flight(self) -> int:
-        """Samples in running batches, at splits, and waiting to be tried again."""
-        running = sum(len(batch.samples.requests) for batch in self._batches.values())
-        again = sum(len(retry.samples.requests) for retry in self._retries)
-        return running + self._parked + again
+        """Unanswered samples in running batches, at splits, and waiting to be tried again."""
+        return sum(samples.unanswered for samples in self._under_way())
+
+    @property
+    def auditing(self) -> int:
+        """Answered samples that run on."""
+        return sum(len(s.answered) - s.unanswered for s in self._under_way())
+
+    def hand_over(self, plan: int, policy: Policy, latencies: Latencies) -> ModelScheduler:
+        """Make the scheduler of the next plan; what waits for stage 0 is its from here on.
+
+        What was started stays here until it is through.
+        """
+        heir = ModelScheduler(
+            policy,
+            latencies,
+            self._queue,
+            streams=len(self._streams),
+            parallel=self._parallel,
+            plan=plan,
+        )
+        heir._suspended = set(self._suspended)
+        heir._numbers = self._numbers
+        self._queue = SampleQueue(0, full=1)
+        self._waiting = Waiting(self._queue, self._waiting.parked)
+        return heir
 
     def submit(self, submission: Submission, now_s: float) -> None:
         """Queue a request's samples.
@@ -159,10 +206,10 @@ class ModelScheduler:
         if dropped is not None:
             self._dropped.append(dropped)
         if self._parked:
-            self._drop_parked(lambda parked: parked.remove(request, cause))
+            self._drop_parked(lambda parked: parked.remove(request), cause)
         for retry in [r for r in self._retries if r.samples.requests[0] == request]:
             self._retries.remove(retry)
-            self._dropped += retry.samples.dropped(cause)
+            self._lose(retry.samples, cause)
         if any((batch.samples.requests == request).any() for batch in self._batches.values()):
             self._cancelled.setdefault(request, cause)
 
@@ -181,14 +228,58 @@ class ModelScheduler:
         samples = batch.samples
         self._parallel.running(stream, len(samples.requests))
         return Run(
-            batch.number, batch.stage, samples.requests, samples.rows, batch.deepest, batch.pieces
+            batch.number,
+            batch.stage,
+            samples.requests,
+            samples.rows,
+            batch.deepest,
+            samples.serials,
+            batch.pieces,
+            self.plan,
         )
 
-    def done(self, stream: int, exited: NDArray[np.bool_], now_s: float) -> Transition:
-        """The run of ``stream`` ended; ``exited`` [n] says which rows were sure enough."""
+    def done(
+        self,
+        stream: int,
+        exited: NDArray[np.bool_],
+        now_s: float,
+        runs_on: NDArray[np.bool_] | None = None,
+    ) -> Transition:
+        """The run of ``stream`` ended.
+
+        Args:
+            stream: Which.
+            exited: [n]: rows that were sure enough.
+            now_s: When.
+            runs_on: [n]: rows that run on after they were released; ``None`` is no row.
+        """
         batch = self._batches[stream]
-        before = len(exited)
+        samples, before = batch.samples, len(exited)
         self._observe(batch, before, now_s)
+        if runs_on is not None and (runs_on.any() or samples.answered.any()):
+            transition = self._release(batch, exited, runs_on, now_s)
+        else:
+            transition = self._shrink(batch, exited, now_s)
+        if self._parallel.adapts:
+            self._count_late(samples, transition.released, now_s)
+        survivors = transition.survivors
+        if not len(survivors):
+            self._finish(stream)
+            return transition
+        if len(survivors) < before:
+            batch.samples = batch.samples.take(survivors)
+        stage, batch.stage = batch.stage, batch.stage + 1
+        batch.executing = False
+        if batch.retry or self._policy.runs_on(stage, before, len(survivors)):
+            self._parallel.running(stream, len(survivors))
+            return transition
+        self._park(batch, now_s)
+        self._finish(stream)
+        return transition._replace(parked=batch.number)
+
+    def _shrink(self, batch: _Batch, exited: NDArray[np.bool_], now_s: float) -> Transition:
+        """What becomes of the rows where whoever is released leaves."""
+        before = len(exited)
         leaving = before
         if batch.stage < batch.deepest:
             leaving = int(np.count_nonzero(exited))
@@ -205,21 +296,32 @@ class ModelScheduler:
             released, survivors = exited.nonzero()[0], (~exited).nonzero()[0]
         else:
             survivors = self._all_rows[before]
-        if self._parallel.adapts:
-            self._count_late(batch, released, now_s)
-        if not len(survivors):
-            self._finish(stream)
-            return Transition(released, dropped, survivors)
-        if len(survivors) < before:
-            batch.samples = batch.samples.take(survivors)
-        stage, batch.stage = batch.stage, batch.stage + 1
-        batch.executing = False
-        if batch.retry or self._policy.runs_on(stage, before, len(survivors)):
-            self._parallel.running(stream, len(survivors))
-            return Transition(released, dropped, survivors)
-        self._park(batch, now_s)
-        self._finish(stream)
-        return Transition(released, dropped, survivors, batch.number)
+        return Transition(released, dropped, survivors)
+
+    def _release(
+        self,
+        batch: _Batch,
+        exited: NDArray[np.bool_],
+        runs_on: NDArray[np.bool_],
+        now_s: float,
+    ) -> Transition:
+        """What becomes of the rows where some run on after their answer."""
+        samples = batch.samples
+        if batch.stage == batch.deepest:
+            released, ended = (~samples.answered).nonzero()[0], samples.answered.nonzero()[0]
+            return Transition(released, _NO_ROWS, _NO_ROWS, ended=ended)
+        newly = exited & ~samples.answered
+        staying = ~newly | runs_on
+        going_on = int(np.count_nonzero(staying))
+        self._latencies.observe_shrinking(batch.stage, len(exited), going_on)
+        dropped = _NO_ROWS
+        if self._cancelled or batch.earliest_s <= now_s:
+            dropped = self._drop_lost(batch, ~(newly | samples.answered), now_s)
+            staying[dropped] = False
+        released = newly.nonzero()[0]
+        if len(released):
+            batch.samples = samples.answering(released)
+        return Transition(released, dropped, staying.nonzero()[0])
 
     def failed(self, stream: int, now_s: float) -> None:
         """The batch of ``stream`` failed, if it has one.
@@ -233,10 +335,13 @@ class ModelScheduler:
             return
         everything = np.ones(len(batch.samples.requests), np.bool_)
         everything[self._drop_lost(batch, everything, now_s)] = False
+        if batch.samples.answered.any():  # feedback is not worth a second try
+            self._lose(batch.samples.take(np.flatnonzero(batch.samples.answered)))
+            everything &= ~batch.samples.answered
         for samples in batch.samples.take(np.flatnonzero(everything)).by_request():
             needed_s = self._latencies.span_s(0, batch.deepest, len(samples.requests))
             if batch.retry or samples.deadlines_s[0] <= now_s + needed_s:
-                self._dropped += samples.dropped(DropCause.FAILED)
+                self._lose(samples, DropCause.FAILED)
             else:
                 self._retries.append(_Retry(samples, batch.signature, batch.deepest, stream))
                 self.retried += len(samples.requests)
@@ -258,6 +363,14 @@ class ModelScheduler:
         """Samples dropped since the last call."""
         dropped, self._dropped = self._dropped, []
         return dropped
+
+    def take_lost(self) -> list[RowSet]:
+        """Samples that were started and have left before the model's end, since the last call.
+
+        Among them those that were answered: nothing more will be known of any of these.
+        """
+        lost, self._lost = self._lost, []
+        return lost
 
     def take_discarded(self) -> list[int]:
         """Parked batches that no :class:`Run` after the last one will ask for."""
@@ -332,29 +445,46 @@ class ModelScheduler:
         self._dropped += self._queue.expire(now_s)
         for retry in [r for r in self._retries if r.samples.deadlines_s[0] <= now_s]:
             self._retries.remove(retry)
-            self._dropped += retry.samples.dropped(DropCause.EXPIRED)
+            self._lose(retry.samples, DropCause.EXPIRED)
         if self._parked:
-            self._drop_parked(lambda parked: parked.expire(now_s))
+            self._drop_parked(lambda parked: parked.expire(now_s), DropCause.EXPIRED)
 
-    def _drop_parked(self, drop: Callable[[ParkedQueue], list[Dropped]]) -> None:
+    def _drop_parked(self, drop: Callable[[ParkedQueue], list[RowSet]], cause: DropCause) -> None:
         for parked in self._waiting.parked:
             if parked.size:
-                dropped = drop(parked)
-                self._dropped += dropped
-                self._parked -= sum(item.count for item in dropped)
+                for samples in drop(parked):
+                    self._lose(samples, cause)
+                    self._parked -= len(samples.requests)
+
+    def _lose(self, samples: RowSet, cause: DropCause = DropCause.FAILED) -> None:
+        """Report samples that leave without what they were started for."""
+        self._dropped += samples.dropped(cause)
+        self._lost.append(samples)
+
+    def _under_way(self) -> Iterator[RowSet]:
+        """All samples that were started and have not left."""
+        yield from (batch.samples for batch in self._batches.values())
+        yield from (retry.samples for retry in self._retries)
+        if self._parked:
+            for parked in self._waiting.parked:
+                for lane in parked.lanes.values():
+                    yield from (waiting.samples for waiting in lane.batches)
 
     def _drop_lost(self, batch: _Batch, staying: NDArray[np.bool_], now_s: float) -> Rows:
         """Report and give the staying rows that were withdrawn or whose deadline has passed."""
         samples = batch.samples
         withdrawn = np.isin(samples.requests, list(self._cancelled))
-        lost = np.flatnonzero(staying & (withdrawn | (samples.deadlines_s <= now_s)))
+        late = withdrawn | (samples.deadlines_s <= now_s)
+        lost = np.flatnonzero(staying & late & ~samples.answered)
+        if len(lost):
+            self._lost.append(samples.take(lost))
         for item in samples.take(lost).dropped(DropCause.EXPIRED):
             cause = self._cancelled.get(item.request, item.cause)
             self._dropped.append(Dropped(item.request, item.count, cause))
         return lost
 
-    def _count_late(self, batch: _Batch, released: Rows, now_s: float) -> None:
-        deadlines_s = batch.samples.deadlines_s[released]
+    def _count_late(self, samples: RowSet, released: Rows, now_s: float) -> None:
+        deadlines_s = samples.deadlines_s[released]
         bounded = int(np.isfinite(deadlines_s).sum())
         if bounded:
             self._parallel.observe(bounded, int((deadlines_s < now_s).sum()))

@@ -164,7 +164,7 @@ def simulate(  # noqa: PLR0915 - one loop, and few calls in it: it is what a req
             now_s, stream = heapq.heappop(ends)
             run = running.pop(stream)
             exited = leaves_at[run.requests] == run.stage
-            released, _, survivors, parked = scheduler.done(stream, exited, now_s)
+            released, _, survivors, parked, _ = scheduler.done(stream, exited, now_s)
             if len(released):
                 log.answered(run, released, now_s)
             goes_on = parked is None and len(survivors) > 0

@@ -28,7 +28,8 @@ class Scene:
     def park(self, stage: int, count: int, signature: object = None, due_s: float = NEVER) -> Scene:
         requests = np.arange(count)
         due = np.full(count, due_s)
-        samples = RowSet(requests, np.zeros(count, np.int64), due, np.zeros(count, np.int64))
+        zeros = np.zeros(count, np.int64)
+        samples = RowSet(requests, zeros, due, zeros, requests, zeros.astype(np.bool_))
         self.parked[stage].park(samples, signature, len(self.parked[stage].lanes), 0.0)
         return self
 

@@ -6,7 +6,6 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offramp.engine.scheduling import DropCause, Dropped
 from offramp.engine.scheduling.base import Piece
 from offramp.engine.scheduling.parked import ParkedQueue
 from offramp.engine.scheduling.rowset import RowSet
@@ -21,6 +20,8 @@ def rows(*samples: tuple[int, float] | tuple[int, float, int]) -> RowSet:
         np.arange(len(samples)),
         np.array([sample[1] for sample in samples], np.float64),
         np.array([sample[2] if len(sample) > 2 else 0 for sample in samples], np.int64),
+        np.arange(len(samples)),
+        np.zeros(len(samples), np.bool_),
     )
 
 
@@ -97,10 +98,7 @@ def test_exactly_those_expire_whose_deadline_is_reached() -> None:
     queue.park(rows((1, 3.0), (2, 4.0), (1, 3.0)), "a", 10, 0.0)
     queue.park(rows((3, 3.5)), "b", 11, 0.0)
     assert queue.expire(2.999) == []
-    assert queue.expire(3.5) == [
-        Dropped(1, 2, DropCause.EXPIRED),
-        Dropped(3, 1, DropCause.EXPIRED),
-    ]
+    assert [samples.requests.tolist() for samples in queue.expire(3.5)] == [[1, 1], [3]]
     assert discarded(queue) == [11]
     assert (queue.size, queue.deadline_s, list(queue.lanes)) == (1, 4.0, ["a"])
     assert taken(queue, 4) == ([2], [(10, [1])])
@@ -110,12 +108,9 @@ def test_a_request_is_removed_from_every_batch_that_it_is_in() -> None:
     queue = ParkedQueue()
     queue.park(rows((1, 9.0), (2, 9.0)), "a", 10, 0.0)
     queue.park(rows((1, 9.0)), "a", 11, 0.0)
-    assert queue.remove(1, DropCause.CANCELLED) == [
-        Dropped(1, 1, DropCause.CANCELLED),
-        Dropped(1, 1, DropCause.CANCELLED),
-    ]
+    assert [samples.requests.tolist() for samples in queue.remove(1)] == [[1], [1]]
     assert discarded(queue) == [11]
-    assert queue.remove(1, DropCause.CANCELLED) == []
+    assert queue.remove(1) == []
     assert taken(queue, 4) == ([2], [(10, [1])])
 
 
