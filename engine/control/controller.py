@@ -124,7 +124,10 @@ class Controller(Protocol):
         ...
 
     def finish(self, job: Job, result: Any) -> None:
-        """Take the result of a job; ``observe`` may have been called since it was taken."""
+        """Take the result of a job; ``observe`` may have been called since it was taken.
+
+        ``None`` says that the job failed; whatever was tried may be tried again later.
+        """
         ...
 
     def status(self) -> ControlStatus:

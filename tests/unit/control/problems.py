@@ -56,6 +56,30 @@ def grid_optimum(problem: Problem, allowed: int) -> float:
     return float(best)
 
 
+def two_exit_optimum(problem: Problem, allowed: int) -> float:
+    """Best savings of two exits over every pair of distinct confidences; exact, no theory.
+
+    For each threshold of the first exit, those who wait are sorted by their confidence at the
+    second: running sums then hold every threshold there.
+    """
+    confidence, agrees, latency = problem
+    samples = confidence.shape[1]
+    best = -np.inf
+    order = np.argsort(-confidence[1], kind="stable")
+    ordered = confidence[1, order]
+    complete = np.append(ordered[1:] != ordered[:-1], True)  # equal ones leave together
+    for threshold in np.append(np.unique(confidence[0]), np.float32(NEVER)):
+        leaves = confidence[0] >= threshold
+        wrong = int((leaves & ~agrees[0]).sum())
+        waits = ~leaves[order]
+        count = np.append(0, np.cumsum(waits)[complete])
+        errors = wrong + np.append(0, np.cumsum(waits & ~agrees[1, order])[complete])
+        first = leaves.sum() * (latency[2] - latency[0])
+        saved = first + count * (latency[2] - latency[1])
+        best = max(best, saved[errors <= allowed].max(initial=-np.inf))
+    return float(best / samples / latency[2])
+
+
 def tree_optimum(problem: Problem, allowed: int, most_states: int = 40_000) -> float:
     """Best savings over every allocation of errors to exits; exact, for few allowed errors.
 

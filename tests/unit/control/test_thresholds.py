@@ -14,6 +14,7 @@ from tests.unit.control.problems import (
     grid_optimum,
     realistic,
     tree_optimum,
+    two_exit_optimum,
     unstructured,
 )
 
@@ -74,6 +75,8 @@ def test_search_is_exact_on_small_problems(problem: Problem, bound: float) -> No
     allowed = count_allowed(bound, problem[0].shape[1])
     optimum = grid_optimum(problem, allowed)
     assert tree_optimum(problem, allowed) == pytest.approx(optimum, abs=1e-12)
+    if len(problem[0]) == 2:
+        assert two_exit_optimum(problem, allowed) == pytest.approx(optimum, abs=1e-12)
     assert tune(*problem, bound).savings == pytest.approx(optimum, abs=1e-12)
 
 
@@ -84,13 +87,25 @@ def test_more_budget_never_saves_less_on_small_problems(problem: Problem, bound:
 
 
 @pytest.mark.parametrize("draw", [realistic, unstructured])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(10))
 def test_search_is_within_a_percent_of_the_optimum_at_full_size(draw, seed: int) -> None:
     problem = draw(seed, exits=10, samples=512)
     optimum = tree_optimum(problem, allowed=5)
     searched = tune(*problem, 0.01)
     assert searched.disagreement <= 0.01
     assert 0.99 * optimum <= searched.savings <= optimum + 1e-12
+    assert searched.savings >= tune(*problem, 0.01, "greedy").savings - 1e-12
+
+
+@pytest.mark.parametrize("draw", [realistic, unstructured])
+@pytest.mark.parametrize("bound", [0.01, 0.05])
+@pytest.mark.parametrize("seed", range(10))
+def test_search_is_within_a_percent_of_the_optimum_of_two_exits(
+    draw, bound: float, seed: int
+) -> None:
+    problem = draw(seed, exits=2, samples=512)
+    optimum = two_exit_optimum(problem, count_allowed(bound, 512))
+    assert 0.99 * optimum <= tune(*problem, bound).savings <= optimum + 1e-12
 
 
 @pytest.mark.parametrize("draw", [realistic, unstructured])

@@ -1,0 +1,244 @@
+"""Which exits to use next: ramp adjustment (Apparate 3.3), one decision from recent samples.
+
+    measure what every exit in use wins and loses
+    some lose?   tune thresholds at once; if that does not mend it, stop using the losers,
+                 and try the candidate behind the last winner that could win the most
+    all win?     probe: one more exit just before the best, or the worst one place earlier
+
+What the paper leaves open, and what is chosen here:
+
+* The round of tuning: its thresholds stay if they save no less than those deployed on the same
+  samples, even where some utility is still negative; the exits to stop using are then the losers
+  under them. An exit on trial is thus judged by what it does once it may answer.
+* A utility of exactly 0 does no harm: it counts as positive.
+* Candidate intervals: an even one starts with the earlier of its two middles, since a search that
+  goes on only goes later; it goes on exit by exit, in all intervals at once.
+* Figure 12's rate where no deactivated exit follows: that of the earlier deactivations alone. This
+  is no bound then, but trying exits that nothing speaks for would never end.
+* A candidate that does not fit the ramp budget is passed over, not the end of the search.
+* Where every sample has left before a candidate, it is not tried: 0 is not positive.
+* Probing: where the place before the best exit is taken, or is the model's start, the next best
+  one's is looked at; likewise the next worst one is shifted. The best is never shifted.
+* No exits in use: nothing is known of any. All samples reach each, which bounds what it could win;
+  the search runs as over one interval, from the middle of the model.
+* Exits in use beyond the budget (it was lowered): those of the least utility go, none is tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+
+import numpy as np
+
+from offramp.bundle.policy import NEVER
+from offramp.engine.control.costs import CostModel
+from offramp.engine.control.records import Float32Array, FloatArray
+from offramp.engine.control.utility import Utilities, measure_utilities, upper_bound_ms
+
+DEFAULT_MAX_OVERHEAD = 0.02
+"""Apparate's ramp budget: exits make the worst case this share slower (5.1)."""
+
+
+class Reason(StrEnum):
+    """Why the exits in use change, or do not."""
+
+    STEADY = "every exit is of use, and no earlier place is free for another"
+    RETUNED = "new thresholds make every exit useful"
+    HARMFUL = "exits cost more time than they save"
+    OVER_BUDGET = "exits cost more than the budget allows"
+    EMPTY = "no exit is in use"
+    PROBED_BEFORE_BEST = "every exit is of use; one is tried before the best"
+    SHIFTED_WORST = "every exit is of use; the least useful one is tried a place earlier"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adjustment:
+    """The exits to use from now on."""
+
+    active: tuple[int, ...]
+    """Indices in depth order; their overhead is within the budget."""
+    thresholds: tuple[float, ...]
+    """Of each of them; ``NEVER`` for the one on trial, until the next tuning."""
+    deactivated: tuple[int, ...]
+    """In use before, not any more."""
+    tried: int | None
+    """Newly in use."""
+    reason: Reason
+    tuned: bool
+    """A round of tuning was run."""
+    utility_ms: tuple[float, ...]
+    """Of the exits in use before, over the samples given, under the thresholds that decided."""
+
+
+def adjust(
+    confidence: Float32Array,
+    active: Sequence[int],
+    thresholds: Sequence[float],
+    costs: CostModel,
+    *,
+    max_overhead: float = DEFAULT_MAX_OVERHEAD,
+    retune: Callable[[], FloatArray] | None = None,
+) -> Adjustment:
+    """Decide on the exits in use (Apparate 3.3).
+
+    Args:
+        confidence: float32[active, n] of recent samples, in [0, 1]; every exit in use saw all.
+        active: Indices of the exits in use, rising.
+        thresholds: [active], those deployed.
+        costs: Of all exits of the bundle.
+        max_overhead: Ramp budget: how much later the model's end may come, as a share, at least 0.
+        retune: Tunes thresholds for the exits in use, float64[active], on whatever samples;
+            called at most once, and only if an exit loses time. ``None``: no tuning.
+
+    Raises:
+        ValueError: No samples, shapes that do not fit, exits that the costs do not know.
+    """
+    _check(confidence, active, thresholds, costs)
+    if not max_overhead >= 0:
+        raise ValueError(f"max_overhead must be at least 0, got {max_overhead}")
+    worth = measure_utilities(confidence, thresholds, active, costs)
+    tuned = retune is not None and bool((worth.utility_ms < 0).any())
+    if tuned and retune is not None:
+        tuned_thresholds = tuple(float(t) for t in retune())
+        after = measure_utilities(confidence, tuned_thresholds, active, costs)
+        if after.mean_ms <= worth.mean_ms:
+            thresholds, worth = tuned_thresholds, after
+
+    kept = tuple(e for e, u in zip(active, worth.utility_ms, strict=True) if u >= 0)
+    harmful = len(kept) < len(active)
+    kept = _within_budget(kept, worth, costs, max_overhead)
+    tried = None
+    if harmful or not active:
+        tried = _best_candidate(kept, worth, costs, max_overhead)
+        reason = Reason.HARMFUL if harmful else Reason.EMPTY
+    elif len(kept) < len(active):
+        reason = Reason.OVER_BUDGET
+    elif tuned:
+        reason = Reason.RETUNED
+    else:
+        kept, tried, reason = _probe(worth, costs, max_overhead)
+    now = kept if tried is None else tuple(sorted((*kept, tried)))
+    known = dict(zip(active, thresholds, strict=True))
+    return Adjustment(
+        active=now,
+        thresholds=tuple(float(known.get(e, NEVER)) for e in now),
+        deactivated=tuple(e for e in active if e not in now),
+        tried=tried,
+        reason=reason,
+        tuned=tuned,
+        utility_ms=tuple(worth.utility_ms.tolist()),
+    )
+
+
+def evenly_spaced(costs: CostModel, max_overhead: float = DEFAULT_MAX_OVERHEAD) -> tuple[int, ...]:
+    """Choose exits for the start: as many as the budget allows, evenly spaced (Apparate 3.1).
+
+    Evenly by place among the exits; each lies in the middle of its share of the model.
+    """
+    for count in range(costs.exits, 0, -1):
+        spaced = tuple((2 * i + 1) * costs.exits // (2 * count) for i in range(count))
+        if costs.overhead(spaced) <= max_overhead:
+            return spaced
+    return ()
+
+
+def _within_budget(
+    kept: tuple[int, ...], worth: Utilities, costs: CostModel, max_overhead: float
+) -> tuple[int, ...]:
+    """Drop the least useful exits until the rest fits."""
+    utility = dict(zip(worth.active, worth.utility_ms, strict=True))
+    while kept and costs.overhead(kept) > max_overhead:
+        worst = min(kept, key=lambda e: utility[e])
+        kept = tuple(e for e in kept if e != worst)
+    return kept
+
+
+def _best_candidate(
+    kept: tuple[int, ...], worth: Utilities, costs: CostModel, max_overhead: float
+) -> int | None:
+    """Find the exit behind the last one kept that could win the most; ``None`` if none could."""
+    leaving = dict(zip(worth.active, worth.counts.tolist(), strict=False))
+    reaching = worth.samples - sum(leaving[e] for e in kept)
+    dropped = [e for e in worth.active if e not in kept]
+    for candidates in _rounds(_intervals(max(kept, default=-1) + 1, dropped, costs.exits)):
+        bounds = {
+            e: upper_bound_ms(e, _most_leaving(e, dropped, leaving, reaching), reaching, costs)
+            for e in candidates
+            if costs.overhead(sorted((*kept, e))) <= max_overhead
+        }
+        best = max(bounds, key=lambda e: bounds[e], default=None)
+        if best is not None and bounds[best] > 0:
+            return best
+    return None
+
+
+def _intervals(first: int, dropped: Sequence[int], exits: int) -> list[range]:
+    """Divide the exits from ``first`` on at those dropped; empty ones are left out."""
+    borders = [first - 1, *(e for e in dropped if e >= first), exits]
+    spans = [range(a + 1, b) for a, b in pairwise(borders)]
+    return [span for span in spans if span]
+
+
+def _rounds(intervals: list[range]) -> Iterator[list[int]]:
+    """The middle of each interval, then what lies behind it, exit by exit in all at once."""
+    tails = [span[(len(span) - 1) // 2 :] for span in intervals]
+    for place in range(max((len(tail) for tail in tails), default=0)):
+        yield [tail[place] for tail in tails if place < len(tail)]
+
+
+def _most_leaving(
+    candidate: int, dropped: Sequence[int], leaving: dict[int, int], reaching: int
+) -> int:
+    """Samples that could leave at a candidate, by figure 12 of Apparate.
+
+    Those of the deactivated exit that follows, since later exits let more leave, and those of
+    earlier deactivations, since they would have come this far.
+    """
+    if not leaving:
+        return reaching
+    following = next((e for e in dropped if e > candidate), None)
+    return sum(leaving[e] for e in dropped if e < candidate or e == following)
+
+
+def _probe(
+    worth: Utilities, costs: CostModel, max_overhead: float
+) -> tuple[tuple[int, ...], int | None, Reason]:
+    """Add an exit just before the best, or else shift the worst: exits kept, exit tried, why."""
+    active = worth.active
+    worst_first = [active[i] for i in np.argsort(worth.utility_ms, kind="stable")]
+    for exit_ in reversed(worst_first):
+        tried = exit_ - 1
+        if _is_free(tried, active) and costs.overhead(sorted((*active, tried))) <= max_overhead:
+            return active, tried, Reason.PROBED_BEFORE_BEST
+    for exit_ in worst_first[:-1]:
+        tried = exit_ - 1
+        kept = tuple(e for e in active if e != exit_)
+        if _is_free(tried, active) and costs.overhead(sorted((*kept, tried))) <= max_overhead:
+            return kept, tried, Reason.SHIFTED_WORST
+    return active, None, Reason.STEADY
+
+
+def _is_free(exit_: int, active: tuple[int, ...]) -> bool:
+    return exit_ >= 0 and exit_ not in active
+
+
+def _check(
+    confidence: Float32Array, active: Sequence[int], thresholds: Sequence[float], costs: CostModel
+) -> None:
+    """Refuse what would be judged wrongly without a word."""
+    if list(active) != sorted(set(active)):
+        raise ValueError(f"active exits {list(active)} must rise")
+    if active and not 0 <= active[0] <= active[-1] < costs.exits:
+        raise ValueError(f"active exits {list(active)} must be within 0 to {costs.exits - 1}")
+    if len(thresholds) != len(active):
+        raise ValueError(f"{len(thresholds)} thresholds do not fit {len(active)} active exits")
+    if confidence.ndim != 2 or confidence.shape[0] != len(active) or not confidence.shape[1]:
+        raise ValueError(
+            f"confidence has shape {confidence.shape}, "
+            f"expected [{len(active)}, samples] with samples to judge by"
+        )
+    if np.isnan(confidence).any():
+        raise ValueError("confidence holds NaN: give only samples that every exit in use looked at")
