@@ -27,6 +27,7 @@ from offramp.bundle import Answer, ExitPolicy, TensorSpec
 from offramp.engine.backends.base import StageResult, TensorBatch
 from offramp.engine.backends.fake import SCRIPT, FakeBackend, FakeSlot
 from offramp.engine.core import Engine
+from offramp.engine.generation import Generation
 from offramp.engine.options import ModelOptions
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, StageSpec
@@ -168,10 +169,14 @@ def fake_model(backend: FakeBackend) -> ServedModel:
         inputs=(TensorSpec(name=SCRIPT, dtype="float32", shape=("batch", STAGES, 2)),),
         outputs=(TensorSpec(name="answer", dtype="float32", shape=("batch", 2)),),
         answer=Answer(output="answer", classes=2, form="probabilities"),
-        policy=ExitPolicy(version=1, active=()),
         mode=Mode.LEAVE,
         options=ModelOptions(max_batch_size=BATCH, max_queue_samples=REQUESTS),
-        pipeline=Pipeline(backend, Plan(stages=specs, policy_version=1, mode=Mode.LEAVE)),
+        generation=Generation(
+            number=0,
+            policy=ExitPolicy(version=1, active=()),
+            pipeline=Pipeline(backend, Plan(stages=specs, policy_version=1, mode=Mode.LEAVE)),
+            points=points,
+        ),
         scheduler=make_scheduler(
             PolicyName("run-through"), points, max_batch_size=BATCH, max_queue=REQUESTS
         ),

@@ -33,8 +33,9 @@ import uvloop
 from benchmarks.policies import MAX_BATCH, Bench
 
 from offramp.bundle import Bundle
+from offramp.engine.generation import STAGE_OVERHEAD_S
 from offramp.engine.options import ModelOptions
-from offramp.engine.served_model import STAGE_OVERHEAD_S, scheduler_of
+from offramp.engine.served_model import scheduler_of
 from offramp.tools.bench.environment import describe_environment, write_json
 from offramp.tools.bench.outcomes import Outcomes, Summary, summarise
 from offramp.tools.bench.simulate_command import System

@@ -8,8 +8,9 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, fields
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,10 +19,11 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Answer, Bundle, ExitPolicy, TensorSpec
 from offramp.engine.backends import Backend, make_backend
+from offramp.engine.control_loop import ControlLoop, Watched
 from offramp.engine.errors import DrainingError, InvalidInputError, UnknownModelError
 from offramp.engine.executor import Executor
 from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.engine.requests import PendingRequest
+from offramp.engine.requests import FINAL, PendingRequest
 from offramp.engine.scheduling import DeviceScheduler, ParallelLimit
 from offramp.engine.served_model import ServedModel
 from offramp.engine.statistics import ModelStatistics
@@ -45,6 +47,30 @@ class InferResult:
     forced: NDArray[np.bool_]
     """[n]: whether the sample had to leave there, below the exit's threshold, to be in time."""
     policy_version: int
+
+
+class AnswerKind(StrEnum):
+    """What an answer of :meth:`Engine.infer_stream` is."""
+
+    ANSWER = "answer"
+    """The only one."""
+    EARLY = "early"
+    """Exits gave it; the model's end has yet to speak of some of the samples."""
+    CONFIRMATION = "confirmation"
+    """The model's end agrees with the early answer."""
+    CORRECTION = "correction"
+    """It does not, about some sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedResult(InferResult):
+    """An answer to one request, of which there may be two."""
+
+    kind: AnswerKind
+    final: NDArray[np.bool_]
+    """[n]: whose answer is the unmodified model's."""
+    corrected: NDArray[np.bool_]
+    """[n]: whose class differs from the early answer's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +117,23 @@ class Engine:
             weights={name: model.options.weight for name, model in models.items()},
         )
         self._executor = Executor(backend, models, scheduler, streams=streams)
+        self._control = ControlLoop(
+            self._executor,
+            {
+                name: Watched(
+                    name=name,
+                    observed=model.observed,
+                    generation=model.generation,
+                    options=model.options,
+                    streams=streams,
+                    state_path=model.state_path,
+                )
+                for name, model in models.items()
+                if model.observed is not None
+            },
+        )
         self._executor.start(asyncio.get_running_loop())
+        self._control.start()
 
     @classmethod
     async def open(
@@ -166,6 +208,71 @@ class Engine:
             BackendError: The batch's execution failed.
         """
         served = self._served(model)
+        request = self._submit(served, model, inputs, deadline_s=deadline_s, priority=priority)
+        await self._finished(model, request)
+        answer = request.first.values
+        assert answer is not None
+        return InferResult(
+            outputs={served.answer.output: answer},
+            exits=request.exits,
+            confidences=request.first.confidences,
+            forced=request.forced,
+            policy_version=request.policy_version,
+        )
+
+    async def infer_stream(
+        self,
+        model: str,
+        inputs: Mapping[str, NDArray[Any]],
+        *,
+        deadline_s: float | None = None,
+        priority: int = 0,
+    ) -> AsyncIterator[StreamedResult]:
+        """Answer a request early, and once more when its samples have run to the end.
+
+        In release mode a second result follows if an exit answered any of the samples; in audit
+        mode, if any of those was drawn for an audit; otherwise there is one. The second gives the
+        unmodified model's answers for the samples in ``final``, and is left out should they be
+        lost. Closing the iterator withdraws the request.
+
+        Args:
+            model: As of :meth:`infer`, like the others.
+            inputs: The same.
+            deadline_s: For the first result.
+            priority: The same.
+
+        Raises:
+            EngineError: As :meth:`infer`.
+        """
+        served = self._served(model)
+        followup: asyncio.Future[PendingRequest] = asyncio.get_running_loop().create_future()
+        request = self._submit(
+            served, model, inputs, deadline_s=deadline_s, priority=priority, followup=followup
+        )
+        try:
+            await self._finished(model, request)
+            early = _early_result(served.answer.output, request)
+            yield early
+            if early.kind is AnswerKind.EARLY:
+                await followup
+                if request.final is not None and request.final.filled.any():
+                    yield _final_result(served.answer.output, request)
+        finally:
+            if not followup.done():
+                followup.cancel()
+                self._executor.cancel(model, request.number)
+
+    def _submit(
+        self,
+        served: ServedModel,
+        model: str,
+        inputs: Mapping[str, NDArray[Any]],
+        *,
+        deadline_s: float | None,
+        priority: int,
+        followup: asyncio.Future[PendingRequest] | None = None,
+    ) -> PendingRequest:
+        """Check a request and queue it."""
         if self._draining:
             raise DrainingError("the server is shutting down; send the request to another one")
         wrong = check_tensors(served.inputs, inputs)
@@ -176,6 +283,7 @@ class Engine:
         if deadline_s is not None and math.isnan(deadline_s):
             raise InvalidInputError(f"{model}: the deadline is not a number")
         request = self._request(served.options, inputs, deadline_s, priority)
+        request.followup = followup
         room = served.options.max_queue_samples
         if request.count > room:
             raise InvalidInputError(
@@ -183,6 +291,10 @@ class Engine:
                 "send them in several requests"
             )
         self._executor.submit(model, request)
+        return request
+
+    async def _finished(self, model: str, request: PendingRequest) -> None:
+        """Wait for a request's first answer; raises its error."""
         try:
             await request.future
         except asyncio.CancelledError:
@@ -190,14 +302,6 @@ class Engine:
             raise
         if request.error is not None:
             raise request.error
-        assert request.answer is not None
-        return InferResult(
-            outputs={served.answer.output: request.answer},
-            exits=request.exits,
-            confidences=request.confidences,
-            forced=request.forced,
-            policy_version=served.policy.version,
-        )
 
     def models(self) -> tuple[ModelInfo, ...]:
         """The served models."""
@@ -217,7 +321,7 @@ class Engine:
             answer=served.answer,
             platform=f"offramp_{self._backend.name}",
             max_batch_size=served.options.max_batch_size,
-            policy=served.policy,
+            policy=self._policy(name),
             scheduling=str(served.options.scheduling),
         )
 
@@ -247,6 +351,7 @@ class Engine:
     async def close(self) -> None:
         """Stop the threads and release the backend; unfinished requests fail."""
         self._draining = True
+        await asyncio.to_thread(self._control.stop)
         await asyncio.to_thread(self._executor.stop)
         if self._owned:
             self._owned = False
@@ -260,7 +365,8 @@ class Engine:
         return ModelStatistics(
             mode=served.mode.value,
             backend=self._backend.name,
-            policy_version=served.policy.version,
+            policy_version=self._policy(name).version,
+            control=None if served.observed is None else self._control.status(name),
             scheduling=str(served.options.scheduling),
             streams=health.streams,
             streams_in_service=health.in_service,
@@ -269,6 +375,11 @@ class Engine:
             uptime_s=time.monotonic() - served.loaded_s,
             **counts,
         )
+
+    def _policy(self, name: str) -> ExitPolicy:
+        """In force."""
+        served = self._models[name]
+        return served.policy if served.observed is None else self._control.policy(name)
 
     def _served(self, name: str) -> ServedModel:
         try:
@@ -303,6 +414,43 @@ class Engine:
         )
 
 
+def _early_result(output: str, request: PendingRequest) -> StreamedResult:
+    """The first result of a request."""
+    assert request.first.values is not None
+    return StreamedResult(
+        outputs={output: request.first.values},
+        exits=request.exits,
+        confidences=request.first.confidences,
+        forced=request.forced,
+        policy_version=request.policy_version,
+        kind=AnswerKind.ANSWER if request.final is None else AnswerKind.EARLY,
+        final=request.exits == FINAL,
+        corrected=np.zeros(request.count, np.bool_),
+    )
+
+
+def _final_result(output: str, request: PendingRequest) -> StreamedResult:
+    """The second result: the early one, with the end's answers in place of those it spoke of."""
+    first, final = request.first, request.final
+    assert first.values is not None
+    assert final is not None
+    assert final.values is not None
+    spoken = final.filled
+    values, confidences = first.values.copy(), first.confidences.copy()
+    values[spoken], confidences[spoken] = final.values[spoken], final.confidences[spoken]
+    corrected = values.argmax(axis=1) != first.values.argmax(axis=1)
+    return StreamedResult(
+        outputs={output: values},
+        exits=np.where(spoken, np.int32(FINAL), request.exits),
+        confidences=confidences,
+        forced=request.forced,
+        policy_version=request.policy_version,
+        kind=AnswerKind.CORRECTION if corrected.any() else AnswerKind.CONFIRMATION,
+        final=spoken | (request.exits == FINAL),
+        corrected=corrected,
+    )
+
+
 def _load(
     name: str, path: Path, backend: Backend, options: EngineOptions, parallel: ParallelLimit
 ) -> ServedModel:
@@ -316,4 +464,5 @@ def _load(
         options=options.of(name),
         streams=options.streams,
         parallel=parallel,
+        keep_state=options.keep_state,
     )

@@ -17,9 +17,9 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,30 +33,30 @@ from offramp.engine.errors import (
     OutOfServiceError,
     QueueFullError,
 )
+from offramp.engine.generation import Generation
+from offramp.engine.hosting import HostedModel, neighbours
 from offramp.engine.ledger import Ledger, copy_of
 from offramp.engine.outbox import Outbox
-from offramp.engine.pipeline import Pipeline, Step
+from offramp.engine.pipeline import Step
+from offramp.engine.recorder import Recorder
 from offramp.engine.requests import PendingRequest
 from offramp.engine.scheduling import (
     Assignment,
     DeviceScheduler,
-    DropCause,
-    Dropped,
-    ModelScheduler,
+    Policy,
     Run,
     SchedulerFullError,
     Submission,
     Transition,
     Wait,
 )
-from offramp.engine.statistics import Counters, CountersSnapshot, StageCounters
+from offramp.engine.statistics import Counters, CountersSnapshot
 from offramp.engine.streams import StreamHealth
 
 _log = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 60.0
 """A stream asks again at least this often; ``Condition.wait`` has an upper bound of its own."""
-_LATE = frozenset({DropCause.EXPIRED, DropCause.HOPELESS})
 _JOIN_LIMIT_S = 10.0
 """How long :meth:`Executor.stop` waits for a stage that runs."""
 
@@ -65,38 +65,25 @@ class Runnable(Protocol):
     """What the executor needs of a model."""
 
     @property
-    def pipeline(self) -> Pipeline:
-        """What to run."""
+    def generation(self) -> Generation:
+        """What to start with."""
         ...
 
     @property
-    def scheduler(self) -> ModelScheduler:
-        """Who decides."""
+    def recorder(self) -> Recorder | None:
+        """Where to keep what is observed; ``None`` in modes that observe nothing."""
         ...
 
-    def probe(self, slot: Slot) -> None:
+    def probe(self, slot: Slot, generation: Generation) -> None:
         """Run a batch that is known to be good through all stages."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Hosted:
-    """A model as the executor knows it."""
-
-    name: str
-    pipeline: Pipeline
-    scheduler: ModelScheduler
-    ledger: Ledger
-    probe: Callable[[Slot], None]
-    parked: dict[int, Future[TensorBatch]] = field(default_factory=dict)
-    """Tensors that wait at splits; each is there as soon as its stream has copied it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
     """What a stream shall run, with the tensors it is fused of."""
 
-    model: _Hosted
+    model: HostedModel
     run: Run
     pieces: tuple[tuple[Future[TensorBatch], Rows], ...]
 
@@ -139,6 +126,7 @@ class Executor:
         """What a stream that pauses waits for: work is announced to those in service only."""
         self._outbox = Outbox(self._lock, clock)
         self._models = {name: self._host(name, model) for name, model in models.items()}
+        self._probes = {name: model.probe for name, model in models.items()}
         self._health = StreamHealth(streams)
         self._refusal: EngineError | None = None
         """Why no request is taken, for now; or for ever, once ``_stopped``."""
@@ -199,6 +187,19 @@ class Executor:
                 request.withdrawn = True
                 hosted.scheduler.cancel(number)
                 self._settle(hosted)
+            hosted.ledger.forget(number)
+
+    def succeed(self, model: str, generation: Generation, policy: Policy) -> None:
+        """Run what starts from now on under another plan; what runs is not disturbed.
+
+        Args:
+            model: Name.
+            generation: Prepared and warmed up.
+            policy: Of scheduling, made for the generation's operating points.
+        """
+        with self._lock:
+            self._models[model].succeed(generation, policy)
+            self._changed.notify_all()
 
     def flush(self) -> None:
         """Dispatch what waits at once, from now on."""
@@ -223,11 +224,8 @@ class Executor:
 
     def snapshot(self, model: str) -> CountersSnapshot:
         """All counts of a model, of one instant."""
-        hosted = self._models[model]
         with self._lock:
-            return hosted.ledger.counters.snapshot(
-                queued=hosted.scheduler.queued, in_flight=hosted.scheduler.in_flight
-            )
+            return self._models[model].snapshot()
 
     def stop(self) -> None:
         """Fail what is unfinished, then wait for the threads to end. Blocks, within limits."""
@@ -287,8 +285,8 @@ class Executor:
     def _probe(self, slot: Slot) -> None:
         """Run a batch that is known to be good, of every model."""
         try:
-            for model in self._models.values():
-                model.probe(slot)
+            for name, probe in self._probes.items():
+                probe(slot, self._models[name].current.generation)
         except Exception as error:
             raise _StartFailedError from error
 
@@ -346,7 +344,7 @@ class Executor:
         """Take what a run is fused of; the lock is held."""
         model = self._models[name]
         pieces = tuple((model.parked[p.number], p.positions) for p in run.pieces)
-        self._discard(model)
+        model.discard()
         return _Task(model, run, pieces)
 
     # The threads' side: one stage
@@ -363,8 +361,9 @@ class Executor:
         try:
             batch = self._batch(slot, task, carry)
             started_s = self._clock()
-            step = model.pipeline.step(slot, run.stage, batch)
-            transition, kept = self._conclude(stream, task, step, started_s)
+            step = model.under(run).generation.pipeline.step(slot, run.stage, batch)
+            runs_on = model.seen(run, step)
+            transition, kept = self._conclude(stream, task, step, started_s, runs_on)
             if not len(transition.survivors):
                 return None
             assert step.result.carry is not None
@@ -383,11 +382,12 @@ class Executor:
         if task.pieces:
             return slot.join([(future.result(), rows) for future, rows in task.pieces])
         if task.run.stage == 0:
+            task.model.started(task.run)
             return slot.upload(self._gather(task.model, task.run))
         assert carry is not None
         return carry
 
-    def _gather(self, model: _Hosted, run: Run) -> dict[str, NDArray[Any]]:
+    def _gather(self, model: HostedModel, run: Run) -> dict[str, NDArray[Any]]:
         """Join the inputs of a new batch."""
         parts: list[tuple[PendingRequest, slice | NDArray[np.int64]]] = []
         with self._lock:
@@ -408,47 +408,29 @@ class Executor:
         }
 
     def _conclude(
-        self, stream: int, task: _Task, step: Step, started_s: float
+        self,
+        stream: int,
+        task: _Task,
+        step: Step,
+        started_s: float,
+        runs_on: NDArray[np.bool_] | None,
     ) -> tuple[Transition, Future[TensorBatch] | None]:
         """Tell the scheduler, answer who leaves, count; gives where to park the survivors."""
         model, run = task.model, task.run
         kept: Future[TensorBatch] | None = None
         with self._lock:
             now_s = self._clock()
-            transition = self._scheduler.done(stream, step.exited, now_s)
+            transition = self._scheduler.done(stream, step.exited, now_s, runs_on)
             if transition.parked is not None:  # another stream may be given them at once
                 kept = model.parked[transition.parked] = Future()
-            counters = model.ledger.counters.stages[run.stage]
+            counters = model.under(run).stages[run.stage]
             counters.batch_size.observe(len(run.requests))
             counters.run_s.observe(now_s - started_s)
             self._health.succeeded(stream)
-            self._answer(model, run, transition.released, step)
+            model.release(run, transition, step)
             self._settle(model)
             self._changed.notify()
         return transition, kept
-
-    def _answer(self, model: _Hosted, run: Run, released: Rows, step: Step) -> None:
-        """Note the answers of the rows that leave; the lock is held."""
-        exit_index = model.pipeline.plan.stages[run.stage].exit
-        for start, stop in neighbours(run.requests[released]):
-            answer, confidence = step.result.answer, step.result.confidence
-            assert answer is not None
-            rows = released[start:stop]
-            number = int(run.requests[rows[0]])
-            try:
-                model.ledger.answer(
-                    number,
-                    run.stage,
-                    exit_index,
-                    rows=run.rows[rows],
-                    answer=answer[rows],
-                    confidence=confidence[rows],
-                    forced=~step.exited[rows],
-                )
-            except Exception as error:  # an exit whose answers have another shape, say
-                _log.exception("%s: stage %d: its answer cannot be kept", model.name, run.stage)
-                failure = BackendError(f"{model.name}: stage {run.stage}: {error}")
-                model.ledger.drop([Dropped(number, len(rows), DropCause.FAILED)], failure)
 
     def _give_back(self, stream: int, task: _Task, error: Exception) -> None:
         """Give a failed batch back to the scheduler; who has no second chance is told."""
@@ -461,25 +443,18 @@ class Executor:
             exc_info=None if known else error,
         )
         failure = error if isinstance(error, EngineError) else BackendError(repr(error))
-        model = task.model
         with self._lock:
             self._scheduler.failed(stream, self._clock())
-            dropped = model.scheduler.take_dropped()
-            model.ledger.drop(dropped, failure)
-            for item in dropped:
-                if item.cause is DropCause.FAILED:  # the rest of its request need not run
-                    model.scheduler.cancel(item.request, DropCause.FAILED)
-            model.ledger.counters.retried = model.scheduler.retried
-            self._settle(model)
+            task.model.give_up(failure)
+            self._settle(task.model)
             self._changed.notify_all()
 
     # Under the lock
 
-    def _host(self, name: str, model: Runnable) -> _Hosted:
-        labels = zip(model.pipeline.plan.exit_labels(), model.pipeline.plan.stages, strict=True)
-        counters = Counters([StageCounters(label, s.threshold) for label, s in labels])
-        ledger = Ledger(name, counters, self._outbox, self._clock)
-        return _Hosted(name, model.pipeline, model.scheduler, ledger, model.probe)
+    def _host(self, name: str, model: Runnable) -> HostedModel:
+        ledger = Ledger(name, Counters(), self._outbox, self._clock)
+        scheduler = self._scheduler.model(name)
+        return HostedModel(name, model.generation, scheduler, ledger, model.recorder)
 
     def _refuse(self, refusal: EngineError, cause: str) -> None:
         """Take no more requests, and fail the open ones."""
@@ -491,20 +466,10 @@ class Executor:
         self._changed.notify_all()
         self._ended.notify_all()
 
-    def _settle(self, model: _Hosted) -> None:
+    def _settle(self, model: HostedModel) -> None:
         """Account for what the scheduler dropped, and wake who waits."""
-        while dropped := model.scheduler.take_dropped():
-            model.ledger.drop(dropped)
-            for item in dropped:  # what is left of a request that is late need not run
-                if item.cause in _LATE and model.ledger.get(item.request) is not None:
-                    model.scheduler.cancel(item.request, item.cause)
-            self._discard(model)
+        model.settle()
         self._outbox.wake()
-
-    def _discard(self, model: _Hosted) -> None:
-        """Let go of the tensors of parked batches that nobody will ask for."""
-        for number in model.scheduler.take_discarded():
-            model.parked.pop(number, None)
 
 
 def _chosen(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:
@@ -516,14 +481,3 @@ def _chosen(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:
     if last - first + 1 == len(rows) and (rows[1:] > rows[:-1]).all():
         return slice(first, last + 1)
     return rows
-
-
-def neighbours(requests: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Give the bounds of runs of equal values."""
-    if not len(requests):
-        return
-    start = 0
-    for stop in (np.flatnonzero(requests[1:] != requests[:-1]) + 1).tolist():
-        yield start, stop
-        start = stop
-    yield start, len(requests)

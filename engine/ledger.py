@@ -7,16 +7,34 @@ exactly once, as answered or as failed by some cause.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offramp.engine.errors import BackendError, DeadlineExceededError, EngineError
 from offramp.engine.outbox import Outbox
-from offramp.engine.requests import FINAL, PendingRequest
+from offramp.engine.requests import PendingRequest
 from offramp.engine.scheduling import DropCause, Dropped
-from offramp.engine.statistics import Counters
+from offramp.engine.statistics import Counters, StageCounters
+
+
+class Given(NamedTuple):
+    """Answers that a stage gave to n rows of one request."""
+
+    exit: int
+    """``FINAL`` for the model's end."""
+    rows: NDArray[np.int64]
+    """[n]: within the request."""
+    values: NDArray[Any]
+    """[n, classes]."""
+    confidence: NDArray[np.float32]
+    """[n]."""
+    forced: NDArray[np.bool_]
+    """[n]: below the exit's threshold, to be in time."""
+    policy_version: int = 0
+    following: int = 0
+    """How many of the rows run on."""
 
 
 class Ledger:
@@ -31,6 +49,8 @@ class Ledger:
         self._name = name
         self._clock = clock
         self._open: dict[int, PendingRequest] = {}
+        self._followed: dict[int, PendingRequest] = {}
+        """Answered ones whose callers wait for what runs on."""
 
     def __len__(self) -> int:
         """Open requests."""
@@ -46,37 +66,58 @@ class Ledger:
         """The open request of that number."""
         return self._open.get(number)
 
-    def answer(
-        self,
-        number: int,
-        stage: int,
-        exit_index: int | None,
-        *,
-        rows: NDArray[np.int64],
-        answer: NDArray[Any],
-        confidence: NDArray[np.float32],
-        forced: NDArray[np.bool_],
-    ) -> None:
-        """Note the answers that a stage gave to some rows of a request, if it is still open."""
+    def answer(self, number: int, counters: StageCounters, given: Given) -> None:
+        """Note answers to a request, if it is still open; ``counters`` are the stage's."""
         request = self._open.get(number)
         if request is None:
             return
+        count = len(given.rows)
         if request.withdrawn or request.error is not None:
-            self.drop([Dropped(number, len(rows), _lost_by(request))])
+            self.drop([Dropped(number, count, _lost_by(request))])
             return
         request.fill(
-            rows,
-            answer,
-            confidence,
-            exit_index=FINAL if exit_index is None else exit_index,
-            forced=forced,
+            given.rows,
+            given.values,
+            given.confidence,
+            exit_index=given.exit,
+            forced=given.forced,
         )
-        counters = self.counters.stages[stage]
-        counters.answered += len(rows)
-        counters.forced += int(np.count_nonzero(forced))
+        request.policy_version = max(request.policy_version, given.policy_version)
+        if given.following and request.followup is not None:
+            request.follow(given.following)
+        counters.answered += count
+        counters.forced += int(np.count_nonzero(given.forced))
         if request.remaining == 0:
             del self._open[number]
             self._finish(request)
+            if request.final is not None:
+                self._followed[number] = request
+                self._conclude(request)
+
+    def confirm(
+        self,
+        number: int,
+        rows: NDArray[np.int64],
+        values: NDArray[Any],
+        confidence: NDArray[np.float32],
+    ) -> None:
+        """Note what the model's end said of answered rows of a request, if somebody asks."""
+        request = self._followed.get(number) or self._open.get(number)
+        if request is not None and request.final is not None:
+            request.final.fill(rows, values, confidence)
+            request.following -= len(rows)
+            self._conclude(request)
+
+    def lose(self, number: int, count: int) -> None:
+        """Say that so many answered samples of a request will not get to the model's end."""
+        request = self._followed.get(number) or self._open.get(number)
+        if request is not None and request.final is not None:
+            request.following -= count
+            self._conclude(request)
+
+    def forget(self, number: int) -> None:
+        """Say that nobody waits for the final answers of a request any more."""
+        self._followed.pop(number, None)
 
     def drop(self, dropped: Iterable[Dropped], failure: EngineError | None = None) -> None:
         """Account for samples that leave without an answer.
@@ -110,7 +151,15 @@ class Ledger:
         for request in requests.values():
             self.counters.failed[cause] += request.remaining
             self.fail(request, error)
+        followed, self._followed = self._followed, {}
+        for request in followed.values():  # they have their answers, and get no second ones
+            self._outbox.add_followup(request)
         return list(requests)
+
+    def _conclude(self, request: PendingRequest) -> None:
+        """Hand over the final answers once all are there."""
+        if request.following == 0 and self._followed.pop(request.number, None) is not None:
+            self._outbox.add_followup(request)
 
     def _finish(self, request: PendingRequest) -> None:
         if request.withdrawn:

@@ -95,6 +95,8 @@ class EngineOptions:
     ``None`` starts one on any idle stream, unless ``max_violations`` says more."""
     max_violations: float | None = None
     """PAME's τ_l: τ_b follows from this share of late samples."""
+    keep_state: bool = True
+    """Whether what a controller learned is kept beside the bundle, over restarts."""
     defaults: ModelOptions = field(default_factory=ModelOptions)
     models: Mapping[str, ModelOptions] = field(default_factory=dict)
     """Of models that differ from ``defaults``, whole."""

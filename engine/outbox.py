@@ -27,7 +27,7 @@ class Outbox:
         self._delay_s = 0.0
         self._spread_s = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._finished: list[PendingRequest] = []
+        self._finished: list[tuple[asyncio.Future[PendingRequest], PendingRequest]] = []
         self._waking = False
 
     @property
@@ -44,7 +44,12 @@ class Outbox:
 
     def add(self, request: PendingRequest) -> None:
         """Put a finished request in; the lock is held."""
-        self._finished.append(request)
+        self._finished.append((request.future, request))
+
+    def add_followup(self, request: PendingRequest) -> None:
+        """Put the final answers of an answered request in; the lock is held."""
+        if request.followup is not None:
+            self._finished.append((request.followup, request))
 
     def wake(self) -> None:
         """Have the event loop deliver what is in; the lock is held."""
@@ -67,6 +72,6 @@ class Outbox:
             delay_s = min(self._clock() - self._woken_s, most_s)
             self._spread_s += _MEMORY * (abs(delay_s - self._delay_s) - self._spread_s)
             self._delay_s += _MEMORY * (delay_s - self._delay_s)
-        for request in finished:
-            if not request.future.done():  # its caller may have left
-                request.future.set_result(request)
+        for future, request in finished:
+            if not future.done():  # its caller may have left
+                future.set_result(request)

@@ -6,7 +6,7 @@ those that are served (what the executor adds around them is in a served request
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,15 +40,27 @@ class Departure(NamedTuple):
 class Pipeline:
     """A plan's prepared stages; shared by all slots."""
 
-    def __init__(self, backend: Backend, plan: Plan) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        plan: Plan,
+        *,
+        prepare: Callable[[StageSpec], Stage] | None = None,
+    ) -> None:
         """Prepare every stage; takes seconds.
+
+        Args:
+            backend: Executes.
+            plan: Says what.
+            prepare: Instead of the backend's own, to use stages again that are prepared.
 
         Raises:
             BackendError: A stage cannot be loaded.
         """
         self.backend = backend
         self.plan = plan
-        self._stages: tuple[Stage, ...] = tuple(backend.prepare(spec) for spec in plan.stages)
+        prepare = prepare or backend.prepare
+        self._stages: tuple[Stage, ...] = tuple(prepare(spec) for spec in plan.stages)
 
     def step(self, slot: Slot, index: int, batch: TensorBatch) -> Step:
         """Run stage ``index`` on a batch and check who exits."""

@@ -126,7 +126,8 @@ def make_plan(bundle: Bundle, policy: ExitPolicy | None = None, mode: Mode = Mod
     policy = bundle.policy if policy is None else policy
     if mode is Mode.OFF:
         return Plan(stages=(_source_stage(bundle),), policy_version=policy.version, mode=mode)
-    active = [a for a in policy.active if a.threshold < NEVER]
+    # Where answers are observed, exits that answer nothing look on.
+    active = [a for a in policy.active if a.threshold < NEVER or mode.observed]
     stages = plan_stages(bundle.manifest, bundle.read, active)
     return Plan(stages=stages, policy_version=policy.version, mode=mode)
 

@@ -1,10 +1,11 @@
-"""One model in service: its facts, its pipeline, its scheduler."""
+"""One model in service: its facts, what it starts with, and what observes it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -12,42 +13,57 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Answer, Bundle, ExitPolicy, Manifest, TensorSpec
 from offramp.engine.backends import Backend, Slot
+from offramp.engine.control.controller import Controller
+from offramp.engine.control_state import state_path_of
+from offramp.engine.controllers import make_controller
 from offramp.engine.errors import OptionsError
+from offramp.engine.generation import BundleGenerations, Generation, Generations, zeros
 from offramp.engine.options import ModelOptions
 from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import Mode, Plan, make_plan
+from offramp.engine.plan import Mode
+from offramp.engine.recorder import Recorder
 from offramp.engine.scheduling import (
     Latencies,
     ModelScheduler,
     OperatingPoints,
     ParallelLimit,
-    Span,
-    going_on,
     make_scheduler,
-    operating_points,
-    stage_seconds,
 )
 
-STAGE_OVERHEAD_S = 60e-6
-"""What a stage costs the executor beyond its graph, about (``benchmarks.executor``)."""
 _TIMED_RUNS = 5
 """Runs whose fastest says how fast this machine is, against the profile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """What a model needs to be observed, and changed, while it serves."""
+
+    controller: Controller
+    recorder: Recorder
+    generations: Generations
+    fingerprint: Mapping[str, str]
+    """What a kept state of the controller must have been made for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """Immutable but for its scheduler, which the executor owns."""
+    """Immutable but for its scheduler, which the executor owns, and what observes it."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     answer: Answer
-    policy: ExitPolicy
     mode: Mode
     options: ModelOptions
-    pipeline: Pipeline
+    generation: Generation
+    """To start with."""
     scheduler: ModelScheduler
+    """Of that generation."""
     good_inputs: Mapping[str, NDArray[Any]]
     """A sample that is known to run."""
+    observed: Observed | None = None
+    """``None`` in modes that observe nothing."""
+    state_path: Path | None = None
+    """Where its controller's state is kept over restarts; ``None`` keeps none."""
     loaded_s: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -61,6 +77,7 @@ class ServedModel:
         options: ModelOptions,
         streams: int,
         parallel: ParallelLimit,
+        keep_state: bool = True,
     ) -> Self:
         """Prepare the stages, warm up every batch size, and see how fast they are here.
 
@@ -68,54 +85,57 @@ class ServedModel:
             BackendError: A stage cannot be loaded.
             OptionsError: The scheduling policy does not fit the model.
         """
-        plan = make_plan(bundle, mode=mode)
-        pipeline = Pipeline(backend, plan)
-        points = points_of(bundle, plan, options)
+        generations = BundleGenerations(bundle, backend, mode=mode, options=options)
+        policy, observed = bundle.policy, None
+        if mode.observed:
+            controller, fingerprint = make_controller(bundle, mode, options)
+            policy = controller.policy
+            observed = Observed(
+                controller=controller,
+                recorder=Recorder(len(bundle.manifest.exits)),
+                generations=generations,
+                fingerprint=fingerprint,
+            )
+            observed.recorder.audit_probability = controller.audit_probability
+        elif mode is Mode.OFF:
+            policy = replace(policy, active=(), promise=None)
+        generation = generations.make(policy)
+        points = generation.points
         try:
-            scheduler = scheduler_of(points, options, streams=streams, parallel=parallel)
+            scheduler = scheduler_of(
+                points, options, streams=streams, parallel=parallel, plan=generation.number
+            )
         except ValueError as error:
             raise OptionsError(f"{name}: {error}") from error
+        pipeline = generation.pipeline
         speed = _speed(pipeline, bundle.manifest, points.latencies, options.max_batch_size)
         points.latencies.calibrate(speed)
         return cls(
             inputs=bundle.manifest.inputs,
             outputs=bundle.manifest.outputs,
             answer=bundle.manifest.answer,
-            policy=_in_force(bundle.policy, plan),
             mode=mode,
             options=options,
-            pipeline=pipeline,
+            generation=generation,
             scheduler=scheduler,
             good_inputs=zeros(bundle.manifest, 1),
+            observed=observed,
+            state_path=state_path_of(bundle.path) if keep_state else None,
         )
 
-    def probe(self, slot: Slot) -> None:
+    @property
+    def policy(self) -> ExitPolicy:
+        """To start with."""
+        return self.generation.policy
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Where to keep what is observed."""
+        return self.observed.recorder if self.observed else None
+
+    def probe(self, slot: Slot, generation: Generation) -> None:
         """Run a sample that is known to be good through all stages."""
-        self.pipeline.warm_up(slot, self.good_inputs)
-
-
-def points_of(
-    bundle: Bundle, plan: Plan, options: ModelOptions, *, overhead_s: float = STAGE_OVERHEAD_S
-) -> OperatingPoints:
-    """What a plan's stages cost by the bundle's profile, and what stopping at each is worth.
-
-    Args:
-        bundle: Compiled.
-        plan: Of it.
-        options: Say the largest batch, and whether exits may be forced.
-        overhead_s: What each stage costs beyond its graph.
-    """
-    stages = [
-        Span(first_segment=s.first_segment, last_segment=s.last_segment, exit=s.exit)
-        for s in plan.stages
-    ]
-    answering = [(s.index, s.exit, s.threshold) for s in plan.stages if s.answer is not None]
-    seconds = stage_seconds(bundle.profile(), stages, options.max_batch_size, overhead_s=overhead_s)
-    records = bundle.records()
-    return OperatingPoints(
-        points=operating_points(answering, records, forced=options.forced_exits),
-        latencies=Latencies(seconds, going_on(answering, records, len(plan.stages))),
-    )
+        generation.pipeline.warm_up(slot, self.good_inputs)
 
 
 def scheduler_of(
@@ -124,6 +144,7 @@ def scheduler_of(
     *,
     streams: int,
     parallel: ParallelLimit | None = None,
+    plan: int = 0,
 ) -> ModelScheduler:
     """The scheduler of a model with these options.
 
@@ -138,13 +159,8 @@ def scheduler_of(
         max_queue=options.max_queue_samples,
         streams=streams,
         parallel=parallel,
+        plan=plan,
     )
-
-
-def zeros(manifest: Manifest, batch_size: int) -> dict[str, NDArray[Any]]:
-    """A batch of the shapes that the calibration data had."""
-    shapes = manifest.calibration.sample_shapes
-    return {t.name: np.zeros((batch_size, *shapes[t.name]), t.dtype) for t in manifest.inputs}
 
 
 def _speed(
@@ -171,9 +187,3 @@ def _seconds(pipeline: Pipeline, slot: Slot, batch: Mapping[str, NDArray[Any]]) 
     started_s = time.perf_counter()
     pipeline.warm_up(slot, batch)
     return time.perf_counter() - started_s
-
-
-def _in_force(policy: ExitPolicy, plan: Plan) -> ExitPolicy:
-    if plan.mode is Mode.OFF:
-        return replace(policy, active=(), promise=None)
-    return policy

@@ -10,7 +10,9 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from offramp.bundle import NEVER
 from offramp.engine.control.controller import ControlStatus
 
 HISTOGRAM_BOUNDS_S = tuple(round(0.00025 * 2 ** (step / 2), 6) for step in range(31))
@@ -58,12 +60,12 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageStatistics:
-    """One stage of the plan in force."""
+    """One place where answers come from: an exit in use, or that was, or the model's end."""
 
     label: str
     """``exit 3`` or ``final``."""
     threshold: float
-    """Least confidence to leave with."""
+    """Least confidence to leave with; ``NEVER`` where nothing leaves (any more)."""
     answered: int
     """Samples that left here with an answer."""
     forced: int
@@ -155,7 +157,7 @@ class HistogramCounter:
 
 
 class StageCounters:
-    """What is counted for one stage."""
+    """What is counted for one place where answers come from, under whatever plan."""
 
     __slots__ = ("answered", "batch_size", "forced", "label", "run_s", "threshold")
 
@@ -163,6 +165,7 @@ class StageCounters:
         """Start at zero."""
         self.label = label
         self.threshold = threshold
+        """Now."""
         self.answered = 0
         self.forced = 0
         self.batch_size = HistogramCounter(BATCH_BOUNDS)
@@ -180,12 +183,22 @@ class StageCounters:
         )
 
 
+class Place(NamedTuple):
+    """Where the answers of a stage come from."""
+
+    exit: int | None
+    """``None`` is the model's end."""
+    label: str
+    threshold: float
+
+
 class Counters:
     """Everything that is counted for a model; whoever holds the executor's lock may write."""
 
-    def __init__(self, stages: Sequence[StageCounters]) -> None:
+    def __init__(self) -> None:
         """Start at zero."""
-        self.stages = tuple(stages)
+        self._places: dict[int | None, StageCounters] = {}
+        """By exit; the model's end is ``None``."""
         self.requests = 0
         self.samples = 0
         self.failed: Counter[str] = Counter()
@@ -193,17 +206,32 @@ class Counters:
         self.queue_s = HistogramCounter(HISTOGRAM_BOUNDS_S)
         self.latency_s = HistogramCounter(HISTOGRAM_BOUNDS_S)
 
-    def snapshot(self, *, queued: int, in_flight: int) -> CountersSnapshot:
-        """Give the counts so far, and what the scheduler holds at the same instant."""
+    def under(self, places: Sequence[Place]) -> tuple[StageCounters, ...]:
+        """Count for the stages of a plan from here on; those of other places stay as they are."""
+        for counters in self._places.values():
+            counters.threshold = NEVER
+        for place in places:
+            counters = self._places.setdefault(place.exit, StageCounters(place.label, NEVER))
+            counters.threshold = place.threshold
+        return tuple(self._places[place.exit] for place in places)
+
+    def snapshot(
+        self, *, queued: int, in_flight: int, auditing: int = 0, lost_feedback: int = 0
+    ) -> CountersSnapshot:
+        """Give the counts so far, and what scheduler and recorder hold at the same instant."""
+        in_depth_order = sorted(self._places, key=lambda e: float("inf") if e is None else e)
+        stages = tuple(self._places[exit_index].snapshot() for exit_index in in_depth_order)
         return CountersSnapshot(
-            stages=tuple(stage.snapshot() for stage in self.stages),
+            stages=stages,
             requests=self.requests,
             samples=self.samples,
-            answered=sum(stage.answered for stage in self.stages),
+            answered=sum(stage.answered for stage in stages),
             failed=dict(self.failed),
             retried=self.retried,
             queued=queued,
             in_flight=in_flight,
+            auditing=auditing,
+            lost_feedback=lost_feedback,
             queue_s=self.queue_s.snapshot(),
             latency_s=self.latency_s.snapshot(),
         )

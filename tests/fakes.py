@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from offramp.bundle import NEVER, Answer, ExitPolicy, TensorSpec
+from offramp.bundle import NEVER, ActiveExit, Answer, ExitPolicy, TensorSpec
 from offramp.engine.backends.fake import SCRIPT, FakeBackend
+from offramp.engine.control.controller import ControlStatus, Event, Evidence, Job
+from offramp.engine.control.observations import Observations
+from offramp.engine.generation import Generation
 from offramp.engine.options import ModelOptions
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, StageSpec
+from offramp.engine.recorder import Recorder
 from offramp.engine.scheduling import (
     Latencies,
     OperatingPoint,
@@ -19,29 +24,154 @@ from offramp.engine.scheduling import (
     ParallelLimit,
     make_scheduler,
 )
-from offramp.engine.served_model import ServedModel
+from offramp.engine.served_model import Observed, ServedModel
 
 
-def fake_plan(thresholds: Sequence[float]) -> Plan:
-    """A plan of one exit per threshold, then the end; stages that carry the script."""
-    stages = []
-    for index, threshold in enumerate([*thresholds, 0.0]):
+def fake_plan(
+    thresholds: Sequence[float], active: Mapping[int, float] | None = None, mode: Mode = Mode.LEAVE
+) -> Plan:
+    """A plan of one exit per threshold, then the end; stages that carry the script.
+
+    Args:
+        thresholds: Of every exit there is.
+        active: Of those in use, by exit, instead of all.
+        mode: Of serving.
+    """
+    stages: list[StageSpec] = []
+    used = dict(enumerate(thresholds)) if active is None else active
+    for index, threshold in [*sorted(used.items()), (len(thresholds), 0.0)]:
         final = index == len(thresholds)
         stages.append(
             StageSpec(
-                index=index,
-                first_segment=index,
+                index=len(stages),
+                first_segment=stages[-1].last_segment + 1 if stages else 0,
                 last_segment=index,
                 exit=None if final else index,
                 load=bytes,
                 inputs=(SCRIPT,),
                 carried=() if final else (SCRIPT,),
-                answer=None if threshold == NEVER else "answer",
+                answer=None if threshold == NEVER and active is None else "answer",
                 form="probabilities",
                 threshold=threshold,
             )
         )
-    return Plan(stages=tuple(stages), policy_version=7, mode=Mode.LEAVE)
+    return Plan(stages=tuple(stages), policy_version=7, mode=mode)
+
+
+class FakeGenerations:
+    """Of a model of some exits; preparing waits for as long as ``gate`` does."""
+
+    def __init__(
+        self, backend: FakeBackend, exits: int, settings: ModelOptions, stage_s: float = 1e-3
+    ) -> None:
+        self.backend = backend
+        self.exits = exits
+        self.settings = settings
+        self.stage_s = stage_s
+        self.there: set[tuple[int, ...]] = {tuple(range(exits))}
+        self.gate: Callable[[], None] = lambda: None
+        self.made: list[Generation] = []
+
+    def prepared(self, exits: Sequence[int]) -> bool:
+        return tuple(exits) in self.there
+
+    def prepare(self, exits: Sequence[int]) -> None:
+        self.gate()
+        self.there.add(tuple(exits))
+
+    def make(self, policy: ExitPolicy, before: Generation | None = None) -> Generation:
+        active = {a.exit: a.threshold for a in policy.active}
+        plan = fake_plan([NEVER] * self.exits, active, Mode.RELEASE)
+        self.made.append(
+            Generation(
+                number=len(self.made),
+                policy=policy,
+                pipeline=Pipeline(self.backend, plan),
+                points=fake_points(plan, self.settings, self.stage_s),
+            )
+        )
+        return self.made[-1]
+
+
+class ScriptedController:
+    """Does as the test says, and keeps what it is shown."""
+
+    name = "scripted"
+
+    def __init__(self, policy: ExitPolicy, audit_probability: float = 1.0) -> None:
+        self.policy = policy
+        self.audit_probability = audit_probability
+        self.seen: list[Observations] = []
+        self.jobs: list[Job] = []
+        self.results: list[Any] = []
+        self.events: list[Event] = []
+        self.kept: Mapping[str, Any] | None = None
+
+    def observe(self, seen: Observations) -> None:
+        self.seen.append(seen)
+
+    def take_job(self) -> Job | None:
+        return self.jobs.pop(0) if self.jobs else None
+
+    def finish(self, job: Job, result: Any) -> None:
+        self.results.append((job.number, result))
+
+    def status(self) -> ControlStatus:
+        seen = sum(len(observations) for observations in self.seen)
+        return ControlStatus(
+            controller=self.name,
+            max_disagreement=0.01,
+            confidence=0.95,
+            evidence=Evidence.NONE,
+            disagreement=None,
+            disagreement_upper_bound=1.0,
+            audit_probability=self.audit_probability,
+            observed=seen,
+            audited=0,
+            disagreed=0,
+            alarms=0,
+            tunings=len(self.results),
+            adjustments=0,
+            state="scripted",
+        )
+
+    def take_events(self) -> list[Event]:
+        events, self.events = self.events, []
+        return events
+
+    def state(self) -> Mapping[str, Any] | None:
+        return self.kept
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        if "policy" not in state:
+            raise ValueError("no policy in it")
+        self.kept = state
+
+
+def policy_of(version: int, **thresholds: float) -> ExitPolicy:
+    """A policy of exits by name: ``policy_of(2, e0=0.9, e1=NEVER)``."""
+    active = sorted((int(name[1:]), value) for name, value in thresholds.items())
+    return ExitPolicy(
+        version=version,
+        active=tuple(ActiveExit(exit=index, threshold=value) for index, value in active),
+    )
+
+
+def fake_points(plan: Plan, settings: ModelOptions, stage_s: float) -> OperatingPoints:
+    """A stage takes ``stage_s`` for a sample and a tenth of it for each further one.
+
+    An exit forced at stage k is taken to agree in (k + 1) of (stages) cases.
+    """
+    stages, size = len(plan.stages), settings.max_batch_size
+    latencies = Latencies([[0.0, *(stage_s * (1 + 0.1 * n) for n in range(size))]] * stages)
+    points = tuple(
+        OperatingPoint(deepest=s.index, exit=s.exit, agreement=(s.index + 1) / stages)
+        for s in plan.stages
+        if s.answer is not None
+    )
+    return OperatingPoints(
+        points=points if settings.forced_exits else points[-1:], latencies=latencies
+    )
 
 
 def fake_model(
@@ -53,44 +183,53 @@ def fake_model(
     max_delay_s: float = 0.0,
     stage_s: float = 1e-3,
     parallel: ParallelLimit | None = None,
+    controller: ScriptedController | None = None,
+    state_path: Path | None = None,
     **options: Any,
 ) -> ServedModel:
-    """A served model that answers by script [n, stages, classes], float32.
+    """A served model that answers by script [n, stages, classes], float32; see fake_points.
 
-    A stage is taken to last ``stage_s`` for a sample and a tenth of it for each further one; an
-    exit forced at stage k is taken to agree in (k + 1) of (stages) cases.
+    With a controller it is observed, and starts under the controller's policy.
     """
-    plan = fake_plan(thresholds)
-    stages = len(plan.stages)
     settings = ModelOptions(**{"max_batch_size": 8, **options})
-    size = settings.max_batch_size
-    latencies = Latencies([[0.0, *(stage_s * (1 + 0.1 * n) for n in range(size))]] * stages)
-    points = tuple(
-        OperatingPoint(deepest=s.index, exit=s.exit, agreement=(s.index + 1) / stages)
-        for s in plan.stages
-        if s.answer is not None
-    )
-    allowed = OperatingPoints(
-        points=points if settings.forced_exits else points[-1:], latencies=latencies
-    )
+    observed = None
+    if controller is None:
+        plan = fake_plan(thresholds)
+        generation = Generation(
+            number=0,
+            policy=ExitPolicy(version=7, active=()),
+            pipeline=Pipeline(backend, plan),
+            points=fake_points(plan, settings, stage_s),
+        )
+    else:
+        generations = FakeGenerations(backend, len(thresholds), settings, stage_s)
+        generation = generations.make(controller.policy)
+        recorder = Recorder(len(thresholds), seed=0)
+        recorder.audit_probability = controller.audit_probability
+        observed = Observed(
+            controller=controller, recorder=recorder, generations=generations, fingerprint={}
+        )
+    stages = len(thresholds) + 1
     return ServedModel(
         inputs=(TensorSpec(name=SCRIPT, dtype="float32", shape=("batch", stages, classes)),),
         outputs=(TensorSpec(name="answer", dtype="float32", shape=("batch", classes)),),
         answer=Answer(output="answer", classes=classes, form="probabilities"),
-        policy=ExitPolicy(version=7, active=()),
-        mode=Mode.LEAVE,
+        mode=Mode.LEAVE if controller is None else Mode.RELEASE,
         options=settings,
-        pipeline=Pipeline(backend, plan),
+        generation=generation,
         scheduler=make_scheduler(
             settings.scheduling,
-            allowed,
-            max_batch_size=size,
+            generation.points,
+            max_batch_size=settings.max_batch_size,
             max_delay_s=max_delay_s,
             max_queue=settings.max_queue_samples,
             streams=streams,
             parallel=parallel,
+            plan=generation.number,
         ),
         good_inputs={SCRIPT: np.zeros((1, stages, classes), np.float32)},
+        observed=observed,
+        state_path=state_path,
     )
 
 

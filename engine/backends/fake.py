@@ -82,14 +82,14 @@ class FakeSlot:
         return FakeBatch(tensors[SCRIPT], self._epoch)
 
     def run(self, stage: StageSpec, batch: TensorBatch) -> StageResult:
-        """Answer with the stage's part of the script."""
+        """Answer with the part of the script for where the stage ends."""
         script = self._current(batch)
         self.backend.runs.append((stage.index, len(script)))
         self.backend.on_run(stage.index, len(script))
         carry = None if stage.final else FakeBatch(script, self._epoch)
         if stage.answer is None:
             return StageResult(None, np.empty(0, np.float32), carry)
-        answer = np.array(script[:, stage.index])
+        answer = np.array(script[:, stage.last_segment])
         return StageResult(answer, confidence_of(answer, stage.form), carry)
 
     def select(self, batch: TensorBatch, rows: Rows) -> FakeBatch:

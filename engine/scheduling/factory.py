@@ -103,6 +103,7 @@ def make_scheduler(
     max_queue: int = 4096,
     streams: int = 1,
     parallel: ParallelLimit | None = None,
+    plan: int = 0,
 ) -> ModelScheduler:
     """Make the scheduler of a model.
 
@@ -115,6 +116,7 @@ def make_scheduler(
         max_queue: Most samples that wait; more are refused.
         streams: Of the device.
         parallel: The device's limit on batches side by side.
+        plan: Which of successive plans it is for.
 
     Raises:
         ValueError: See :func:`make_policy`.
@@ -123,7 +125,9 @@ def make_scheduler(
     if isinstance(policy, SlackPolicy):
         max_delay_s = 0.0
     queue = SampleQueue(max_queue, full=max_batch_size, max_delay_s=max_delay_s)
-    return ModelScheduler(policy, points.latencies, queue, streams=streams, parallel=parallel)
+    return ModelScheduler(
+        policy, points.latencies, queue, streams=streams, parallel=parallel, plan=plan
+    )
 
 
 def _point_at(points: OperatingPoints, chosen: PolicyName) -> OperatingPoint:

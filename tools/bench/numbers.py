@@ -13,6 +13,14 @@ def positive(text: str) -> int:
     return value
 
 
+def share(text: str) -> float:
+    """A number above 0, at most 1."""
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a share: above 0, at most 1")
+    return value
+
+
 def positives(text: str) -> list[int]:
     """Whole numbers of at least 1, separated by commas."""
     return [positive(part) for part in text.split(",")]

@@ -88,21 +88,27 @@ class Replay:
 
     async def closed_loop(self, concurrency: int, duration_s: float) -> float:
         """Keep requests under way; gives answers a second, the first tenth left out."""
+        return len(await self.saturate(concurrency, duration_s)) / (0.9 * duration_s)
+
+    async def saturate(self, concurrency: int, duration_s: float) -> NDArray[np.float64]:
+        """Keep requests under way; gives the seconds that each took, the first tenth left out."""
         started_s = time.monotonic()
         counted_from_s = started_s + 0.1 * duration_s
         end_s = started_s + duration_s
-        answered = 0
+        took_s: list[float] = []
 
         async def keep_one(first: int) -> None:
-            nonlocal answered
-            number = first
-            while time.monotonic() < end_s:
+            number, sent_s = first, time.monotonic()
+            while sent_s < end_s:
                 await self._engine.infer(self._model, self._samples[number % len(self._samples)])
                 number += concurrency
-                answered += counted_from_s <= time.monotonic() < end_s
+                now_s = time.monotonic()
+                if counted_from_s <= now_s < end_s:
+                    took_s.append(now_s - sent_s)
+                sent_s = now_s
 
         await asyncio.gather(*(keep_one(first) for first in range(concurrency)))
-        return answered / (end_s - counted_from_s)
+        return np.array(took_s)
 
     async def _send(self, log: _Log, number: int, due_s: float, deadline_s: float | None) -> None:
         sample = number % len(self._samples)

@@ -9,7 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from offramp.bundle import Bundle
+from offramp.engine.generation import STAGE_OVERHEAD_S
 from offramp.engine.options import ModelOptions
 from offramp.engine.plan import Mode
 from offramp.engine.scheduling import (
@@ -17,10 +21,10 @@ from offramp.engine.scheduling import (
     ParallelLimit,
     PolicyName,
 )
-from offramp.engine.served_model import STAGE_OVERHEAD_S, scheduler_of
+from offramp.engine.served_model import scheduler_of
 from offramp.tools.bench.dynamics import Run, write_page
 from offramp.tools.bench.environment import check_outputs, describe_environment, write_json
-from offramp.tools.bench.numbers import positive
+from offramp.tools.bench.numbers import positive, share
 from offramp.tools.bench.outcomes import Outcomes, hdr_table, summarise, timeline
 from offramp.tools.bench.simulation import draw_load, model_of, simulate
 from offramp.tools.bench.table import print_summaries, wide_console
@@ -31,12 +35,13 @@ Drive the server's own scheduler and policies on virtual time. Stages take as lo
 profile says; whether a sample leaves is what was recorded of it at calibration. All figures are
 simulated."""
 
-_SOURCE = "source:"
+_MODES = {"source": Mode.OFF, "release": Mode.RELEASE, "audit": Mode.AUDIT}
+"""By what stands before a policy's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """What is simulated: a policy on the multi-exit model, or on the source model."""
+    """What is simulated: a policy on the multi-exit model in some mode, or on the source model."""
 
     label: str
     mode: Mode
@@ -44,13 +49,15 @@ class System:
 
     @classmethod
     def parse(cls, text: str) -> System:
-        """Read ``slackfit`` or ``source:clockwork``.
+        """Read ``slackfit``, ``source:clockwork`` or ``audit:run-through``.
 
         Raises:
             ValueError: There is no such policy.
         """
-        mode = Mode.OFF if text.startswith(_SOURCE) else Mode.LEAVE
-        return cls(text, mode, PolicyName.parse(text.removeprefix(_SOURCE)))
+        before, colon, name = text.partition(":")
+        if colon and before in _MODES:
+            return cls(text, _MODES[before], PolicyName.parse(name))
+        return cls(text, Mode.LEAVE, PolicyName.parse(text))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +85,14 @@ def add_parser(commands: Any) -> None:
         default="run-through,source:clockwork",
         metavar="NAME,NAME,…",
         help=f"{', '.join(POLICIES)} (fixed:EXIT, fixed:final); with source: before it, on the "
-        "source model",
+        "source model; with release: or audit:, in that mode",
+    )
+    add(
+        "--audit-probability",
+        type=share,
+        default=0.05,
+        metavar="Q",
+        help="of audit:, how likely a sample runs on after its answer",
     )
     add_trace_arguments(parser)
     add("--workers", type=positive, default=1, metavar="N", help="devices, or streams of one")
@@ -170,6 +184,7 @@ def _runs(
             slo_s=float("inf") if options.slo_ms is None else options.slo_ms / 1e3,
             seed=options.seed,
         )
+        runs_on = running_on(system.mode, len(trace.arrivals_s), options)
         started_s = time.perf_counter()
         outcomes = simulate(
             model.behaviour,
@@ -177,10 +192,20 @@ def _runs(
             model.seconds,
             load,
             streams=options.workers,
+            runs_on=runs_on,
         )
         elapsed_s = time.perf_counter() - started_s
         speed = len(trace.arrivals_s) / elapsed_s
         yield Simulated(label=system.label, outcomes=outcomes, requests_per_second=speed)
+
+
+def running_on(mode: Mode, requests: int, options: argparse.Namespace) -> NDArray[np.bool_] | None:
+    """[requests]: which run on after an early answer; ``None`` where none does."""
+    if not mode.observed:
+        return None
+    probability = 1.0 if mode is Mode.RELEASE else options.audit_probability
+    drawn: NDArray[np.bool_] = np.random.default_rng(options.seed).random(requests) < probability
+    return drawn
 
 
 def _tell(runs: list[Simulated], trace: Trace, options: argparse.Namespace) -> None:

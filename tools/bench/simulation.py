@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
+from offramp.engine.generation import points_of
 from offramp.engine.options import ModelOptions
 from offramp.engine.plan import Mode, make_plan
 from offramp.engine.scheduling import (
@@ -29,7 +30,6 @@ from offramp.engine.scheduling import (
     Wait,
 )
 from offramp.engine.scheduling.points import CERTIFY_SPLIT
-from offramp.engine.served_model import points_of
 from offramp.tools.bench.outcomes import FINAL, Outcomes, Status
 
 _NEVER = float("inf")
@@ -126,6 +126,7 @@ def simulate(  # noqa: PLR0915 - one loop, and few calls in it: it is what a req
     load: Load,
     *,
     streams: int,
+    runs_on: NDArray[np.bool_] | None = None,
 ) -> Outcomes:
     """Run a load to its end on virtual time.
 
@@ -136,6 +137,7 @@ def simulate(  # noqa: PLR0915 - one loop, and few calls in it: it is what a req
             scheduler predicts may differ.
         load: What arrives when.
         streams: As many as the scheduler was made for.
+        runs_on: [requests]: which run on after an early answer; ``None`` is none.
     """
     leaves_at = model.leaves_at[load.records]
     log = _Log()
@@ -164,7 +166,8 @@ def simulate(  # noqa: PLR0915 - one loop, and few calls in it: it is what a req
             now_s, stream = heapq.heappop(ends)
             run = running.pop(stream)
             exited = leaves_at[run.requests] == run.stage
-            released, _, survivors, parked, _ = scheduler.done(stream, exited, now_s)
+            audited = None if runs_on is None else runs_on[run.requests]
+            released, _, survivors, parked, _ = scheduler.done(stream, exited, now_s, audited)
             if len(released):
                 log.answered(run, released, now_s)
             goes_on = parked is None and len(survivors) > 0

@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 
 from offramp.engine.errors import BackendError, DeadlineExceededError, EngineError
-from offramp.engine.ledger import Ledger
+from offramp.engine.ledger import Given, Ledger
 from offramp.engine.outbox import Outbox
 from offramp.engine.requests import PendingRequest
 from offramp.engine.scheduling import DropCause, Dropped
-from offramp.engine.statistics import Counters, StageCounters
+from offramp.engine.statistics import Counters, Place, StageCounters
 
 
 def ledger() -> Ledger:
-    counters = Counters([StageCounters("exit 0", 0.9), StageCounters("final", 0.0)])
-    return Ledger("m", counters, Outbox(threading.Lock(), lambda: 2.0), lambda: 2.0)
+    return Ledger("m", Counters(), Outbox(threading.Lock(), lambda: 2.0), lambda: 2.0)
 
 
 def request(count: int) -> PendingRequest:
@@ -39,15 +38,20 @@ def request(count: int) -> PendingRequest:
 
 def answer(book: Ledger, *rows: int) -> None:
     n = len(rows)
-    book.answer(
-        1,
-        0,
+    given = Given(
         3,
-        rows=np.array(rows),
-        answer=np.full((n, 2), 0.5),
-        confidence=np.full(n, 0.5, np.float32),
-        forced=np.array([row % 2 == 1 for row in rows]),
+        np.array(rows),
+        np.full((n, 2), 0.5),
+        np.full(n, 0.5, np.float32),
+        np.array([row % 2 == 1 for row in rows]),
+        policy_version=7,
     )
+    book.answer(1, stage(book), given)
+
+
+def stage(book: Ledger) -> StageCounters:
+    """Of exit 3."""
+    return book.counters.under([Place(3, "exit 3", 0.9)])[0]
 
 
 def test_answers_are_gathered_from_batches_in_any_order() -> None:
@@ -59,7 +63,7 @@ def test_answers_are_gathered_from_batches_in_any_order() -> None:
     assert (len(book), asked.remaining, asked.error) == (0, 0, None)
     assert asked.exits.tolist() == [3, 3, 3]
     assert asked.forced.tolist() == [False, True, False]
-    assert (book.counters.stages[0].answered, book.counters.stages[0].forced) == (3, 1)
+    assert (stage(book).answered, stage(book).forced) == (3, 1)
     assert book.counters.latency_s.snapshot().total == 1.0
 
 
@@ -84,7 +88,7 @@ def test_an_answer_that_comes_after_its_request_was_given_up_is_counted_as_that(
     expected = {cause.value: 2}
     expected[counted] = expected.get(counted, 0) + 3
     assert book.counters.failed == expected
-    assert book.counters.stages[0].answered == 0
+    assert stage(book).answered == 0
     assert book.counters.latency_s.snapshot().count == 0
 
 
@@ -115,4 +119,4 @@ def test_failing_all_closes_every_request() -> None:
     answer(book, 1, 2)
     assert (len(book), str(asked.error)) == (0, "out of service")
     assert book.counters.failed == {"backend_error": 2}
-    assert book.counters.stages[0].answered == 1
+    assert stage(book).answered == 1

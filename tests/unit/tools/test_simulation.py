@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -25,7 +27,14 @@ BEHAVIOUR = Behaviour(
 """Record 0 leaves at exit 5 and disagrees there, record 1 runs to the end."""
 
 
-def run(load: Load, policy: str = "delay", *, streams: int = 1, max_queue: int = 100) -> Outcomes:
+def run(
+    load: Load,
+    policy: str = "delay",
+    *,
+    streams: int = 1,
+    max_queue: int = 100,
+    runs_on: Sequence[bool] | None = None,
+) -> Outcomes:
     latencies = Latencies(SECONDS)
     points = OperatingPoints(
         points=(
@@ -37,7 +46,8 @@ def run(load: Load, policy: str = "delay", *, streams: int = 1, max_queue: int =
     scheduler = make_scheduler(
         PolicyName.parse(policy), points, max_batch_size=2, max_queue=max_queue, streams=streams
     )
-    return simulate(BEHAVIOUR, scheduler, SECONDS, load, streams=streams)
+    drawn = None if runs_on is None else np.array(runs_on)
+    return simulate(BEHAVIOUR, scheduler, SECONDS, load, streams=streams, runs_on=drawn)
 
 
 def load(*requests: tuple[float, int], slo_s: float = float("inf")) -> Load:
@@ -45,6 +55,16 @@ def load(*requests: tuple[float, int], slo_s: float = float("inf")) -> Load:
     return Load(
         arrivals_s=np.array(arrivals), records=np.array(records), slo_s=slo_s, duration_s=20.0
     )
+
+
+@pytest.mark.parametrize(("runs_on", "second_s"), [([False, True], 3.5), ([True, True], 5.5)])
+def test_an_answered_request_that_runs_on_keeps_its_stream(
+    runs_on: list[bool], second_s: float
+) -> None:
+    """Answered at 1.0 either way; the second starts then, or after the first has ended at 3.0."""
+    found = run(load((0.0, 0), (0.5, 1)), runs_on=runs_on)
+    np.testing.assert_allclose(found.latency_s, [1.0, second_s])
+    assert found.exit.tolist() == [5, FINAL]
 
 
 def test_requests_batch_leave_and_run_on_at_exact_instants() -> None:

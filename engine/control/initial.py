@@ -1,0 +1,122 @@
+"""The policy that a controller starts with: the bundle's, cut down to a budget and constraint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import NEVER, ActiveExit, ExitPolicy, Promise
+from offramp.engine.control.agreement import common_path, fit_agreement
+from offramp.engine.control.certify import certify
+from offramp.engine.control.costs import CostModel
+from offramp.engine.control.records import evaluate
+
+TUNE, CERTIFY = 1, 2
+"""Marks of the splits in a bundle's records."""
+
+
+def within_budget(
+    policy: ExitPolicy,
+    costs: CostModel,
+    records: Mapping[str, NDArray[Any]],
+    *,
+    max_overhead: float,
+) -> tuple[int, ...]:
+    """Which of a policy's exits to keep so that the model's end comes late by so much at most.
+
+    The one whose absence costs least on the tuning split goes first (Apparate's ramp budget, 3.1;
+    which exits go is left open there).
+
+    Args:
+        policy: Names the exits, and the thresholds to compare them by.
+        costs: Of all exits.
+        records: A bundle's.
+        max_overhead: As a share of the source model's time.
+    """
+    thresholds = {active.exit: active.threshold for active in policy.active}
+    confidence, agrees = _split(records, TUNE)
+
+    def savings(exits: Sequence[int]) -> float:
+        if not exits:
+            return 0.0
+        rows = list(exits)
+        return evaluate(
+            confidence[rows],
+            agrees[rows],
+            costs.latency_ms(rows),
+            np.array([thresholds[e] for e in rows]),
+            vanilla_ms=costs.source_ms,
+        ).savings
+
+    exits = tuple(thresholds)
+    while exits and costs.overhead(exits) > max_overhead:
+        exits = max((tuple(e for e in exits if e != gone) for gone in exits), key=savings)
+    return exits
+
+
+def certified_on(
+    exits: Sequence[int],
+    costs: CostModel,
+    records: Mapping[str, NDArray[Any]],
+    *,
+    max_disagreement: float,
+    confidence: float,
+) -> ExitPolicy:
+    """The boldest policy of these exits that the calibration data certifies, version 1.
+
+    As ``eecompile`` finds the bundle's own: a path fixed by the tuning split, walked on the certify
+    split (:mod:`.certify`). Exits that it does not need look on at ``NEVER``.
+    """
+    rows = list(exits)
+    cautious = ExitPolicy(
+        version=1, active=tuple(ActiveExit(exit=e, threshold=NEVER) for e in exits)
+    )
+    if not rows:
+        return cautious
+    confidences, agrees = _split(records, TUNE)
+    path = common_path(
+        [fit_agreement(c, a) for c, a in zip(confidences[rows], agrees[rows], strict=True)]
+    )
+    confidences, agrees = _split(records, CERTIFY)
+    found = certify(
+        path,
+        confidences[rows],
+        agrees[rows],
+        max_disagreement=max_disagreement,
+        confidence_level=confidence,
+    )
+    if found is None:
+        return cautious
+    outcome = evaluate(
+        confidences[rows],
+        agrees[rows],
+        costs.latency_ms(rows),
+        found.thresholds,
+        vanilla_ms=costs.source_ms,
+    )
+    pairs = zip(exits, found.thresholds.tolist(), strict=True)
+    return replace(
+        cautious,
+        active=tuple(ActiveExit(exit=e, threshold=threshold) for e, threshold in pairs),
+        promise=Promise(
+            max_disagreement=max_disagreement,
+            confidence=confidence,
+            certify_samples=found.samples,
+            certify_errors=found.errors,
+            p_value=found.p_value,
+            predicted_savings=outcome.savings,
+        ),
+    )
+
+
+def _split(
+    records: Mapping[str, NDArray[Any]], which: int
+) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """Confidence and agreement, [exits, samples], of one split."""
+    chosen = records["split"] == which
+    agrees = records["prediction"][:, chosen] == records["final_prediction"][chosen]
+    return records["confidence"][:, chosen], agrees

@@ -1,0 +1,238 @@
+"""Keeps what a controller knows over restarts: one file beside the bundle, whole or absent.
+
+The bundle itself never changes, its hashes are checked; next to ``resnet.ee`` there is
+``resnet.ee.state.npz``. It is an archive of numpy, without pickles: the arrays, and one JSON text
+with everything else, in which ``{"$array": 3}`` stands for the array called ``array_3``.
+
+A state only helps to start faster. So whatever is wrong with the file, serving starts and goes on
+without it, and the log says why. Two servers of one bundle share the file: the last one to save
+wins, with a whole state, and each reads only what was kept under its own circumstances (the
+fingerprint).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import stat
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import Bundle
+from offramp.bundle.serde import to_plain
+
+_log = logging.getLogger(__name__)
+
+SCHEMA_VERSION: Final = 1
+SUFFIX: Final = ".state.npz"
+_DOCUMENT: Final = "document"
+"""Member that holds the JSON text, ASCII."""
+_ARRAY: Final = "array_"
+_REFERENCE: Final = "$array"
+_KINDS: Final = "biufcSUmM"
+"""Of the dtypes that numpy writes without pickles, and reads as they were."""
+
+_unwritable: set[Path] = set()
+"""Where the last attempt to save failed: one warning is enough until one succeeds."""
+
+
+class _UnusableError(Exception):
+    """The file is not what :func:`save_state` wrote."""
+
+
+def state_path_of(bundle: str | os.PathLike[str]) -> Path:
+    """Where the state for a bundle is kept: beside it, and beside the folder if it is a link."""
+    place = Path(bundle).resolve()
+    return place.with_name(place.name + SUFFIX)
+
+
+def identity_of(bundle: Bundle) -> dict[str, str]:
+    """What tells a bundle from any other, for a fingerprint: SHA-256 of what its manifest says.
+
+    The manifest holds the hashes of all other files, the policy's and the weights' among them, so
+    it changes with any of them.
+    """
+    content = json.dumps(to_plain(bundle.manifest), sort_keys=True).encode()
+    return {"bundle": hashlib.sha256(content).hexdigest()}
+
+
+def save_state(
+    path: str | os.PathLike[str], state: Mapping[str, Any], *, fingerprint: Mapping[str, str]
+) -> bool:
+    """Keep a state, in place of the one kept before; readers find either, whole.
+
+    Args:
+        path: Of the file, see :func:`state_path_of`.
+        state: ``None``, bools, ints, floats (NaN and infinities too), strings and numpy arrays, in
+            lists and in mappings by string, to any depth. These come back as they were, arrays with
+            dtype and shape. Tuples come back as lists, numpy's scalars as Python's. Nobody may
+            change it meanwhile.
+        fingerprint: Circumstances that it was found under, and is of use under.
+
+    Returns:
+        Whether it is kept. If the file system refuses, a warning says so, once.
+
+    Raises:
+        TypeError: There is something else in the state; names the place.
+    """
+    place = Path(path)
+    arrays: list[NDArray[Any]] = []
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "fingerprint": dict(fingerprint),
+        "state": _encode(state, "state", arrays),
+    }
+    members = {f"{_ARRAY}{index}": array for index, array in enumerate(arrays)}
+    members[_DOCUMENT] = np.array(json.dumps(document).encode())
+    try:
+        _write(place, members)
+    except OSError as error:
+        if place not in _unwritable:
+            _unwritable.add(place)
+            _log.warning(
+                "%s cannot be written (%s): what is learned is lost with the server; make its "
+                "folder writable",
+                place,
+                error,
+            )
+        return False
+    _unwritable.discard(place)
+    return True
+
+
+def load_state(
+    path: str | os.PathLike[str], *, fingerprint: Mapping[str, str]
+) -> Mapping[str, Any] | None:
+    """Give the state that was kept under the same circumstances.
+
+    Args:
+        path: As given to :func:`save_state`.
+        fingerprint: As of now.
+
+    Returns:
+        The state; ``None`` if there is none, if it was kept under other circumstances or by another
+        version (the log says which), or if the file cannot be read or is not a state (a warning).
+    """
+    place = Path(path)
+    try:
+        return _read(place, fingerprint)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _log.warning("%s cannot be read (%s); starting afresh", place, error)
+        return None
+    except Exception as error:  # zipfile, zlib, numpy and json raise many kinds for damage
+        _log.warning(
+            "%s is damaged or something else (%s: %s); starting afresh",
+            place,
+            type(error).__name__,
+            error,
+        )
+        return None
+
+
+def _write(place: Path, members: Mapping[str, NDArray[Any]]) -> None:
+    """Write a temporary file, and put it in place in one step once it is on the disk."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{place.name}.", suffix=".tmp", dir=place.parent)
+    scratch = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            np.savez(file, **members)  # type: ignore[arg-type]
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(place)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _read(place: Path, fingerprint: Mapping[str, str]) -> dict[str, Any] | None:
+    if not stat.S_ISREG(place.stat().st_mode):  # a pipe would never end
+        raise _UnusableError("not a regular file")
+    with place.open("rb") as file:
+        members = _members(file)
+    document = json.loads(members[_DOCUMENT].item())
+    if (version := document["schema_version"]) != SCHEMA_VERSION:
+        _log.info(
+            "%s is of schema version %r, this Offramp reads %d; starting afresh",
+            place,
+            version,
+            SCHEMA_VERSION,
+        )
+        return None
+    if differs := _differences(document["fingerprint"], fingerprint):
+        _log.info("%s was kept for another %s; starting afresh", place, differs)
+        return None
+    state = _decode(document["state"], members)
+    if not isinstance(state, dict):
+        raise _UnusableError(f"expected a mapping, found {type(state).__name__}")
+    return state
+
+
+def _members(file: IO[bytes]) -> dict[str, NDArray[Any]]:
+    with zipfile.ZipFile(file) as archive:
+        if (damaged := archive.testzip()) is not None:  # numpy alone may stop before a checksum
+            raise _UnusableError(f"checksum of {damaged}")
+    file.seek(0)
+    with np.load(file, allow_pickle=False) as members:
+        return dict(members)
+
+
+def _differences(kept: Mapping[str, Any], now: Mapping[str, str]) -> str:
+    """Name what differs, with both values; empty if nothing does."""
+    names = sorted(name for name in kept.keys() | now.keys() if kept.get(name) != now.get(name))
+    return ", ".join(
+        f"{name} ({kept.get(name, 'none')!s:.16}, now {now.get(name, 'none')!s:.16})"
+        for name in names
+    )
+
+
+def _encode(value: Any, where: str, arrays: list[NDArray[Any]]) -> Any:
+    """Give JSON values; arrays go to ``arrays``."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_encode(item, f"{where}[{i}]", arrays) for i, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        return {
+            _escape(key, where): _encode(item, f"{where}[{key!r}]", arrays)
+            for key, item in value.items()
+        }
+    if type(value) is np.ndarray and value.dtype.kind in _KINDS:
+        arrays.append(value)
+        return {_REFERENCE: len(arrays) - 1}
+    kind = f"array of dtype {value.dtype}" if isinstance(value, np.ndarray) else type(value)
+    raise TypeError(
+        f"{where} is a {kind} and cannot be kept; expected None, bool, int, float, str, a list, "
+        "a mapping or a plain numpy array of numbers or strings"
+    )
+
+
+def _escape(key: Any, where: str) -> str:
+    """Double the ``$`` that a key begins with, so that none reads as a reference."""
+    if not isinstance(key, str):
+        raise TypeError(f"{where} has the key {key!r}; expected strings")
+    return f"${key}" if key.startswith("$") else key
+
+
+def _decode(value: Any, arrays: Mapping[str, NDArray[Any]]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, arrays) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _REFERENCE in value:
+        return arrays[f"{_ARRAY}{value[_REFERENCE]}"]
+    return {_unescape(key): _decode(item, arrays) for key, item in value.items()}
+
+
+def _unescape(key: str) -> str:
+    return key.removeprefix("$") if key.startswith("$$") else key

@@ -1,0 +1,114 @@
+"""The controller of a served bundle, by the name on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from numpy.typing import NDArray
+
+from offramp.bundle import Bundle, ExitPolicy
+from offramp.engine.control.adjustment import DEFAULT_MAX_OVERHEAD
+from offramp.engine.control.apparate import ApparateController, ApparateSettings
+from offramp.engine.control.controller import Controller
+from offramp.engine.control.costs import CostModel
+from offramp.engine.control.initial import certified_on, within_budget
+from offramp.engine.control.static import StaticController
+from offramp.engine.control_state import identity_of
+from offramp.engine.options import ModelOptions
+from offramp.engine.plan import Mode
+
+MAX_DISAGREEMENT: Final = 0.01
+"""The constraint where neither bundle nor user names one: a bundle without exits promises none."""
+STATIC_AUDIT_PROBABILITY: Final = 0.05
+"""Of a static policy in audit mode: it has no evidence to aim for."""
+
+
+def make_controller(
+    bundle: Bundle, mode: Mode, options: ModelOptions
+) -> tuple[Controller, Mapping[str, str]]:
+    """Make the controller that the options name.
+
+    In release mode everything runs to the end, so that exits only cost throughput: there the ramp
+    budget is Apparate's 2 % unless the options say otherwise, and exits beyond it are left out.
+
+    Returns:
+        The controller, and the fingerprint of what its state is good for.
+    """
+    records = bundle.records()
+    promise = bundle.policy.promise
+    compiled_for = MAX_DISAGREEMENT if promise is None else promise.max_disagreement
+    max_disagreement = options.max_disagreement or compiled_for
+    costs = CostModel.of(bundle.manifest, bundle.profile(), options.max_batch_size)
+    budget = ramp_budget(bundle.policy, costs, mode, options)
+    policy = _start(bundle.policy, costs, records, options, (max_disagreement, budget))
+    controller: Controller
+    if options.controller == "static":
+        controller = StaticController(
+            policy,
+            max_disagreement=max_disagreement,
+            confidence=options.confidence,
+            audit_probability=1.0 if mode is Mode.RELEASE else STATIC_AUDIT_PROBABILITY,
+        )
+    elif options.controller == "apparate":
+        settings = ApparateSettings(
+            max_disagreement=max_disagreement, max_overhead=budget, confidence=options.confidence
+        )
+        controller = ApparateController(policy, costs, settings)
+    else:
+        from offramp.engine.control.certified import CertifiedController, CertifiedSettings
+
+        controller = CertifiedController(
+            policy,
+            costs,
+            records,
+            CertifiedSettings(
+                max_disagreement=max_disagreement,
+                confidence=options.confidence,
+                audit_budget=options.audit_budget,
+                release=mode is Mode.RELEASE,
+            ),
+        )
+    fingerprint = {
+        **identity_of(bundle),
+        "mode": mode.value,
+        "controller": options.controller,
+        "max_disagreement": repr(max_disagreement),
+        "confidence": repr(options.confidence),
+        "ramp_budget": repr(budget),
+    }
+    return controller, fingerprint
+
+
+def ramp_budget(policy: ExitPolicy, costs: CostModel, mode: Mode, options: ModelOptions) -> float:
+    """How much later the model's end may come for the exits in use, as a share."""
+    if options.ramp_budget is not None:
+        return options.ramp_budget
+    if mode is Mode.RELEASE:
+        return DEFAULT_MAX_OVERHEAD
+    return max(costs.overhead([active.exit for active in policy.active]), 0.1)
+
+
+def _start(
+    policy: ExitPolicy,
+    costs: CostModel,
+    records: Mapping[str, NDArray[Any]],
+    options: ModelOptions,
+    limits: tuple[float, float],
+) -> ExitPolicy:
+    """The bundle's policy, or where it does not suit, one that was certified the same way."""
+    max_disagreement, budget = limits
+    kept = within_budget(policy, costs, records, max_overhead=budget)
+    promise = policy.promise
+    suits = promise is not None and (
+        promise.max_disagreement <= max_disagreement and promise.confidence >= options.confidence
+    )
+    if suits and len(kept) == len(policy.active):
+        return policy
+    return certified_on(
+        kept,
+        costs,
+        records,
+        max_disagreement=max_disagreement,
+        confidence=options.confidence,
+    )

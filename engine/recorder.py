@@ -1,0 +1,163 @@
+"""What becomes of every sample, kept in arrays until a controller reads it.
+
+Written by the streams' threads as samples pass, without a lock: every sample has a place of its
+own, by its serial number, in buffers that are made once. Read by one other thread, in the order in
+which samples were started, up to the first that is still under way: were they read as they finish,
+those that leave would be counted before those that are audited.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.engine.control.observations import UNKNOWN, Observations
+
+CAPACITY: Final = 1 << 14
+"""Samples remembered; a power of two."""
+_MOST_AT_ONCE: Final = 1 << 12
+"""Samples read by one call."""
+_NOBODY: Final = -1
+_RUNNING, _FINISHED, _LOST = np.uint8(0), np.uint8(1), np.uint8(2)
+
+Serials = NDArray[np.int64]
+
+
+class Recorder:
+    """A ring of samples by serial number, and the coins that say who is audited."""
+
+    def __init__(self, exits: int, *, seed: int | None = None, capacity: int = CAPACITY) -> None:
+        """Start empty, with audits of everything.
+
+        Args:
+            exits: K, all exits of the bundle, in use or not.
+            seed: Of the coins; ``None`` takes one from the system.
+            capacity: Samples remembered, a power of two.
+
+        Raises:
+            ValueError: The capacity is none.
+        """
+        if capacity < 1 or capacity & (capacity - 1):
+            raise ValueError(f"capacity is {capacity}, expected a power of two")
+        self.audit_probability = 1.0
+        """Of samples that are started from now on."""
+        self.lost = 0
+        """Samples of which nothing is known: their batch failed, they were late, withdrawn, or
+        nobody read in time."""
+        self._random = np.random.default_rng(seed)
+        self._mask = capacity - 1
+        self._read = 0
+        """The first serial number that was not read."""
+        self._serial = np.full(capacity, _NOBODY, np.int64)
+        self._state = np.full(capacity, _RUNNING, np.uint8)
+        self._confidence = np.full((exits, capacity), np.nan, np.float32)
+        self._prediction = np.full((exits, capacity), UNKNOWN, np.int32)
+        self._answered_at = np.full(capacity, exits, np.int64)
+        self._final = np.full(capacity, UNKNOWN, np.int32)
+        self._audit_probability = np.ones(capacity)
+        self._runs_on = np.ones(capacity, np.bool_)
+        self._version = np.zeros(capacity, np.int64)
+        self._forced = np.zeros(capacity, np.bool_)
+
+    @property
+    def exits(self) -> int:
+        """K."""
+        return len(self._confidence)
+
+    def start(self, serials: Serials, version: int, *, forced: bool = False) -> None:
+        """Take note of samples that start, under which policy, and toss their coins.
+
+        Args:
+            serials: [n].
+            version: Of the policy.
+            forced: Whether they will have to leave before the model's end.
+        """
+        slots = serials & self._mask
+        self._state[slots] = _RUNNING  # before the serial: a reader must not take the last owner's
+        self._confidence[:, slots] = np.nan
+        self._prediction[:, slots] = UNKNOWN
+        self._answered_at[slots] = self.exits
+        self._final[slots] = UNKNOWN
+        probability = self.audit_probability
+        self._audit_probability[slots] = probability
+        self._runs_on[slots] = self._random.random(len(slots)) < probability
+        self._version[slots] = version
+        self._forced[slots] = forced
+        self._serial[slots] = serials
+
+    def runs_on(self, serials: Serials) -> NDArray[np.bool_]:
+        """[n]: whose coin says that they run on after an early answer."""
+        chosen: NDArray[np.bool_] = self._runs_on[serials & self._mask]
+        return chosen
+
+    def passed(
+        self,
+        serials: Serials,
+        exit_index: int,
+        confidence: NDArray[np.float32],
+        prediction: NDArray[np.int64],
+    ) -> None:
+        """Take note of what an exit said of samples, whether it answered them or not."""
+        slots = serials & self._mask
+        self._confidence[exit_index, slots] = confidence
+        self._prediction[exit_index, slots] = prediction
+
+    def answered(self, serials: Serials, exit_index: int, forced: NDArray[np.bool_]) -> None:
+        """Take note of samples that an exit answered; ``forced`` [n] are below its threshold."""
+        slots = serials & self._mask
+        self._answered_at[slots] = exit_index
+        self._forced[slots] |= forced
+
+    def final(self, serials: Serials, prediction: NDArray[np.int64]) -> None:
+        """Take note of what the model's end said of samples."""
+        self._final[serials & self._mask] = prediction
+
+    def finish(self, serials: Serials) -> None:
+        """Say that no more will be known of samples."""
+        self._state[serials & self._mask] = _FINISHED
+
+    def lose(self, serials: Serials) -> None:
+        """Say that samples left otherwise than they were meant to: they are no evidence."""
+        self._state[serials & self._mask] = _LOST
+
+    def take(self) -> Observations | None:
+        """What is known of the next samples, in the order in which they were started.
+
+        ``None`` if the next one is still under way. One reader.
+        """
+        self._skip_overwritten()
+        expected = np.arange(self._read, self._read + min(_MOST_AT_ONCE, self._mask + 1))
+        slots = expected & self._mask
+        ready = (self._serial[slots] == expected) & (self._state[slots] != _RUNNING)
+        count = len(ready) if ready.all() else int(ready.argmin())
+        if not count:
+            return None
+        slots = slots[:count]
+        known = slots[self._state[slots] == _FINISHED]
+        seen = Observations(
+            confidence=self._confidence[:, known],
+            prediction=self._prediction[:, known],
+            answered_at=self._answered_at[known],
+            final=self._final[known],
+            audit_probability=self._audit_probability[known],
+            policy_version=self._version[known],
+            forced=self._forced[known],
+        )
+        overwritten = self._serial[slots[0]] != self._read
+        if overwritten:  # while it was read; the next call goes on behind it
+            return None
+        self._read += count
+        self.lost += count - len(known)
+        return seen if len(known) else None
+
+    def _skip_overwritten(self) -> None:
+        """Go on behind what was overwritten before it was read."""
+        newest = int(self._serial.max())
+        oldest = newest - self._mask
+        if self._read < oldest:
+            # Half of the ring ahead, so that the reader is not overrun again at once.
+            skipped = oldest + (self._mask + 1) // 2 - self._read
+            self.lost += skipped
+            self._read += skipped
