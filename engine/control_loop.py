@@ -156,13 +156,16 @@ class ControlLoop:
         if control.job is not None and control.job[1].done():
             (job, future), control.job = control.job, None
             try:
-                result = future.result()
+                controller.finish(job, future.result())
             except JobError as error:
                 _log.warning("%s: %s failed: %s", name, job.purpose, error)
-                result = None
-            controller.finish(job, result)
+                controller.finish(job, None)
         if control.job is None and (wanted := controller.take_job()) is not None:
-            control.job = (wanted, self._jobs.submit(wanted))
+            try:
+                control.job = (wanted, self._jobs.submit(wanted))
+            except (JobError, TypeError) as error:
+                _log.error("%s: %s cannot be computed: %s", name, wanted.purpose, error)  # noqa: TRY400
+                controller.finish(wanted, None)
 
     def _put_in_force(self, control: _Control) -> None:
         """Have batches start under the controller's policy, as soon as its stages are there."""

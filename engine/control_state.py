@@ -210,10 +210,12 @@ def _encode(value: Any, where: str, arrays: list[NDArray[Any]]) -> Any:
     if type(value) is np.ndarray and value.dtype.kind in _KINDS:
         arrays.append(value)
         return {_REFERENCE: len(arrays) - 1}
-    kind = f"array of dtype {value.dtype}" if isinstance(value, np.ndarray) else type(value)
+    kind = type(value).__name__
+    if isinstance(value, np.ndarray):
+        kind += f" of dtype {value.dtype}"
     raise TypeError(
-        f"{where} is a {kind} and cannot be kept; expected None, bool, int, float, str, a list, "
-        "a mapping or a plain numpy array of numbers or strings"
+        f"{where}: a value of type {kind} cannot be kept; expected None, bool, int, float, str, "
+        "a list, a mapping or a numpy.ndarray of numbers or strings"
     )
 
 

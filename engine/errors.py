@@ -12,7 +12,8 @@
     │   └── DrainingError          the engine is shutting down and takes no new requests
     ├── BackendError               ours or the model's: execution failed; its batch only
     │   └── OutOfServiceError      nothing can be executed now; another server may
-    └── OptionsError               whoever started the engine's: an option does not fit a model
+    ├── OptionsError               whoever started the engine's: an option does not fit a model
+    └── JobError                   a controller's job has no result (job_runner)
 """
 
 

@@ -55,10 +55,10 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, list):
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, np.ndarray):
-        same_kind = (one.dtype, one.shape) == (other.dtype, other.shape)
-        return same_kind and one.tobytes() == other.tobytes()
+        alike = one.dtype == other.dtype and one.shape == other.shape
+        return bool(alike and one.tobytes() == other.tobytes())
     if isinstance(one, float):
-        return one.hex() == other.hex()
+        return bool(one.hex() == other.hex())
     return bool(one == other)
 
 
@@ -126,13 +126,13 @@ def test_what_is_nearly_plain_comes_back_plain(place: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (np.array([None]), r"state\['a'\]\[1\] is a array of dtype object"),
-        (np.zeros(1, dtype=[("x", np.int8)]), r"state\['a'\]\[1\] is a array of dtype \[\('x'"),
-        (np.ma.masked_array([1], [True]), r"state\['a'\]\[1\]"),
-        (b"bytes", r"state\['a'\]\[1\] is a <class 'bytes'>"),
-        ({1, 2}, r"state\['a'\]\[1\] is a <class 'set'>"),
-        (1j, r"state\['a'\]\[1\] is a <class 'complex'>"),
-        (np.complex64(1j), r"state\['a'\]\[1\]"),
+        (np.array([None]), r"state\['a'\]\[1\]: .* ndarray of dtype object"),
+        (np.zeros(1, dtype=[("x", np.int8)]), r"state\['a'\]\[1\]: .* ndarray of dtype \[\('x'"),
+        (np.ma.masked_array([1], [True]), r"type MaskedArray of dtype int64"),
+        (b"bytes", r"state\['a'\]\[1\]: a value of type bytes cannot be kept"),
+        ({1, 2}, r"state\['a'\]\[1\]: a value of type set cannot be kept"),
+        (1j, r"state\['a'\]\[1\]: a value of type complex cannot be kept"),
+        (np.complex64(1j), "type complex cannot be kept"),
         ({7: "seven"}, r"state\['a'\]\[1\] has the key 7; expected strings"),
     ],
 )
@@ -361,13 +361,11 @@ def test_racing_writers_leave_one_whole_state(place: Path) -> None:
     states = [{"who": n, "counts": np.full(2000, n)} for n in range(3)]
     saved(place, states[0])
     barrier = threading.Barrier(len(states) + 1)
-    failed: list[int] = []
+    kept: list[bool] = []
 
     def write_often(state: dict[str, Any]) -> None:
         barrier.wait()
-        for _ in range(30):
-            if not save_state(place, state, fingerprint=HERE):
-                failed.append(state["who"])
+        kept.extend(save_state(place, state, fingerprint=HERE) for _ in range(30))
 
     threads = [threading.Thread(target=write_often, args=(state,)) for state in states]
     for thread in threads:
@@ -377,13 +375,13 @@ def test_racing_writers_leave_one_whole_state(place: Path) -> None:
         found = load_state(place, fingerprint=HERE)
         assert found is not None
         assert same(found, states[found["who"]])
-    assert failed == []
+    assert kept == [True] * 90
     assert list(place.parent.iterdir()) == [place]
 
 
 def test_a_state_lies_beside_its_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bundle = write(tmp_path / "m.ee")
-    expected = tmp_path.resolve() / "m.ee.state.npz"
+    bundle = write(tmp_path)
+    expected = bundle.path.resolve().with_name("small.ee.state.npz")
     assert state_path_of(bundle.path) == expected
     (tmp_path / "current.ee").symlink_to(bundle.path)
     assert state_path_of(tmp_path / "current.ee") == expected
@@ -394,7 +392,7 @@ def test_a_state_lies_beside_its_bundle(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_bundle_is_told_by_all_that_is_in_it(tmp_path: Path) -> None:
-    bundle = write(tmp_path / "m.ee")
+    bundle = write(tmp_path)
     assert identity_of(bundle) == identity_of(Bundle.open(bundle.path))
     assert len(identity_of(bundle)["bundle"]) == 64
     other_name = replace(bundle, manifest=replace(bundle.manifest, name="other"))
