@@ -8,8 +8,10 @@ from typing import Any, Final
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, ExitPolicy
+from offramp.engine.control.adjusting import AdjustingController
 from offramp.engine.control.adjustment import DEFAULT_MAX_OVERHEAD
 from offramp.engine.control.apparate import ApparateController, ApparateSettings
+from offramp.engine.control.certified import CertifiedController, CertifiedSettings
 from offramp.engine.control.controller import Controller
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.initial import certified_on, within_budget
@@ -56,9 +58,7 @@ def make_controller(
         )
         controller = ApparateController(policy, costs, settings)
     else:
-        from offramp.engine.control.certified import CertifiedController, CertifiedSettings
-
-        controller = CertifiedController(
+        certified = CertifiedController(
             policy,
             costs,
             records,
@@ -69,6 +69,7 @@ def make_controller(
                 release=mode is Mode.RELEASE,
             ),
         )
+        controller = AdjustingController(certified, costs, max_overhead=budget)
     fingerprint = {
         **identity_of(bundle),
         "mode": mode.value,

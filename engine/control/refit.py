@@ -1,0 +1,163 @@
+"""Where a ladder comes from: agreement curves, renewed from few samples, and levels chosen on them.
+
+The levels lie on one smooth path, thresholds at which every exit agrees equally surely, since a
+path fitted closely to few samples is never certified (findings 5). They are dense where the
+disagreement is near the bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from offramp.bundle.policy import NEVER
+from offramp.engine.control.agreement import AgreementCurve, common_path, fit_agreement, path_levels
+from offramp.engine.control.ladder import Outlook, outlook
+from offramp.engine.control.records import BoolArray, Float32Array, FloatArray
+from offramp.engine.control.window import Weighted
+
+LEVELS: Final = 60
+_CAUTIOUS, _BOLD = 0.02, 8.0
+"""Expected disagreement of the first and last level, as multiples of the bound. Curves may be
+wrong about data that drifted; so they are wide apart."""
+_RIDGE: Final = 4.0
+"""Samples that the curves known so far count for."""
+_LEAST_SLOPE: Final = 0.05
+"""Of a new curve, relative to the one known so far."""
+_NEWTON_STEPS: Final = 30
+_IDENTITY: Final = AgreementCurve(slope=1.0, intercept=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Fitted:
+    """A path to test."""
+
+    curves: tuple[AgreementCurve, ...]
+    """Per exit of the path."""
+    thresholds: FloatArray
+    """float64[levels, exits], the first answers nothing."""
+    risk: FloatArray
+    """float64[levels]: disagreement that the curves expect, rising."""
+    shares: FloatArray
+    """float64[levels, exits + 1]: of samples answered at each exit, the last at the end."""
+
+
+def fit_curves(confidence: Float32Array, agrees: BoolArray) -> tuple[AgreementCurve, ...]:
+    """Curves from scratch, one per row of float32[exits, n] confidences."""
+    return tuple(fit_agreement(c, a) for c, a in zip(confidence, agrees, strict=True))
+
+
+def refit(curves: Sequence[AgreementCurve], samples: Weighted, bound: float) -> Fitted:
+    """Renew curves from recent samples, and lay a path on them; what a tuning job runs.
+
+    Args:
+        curves: What is known so far, one per exit of the samples.
+        samples: At least one.
+        bound: ε.
+    """
+    renewed = tuple(
+        _renew(curve, confidence, agrees, samples.weight)
+        for curve, confidence, agrees in zip(
+            curves, samples.confidence, samples.agrees, strict=True
+        )
+    )
+    return lay_path(renewed, samples, bound=bound)
+
+
+def lay_path(
+    curves: Sequence[AgreementCurve],
+    samples: Weighted,
+    *,
+    bound: float,
+    through: FloatArray | None = None,
+) -> Fitted:
+    """Choose levels where the disagreement that curves expect is near the bound.
+
+    Args:
+        curves: One per exit; none makes the path that has only the level that answers nothing.
+        samples: What is served, to weigh expectations by; at least one.
+        bound: ε.
+        through: float64[exits] of one policy that shall be a level. More cautious levels are then
+            nowhere below it, and bolder ones nowhere above.
+    """
+    exits = len(curves)
+    if not exits:
+        nothing = np.zeros((1, 0))
+        return Fitted(curves=(), thresholds=nothing, risk=np.zeros(1), shares=np.ones((1, 1)))
+    path = common_path(curves, path_levels())
+    if through is not None:
+        path = np.concatenate(
+            [np.maximum(path, through), through[None, :], np.minimum(path, through)]
+        )
+        path[0] = NEVER
+    found = expect(path, curves, samples)
+    risk = np.maximum.accumulate(found.risk)
+    targets = np.geomspace(_CAUTIOUS, _BOLD, LEVELS - 1) * bound
+    chosen = {0, *np.minimum(np.searchsorted(risk, targets), len(path) - 1).tolist()}
+    if through is not None:
+        chosen.add(len(path) // 2)
+    rows = _distinct(path, sorted(chosen))
+    return Fitted(
+        curves=tuple(curves),
+        thresholds=path[rows],
+        risk=risk[rows],
+        shares=found.shares[rows],
+    )
+
+
+def expect(thresholds: FloatArray, curves: Sequence[AgreementCurve], samples: Weighted) -> Outlook:
+    """What curves say of every level of a path, float64[levels, exits], on some samples."""
+    loss = np.array(
+        [1 - c.probability(row) for c, row in zip(curves, samples.confidence, strict=True)]
+    )
+    return outlook(thresholds, samples.confidence, loss, samples.weight)
+
+
+def _distinct(path: FloatArray, rows: list[int]) -> list[int]:
+    """Leave out rows that repeat the one before."""
+    kept = rows[:1]
+    for row in rows[1:]:
+        if (path[row] != path[kept[-1]]).any():
+            kept.append(row)
+    return kept
+
+
+def _renew(
+    curve: AgreementCurve, confidence: Float32Array, agrees: BoolArray, weight: FloatArray
+) -> AgreementCurve:
+    """Fit logit P = a · (what the curve says) + b, drawn towards a = 1, b = 0.
+
+    Weighted samples count for as many as they are worth (Kish), not for as many as they stand for.
+    """
+    clipped = _IDENTITY.probability(confidence)
+    known = curve.slope * (np.log(clipped) - np.log1p(-clipped)) + curve.intercept
+    scaled = weight * (float(weight.sum()) / float((weight**2).sum()))
+    design = np.stack([known, np.ones_like(known)])
+    prior = np.array([1.0, 0.0])
+    found = prior.copy()
+    loss = _log_loss(found, design, scaled, agrees)
+    for _ in range(_NEWTON_STEPS):
+        probability = np.exp(-np.logaddexp(0.0, -(found @ design)))
+        gradient = design @ (scaled * (probability - agrees)) + _RIDGE * (found - prior)
+        curvature = (design * (scaled * probability * (1 - probability))) @ design.T
+        step = np.linalg.solve(curvature + _RIDGE * np.eye(2), gradient)
+        while (trial := _log_loss(found - step, design, scaled, agrees)) > loss:
+            step = step / 2  # convex: some fraction of a Newton step always helps
+            if np.abs(step).max() < 1e-9:
+                break
+        if np.abs(step).max() < 1e-8:
+            break
+        found, loss = found - step, trial
+    slope, intercept = max(float(found[0]), _LEAST_SLOPE), float(found[1])
+    return AgreementCurve(slope=slope * curve.slope, intercept=slope * curve.intercept + intercept)
+
+
+def _log_loss(
+    weights: FloatArray, design: FloatArray, scaled: FloatArray, agrees: BoolArray
+) -> float:
+    logit = weights @ design
+    penalty = _RIDGE / 2 * ((weights[0] - 1) ** 2 + weights[1] ** 2)
+    return float(scaled @ (np.logaddexp(0.0, logit) - agrees * logit) + penalty)
