@@ -5,6 +5,8 @@
     with Client("127.0.0.1:8001") as client:
         result = client.infer("model", {"image": images})
         result.outputs["logits"], result.exits, result.confidences
+        for result in client.infer_stream("model", {"image": images}):
+            result.kind  # "early", then "confirmation" or "correction"; or "answer" alone
 """
 
 from offramp.client.aio import AsyncClient
@@ -22,10 +24,17 @@ from offramp.client.errors import (
     ServerUnavailableError,
     UnknownModelError,
 )
-from offramp.client.results import InferResult, ModelMetadata, TensorMetadata
+from offramp.client.results import (
+    AnswerKind,
+    InferResult,
+    ModelMetadata,
+    StreamedResult,
+    TensorMetadata,
+)
 from offramp.client.sync import Client
 
 __all__ = [
+    "AnswerKind",
     "AsyncClient",
     "Client",
     "ConnectionFailedError",
@@ -40,6 +49,7 @@ __all__ = [
     "ServerBusyError",
     "ServerError",
     "ServerUnavailableError",
+    "StreamedResult",
     "TensorMetadata",
     "Tls",
     "UnknownModelError",

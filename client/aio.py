@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
@@ -12,8 +13,8 @@ from google.protobuf.message import Message
 from numpy.typing import ArrayLike
 
 from offramp.client.connection import DEFAULT_MAX_MESSAGE_MIB, DEFAULT_TIMEOUT_S, Settings, Tls
-from offramp.client.results import InferResult, ModelMetadata
-from offramp.client.wire import build_request, parse_metadata, parse_response
+from offramp.client.results import InferResult, ModelMetadata, StreamedResult
+from offramp.client.wire import build_request, parse_metadata, parse_response, parse_streamed
 from offramp.proto import messages
 from offramp.proto.descriptors import method_path
 
@@ -61,6 +62,11 @@ class AsyncClient:
         self._infer = self._method(
             "ModelInfer", messages.ModelInferRequest, messages.ModelInferResponse
         )
+        self._stream = self._channel.stream_stream(
+            method_path("ModelStreamInfer"),
+            request_serializer=messages.ModelInferRequest.SerializeToString,
+            response_deserializer=messages.ModelStreamInferResponse.FromString,
+        )
         self._metadata = self._method(
             "ModelMetadata", messages.ModelMetadataRequest, messages.ModelMetadataResponse
         )
@@ -98,6 +104,64 @@ class AsyncClient:
         """
         request = build_request(model, inputs, outputs=outputs, priority=priority)
         return parse_response(await self._call(self._infer, request, timeout_s))
+
+    async def infer_stream(
+        self,
+        model: str,
+        inputs: Mapping[str, ArrayLike],
+        *,
+        outputs: Sequence[str] | None = None,
+        timeout_s: float | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[StreamedResult, None]:
+        """Ask for the answers to n samples: the early ones first, the final ones when they come.
+
+        One result of kind ``answer`` is all there is unless exits answered some sample and the
+        server compares it with the unmodified model: always in release mode, now and then in
+        audit mode. Then the first result is ``early``, and a ``confirmation`` or a ``correction``
+        follows, which is left out should the server lose it.
+
+        ::
+
+            async for result in client.infer_stream("model", {"image": images}):
+                if result.kind is AnswerKind.CORRECTION:
+                    mend(result.outputs["logits"][result.corrected])
+
+        Closing the iterator withdraws the request. ``break`` alone leaves that to the garbage
+        collector, so enter ``contextlib.aclosing(client.infer_stream(...))`` to leave early.
+
+        Args:
+            model: As of :meth:`infer`, like the others.
+            inputs: The same.
+            outputs: The same.
+            timeout_s: Until the first answer, which is then its deadline on the server too. What
+                follows may take as long again as the client waits in calls without a limit.
+            priority: The same.
+
+        Raises:
+            OfframpError: As :meth:`infer`, with the first result that is asked for or after it.
+        """
+        request = build_request(
+            model, inputs, outputs=outputs, priority=priority, deadline_s=timeout_s
+        )
+        call = self._stream(timeout=self._settings.stream_timeout_s(timeout_s))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await call.write(request)
+                await call.done_writing()
+                response = await call.read()
+            while isinstance(response, messages.ModelStreamInferResponse):  # else it is EOF
+                result = parse_streamed(response, address=self._settings.address)
+                if result is not None:
+                    yield result
+                response = await call.read()
+        except TimeoutError as error:
+            assert timeout_s is not None
+            raise self._settings.late(timeout_s) from error
+        except grpc.RpcError as error:
+            raise self._settings.error(error) from error
+        finally:
+            call.cancel()
 
     async def metadata(self, model: str, *, timeout_s: float | None = None) -> ModelMetadata:
         """Inputs and outputs of a model; raises as :meth:`infer`."""

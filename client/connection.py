@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 import grpc
 import grpc.aio
 
-from offramp.client.errors import OfframpError, error_from_status
+from offramp.client.errors import DeadlineError, OfframpError, error_from_status
 
 DEFAULT_TIMEOUT_S: Final = 30.0
 DEFAULT_MAX_MESSAGE_MIB: Final = 64
@@ -83,6 +83,17 @@ class Settings:
         if timeout_s is None:
             return Limit(self.timeout_s, _PATIENCE)
         return Limit(timeout_s, None)
+
+    def stream_timeout_s(self, timeout_s: float | None) -> float | None:
+        """How long a stream may take whose first answer is due after ``timeout_s``.
+
+        What may follow the first answer has as long as a call that names no limit.
+        """
+        return None if self.timeout_s is None else self.timeout_s + (timeout_s or 0.0)
+
+    def late(self, timeout_s: float) -> DeadlineError:
+        """The first answer of a stream did not come in time."""
+        return DeadlineError(f"{self.address}: no answer within {timeout_s:g} s")
 
     def error(self, error: grpc.RpcError) -> OfframpError:
         """What a failed call means; to be raised from ``error``."""

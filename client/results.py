@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,33 @@ class InferResult:
     agreement does not hold for it."""
     policy_version: int
     """Version of the exit policy that was in force."""
+
+
+class AnswerKind(StrEnum):
+    """What a result of ``infer_stream`` is."""
+
+    ANSWER = "answer"
+    """The only one."""
+    EARLY = "early"
+    """Exits gave it; the model's end has yet to speak of some of the samples."""
+    CONFIRMATION = "confirmation"
+    """The last one: the model's end agrees with the early answer."""
+    CORRECTION = "correction"
+    """The last one: it does not, about some sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedResult(InferResult):
+    """An answer to a request of n samples, of which there may be two."""
+
+    kind: AnswerKind
+    corrected: NDArray[np.bool_]
+    """[n]: whether the sample's class differs from that of the early answer."""
+
+    @property
+    def final(self) -> NDArray[np.bool_]:
+        """[n]: whose answer is the unmodified model's; the others keep that of their exit."""
+        return self.exits < 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
@@ -11,8 +12,8 @@ from google.protobuf.message import Message
 from numpy.typing import ArrayLike
 
 from offramp.client.connection import DEFAULT_MAX_MESSAGE_MIB, DEFAULT_TIMEOUT_S, Settings, Tls
-from offramp.client.results import InferResult, ModelMetadata
-from offramp.client.wire import build_request, parse_metadata, parse_response
+from offramp.client.results import InferResult, ModelMetadata, StreamedResult
+from offramp.client.wire import build_request, parse_metadata, parse_response, parse_streamed
 from offramp.proto import messages
 from offramp.proto.descriptors import method_path
 
@@ -58,6 +59,11 @@ class Client:
         self._infer = self._method(
             "ModelInfer", messages.ModelInferRequest, messages.ModelInferResponse
         )
+        self._stream = self._channel.stream_stream(
+            method_path("ModelStreamInfer"),
+            request_serializer=messages.ModelInferRequest.SerializeToString,
+            response_deserializer=messages.ModelStreamInferResponse.FromString,
+        )
         self._metadata = self._method(
             "ModelMetadata", messages.ModelMetadataRequest, messages.ModelMetadataResponse
         )
@@ -95,6 +101,63 @@ class Client:
         """
         request = build_request(model, inputs, outputs=outputs, priority=priority)
         return parse_response(self._call(self._infer, request, timeout_s))
+
+    def infer_stream(
+        self,
+        model: str,
+        inputs: Mapping[str, ArrayLike],
+        *,
+        outputs: Sequence[str] | None = None,
+        timeout_s: float | None = None,
+        priority: int = 0,
+    ) -> Generator[StreamedResult, None, None]:
+        """Ask for the answers to n samples: the early ones first, the final ones when they come.
+
+        One result of kind ``answer`` is all there is unless exits answered some sample and the
+        server compares it with the unmodified model: always in release mode, now and then in
+        audit mode. Then the first result is ``early``, and a ``confirmation`` or a ``correction``
+        follows, which is left out should the server lose it.
+
+        ::
+
+            for result in client.infer_stream("model", {"image": images}):
+                if result.kind is AnswerKind.CORRECTION:
+                    mend(result.outputs["logits"][result.corrected])
+
+        Closing the iterator withdraws the request.
+
+        Args:
+            model: As of :meth:`infer`, like the others.
+            inputs: The same.
+            outputs: The same.
+            timeout_s: Until the first answer, which is then its deadline on the server too. What
+                follows may take as long again as the client waits in calls without a limit.
+            priority: The same.
+
+        Raises:
+            OfframpError: As :meth:`infer`, with the first result that is asked for or after it.
+        """
+        request = build_request(
+            model, inputs, outputs=outputs, priority=priority, deadline_s=timeout_s
+        )
+        call = self._stream(iter((request,)), timeout=self._settings.stream_timeout_s(timeout_s))
+        # grpc can limit the whole call, but not the wait for its first message.
+        late = None if timeout_s is None else _Alarm(timeout_s, call.cancel)
+        try:
+            for response in call:
+                if late is not None:
+                    late.stop()
+                result = parse_streamed(response, address=self._settings.address)
+                if result is not None:
+                    yield result
+        except grpc.RpcError as error:
+            if late is not None and late.rang:
+                raise self._settings.late(late.delay_s) from error
+            raise self._settings.error(error) from error
+        finally:
+            if late is not None:
+                late.stop()
+            call.cancel()
 
     def metadata(self, model: str, *, timeout_s: float | None = None) -> ModelMetadata:
         """Inputs and outputs of a model; raises as :meth:`infer`."""
@@ -156,3 +219,23 @@ class Client:
             return method(request, timeout=limit.timeout, metadata=limit.metadata)
         except grpc.RpcError as error:
             raise self._settings.error(error) from error
+
+
+class _Alarm:
+    """Does something after a while, unless it is stopped before; on a thread of its own."""
+
+    def __init__(self, delay_s: float, action: Callable[[], object]) -> None:
+        self.delay_s = delay_s
+        self.rang = False
+        self._action = action
+        self._timer = threading.Timer(delay_s, self._ring)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def stop(self) -> None:
+        """Harmless if it rang, or was stopped before."""
+        self._timer.cancel()
+
+    def _ring(self) -> None:
+        self.rang = True
+        self._action()

@@ -5,16 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import grpc
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from offramp.client.errors import InvalidInputError, ResponseError
-from offramp.client.results import InferResult, ModelMetadata, TensorMetadata
+from offramp.client.errors import InvalidInputError, ResponseError, error_from_status
+from offramp.client.results import (
+    AnswerKind,
+    InferResult,
+    ModelMetadata,
+    StreamedResult,
+    TensorMetadata,
+)
 from offramp.proto.datatypes import TensorError, dtype_of
 from offramp.proto.messages import (
     ModelInferRequest,
     ModelInferResponse,
     ModelMetadataResponse,
+    ModelStreamInferResponse,
 )
 from offramp.proto.tensors import decode_tensors, encode_tensor
 
@@ -25,8 +33,16 @@ def build_request(
     *,
     outputs: Sequence[str] | None,
     priority: int,
+    deadline_s: float | None = None,
 ) -> ModelInferRequest:
-    """The request for one answer.
+    """The request for an answer.
+
+    Args:
+        model: Its name.
+        inputs: By name.
+        outputs: Names of those wanted; ``None`` is all.
+        priority: As in Triton.
+        deadline_s: From now on; only where it is not the call's own.
 
     Raises:
         InvalidInputError: An input has a dtype that cannot be sent, or ``priority`` is negative.
@@ -46,6 +62,8 @@ def build_request(
         request.outputs.add(name=name)
     if priority:
         request.parameters["priority"].uint64_param = priority
+    if deadline_s is not None:
+        request.parameters["timeout"].int64_param = max(1, round(deadline_s * 1e6))
     return request
 
 
@@ -55,29 +73,54 @@ def parse_response(response: ModelInferResponse) -> InferResult:
     Raises:
         ResponseError: It is malformed, or lacks what only Offramp servers send.
     """
+    return InferResult(**_fields(response))
+
+
+def parse_streamed(response: ModelStreamInferResponse, *, address: str) -> StreamedResult | None:
+    """The result that a response on a stream carries; ``None`` if it only says that none follows.
+
+    Raises:
+        OfframpError: The one that the server sent instead.
+        ResponseError: As :func:`parse_response`.
+    """
+    inner = response.infer_response
+    if response.error_message:
+        status = inner.parameters["offramp_status"].string_param
+        code = grpc.StatusCode.__members__.get(status, grpc.StatusCode.UNKNOWN)
+        raise error_from_status(code, response.error_message, address=address, from_server=True)
+    if inner.parameters["triton_final_response"].bool_param and not inner.outputs:
+        return None
+    known = _fields(inner)
+    answer = inner.parameters["offramp_answer"].string_param
+    if answer not in set(AnswerKind):
+        kinds = ", ".join(AnswerKind)
+        raise ResponseError(f"parameter 'offramp_answer' is {answer!r}, expected one of {kinds}")
+    corrected = _flags(inner, "offramp_corrected", len(known["exits"]))
+    return StreamedResult(**known, kind=AnswerKind(answer), corrected=corrected)
+
+
+def _fields(response: ModelInferResponse) -> dict[str, Any]:
+    """The fields of an :class:`InferResult`."""
     try:
         outputs = decode_tensors(response.outputs, response.raw_output_contents)
     except TensorError as error:
         raise ResponseError(f"the response is malformed: {error}") from error
     exits = _per_sample(response, "offramp_exits", np.int32)
     confidences = _per_sample(response, "offramp_confidences", np.float32)
-    forced = _forced(response, len(exits))
+    forced = _flags(response, "offramp_forced", len(exits))
     rows = {name: array.shape[0] if array.ndim else 0 for name, array in outputs.items()}
-    counts = {
+    _refuse_other_counts(
         **rows,
-        "offramp_exits": len(exits),
-        "offramp_confidences": len(confidences),
-        "offramp_forced": len(forced),
-    }
-    if len(set(counts.values())) != 1:
-        raise ResponseError(f"the response disagrees about its number of samples: {counts}")
-    return InferResult(
-        outputs=outputs,
-        exits=exits,
-        confidences=confidences,
-        forced=forced,
-        policy_version=response.parameters["offramp_policy_version"].int64_param,
+        offramp_exits=len(exits),
+        offramp_confidences=len(confidences),
     )
+    return {
+        "outputs": outputs,
+        "exits": exits,
+        "confidences": confidences,
+        "forced": forced,
+        "policy_version": response.parameters["offramp_policy_version"].int64_param,
+    }
 
 
 def parse_metadata(response: ModelMetadataResponse) -> ModelMetadata:
@@ -110,14 +153,20 @@ def _tensors(
         raise ResponseError(f"the model's metadata: {error}") from error
 
 
-def _forced(response: ModelInferResponse, samples: int) -> NDArray[np.bool_]:
-    """Absent where no sample was."""
-    if "offramp_forced" not in response.parameters:
+def _flags(response: ModelInferResponse, name: str, samples: int) -> NDArray[np.bool_]:
+    """Absent where no sample's is set."""
+    if name not in response.parameters:
         return np.zeros(samples, np.bool_)
-    values = _per_sample(response, "offramp_forced", np.int32)
+    values = _per_sample(response, name, np.int32)
     if not np.isin(values, (0, 1)).all():
-        raise ResponseError(f"parameter 'offramp_forced' has values besides 0 and 1: {values}")
+        raise ResponseError(f"parameter {name!r} has values besides 0 and 1: {values}")
+    _refuse_other_counts(offramp_exits=samples, **{name: len(values)})
     return values.astype(np.bool_)
+
+
+def _refuse_other_counts(**counts: int) -> None:
+    if len(set(counts.values())) != 1:
+        raise ResponseError(f"the response disagrees about its number of samples: {counts}")
 
 
 def _per_sample(response: ModelInferResponse, name: str, dtype: type[Any]) -> NDArray[Any]:

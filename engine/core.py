@@ -8,7 +8,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
@@ -227,7 +227,7 @@ class Engine:
         *,
         deadline_s: float | None = None,
         priority: int = 0,
-    ) -> AsyncIterator[StreamedResult]:
+    ) -> AsyncGenerator[StreamedResult, None]:
         """Answer a request early, and once more when its samples have run to the end.
 
         In release mode a second result follows if an exit answered any of the samples; in audit

@@ -10,6 +10,7 @@
     path = "fashion.ee"       # relative to this file
     policy = "slackfit"
     slo_ms = 20
+    max_disagreement = 0.005
 
 Keys and their types are read off the two dataclasses, so that a new option is a new key. What a
 model's table says goes before the command line, which goes before the other two tables.
@@ -27,9 +28,10 @@ from types import NoneType
 from typing import Any, Final, TypeAlias, get_args, get_type_hints
 
 from offramp.engine.backends.factory import BACKENDS
-from offramp.engine.options import EngineOptions, ModelOptions
+from offramp.engine.options import CONTROLLERS, EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
 from offramp.engine.scheduling import PolicyName
+from offramp.server.options import DEFAULT_MODE
 
 _Options: TypeAlias = type[EngineOptions | ModelOptions]
 
@@ -67,7 +69,7 @@ class Configuration:
             ValueError: Those of the command line do not.
         """
         common = {**self.defaults, **defaults}
-        joined = {**_without_alternatives(self.engine, engine), **engine}
+        joined = {"mode": DEFAULT_MODE, **_without_alternatives(self.engine, engine), **engine}
         joined["defaults"] = ModelOptions(**common)
         joined["models"] = {
             name: ModelOptions(**{**common, **model.settings})
@@ -140,7 +142,10 @@ _KINDS: Final[Mapping[type, _Kind]] = {
     Mode: _Kind("a string", (str,), _mode),
     PolicyName: _Kind("a string", (str,), PolicyName.parse),
 }
-_KINDS_BY_FIELD: Final = {"backend": _Kind("a string", (str,), _one_of(*BACKENDS))}
+_KINDS_BY_FIELD: Final = {
+    "backend": _Kind("a string", (str,), _one_of(*BACKENDS)),
+    "controller": _Kind("a string", (str,), _one_of(*CONTROLLERS)),
+}
 _KEYS_BY_FIELD: Final = {"scheduling": "policy"}
 """Keys that are not called like their field."""
 _TABLES: Final = ("defaults", "models")

@@ -52,6 +52,9 @@ STATUS_CODES: Final[Mapping[type[EngineError], grpc.StatusCode]] = MappingProxyT
 ERROR_METADATA_KEY: Final = "offramp-error"
 """Trailing metadata: name of the error's class."""
 
+INTERNAL_ERROR: Final = "internal error of the server; its log has the details"
+"""What a client is told of an exception that nobody expected."""
+
 _MAX_DETAILS_CHARS: Final = 1500
 """gRPC drops a response whose metadata exceed 8 KiB; a character takes up to four bytes there."""
 
@@ -81,8 +84,7 @@ def answering_errors(method: _Method[_Request, _Response]) -> _Method[_Request, 
             await _abort(context, status_code(error), str(error), type(error).__name__)
         except Exception:
             logger.exception("unexpected error in %s", method.__name__)
-            message = "internal error of the server; its log has the details"
-            await _abort(context, grpc.StatusCode.INTERNAL, message, "InternalError")
+            await _abort(context, grpc.StatusCode.INTERNAL, INTERNAL_ERROR, "InternalError")
 
     return answered
 

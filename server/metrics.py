@@ -7,7 +7,7 @@ grows. Labels are the served model's name, and the place that an answer came fro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Final
 
@@ -22,7 +22,9 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from offramp.bundle import Promise
+from offramp.engine.control.controller import ControlStatus, Evidence
 from offramp.engine.statistics import FAILURE_CAUSES, Histogram, ModelStatistics
+from offramp.server.agreement import exits_in_use
 from offramp.server.served import ServedEngine
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -47,9 +49,12 @@ class EngineCollector(Collector):
             [
                 (model.name, model.policy.promise)
                 for model in self._engine.models()
-                if model.policy.promise and len(statistics[model.name].stages) > 1
+                if model.policy.promise and exits_in_use(statistics[model.name])
             ]
         )
+        observed = [(name, model) for name, model in statistics.items() if model.control]
+        if observed:
+            yield from _control(observed)
 
 
 def render_metrics(engine: ServedEngine) -> bytes:
@@ -161,7 +166,9 @@ def _stage_metrics(models: _Models) -> Iterator[Metric]:
         labels=labels,
     )
     threshold = GaugeMetricFamily(
-        "offramp_exit_threshold_ratio", "Least confidence to leave with.", labels=labels
+        "offramp_exit_threshold_ratio",
+        "Least confidence to leave with; 2 where nothing leaves.",
+        labels=labels,
     )
     batch_size = HistogramMetricFamily(
         "offramp_batch_size", "Rows per run of the stage that ends at the exit.", labels=labels
@@ -205,6 +212,85 @@ def _promises(promises: Iterable[tuple[str, Promise]]) -> Iterator[Metric]:
         family = GaugeMetricFamily(name, documentation, labels=["model"])
         for model, promise in promises:
             family.add_metric([model], getattr(promise, attribute))
+        yield family
+
+
+def _control(models: Sequence[tuple[str, ModelStatistics]]) -> Iterator[Metric]:
+    """Of the models whose answers are compared with the unmodified model's while serving."""
+    known = [(name, model.control) for name, model in models if model.control is not None]
+    readings = {
+        "offramp_disagreement_constraint_ratio": (
+            "Largest tolerated share of answers unlike the unmodified model's.",
+            "max_disagreement",
+        ),
+        "offramp_disagreement_estimate_ratio": (
+            "That share as measured under the policy in force; absent before any evidence.",
+            "disagreement",
+        ),
+        "offramp_disagreement_upper_bound_ratio": (
+            "That share is not above it, with the confidence of the model's control; 1 at first.",
+            "disagreement_upper_bound",
+        ),
+        "offramp_disagreement_confidence_ratio": (
+            "Confidence of upper bound and certificate.",
+            "confidence",
+        ),
+        "offramp_audit_probability_ratio": (
+            "Probability that a sample answered early runs on to be compared.",
+            "audit_probability",
+        ),
+    }
+    for reading, (documentation, attribute) in readings.items():
+        family = GaugeMetricFamily(reading, documentation, labels=["model"])
+        for name, control in known:
+            if (value := getattr(control, attribute)) is not None:
+                family.add_metric([name], value)
+        yield family
+    yield _evidence(known)
+    yield from _control_counters(known)
+    auditing = GaugeMetricFamily(
+        "offramp_auditing_samples", "Samples that have their answer and run on.", labels=["model"]
+    )
+    lost = CounterMetricFamily(
+        "offramp_lost_feedback",
+        "Samples that ran on, and whose final answer was lost to control.",
+        labels=["model"],
+    )
+    for name, model in models:
+        auditing.add_metric([name], model.auditing)
+        lost.add_metric([name], model.lost_feedback)
+    yield from (auditing, lost)
+
+
+def _evidence(known: Sequence[tuple[str, ControlStatus]]) -> Metric:
+    family = GaugeMetricFamily(
+        "offramp_evidence",
+        "1 for what stands behind the exits in use: certified while serving, calibrated before, "
+        "cautious (no exit answers), or none; 0 for the others.",
+        labels=["model", "evidence"],
+    )
+    for name, control in known:
+        for evidence in Evidence:
+            family.add_metric([name, evidence.value], float(control.evidence is evidence))
+    return family
+
+
+def _control_counters(known: Sequence[tuple[str, ControlStatus]]) -> Iterator[Metric]:
+    counts = {
+        "offramp_observed": ("Samples that control has seen.", "observed"),
+        "offramp_audited": ("Samples answered early that ran on to be compared.", "audited"),
+        "offramp_disagreed": (
+            "Those of them answered unlike the unmodified model.",
+            "disagreed",
+        ),
+        "offramp_drift_alarms": ("Alarms that the data are no longer what they were.", "alarms"),
+        "offramp_tunings": ("Threshold tunings finished.", "tunings"),
+        "offramp_exit_adjustments": ("Changes of the set of exits in use.", "adjustments"),
+    }
+    for name, (documentation, attribute) in counts.items():
+        family = CounterMetricFamily(name, documentation, labels=["model"])
+        for model, control in known:
+            family.add_metric([model], getattr(control, attribute))
         yield family
 
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from offramp.engine.plan import Mode
+
 MIB: Final = 1024 * 1024
+
+DEFAULT_MODE: Final = Mode.AUDIT
+"""Of a server that is not told otherwise: what it promises, it also measures."""
 
 MAX_MESSAGE_MIB: Final = 2047
 """gRPC counts a message's bytes in a signed 32-bit integer."""

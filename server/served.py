@@ -6,12 +6,12 @@ does the stub that the tests serve.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from offramp.engine.core import InferResult, ModelInfo
+from offramp.engine.core import InferResult, ModelInfo, StreamedResult
 from offramp.engine.statistics import ModelStatistics
 
 
@@ -27,6 +27,17 @@ class ServedEngine(Protocol):
         priority: int = 0,
     ) -> InferResult:
         """Answer a request; cancelling the awaiting task withdraws it."""
+        ...
+
+    def infer_stream(
+        self,
+        model: str,
+        inputs: Mapping[str, NDArray[Any]],
+        *,
+        deadline_s: float | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[StreamedResult, None]:
+        """Answer a request once or twice; closing the iterator withdraws it."""
         ...
 
     def models(self) -> tuple[ModelInfo, ...]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncIterator
 from typing import Any, Final, TypeAlias
 
 import grpc
 import grpc.aio
+from google.protobuf.descriptor import MethodDescriptor
 
 from offramp import __version__
 from offramp.engine.errors import UnknownModelError
@@ -14,8 +16,9 @@ from offramp.proto import messages
 from offramp.proto.descriptors import FILE, SERVICE
 from offramp.server.errors import answering_errors
 from offramp.server.requests import check_version, read_request
-from offramp.server.responses import write_metadata, write_response
+from offramp.server.responses import write_config, write_metadata, write_response
 from offramp.server.served import ServedEngine
+from offramp.server.streaming import RequestStream
 
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
@@ -72,6 +75,14 @@ class InferenceService:
         check_version(request.name, request.version)
         return write_metadata(model)
 
+    async def ModelConfig(  # noqa: N802
+        self, request: messages.ModelConfigRequest, _context: _Context
+    ) -> messages.ModelConfigResponse:
+        """What perf_analyzer reads: batch size, and that a request has one answer."""
+        model = self._engine.model(request.name)
+        check_version(request.name, request.version)
+        return messages.ModelConfigResponse(config=write_config(model))
+
     async def ModelInfer(  # noqa: N802
         self, request: messages.ModelInferRequest, context: _Context
     ) -> messages.ModelInferResponse:
@@ -92,6 +103,12 @@ class InferenceService:
         )
         return write_response(request, result, call.outputs)
 
+    async def ModelStreamInfer(  # noqa: N802
+        self, requests: AsyncIterator[messages.ModelInferRequest], context: _Context
+    ) -> None:
+        """Answer each request of a stream as soon as its answers are there."""
+        await RequestStream(self._engine, context.write).serve(requests)
+
 
 def _time_remaining_s(context: _Context) -> float | None:
     """What gRPC's deadline leaves; ``None`` without one, or if it is only how long we are awaited.
@@ -106,12 +123,20 @@ def _time_remaining_s(context: _Context) -> float | None:
 def inference_handler(engine: ServedEngine) -> grpc.GenericRpcHandler:
     """The service as grpc takes it; methods that it lacks are answered UNIMPLEMENTED."""
     service = InferenceService(engine)
-    methods = {
-        method.name: grpc.unary_unary_rpc_method_handler(
-            answering_errors(getattr(service, method.name)),
-            request_deserializer=getattr(messages, method.input_type.name).FromString,
-            response_serializer=getattr(messages, method.output_type.name).SerializeToString,
-        )
-        for method in FILE.services_by_name[SERVICE.rpartition(".")[2]].methods
+    methods = FILE.services_by_name[SERVICE.rpartition(".")[2]].methods
+    return grpc.method_handlers_generic_handler(
+        SERVICE, {method.name: _method_handler(service, method) for method in methods}
+    )
+
+
+def _method_handler(
+    service: InferenceService, method: MethodDescriptor
+) -> grpc.RpcMethodHandler[Any, Any]:
+    call = getattr(service, method.name)
+    coding = {
+        "request_deserializer": getattr(messages, method.input_type.name).FromString,
+        "response_serializer": getattr(messages, method.output_type.name).SerializeToString,
     }
-    return grpc.method_handlers_generic_handler(SERVICE, methods)
+    if method.client_streaming:  # it answers errors itself, each as its request's
+        return grpc.stream_stream_rpc_method_handler(call, **coding)
+    return grpc.unary_unary_rpc_method_handler(answering_errors(call), **coding)

@@ -9,9 +9,15 @@ from functools import cache
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from offramp import __version__
-from offramp.bundle import Promise
+from offramp.bundle import NEVER
 from offramp.engine.core import ModelInfo
 from offramp.engine.statistics import Histogram, ModelStatistics, StageStatistics
+from offramp.server.agreement import (
+    AgreementView,
+    describe_promise,
+    exits_in_use,
+    view_agreement,
+)
 from offramp.server.served import ServedEngine
 
 
@@ -51,7 +57,9 @@ class ModelView:
     uptime: str
     exits: tuple[ExitView, ...]
     promise: str | None
-    """The agreement promise in words; ``None`` where none is in force."""
+    """The agreement promise in words; ``None`` where none is in force, or more is known."""
+    agreement: AgreementView | None
+    """What is observed while serving; ``None`` where nothing is."""
     warnings: tuple[str, ...]
     """Why no input leaves early, or leaves without a promise, or cannot be run."""
     forced: int
@@ -90,6 +98,7 @@ def view_model(model: ModelInfo, statistics: ModelStatistics, *, ready: bool) ->
         uptime=describe_duration(statistics.uptime_s),
         exits=tuple(_view_exits(statistics)),
         promise=_promise_in_force(model, statistics),
+        agreement=view_agreement(statistics, model.policy.promise),
         warnings=tuple(_warnings(model, statistics)),
         forced=_forced(statistics),
         counts=(
@@ -107,16 +116,6 @@ def view_model(model: ModelInfo, statistics: ModelStatistics, *, ready: bool) ->
             ("stream restarts", statistics.restarts),
         ),
         times=(("request", statistics.latency_s), ("queue", statistics.queue_s)),
-    )
-
-
-def describe_promise(promise: Promise) -> str:
-    """The certificate in one sentence, without its full stop."""
-    return (
-        f"disagreement with the unmodified model ≤ {promise.max_disagreement * 100:g} % "
-        f"on data like the calibration set, "
-        f"certified with {promise.confidence * 100:g} % confidence "
-        f"on {promise.certify_samples:,} samples ({promise.certify_errors:,} errors)"
     )
 
 
@@ -149,16 +148,16 @@ def _view_exits(statistics: ModelStatistics) -> Iterable[ExitView]:
 
 
 def _describe_threshold(stage: StageStatistics, *, last: bool) -> str:
-    return "everything left" if last else f"confidence ≥ {stage.threshold:.4f}"
-
-
-def _exits_in_use(statistics: ModelStatistics) -> bool:
-    return len(statistics.stages) > 1
+    if last:
+        return "everything left"
+    return "nothing now" if stage.threshold >= NEVER else f"confidence ≥ {stage.threshold:.4f}"
 
 
 def _promise_in_force(model: ModelInfo, statistics: ModelStatistics) -> str | None:
     promise = model.policy.promise
-    return describe_promise(promise) if promise and _exits_in_use(statistics) else None
+    if promise is None or statistics.control is not None or not exits_in_use(statistics):
+        return None
+    return describe_promise(promise)
 
 
 def _describe_streams(statistics: ModelStatistics) -> str:
@@ -194,7 +193,9 @@ def _warnings(model: ModelInfo, statistics: ModelStatistics) -> Iterator[str]:
         )
     if statistics.mode == "off":
         yield "Exits are switched off (--mode off): every answer is the unmodified model's."
-    elif not _exits_in_use(statistics):
+    elif statistics.control is not None:
+        return  # the view of agreement says what there is to say
+    elif not exits_in_use(statistics):
         yield (
             "No exit is active: every answer is the unmodified model's, and no time is saved. "
             "The compiler found no thresholds that save time within the agreement asked for; "

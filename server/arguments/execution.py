@@ -1,4 +1,4 @@
-"""What executes the models: mode, backend, streams."""
+"""What executes the models: backend, streams, threads."""
 
 from __future__ import annotations
 
@@ -6,21 +6,14 @@ import argparse
 
 from offramp.engine.backends.factory import BACKENDS
 from offramp.engine.options import EngineOptions
-from offramp.engine.plan import Mode
 from offramp.server.arguments.groups import setting_adder
-from offramp.server.arguments.values import integer, mode, share
+from offramp.server.arguments.values import integer, share
 
 
 def add_execution(parser: argparse.ArgumentParser) -> None:
     """Add the options; all are fields of :class:`EngineOptions`."""
     group = parser.add_argument_group("execution")
     add = setting_adder(group, EngineOptions())
-    add(
-        "--mode",
-        "leave: a sample that is sure enough leaves at an exit; off: the unmodified model",
-        metavar=f"{{{','.join(Mode)}}}",
-        type=mode,
-    )
     add(
         "--backend",
         "what executes the stages; auto takes the fastest one here",

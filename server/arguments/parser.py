@@ -10,6 +10,7 @@ from typing import Final
 
 from offramp import __version__
 from offramp.engine.options import EngineOptions, ModelOptions
+from offramp.server.arguments.control import add_control, refuse_ignored
 from offramp.server.arguments.execution import add_execution
 from offramp.server.arguments.groups import settings_in
 from offramp.server.arguments.log import add_logging
@@ -30,6 +31,7 @@ examples:
   eeserve --model resnet=/models/resnet-2026-11.ee --host 0.0.0.0
   eeserve resnet.ee --policy slackfit --slo-ms 20
   eeserve --config serve.toml             several models, each with settings of its own
+  eeserve resnet.ee --max-disagreement 0.005
   eeserve resnet.ee --mode off            the unmodified model, to compare with
 """
 
@@ -73,6 +75,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"offramp {__version__}")
     add_models(parser)
     add_network(parser)
+    add_control(parser)
     add_execution(parser)
     add_scheduling(parser)
     add_logging(parser)
@@ -82,11 +85,12 @@ def make_parser() -> argparse.ArgumentParser:
 def _understand(given: argparse.Namespace) -> Arguments:
     file = Configuration() if given.config is None else read_configuration(given.config)
     configured = [(name, model.path) for name, model in file.models.items()]
+    engine, defaults = settings_in(given, EngineOptions), settings_in(given, ModelOptions)
+    options = file.options(engine=engine, defaults=defaults)
+    refuse_ignored({**engine, **defaults}, options.mode)
     return Arguments(
         models=name_models(given.bundles, [*given.model, *configured]),
-        engine=file.options(
-            engine=settings_in(given, EngineOptions), defaults=settings_in(given, ModelOptions)
-        ),
+        engine=options,
         server=server_options(given),
         log_level=given.log_level,
         log_format=given.log_format,

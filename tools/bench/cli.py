@@ -10,7 +10,7 @@ from offramp import __version__
 from offramp.bundle import BundleError
 from offramp.calibration.errors import DataError
 from offramp.engine.errors import BackendError
-from offramp.tools.bench import compare_command, load_command, simulate_command
+from offramp.tools.bench import adapt_command, compare_command, load_command, simulate_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +29,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"offramp {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", help="what to do")
-    for command in (compare_command, load_command, simulate_command):
+    for command in (compare_command, load_command, simulate_command, adapt_command):
         command.add_parser(commands)
     return parser
 

@@ -8,9 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offramp.client.errors import InvalidInputError, ResponseError
-from offramp.client.wire import build_request, parse_metadata, parse_response
-from offramp.proto.messages import ModelInferResponse, ModelMetadataResponse
+from offramp.client.errors import (
+    InvalidInputError,
+    ResponseError,
+    ServerBusyError,
+    ServerError,
+    UnknownModelError,
+)
+from offramp.client.results import AnswerKind
+from offramp.client.wire import build_request, parse_metadata, parse_response, parse_streamed
+from offramp.proto.messages import (
+    ModelInferResponse,
+    ModelMetadataResponse,
+    ModelStreamInferResponse,
+)
 
 
 def response(
@@ -80,7 +91,7 @@ def test_forced_samples_are_told() -> None:
         (response(forced="0,yes"), "'offramp_forced' is not a list of numbers: '0,yes'"),
         (response(forced="1"), "'offramp_forced': 1}"),
         (response(exits="0"), "disagrees about its number of samples"),
-        (response(rows=3), "{'y': 3, 'offramp_exits': 2, 'offramp_confidences': 2, "),
+        (response(rows=3), "{'y': 3, 'offramp_exits': 2, 'offramp_confidences': 2}"),
     ],
 )
 def test_other_responses_are_refused(message: ModelInferResponse, reason: str) -> None:
@@ -93,6 +104,68 @@ def test_a_malformed_response_is_refused() -> None:
     broken.raw_output_contents[0] = b"123"
     with pytest.raises(ResponseError, match="malformed: tensor 'y' has 3 bytes"):
         parse_response(broken)
+
+
+def streamed(answer: str = "early", **parameters: str) -> ModelStreamInferResponse:
+    inner = response()
+    inner.parameters["offramp_answer"].string_param = answer
+    for name, value in parameters.items():
+        inner.parameters[name].string_param = value
+    return ModelStreamInferResponse(infer_response=inner)
+
+
+@pytest.mark.parametrize("kind", AnswerKind)
+def test_a_streamed_response_becomes_a_result(kind: AnswerKind) -> None:
+    result = parse_streamed(streamed(kind.value), address="a:1")
+    assert result is not None
+    assert result.kind is kind
+    assert result.final.tolist() == [False, True]
+    assert result.corrected.tolist() == [False, False]
+    assert result.outputs["y"].tolist() == [[0], [1]]
+
+
+def test_corrected_samples_are_told() -> None:
+    result = parse_streamed(streamed("correction", offramp_corrected="1,0"), address="a:1")
+    assert result is not None
+    assert result.corrected.tolist() == [True, False]
+
+
+def test_the_end_of_a_request_is_no_result() -> None:
+    message = ModelStreamInferResponse()
+    message.infer_response.parameters["triton_final_response"].bool_param = True
+    assert parse_streamed(message, address="a:1") is None
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (streamed("maybe"), "'offramp_answer' is 'maybe', expected one of answer, early, confirm"),
+        (streamed(offramp_corrected="1"), "'offramp_exits': 2, 'offramp_corrected': 1}"),
+        (ModelStreamInferResponse(), "no parameter 'offramp_exits'; is this an Offramp server?"),
+    ],
+)
+def test_other_streamed_responses_are_refused(
+    message: ModelStreamInferResponse, reason: str
+) -> None:
+    with pytest.raises(ResponseError, match=re.escape(reason)):
+        parse_streamed(message, address="a:1")
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [("NOT_FOUND", UnknownModelError), ("RESOURCE_EXHAUSTED", ServerBusyError), ("", ServerError)],
+)
+def test_an_error_on_a_stream_is_raised(status: str, expected: type[Exception]) -> None:
+    message = ModelStreamInferResponse(error_message="no such thing")
+    message.infer_response.parameters["offramp_status"].string_param = status
+    with pytest.raises(expected, match="no such thing"):
+        parse_streamed(message, address="a:1")
+
+
+@pytest.mark.parametrize(("deadline_s", "timeout_us"), [(0.25, 250_000), (1e-9, 1), (3600, 36e8)])
+def test_a_deadline_is_sent_in_microseconds(deadline_s: float, timeout_us: int) -> None:
+    request = build_request("m", {}, outputs=None, priority=0, deadline_s=deadline_s)
+    assert request.parameters["timeout"].int64_param == timeout_us
 
 
 def test_metadata() -> None:

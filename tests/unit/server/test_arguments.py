@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from offramp.engine.errors import OptionsError
-from offramp.engine.options import EngineOptions, ModelOptions
+from offramp.engine.options import CONTROLLERS, EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
 from offramp.engine.scheduling import POLICIES, PolicyName
 from offramp.server import cli
 from offramp.server.arguments import make_parser, parse_arguments
+from offramp.server.arguments.control import CONTROLLER_WORDS, MODES
 from offramp.server.arguments.scheduling import POLICY_GROUPS
 from offramp.server.options import ServerOptions
 
@@ -21,7 +22,7 @@ from offramp.server.options import ServerOptions
 def test_one_bundle_is_enough() -> None:
     arguments = parse_arguments(["models/resnet.ee"])
     assert arguments.models == {"resnet": Path("models/resnet.ee")}
-    assert arguments.engine == EngineOptions()
+    assert arguments.engine == EngineOptions(mode=Mode.AUDIT)
     assert arguments.server == ServerOptions()
     assert (arguments.log_level, arguments.log_format) == ("info", "human")
 
@@ -36,17 +37,22 @@ def test_models_are_named_by_their_folder_or_by_hand() -> None:
 def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offramp.engine.options.available_cores", lambda: 6)
     command = (
-        "m.ee --host :: --grpc-port 0 --http-port 9 --mode off --max-batch-size 8 "
+        "m.ee --host :: --grpc-port 0 --http-port 9 --mode audit --max-batch-size 8 "
         "--max-queue-delay-ms 1.5 --max-queue-samples 64 --slo-ms 250 --streams 2 --threads 3 "
         "--policy fixed:2 --forbid-forced-exits --parallel-below 5 --backend onnxruntime "
+        "--max-disagreement 0.005 --confidence 0.99 --controller apparate --audit-budget 0.1 "
+        "--ramp-budget 0.25 --no-state "
         "--max-message-mib 128 --shutdown-timeout-s 0 --log-level debug --log-format json"
     )
     arguments = parse_arguments(command.split())
     assert arguments.engine == EngineOptions(
-        mode=Mode.OFF, backend="onnxruntime", streams=2, threads=3, parallel_below=5,
+        mode=Mode.AUDIT, backend="onnxruntime", streams=2, threads=3, parallel_below=5,
+        keep_state=False,
         defaults=ModelOptions(
             scheduling=PolicyName("fixed", 2), max_batch_size=8, max_queue_delay_ms=1.5,
             max_queue_samples=64, slo_ms=250.0, forced_exits=False,
+            max_disagreement=0.005, confidence=0.99, controller="apparate", audit_budget=0.1,
+            ramp_budget=0.25,
         ),
     )  # fmt: skip
     assert isinstance(arguments.engine.mode, Mode)
@@ -58,8 +64,30 @@ def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_late_samples_may_set_the_limit_of_parallel_batches() -> None:
     assert parse_arguments(["m.ee", "--max-violations", "0.01"]).engine == EngineOptions(
-        max_violations=0.01
+        mode=Mode.AUDIT, max_violations=0.01
     )
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_every_mode_is_understood_and_described(mode: Mode) -> None:
+    engine = parse_arguments(["m.ee", "--mode", mode.value]).engine
+    assert engine == EngineOptions(mode=mode)
+    assert isinstance(engine.mode, Mode)
+    assert MODES[mode].splitlines()[0] in make_parser().format_help()
+
+
+def test_every_controller_is_described() -> None:
+    assert tuple(CONTROLLER_WORDS) == CONTROLLERS
+    words = make_parser().format_help()
+    for name, half_a_line in CONTROLLER_WORDS.items():
+        assert re.search(rf"^ +{name} +{re.escape(half_a_line)}$", words, re.MULTILINE)
+
+
+def test_a_file_may_set_what_a_mode_ignores(tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text('[defaults]\ncontroller = "static"\n[models.m]\npath = "m"')
+    engine = parse_arguments(["--config", str(file), "--mode", "off"]).engine
+    assert (engine.mode, engine.defaults.controller) == (Mode.OFF, "static")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +114,14 @@ def test_late_samples_may_set_the_limit_of_parallel_batches() -> None:
         ("m.ee --streams 4096", "4096 streams × 1 threads are more than the"),
         ("m.ee --shutdown-timeout-s inf", "'inf' is not a number from 0 on"),
         ("m.ee --max-message-mib 2048", "'2048' is not a whole number from 1 to 2047"),
-        ("m.ee --mode on", "choose from 'leave', 'off'"),
+        ("m.ee --mode on", "choose from 'leave', 'audit', 'release', 'off'"),
+        ("m.ee --controller best", "invalid choice: 'best'"),
+        ("m.ee --max-disagreement 1", "'1' is not a share: a number above 0, below 1"),
+        ("m.ee --confidence 95", "'95' is not a share"),
+        ("m.ee --ramp-budget -1", "'-1' is not a number from 0 on"),
+        ("m.ee --mode leave --controller static", "--controller does nothing in mode leave, whi"),
+        ("m.ee --mode off --no-state", "--no-state does nothing in mode off, which observes"),
+        ("m.ee --mode release --audit-budget 0.1", "--audit-budget does nothing in mode release"),
         ("m.ee --batch 8", "unrecognized arguments: --batch 8"),
     ],
 )
@@ -103,11 +138,12 @@ def test_what_is_wrong_is_told_at_once(
 def test_help_names_every_option_and_its_default() -> None:
     words = " ".join(make_parser().format_help().split())
     for option, default in {
-        "--host": "127.0.0.1", "--grpc-port": "8001", "--http-port": "8000", "--mode": "leave",
+        "--host": "127.0.0.1", "--grpc-port": "8001", "--http-port": "8000", "--mode": "audit",
         "--max-batch-size": "32", "--max-queue-delay-ms": "0.0", "--max-queue-samples": "4096",
         "--slo-ms": "none", "--streams": "1", "--policy": "run-through", "--backend": "auto",
         "--max-message-mib": "64", "--shutdown-timeout-s": "30.0", "--log-level": "info",
-        "--log-format": "human",
+        "--log-format": "human", "--confidence": "0.95", "--controller": "certified",
+        "--audit-budget": "0.05", "--max-disagreement": "what the bundle was compiled for",
     }.items():  # fmt: skip
         assert re.search(rf"{option} [^()]*\(default: {re.escape(default)}\)", words), option
 

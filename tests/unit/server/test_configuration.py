@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,6 +65,7 @@ def test_each_model_has_its_own_settings_over_the_common_ones(file: Path) -> Non
     read = arguments(file)
     common = ModelOptions(scheduling=PolicyName("refill"), slo_ms=100)
     assert read.engine == EngineOptions(
+        mode=Mode.AUDIT,
         streams=2,
         threads=1,
         defaults=common,
@@ -110,21 +112,22 @@ def test_two_models_of_one_name_are_refused(file: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("text", "flag", "expected"),
     [
-        ("parallel_below = 4", "--max-violations=0.1", EngineOptions(max_violations=0.1)),
-        ("max_violations = 0.1", "--parallel-below=4", EngineOptions(parallel_below=4)),
-        ("max_violations = 0.1", "--max-violations=0.2", EngineOptions(max_violations=0.2)),
+        ("parallel_below = 4", "--max-violations=0.1", {"max_violations": 0.1}),
+        ("max_violations = 0.1", "--parallel-below=4", {"parallel_below": 4}),
+        ("max_violations = 0.1", "--max-violations=0.2", {"max_violations": 0.2}),
     ],
 )
 def test_of_two_alternatives_the_command_lines_is_taken(
-    tmp_path: Path, text: str, flag: str, expected: EngineOptions
+    tmp_path: Path, text: str, flag: str, expected: dict[str, Any]
 ) -> None:
     file = write(tmp_path, f'[engine]\n{text}\n[models.m]\npath = "m"')
-    assert arguments(file, flag).engine == expected
+    assert arguments(file, flag).engine == EngineOptions(mode=Mode.AUDIT, **expected)
 
 
 def test_an_empty_file_leaves_all_open(tmp_path: Path) -> None:
-    assert options("", tmp_path) == EngineOptions()
-    assert Configuration().options(engine={}, defaults={}) == EngineOptions()
+    default = EngineOptions(mode=Mode.AUDIT)
+    assert options("", tmp_path) == default
+    assert Configuration().options(engine={}, defaults={}) == default
 
 
 VALUES = {
@@ -133,6 +136,9 @@ VALUES = {
     "forced_exits": ("false", False), "weight": ("3", 3.0), "mode": ('"off"', Mode.OFF),
     "backend": ('"onnxruntime"', "onnxruntime"), "streams": ("2", 2), "threads": ("3", 3),
     "parallel_below": ("5", 5), "max_violations": ("0.25", 0.25),
+    "controller": ('"apparate"', "apparate"), "max_disagreement": ("0.02", 0.02),
+    "confidence": ("0.99", 0.99), "audit_budget": ("0.1", 0.1), "ramp_budget": ("1", 1.0),
+    "keep_state": ("false", False),
 }  # fmt: skip
 """For each field, a value that is not its default: in the file, and read."""
 
@@ -178,8 +184,16 @@ def test_every_option_has_a_key(
         ("[engine]\ndefaults = 8", "[engine]: there is no key 'defaults' (expected: mode, back"),
         ("[engine]\nmax_violations = nan", "[engine]: max_violations is nan, expected a share"),
         ("[engine]\nparallel_below = 2\nmax_violations = 0.1", "[engine]: give parallel_below, or"),
-        ('[engine]\nmode = "on"', "[engine] mode: 'on' is none of leave, off"),
+        ('[engine]\nmode = "on"', "[engine] mode: 'on' is none of leave, audit, "),
         ('[engine]\nbackend = "onnx"', "'onnx' is none of auto, onnxruntime; did you mean 'onnxr"),
+        (
+            '[defaults]\ncontroller = "apparat"',
+            "'apparat' is none of certified, apparate, static; ",
+        ),
+        ("[defaults]\nconfidence = 95", "[defaults]: confidence is 95.0, expected above 0, below"),
+        ("[defaults]\nmax_disagreement = 0", "max_disagreement is 0.0, expected above 0, below 1"),
+        ('[models.x]\npath = "x"\naudit_budge = 0', "no key 'audit_budge'; did you mean 'audit_bu"),
+        ("[defaults]\nmode = 'off'", "[defaults]: there is no key 'mode'"),
         ('[defaults]\npolicy = "slackfi"', "[defaults] policy: there is no policy 'slackfi'; did"),
         ("[defaults]\npolicy = ['delay']", '[defaults] policy is ["delay"] (an array), expected '),
         ('[defaults]\nforced_exits = "False"', '"False" (a string), expected true or false'),

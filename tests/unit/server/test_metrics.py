@@ -11,8 +11,10 @@ from typing import Any
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from offramp.bundle import NEVER
+from offramp.engine.control.controller import Evidence
 from offramp.engine.statistics import Histogram, ModelStatistics, StageStatistics
-from offramp.server.fake import FakeEngine, fake_model
+from offramp.server.fake import FakeEngine, fake_control, fake_model
 from offramp.server.metrics import render_metrics
 
 HOSTILE = 'a"b\\c\nd'
@@ -129,6 +131,55 @@ def test_the_promise() -> None:
     assert values("offramp_promise_certify_errors") == {(): 12}
 
 
+def test_exits_that_answer_nothing_promise_nothing() -> None:
+    onlooker, end = (dataclasses.replace(s, threshold=NEVER) for s in STATISTICS.stages)
+    idle = dataclasses.replace(STATISTICS, stages=(onlooker, end))
+    assert not families(now=idle)["offramp_promise_confidence_ratio"].samples
+
+
+CONTROLLED = dataclasses.replace(
+    STATISTICS, mode="audit", auditing=9, lost_feedback=8, control=fake_control(Evidence.CERTIFIED)
+)
+
+
+def test_control_is_absent_where_nothing_is_observed() -> None:
+    assert not [name for name in families() if "disagree" in name.replace("promise_max_dis", "")]
+    assert "offramp_evidence" not in families()
+
+
+def test_control() -> None:
+    read = {
+        (sample.name, sample.labels.get("evidence")): sample.value
+        for family in families(now=CONTROLLED).values()
+        for sample in family.samples
+    }
+    for name, value in {
+        "offramp_disagreement_constraint_ratio": 0.01,
+        "offramp_disagreement_estimate_ratio": 0.0024,
+        "offramp_disagreement_upper_bound_ratio": 0.0083,
+        "offramp_disagreement_confidence_ratio": 0.95,
+        "offramp_audit_probability_ratio": 0.05,
+        "offramp_observed_total": 12400,
+        "offramp_audited_total": 412,
+        "offramp_disagreed_total": 1,
+        "offramp_drift_alarms_total": 0,
+        "offramp_tunings_total": 3,
+        "offramp_exit_adjustments_total": 2,
+        "offramp_auditing_samples": 9,
+        "offramp_lost_feedback_total": 8,
+    }.items():
+        assert read[name, None] == value, name
+    evidence = {kind: value for (name, kind), value in read.items() if kind}
+    assert evidence == {"certified": 1, "calibrated": 0, "cautious": 0, "none": 0}
+
+
+def test_an_estimate_that_there_is_not_is_absent() -> None:
+    unknown = dataclasses.replace(CONTROLLED, control=fake_control(Evidence.CALIBRATED))
+    assert not families(now=unknown)["offramp_disagreement_estimate_ratio"].samples
+    (bound, _) = families(now=unknown)["offramp_disagreement_upper_bound_ratio"].samples
+    assert bound.value == 1.0
+
+
 def test_histograms_are_cumulative() -> None:
     assert values("offramp_batch_size_bucket", exit="exit 2") == {
         ("1.0",): 5, ("2.0",): 5, ("4.0",): 11, ("+Inf",): 12,
@@ -148,8 +199,8 @@ def test_a_hostile_name_stays_a_label() -> None:
 
 def test_names_follow_the_conventions() -> None:
     units = ("_seconds", "_ratio", "_samples", "_errors", "_size", "_version", "_info",
-             "_streams", "_in_service")  # fmt: skip
-    for name, family in families().items():
+             "_streams", "_in_service", "_evidence")  # fmt: skip
+    for name, family in families(now=CONTROLLED).items():
         assert family.documentation
         if name.startswith("offramp_"):
             assert re.fullmatch(r"[a-z_]+", name)

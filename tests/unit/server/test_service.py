@@ -229,7 +229,7 @@ def test_a_client_that_hangs_up_withdraws_its_request_alone(served: Any) -> None
 def test_a_method_that_is_not_there_is_unimplemented(served: Any) -> None:
     request = messages.ModelReadyRequest(name="fake")
     with pytest.raises(grpc.RpcError) as caught:
-        call(served.address, "ModelConfig", request, messages.ModelReadyResponse)
+        call(served.address, "ModelStatistics", request, messages.ModelReadyResponse)
     error: Any = caught.value
     assert error.code() is grpc.StatusCode.UNIMPLEMENTED
 

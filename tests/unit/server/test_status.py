@@ -9,12 +9,15 @@ from html.parser import HTMLParser
 
 import pytest
 
-from offramp.bundle import TensorSpec
+from offramp.bundle import NEVER, TensorSpec
+from offramp.engine.control.controller import Evidence
 from offramp.engine.core import ModelInfo
 from offramp.engine.statistics import Histogram, ModelStatistics, StageStatistics
-from offramp.server.fake import FakeEngine, fake_model
+from offramp.server.agreement import view_agreement
+from offramp.server.fake import FakeEngine, fake_control, fake_model
 from offramp.server.status import describe_duration, render_status, view_model
 
+PROMISE = fake_model().policy.promise
 EMPTY = Histogram(bounds=(1.0,), counts=(0, 0), total=0.0)
 
 
@@ -138,6 +141,27 @@ def test_exits_without_a_promise_are_warned_of() -> None:
     model = fake_model()
     bare = dataclasses.replace(model, policy=dataclasses.replace(model.policy, promise=None))
     assert "Exits are active without a promise" in text_of(Engine(served=(bare,)))
+
+
+@pytest.mark.parametrize("evidence", Evidence)
+def test_what_is_observed_stands_in_place_of_the_promise(evidence: Evidence) -> None:
+    control = fake_control(evidence)
+    text = text_of(Engine(now=dataclasses.replace(STATISTICS, mode="audit", control=control)))
+    seen = view_agreement(dataclasses.replace(STATISTICS, control=control), PROMISE)
+    assert seen is not None
+    assert f"{seen.heading}: {seen.statement} Now: {seen.state}." in text
+    assert "Agreement with the unmodified model, as observed while serving" in text
+    assert f"{control.audited} audited {control.disagreed} disagreed" in text
+    assert "Promise:" not in text
+    assert "No exit is active" not in text
+
+
+def test_an_exit_that_looks_on_lets_nothing_leave() -> None:
+    exits = (stage("exit 1", 0.93216, 750), stage("exit 4", NEVER, 0), stage("final", 0.0, 250))
+    view = view_model(fake_model(), dataclasses.replace(STATISTICS, stages=exits), ready=True)
+    assert [e.threshold for e in view.exits] == [
+        "confidence ≥ 0.9322", "nothing now", "everything left",
+    ]  # fmt: skip
 
 
 def test_a_hostile_name_is_escaped_everywhere() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import queue
+import time
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,7 @@ import tritonclient.grpc.aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
 from offramp.engine.errors import QueueFullError
+from offramp.engine.plan import Mode
 
 X = np.array([[1, 2, 3, 0.95]], np.float32)
 
@@ -20,6 +24,13 @@ def infer_input(name: str = "x", array: Any = X, datatype: str = "FP32") -> Any:
     tensor = triton.InferInput(name, list(array.shape), datatype)
     tensor.set_data_from_numpy(array)
     return tensor
+
+
+def wait_until(condition: Callable[[], Any], limit_s: float = 20.0) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "the condition was not met in time"
+        time.sleep(0.002)
 
 
 @pytest.fixture
@@ -39,6 +50,20 @@ def test_server_and_model_are_described(client: Any) -> None:
     assert [(t.name, t.datatype, list(t.shape)) for t in metadata.inputs] == [
         ("x", "FP32", [-1, 4])
     ]
+
+
+def test_the_configuration_is_that_of_the_model(client: Any) -> None:
+    config = client.get_model_config("fake", "1").config
+    assert (config.name, config.platform) == ("fake", "offramp_fake")
+    assert config.max_batch_size == 32
+    (x,), (logits,) = config.input, config.output
+    assert (x.name, x.data_type, list(x.dims)) == ("x", triton.model_config_pb2.TYPE_FP32, [4])
+    assert (logits.name, list(logits.dims)) == ("logits", [3])
+    assert logits.data_type == triton.model_config_pb2.TYPE_FP32
+    assert not config.model_transaction_policy.decoupled
+    with pytest.raises(InferenceServerException) as caught:
+        client.get_model_config("other")
+    assert caught.value.status() == "StatusCode.NOT_FOUND"
 
 
 def test_a_request_is_answered(client: Any, served: Any) -> None:
@@ -102,3 +127,80 @@ def test_the_asyncio_client_works_too(served: Any) -> None:
             return await client.infer("fake", [infer_input()])
 
     np.testing.assert_array_equal(asyncio.run(ask()).as_numpy("logits"), X[:, :3])
+
+
+def collect(client: Any, requests: Callable[[], None], last: int) -> list[tuple[Any, Any]]:
+    """What the callback of a stream is told, until ``last`` final responses or errors came."""
+    told: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    client.start_stream(lambda result, error: told.put((result, error)))
+    requests()
+    responses = []
+    while last:
+        result, error = told.get(timeout=20)
+        responses.append((result, error))
+        parameters = {} if error else result.get_response().parameters
+        last -= bool(error or parameters["triton_final_response"].bool_param)
+    client.stop_stream()
+    assert told.empty()
+    return responses
+
+
+def test_a_stream_gives_early_and_final_answers(client: Any, served: Any) -> None:
+    served.engine.mode, served.engine.mistaken = Mode.RELEASE, True
+    unsure = X * np.array([1, 1, 1, 0], np.float32)
+
+    def ask() -> None:
+        client.async_stream_infer("fake", [infer_input()], request_id="sure")
+        client.async_stream_infer(
+            "fake", [infer_input(array=unsure)], request_id="unsure",
+            enable_empty_final_response=True,
+        )  # fmt: skip
+
+    responses = collect(client, ask, last=2)
+    assert all(error is None for _, error in responses)
+    told: dict[str, list[Any]] = {"sure": [], "unsure": []}
+    for result, _ in responses:
+        answer = result.get_response().parameters["offramp_answer"].string_param
+        told[result.get_response().id].append((answer, result.as_numpy("logits").tolist()))
+    assert told == {
+        "sure": [("early", [[1, 2, 3]]), ("correction", [[3, 2, 1]])],
+        "unsure": [("answer", [[1, 2, 3]])],
+    }
+
+
+def test_an_error_on_a_stream_is_one_requests(client: Any, served: Any) -> None:
+    def ask() -> None:
+        client.async_stream_infer("other", [infer_input()], request_id="1")
+        client.async_stream_infer("fake", [infer_input()], request_id="2")
+
+    responses = collect(client, ask, last=2)
+    (error,) = [error for _, error in responses if error]
+    (result,) = [result for result, _ in responses if result]
+    assert "no model 'other' is served" in error.message()
+    assert result.get_response().id == "2"
+
+
+def test_stopping_a_stream_early_withdraws_its_requests(client: Any, served: Any) -> None:
+    served.hold()
+    client.start_stream(lambda result, error: None)
+    client.async_stream_infer("fake", [infer_input()])
+    wait_until(lambda: served.engine.waiting == 1)
+    client.stop_stream(cancel_requests=True)
+    wait_until(lambda: served.engine.cancelled == 1)
+
+
+def test_the_asyncio_client_streams_too(served: Any) -> None:
+    served.engine.mode = Mode.RELEASE
+
+    async def requests() -> AsyncIterator[dict[str, Any]]:
+        yield {"model_name": "fake", "inputs": [infer_input()], "request_id": "1"}
+
+    async def ask() -> list[str]:
+        answers = []
+        async with triton_aio.InferenceServerClient(served.address) as client:
+            async for result, error in client.stream_infer(requests()):
+                assert error is None
+                answers.append(result.get_response().parameters["offramp_answer"].string_param)
+        return answers
+
+    assert asyncio.run(ask()) == ["early", "confirmation"]

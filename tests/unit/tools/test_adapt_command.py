@@ -1,0 +1,226 @@
+"""``eebench adapt`` on a tiny model: table, JSON and page, and the errors that teach."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests import models
+from tests.bundles import compile_tiny
+
+from offramp.bundle import ActiveExit, Bundle, ExitPolicy
+from offramp.calibration import profiling
+from offramp.calibration.dataset import read_dataset
+from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
+from offramp.engine.control.controller import Controller
+from offramp.engine.control.costs import CostModel
+from offramp.engine.pipeline import Pipeline
+from offramp.engine.plan import make_plan
+from offramp.tools.bench.adapt.contenders import KINDS, Workplace, contenders_of, make_contender
+from offramp.tools.bench.adapt.recording import Recorder
+from offramp.tools.bench.adapt.sequence import answering_places
+from offramp.tools.bench.cli import main
+
+
+def images(samples: int, seed: int) -> dict[str, np.ndarray]:
+    """Ten kinds of picture, slightly varied."""
+    rng = np.random.default_rng(seed)
+    kinds = np.random.default_rng(99).standard_normal((10, 3, 16, 16)) * 3
+    kind = rng.integers(0, 10, samples)
+    noise = rng.standard_normal((samples, 3, 16, 16)) * 1.5
+    return {"image": (kinds[kind] + noise).astype(np.float32), "label": kind}
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    folder = tmp_path_factory.mktemp("adapt")
+    with pytest.MonkeyPatch.context() as patched:
+        # Whatever is timed takes 1 ms: what is compiled does not depend on the machine.
+        patched.setattr(profiling.TimedGraph, "time_ms", lambda _self, _tensors: 1.0)
+        return compile_tiny(models.residual_cnn(), images(1400, 0), folder, epochs=3)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "fresh.npz"
+    np.savez(path, **images(300, 5))
+    return path
+
+
+def adapt(bundle: Bundle, data: Path, *options: str) -> int:
+    given = ["--samples", "1500", "--tuning-delay", "64", *options]
+    return main(["adapt", str(bundle.path), "--data", str(data), *given])
+
+
+class Tags(HTMLParser):
+    """Counts tags, and checks that each is closed."""
+
+    void = ("meta",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        assert not any(name in ("src", "href") for name, _ in attrs), "needs something beside it"
+        if tag not in self.void:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_all_scenarios_and_controllers(
+    bundle: Bundle, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {name: tmp_path / f"out.{name}" for name in ("json", "html")}
+    options = [f for name, path in files.items() for f in (f"--{name}", str(path))]
+    assert adapt(bundle, data, "--severity", "1", *options) == 0
+    shown = capsys.readouterr().out
+    document = json.loads(files["json"].read_text())
+    found = {c["scenario"]: c for c in document["comparisons"]}
+    assert set(found) == {"difficulty", "classes", "corruption", "abrupt"}
+    for comparison in found.values():
+        assert [run["controller"] for run in comparison["runs"]] == list(KINDS)
+        assert len(comparison["hindsight"]) == len(comparison["segments"])
+        for best in comparison["hindsight"]:
+            assert best["agreement"] >= 0.95
+        for run in comparison["runs"]:
+            whole = run["score"]["whole"]
+            assert whole["samples"] == comparison["segments"][-1]["end"]
+            assert 0 < whole["agreement"] <= 1
+            assert whole["compute_savings"] <= whole["latency_savings"] < 1
+            names = [s["name"] for s in run["score"]["segments"]]
+            assert names == [s["name"] for s in comparison["segments"]]
+            assert len(run["windows"]["end"]) == len(run["windows"]["agreement"])
+        assert comparison["scenario"] + ":" in shown
+    assert "PREDICTED" in shown
+    assert document["environment"]["seed"] == 0
+    assert document["environment"]["command"]
+    page = files["html"].read_text()
+    parser = Tags()
+    parser.feed(page)
+    assert parser.open == []
+    assert parser.seen.count("svg") == len(found) * len(KINDS) * 3
+    for name in KINDS:
+        assert f"<h3>{name} <span>" in page
+
+
+def test_the_same_seed_gives_the_same_figures(bundle: Bundle, data: Path, tmp_path: Path) -> None:
+    documents = []
+    for name, seed in (("a", "4"), ("b", "4"), ("c", "5")):
+        path = tmp_path / name
+        options = ["--scenario", "classes", "--seed", seed, "--json", str(path)]
+        assert adapt(bundle, data, "--controllers", "leave,apparate", *options) == 0
+        runs = json.loads(path.read_text())["comparisons"][0]["runs"]
+        for run in runs:
+            run["score"].pop("tuning_ms")
+        documents.append(runs)
+    assert documents[0] == documents[1]
+    assert documents[0] != documents[2]
+
+
+def test_two_data_sets_are_two_domains(bundle: Bundle, data: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.npz"
+    np.savez(other, **images(200, 8))
+    result = tmp_path / "out.json"
+    options = ["--data", str(other), "--scenario", "domain", "--controllers", "leave"]
+    assert adapt(bundle, data, *options, "--json", str(result)) == 0
+    (comparison,) = json.loads(result.read_text())["comparisons"]
+    assert [s["name"] for s in comparison["segments"]] == ["fresh", "other"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--controllers", "aparate"], "unknown controller 'aparate'; there is apparate"),
+        (["--scenario", "nothing"], "unknown scenario 'nothing'; there is"),
+        (["--scenario", "domain"], "give --data twice or more"),
+        (["--rate", "0"], "--rate is 0, expected more than 0"),
+        (["--json", "/nowhere/out.json"], "/nowhere/out.json cannot be written"),
+        (["--max-disagreement", "1"], "--max-disagreement is 1, expected a share below 1"),
+    ],
+)
+def test_mistakes_are_explained(
+    bundle: Bundle,
+    data: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    message: str,
+) -> None:
+    assert adapt(bundle, data, *options) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_the_calibration_data_is_warned_of(
+    bundle: Bundle, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--scenario", "classes", "--controllers", "leave"]
+    assert adapt(bundle, bundle.path.parent / "data.npz", *options) == 0
+    assert "data is the data that the bundle was calibrated on" in capsys.readouterr().out
+
+
+def test_help_names_every_scenario_and_controller(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["adapt", "--help"])
+    shown = capsys.readouterr().out
+    for name in (*KINDS, "difficulty", "classes", "corruption", "abrupt", "domain"):
+        assert f"\n  {name} " in shown
+
+
+def test_recorded_answers_are_those_that_are_served(bundle: Bundle, data: Path) -> None:
+    """What the joined graph says of a sample is what the stages would answer."""
+    dataset = read_dataset(data, bundle.manifest.inputs)
+    population = Recorder(bundle, threads=1).record(dataset)
+    # Float32 sums in another order must not decide: the threshold is in the middle of a gap.
+    ordered = np.sort(population.confidence[0])[30:-30]
+    widest = int(np.diff(ordered).argmax())
+    assert np.diff(ordered)[widest] > 1e-4
+    threshold = float(ordered[widest : widest + 2].mean())
+    policy = ExitPolicy(version=1, active=(ActiveExit(exit=0, threshold=threshold),))
+    backend = OnnxRuntimeBackend(threads=1)
+    pipeline = Pipeline(backend, make_plan(bundle, policy))
+    slot = backend.open_slot()
+    try:
+        departures = list(pipeline.run(slot, dataset.inputs))
+    finally:
+        slot.close()
+    places = answering_places(population.confidence, policy)
+    early, late = departures
+    assert sorted(early.rows.tolist()) == np.flatnonzero(places == 0).tolist()
+    assert early.answer.argmax(axis=1).tolist() == population.prediction[0, early.rows].tolist()
+    assert late.answer.argmax(axis=1).tolist() == population.final[late.rows].tolist()
+    np.testing.assert_allclose(early.confidence, population.confidence[0, early.rows], rtol=1e-4)
+
+
+def workplace(bundle: Bundle) -> Workplace:
+    costs = CostModel.of(bundle.manifest, bundle.profile(), 32)
+    return Workplace(
+        bundle=bundle,
+        batch_size=32,
+        costs=costs,
+        max_disagreement=0.05,
+        confidence=0.95,
+        ramp_budget=0.99,
+        audit_budget=0.05,
+    )
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_controllers_are_made_afresh(bundle: Bundle, name: str) -> None:
+    first, second = (make_contender(name, workplace(bundle)) for _ in range(2))
+    assert first.controller is not second.controller
+    assert first.controller.policy == second.controller.policy
+    assert first.mode is KINDS[name].mode
+    controller: Controller = first.controller
+    assert controller.status().max_disagreement == 0.05
+
+
+def test_controllers_are_looked_up() -> None:
+    assert list(contenders_of(["all"])) == list(KINDS)
+    assert list(contenders_of(["apparate", "leave"])) == ["apparate", "leave"]

@@ -1,0 +1,1 @@
+"""Controllers on one and the same sequence of samples, whose distribution shifts."""

@@ -1,0 +1,204 @@
+"""The controllers that are compared, made afresh for every sequence."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy
+from offramp.calibration.records import TUNE
+from offramp.engine.control.adjustment import DEFAULT_MAX_OVERHEAD, evenly_spaced
+from offramp.engine.control.apparate import ApparateController, ApparateSettings
+from offramp.engine.control.controller import Controller
+from offramp.engine.control.costs import CostModel
+from offramp.engine.control.pame import PameController, PameSettings
+from offramp.engine.control.records import Records
+from offramp.engine.control.static import (
+    StaticController,
+    always_active,
+    tune_separate,
+    tune_shared,
+)
+from offramp.engine.control.two_stage import StageTimes
+from offramp.engine.controllers import make_controller
+from offramp.engine.options import ModelOptions
+from offramp.engine.plan import Mode
+from offramp.tools.bench.adapt.replay import Contender
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workplace:
+    """What controllers are made from."""
+
+    bundle: Bundle
+    batch_size: int
+    costs: CostModel
+    """At that batch size."""
+    max_disagreement: float
+    confidence: float
+    ramp_budget: float | None
+    """How much later the model's end may come for exits in use that may change; ``None`` is 2 % in
+    release mode, as published, else what the bundle's own take."""
+    audit_budget: float
+    """Share of compute that audits may take."""
+
+    def tuning_records(self) -> Records:
+        """All exits on the tuning split, each in use."""
+        records = self.bundle.records()
+        rows = records["split"] == TUNE
+        return Records.of(
+            records["confidence"][:, rows],
+            (records["prediction"] == records["final_prediction"])[:, rows],
+            self.costs.latency_ms(range(self.costs.exits)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A controller by name."""
+
+    description: str
+    mode: Mode
+    make: Callable[[Workplace], Controller]
+
+
+def contenders_of(names: Sequence[str]) -> dict[str, Kind]:
+    """Look controllers up; ``all`` is every one.
+
+    Raises:
+        ValueError: There is none of a name.
+    """
+    if tuple(names) == ("all",):
+        return dict(KINDS)
+    for name in names:
+        if name not in KINDS:
+            near = difflib.get_close_matches(name, KINDS, n=1) or KINDS
+            raise ValueError(f"unknown controller {name!r}; there is {', '.join(near)}")
+    return {name: KINDS[name] for name in names}
+
+
+def make_contender(name: str, workplace: Workplace) -> Contender:
+    """Make a fresh one."""
+    kind = KINDS[name]
+    return Contender(
+        label=name,
+        description=kind.description,
+        controller=kind.make(workplace),
+        mode=kind.mode,
+    )
+
+
+def _fixed(workplace: Workplace, policy: ExitPolicy) -> Controller:
+    return StaticController(
+        policy,
+        max_disagreement=workplace.max_disagreement,
+        confidence=workplace.confidence,
+    )
+
+
+def _leave(workplace: Workplace) -> Controller:
+    return _fixed(workplace, workplace.bundle.policy)
+
+
+def _static_shared(workplace: Workplace) -> Controller:
+    tuned = tune_shared(workplace.tuning_records(), workplace.max_disagreement)
+    return _fixed(workplace, always_active(tuned.thresholds))
+
+
+def _static_separate(workplace: Workplace) -> Controller:
+    tuned = tune_separate(workplace.tuning_records(), workplace.max_disagreement)
+    return _fixed(workplace, always_active(tuned.thresholds))
+
+
+def _apparate(workplace: Workplace, window: int) -> Controller:
+    """As published: evenly spaced exits, none of which answers at first (3.1)."""
+    budget = workplace.ramp_budget
+    budget = DEFAULT_MAX_OVERHEAD if budget is None else budget
+    exits = evenly_spaced(workplace.costs, budget)
+    policy = ExitPolicy(
+        version=0, active=tuple(ActiveExit(exit=index, threshold=NEVER) for index in exits)
+    )
+    settings = ApparateSettings(
+        max_disagreement=workplace.max_disagreement,
+        confidence=workplace.confidence,
+        max_overhead=budget,
+        tuning_window=window,
+    )
+    return ApparateController(policy, workplace.costs, settings)
+
+
+def _pame(workplace: Workplace) -> Controller:
+    """Its thresholds never fall again, so all feedback there is keeps it from raising in vain."""
+    settings = PameSettings(
+        max_disagreement=workplace.max_disagreement,
+        confidence=workplace.confidence,
+        batch_size=workplace.batch_size,
+    )
+    bundle = workplace.bundle
+    times = StageTimes.of(bundle.manifest, bundle.profile())
+    return PameController(bundle.policy, times, settings)
+
+
+def _certified(workplace: Workplace, mode: Mode) -> Controller:
+    """The one that is served."""
+    options = ModelOptions(
+        max_batch_size=workplace.batch_size,
+        controller="certified",
+        max_disagreement=workplace.max_disagreement,
+        confidence=workplace.confidence,
+        audit_budget=workplace.audit_budget,
+        ramp_budget=workplace.ramp_budget,
+    )
+    controller, _ = make_controller(workplace.bundle, mode, options)
+    return controller
+
+
+KINDS: Final[Mapping[str, Kind]] = {
+    "leave": Kind(
+        description="the bundle's policy, as compiled and certified; nothing is observed",
+        mode=Mode.LEAVE,
+        make=_leave,
+    ),
+    "static-shared": Kind(
+        description="all exits, one threshold tuned once on the bundle's tuning split "
+        "(BranchyNet, DeeBERT)",
+        mode=Mode.LEAVE,
+        make=_static_shared,
+    ),
+    "static-separate": Kind(
+        description="all exits, a threshold each, tuned once on the bundle's tuning split "
+        "(BranchyNet+, DeeBERT+)",
+        mode=Mode.LEAVE,
+        make=_static_separate,
+    ),
+    "apparate": Kind(
+        description="Apparate as published, tuned on the last 16 samples as its artifact does",
+        mode=Mode.RELEASE,
+        make=partial(_apparate, window=16),
+    ),
+    "apparate-512": Kind(
+        description="Apparate, tuned on the last 512 samples",
+        mode=Mode.RELEASE,
+        make=partial(_apparate, window=512),
+    ),
+    "pame": Kind(
+        description="PAME's reaction (7.6) on the bundle's policy, with feedback on every answer, "
+        "which PAME itself lacks",
+        mode=Mode.RELEASE,
+        make=_pame,
+    ),
+    "certified-release": Kind(
+        description="Offramp's, where every sample runs to the end",
+        mode=Mode.RELEASE,
+        make=partial(_certified, mode=Mode.RELEASE),
+    ),
+    "certified": Kind(
+        description="Offramp's, where samples leave and some are audited",
+        mode=Mode.AUDIT,
+        make=partial(_certified, mode=Mode.AUDIT),
+    ),
+}
+"""In the order of tables."""

@@ -1,0 +1,244 @@
+"""The comparison as a page: agreement, savings and thresholds over time, a card a controller.
+
+Drawing and style are those of the bundle's report; the page needs nothing beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, Template
+from markupsafe import Markup
+
+from offramp.compiler.report import numbers, svg
+from offramp.compiler.report.svg import Scale, Tick
+from offramp.engine.control.records import FloatArray
+from offramp.tools.bench.adapt.report import Comparison, Run
+from offramp.tools.bench.adapt.sequence import Sequence as Served
+from offramp.tools.bench.dynamics import plain
+
+_WIDTH, _HEIGHT = 520.0, 132.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 6.0, 16.0, 20.0
+_AGREEMENT_SPANS: Final = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+"""How far below all the plots of agreement of a scenario may begin."""
+_EVERY: Final = 2
+"""Of the windows that are drawn: more could not be told apart."""
+_LABEL_ROOM: Final = 7.0
+"""Pixels that a letter of a segment's name takes, about."""
+
+
+class Plot(NamedTuple):
+    """A drawing and its title."""
+
+    title: str
+    keys: tuple[tuple[str, str], ...]
+    """Labels and CSS of their marks."""
+    drawing: Markup
+
+
+class Card(NamedTuple):
+    """A controller on one sequence."""
+
+    run: Run
+    plots: tuple[Plot, ...]
+
+
+def write_page(
+    path: Path,
+    *,
+    title: str,
+    comparisons: Sequence[Comparison],
+    max_disagreement: float,
+    environment: Mapping[str, object],
+) -> None:
+    """Write one HTML file.
+
+    Args:
+        path: Where to.
+        title: Of the page.
+        comparisons: One or more.
+        max_disagreement: The constraint.
+        environment: What it ran on, and with which settings.
+    """
+    page = _template().render(
+        title=title,
+        comparisons=[(c, cards(c, max_disagreement)) for c in comparisons],
+        constraint=max_disagreement,
+        environment=environment,
+    )
+    path.write_text(page, encoding="utf-8", errors="replace")
+
+
+def cards(comparison: Comparison, max_disagreement: float) -> list[Card]:
+    """Draw all controllers on one sequence, on the same axes."""
+    least = min(float(run.course.agreement.min()) for run in comparison.runs)
+    low = 1 - next(s for s in _AGREEMENT_SPANS if s >= max(1 - least, 2 * max_disagreement) - 1e-9)
+    lost = min(float(run.course.compute_savings.min()) for run in comparison.runs)
+    return [
+        Card(
+            run,
+            (
+                _agreement(comparison.sequence, run, low, max_disagreement),
+                _savings(comparison.sequence, run, min(0.0, lost)),
+                _thresholds(comparison.sequence, run),
+            ),
+        )
+        for run in comparison.runs
+    ]
+
+
+def _agreement(sequence: Served, run: Run, low: float, max_disagreement: float) -> Plot:
+    x, y = _scales(sequence, low, 1.0)
+    constraint = 1 - max_disagreement
+    below = svg.box(
+        x.start, y(constraint), x.end - x.start, y(low) - y(constraint), class_="beyond"
+    )
+    ticks: list[Tick] = [(v, f"{100 * v:.4g}%") for v in (low, (1 + low) / 2, 1.0)]
+    alarms = [
+        svg.element("g", svg.line(x(at), y.start, x(at), y.end, "alarm"), svg.titled(event.text))
+        for at, event in run.trace.events
+        if event.kind == "alarm"
+    ]
+    drawing = _draw(
+        sequence,
+        f"Agreement of {run.contender.label} over time",
+        x,
+        y,
+        ticks,
+        below,
+        svg.line(x.start, y(constraint), x.end, y(constraint), "constraint"),
+        *alarms,
+        svg.path(_points(x, y, run.course.ends, 1 - run.course.risk), "longrun series"),
+        svg.path(_points(x, y, run.course.ends, run.course.agreement), "series"),
+    )
+    keys: tuple[tuple[str, str], ...] = (
+        ("last 1,000 answers", _stroke("solid", "accent")),
+        ("in the long run", _stroke("solid", "quiet")),
+        ("constraint", _stroke("dashed", "wrong")),
+    )
+    if alarms:
+        keys = (*keys, ("alarm", _stroke("dotted", "ink")))
+    return Plot("Agreement with the source model", keys, drawing)
+
+
+def _savings(sequence: Served, run: Run, low: float) -> Plot:
+    x, y = _scales(sequence, min(low, -0.05), 1.0)
+    ticks: list[Tick] = [(v, f"{100 * v:g}%") for v in (0.0, 0.5, 1.0)]
+    course = run.course
+    drawing = _draw(
+        sequence,
+        f"Savings of {run.contender.label} over time",
+        x,
+        y,
+        ticks,
+        svg.path(_points(x, y, course.ends, course.compute_savings), "busy series"),
+        svg.path(_points(x, y, course.ends, course.latency_savings), "series"),
+    )
+    keys = (
+        ("time until the answer", _stroke("solid", "accent")),
+        ("busy time, audits included", _stroke("dashed", "wrong")),
+    )
+    return Plot("Saved, predicted from profiled times", keys, drawing)
+
+
+def _thresholds(sequence: Served, run: Run) -> Plot:
+    x, y = _scales(sequence, 0.0, 1.0)
+    ticks: list[Tick] = [(v, f"{v:g}") for v in (0.0, 0.5, 1.0)]
+    changed = [*run.course.changed_at.tolist(), len(sequence)]
+    exits = run.course.thresholds.shape[1]
+    used = [e for e in range(exits) if (run.course.thresholds[:, e] <= 1).any()]
+    paths = [
+        svg.element(
+            "g",
+            svg.path(((x(a), y(v)) for a, v in piece), "series", f"exit {e}"),
+            stroke_opacity=_shade(e, exits),
+        )
+        for e in used
+        for piece in _steps(changed, run.course.thresholds[:, e])
+    ]
+    label = f"Thresholds of {run.contender.label} over time"
+    keys = tuple(
+        (f"exit {e}", f"{_stroke('solid', 'accent')}; opacity: {_shade(e, exits):.2f}")
+        for e in used
+    )
+    drawing = _draw(sequence, label, x, y, ticks, *paths)
+    return Plot("Thresholds of the exits that answer", keys, drawing)
+
+
+def _draw(
+    sequence: Served, label: str, x: Scale, y: Scale, ticks: list[Tick], *marks: Markup
+) -> Markup:
+    """Draw marks over the segments, with axes."""
+    shades, names = [], []
+    for number, span in enumerate(sequence.spans):
+        left, right = x(span.start), x(span.end)
+        if number % 2:
+            shades.append(svg.box(left, y.end, right - left, y.start - y.end, class_="shade"))
+        name = span.segment.name
+        if len(name) * _LABEL_ROOM < right - left:
+            names.append(svg.text((left + right) / 2, _TOP - 5, name, "tick", "middle"))
+    values = svg.nice_values(0, len(sequence), 6)
+    times = [(v, f"{v / 1000:g}k" if v else "0") for v in values]
+    return svg.drawing(
+        _WIDTH, _HEIGHT, label, *shades, *names, svg.axes(x, y, times, ticks), *marks
+    )
+
+
+def _scales(sequence: Served, low: float, high: float) -> tuple[Scale, Scale]:
+    x = Scale(low=0, high=len(sequence), start=_LEFT, end=_WIDTH - _RIGHT)
+    return x, Scale(low=low, high=high, start=_HEIGHT - _BOTTOM, end=_TOP)
+
+
+def _points(
+    x: Scale, y: Scale, at: Sequence[int] | np.ndarray, values: FloatArray
+) -> Iterator[tuple[float, float]]:
+    drawn = zip(at[::_EVERY], values[::_EVERY].tolist(), strict=True)
+    for a, value in drawn:
+        yield x(float(a)), y(max(value, y.low))
+
+
+def _steps(changed: list[int], thresholds: FloatArray) -> Iterator[list[tuple[float, float]]]:
+    """Corners of a threshold's steps, a list for each stretch in which the exit answers."""
+    piece: list[tuple[float, float]] = []
+    for start, end, value in zip(changed[:-1], changed[1:], thresholds.tolist(), strict=True):
+        if value <= 1:  # neither NaN nor NEVER
+            piece += [(start, value), (end, value)]
+        elif piece:
+            yield piece
+            piece = []
+    if piece:
+        yield piece
+
+
+def _shade(exit_: int, exits: int) -> float:
+    """Deeper exits are darker."""
+    return 0.35 + 0.65 * (exit_ + 1) / exits
+
+
+def _stroke(kind: str, colour: str) -> str:
+    return f"height: 0; border-radius: 0; border-top: 2px {kind} var(--{colour})"
+
+
+def _count(value: int | None) -> str:
+    return "never" if value is None else f"{value:,}"
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        loader=ChoiceLoader(
+            [PackageLoader("offramp.tools.bench"), PackageLoader("offramp.compiler")]
+        ),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        percent=numbers.percent, bare=numbers.plain_percent, plain=plain, count=_count
+    )
+    return environment.get_template("adapt.html.j2")

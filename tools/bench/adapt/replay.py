@@ -1,0 +1,271 @@
+"""A controller's loop on recorded answers: chunks of samples instead of a clock.
+
+Which exit answers a sample, and whether the answer is the source model's, are facts of the real
+model. What an answer costs is predicted from the profile. A chunk is served under the policy that
+is in force when it starts; what is known of it reaches the controller some chunks later, as in the
+pipeline; jobs run at once, but their results arrive as late as their run time says.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import NEVER, ExitPolicy
+from offramp.engine.control.controller import Controller, ControlStatus, Event, Job
+from offramp.engine.control.costs import CostModel
+from offramp.engine.control.observations import UNKNOWN, Observations
+from offramp.engine.control.records import BoolArray, FloatArray, IntArray
+from offramp.engine.plan import Mode
+from offramp.tools.bench.adapt.sequence import Population, Sequence, answering_places
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """A controller, and how samples are treated that an exit answers."""
+
+    label: str
+    description: str
+    controller: Controller
+    mode: Mode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplaySettings:
+    """How serving goes on."""
+
+    chunk: int = 32
+    """Samples that start at once, under one policy."""
+    delay_chunks: int = 2
+    """How many chunks start before what is known of one reaches the controller."""
+    tuning_delay: int | None = None
+    """Samples that start while a job runs; ``None``: its run time by ``rate``."""
+    rate: float = 2000.0
+    """Samples a second, assumed."""
+    seed: int = 0
+    """Of the audits' coins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """A job of a controller."""
+
+    purpose: str
+    taken_at: int
+    """Samples started before."""
+    arrived_at: int
+    took_ms: float
+    """Measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A policy comes into force."""
+
+    at: int
+    """The first sample under it."""
+    policy: ExitPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trace:
+    """What became of all N samples."""
+
+    answered_at: IntArray
+    """int64[N]: the exit that answered; K is the model's end."""
+    agrees: BoolArray
+    """bool[N]: whether the answer is the source model's; measured."""
+    audited: BoolArray
+    """bool[N]: answered by an exit, and ran to the end nevertheless."""
+    latency_ms: FloatArray
+    """float64[N]: time until the answer; predicted."""
+    compute_ms: FloatArray
+    """float64[N]: time until the sample left; predicted."""
+    policy: IntArray
+    """int64[N]: which of ``changes`` it was served under."""
+    changes: tuple[Change, ...]
+    """The first is the policy at the start."""
+    chunk: int
+    """Samples that each of the following stands for."""
+    statuses: tuple[ControlStatus, ...]
+    """When each chunk started."""
+    tunings: tuple[Tuning, ...]
+    events: tuple[tuple[int, Event], ...]
+    """With the samples started before."""
+    source_ms: float
+    """What the source model takes; predicted."""
+
+
+@dataclass(slots=True)
+class _Out:
+    """A job under way."""
+
+    job: Job
+    result: Any
+    arrives_at: int
+
+
+@dataclass(slots=True)
+class _Log:
+    changes: list[Change] = field(default_factory=list)
+    statuses: list[ControlStatus] = field(default_factory=list)
+    tunings: list[Tuning] = field(default_factory=list)
+    events: list[tuple[int, Event]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """What is known of the samples of a chunk, once all are through."""
+
+    answered_at: IntArray
+    complete: BoolArray
+    latency_ms: FloatArray
+    compute_ms: FloatArray
+    seen: Observations
+
+
+def replay(
+    sequence: Sequence, contender: Contender, costs: CostModel, settings: ReplaySettings
+) -> Trace:
+    """Serve a sequence under a controller.
+
+    Args:
+        sequence: What is served.
+        contender: Its controller is fresh, and is used up.
+        costs: Of all exits of the bundle, at the batch size of a chunk.
+        settings: How serving goes on.
+    """
+    controller = contender.controller
+    coins = np.random.default_rng(settings.seed).random(len(sequence))
+    log, out, chunks = _Log(), None, list[_Served]()
+    for number, rows in enumerate(_chunks(len(sequence), settings.chunk)):
+        if out is not None and rows.start >= out.arrives_at:
+            controller.finish(out.job, out.result)
+            out = None
+        policy = controller.policy
+        if not log.changes or policy.version != log.changes[-1].policy.version:
+            log.changes.append(Change(at=rows.start, policy=policy))
+        log.statuses.append(controller.status())
+        chances = _Chances(contender.mode, coins[rows], controller.audit_probability)
+        chunks.append(_serve(_part(sequence.drawn, rows), policy, chances, costs))
+        if contender.mode.observed and number >= settings.delay_chunks:
+            controller.observe(chunks[number - settings.delay_chunks].seen)
+            if out is None and (job := controller.take_job()) is not None:
+                out = _run(job, rows.stop, settings, log)
+        log.events += [(rows.stop, event) for event in controller.take_events()]
+    return _trace(sequence, log, chunks, costs, settings)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chances:
+    """Of the samples of a chunk to run on."""
+
+    mode: Mode
+    coins: FloatArray
+    audit_probability: float
+
+    @property
+    def probability(self) -> float:
+        """Drawn before the samples start."""
+        return 1.0 if self.mode is Mode.RELEASE else self.audit_probability
+
+    @property
+    def runs_on(self) -> BoolArray:
+        """bool[n]: whether each runs to the end, should an exit answer it."""
+        if not self.mode.observed:
+            return np.zeros(len(self.coins), np.bool_)
+        return np.asarray(self.coins < self.probability)
+
+
+def _chunks(samples: int, chunk: int) -> Iterator[slice]:
+    return (slice(start, min(start + chunk, samples)) for start in range(0, samples, chunk))
+
+
+def _part(drawn: Population, rows: slice) -> Population:
+    return Population(
+        confidence=drawn.confidence[:, rows],
+        prediction=drawn.prediction[:, rows],
+        final=drawn.final[rows],
+        labels=None,
+    )
+
+
+def _serve(samples: Population, policy: ExitPolicy, chances: _Chances, costs: CostModel) -> _Served:
+    """Send samples through the model, as stages and exits would."""
+    count, exits = len(samples), samples.exits
+    active = [a.exit for a in policy.active if chances.mode.observed or a.threshold < NEVER]
+    answered_at = answering_places(samples.confidence, policy)
+    complete = (answered_at == exits) | chances.runs_on
+    in_use = np.zeros((exits, 1), np.bool_)
+    in_use[active] = True
+    reached = np.arange(exits)[:, None] <= answered_at
+    known = in_use & (reached | complete)
+    until = np.full(exits + 1, np.nan)
+    until[[*active, exits]] = costs.latency_ms(active)
+    seen = Observations(
+        confidence=np.where(known, samples.confidence, np.float32(np.nan)),
+        prediction=np.where(known, samples.prediction, np.int32(UNKNOWN)),
+        answered_at=answered_at,
+        final=np.where(complete, samples.final, np.int32(UNKNOWN)),
+        audit_probability=np.full(count, chances.probability),
+        policy_version=np.full(count, policy.version),
+        forced=np.zeros(count, np.bool_),
+    )
+    return _Served(
+        answered_at=answered_at,
+        complete=complete,
+        latency_ms=until[answered_at],
+        compute_ms=np.where(complete, until[exits], until[answered_at]),
+        seen=seen,
+    )
+
+
+def _run(job: Job, started: int, settings: ReplaySettings, log: _Log) -> _Out:
+    """Run a job at once, and say when its result is there."""
+    begin_s = time.perf_counter()
+    result = job.run()
+    took_s = time.perf_counter() - begin_s
+    delay = settings.tuning_delay
+    if delay is None:
+        delay = math.ceil(took_s * settings.rate)
+    arrives_at = started + delay
+    log.tunings.append(
+        Tuning(purpose=job.purpose, taken_at=started, arrived_at=arrives_at, took_ms=took_s * 1e3)
+    )
+    return _Out(job, result, arrives_at)
+
+
+def _trace(
+    sequence: Sequence,
+    log: _Log,
+    chunks: list[_Served],
+    costs: CostModel,
+    settings: ReplaySettings,
+) -> Trace:
+    def joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
+        return np.concatenate(arrays)
+
+    answered_at = joined([c.answered_at for c in chunks])
+    complete = joined([c.complete for c in chunks])
+    every = np.arange(len(sequence))
+    starts = np.array([change.at for change in log.changes])
+    return Trace(
+        answered_at=answered_at,
+        agrees=sequence.drawn.agrees[answered_at, every],
+        audited=complete & (answered_at < sequence.drawn.exits),
+        latency_ms=joined([c.latency_ms for c in chunks]),
+        compute_ms=joined([c.compute_ms for c in chunks]),
+        policy=np.searchsorted(starts, every, side="right") - 1,
+        changes=tuple(log.changes),
+        chunk=settings.chunk,
+        statuses=tuple(log.statuses),
+        tunings=tuple(log.tunings),
+        events=tuple(log.events),
+        source_ms=costs.source_ms,
+    )

@@ -1,0 +1,263 @@
+"""How the distribution of samples shifts: named scenarios, each a row of segments."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeAlias
+
+import numpy as np
+
+from offramp.calibration.dataset import Dataset
+from offramp.engine.control.records import BoolArray, FloatArray
+from offramp.tools.bench.adapt.corruptions import Range, channel_axis, corrupt
+from offramp.tools.bench.adapt.sequence import Population, Segment
+
+EASY: Final = 0.8
+"""Share of the data that counts as easy: the mix that E3 found in practice (5)."""
+_DOMINANT: Final = 0.9
+"""Share of the samples that the classes in favour get."""
+_LEAST_GROUP: Final = 20
+"""Samples that a group needs to be drawn from."""
+
+
+class RecordsData(Protocol):
+    """Answers a data set at every exit."""
+
+    def record(self, dataset: Dataset) -> Population:
+        """All its samples."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Of all scenarios."""
+
+    samples: int
+    """Of each segment."""
+    corruption: str
+    severity: int
+    """Of ``abrupt``, and the last of ``corruption``."""
+    seed: int
+
+
+class Material:
+    """Data sets, and the model's answers to them, each found out once."""
+
+    def __init__(
+        self, datasets: Mapping[str, Dataset], recorder: RecordsData, settings: Settings
+    ) -> None:
+        """Take data by name; the first is the one that most scenarios use."""
+        self.settings = settings
+        self._datasets = datasets
+        self._recorder = recorder
+        self._known: dict[tuple[str, int], Population] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the data sets."""
+        return tuple(self._datasets)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether exactly one input holds images."""
+        return len(self._images()) == 1
+
+    def population(self, name: str | None = None, *, severity: int = 0) -> Population:
+        """Answers to a data set (default: the first), corrupted or not."""
+        name = self.names[0] if name is None else name
+        key = (name, severity)
+        if key not in self._known:
+            self._known[key] = self._recorder.record(self._corrupted(name, severity))
+        return self._known[key]
+
+    def _corrupted(self, name: str, severity: int) -> Dataset:
+        dataset = self._datasets[name]
+        if not severity:
+            return dataset
+        if not self.has_images:
+            raise ValueError(
+                "corruptions need a model with one input of images, [n, channels, height, width], "
+                "[n, height, width, channels] or [n, height, width]; choose other scenarios"
+            )
+        (image,) = self._images()
+        clean = dataset.inputs[image]
+        rng = np.random.default_rng([self.settings.seed, severity])
+        kind = self.settings.corruption
+        worse = corrupt(clean, kind, severity, range_=Range.of(clean), rng=rng)
+        inputs = {**dataset.inputs, image: worse}
+        return Dataset(inputs=inputs, labels=dataset.labels, sha256=dataset.sha256)
+
+    def _images(self) -> list[str]:
+        first = self._datasets[self.names[0]]
+        return [name for name, array in first.inputs.items() if _holds_images(array.shape)]
+
+
+_Make: TypeAlias = Callable[[Material], Sequence[Segment]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A way in which the distribution shifts."""
+
+    description: str
+    """One line, for help and report."""
+    segments: _Make
+    applies: Callable[[Material], bool] = lambda _: True
+
+
+def scenarios_of(names: Sequence[str], material: Material) -> dict[str, Scenario]:
+    """Look scenarios up; ``all`` is every one that the data allows.
+
+    Raises:
+        ValueError: There is none of a name, or the data does not allow it.
+    """
+    if tuple(names) == ("all",):
+        return {name: s for name, s in SCENARIOS.items() if s.applies(material)}
+    for name in names:
+        if name not in SCENARIOS:
+            near = difflib.get_close_matches(name, SCENARIOS, n=1) or SCENARIOS
+            raise ValueError(f"unknown scenario {name!r}; there is {', '.join(near)}")
+        if not SCENARIOS[name].applies(material):
+            raise ValueError(f"scenario {name!r} does not fit this data: {_NEEDS[name]}")
+    return {name: SCENARIOS[name] for name in names}
+
+
+def is_easy(population: Population) -> BoolArray:
+    """bool[m]: the :data:`EASY` share whose answer comes most surely and rightly early on.
+
+    Ranked by the highest confidence of those exits of the first half that answer like the model.
+    """
+    early = max(1, population.exits // 2)
+    right = np.where(population.agrees[:early], population.confidence[:early], 0.0)
+    hardest_first = np.argsort(right.max(axis=0), kind="stable")
+    easy = np.ones(len(population), np.bool_)
+    easy[hardest_first[: round((1 - EASY) * len(population))]] = False
+    return easy
+
+
+def _difficulty(material: Material) -> list[Segment]:
+    population = material.population()
+    easy = is_easy(population)
+    return [
+        Segment(
+            name=f"{round(100 * share)}:{round(100 - 100 * share)}",
+            population=population,
+            weights=_mix({"easy samples": easy, "hard samples": ~easy}, share),
+            samples=material.settings.samples,
+        )
+        for share in (0.8, 0.5, 0.2)
+    ]
+
+
+def _classes(material: Material) -> list[Segment]:
+    population = material.population()
+    classes = population.final if population.labels is None else population.labels
+    middle = int(np.unique(classes)[len(np.unique(classes)) // 2])
+    lower = np.asarray(classes < middle)
+    lowest, highest = int(classes.min()), int(classes.max())
+    groups = {
+        f"mostly {lowest}–{middle - 1}": {"lower classes": lower, "upper classes": ~lower},
+        f"mostly {middle}–{highest}": {"upper classes": ~lower, "lower classes": lower},
+    }
+    mixed = [_mix(parts, _DOMINANT) for parts in groups.values()]
+    weights = {"all classes": _uniform(population)}
+    weights |= dict(zip(groups, mixed, strict=True))
+    return [
+        Segment(name=n, population=population, weights=w, samples=material.settings.samples)
+        for n, w in weights.items()
+    ]
+
+
+def _corruption(material: Material) -> list[Segment]:
+    kind, worst = material.settings.corruption, material.settings.severity
+    steps = [(f"{kind} {severity}", severity) for severity in range(1, worst + 1)]
+    return [_all_of(material, name, severity) for name, severity in [("clean", 0), *steps]]
+
+
+def _abrupt(material: Material) -> list[Segment]:
+    kind, worst = material.settings.corruption, material.settings.severity
+    steps = [("clean", 0), (f"{kind} {worst}", worst), ("clean again", 0)]
+    return [_all_of(material, name, severity) for name, severity in steps]
+
+
+def _domain(material: Material) -> list[Segment]:
+    return [
+        Segment(
+            name=name,
+            population=material.population(name),
+            weights=_uniform(material.population(name)),
+            samples=material.settings.samples,
+        )
+        for name in material.names
+    ]
+
+
+SCENARIOS: Final[Mapping[str, Scenario]] = {
+    "difficulty": Scenario(
+        description="easy to hard samples 80:20, 50:50, 20:80 (E3, 5.4); easy are the "
+        f"{EASY:.0%} that exits of the first half answer most surely and rightly",
+        segments=_difficulty,
+    ),
+    "classes": Scenario(
+        description=f"all classes, then the lower half of them in {_DOMINANT:.0%} of the samples, "
+        "then the upper half",
+        segments=_classes,
+    ),
+    "corruption": Scenario(
+        description="images that get worse step by step",
+        segments=_corruption,
+        applies=lambda material: material.has_images,
+    ),
+    "abrupt": Scenario(
+        description="clean images, corrupted ones, clean ones",
+        segments=_abrupt,
+        applies=lambda material: material.has_images,
+    ),
+    "domain": Scenario(
+        description="one data set after another",
+        segments=_domain,
+        applies=lambda material: len(material.names) > 1,
+    ),
+}
+
+_NEEDS: Final = {
+    "corruption": "it needs a model with exactly one input of images",
+    "abrupt": "it needs a model with exactly one input of images",
+    "domain": "give --data twice or more",
+}
+
+
+def _all_of(material: Material, name: str, severity: int) -> Segment:
+    population = material.population(severity=severity)
+    return Segment(
+        name=name,
+        population=population,
+        weights=_uniform(population),
+        samples=material.settings.samples,
+    )
+
+
+def _uniform(population: Population) -> FloatArray:
+    return np.full(len(population), 1.0 / len(population))
+
+
+def _mix(groups: Mapping[str, BoolArray], share: float) -> FloatArray:
+    """Give ``share`` of the weight to the first of two groups, evenly within each."""
+    for name, members in groups.items():
+        if members.sum() < _LEAST_GROUP:
+            raise ValueError(
+                f"the data holds {members.sum()} {name}, too few to draw from (expected at least "
+                f"{_LEAST_GROUP}); give more data or choose other scenarios"
+            )
+    first, second = groups.values()
+    return np.asarray(share * first / first.sum() + (1 - share) * second / second.sum())
+
+
+def _holds_images(shape: tuple[int, ...]) -> bool:
+    try:
+        channel_axis(shape)
+    except ValueError:
+        return False
+    return True

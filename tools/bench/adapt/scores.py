@@ -1,0 +1,257 @@
+"""What a trace was worth: agreement, violations, savings, by segment and over time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Row
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from offramp.engine.control.controller import Evidence
+from offramp.engine.control.costs import CostModel
+from offramp.engine.control.records import BoolArray, FloatArray, IntArray
+from offramp.engine.control.thresholds import tune
+from offramp.tools.bench.adapt.replay import Trace
+from offramp.tools.bench.adapt.sequence import Sequence, Span
+
+WINDOW: Final = 1000
+"""Samples of the windows that the constraint is held against."""
+STEP: Final = 100
+"""Samples from one window's start to the next one's."""
+_ROUNDING: Final = 1e-12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conduct:
+    """How a controller did over some samples. Shares are of these samples unless said."""
+
+    samples: int
+    agreement: float
+    """Share answered like the source model; measured."""
+    risk: float
+    """What the disagreement would be in the long run under the policies that were in force."""
+    above: float
+    """Share answered under a policy whose risk exceeds the constraint."""
+    latency_savings: float
+    """Share of the source model's time until the answer; predicted from the profile."""
+    compute_savings: float
+    """Share of the source model's time that was not spent, audits and running on included."""
+    audited: float
+    """Share answered early that ran to the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentScore:
+    """One segment under one controller."""
+
+    name: str
+    whole: Conduct
+    settled: Conduct | None
+    """From ``settled_after`` on; ``None`` if it never settled."""
+    settled_after: int | None
+    """Samples of the segment until no policy in force exceeds the constraint any more."""
+    windows_settled_after: int | None
+    """Samples until every further window satisfies the constraint. At a risk near the constraint
+    windows of 1,000 exceed it by chance."""
+    worst_window: float
+    """Least agreement of a window."""
+    windows_below: float
+    """Share of the windows that violate the constraint."""
+    certified: float
+    """Share of the samples served while the controller claimed its policy certified."""
+    certified_wrongly: float
+    """Of all samples: served so, while the policy's risk exceeded the constraint."""
+    bound_wrong: float
+    """Share served while the risk was above the upper bound that the controller gave."""
+    accuracy: float | None
+    """Share of the answers like the labels, where there are any."""
+    source_accuracy: float | None
+    """The same of the source model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """One controller on one sequence."""
+
+    whole: Conduct
+    segments: tuple[SegmentScore, ...]
+    policies: int
+    """That were in force."""
+    tunings: int
+    """Jobs that were run."""
+    tuning_ms: tuple[float, float, float] | None
+    """Median, 95th percentile and largest of their run times; measured."""
+    adjustments: int
+    """Changes of the exits in use."""
+    alarms: int
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Course:
+    """One controller over time: a point for every window of :data:`WINDOW` samples."""
+
+    ends: IntArray
+    """int64[windows]: samples served by the end of each."""
+    agreement: FloatArray
+    latency_savings: FloatArray
+    compute_savings: FloatArray
+    audit_share: FloatArray
+    """Share of the window that was answered early and ran on."""
+    changed_at: IntArray
+    """int64[policies]: when each policy came into force."""
+    thresholds: FloatArray
+    """float64[policies, K]: NaN where an exit was not in use, ``NEVER`` where it looked on."""
+    risk: FloatArray
+    """float64[windows]: mean of the risk of the policies in force."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hindsight:
+    """What the best thresholds for a segment would have brought, had they been known before."""
+
+    agreement: float
+    latency_savings: float
+    """Predicted; without audits also the compute saved."""
+
+
+def hindsight(
+    sequence: Sequence, costs: CostModel, active: Row[int], max_disagreement: float
+) -> tuple[Hindsight, ...]:
+    """Tune thresholds of exits on each segment's own samples, within the constraint there."""
+    found = []
+    for span in sequence.spans:
+        rows = slice(span.start, span.end)
+        tuning = tune(
+            sequence.drawn.confidence[list(active), rows],
+            sequence.drawn.agrees[list(active), rows],
+            costs.latency_ms(active),
+            max_disagreement,
+            vanilla_ms=costs.source_ms,
+        )
+        found.append(Hindsight(agreement=1 - tuning.disagreement, latency_savings=tuning.savings))
+    return tuple(found)
+
+
+def score(sequence: Sequence, trace: Trace, *, max_disagreement: float) -> Score:
+    """Judge a trace."""
+    risk = risks(sequence, trace)
+    times = [t.took_ms for t in trace.tunings]
+    middle, tail = np.quantile(times, (0.5, 0.95)) if times else (0.0, 0.0)
+    last = trace.statuses[-1]
+    return Score(
+        whole=_conduct(trace, risk, np.arange(len(sequence)), max_disagreement),
+        segments=tuple(
+            _segment(sequence, trace, risk, span, max_disagreement) for span in sequence.spans
+        ),
+        policies=len(trace.changes),
+        tunings=len(times),
+        tuning_ms=(float(middle), float(tail), max(times)) if times else None,
+        adjustments=last.adjustments,
+        alarms=last.alarms,
+    )
+
+
+def risks(sequence: Sequence, trace: Trace) -> FloatArray:
+    """float64[N]: the risk of the policy that each sample was served under, in its segment."""
+    risk = np.empty(len(sequence))
+    for span in sequence.spans:
+        rows = slice(span.start, span.end)
+        for number in np.unique(trace.policy[rows]):
+            served = trace.policy[rows] == number
+            risk[rows][served] = span.segment.risk(trace.changes[number].policy)
+    return risk
+
+
+def course(sequence: Sequence, trace: Trace) -> Course:
+    """Look at a trace over time."""
+    starts = _window_starts(0, len(sequence))
+    ends = starts + min(WINDOW, len(sequence))
+
+    def mean(values: FloatArray | BoolArray) -> FloatArray:
+        total = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
+        return np.asarray((total[ends] - total[starts]) / (ends - starts))
+
+    exits = sequence.drawn.exits
+    thresholds = np.full((len(trace.changes), exits), np.nan)
+    for row, change in zip(thresholds, trace.changes, strict=True):
+        for active in change.policy.active:
+            row[active.exit] = active.threshold
+    return Course(
+        ends=ends,
+        agreement=mean(trace.agrees),
+        latency_savings=1 - mean(trace.latency_ms) / trace.source_ms,
+        compute_savings=1 - mean(trace.compute_ms) / trace.source_ms,
+        audit_share=mean(trace.audited),
+        changed_at=np.array([change.at for change in trace.changes]),
+        thresholds=thresholds,
+        risk=mean(risks(sequence, trace)),
+    )
+
+
+def _segment(
+    sequence: Sequence, trace: Trace, risk: FloatArray, span: Span, max_disagreement: float
+) -> SegmentScore:
+    rows = np.arange(span.start, span.end)
+    above = risk[rows] > max_disagreement + _ROUNDING
+    settled_after = _after_last(above)
+    starts = _window_starts(span.start, span.end)
+    wrong = np.concatenate([[0], np.cumsum(~trace.agrees)])
+    size = min(WINDOW, len(rows))
+    share = (wrong[starts + size] - wrong[starts]) / size
+    below = share > max_disagreement + _ROUNDING
+    last_below = _after_last(below)
+    chunks = rows // trace.chunk
+    certified = np.array([s.evidence is Evidence.CERTIFIED for s in trace.statuses])[chunks]
+    bounds = np.array([s.disagreement_upper_bound for s in trace.statuses])[chunks]
+    labels, final = sequence.drawn.labels, sequence.drawn.final
+    return SegmentScore(
+        name=span.segment.name,
+        whole=_conduct(trace, risk, rows, max_disagreement),
+        settled=None
+        if settled_after is None
+        else _conduct(trace, risk, rows[settled_after:], max_disagreement),
+        settled_after=settled_after,
+        windows_settled_after=None if last_below is None else int(starts[last_below] - span.start),
+        worst_window=float(1 - share.max()),
+        windows_below=float(below.mean()),
+        certified=float(certified.mean()),
+        certified_wrongly=float((certified & above).mean()),
+        bound_wrong=float((risk[rows] > bounds + _ROUNDING).mean()),
+        accuracy=None if labels is None else _accuracy(sequence, trace, rows, labels),
+        source_accuracy=None if labels is None else float((final == labels)[rows].mean()),
+    )
+
+
+def _conduct(trace: Trace, risk: FloatArray, rows: IntArray, max_disagreement: float) -> Conduct:
+    return Conduct(
+        samples=len(rows),
+        agreement=float(trace.agrees[rows].mean()),
+        risk=float(risk[rows].mean()),
+        above=float((risk[rows] > max_disagreement + _ROUNDING).mean()),
+        latency_savings=float(1 - trace.latency_ms[rows].mean() / trace.source_ms),
+        compute_savings=float(1 - trace.compute_ms[rows].mean() / trace.source_ms),
+        audited=float(trace.audited[rows].mean()),
+    )
+
+
+def _accuracy(sequence: Sequence, trace: Trace, rows: IntArray, labels: IntArray) -> float:
+    every = np.concatenate([sequence.drawn.prediction, sequence.drawn.final[None]])
+    return float((every[trace.answered_at[rows], rows] == labels[rows]).mean())
+
+
+def _after_last(marks: BoolArray) -> int | None:
+    """Index behind the last mark, 0 if there is none; ``None`` if the very last is one."""
+    marked = np.flatnonzero(marks)
+    if not marked.size:
+        return 0
+    return None if marked[-1] == len(marks) - 1 else int(marked[-1]) + 1
+
+
+def _window_starts(start: int, end: int) -> IntArray:
+    """Starts of the windows of a stretch; one shorter window if it is shorter than one."""
+    return np.arange(start, max(end - WINDOW, start) + 1, STEP)

@@ -1,0 +1,150 @@
+"""What is streamed: samples drawn from recorded populations, segment by segment.
+
+Every segment draws with replacement from a finite population with known weights. So the samples of
+a segment are independent and alike, and what any policy would disagree on in the long run is known
+exactly: whether a segment's policies keep the constraint need not be guessed from few answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Row
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import ExitPolicy
+from offramp.bundle.policy import NEVER
+from offramp.engine.control.agreement import float32_at_least
+from offramp.engine.control.records import (
+    BoolArray,
+    Float32Array,
+    FloatArray,
+    IntArray,
+    first_exit,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Population:
+    """What the model and all its K exits say of m samples."""
+
+    confidence: Float32Array
+    """float32[K, m]."""
+    prediction: NDArray[np.int32]
+    """int32[K, m]."""
+    final: NDArray[np.int32]
+    """int32[m]: the source model's."""
+    labels: IntArray | None
+    """int64[m], where the data has labels."""
+
+    def __len__(self) -> int:
+        """Samples."""
+        return len(self.final)
+
+    @property
+    def exits(self) -> int:
+        """K."""
+        return int(self.confidence.shape[0])
+
+    @property
+    def agrees(self) -> BoolArray:
+        """bool[K + 1, m]: whether the answer there is the source model's."""
+        same = self.prediction == self.final
+        return np.concatenate([same, np.ones((1, len(self)), np.bool_)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Segment:
+    """A stretch of samples that are alike."""
+
+    name: str
+    population: Population
+    weights: FloatArray
+    """float64[m], adding up to 1: how often each sample is drawn."""
+    samples: int
+
+    def __post_init__(self) -> None:
+        """Refuse what is no distribution."""
+        if self.weights.shape != (len(self.population),) or not (self.weights >= 0).all():
+            raise ValueError(
+                f"segment {self.name!r}: weights must be {len(self.population)} numbers of at "
+                f"least 0, got shape {self.weights.shape}"
+            )
+        if not np.isclose(self.weights.sum(), 1.0):
+            raise ValueError(f"segment {self.name!r}: weights add up to {self.weights.sum():g}")
+
+    def risk(self, policy: ExitPolicy) -> float:
+        """Share of answers that differ from the source model's under a policy, in the long run."""
+        places = answering_places(self.population.confidence, policy)
+        wrong = ~self.population.agrees[places, np.arange(len(self.population))]
+        return float(self.weights[wrong].sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Span:
+    """Where a segment lies in its sequence."""
+
+    segment: Segment
+    start: int
+    end: int
+    """One past the last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sequence:
+    """N samples, in the order in which they are served."""
+
+    scenario: str
+    description: str
+    spans: tuple[Span, ...]
+    drawn: Population
+    """The samples, one after another."""
+    rows: IntArray
+    """int64[N]: which sample of its segment's population each one is."""
+
+    def __len__(self) -> int:
+        """Samples."""
+        return len(self.drawn)
+
+
+def draw(
+    scenario: str, description: str, segments: Row[Segment], rng: np.random.Generator
+) -> Sequence:
+    """Draw the samples of all segments."""
+    rows = [rng.choice(len(s.weights), s.samples, p=s.weights) for s in segments]
+    ends = np.cumsum([s.samples for s in segments]).tolist()
+    starts = [0, *ends[:-1]]
+    spans = zip(segments, starts, ends, strict=True)
+    pairs = list(zip((s.population for s in segments), rows, strict=True))
+    labels = [_take(p.labels, r) for p, r in pairs if p.labels is not None]
+    return Sequence(
+        scenario=scenario,
+        description=description,
+        spans=tuple(Span(segment=s, start=a, end=b) for s, a, b in spans),
+        drawn=Population(
+            confidence=np.concatenate([p.confidence[:, r] for p, r in pairs], axis=1),
+            prediction=np.concatenate([p.prediction[:, r] for p, r in pairs], axis=1),
+            final=np.concatenate([p.final[r] for p, r in pairs]),
+            labels=np.concatenate(labels) if len(labels) == len(pairs) else None,
+        ),
+        rows=np.concatenate(rows),
+    )
+
+
+def answering_places(confidence: Float32Array, policy: ExitPolicy) -> IntArray:
+    """int64[n]: which exit answers each of float32[K, n] samples; K is the model's end."""
+    return first_exit(confidence, thresholds_of(policy, len(confidence)))
+
+
+def thresholds_of(policy: ExitPolicy, exits: int) -> FloatArray:
+    """float64[K]: what confidences are held against, as the engine rounds them."""
+    thresholds = np.full(exits, NEVER)
+    for active in policy.active:
+        thresholds[active.exit] = active.threshold
+    return float32_at_least(thresholds)
+
+
+def _take(array: NDArray[Any], rows: IntArray) -> NDArray[Any]:
+    return array[rows]

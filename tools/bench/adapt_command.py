@@ -1,0 +1,315 @@
+"""``eebench adapt``: controllers on a sequence of samples whose distribution shifts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+from offramp.bundle import Bundle
+from offramp.calibration.dataset import Dataset, read_dataset
+from offramp.engine.control.costs import CostModel
+from offramp.tools.bench.adapt.contenders import KINDS, Workplace, contenders_of, make_contender
+from offramp.tools.bench.adapt.corruptions import KINDS as CORRUPTIONS
+from offramp.tools.bench.adapt.corruptions import WORST
+from offramp.tools.bench.adapt.page import write_page
+from offramp.tools.bench.adapt.recording import Recorder
+from offramp.tools.bench.adapt.replay import ReplaySettings, replay
+from offramp.tools.bench.adapt.report import (
+    Comparison,
+    Run,
+    make_console,
+    print_comparison,
+    to_json,
+)
+from offramp.tools.bench.adapt.scenarios import SCENARIOS, Material, Settings, scenarios_of
+from offramp.tools.bench.adapt.scores import course, hindsight, score
+from offramp.tools.bench.adapt.sequence import Population, Sequence, draw
+from offramp.tools.bench.environment import check_outputs, describe_environment, write_json
+from offramp.tools.bench.numbers import positive, share
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand to what ``add_subparsers`` of eebench's parser gave."""
+    parser = commands.add_parser(
+        "adapt",
+        help="controllers on samples whose distribution shifts: agreement, violations, savings",
+        description=_describe(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("bundle", type=Path, metavar="BUNDLE", help="folder made by eecompile")
+    add(
+        "--data",
+        type=Path,
+        action="append",
+        required=True,
+        metavar="NPZ",
+        help="data that the compiler never saw, labels optional; several for the scenario domain",
+    )
+    add("--scenario", default="all", metavar="NAME,…", help="all: those that the data allows")
+    add("--controllers", default="all", metavar="NAME,…", help="default: all")
+    _add_sequence(parser.add_argument_group("sequence"))
+    _add_serving(parser.add_argument_group("serving"))
+    output = parser.add_argument_group("output").add_argument
+    output("--json", type=Path, metavar="FILE", help="write the figures there")
+    output("--html", type=Path, metavar="FILE", help="write a page with plots there")
+    parser.set_defaults(run=run)
+
+
+def _add_sequence(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--samples", type=positive, default=8000, metavar="N", help="of a segment (8000)")
+    add("--corruption", choices=CORRUPTIONS, default="noise", help="of images (noise)")
+    add(
+        "--severity",
+        type=int,
+        choices=range(1, WORST + 1),
+        default=3,
+        help="of abrupt, and where corruption ends (3)",
+    )
+    add("--seed", type=int, default=0, help="of samples, corruptions and audits (0)")
+
+
+def _add_serving(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--max-disagreement",
+        type=share,
+        metavar="SHARE",
+        help="the constraint; default: the bundle's promise, else 0.01",
+    )
+    add("--confidence", type=share, default=0.95, metavar="SHARE", help="of certificates (0.95)")
+    add(
+        "--audit-budget",
+        type=share,
+        default=0.05,
+        metavar="SHARE",
+        help="of compute that audits may take at most (0.05)",
+    )
+    add(
+        "--ramp-budget",
+        type=share,
+        metavar="SHARE",
+        help="how much later the model's end may come for exits in use that may change; default: "
+        "0.02 in release mode, as Apparate publishes it, else what the bundle's own cost",
+    )
+    add("--batch-size", type=positive, default=32, metavar="N", help="samples that start at once")
+    add(
+        "--feedback-delay",
+        type=int,
+        default=2,
+        metavar="N",
+        help="batches that start before a controller hears of one (2)",
+    )
+    add(
+        "--rate",
+        type=float,
+        default=2000.0,
+        metavar="R",
+        help="samples a second, assumed: a tuning's result is as late as it ran (2000)",
+    )
+    add(
+        "--tuning-delay",
+        type=int,
+        metavar="N",
+        help="samples until a tuning's result is there, whatever it took; same seed, same figures",
+    )
+    add("--threads", type=positive, default=1, metavar="N", help="that record the answers (1)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compare, and tell of it; gives the exit status.
+
+    Raises:
+        BundleError, DataError, ValueError
+    """
+    check_outputs(options.json, options.html)
+    kinds = contenders_of(_names(options.controllers))
+    bundle = Bundle.open(options.bundle)
+    workplace = _workplace(bundle, options)
+    settings = _replay_settings(options)
+    datasets = _datasets(bundle, options.data)
+    console = make_console()
+    _warn(console, bundle, datasets)
+    with Progress(console=Console(stderr=True), transient=True) as bars:
+        comparisons = [
+            _compare(sequence, list(kinds), workplace, settings)
+            for sequence in _sequences(bundle, datasets, options, bars)
+        ]
+    for comparison in comparisons:
+        print_comparison(console, comparison, max_disagreement=workplace.max_disagreement)
+    _write(comparisons, workplace, options)
+    return 0
+
+
+def _compare(
+    sequence: Sequence, names: list[str], workplace: Workplace, settings: ReplaySettings
+) -> Comparison:
+    """Serve a sequence under one controller after another."""
+    bound, runs = workplace.max_disagreement, []
+    for name in names:
+        contender = make_contender(name, workplace)
+        trace = replay(sequence, contender, workplace.costs, settings)
+        runs.append(
+            Run(
+                contender=contender,
+                trace=trace,
+                score=score(sequence, trace, max_disagreement=bound),
+                course=course(sequence, trace),
+            )
+        )
+    in_use = [a.exit for a in workplace.bundle.policy.active]
+    best = hindsight(sequence, workplace.costs, in_use, bound) if in_use else ()
+    return Comparison(sequence=sequence, runs=tuple(runs), hindsight=best)
+
+
+def _describe() -> str:
+    scenarios = "\n".join(f"  {name:19}{s.description}" for name, s in SCENARIOS.items())
+    controllers = "\n".join(
+        f"  {name:19}{kind.description} ({kind.mode.value} mode)" for name, kind in KINDS.items()
+    )
+    return f"""\
+Serve one and the same sequence of samples under several controllers, and compare how often
+answers were the source model's, and what was saved. The model answers every sample once, at every
+exit; controllers are then driven on these answers, in chunks instead of time. Agreement is
+measured. What answers cost is predicted from the bundle's profile. The samples of a segment are
+drawn at random from the data, with replacement, so that what a policy would disagree on in the
+long run is known exactly.
+
+scenarios:
+{scenarios}
+
+controllers:
+{controllers}
+"""
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
+def _workplace(bundle: Bundle, options: argparse.Namespace) -> Workplace:
+    promise = bundle.policy.promise
+    constraint = options.max_disagreement
+    if constraint is None:
+        constraint = promise.max_disagreement if promise else 0.01
+    for name, value in (("max-disagreement", constraint), ("confidence", options.confidence)):
+        if value >= 1:
+            raise ValueError(f"--{name} is {value:g}, expected a share below 1")
+    costs = CostModel.of(bundle.manifest, bundle.profile(), options.batch_size)
+    return Workplace(
+        bundle=bundle,
+        batch_size=options.batch_size,
+        costs=costs,
+        max_disagreement=constraint,
+        confidence=options.confidence,
+        ramp_budget=options.ramp_budget,
+        audit_budget=options.audit_budget,
+    )
+
+
+def _replay_settings(options: argparse.Namespace) -> ReplaySettings:
+    if not options.rate > 0 or options.feedback_delay < 0:
+        raise ValueError(
+            f"--rate is {options.rate:g}, expected more than 0; --feedback-delay is "
+            f"{options.feedback_delay}, expected at least 0"
+        )
+    return ReplaySettings(
+        chunk=options.batch_size,
+        delay_chunks=options.feedback_delay,
+        tuning_delay=options.tuning_delay,
+        rate=options.rate,
+        seed=options.seed,
+    )
+
+
+def _datasets(bundle: Bundle, paths: list[Path]) -> dict[str, Dataset]:
+    names = [path.stem for path in paths]
+    if len(set(names)) < len(names):
+        names = [str(path) for path in paths]
+    return {
+        name: read_dataset(path, bundle.manifest.inputs)
+        for name, path in zip(names, paths, strict=True)
+    }
+
+
+def _warn(console: Console, bundle: Bundle, datasets: dict[str, Dataset]) -> None:
+    for name, dataset in datasets.items():
+        if dataset.sha256 == bundle.manifest.calibration.data_sha256:
+            console.print(
+                f"[bold red]{name} is the data that the bundle was calibrated on:[/] its exits "
+                "know these samples. Give --data that the compiler never saw.",
+                soft_wrap=True,
+            )
+
+
+class _ProgressingRecorder:
+    """Shows how far recording is."""
+
+    def __init__(self, recorder: Recorder, bars: Progress) -> None:
+        self._recorder = recorder
+        self._bars = bars
+
+    def record(self, dataset: Dataset) -> Population:
+        task: TaskID = self._bars.add_task("Answer at every exit", total=len(dataset))
+        try:
+            return self._recorder.record(
+                dataset, progress=lambda amount: self._bars.advance(task, amount)
+            )
+        finally:
+            self._bars.remove_task(task)
+
+
+def _sequences(
+    bundle: Bundle, datasets: dict[str, Dataset], options: argparse.Namespace, bars: Progress
+) -> Iterator[Sequence]:
+    settings = Settings(
+        samples=options.samples,
+        corruption=options.corruption,
+        severity=options.severity,
+        seed=options.seed,
+    )
+    recorder = _ProgressingRecorder(Recorder(bundle, threads=options.threads), bars)
+    material = Material(datasets, recorder, settings)
+    for name, scenario in scenarios_of(_names(options.scenario), material).items():
+        rng = np.random.default_rng(options.seed)
+        yield draw(name, scenario.description, scenario.segments(material), rng)
+
+
+def _write(
+    comparisons: list[Comparison], workplace: Workplace, options: argparse.Namespace
+) -> None:
+    environment = describe_environment(
+        bundle=options.bundle.name,
+        data=[path.name for path in options.data],
+        max_disagreement=workplace.max_disagreement,
+        confidence=workplace.confidence,
+        audit_budget=workplace.audit_budget,
+        ramp_budget=workplace.ramp_budget,
+        batch_size=options.batch_size,
+        feedback_delay_batches=options.feedback_delay,
+        tuning_delay=options.tuning_delay,
+        assumed_rate=options.rate,
+        samples_per_segment=options.samples,
+        corruption=options.corruption,
+        severity=options.severity,
+        seed=options.seed,
+        agreement="measured on recorded answers of the real model",
+        times="predicted from the bundle's profile; run times of tunings are measured",
+    )
+    document = {"comparisons": [to_json(c) for c in comparisons], "environment": environment}
+    write_json(options.json, document)
+    if options.html is not None:
+        write_page(
+            options.html,
+            title=f"{options.bundle.name} while the load shifts",
+            comparisons=comparisons,
+            max_disagreement=workplace.max_disagreement,
+            environment=environment,
+        )
