@@ -59,6 +59,18 @@ def net_savings_alone(
     return float(1 - (share * times[0] + (1 - share) * times[1]) / cost.source_ms)
 
 
+def certifiable_errors(samples: int, max_disagreement: float, confidence_level: float) -> int:
+    """Errors on the tuning split of a policy that may pass on the certify split.
+
+    What could still be certified on as many samples, or half the constraint where that is more,
+    since a small split can certify little.
+    """
+    return max(
+        allowed_errors(samples, max_disagreement, confidence_level),
+        int(max_disagreement * samples / 2),
+    )
+
+
 def choose_active(
     confidence: NDArray[np.float32],
     agrees: BoolArray,
@@ -89,10 +101,7 @@ def choose_active(
     Returns:
         Indices of the exits to keep, in depth order; may be empty.
     """
-    allowed = max(
-        allowed_errors(confidence.shape[1], max_disagreement, confidence_level),
-        int(max_disagreement * confidence.shape[1] / 2),
-    )
+    allowed = certifiable_errors(confidence.shape[1], max_disagreement, confidence_level)
 
     @cache
     def savings(active: tuple[int, ...]) -> float:
@@ -126,8 +135,7 @@ def _promised_savings(
 ) -> float:
     """Most savings on the tuning split of a policy on the common path of some exits.
 
-    Only levels with at most ``allowed`` errors count: what could still be certified on as many
-    samples, or half the constraint where that is more, since a small split can certify little.
+    Only levels with at most ``allowed`` errors count (:func:`certifiable_errors`).
     """
     if not active:
         return 0.0

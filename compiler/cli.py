@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -24,18 +25,23 @@ within --max-disagreement.
 
   eecompile model.onnx --data calibration.npz     writes model.ee
   eecompile inspect model.onnx                    lists the cut points
+  eecompile rehearse model.ee --data new.npz      adapts a bundle to a load that has changed
 """
+
+
+class Command(NamedTuple):
+    """What ``eecompile NAME …`` does."""
+
+    parser: Callable[[], argparse.ArgumentParser]
+    run: Callable[[argparse.Namespace, Console], int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``eecompile``; gives the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    inspecting = arguments[:1] == ["inspect"]
-    options = (
-        _inspect_parser().parse_args(arguments[1:])
-        if inspecting
-        else _compile_parser().parse_args(arguments)
-    )
+    named = COMMANDS.get(arguments[0]) if arguments else None
+    command = named or _COMPILE
+    options = command.parser().parse_args(arguments[1:] if named else arguments)
     try:
         from offramp.compiler.errors import CompileError  # noqa: PLC0415
     except ImportError as error:
@@ -47,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         handlers=[RichHandler(console=console, show_path=False, show_time=False)],
     )
     try:
-        return _inspect(options) if inspecting else _compile(options, console)
+        return command.run(options, console)
     except ImportError as error:
         return _missing(error)
     except (CompileError, DataError, BundleError, OSError) as error:
@@ -89,6 +95,9 @@ def _compile(options: argparse.Namespace, console: Console) -> int:
                 max_disagreement=options.max_disagreement,
                 confidence=options.confidence,
                 max_overhead=options.max_overhead,
+                selection=options.selection,
+                rehearsal_batch=options.rehearsal_batch,
+                max_violations=options.max_violations,
                 tolerance=options.tolerance,
                 reference_batch_size=options.reference_batch_size,
                 threads=options.threads,
@@ -134,15 +143,41 @@ def summarise(bundle: Bundle, console: Console) -> None:
     say(f"Serve:  eeserve {path}")
 
 
-def _inspect(options: argparse.Namespace) -> int:
+def _inspect(options: argparse.Namespace, console: Console) -> int:
     from offramp.compiler.cuts import find_cuts  # noqa: PLC0415
     from offramp.compiler.inspection import print_inspection  # noqa: PLC0415
     from offramp.compiler.model import read_model  # noqa: PLC0415
 
-    with Console(stderr=True).status("reading and simplifying the model"):
+    with console.status("reading and simplifying the model"):
         model = read_model(options.model, answer=options.answer, simplify=not options.no_simplify)
         analysis = find_cuts(model)
     print_inspection(model, analysis)
+    return 0
+
+
+def _rehearse(options: argparse.Namespace, console: Console) -> int:
+    from offramp.compiler.progress import TerminalProgress  # noqa: PLC0415
+    from offramp.compiler.rehearse import RehearseOptions, rehearse_bundle  # noqa: PLC0415
+    from offramp.compiler.rehearse_table import print_rehearsing  # noqa: PLC0415
+
+    with TerminalProgress(console) as progress:
+        done = rehearse_bundle(
+            RehearseOptions(
+                bundle=options.bundle,
+                data=options.data,
+                output=options.output,
+                overwrite=options.overwrite,
+                dry_run=options.dry_run,
+                anew=options.anew,
+                max_disagreement=options.max_disagreement,
+                confidence=options.confidence,
+                rehearsal_batch=options.rehearsal_batch,
+                max_violations=options.max_violations,
+                seed=options.seed,
+            ),
+            progress,
+        )
+    print_rehearsing(done, Console())
     return 0
 
 
@@ -163,6 +198,49 @@ def _inspect_parser() -> argparse.ArgumentParser:
     )
     _common(parser)
     return parser
+
+
+def _rehearse_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="eecompile rehearse",
+        description="Adapt a bundle to a load that has changed: exits that would make batches "
+        "late move towards the model's end, thresholds are raised as far as the promise asks for "
+        "on the new data, and certified on a part of it. Graphs and profile stay. What is not "
+        "given is as the bundle was made.",
+    )
+    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="the bundle to adapt")
+    parser.add_argument(
+        "--data", type=Path, required=True, metavar="NPZ",
+        help="samples of the new load: an array per input; labels (optional) only for the report",
+    )  # fmt: skip
+    parser.add_argument("--output", type=Path, metavar="DIR",
+                        help="write there; BUNDLE is replaced if not given")  # fmt: skip
+    parser.add_argument("--overwrite", action="store_true",
+                        help="replace a bundle that is at --output")  # fmt: skip
+    parser.add_argument("--dry-run", action="store_true",
+                        help="only print what would change")  # fmt: skip
+    parser.add_argument("--anew", action="store_true",
+                        help="search the exits from scratch by rehearsal, instead of moving those "
+                        "in use; thresholds may fall too")  # fmt: skip
+    promise = parser.add_argument_group("the promise")
+    promise.add_argument("--max-disagreement", type=_share, metavar="SHARE",
+                         help="largest share of answers unlike the model's")  # fmt: skip
+    promise.add_argument("--confidence", type=_share, metavar="SHARE",
+                         help="that this holds on unseen data")  # fmt: skip
+    _add_rehearsing(parser.add_argument_group("rehearsing"), None, None)
+    parser.add_argument("--seed", type=int, default=0, metavar="N",
+                        help="of split and batches")  # fmt: skip
+    return parser
+
+
+def _add_rehearsing(
+    group: argparse._ArgumentGroup, batch: int | None, violations: float | None
+) -> None:
+    group.add_argument("--rehearsal-batch", type=_positive, default=batch, metavar="N",
+                       help="rows of a batch that is rehearsed")  # fmt: skip
+    group.add_argument("--max-violations", type=_tolerance, default=violations, metavar="SHARE",
+                       help="largest share of such batches that an exit may make later than the "
+                       "unmodified model would")  # fmt: skip
 
 
 def _compile_parser() -> argparse.ArgumentParser:
@@ -190,9 +268,16 @@ def _compile_parser() -> argparse.ArgumentParser:
     exits.add_argument("--candidates", type=_positive, default=12, metavar="N",
                        help="most exits that are built, if --exits is not given")  # fmt: skip
     exits.add_argument("--max-overhead", type=_share, default=0.1, metavar="SHARE",
-                       help="time that exits may add where none is taken")  # fmt: skip
+                       help="time that exits may add where none is taken; with --selection "
+                       "savings")  # fmt: skip
     exits.add_argument("--mask", metavar="NAME", help="input that says which tokens count")
     exits.add_argument("--epochs", type=_positive, default=12, metavar="N", help="of training")
+    rehearsal = parser.add_argument_group("choosing the exits in use")
+    rehearsal.add_argument("--selection", choices=["savings", "pame"], default="savings",
+                           help="savings: those that save most time together; pame: one by one, "
+                           "by rehearsing batches, such that batches do not become late. "
+                           "Thresholds are certified alike")  # fmt: skip
+    _add_rehearsing(rehearsal, 32, 0.02)
     tuning = parser.add_argument_group("measuring")
     tuning.add_argument("--reference-batch-size", type=_positive, default=8, metavar="N",
                         help="savings are predicted at this size")  # fmt: skip
@@ -215,11 +300,26 @@ def _positive(text: str) -> int:
     return value
 
 
+def _tolerance(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 0 or between 0 and 1")
+    return value
+
+
 def _share(text: str) -> float:
     value = float(text)
     if not 0 < value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
     return value
+
+
+_COMPILE = Command(_compile_parser, _compile)
+COMMANDS = {
+    "inspect": Command(_inspect_parser, _inspect),
+    "rehearse": Command(_rehearse_parser, _rehearse),
+}
+"""By name; anything else compiles a model. A model file called like one is given as ./NAME."""
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from offramp.calibration.profiling import (
     profile_stages,
 )
 from offramp.calibration.records import ExitRecords, record_answers
+from offramp.calibration.rehearsing import forecast_policy, rehearse_records
 from offramp.calibration.selection import (
     certified_policy,
     choose_active,
@@ -37,6 +38,8 @@ from offramp.compiler.progress import Progress
 from offramp.compiler.slicing import Sliced
 from offramp.engine.assembly import assemble
 from offramp.engine.control.costs import CostModel
+from offramp.engine.control.rehearsal_result import Rehearsal, RehearsalSettings, Rehearsed
+from offramp.engine.control.two_stage import StageTimes
 from offramp.engine.plan import Anatomy, plan_stages
 
 
@@ -50,6 +53,8 @@ class FixedPath:
     """[levels, active], from cautious to bold."""
     cost: CostModel
     """Of all exits, at the reference batch size."""
+    rehearsal: Rehearsal | None = None
+    """By which the exits were chosen, if they were chosen so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,10 @@ class Compilation:
     @property
     def batch_sizes(self) -> list[int]:
         """That are profiled."""
-        return sorted({*BATCH_SIZES, self.options.reference_batch_size})
+        sizes = {*BATCH_SIZES, self.options.reference_batch_size}
+        if self.options.selection == "pame":
+            sizes.add(self.options.rehearsal_batch)
+        return sorted(sizes)
 
     def measure_times(self) -> BackboneTimes:
         """Profile the source model and its segments."""
@@ -160,20 +168,25 @@ class Compilation:
         """Choose active exits and the path of their thresholds, by the tuning split alone."""
         costs = _cost_models(exits, profile)
         cost = costs[profile.column(self.options.reference_batch_size)]
-        active = choose_active(
-            tune.confidence,
-            tune.agrees,
-            cost,
-            max_disagreement=self.options.max_disagreement,
-            confidence_level=self.options.confidence,
-            max_overhead=self.options.max_overhead,
-            everywhere=costs,
-        )
+        rehearsal = None
+        if self.options.selection == "pame" and exits:
+            rehearsal = self._rehearse(exits, tune, profile)
+            active = tuple(a.exit for a in rehearsal.active)
+        else:
+            active = choose_active(
+                tune.confidence,
+                tune.agrees,
+                cost,
+                max_disagreement=self.options.max_disagreement,
+                confidence_level=self.options.confidence,
+                max_overhead=self.options.max_overhead,
+                everywhere=costs,
+            )
         rows = list(active)
         thresholds = np.empty((0, 0))
         if rows:
             thresholds = tuning_path(tune.confidence[rows], tune.agrees[rows])
-        return FixedPath(active=active, thresholds=thresholds, cost=cost)
+        return FixedPath(active=active, thresholds=thresholds, cost=cost, rehearsal=rehearsal)
 
     def certify(self, path: FixedPath, certify: ExitRecords) -> ExitPolicy:
         """Find how far along the path the promise holds."""
@@ -185,6 +198,35 @@ class Compilation:
             path.cost,
             max_disagreement=self.options.max_disagreement,
             confidence_level=self.options.confidence,
+        )
+
+    def forecast(
+        self, path: FixedPath, policy: ExitPolicy, certify: ExitRecords, profile: Profile
+    ) -> Rehearsed | None:
+        """Predict what the certified policy brings, if its exits were chosen by a rehearsal."""
+        if path.rehearsal is None:
+            return None
+        times = StageTimes(profile=profile, after_segment=path.cost.after_segment)
+        return Rehearsed(
+            rehearsal=path.rehearsal,
+            shipped=forecast_policy(
+                policy, certify, times, path.rehearsal.settings, seed=self.options.seed
+            ),
+            data_sha256=self.parts.train.sha256,
+        )
+
+    def _rehearse(
+        self, exits: Sequence[ExitTrials], tune: ExitRecords, profile: Profile
+    ) -> Rehearsal:
+        options = self.options
+        settings = RehearsalSettings(
+            batch_size=options.rehearsal_batch,
+            max_disagreement=options.max_disagreement,
+            max_violations=options.max_violations,
+        )
+        times = StageTimes(profile=profile, after_segment=tuple(e.candidate for e in exits))
+        return rehearse_records(
+            tune, times, settings, confidence_level=options.confidence, seed=options.seed
         )
 
     def _record_features(self, directory: Path) -> tuple[Recording, Recording]:

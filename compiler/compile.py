@@ -16,6 +16,7 @@ from offramp.compiler.progress import Progress, SilentProgress
 from offramp.compiler.segments import verify
 from offramp.compiler.slicing import slice_model
 from offramp.engine.control.certify import samples_needed
+from offramp.engine.control.rehearsal_result import Rehearsed
 
 _log = logging.getLogger(__name__)
 
@@ -66,10 +67,21 @@ def compile_model(options: CompileOptions, progress: Progress = _SILENT) -> Bund
     path = compilation.fix_path(exits, tune, profile)
     certify = compilation.record_answers("Certify the policy", exits, parts.certify)
     policy = compilation.certify(path, certify)
+    rehearsed = compilation.forecast(path, policy, certify, profile)
     _warn_without_exits(policy, options)
+    warn_of_violations(rehearsed)
 
     manifest = make_manifest(sliced, anatomy, certify, parts, options)
-    content = pack(manifest, policy, sliced, files, profile=profile, tune=tune, certify=certify)
+    content = pack(
+        manifest,
+        policy,
+        sliced,
+        files,
+        profile=profile,
+        tune=tune,
+        certify=certify,
+        rehearsed=rehearsed,
+    )
     return write_bundle(options.output, manifest, policy, content, overwrite=options.overwrite)
 
 
@@ -83,4 +95,20 @@ def _warn_without_exits(policy: ExitPolicy, options: CompileOptions) -> None:
             options.max_disagreement,
             options.confidence,
             options.max_overhead,
+        )
+
+
+def warn_of_violations(rehearsed: Rehearsed | None) -> None:
+    """Say if the certified thresholds, higher than those rehearsed, make too many batches late."""
+    if rehearsed is None:
+        return
+    late, tolerated = rehearsed.shipped.violations, rehearsed.rehearsal.settings.max_violations
+    if late > tolerated:
+        _log.warning(
+            "%.1f %% of the batches are predicted to be later than without exits, more than the "
+            "%g %% of --max-violations: thresholds that could be certified let more samples go on "
+            "than those rehearsed. More calibration data helps; so does a larger "
+            "--max-disagreement.",
+            100 * late,
+            100 * tolerated,
         )

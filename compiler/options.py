@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from offramp.calibration.training import TrainingOptions
+
+Selection: TypeAlias = Literal["savings", "pame"]
+"""How the exits in use are chosen among those that were built."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +32,14 @@ class CompileOptions:
     confidence: float = 0.95
     max_overhead: float = 0.1
     """Share of the source model's time that the exits may add for a sample that takes none, at
-    any batch size (Apparate's ramp budget)."""
+    any batch size (Apparate's ramp budget). With ``savings`` only."""
+    selection: Selection = "savings"
+    """``savings``: what saves most time, within ``max_overhead``. ``pame``: what a rehearsal on
+    batches of the tuning split finds, which keeps batches from becoming late."""
+    rehearsal_batch: int = 32
+    """Rows of a rehearsed batch. With ``pame`` only."""
+    max_violations: float = 0.02
+    """Largest share of batches that an exit may make late. With ``pame`` only."""
     tolerance: float = 1e-5
     """Largest relative difference between chained segments and source."""
     reference_batch_size: int = 8

@@ -19,6 +19,7 @@ from offramp.compiler.heads import CONFIDENCE
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.report import render_report
 from offramp.compiler.slicing import Sliced
+from offramp.engine.control.rehearsal_result import REHEARSAL, Rehearsed
 
 _TOOLS = ("offramp", "onnx", "onnx-graphsurgeon", "onnxslim", "onnxruntime", "torch", "numpy")
 
@@ -48,7 +49,7 @@ def make_manifest(
         outputs=model.outputs,
         answer=model.answer,
         segments=anatomy.segments,
-        exits=tuple(_judged(exit_, certify) for exit_ in anatomy.exits),
+        exits=tuple(judged(exit_, certify) for exit_ in anatomy.exits),
         calibration=Calibration(
             data_sha256=parts.train.sha256,
             train_samples=len(parts.train),
@@ -71,18 +72,20 @@ def pack(
     profile: Profile,
     tune: ExitRecords,
     certify: ExitRecords,
+    rehearsed: Rehearsed | None,
 ) -> dict[str, bytes]:
     """Give the content of every file but manifest and policy, by path.
 
-    ``files`` are those of segments and exits.
+    ``files`` are those of segments and exits; ``rehearsed`` is how exits were chosen, if so.
     """
-    report = render_report(manifest, policy, profile, certify)
+    report = render_report(manifest, policy, profile, certify, rehearsed)
     return {
         manifest.source.file: sliced.model.proto.SerializeToString(),
         **files,
         "profiles/cpu.json": dump_profile(profile),
         RECORDS: dump_records(tune, certify),
         REPORT: report.encode(),
+        **({} if rehearsed is None else {REHEARSAL: rehearsed.dump()}),
     }
 
 
@@ -136,7 +139,7 @@ def _exit(index: int, trials: ExitTrials, answer: str) -> Exit:
     )
 
 
-def _judged(exit_: Exit, certify: ExitRecords) -> Exit:
+def judged(exit_: Exit, certify: ExitRecords) -> Exit:
     """The exit with what the certify split says of it."""
     agrees, truth = certify.agrees[exit_.index], certify.labels
     accuracy = None

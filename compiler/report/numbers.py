@@ -52,6 +52,6 @@ def count(value: int) -> str:
     return f"{value:,}"
 
 
-def plural(value: int, noun: str) -> str:
-    """``1 exit``, ``2 exits``."""
-    return f"{count(value)} {noun}{'' if value == 1 else 's'}"
+def plural(value: int, noun: str, many: str | None = None) -> str:
+    """``1 exit``, ``2 exits``; ``many`` is the plural where it is not the noun and an s."""
+    return f"{count(value)} {noun if value == 1 else many or f'{noun}s'}"

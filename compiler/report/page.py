@@ -12,8 +12,10 @@ from offramp.calibration.records import ExitRecords
 from offramp.compiler.report import numbers, words
 from offramp.compiler.report.charts import latency_chart, latency_rows, savings_chart
 from offramp.compiler.report.curves import exit_curves
+from offramp.compiler.report.rehearsal import rehearsal_view
 from offramp.compiler.report.route import route
 from offramp.compiler.report.survey import Survey, survey
+from offramp.engine.control.rehearsal_result import Rehearsed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,7 @@ def render_report(
     policy: ExitPolicy,
     profile: Profile,
     certify: ExitRecords,
+    rehearsed: Rehearsed | None = None,
 ) -> str:
     """Render the bundle's ``report.html``: one page that needs nothing beside it.
 
@@ -59,6 +62,7 @@ def render_report(
         policy: What ships.
         profile: Times of the parts, on the device that the savings were predicted for.
         certify: What the exits say on the certify split.
+        rehearsed: How the exits in use were chosen, if by a rehearsal.
 
     Raises:
         ValueError: The parts do not belong together.
@@ -79,7 +83,8 @@ def render_report(
         savings=savings_chart(found),
         latency=latency_chart(found),
         latency_rows=latency_rows(found),
-        facts=words.facts(found),
+        rehearsal=rehearsal_view(rehearsed),
+        facts=words.facts(found, rehearsed),
     )
     # file names may hold bytes that are no text; the page is written as UTF-8
     return page.encode("utf-8", "replace").decode("utf-8")

@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from offramp.compiler.report import numbers
 from offramp.compiler.report.survey import Survey
+from offramp.engine.control.rehearsal_result import Rehearsed
 
 Fact: TypeAlias = tuple[str, str]
 """A name and what is so."""
@@ -113,7 +114,7 @@ def headlines(found: Survey) -> list[Headline]:
     return shown
 
 
-def facts(found: Survey) -> list[tuple[str, list[Fact]]]:
+def facts(found: Survey, rehearsed: Rehearsed | None) -> list[tuple[str, list[Fact]]]:
     """Give what the figures rest on, in groups."""
     manifest, data = found.manifest, found.manifest.calibration
     sizes = ", ".join(map(str, found.profile.batch_sizes))
@@ -126,6 +127,9 @@ def facts(found: Survey) -> list[tuple[str, list[Fact]]]:
     if data.source_accuracy is not None:
         accuracy = f"{numbers.percent(data.source_accuracy, 2)} (counted, certify split)"
         samples.insert(3, ("Unmodified accuracy", accuracy))
+    if rehearsed is not None and rehearsed.data_sha256 != data.data_sha256:
+        samples[-1] = ("Training data SHA-256", data.data_sha256)
+        samples.append(("Tuned and certified on", rehearsed.data_sha256))
     model = [
         ("Source", manifest.source.original_name),
         ("Source SHA-256", manifest.source.original_sha256),

@@ -1,0 +1,328 @@
+"""``eecompile rehearse``: adapt a bundle to a load that has changed (PAME 7.6).
+
+The bundle's own graphs answer the new data; its profile stays, as the hardware did not change. A
+part of the data finds out which exits have to move and what thresholds at least, the other part
+certifies. Heads are not trained again.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import Bundle, ExitPolicy, Manifest, Profile, write_bundle
+from offramp.bundle.bundle import POLICY, RECORDS, REPORT, check_target
+from offramp.calibration.dataset import CERTIFY_SHARE, TUNE_SHARE, Dataset, read_dataset
+from offramp.calibration.errors import DataError
+from offramp.calibration.records import ExitRecords, dump_records, record_answers
+from offramp.calibration.rehearsing import draw_load, forecast_policy, rehearse_records
+from offramp.calibration.selection import certifiable_errors, certified_policy, tuning_path
+from offramp.compiler.compilation import all_threads
+from offramp.compiler.errors import CompileError
+from offramp.compiler.packing import judged
+from offramp.compiler.progress import Progress, SilentProgress
+from offramp.compiler.report import render_report
+from offramp.engine.assembly import assemble
+from offramp.engine.control.adaptation import Move, adapt, raising_path
+from offramp.engine.control.certify import samples_needed
+from offramp.engine.control.costs import CostModel
+from offramp.engine.control.load import Forecast
+from offramp.engine.control.rehearsal_result import (
+    REHEARSAL,
+    Rehearsal,
+    RehearsalSettings,
+    Rehearsed,
+)
+from offramp.engine.control.two_stage import StageTimes
+
+DEFAULT_BATCH = 32
+"""Rows of a rehearsed batch, where they were profiled."""
+DEFAULT_CONFIDENCE = 0.95
+"""Of the promise, where the bundle makes none."""
+
+_SILENT = SilentProgress()
+_NO_PATH = np.empty((0, 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RehearseOptions:
+    """One run of ``eecompile rehearse``; ``None`` is what the bundle was made with."""
+
+    bundle: Path
+    data: Path
+    output: Path | None = None
+    """``None`` replaces the bundle."""
+    overwrite: bool = False
+    """Whether ``output`` may replace another bundle."""
+    dry_run: bool = False
+    """Write nothing."""
+    anew: bool = False
+    """Search the exits from scratch instead of adapting the policy."""
+    max_disagreement: float | None = None
+    confidence: float | None = None
+    rehearsal_batch: int | None = None
+    max_violations: float | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsing:
+    """What came of it."""
+
+    before: ExitPolicy
+    before_forecast: Forecast
+    """The old policy for the new load, on the certify split."""
+    after: ExitPolicy
+    rehearsed: Rehearsed
+    moves: tuple[Move, ...]
+    """Exits that made too many batches late; none if the exits were searched anew."""
+    written: Path | None
+    """Where the bundle is; ``None`` after a dry run."""
+
+
+def rehearse_bundle(options: RehearseOptions, progress: Progress = _SILENT) -> Rehearsing:
+    """Adapt a bundle to new data, and write it.
+
+    Raises:
+        BundleError: There is no bundle, it is damaged, or it cannot be written.
+        CompileError: It has no exits.
+        DataError: The data does not fit the model, or is too little.
+    """
+    bundle = Bundle.open(options.bundle)
+    target = _target(bundle, options)
+    renewal = Renewal.of(bundle, options)
+    dataset = read_dataset(options.data, bundle.manifest.inputs)
+    tune, certify = (
+        record_load(bundle, part, title, progress)
+        for part, title in zip(
+            renewal.split(dataset), ("Rehearse the exits", "Certify the policy"), strict=True
+        )
+    )
+    found = renewal.search(tune) if renewal.anew else renewal.adapt(tune)
+    policy = renewal.certify(found, certify)
+    done = Rehearsing(
+        before=bundle.policy,
+        before_forecast=renewal.forecast(bundle.policy, certify),
+        after=policy,
+        rehearsed=Rehearsed(
+            rehearsal=found.rehearsal,
+            shipped=renewal.forecast(policy, certify),
+            data_sha256=dataset.sha256,
+        ),
+        moves=found.moves,
+        written=target,
+    )
+    if target is not None:
+        overwrite = options.output is None or options.overwrite
+        renew_bundle(bundle, target, done, tune=tune, certify=certify, overwrite=overwrite)
+    return done
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What the tuning split says; fixed before the certify split is looked at."""
+
+    rehearsal: Rehearsal
+    moves: tuple[Move, ...]
+    exits: tuple[int, ...]
+    path: NDArray[np.float64]
+    """[levels, exits], from cautious to bold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renewal:
+    """A bundle, and what a new load is to keep within."""
+
+    bundle: Bundle
+    profile: Profile
+    settings: RehearsalSettings
+    confidence: float
+    """Of the promise."""
+    anew: bool
+    seed: int
+
+    @classmethod
+    def of(cls, bundle: Bundle, options: RehearseOptions) -> Renewal:
+        """Fill in what was not asked for: as the bundle was made."""
+        profile, promise = bundle.profile(), bundle.policy.promise
+        kept = _kept_settings(bundle, profile)
+        promised = kept.max_disagreement if promise is None else promise.max_disagreement
+        sure = DEFAULT_CONFIDENCE if promise is None else promise.confidence
+        return cls(
+            bundle=bundle,
+            profile=profile,
+            settings=replace(
+                kept,
+                batch_size=options.rehearsal_batch or kept.batch_size,
+                max_disagreement=options.max_disagreement or promised,
+                max_violations=kept.max_violations
+                if options.max_violations is None
+                else options.max_violations,
+            ),
+            confidence=options.confidence or sure,
+            anew=options.anew or not bundle.policy.active,
+            seed=options.seed,
+        )
+
+    @property
+    def times(self) -> StageTimes:
+        """The hardware's, as profiled when the bundle was compiled."""
+        return StageTimes.of(self.bundle.manifest, self.profile)
+
+    def split(self, dataset: Dataset) -> tuple[Dataset, Dataset]:
+        """Part new data at random: to tune with, and to certify with.
+
+        Raises:
+            DataError: There are too few samples; the message says how many are needed.
+        """
+        least = samples_needed(self.settings.max_disagreement, self.confidence)
+        tune = _tune_samples(len(dataset), least)
+        if tune < self.settings.batch_size:
+            more = itertools.count(len(dataset) + 1)
+            needed = next(n for n in more if _tune_samples(n, least) >= self.settings.batch_size)
+            raise DataError(
+                f"{len(dataset)} samples are too few: the promise alone needs {least}, and a "
+                f"batch of {self.settings.batch_size} others must be rehearsed; give at least "
+                f"{needed} (2,000 serve well), or relax --max-disagreement or --confidence"
+            )
+        order = np.random.default_rng(self.seed).permutation(len(dataset))
+        return dataset.subset(np.sort(order[:tune])), dataset.subset(np.sort(order[tune:]))
+
+    def search(self, tune: ExitRecords) -> Found:
+        """Rehearse from scratch, as compiling does."""
+        rehearsal = rehearse_records(
+            tune,
+            self.times,
+            self.settings,
+            confidence_level=self.confidence,
+            seed=self.seed,
+        )
+        rows = [a.exit for a in rehearsal.active]
+        path = tuning_path(tune.confidence[rows], tune.agrees[rows]) if rows else _NO_PATH
+        return Found(rehearsal=rehearsal, moves=(), exits=tuple(rows), path=path)
+
+    def adapt(self, tune: ExitRecords) -> Found:
+        """Move exits that make batches late, and find how thresholds are raised (7.6)."""
+        load = draw_load(tune, self.settings, seed=self.seed)
+        allowed = certifiable_errors(load.samples, self.settings.max_disagreement, self.confidence)
+        found = adapt(
+            load, self.times, self.bundle.policy.active, self.settings, allowed_errors=allowed
+        )
+        return Found(
+            rehearsal=found.rehearsal,
+            moves=found.moves,
+            exits=tuple(a.exit for a in found.least),
+            path=raising_path(load, found.least) if found.least else _NO_PATH,
+        )
+
+    def certify(self, found: Found, certify: ExitRecords) -> ExitPolicy:
+        """Find how far along the path the promise holds for the new load."""
+        manifest = self.bundle.manifest
+        policy = certified_policy(
+            found.exits,
+            found.path,
+            certify.confidence,
+            certify.agrees,
+            CostModel.of(manifest, self.profile, manifest.calibration.reference_batch_size),
+            max_disagreement=self.settings.max_disagreement,
+            confidence_level=self.confidence,
+        )
+        return replace(policy, version=self.bundle.policy.version + 1)
+
+    def forecast(self, policy: ExitPolicy, records: ExitRecords) -> Forecast:
+        """Predict what a policy brings for the new load."""
+        return forecast_policy(policy, records, self.times, self.settings, seed=self.seed)
+
+
+def record_load(bundle: Bundle, dataset: Dataset, title: str, progress: Progress) -> ExitRecords:
+    """Answer data at every exit, with the graphs that the bundle serves."""
+    manifest = bundle.manifest
+    outputs = [(e.output, e.confidence) for e in manifest.exits]
+    files = [s.file for s in manifest.segments] + [e.file for e in manifest.exits]
+    wanted = [*itertools.chain(*outputs), manifest.answer.output]
+    graph = assemble([bundle.read(file) for file in files], wanted)
+    with progress.step(title, len(dataset)) as advance:
+        return record_answers(
+            graph, outputs, manifest.answer, dataset, threads=all_threads(), progress=advance
+        )
+
+
+def renew_bundle(
+    bundle: Bundle,
+    target: Path,
+    done: Rehearsing,
+    *,
+    tune: ExitRecords,
+    certify: ExitRecords,
+    overwrite: bool,
+) -> Bundle:
+    """Write a bundle of the same graphs with the new policy, records and report."""
+    manifest = renewed_manifest(bundle.manifest, target, tune=tune, certify=certify)
+    report = render_report(manifest, done.after, bundle.profile(), certify, done.rehearsed)
+    renewed = {
+        RECORDS: dump_records(tune, certify),
+        REPORT: report.encode(),
+        REHEARSAL: done.rehearsed.dump(),
+    }
+    names = [entry.path for entry in bundle.manifest.files if entry.path != POLICY]
+    files = {name: bundle.read(name) for name in names if name not in renewed}
+    return write_bundle(target, manifest, done.after, {**files, **renewed}, overwrite=overwrite)
+
+
+def renewed_manifest(
+    manifest: Manifest, target: Path, *, tune: ExitRecords, certify: ExitRecords
+) -> Manifest:
+    """Say what the new data says of the same exits.
+
+    ``data_sha256`` stays that of the data that trained the heads; the new data's is in
+    ``rehearsal.json``.
+    """
+    accuracy = None
+    if certify.labels is not None:
+        accuracy = float((certify.final_prediction == certify.labels).mean())
+    return replace(
+        manifest,
+        name=target.name.removesuffix(".ee"),
+        created_utc=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        exits=tuple(judged(exit_, certify) for exit_ in manifest.exits),
+        calibration=replace(
+            manifest.calibration,
+            tune_samples=len(tune.final_prediction),
+            certify_samples=len(certify.final_prediction),
+            source_accuracy=accuracy,
+        ),
+    )
+
+
+def _target(bundle: Bundle, options: RehearseOptions) -> Path | None:
+    """Where to write, checked before any long work; ``None`` in a dry run."""
+    if not bundle.manifest.exits:
+        raise CompileError(
+            f"{bundle.path} has no exits to rehearse: none was worth building when it was "
+            "compiled; compile the model again on the new data"
+        )
+    if options.dry_run:
+        return None
+    if options.output is None:
+        return options.bundle.resolve()  # a link to the bundle stays one
+    check_target(options.output, overwrite=options.overwrite)
+    return options.output
+
+
+def _kept_settings(bundle: Bundle, profile: Profile) -> RehearsalSettings:
+    """Those that the bundle was rehearsed with."""
+    if REHEARSAL in {entry.path for entry in bundle.manifest.files}:
+        return Rehearsed.parse(bundle.read(REHEARSAL)).rehearsal.settings
+    profiled = [size for size in profile.batch_sizes if size <= DEFAULT_BATCH]
+    return RehearsalSettings(batch_size=max(profiled, default=DEFAULT_BATCH))
+
+
+def _tune_samples(samples: int, certify_at_least: int) -> int:
+    """Samples to tune with, in the proportion that compiling parts them in; the others certify."""
+    share = CERTIFY_SHARE / (TUNE_SHARE + CERTIFY_SHARE)
+    return samples - max(round(samples * share), certify_at_least)
