@@ -30,8 +30,9 @@ class ParkedBatch:
 
     @property
     def due_s(self) -> NDArray[np.float64]:
-        """[n]: deadlines, or as long as a request without one is given."""
-        return np.minimum(self.samples.deadlines_s, self.patience_s)
+        """[n]: deadlines, or as long as a request without one is given; never, once answered."""
+        due_s = np.minimum(self.samples.deadlines_s, self.patience_s)
+        return np.where(self.samples.answered, np.inf, due_s)
 
     def split(self, leaving: NDArray[np.bool_]) -> tuple[ParkedBatch, ParkedBatch]:
         """Part it into those that leave and those that stay."""

@@ -256,8 +256,9 @@ class ModelScheduler:
         batch = self._batches[stream]
         samples, before = batch.samples, len(exited)
         self._observe(batch, before, now_s)
-        if runs_on is not None and (runs_on.any() or samples.answered.any()):
-            transition = self._release(batch, exited, runs_on, now_s)
+        if samples.answered.any() or (runs_on is not None and runs_on.any()):
+            staying = np.zeros(before, np.bool_) if runs_on is None else runs_on
+            transition = self._release(batch, exited, staying, now_s)
         else:
             transition = self._shrink(batch, exited, now_s)
         if self._parallel.adapts:

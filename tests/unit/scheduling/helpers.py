@@ -106,6 +106,7 @@ def sizes(s: ModelScheduler) -> dict[str, int]:
         "retries": len(s._retries),
         "cancelled": len(s._cancelled),
         "dropped": len(s._dropped),
+        "lost": len(s._lost),
         "parked lanes": sum(len(p.lanes) for p in parked),
         "parked": sum(p.size for p in parked),
         "discarded": sum(len(p.discarded) for p in parked),

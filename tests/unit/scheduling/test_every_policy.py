@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
-from tests.unit.scheduling.machine import Setup, machine
+from tests.unit.scheduling.checks import Setup
+from tests.unit.scheduling.machine import machine
 
 SETUPS = [
     Setup("run-through"),
@@ -27,11 +28,22 @@ SETUPS = [
     Setup("cheapest"),
     Setup("clockwork"),
     Setup("delay", max_delay_s=0.75),
+    Setup("run-through", feedback=True),
+    Setup("run-through", tau_b=2, feedback=True, succession=True),
+    Setup("run-through", max_violations=0.1, feedback=True, succession=True),
+    Setup("run-through", max_delay_s=1.0, succession=True),
+    Setup("refill", feedback=True),
+    Setup("refill", succession=True),
+    Setup("refill", max_delay_s=1.0, feedback=True, succession=True),
+    Setup("rebatch", tau_b=3, feedback=True, succession=True),
+    Setup("slackfit", feedback=True, succession=True),
+    Setup("fixed:0", succession=True),
+    Setup("fixed:1", feedback=True, succession=True),
 ]
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_every_sample_resolves_once_whatever_happens(setup: Setup) -> None:
     run_state_machine_as_test(
-        machine(setup), settings=settings(max_examples=80, stateful_step_count=40)
+        machine(setup), settings=settings(max_examples=40, stateful_step_count=40)
     )

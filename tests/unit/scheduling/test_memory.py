@@ -24,8 +24,8 @@ def serve(s: ModelScheduler, now_s: float, rng: np.random.Generator) -> None:
             if rng.random() < 0.02:
                 s.failed(stream, now_s)
             else:
-                exited = rng.random(len(run.requests)) < 0.5
-                s.done(stream, exited | (run.stage == 2), now_s)
+                exited, runs_on = rng.random((2, len(run.requests))) < 0.5
+                s.done(stream, exited | (run.stage == 2), now_s, runs_on)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +57,7 @@ def test_containers_stay_small_however_many_requests_there_were(
         if rng.random() < 0.7:
             serve(s, now_s, rng)
         s.take_dropped()
+        s.take_lost()
         s.take_discarded()
         if number % 10 == 0:
             for name, size in sizes(s).items():

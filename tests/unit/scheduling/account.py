@@ -1,0 +1,129 @@
+"""A plain account of every sample, which the random life of a scheduler is held against."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+import numpy as np
+from tests.unit.scheduling.helpers import pairs
+
+from offramp.engine.scheduling import Run
+from offramp.engine.scheduling.rowset import RowSet
+
+Sample = tuple[int, int]
+"""Request, row."""
+
+
+class Asked(NamedTuple):
+    """A request."""
+
+    key: tuple[float, float, int]
+    signature: int
+    deadline_s: float
+
+
+class Origin(NamedTuple):
+    """How a sample was started."""
+
+    plan: int
+    serial: int
+
+
+class Account:
+    """Where every sample is that has not left."""
+
+    def __init__(self) -> None:
+        self.asked: dict[int, Asked] = {}
+        self.place: dict[Sample, str] = {}
+        """Queued, running, parked or retry."""
+        self.stage: dict[Sample, int] = {}
+        """The last that it ran."""
+        self.origin: dict[Sample, Origin] = {}
+        """Of those that were started."""
+        self.answered: set[Sample] = set()
+        """Those that run on after their answer."""
+        self.started = 0
+        """Samples that ever were."""
+        self.withdrawn: set[int] = set()
+        self.failures: Counter[Sample] = Counter()
+        self.retries: list[tuple[int, list[Sample]]] = []
+        """The stream that it failed on, and the samples of one request."""
+        self.kept: dict[int, dict[int, Sample]] = {}
+        """Parked batches that were not discarded: their samples by position."""
+
+    def under_way(self, *, answered: bool) -> list[Sample]:
+        """Samples that were started, with their answer or without."""
+        return [sample for sample in self.origin if (sample in self.answered) == answered]
+
+    def waiting(self, request: int, *places: str) -> list[Sample]:
+        """Samples of a request in one of these places that have no answer."""
+        return [
+            sample
+            for sample, place in self.place.items()
+            if sample[0] == request and place in places and sample not in self.answered
+        ]
+
+    def late(self, now_s: float) -> list[Sample]:
+        """Samples without an answer that do not run and whose deadline has passed."""
+        return [
+            sample
+            for sample, place in self.place.items()
+            if place != "running"
+            and sample not in self.answered
+            and self.asked[sample[0]].deadline_s <= now_s
+        ]
+
+    def gives_up(self, sample: Sample, now_s: float) -> bool:
+        """Whether a running sample that is not sure enough has to leave."""
+        request = sample[0]
+        in_vain = request in self.withdrawn or self.asked[request].deadline_s <= now_s
+        return in_vain and sample not in self.answered
+
+    def start(self, run: Run) -> None:
+        """Take note of a new batch: its samples are numbered on, in the order of its rows."""
+        samples = pairs(run)
+        assert run.serials.tolist() == list(range(self.started, self.started + len(samples)))
+        self.started += len(samples)
+        for sample, serial in zip(samples, run.serials.tolist(), strict=True):
+            self.origin[sample] = Origin(run.plan, serial)
+
+    def check_origin(self, run: Run) -> None:
+        """A sample keeps the plan that it was started under, and its number."""
+        for sample, serial in zip(pairs(run), run.serials.tolist(), strict=True):
+            assert self.origin[sample] == Origin(run.plan, serial)
+
+    def named(self, lost: list[RowSet]) -> list[Sample]:
+        """Who was told to be lost; checks what is told of them."""
+        names: list[Sample] = []
+        for samples in lost:
+            assert np.isinf(samples.deadlines_s[samples.answered]).all()
+            columns = (samples.requests, samples.rows, samples.serials, samples.answered)
+            for request, row, serial, answered in zip(*columns, strict=True):
+                sample = (int(request), int(row))
+                assert self.origin[sample].serial == serial
+                assert (sample in self.answered) == answered
+                names.append(sample)
+        assert len(set(names)) == len(names)
+        return names
+
+    def try_again(self, stream: int, samples: list[Sample]) -> None:
+        """Samples of one request are to be tried again from the start."""
+        for sample in samples:
+            assert not self.failures[sample], "tried a third time"
+            self.failures[sample] += 1
+            self.place[sample] = "retry"
+            del self.stage[sample]
+        self.retries.append((stream, samples))
+
+    def leave(self, samples: list[Sample]) -> None:
+        """They are through, wherever they are."""
+        gone = set(samples)
+        self.retries = [item for item in self.retries if not gone & set(item[1])]
+        for number, by_position in self.kept.items():
+            self.kept[number] = {p: s for p, s in by_position.items() if s not in gone}
+        for sample in samples:
+            del self.place[sample]
+            self.stage.pop(sample, None)
+            self.origin.pop(sample, None)
+            self.answered.discard(sample)

@@ -1,0 +1,369 @@
+"""Samples that run on after their answer, so that the model's own is known too."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tests.unit.scheduling.helpers import all_exit, none_exit, pairs, scheduler, started, table
+
+from offramp.engine.scheduling import (
+    DropCause,
+    Dropped,
+    Idle,
+    ModelScheduler,
+    ParallelLimit,
+    Submission,
+    Transition,
+)
+from offramp.engine.scheduling.rowset import RowSet
+
+NEVER = float("inf")
+
+
+def flags(text: str) -> NDArray[np.bool_]:
+    """``x.x`` is true, false, true."""
+    return np.array([letter == "x" for letter in text])
+
+
+def fates(transition: Transition) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Released, dropped, survivors, ended."""
+    return (
+        transition.released.tolist(),
+        transition.dropped.tolist(),
+        transition.survivors.tolist(),
+        transition.ended.tolist(),
+    )
+
+
+def lost(s: ModelScheduler) -> list[tuple[int, int, int, bool]]:
+    """Request, row, serial number and whether it was answered, of all that were lost."""
+    told: list[tuple[int, int, int, bool]] = []
+    for samples in s.take_lost():
+        columns = (samples.requests, samples.rows, samples.serials, samples.answered)
+        told += zip(*(column.tolist() for column in columns), strict=True)
+    return told
+
+
+def after_the_first_stage(
+    exited: str, runs_on: str, *, policy: str = "run-through", deadline_s: float = NEVER
+) -> ModelScheduler:
+    """Request 1, of as many samples, through stage 0 at 0.25 s and not at stage 1 yet."""
+    s = scheduler(policy)
+    s.submit(Submission(1, len(exited), deadline_s), 0.0)
+    started(s.next(0, 0.0))
+    s.done(0, flags(exited), 0.25, flags(runs_on))
+    return s
+
+
+# One batch on its way
+
+
+def test_a_row_that_runs_on_is_released_once_and_ends_at_the_last_stage() -> None:
+    s = scheduler()
+    s.submit(Submission(1, 4), 0.0)
+    started(s.next(0, 0.0))
+    transition = s.done(0, flags("xx.."), 0.25, flags("x..x"))
+    assert fates(transition) == ([0, 1], [], [0, 2, 3], [])
+    assert (s.in_flight, s.auditing) == (2, 1)
+    run = started(s.next(0, 0.25))
+    assert (run.stage, pairs(run)) == (1, [(1, 0), (1, 2), (1, 3)])
+    # Row 0 has its answer: whether it is sure here too, or would run on, changes nothing.
+    assert fates(s.done(0, flags("x.x"), 0.5, flags("..."))) == ([2], [], [0, 1], [])
+    assert (s.in_flight, s.auditing) == (1, 1)
+    run = started(s.next(0, 0.5))
+    assert (run.stage, pairs(run)) == (2, [(1, 0), (1, 2)])
+    assert fates(s.done(0, flags("xx"), 0.75, flags("xx"))) == ([1], [], [], [0])
+    assert (s.in_flight, s.auditing, s.busy) == (0, 0, False)
+    assert (lost(s), s.take_dropped()) == ([], [])
+
+
+def test_a_batch_goes_on_though_nobody_waits_for_it() -> None:
+    s = after_the_first_stage("xx", "xx")
+    assert (s.in_flight, s.auditing, s.busy) == (0, 2, True)
+    assert started(s.next(0, 0.25)).stage == 1
+    assert fates(s.done(0, flags(".."), 0.5, flags(".."))) == ([], [], [0, 1], [])
+    assert started(s.next(0, 0.5)).stage == 2
+    assert fates(s.done(0, flags(".."), 0.75, flags(".."))) == ([], [], [], [0, 1])
+    assert not s.busy
+
+
+@pytest.mark.parametrize("runs_on", [None, flags("....")])
+def test_where_nobody_is_to_run_on_whoever_is_released_leaves(
+    runs_on: NDArray[np.bool_] | None,
+) -> None:
+    s = scheduler()
+    s.submit(Submission(1, 4), 0.0)
+    started(s.next(0, 0.0))
+    assert fates(s.done(0, flags("x.x."), 0.25, runs_on)) == ([0, 2], [], [1, 3], [])
+    assert (s.in_flight, s.auditing) == (2, 0)
+
+
+def test_only_who_was_released_can_run_on() -> None:
+    """A coin for a row that is not sure yet says nothing: it goes on anyway, unanswered."""
+    s = after_the_first_stage("..", "xx")
+    assert (s.in_flight, s.auditing) == (2, 0)
+
+
+def test_an_answered_row_has_no_deadline_any_more() -> None:
+    s = after_the_first_stage("x..", "x..", deadline_s=1.0)
+    run = started(s.next(0, 0.25))
+    # At 1.0 all three are late: the one that is sure enough is answered all the same.
+    assert fates(s.done(0, flags("..x"), 1.0, flags("..x"))) == ([2], [1], [0, 2], [])
+    assert s.take_dropped() == [Dropped(1, 1, DropCause.EXPIRED)]
+    assert lost(s) == [(1, 1, 1, False)]
+    run = started(s.next(0, 1.0))
+    assert pairs(run) == [(1, 0), (1, 2)]
+    assert fates(s.done(0, none_exit(run), 9.0, none_exit(run))) == ([], [], [], [0, 1])
+
+
+def test_a_cancel_leaves_answered_rows_alone() -> None:
+    s = scheduler()
+    s.submit(Submission(1, 3), 0.0)
+    s.submit(Submission(2, 1), 0.0)
+    started(s.next(0, 0.0))
+    s.done(0, flags("x..."), 0.25, flags("x..."))
+    started(s.next(0, 0.25))
+    s.cancel(1)
+    # Row 1 becomes sure in the stage during which its caller left.
+    assert fates(s.done(0, flags(".x.."), 0.5, flags(".x.."))) == ([1], [2], [0, 1, 3], [])
+    assert s.take_dropped() == [Dropped(1, 1, DropCause.CANCELLED)]
+    assert lost(s) == [(1, 2, 2, False)]
+    s.cancel(1)
+    assert pairs(started(s.next(0, 0.5))) == [(1, 0), (1, 1), (2, 0)]
+    assert fates(s.done(0, flags("..."), 0.75, flags("..."))) == ([2], [], [], [0, 1])
+    assert (lost(s), s.take_dropped()) == ([], [])
+
+
+def test_answered_rows_still_count_as_rows_of_the_batch() -> None:
+    """They fill the device as the others do: none starts beside them under τ_b = 2."""
+    s = scheduler(streams=2, parallel=ParallelLimit(4, fixed=2))
+    s.submit(Submission(1, 8), 0.0)
+    started(s.next(0, 0.0))
+    s.done(0, flags("xxx."), 0.25, flags("x..."))
+    assert isinstance(s.next(1, 0.25), Idle)
+    started(s.next(0, 0.25))
+    s.done(0, flags(".x"), 0.5, flags(".."))
+    assert pairs(started(s.next(1, 0.5))) == [(1, 4), (1, 5), (1, 6), (1, 7)]
+
+
+def test_a_late_answer_is_counted_once() -> None:
+    limit = ParallelLimit(4, max_violations=0.5)
+    s = scheduler("delay", parallel=limit)
+    s.submit(Submission(1, 2, deadline_s=1.0), 0.0)
+    started(s.next(0, 0.0))
+    s.done(0, flags("x."), 0.5, flags("x."))  # in time
+    assert (limit._seen, limit._late) == (1, 0)
+    started(s.next(0, 0.5))
+    s.done(0, flags(".x"), 2.0, flags(".x"))  # late
+    assert (limit._seen, limit._late) == (2, 1)
+    started(s.next(0, 2.0))
+    s.done(0, flags("xx"), 3.0, flags("xx"))  # neither is answered here
+    assert (limit._seen, limit._late) == (2, 1)
+
+
+def test_what_runs_on_counts_as_going_on_where_batches_are_planned() -> None:
+    """3 of 4 rows are there at stage 1; 4 rows weigh 4 of the 512 that are remembered."""
+    s = after_the_first_stage("xx..", "x...")
+    assert s.latencies._going_on[0] == 1.0 + 4 / 512 * (3 / 4 - 1.0)
+
+
+def test_answering_some_changes_a_copy() -> None:
+    zeros = np.zeros(3, np.int64)
+    samples = RowSet(
+        zeros, np.arange(3), np.full(3, 5.0), zeros, np.arange(7, 10), np.zeros(3, np.bool_)
+    )
+    changed = samples.answering(np.array([0, 2]))
+    assert changed.deadlines_s.tolist() == [NEVER, 5.0, NEVER]
+    assert (changed.answered.tolist(), changed.unanswered) == ([True, False, True], 1)
+    assert (samples.deadlines_s.tolist(), samples.unanswered) == ([5.0] * 3, 3)
+    assert changed.dropped(DropCause.CANCELLED) == [Dropped(0, 1, DropCause.CANCELLED)]
+    assert changed.take(np.array([0, 2])).dropped(DropCause.CANCELLED) == []
+
+
+# Failures
+
+
+def test_a_failure_loses_answered_rows_and_tries_the_others_again() -> None:
+    s = after_the_first_stage("x..", "x..")
+    started(s.next(0, 0.25))
+    s.failed(0, 0.5)
+    assert lost(s) == [(1, 0, 0, True)]
+    assert s.take_dropped() == []
+    assert (s.in_flight, s.auditing, s.retried) == (2, 0, 2)
+    again = started(s.next(0, 0.5))
+    assert (again.stage, pairs(again), again.serials.tolist()) == (0, [(1, 1), (1, 2)], [1, 2])
+
+
+def test_a_batch_of_answered_rows_that_fails_is_gone() -> None:
+    s = after_the_first_stage("xx", "xx")
+    started(s.next(0, 0.25))
+    s.failed(0, 0.5)
+    assert lost(s) == [(1, 0, 0, True), (1, 1, 1, True)]
+    assert (s.take_dropped(), s.busy, s.retried) == ([], False, 0)
+
+
+def test_what_fails_a_second_time_is_lost_and_its_answered_rows_too() -> None:
+    s = after_the_first_stage("...", "...")
+    s.failed(0, 0.25)
+    assert lost(s) == []  # all are tried again
+    started(s.next(0, 0.25))
+    s.done(0, flags(".x."), 0.5, flags(".x."))
+    started(s.next(0, 0.5))
+    s.failed(0, 0.75)
+    assert s.take_dropped() == [Dropped(1, 2, DropCause.FAILED)]
+    assert sorted(lost(s)) == [(1, 0, 0, False), (1, 1, 1, True), (1, 2, 2, False)]
+    assert not s.busy
+
+
+def test_a_failure_of_a_withdrawn_request_loses_each_row_once() -> None:
+    s = after_the_first_stage("x.", "x.")
+    started(s.next(0, 0.25))
+    s.cancel(1)
+    s.failed(0, 0.5)
+    assert s.take_dropped() == [Dropped(1, 1, DropCause.CANCELLED)]
+    assert sorted(lost(s)) == [(1, 0, 0, True), (1, 1, 1, False)]
+    assert not s.busy
+
+
+# Numbers, and what is told of those that leave without
+
+
+def test_samples_are_numbered_in_the_order_in_which_they_start() -> None:
+    s = scheduler(streams=2)
+    s.submit(Submission(1, 5), 0.0)
+    s.submit(Submission(2, 2, priority=1), 0.0)
+    first, second = started(s.next(0, 0.0)), started(s.next(1, 0.0))
+    assert pairs(first) == [(2, 0), (2, 1), (1, 0), (1, 1)]
+    assert first.serials.tolist() == [0, 1, 2, 3]
+    assert pairs(second) == [(1, 2), (1, 3), (1, 4)]
+    assert second.serials.tolist() == [4, 5, 6]
+    s.done(0, flags("x.x."), 0.25)
+    assert started(s.next(0, 0.25)).serials.tolist() == [1, 3]
+    s.failed(0, 0.25)
+    s.done(1, all_exit(second), 0.25)
+    s.submit(Submission(3, 1), 0.25)
+    # The two requests are tried again one by one, where they did not fail; then comes what is new.
+    for request, serial in ((2, 1), (1, 3), (3, 7)):
+        again = started(s.next(1, 0.25))
+        assert (again.requests.tolist(), again.serials.tolist()) == ([request], [serial])
+        s.done(1, all_exit(again), 0.25)
+
+
+def test_what_never_started_is_not_lost() -> None:
+    s = scheduler(latencies=table(first_s=1.0, more_s=0.0))
+    s.submit(Submission(1, 1, deadline_s=5.0), 0.0)
+    s.cancel(1)
+    s.submit(Submission(2, 1, deadline_s=0.5), 0.0)  # hopeless: a stage takes 1 s
+    assert isinstance(s.next(0, 0.0), Idle)
+    s.submit(Submission(3, 1, deadline_s=0.5), 0.0)
+    s.submit(Submission(4, 1), 1.0)
+    assert s.take_dropped() == [
+        Dropped(1, 1, DropCause.CANCELLED),
+        Dropped(2, 1, DropCause.HOPELESS),
+        Dropped(3, 1, DropCause.EXPIRED),
+    ]
+    assert lost(s) == []
+    assert started(s.next(0, 1.0)).serials.tolist() == [0]
+
+
+def test_a_retry_that_expires_or_is_withdrawn_is_lost() -> None:
+    s = scheduler(streams=2)
+    s.submit(Submission(1, 1, deadline_s=2.0), 0.0)
+    s.submit(Submission(2, 2, deadline_s=3.0), 0.0)
+    started(s.next(0, 0.0))
+    s.failed(0, 0.25)
+    s.cancel(2)
+    assert s.take_dropped() == [Dropped(2, 2, DropCause.CANCELLED)]
+    assert lost(s) == [(2, 0, 1, False), (2, 1, 2, False)]
+    s.submit(Submission(3, 1), 2.0)
+    assert s.take_dropped() == [Dropped(1, 1, DropCause.EXPIRED)]
+    assert lost(s) == [(1, 0, 0, False)]
+
+
+# At splits
+
+
+@pytest.mark.parametrize("policy", ["refill", "rebatch"])
+def test_answered_rows_wait_at_a_split_with_the_others(policy: str) -> None:
+    s = scheduler(policy)
+    s.submit(Submission(1, 4), 0.0)
+    first = started(s.next(0, 0.0))
+    transition = s.done(0, flags("xx.."), 0.25, flags("x..."))
+    assert fates(transition) == ([0, 1], [], [0, 2, 3], [])
+    assert transition.parked == first.batch
+    assert (s.in_flight, s.auditing) == (2, 1)
+    s.submit(Submission(2, 2), 0.25)
+    second = started(s.next(0, 0.25))
+    assert s.done(0, flags("xx"), 0.5, flags("x.")).parked == second.batch
+    fused = started(s.next(0, 0.5))
+    assert (fused.stage, pairs(fused)) == (1, [(1, 0), (1, 2), (1, 3), (2, 0)])
+    assert fused.serials.tolist() == [0, 2, 3, 4]
+    assert [(p.number, p.positions.tolist()) for p in fused.pieces] == [
+        (first.batch, [0, 1, 2]),
+        (second.batch, [0]),
+    ]
+    transition = s.done(0, flags("xx.x"), 0.75, flags("...."))
+    assert fates(transition) == ([1], [], [0, 2, 3], [])
+
+
+def test_a_batch_that_only_feedback_keeps_full_runs_on() -> None:
+    s = after_the_first_stage("xxx.", "xxx.", policy="refill")
+    assert not s.waiting
+    assert started(s.next(0, 0.25)).pieces == ()
+
+
+def test_rebatch_gains_nothing_where_all_run_on() -> None:
+    """The same two of three rows leave, or run on: only the first makes room."""
+    assert after_the_first_stage("xx.", "...", policy="rebatch").waiting
+    assert not after_the_first_stage("xx.", "xx.", policy="rebatch").waiting
+
+
+@pytest.mark.parametrize("cause", [DropCause.CANCELLED, DropCause.EXPIRED])
+def test_at_a_split_answered_rows_stay_where_others_leave(cause: DropCause) -> None:
+    s = after_the_first_stage("xx.", "x..", policy="refill", deadline_s=2.0)
+    assert (s.in_flight, s.auditing) == (1, 1)
+    if cause is DropCause.CANCELLED:
+        s.cancel(1)
+    run = started(s.next(0, 2.0))
+    assert (run.stage, pairs(run)) == (1, [(1, 0)])
+    assert [piece.positions.tolist() for piece in run.pieces] == [[0]]
+    assert s.take_dropped() == [Dropped(1, 1, cause)]
+    assert lost(s) == [(1, 2, 2, False)]
+    assert (s.in_flight, s.auditing) == (0, 1)
+
+
+def test_answered_rows_at_a_split_go_on_when_there_is_nothing_else() -> None:
+    s = after_the_first_stage("xx", "x.", policy="refill", deadline_s=2.0)
+    assert (s.waiting, s.in_flight, s.auditing) == (True, 0, 1)
+    run = started(s.next(0, 50.0))
+    assert (run.stage, pairs(run), run.deepest) == (1, [(1, 0)], 2)
+    assert s.done(0, flags("."), 50.25, flags(".")).parked is not None
+    assert started(s.next(0, 50.25)).stage == 2
+    assert fates(s.done(0, flags("."), 50.5, flags("."))) == ([], [], [], [0])
+    assert s.take_dropped() == []
+
+
+# A depth that is forced
+
+
+@pytest.mark.parametrize(("policy", "deadline_s"), [("fixed:1", NEVER), ("slackfit", 2.5)])
+def test_feedback_ends_where_the_batch_must_not_go_deeper(policy: str, deadline_s: float) -> None:
+    """Stages take 1 s: SlackFit has time for two of three. What ended there is not the model's."""
+    s = scheduler(policy, latencies=table(first_s=1.0, more_s=0.0))
+    s.submit(Submission(1, 4, deadline_s), 0.0)
+    run = started(s.next(0, 0.0))
+    assert (run.deepest, len(run.requests)) == (1, 4)
+    assert fates(s.done(0, flags("xx.."), 1.0, flags("x.x."))) == ([0, 1], [], [0, 2, 3], [])
+    assert started(s.next(0, 1.0)).stage == 1
+    # Row 1 here is not sure and is forced to leave; nobody can run on from here.
+    assert fates(s.done(0, flags("..x"), 2.0, flags("xxx"))) == ([1, 2], [], [], [0])
+    assert (s.busy, lost(s)) == (False, [])
+
+
+def test_at_a_forced_first_exit_there_is_no_feedback() -> None:
+    s = scheduler("fixed:0")
+    s.submit(Submission(1, 2), 0.0)
+    assert started(s.next(0, 0.0)).deepest == 0
+    assert fates(s.done(0, flags("x."), 0.25, flags("xx"))) == ([0, 1], [], [], [])
+    assert (s.busy, s.auditing) == (False, 0)
