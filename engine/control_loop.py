@@ -164,7 +164,7 @@ class ControlLoop:
             try:
                 control.job = (wanted, self._jobs.submit(wanted))
             except (JobError, TypeError) as error:
-                _log.error("%s: %s cannot be computed: %s", name, wanted.purpose, error)  # noqa: TRY400
+                _log.error("%s: %s cannot be computed: %s", name, wanted.purpose, error)
                 controller.finish(wanted, None)
 
     def _put_in_force(self, control: _Control) -> None:

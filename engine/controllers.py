@@ -16,6 +16,7 @@ from offramp.engine.control.controller import Controller
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.initial import certified_on, within_budget
 from offramp.engine.control.static import StaticController
+from offramp.engine.control.watchful import WatchfulController
 from offramp.engine.control_state import identity_of
 from offramp.engine.options import ModelOptions
 from offramp.engine.plan import Mode
@@ -69,7 +70,8 @@ def make_controller(
                 release=mode is Mode.RELEASE,
             ),
         )
-        controller = AdjustingController(certified, costs, max_overhead=budget)
+        watchful = WatchfulController(certified, records["confidence"])
+        controller = AdjustingController(watchful, costs, max_overhead=budget)
     fingerprint = {
         **identity_of(bundle),
         "mode": mode.value,

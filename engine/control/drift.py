@@ -70,9 +70,10 @@ class DriftAlarm:
         """
         if not len(losses):
             return None
-        changed = np.flatnonzero(np.diff(audit_probability)) + 1
-        marks = np.union1d(np.flatnonzero(losses > 0), changed)
-        for first, end in pairwise(np.unique([0, *marks, len(losses)]).tolist()):
+        marks = {0, len(losses), *np.flatnonzero(losses > 0).tolist()}
+        if audit_probability.min() < audit_probability.max():
+            marks.update((np.flatnonzero(np.diff(audit_probability)) + 1).tolist())
+        for first, end in pairwise(sorted(marks)):
             weight = float(audit_probability[first])
             bets = self._bets(weight)
             run = first
@@ -80,12 +81,12 @@ class DriftAlarm:
                 self.sums = (self.sums + weight) * (1 + bets * (float(losses[first]) - self.bound))
                 run = first + 1
                 if self.level >= 1:
-                    return int(first)
+                    return first
             if end > run:
                 factor = 1 - bets * self.bound
                 self.sums = _without_loss(self.sums / weight, factor, end - run) * weight
                 if self.level >= 1:
-                    return int(end - 1)
+                    return end - 1
         return None
 
     def state(self) -> dict[str, Any]:

@@ -193,7 +193,7 @@ class Ladder:
 
     def _losses(
         self, confidence: Float32Array, wrong: BoolArray, weight: FloatArray
-    ) -> list[tuple[float, FloatArray]]:
+    ) -> list[tuple[float, FloatArray | int]]:
         """By their value: how many samples have it, [levels]."""
         begin, end = answered_between(self._keys, confidence)
         exit_, sample = np.nonzero(wrong & (begin < end))
@@ -201,8 +201,8 @@ class Ladder:
             return []
         first, until, value = begin[exit_, sample], end[exit_, sample], weight[sample]
         return [
-            (float(v), _spread(first[value == v], until[value == v], self.levels))
-            for v in np.unique(value)
+            (v, _spread(first[value == v], until[value == v], self.levels))
+            for v in sorted(set(value.tolist()))
         ]
 
     def _passed(self) -> int:

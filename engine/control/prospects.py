@@ -43,8 +43,8 @@ class Prospects:
         self._min_gain = min_gain
 
     def recent(self, exits: Sequence[int]) -> Weighted:
-        """The newest samples that all these exits looked at."""
-        return self._window.seen_by(exits).last(_JUDGED)
+        """Of the newest samples, those that all these exits looked at."""
+        return self._window.seen_by(exits, _JUDGED)
 
     def outlook(self, ladder: Ladder) -> Outlook:
         """What levels would have done of late; what is expected of them while little is known."""

@@ -1,10 +1,11 @@
 """Notice that inputs have changed, from what every sample shows anyway: no audit is needed.
 
-Audits tell whether answers got worse, but they are few. How sure the first exit in use is of a
-sample is known of all of them, whichever policy is in force, and it moves with nearly everything
-that makes inputs harder, easier or other. So the distribution of that confidence is compared with
-what it was: recent samples against those before, by Pearson's chi-square over ten bins of equal
-share, at several lengths of "recent" (short ones notice a jump, long ones a small step).
+Audits tell whether answers got worse, but they are few. How sure an exit is of the samples that
+reach it is known of all of them, and it moves with nearly everything that makes inputs harder,
+easier or other. So the distribution of these confidences is compared with what it was: recent
+samples against those before, by Pearson's chi-square over ten bins of equal share at each exit,
+summed over the exits, at several lengths of "recent" (short ones notice a jump, long ones a small
+step). The later an exit, the more its confidences say, and the fewer samples reach it.
 
 This is a reason to test afresh, no statement about agreement: a certificate takes for granted that
 samples are like those it was made from, and here they are not. It makes no promise of its own; the
@@ -12,20 +13,17 @@ drift alarm (:mod:`.drift`) watches what matters whether this notices anything o
 
 Chosen here: samples that follow each other are often alike (frames of a film), so that windows
 differ more than chance would have it. Their usual excess is estimated (the dispersion of
-quasi-likelihood, Wedderburn 1974) and divided by. After a notice, the next one has to wait twice as
-long as the last time, so that a load which never comes to rest is not tested all the time; quiet
-halves that again.
+quasi-likelihood, Wedderburn 1974) and divided by.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from statistics import NormalDist
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
-from offramp.engine.control.records import ConfidenceArray, FloatArray, IntArray
+from offramp.engine.control.records import Float32Array, FloatArray, IntArray
 
 BINS: Final = 10
 SCALES: Final = (128, 512, 2048)
@@ -33,19 +31,19 @@ SCALES: Final = (128, 512, 2048)
 LOOK_EVERY: Final = 64
 """Samples from one comparison to the next."""
 SIGNIFICANCE: Final = 1e-9
-"""Of one comparison. They overlap, and the tail of a chi-square over small counts is heavier than
-its formula: 1e-9 rang in none of 400 simulated streams of 50,000 samples alike."""
-LEAST_REFERENCE: Final = 1024
+"""Of one comparison: they are many, and the tail of a chi-square over small counts is heavier than
+its formula."""
+LEAST_REFERENCE: Final = 512
 """Samples that bins are made of, and that are compared with, at least."""
-FIRST_WAIT: Final = 1024
-"""Samples until a second notice may follow the first."""
+_LEAST_REACHED: Final = 128
+"""Of these, that reach an exit, or it is left out."""
 _WINDOWS_AVERAGED: Final = 32
-QUIET: Final = 32_768
-"""Samples without a notice that halve the wait again."""
+_ABSENT: Final = BINS
+"""Instead of a bin: the sample did not reach the exit."""
 
 
 class ShiftDetector:
-    """Compares the newest confidences of one exit with older ones."""
+    """Compares the newest confidences of some exits with older ones."""
 
     def __init__(self, *, significance: float = SIGNIFICANCE) -> None:
         """Know nothing.
@@ -55,108 +53,85 @@ class ShiftDetector:
         """
         if not 0 < significance < 1:
             raise ValueError(f"significance is {significance}, expected in (0, 1)")
-        self._limit = chi_square_quantile(significance, BINS - 1)
-        self._wait = FIRST_WAIT
-        self._since = FIRST_WAIT
-        """Samples since the last notice."""
-        self._quiet = 0
+        self._significance = significance
         self._excess = np.ones(len(SCALES))
         """Chi-square over its expectation, at each scale, in the mean over windows."""
         self.reset()
 
-    def reset(self, reference: ConfidenceArray | None = None) -> None:
+    def reset(self, reference: Float32Array | None = None) -> None:
         """Compare with other samples from now on.
 
         Args:
-            reference: float[n] of the exit's confidences; ``None`` takes the next ones.
+            reference: float32[exits, n] of the exits' confidences, NaN where a sample did not reach
+                one, as far as there are any; the next ones make up for what is missing.
         """
-        self._collected: list[ConfidenceArray] = []
-        self._edges: FloatArray | None = None
-        self._reference: FloatArray = np.zeros(BINS)
-        """Samples by bin that are not recent at any scale."""
-        self._recent: IntArray = np.empty(0, np.int64)
-        """Bins of the newest samples, oldest first."""
+        self._collected: list[Float32Array] = []
+        self._edges: list[FloatArray] | None = None
+        self._reference: FloatArray = np.zeros((0, BINS))
+        """float64[exits, bins]: samples that are not recent at any scale."""
+        self._recent: IntArray = np.empty((0, 0), np.int64)
+        """int64[exits, n]: bins of the newest samples, oldest first."""
         self._unlooked = 0
-        if reference is not None and len(reference) >= LEAST_REFERENCE:
-            self._adopt(np.asarray(reference))
+        if reference is not None:
+            self._collect(reference)
 
-    def add(self, confidence: ConfidenceArray) -> bool:
-        """Take in float[n] confidences in order; whether they have changed.
+    def add(self, confidence: Float32Array) -> bool:
+        """Take in samples in order; whether they have changed.
 
         After a notice it is the caller's to :meth:`reset`.
+
+        Args:
+            confidence: float32[exits, n]; NaN where a sample did not reach an exit.
         """
-        confidence = confidence[~np.isnan(confidence)]
-        self._since += len(confidence)
-        self._quiet += len(confidence)
-        if self._quiet >= QUIET:
-            self._quiet, self._wait = 0, max(self._wait // 2, FIRST_WAIT)
         if self._edges is None:
             self._collect(confidence)
             return False
-        for first in range(0, len(confidence), LOOK_EVERY):
-            part = confidence[first : first + LOOK_EVERY]
-            self._recent = np.concatenate([self._recent, self._bins(part)])
-            self._unlooked += len(part)
+        for first in range(0, confidence.shape[1], LOOK_EVERY):
+            part = confidence[:, first : first + LOOK_EVERY]
+            self._recent = np.concatenate([self._recent, self._bins(part)], axis=1)
+            self._unlooked += part.shape[1]
             if self._unlooked >= LOOK_EVERY:
                 self._unlooked = 0
                 if self._look():
                     return True
         return False
 
-    def state(self) -> dict[str, Any]:
-        """What to keep over a restart: the samples to compare with are taken anew."""
-        return {"wait": self._wait, "since": self._since}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a kept state.
-
-        Raises:
-            ValueError: It does not fit.
-        """
-        wait, since = int(state["wait"]), int(state["since"])
-        if wait < FIRST_WAIT or since < 0:
-            raise ValueError(f"state: wait {wait}, since {since} are no counts of samples")
-        self._wait, self._since = wait, since
-
-    def _collect(self, confidence: ConfidenceArray) -> None:
+    def _collect(self, confidence: Float32Array) -> None:
         self._collected.append(confidence)
-        if sum(map(len, self._collected)) >= LEAST_REFERENCE:
-            self._adopt(np.concatenate(self._collected))
+        if sum(part.shape[1] for part in self._collected) >= LEAST_REFERENCE:
+            reference = np.concatenate(self._collected, axis=1)
             self._collected = []
+            self._edges = [_edges(row[~np.isnan(row)]) for row in reference]
+            self._reference = _count(self._bins(reference))
+            self._recent = np.empty((len(reference), 0), np.int64)
 
-    def _adopt(self, reference: ConfidenceArray) -> None:
-        """Make bins of equal share; fewer where many confidences are the same."""
-        shares = np.arange(1, BINS) / BINS
-        self._edges = np.unique(np.quantile(reference, shares).astype(np.float64))
-        self._reference = np.bincount(self._bins(reference), minlength=BINS).astype(np.float64)
-
-    def _bins(self, confidence: ConfidenceArray) -> IntArray:
+    def _bins(self, confidence: Float32Array) -> IntArray:
+        """int64[exits, n]."""
         assert self._edges is not None
-        bins: IntArray = np.searchsorted(self._edges, confidence, side="right")
-        return bins
+        bins = [
+            np.where(np.isnan(row) | (len(edges) == 0), _ABSENT, np.searchsorted(edges, row))
+            for row, edges in zip(confidence, self._edges, strict=True)
+        ]
+        return np.array(bins, np.int64).reshape(confidence.shape)
 
     def _look(self) -> bool:
         """Compare at every scale; then what is recent at none becomes part of what is usual."""
         found = False
+        newest = _count(self._recent)
         for place, scale in enumerate(SCALES):
-            if len(self._recent) < scale:
+            if self._recent.shape[1] < scale:
                 break
-            recent = np.bincount(self._recent[-scale:], minlength=BINS).astype(np.float64)
-            before = np.bincount(self._recent[:-scale], minlength=BINS) + self._reference
-            statistic, freedom = chi_square(recent, before)
+            recent = _count(self._recent[:, -scale:])
+            statistic, freedom = chi_square(recent, newest - recent + self._reference)
             usual = max(float(self._excess[place]), 1.0)
-            limit = self._limit * freedom / (BINS - 1)
+            limit = chi_square_quantile(self._significance, max(freedom, 1))
             found |= statistic > limit * usual
             self._learn(place, scale, statistic / max(freedom, 1))
-        overflow = len(self._recent) - SCALES[-1]
+        overflow = self._recent.shape[1] - SCALES[-1]
         if overflow > 0:
-            self._reference += np.bincount(self._recent[:overflow], minlength=BINS)
-            self._recent = self._recent[overflow:]
-        if not found or self._since < self._wait:
-            return False
-        self._since = self._quiet = 0
-        self._wait *= 2
-        return True
+            self._reference += _count(self._recent[:, :overflow])
+            self._recent = self._recent[:, overflow:]
+        return found
 
     def _learn(self, place: int, scale: int, excess: float) -> None:
         """Average what windows differ by; each counts for the part of it that is new.
@@ -169,22 +144,38 @@ class ShiftDetector:
 
 
 def chi_square(recent: FloatArray, before: FloatArray) -> tuple[float, int]:
-    """Pearson's statistic of two rows of counts, and its degrees of freedom."""
+    """Pearson's statistic of two float64[exits, bins] of counts, and its degrees of freedom."""
     total = recent + before
+    ours, theirs = recent.sum(axis=1), before.sum(axis=1)
+    known = (ours > 0) & (theirs > 0)
+    if not known.any():
+        return 0.0, 0
+    total, recent = total[known], recent[known]
+    share = (ours / (ours + theirs))[known, None]
     there = total > 0
-    expected = total[there] * (recent.sum() / total.sum())
-    expected_before = total[there] - expected
-    statistic = ((recent[there] - expected) ** 2 * (1 / expected + 1 / expected_before)).sum()
-    return float(statistic), int(there.sum()) - 1
+    expected = total * share
+    with np.errstate(divide="ignore", invalid="ignore"):
+        terms = (recent - expected) ** 2 / (expected * (1 - share))
+    return float(terms[there].sum()), int(there.sum()) - int(known.sum())
 
 
 def chi_square_quantile(tail: float, freedom: int) -> float:
     """What chi-square exceeds with probability ``tail`` (Wilson and Hilferty 1931)."""
     part = 2 / (9 * freedom)
-    value: float = freedom * (1 - part + _normal_quantile(tail) * part**0.5) ** 3
+    normal = -NormalDist().inv_cdf(tail)
+    value: float = freedom * (1 - part + normal * part**0.5) ** 3
     return value
 
 
-def _normal_quantile(tail: float) -> float:
-    """What a standard normal exceeds with probability ``tail``."""
-    return -NormalDist().inv_cdf(tail)
+def _edges(reached: Float32Array) -> FloatArray:
+    """Inner edges of bins of equal share; none where too few samples reach the exit."""
+    if len(reached) < _LEAST_REACHED:
+        return np.empty(0)
+    shares = np.arange(1, BINS) / BINS
+    return np.unique(np.quantile(reached, shares).astype(np.float64))
+
+
+def _count(bins: IntArray) -> FloatArray:
+    """float64[exits, bins] of int64[exits, n]."""
+    counts = [np.bincount(row, minlength=BINS + 1)[:BINS] for row in bins]
+    return np.array(counts, np.float64).reshape(len(bins), BINS)

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from offramp.engine.control.observations import Observations
-from offramp.engine.control.records import BoolArray, Float32Array, FloatArray
+from offramp.engine.control.records import (
+    BoolArray,
+    Float32Array,
+    FloatArray,
+    final_agrees,
+    first_exit,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -28,20 +34,17 @@ class Weighted:
         total = float(self.weight.sum())
         return total**2 / float((self.weight**2).sum()) if total else 0.0
 
+    def risk(self, thresholds: FloatArray) -> float:
+        """Share that float64[exits] thresholds answer unlike the source model, n above 0."""
+        first = first_exit(self.confidence, thresholds)
+        wrong = ~final_agrees(self.agrees)[first, np.arange(len(first))]
+        return float(self.weight @ wrong / self.weight.sum())
+
     def of(self, exits: Sequence[int]) -> Weighted:
         """Some of the exits, by their rows."""
         rows = list(exits)
         return Weighted(
             confidence=self.confidence[rows], agrees=self.agrees[rows], weight=self.weight
-        )
-
-    def last(self, samples: int) -> Weighted:
-        """At most so many, the newest."""
-        rows = slice(-samples, None)
-        return Weighted(
-            confidence=self.confidence[:, rows],
-            agrees=self.agrees[:, rows],
-            weight=self.weight[rows],
         )
 
 
@@ -80,15 +83,22 @@ class Window:
         self._weight[places] = seen.weight[rows]
         self._added += len(rows)
 
-    def seen_by(self, exits: Sequence[int]) -> Weighted:
-        """Those that all these exits looked at, oldest first."""
-        first = self._added % self._capacity if self._added > self._capacity else 0
-        order = (first + np.arange(len(self))) % self._capacity
-        rows = list(exits)
-        confidence = self._confidence[rows][:, order]
+    def seen_by(self, exits: Sequence[int], most: int | None = None) -> Weighted:
+        """Those that all these exits looked at, oldest first.
+
+        Args:
+            exits: Their indices.
+            most: Look at so many samples only, the newest; default all.
+        """
+        count = len(self) if most is None else min(most, len(self))
+        order = np.arange(self._added - count, self._added) % self._capacity
+        rows = np.asarray(exits, dtype=np.int64)
+        confidence = self._confidence[np.ix_(rows, order)]
         known = ~np.isnan(confidence).any(axis=0)
+        if not known.all():
+            order, confidence = order[known], confidence[:, known]
         return Weighted(
-            confidence=confidence[:, known],
-            agrees=self._agrees[rows][:, order[known]],
-            weight=self._weight[order[known]],
+            confidence=confidence,
+            agrees=self._agrees[np.ix_(rows, order)],
+            weight=self._weight[order],
         )

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from offramp.compiler.cli import _compile_parser, _inspect_parser
+from offramp.compiler.cli import COMMANDS as SUBCOMMANDS
+from offramp.compiler.cli import _compile_parser
 from offramp.engine.options import ModelOptions
 from offramp.engine.scheduling import POLICIES, PolicyName
 from offramp.server.arguments import make_parser
@@ -20,7 +21,7 @@ from offramp.tools.bench.cli import _parser as bench_parser
 ROOT = Path(__file__).parent.parent.parent
 DOCUMENTS = [path for where in ("", "docs/", "examples/*/") for path in ROOT.glob(f"{where}*.md")]
 README = (ROOT / "README.md").read_text()
-COMMANDS = README + (ROOT / "docs" / "scheduling.md").read_text()
+COMMANDS = "".join([README, *(p.read_text() for p in sorted((ROOT / "docs").glob("*.md")))])
 PARSERS = {"eecompile": _compile_parser, "eeserve": make_parser, "eebench": bench_parser}
 
 
@@ -36,7 +37,10 @@ def test_links_lead_somewhere(document: Path) -> None:
 )
 def test_commands_parse_and_their_files_exist(line: str) -> None:
     command, *arguments = shlex.split(line)
-    PARSERS[command]().parse_args(arguments)
+    if command == "eecompile" and arguments[0] in SUBCOMMANDS:
+        SUBCOMMANDS[arguments[0]].parser().parse_args(arguments[1:])
+    else:
+        PARSERS[command]().parse_args(arguments)
     for argument in arguments:
         if argument.startswith("examples/"):
             assert (ROOT / argument).exists()
@@ -75,9 +79,10 @@ def test_every_option_is_explained() -> None:
     subparsers = [a for a in bench_parser()._actions if isinstance(a, argparse._SubParsersAction)]
     commands = [parser for action in subparsers for parser in action.choices.values()]
     assert {parser.prog for parser in commands} == {
-        "eebench compare", "eebench load", "eebench simulate",
+        "eebench adapt", "eebench compare", "eebench load", "eebench simulate",
     }  # fmt: skip
-    for parser in (_compile_parser(), _inspect_parser(), make_parser(), *commands):
+    compiling = [command.parser() for command in SUBCOMMANDS.values()]
+    for parser in (_compile_parser(), *compiling, make_parser(), *commands):
         for action in parser._actions:
             assert action.help, f"{parser.prog} {action.dest}"
 
