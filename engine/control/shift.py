@@ -151,7 +151,7 @@ def chi_square(recent: FloatArray, before: FloatArray) -> tuple[float, int]:
     if not known.any():
         return 0.0, 0
     total, recent = total[known], recent[known]
-    share = (ours / (ours + theirs))[known, None]
+    share = (ours[known] / (ours + theirs)[known])[:, None]
     there = total > 0
     expected = total * share
     with np.errstate(divide="ignore", invalid="ignore"):
