@@ -82,8 +82,8 @@ def launcher(stack: ExitStack, folder: Path) -> Launch:
     def launch(*arguments: str | Path) -> Server:
         log = folder / f"eeserve-{time.monotonic_ns()}.log"
         command = [sys.executable, "-m", "offramp.server.cli", "--grpc-port=0", "--http-port=0"]
-        if not {"leave", "off"} & set(map(str, arguments)):  # where it is kept, it is others' too
-            command.append("--no-state")
+        if not {"--mode=leave", "--mode=off", "--config"} & set(map(str, arguments)):
+            command.append("--no-state")  # where state is kept, it is the other tests' too
         with log.open("wb") as stderr:
             process = subprocess.Popen([*command, *map(str, arguments)], stderr=stderr)
         stack.callback(_end, process)

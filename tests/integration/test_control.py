@@ -36,7 +36,10 @@ def with_engine(
     **options: Any,
 ) -> None:
     settings = EngineOptions(
-        mode=mode, keep_state=keep_state, defaults=ModelOptions(max_batch_size=16, **options)
+        mode=mode,
+        keep_state=keep_state,
+        # what was timed on a busy machine must not decide which exits are in use
+        defaults=ModelOptions(max_batch_size=16, ramp_budget=0.99, **options),
     )
 
     async def run() -> None:
