@@ -118,7 +118,7 @@ def _figures(statistics: ModelStatistics, control: ControlStatus) -> tuple[Figur
         Figure(value=measured, label="disagreement measured"),
         Figure(value=bound, label=f"at most, with {percent(control.confidence)} confidence"),
         Figure(value=percent(control.max_disagreement), label="constraint"),
-        Figure(value=control.controller, label="controller"),
+        Figure(value=control.controller, label="controller, by name"),
         Figure(value=percent(control.audit_probability), label="of early answers are audited"),
         *(
             Figure(value=f"{count:,}", label=label, alarming=alarming and count > 0)
