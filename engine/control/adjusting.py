@@ -12,15 +12,14 @@ drift alarm everything may be tried again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Final
 
 import numpy as np
 
-from offramp.bundle import NEVER, ExitPolicy
+from offramp.bundle import NEVER
 from offramp.engine.control.adjustment import adjust
-from offramp.engine.control.controller import Controller, ControlStatus, Event, Job
 from offramp.engine.control.costs import CostModel
+from offramp.engine.control.delegating import Considering, DelegatingController
 from offramp.engine.control.observations import Observations
 from offramp.engine.control.records import Float32Array, FloatArray, IntArray
 from offramp.engine.control.window import Window
@@ -33,15 +32,7 @@ JUDGED_BY: Final = 512
 """Samples that exits are judged by, drawn from a window of twice as many complete ones."""
 
 
-class Considering(Controller, Protocol):
-    """A controller that can try other exits."""
-
-    def consider(self, active: Sequence[int]) -> bool:
-        """Try a set of exits, unless this is no time for it; says whether it will."""
-        ...
-
-
-class AdjustingController:
+class AdjustingController(DelegatingController[Considering]):
     """A controller, with proposals for its exits; see :class:`.controller.Controller`."""
 
     def __init__(
@@ -70,7 +61,7 @@ class AdjustingController:
                 f"adjust_every is {adjust_every}, expected at least 1; "
                 f"max_overhead is {max_overhead}, expected at least 0"
             )
-        self._inner = inner
+        super().__init__(inner)
         self._costs = costs
         self._max_overhead = max_overhead
         self._adjust_every = adjust_every
@@ -82,53 +73,14 @@ class AdjustingController:
         """Sets of exits, and after how many samples each was."""
         self._alarms = 0
 
-    @property
-    def name(self) -> str:
-        """The inner one's."""
-        return self._inner.name
-
-    @property
-    def policy(self) -> ExitPolicy:
-        """The inner one's."""
-        return self._inner.policy
-
-    @property
-    def audit_probability(self) -> float:
-        """The inner one's."""
-        return self._inner.audit_probability
-
     def observe(self, seen: Observations) -> None:
         """Pass on, and adjust when it is time."""
-        self._inner.observe(seen)
+        super().observe(seen)
         self._window.add(seen)
         self._seen += len(seen)
         if self._seen - self._adjusted_at >= self._adjust_every:
             self._adjusted_at = self._seen
             self._adjust()
-
-    def take_job(self) -> Job | None:
-        """The inner one's."""
-        return self._inner.take_job()
-
-    def finish(self, job: Job, result: Any) -> None:
-        """The inner one's."""
-        self._inner.finish(job, result)
-
-    def status(self) -> ControlStatus:
-        """The inner one's."""
-        return self._inner.status()
-
-    def take_events(self) -> list[Event]:
-        """The inner one's."""
-        return self._inner.take_events()
-
-    def state(self) -> Mapping[str, Any] | None:
-        """The inner one's; proposals are made again."""
-        return self._inner.state()
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """The inner one's."""
-        self._inner.restore(state)
 
     def _adjust(self) -> None:
         """Judge the exits in use, and propose what Apparate would do about it."""

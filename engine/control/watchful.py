@@ -14,14 +14,15 @@ comes to rest is not tested all the time; quiet halves that again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
 from offramp.bundle import NEVER, ExitPolicy
-from offramp.engine.control.controller import Controller, ControlStatus, Event, Job
+from offramp.engine.control.controller import ControlStatus
+from offramp.engine.control.delegating import Considering, DelegatingController
 from offramp.engine.control.observations import Observations
 from offramp.engine.control.records import BoolArray, Float32Array, first_exit
 from offramp.engine.control.shift import ShiftDetector
@@ -44,7 +45,7 @@ _Answering: TypeAlias = tuple[tuple[int, float], ...]
 """Exits with their thresholds."""
 
 
-class Doubting(Controller, Protocol):
+class Doubting(Considering, Protocol):
     """A controller whose evidence can be called into question."""
 
     @property
@@ -56,12 +57,8 @@ class Doubting(Controller, Protocol):
         """Give up all evidence, answer nothing early, and test afresh."""
         ...
 
-    def consider(self, active: Sequence[int]) -> bool:
-        """Try a set of exits, unless this is no time for it; says whether it will."""
-        ...
 
-
-class WatchfulController:
+class WatchfulController(DelegatingController[Doubting]):
     """A controller, and a look at its inputs; see :class:`.controller.Controller`."""
 
     def __init__(
@@ -75,7 +72,7 @@ class WatchfulController:
                 compared with at first.
             recovery: Samples that are all audited after an alarm, at most.
         """
-        self._inner = inner
+        super().__init__(inner)
         self._recovery = recovery
         self._patience = _Patience()
         self._alarms = inner.status().alarms
@@ -94,23 +91,13 @@ class WatchfulController:
         self._watch()
 
     @property
-    def name(self) -> str:
-        """The inner one's."""
-        return self._inner.name
-
-    @property
-    def policy(self) -> ExitPolicy:
-        """The inner one's."""
-        return self._inner.policy
-
-    @property
     def audit_probability(self) -> float:
         """The inner one's; 1 while evidence is gathered again."""
         return 1.0 if self._left > 0 else self._inner.audit_probability
 
     def observe(self, seen: Observations) -> None:
         """Pass on; then compare."""
-        self._inner.observe(seen)
+        super().observe(seen)
         self._patience.pass_by(len(seen))
         self._left = max(self._left - len(seen), 0) if self._inner.wants_evidence else 0
         if self._has_alarmed():
@@ -127,25 +114,9 @@ class WatchfulController:
             self._seen = self._seen[:, -BLIND:]
             self._watch()
 
-    def take_job(self) -> Job | None:
-        """The inner one's."""
-        return self._inner.take_job()
-
-    def finish(self, job: Job, result: Any) -> None:
-        """The inner one's."""
-        self._inner.finish(job, result)
-
-    def consider(self, active: Sequence[int]) -> bool:
-        """The inner one's."""
-        return self._inner.consider(active)
-
     def status(self) -> ControlStatus:
         """The inner one's, with the audit probability in force."""
         return replace(self._inner.status(), audit_probability=self.audit_probability)
-
-    def take_events(self) -> list[Event]:
-        """The inner one's."""
-        return self._inner.take_events()
 
     def state(self) -> Mapping[str, Any] | None:
         """The inner one's, and how long to wait for the next notice."""
