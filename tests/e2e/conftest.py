@@ -82,8 +82,11 @@ def launcher(stack: ExitStack, folder: Path) -> Launch:
     def launch(*arguments: str | Path) -> Server:
         log = folder / f"eeserve-{time.monotonic_ns()}.log"
         command = [sys.executable, "-m", "offramp.server.cli", "--grpc-port=0", "--http-port=0"]
-        if not {"--mode=leave", "--mode=off", "--config"} & set(map(str, arguments)):
-            command.append("--no-state")  # where state is kept, it is the other tests' too
+        told = set(map(str, arguments))
+        if not {"--mode=leave", "--mode=off", "--config"} & told:
+            # State that is kept is the other tests' too; and what these send is like no
+            # calibration data, which is an alarm to the default controller.
+            command += {"--no-state", "--controller=static"} - told
         with log.open("wb") as stderr:
             process = subprocess.Popen([*command, *map(str, arguments)], stderr=stderr)
         stack.callback(_end, process)

@@ -110,7 +110,7 @@ def test_figures() -> None:
         "disagreement measured": "0.24 %",
         "at most, with 95 % confidence": "0.83 %",
         "constraint": "1 %",
-        "controller": "certified",
+        "controller, by name": "certified",
         "of early answers are audited": "5 %",
         "audited": "412",
         "disagreed": "1",
