@@ -61,8 +61,12 @@ class _Control:
     building: tuple[tuple[int, ...], Future[None]] | None = None
     refused: set[tuple[int, ...]] = field(default_factory=set)
     """Sets of exits that could not be put in use."""
+    status: ControlStatus
+    """As of the last look: whoever asks need not wait for one."""
     looks: int = 0
-    saved: Mapping[str, Any] | None = None
+    saved_version: int
+    """Of the policy in the state kept: what an alarm took back must not come back."""
+    failing: bool = False
 
 
 class ControlLoop:
@@ -88,13 +92,16 @@ class ControlLoop:
         self._jobs = jobs or JobRunner()
         self._period_s = period_s
         self._controls = {
-            name: _Control(model=model, generation=model.generation)
+            name: _Control(
+                model=model,
+                generation=model.generation,
+                status=model.observed.controller.status(),
+                saved_version=model.observed.controller.policy.version,
+            )
             for name, model in models.items()
         }
         self._builder = ThreadPoolExecutor(1, thread_name_prefix="assembling")
         self._stopped = threading.Event()
-        self._lock = threading.Lock()
-        """Controllers are used by this thread, and read for statistics by others."""
         self._thread = threading.Thread(target=self._work, name="control", daemon=True)
 
     def start(self) -> None:
@@ -108,15 +115,15 @@ class ControlLoop:
         self._stopped.set()
         if self._thread.ident is not None:
             self._thread.join(_STOP_S)
-        self._jobs.close()
-        self._builder.shutdown(wait=True, cancel_futures=True)
         for control in self._controls.values():
             self._save(control)
+            control.model.observed.generations.cancel()
+        self._jobs.close()
+        self._builder.shutdown(wait=True, cancel_futures=True)
 
     def status(self, model: str) -> ControlStatus:
-        """What a controller knows."""
-        with self._lock:
-            return self._controls[model].model.observed.controller.status()
+        """What a controller knows, as of the last look."""
+        return self._controls[model].status
 
     def policy(self, model: str) -> ExitPolicy:
         """In force for what starts now."""
@@ -124,21 +131,31 @@ class ControlLoop:
 
     def look(self) -> None:
         """Look at every model once; what the thread does all the time."""
-        for control in self._controls.values():
-            with self._lock:
-                self._observe(control)
-                self._compute(control)
-            self._put_in_force(control)
-            control.looks += 1
-            if control.looks % _SAVE_EVERY == 0:
-                self._save(control)
+        for name, control in self._controls.items():
+            try:
+                self._look_at(control)
+            except Exception:  # serving goes on as it is, and whoever operates it must know
+                if not control.failing:
+                    _log.exception("%s: control failed; its policy stays as it is", name)
+                control.failing = True
+            else:
+                control.failing = False
+
+    def _look_at(self, control: _Control) -> None:
+        controller = control.model.observed.controller
+        self._observe(control)
+        self._compute(control)
+        control.status = controller.status()
+        self._put_in_force(control)
+        control.looks += 1
+        version = controller.policy.version
+        if version != control.saved_version or control.looks % _SAVE_EVERY == 0:
+            control.saved_version = version
+            self._save(control)
 
     def _work(self) -> None:
         while not self._stopped.wait(self._period_s):
-            try:
-                self.look()
-            except Exception:  # serving goes on as it is, and whoever operates it must know
-                _log.exception("control failed; policies stay as they are until it works again")
+            self.look()
 
     def _observe(self, control: _Control) -> None:
         """Hand the controller what was seen since the last look."""
@@ -230,13 +247,14 @@ class ControlLoop:
             _log.warning("%s: %s is of no use: %s", model.name, model.state_path.name, error)
             return
         _log.info("%s: goes on from %s", model.name, model.state_path.name)
+        control.status = model.observed.controller.status()
+        control.saved_version = model.observed.controller.policy.version
 
     def _save(self, control: _Control) -> None:
         model = control.model
         if model.state_path is None:
             return
-        with self._lock:
-            state = model.observed.controller.state()
+        state = model.observed.controller.state()
         if state is not None:
             save_state(model.state_path, state, fingerprint=model.observed.fingerprint)
 

@@ -101,7 +101,9 @@ def _start(
 ) -> ExitPolicy:
     """The bundle's policy, or where it does not suit, one that was certified the same way."""
     max_disagreement, budget = limits
-    kept = within_budget(policy, costs, records, max_overhead=budget)
+    kept = within_budget(
+        policy, costs, records, max_overhead=budget, max_disagreement=max_disagreement
+    )
     promise = policy.promise
     suits = promise is not None and (
         promise.max_disagreement <= max_disagreement and promise.confidence >= options.confidence

@@ -351,8 +351,10 @@ class Engine:
     async def close(self) -> None:
         """Stop the threads and release the backend; unfinished requests fail."""
         self._draining = True
-        await asyncio.to_thread(self._control.stop)
-        await asyncio.to_thread(self._executor.stop)
+        try:
+            await asyncio.to_thread(self._control.stop)
+        finally:
+            await asyncio.to_thread(self._executor.stop)
         if self._owned:
             self._owned = False
             self._backend.close()

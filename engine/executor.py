@@ -220,7 +220,7 @@ class Executor:
     def pending(self) -> int:
         """Requests that are not finished."""
         with self._lock:
-            return sum(len(model.ledger) for model in self._models.values())
+            return sum(model.ledger.awaited for model in self._models.values())
 
     def snapshot(self, model: str) -> CountersSnapshot:
         """All counts of a model, of one instant."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -67,6 +68,10 @@ class Generations(Protocol):
         """
         ...
 
+    def cancel(self) -> None:
+        """Leave off preparing, now and for good; called by any thread."""
+        ...
+
     def make(self, policy: ExitPolicy, before: Generation | None = None) -> Generation:
         """Put a policy into force on paper; fast once its stages are prepared.
 
@@ -92,6 +97,7 @@ class BundleGenerations:
         self._records = bundle.records()
         self._stages: OrderedDict[_Key, Stage] = OrderedDict()
         self._number = 0
+        self._cancelled = threading.Event()
 
     def prepared(self, exits: Sequence[int]) -> bool:
         """Whether all stages are there."""
@@ -105,12 +111,18 @@ class BundleGenerations:
         slot = self._backend.open_slot()
         try:
             for size in range(self._options.max_batch_size, 0, -1):
+                if self._cancelled.is_set():
+                    return
                 started_s = time.monotonic()
                 pipeline.warm_up(slot, zeros(self._bundle.manifest, size))
                 # Batches of requests run beside this: leave them half of the time.
                 time.sleep(time.monotonic() - started_s)
         finally:
             slot.close()
+
+    def cancel(self) -> None:
+        """Leave off; see :meth:`Generations.cancel`."""
+        self._cancelled.set()
 
     def make(self, policy: ExitPolicy, before: Generation | None = None) -> Generation:
         """Make the next generation; see :meth:`Generations.make`."""

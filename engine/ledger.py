@@ -56,6 +56,11 @@ class Ledger:
         """Open requests."""
         return len(self._open)
 
+    @property
+    def awaited(self) -> int:
+        """Requests that somebody waits for: open, or with a second answer to come."""
+        return len(self._open) + len(self._followed)
+
     def accept(self, request: PendingRequest) -> None:
         """Open a request."""
         self._open[request.number] = request

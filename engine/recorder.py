@@ -74,6 +74,7 @@ class Recorder:
             version: Of the policy.
             forced: Whether they will have to leave before the model's end.
         """
+        serials = serials[self._serial[serials & self._mask] <= serials]  # tried again, too late
         slots = serials & self._mask
         self._state[slots] = _RUNNING  # before the serial: a reader must not take the last owner's
         self._confidence[:, slots] = np.nan
@@ -100,27 +101,28 @@ class Recorder:
         prediction: NDArray[np.int64],
     ) -> None:
         """Take note of what an exit said of samples, whether it answered them or not."""
-        slots = serials & self._mask
-        self._confidence[exit_index, slots] = confidence
-        self._prediction[exit_index, slots] = prediction
+        slots, mine = self._own(serials)
+        self._confidence[exit_index, slots] = confidence[mine]
+        self._prediction[exit_index, slots] = prediction[mine]
 
     def answered(self, serials: Serials, exit_index: int, forced: NDArray[np.bool_]) -> None:
         """Take note of samples that an exit answered; ``forced`` [n] are below its threshold."""
-        slots = serials & self._mask
+        slots, mine = self._own(serials)
         self._answered_at[slots] = exit_index
-        self._forced[slots] |= forced
+        self._forced[slots] |= forced[mine]
 
     def final(self, serials: Serials, prediction: NDArray[np.int64]) -> None:
         """Take note of what the model's end said of samples."""
-        self._final[serials & self._mask] = prediction
+        slots, mine = self._own(serials)
+        self._final[slots] = prediction[mine]
 
     def finish(self, serials: Serials) -> None:
         """Say that no more will be known of samples."""
-        self._state[serials & self._mask] = _FINISHED
+        self._state[self._own(serials)[0]] = _FINISHED
 
     def lose(self, serials: Serials) -> None:
         """Say that samples left otherwise than they were meant to: they are no evidence."""
-        self._state[serials & self._mask] = _LOST
+        self._state[self._own(serials)[0]] = _LOST
 
     def take(self) -> Observations | None:
         """What is known of the next samples, in the order in which they were started.
@@ -145,12 +147,21 @@ class Recorder:
             policy_version=self._version[known],
             forced=self._forced[known],
         )
-        overwritten = self._serial[slots[0]] != self._read
-        if overwritten:  # while it was read; the next call goes on behind it
+        torn = (self._state[slots] == _RUNNING) | (self._serial[slots] != expected[:count])
+        if torn.any():  # overwritten while it was read; the next call goes on behind it
             return None
         self._read += count
         self.lost += count - len(known)
         return seen if len(known) else None
+
+    def _own(self, serials: Serials) -> tuple[Serials, NDArray[np.bool_]]:
+        """The slots of samples that still have theirs, and which samples that are.
+
+        One that took so long that the ring came round must not write into another's.
+        """
+        slots = serials & self._mask
+        mine: NDArray[np.bool_] = self._serial[slots] == serials
+        return slots[mine], mine
 
     def _skip_overwritten(self) -> None:
         """Go on behind what was overwritten before it was read."""

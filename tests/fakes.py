@@ -79,6 +79,9 @@ class FakeGenerations:
         self.gate()
         self.there.add(tuple(exits))
 
+    def cancel(self) -> None:
+        pass
+
     def make(self, policy: ExitPolicy, before: Generation | None = None) -> Generation:
         active = {a.exit: a.threshold for a in policy.active}
         plan = fake_plan([NEVER] * self.exits, active, Mode.RELEASE)

@@ -489,7 +489,10 @@ class CertifiedController:
         self._calibrated, self._recovering = calibrated, recovering
         self._alarms, self._trials.tunings, self._adjustments = alarms, tunings, adjustments
         self._ladders, self._policies = ladders, policies - 1
-        self._trials.end()
+        if recovering:
+            self._trials.drifted()
+        else:
+            self._trials.end()
         self._policy = self._policy_at(level, version)
         self._announced = ladder.certified >= level > 0
         self._standing = self._new_standing()

@@ -13,6 +13,7 @@ from offramp.bundle import NEVER, ActiveExit, ExitPolicy, Promise
 from offramp.engine.control.agreement import common_path, fit_agreement
 from offramp.engine.control.certify import certify
 from offramp.engine.control.costs import CostModel
+from offramp.engine.control.path import walk
 from offramp.engine.control.records import evaluate
 
 TUNE, CERTIFY = 1, 2
@@ -25,20 +26,32 @@ def within_budget(
     records: Mapping[str, NDArray[Any]],
     *,
     max_overhead: float,
+    max_disagreement: float,
 ) -> tuple[int, ...]:
     """Which of a policy's exits to keep so that the model's end comes late by so much at most.
 
     The one whose absence costs least on the tuning split goes first (Apparate's ramp budget, 3.1;
-    which exits go is left open there).
+    which exits go is left open there). Nothing of the certify split is looked at: what is chosen
+    here is certified on it.
 
     Args:
-        policy: Names the exits, and the thresholds to compare them by.
+        policy: Names the exits.
         costs: Of all exits.
         records: A bundle's.
         max_overhead: As a share of the source model's time.
+        max_disagreement: On the tuning split, of the thresholds that exits are compared by.
     """
-    thresholds = {active.exit: active.threshold for active in policy.active}
+    exits = tuple(active.exit for active in policy.active)
+    if not exits or costs.overhead(exits) <= max_overhead:
+        return exits
     confidence, agrees = _split(records, TUNE)
+    rows = list(exits)
+    path = common_path(
+        [fit_agreement(c, a) for c, a in zip(confidence[rows], agrees[rows], strict=True)]
+    )
+    errors = walk(path, confidence[rows], agrees[rows]).errors
+    fine = np.flatnonzero(errors <= max_disagreement * confidence.shape[1])
+    thresholds = dict(zip(exits, path[fine[-1]].tolist(), strict=True))
 
     def savings(exits: Sequence[int]) -> float:
         if not exits:
@@ -52,7 +65,6 @@ def within_budget(
             vanilla_ms=costs.source_ms,
         ).savings
 
-    exits = tuple(thresholds)
     while exits and costs.overhead(exits) > max_overhead:
         exits = max((tuple(e for e in exits if e != gone) for gone in exits), key=savings)
     return exits

@@ -19,7 +19,9 @@ retunings and of sets of exits, every level that ever passed is right with proba
 
 Assumptions: while a ladder is in use, samples are exchangeable (a level's risk does not change;
 drift ends a ladder, see :mod:`.drift`), q was fixed before a sample was started and audits are
-drawn by it alone, and every exit of the ladder was in use for each sample counted. Answers that
+drawn by it alone, and every exit of the ladder was in use for each sample counted. Samples that are
+started and then dropped, late or withdrawn, are none: where many are, and hard ones more often than
+easy ones, bolder levels look better than they are. Answers that
 were forced below their threshold are not counted.
 
 Level 0 answers nothing, and needs no evidence.
