@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from offramp.bundle import NEVER
 from offramp.engine.backends.fake import SCRIPT, FakeBackend
 from offramp.engine.control.controller import Job
 from offramp.engine.control.observations import Observations
+from offramp.engine.control_state import load_state
 from offramp.engine.core import AnswerKind, Engine, StreamedResult
 from offramp.engine.errors import BackendError
 
@@ -318,3 +320,60 @@ def test_a_job_is_run_elsewhere_and_its_result_handed_back() -> None:
         assert (first, result.tolist(), second, failed) == (5, [1, 2, 3], 6, None)
 
     with_engine(body, controller=controller)
+
+
+def test_a_drain_waits_for_second_answers() -> None:
+    controller = ScriptedController(policy_of(1, e0=0.9))
+    gate = Gate()
+
+    def hold_the_end(stage: int, rows: int) -> None:
+        if stage == 1:
+            gate(stage, rows)
+
+    async def body(engine: Engine, _backend: FakeBackend) -> None:
+        stream = engine.infer_stream("fake", {SCRIPT: script([0.95, 0.2])})
+        assert (await anext(stream)).kind is AnswerKind.EARLY
+        assert not await engine.drain(0.02)
+        gate.open()
+        assert await engine.drain(LIMIT_S)
+        assert (await anext(stream)).kind is AnswerKind.CORRECTION
+
+    with_engine(body, hold_the_end, controller=controller)
+
+
+def test_what_an_alarm_took_back_does_not_come_back_after_a_crash(tmp_path: Path) -> None:
+    controller = ScriptedController(policy_of(1, e0=0.9))
+    controller.kept = {"policy": 1}
+    path = tmp_path / "m.state.npz"
+
+    async def body(engine: Engine, _backend: FakeBackend) -> None:
+        controller.kept = {"policy": 2}
+        controller.policy = policy_of(2, e0=NEVER)
+        await until(lambda: load_state(path, fingerprint={}) is not None)  # while it serves
+        assert load_state(path, fingerprint={}) == {"policy": 2}
+
+    with_engine(body, controller=controller, state_path=path)
+
+
+def test_a_model_whose_control_fails_does_not_stop_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Broken(ScriptedController):
+        def observe(self, seen: Observations) -> None:
+            raise ArithmeticError("no number")
+
+    broken, sound = (kind(policy_of(1, e0=0.9)) for kind in (Broken, ScriptedController))
+
+    async def run() -> None:
+        backend = FakeBackend()
+        models = {
+            "broken": fake_model(backend, controller=broken),
+            "sound": fake_model(backend, controller=sound),
+        }
+        async with Engine(models, backend) as engine:
+            for name in ("broken", "sound", "broken"):
+                await engine.infer(name, {SCRIPT: script([0.95, 0.1])})
+            await asyncio.wait_for(told(sound, 1), LIMIT_S)
+
+    asyncio.run(run())
+    assert caplog.text.count("broken: control failed") >= 1

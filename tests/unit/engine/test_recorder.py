@@ -168,3 +168,24 @@ def test_threads_write_while_one_reads() -> None:
             told += seen.final.tolist()
     assert told == list(range(count))
     assert recorder.lost == 0
+
+
+def test_who_comes_after_the_ring_came_round_writes_into_nobodys_slot() -> None:
+    recorder = Recorder(1, capacity=8)
+    recorder.start(serials(0), 1)
+    for number in range(1, 9):  # 8 has the slot of 0 now
+        recorder.start(serials(number), 2)
+    recorder.passed(serials(0, 8), 0, np.array([0.1, 0.9], np.float32), np.array([5, 6]))
+    recorder.answered(serials(0), 0, none(1))
+    recorder.final(serials(0, 8), np.array([7, 6]))
+    recorder.finish(serials(0))
+    recorder.finish(np.arange(1, 8))
+    seen = recorder.take()
+    assert seen is not None
+    assert len(seen) == 3  # 5 to 7; 8 is still under way
+    recorder.start(serials(0), 1)  # tried again: too late as well
+    recorder.finish(serials(8))
+    seen = recorder.take()
+    assert seen is not None
+    assert (seen.policy_version.tolist(), seen.final.tolist()) == ([2], [6])
+    assert (seen.prediction.tolist(), seen.answered_at.tolist()) == ([[6]], [1])
