@@ -35,6 +35,9 @@ MANIFEST_HASH = "manifest.sha256"
 POLICY = "policy.json"
 RECORDS = "records.npz"
 REPORT = "report.html"
+TUNE, CERTIFY = 1, 2
+"""In ``split`` of the records: samples that thresholds are tuned on, and samples that neither
+trained nor tuned anything."""
 
 _T = TypeVar("_T")
 _MEND = "copy the bundle again, or compile the model again"

@@ -49,6 +49,10 @@ class Promise:
     predicted_savings: float
     """Share of the source model's time saved on the certify split, from profiled times."""
 
+    def covers(self, max_disagreement: float, confidence: float) -> bool:
+        """Whether what was certified is what is asked for, or more."""
+        return self.max_disagreement <= max_disagreement and self.confidence >= confidence
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitPolicy:

@@ -12,12 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Answer
+from offramp.bundle.bundle import CERTIFY, TUNE
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.running import check_answers, run_over
 from offramp.engine.exit_check import confidence_of
-
-TUNE, CERTIFY = 1, 2
-"""Marks of the splits in ``records.npz``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,12 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, ActiveExit, ExitPolicy, Promise
+from offramp.engine.control.agreement import tuning_path
 from offramp.engine.control.certify import (
     allowed_errors,
     certify,
-    common_path,
-    fit_agreement,
-    path_levels,
 )
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.path import walk
@@ -149,16 +147,6 @@ def _swapped(active: tuple[int, ...], exits: int) -> list[tuple[int, ...]]:
     """Every set that has one exit of ``active`` replaced by one that is not in it."""
     others = [index for index in range(exits) if index not in active]
     return [tuple(sorted({*active, other} - {index})) for index in active for other in others]
-
-
-def tuning_path(confidence: NDArray[np.float32], agrees: BoolArray) -> FloatArray:
-    """The path of policies from cautious to bold, fixed by the tuning split alone.
-
-    One number, the calibrated probability of agreement, moves all thresholds (findings 5).
-    """
-    curves = [fit_agreement(c, a) for c, a in zip(confidence, agrees, strict=True)]
-    path: FloatArray = common_path(curves, path_levels())
-    return path
 
 
 def certified_policy(

@@ -27,7 +27,6 @@ from offramp.calibration.rehearsing import forecast_policy, rehearse_records
 from offramp.calibration.selection import (
     certified_policy,
     choose_active,
-    tuning_path,
 )
 from offramp.calibration.training import TrainedHead, count_steps, train_heads
 from offramp.compiler.exits import ExitTrials, Samples, Workbench, exit_prefix
@@ -37,6 +36,7 @@ from offramp.compiler.poolings import attach_poolings
 from offramp.compiler.progress import Progress
 from offramp.compiler.slicing import Sliced
 from offramp.engine.assembly import assemble
+from offramp.engine.control.agreement import tuning_path
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.rehearsal_result import Rehearsal, RehearsalSettings, Rehearsed
 from offramp.engine.control.two_stage import StageTimes

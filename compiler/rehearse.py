@@ -21,7 +21,7 @@ from offramp.calibration.dataset import CERTIFY_SHARE, TUNE_SHARE, Dataset, read
 from offramp.calibration.errors import DataError
 from offramp.calibration.records import ExitRecords, dump_records, record_answers
 from offramp.calibration.rehearsing import draw_load, forecast_policy, rehearse_records
-from offramp.calibration.selection import certifiable_errors, certified_policy, tuning_path
+from offramp.calibration.selection import certifiable_errors, certified_policy
 from offramp.compiler.compilation import all_threads
 from offramp.compiler.errors import CompileError
 from offramp.compiler.packing import judged
@@ -29,6 +29,7 @@ from offramp.compiler.progress import Progress, SilentProgress
 from offramp.compiler.report import render_report
 from offramp.engine.assembly import assemble
 from offramp.engine.control.adaptation import Move, adapt, raising_path
+from offramp.engine.control.agreement import tuning_path
 from offramp.engine.control.certify import samples_needed
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.load import Forecast

@@ -105,9 +105,7 @@ def _start(
         policy, costs, records, max_overhead=budget, max_disagreement=max_disagreement
     )
     promise = policy.promise
-    suits = promise is not None and (
-        promise.max_disagreement <= max_disagreement and promise.confidence >= options.confidence
-    )
+    suits = promise is not None and promise.covers(max_disagreement, options.confidence)
     if suits and len(kept) == len(policy.active):
         return policy
     return certified_on(

@@ -132,8 +132,9 @@ class HostedModel:
         exit_index = FINAL if stage.exit is None else stage.exit
         if self.recorder is not None:
             self._record(run, transition, step, stage.exit)
-        runs_on = np.zeros(len(run.requests), np.bool_)
+        runs_on: NDArray[np.bool_] | None = None
         if self.recorder is not None and len(transition.survivors):
+            runs_on = np.zeros(len(run.requests), np.bool_)
             runs_on[transition.survivors] = True
         version = serving.generation.policy.version
         for rows in _by_request(run, transition.released):
@@ -147,7 +148,7 @@ class HostedModel:
                 confidence[rows],
                 ~step.exited[rows],
                 version,
-                int(np.count_nonzero(runs_on[rows])),
+                0 if runs_on is None else int(np.count_nonzero(runs_on[rows])),
             )
             try:
                 self.ledger.answer(number, serving.stages[run.stage], given)

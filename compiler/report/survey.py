@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, ExitPolicy, Manifest, Profile
 from offramp.calibration.records import ExitRecords
-from offramp.calibration.selection import tuning_path
+from offramp.engine.control.agreement import tuning_path
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.path import walk
 from offramp.engine.control.records import first_exit, savings_of

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from offramp.bundle import NEVER, ActiveExit
-from offramp.engine.control.agreement import common_path, fit_agreement, path_levels
+from offramp.engine.control.agreement import tuning_path
 from offramp.engine.control.load import Load, Position, forecast
 from offramp.engine.control.path import walk
 from offramp.engine.control.records import FloatArray
@@ -133,9 +133,8 @@ def raising_path(load: Load, least: Sequence[ActiveExit]) -> FloatArray:
     threshold: raised are the exits whose confidence means less than it did.
     """
     rows = [a.exit for a in least]
-    curves = [fit_agreement(load.confidence[row], load.agrees[row]) for row in rows]
     floor = np.array([a.threshold for a in least])
-    path: FloatArray = np.maximum(common_path(curves, path_levels()), floor)
+    path = np.maximum(tuning_path(load.confidence[rows], load.agrees[rows]), floor)
     return np.vstack([path, floor])
 
 

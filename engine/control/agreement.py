@@ -82,6 +82,23 @@ def fit_agreement(
     return AgreementCurve(slope=slope, intercept=intercept)
 
 
+def fit_curves(confidence: ConfidenceArray, agrees: BoolArray) -> tuple[AgreementCurve, ...]:
+    """Curves of some exits: one per row of float[exits, samples] confidences."""
+    return tuple(fit_agreement(c, a) for c, a in zip(confidence, agrees, strict=True))
+
+
+def tuning_path(confidence: ConfidenceArray, agrees: BoolArray) -> FloatArray:
+    """The path of policies from cautious to bold, fixed by the tuning split alone.
+
+    One number, the calibrated probability of agreement, moves all thresholds (findings 5).
+
+    Args:
+        confidence: float[exits, samples] of the split.
+        agrees: bool[exits, samples].
+    """
+    return common_path(fit_curves(confidence, agrees))
+
+
 def path_levels(count: int = 400, *, surest: float = 1e-6, boldest: float = 0.5) -> FloatArray:
     """Levels u of the path, float64[count], falling from 1 (no exits).
 

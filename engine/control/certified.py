@@ -23,8 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import ActiveExit, ExitPolicy
+from offramp.bundle.bundle import TUNE
 from offramp.bundle.policy import NEVER
-from offramp.engine.control.agreement import AgreementCurve
+from offramp.engine.control.agreement import AgreementCurve, fit_curves
 from offramp.engine.control.betting import UpperBound
 from offramp.engine.control.certified_settings import CertifiedSettings
 from offramp.engine.control.controller import ControlStatus, Event, Evidence, Job
@@ -34,7 +35,7 @@ from offramp.engine.control.ladder import Ladder, alpha_of
 from offramp.engine.control.observations import Observations
 from offramp.engine.control.prospects import Prospects
 from offramp.engine.control.records import FloatArray
-from offramp.engine.control.refit import Fitted, fit_curves, lay_path
+from offramp.engine.control.refit import Fitted, lay_path
 from offramp.engine.control.standing import Standing
 from offramp.engine.control.tally import Tally
 from offramp.engine.control.trials import Trials
@@ -42,8 +43,6 @@ from offramp.engine.control.window import Weighted, Window
 
 __all__ = ["CertifiedController", "CertifiedSettings"]
 
-_TUNE: Final = 1
-"""Split of the calibration data that curves are fitted on."""
 _FOR_LADDERS: Final = 0.8
 """Share of α for certificates; the rest is for upper bounds."""
 _SETTLED: Final = 2048
@@ -506,7 +505,7 @@ def _tuning_split(records: Mapping[str, NDArray[Any]], exits: int) -> Weighted:
         raise ValueError(
             f"records hold confidences of shape {confidence.shape}, expected [{exits}, samples]"
         )
-    rows = np.flatnonzero(records["split"] == _TUNE)
+    rows = np.flatnonzero(records["split"] == TUNE)
     if not rows.size:
         raise ValueError("records hold no samples to tune on (split 1); compile the bundle again")
     agrees = np.asarray(records["prediction"] == records["final_prediction"])

@@ -59,7 +59,4 @@ class CertifiedSettings:
     def covered_by(self, policy: ExitPolicy) -> bool:
         """Whether what a policy was certified for is what is asked for, or more."""
         promise = policy.promise
-        return promise is not None and (
-            promise.max_disagreement <= self.max_disagreement
-            and promise.confidence >= self.confidence
-        )
+        return promise is not None and promise.covers(self.max_disagreement, self.confidence)

@@ -10,14 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, ActiveExit, ExitPolicy, Promise
-from offramp.engine.control.agreement import common_path, fit_agreement
+from offramp.bundle.bundle import CERTIFY, TUNE
+from offramp.engine.control.agreement import tuning_path
 from offramp.engine.control.certify import certify
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.path import walk
 from offramp.engine.control.records import evaluate
-
-TUNE, CERTIFY = 1, 2
-"""Marks of the splits in a bundle's records."""
 
 
 def within_budget(
@@ -46,9 +44,7 @@ def within_budget(
         return exits
     confidence, agrees = _split(records, TUNE)
     rows = list(exits)
-    path = common_path(
-        [fit_agreement(c, a) for c, a in zip(confidence[rows], agrees[rows], strict=True)]
-    )
+    path = tuning_path(confidence[rows], agrees[rows])
     errors = walk(path, confidence[rows], agrees[rows]).errors
     fine = np.flatnonzero(errors <= max_disagreement * confidence.shape[1])
     thresholds = dict(zip(exits, path[fine[-1]].tolist(), strict=True))
@@ -90,9 +86,7 @@ def certified_on(
     if not rows:
         return cautious
     confidences, agrees = _split(records, TUNE)
-    path = common_path(
-        [fit_agreement(c, a) for c, a in zip(confidences[rows], agrees[rows], strict=True)]
-    )
+    path = tuning_path(confidences[rows], agrees[rows])
     confidences, agrees = _split(records, CERTIFY)
     found = certify(
         path,

@@ -274,9 +274,8 @@ class PameController:
             return Evidence.CAUTIOUS
         if self._own or promise is None:
             return Evidence.NONE
-        covers = promise.max_disagreement <= self._settings.max_disagreement
-        sure = promise.confidence >= self._settings.confidence
-        return Evidence.CALIBRATED if covers and sure else Evidence.NONE
+        covers = promise.covers(self._settings.max_disagreement, self._settings.confidence)
+        return Evidence.CALIBRATED if covers else Evidence.NONE
 
 
 def _words(threshold: float) -> str:

@@ -14,7 +14,11 @@ from typing import Final
 import numpy as np
 
 from offramp.bundle.policy import NEVER
-from offramp.engine.control.agreement import AgreementCurve, common_path, fit_agreement, path_levels
+from offramp.engine.control.agreement import (
+    AgreementCurve,
+    common_path,
+    path_levels,
+)
 from offramp.engine.control.ladder import Outlook, outlook
 from offramp.engine.control.records import BoolArray, Float32Array, FloatArray
 from offramp.engine.control.window import Weighted
@@ -43,11 +47,6 @@ class Fitted:
     """float64[levels]: disagreement that the curves expect, rising."""
     shares: FloatArray
     """float64[levels, exits + 1]: of samples answered at each exit, the last at the end."""
-
-
-def fit_curves(confidence: Float32Array, agrees: BoolArray) -> tuple[AgreementCurve, ...]:
-    """Curves from scratch, one per row of float32[exits, n] confidences."""
-    return tuple(fit_agreement(c, a) for c, a in zip(confidence, agrees, strict=True))
 
 
 def refit(curves: Sequence[AgreementCurve], samples: Weighted, bound: float) -> Fitted:

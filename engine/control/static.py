@@ -134,9 +134,9 @@ class StaticController:
         promise = self._policy.promise
         if all(active.threshold >= NEVER for active in self._policy.active):
             return Evidence.CAUTIOUS
-        if promise is None or promise.max_disagreement > self._max_disagreement:
+        if promise is None or not promise.covers(self._max_disagreement, self._confidence):
             return Evidence.NONE
-        return Evidence.CALIBRATED if promise.confidence >= self._confidence else Evidence.NONE
+        return Evidence.CALIBRATED
 
 
 def _data(records: Records) -> tuple[Any, Any, FloatArray]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from offramp.bundle.bundle import CERTIFY
 from offramp.engine.scheduling.latency import Latencies
 
 
@@ -64,7 +65,7 @@ def operating_points(
             trained nothing.
         forced: Whether exits may be forced; if not, only the last point is given.
     """
-    chosen = records["split"] == CERTIFY_SPLIT
+    chosen = records["split"] == CERTIFY
     final = records["final_prediction"][chosen]
     answered = np.zeros(len(final), np.bool_)
     agreed = np.zeros(len(final), np.bool_)
@@ -98,7 +99,7 @@ def going_on(
         records: As there.
         stages: How many there are; from those without an exit all go on.
     """
-    chosen = records["split"] == CERTIFY_SPLIT
+    chosen = records["split"] == CERTIFY
     staying = np.ones(int(chosen.sum()), np.bool_)
     shares = [1.0] * stages
     for stage, exit_index, threshold in exits:
@@ -107,7 +108,3 @@ def going_on(
             shares[stage] = float(unsure[staying].mean())
             staying &= unsure
     return shares
-
-
-CERTIFY_SPLIT = 2
-"""In ``records["split"]``: samples that neither trained nor tuned anything."""

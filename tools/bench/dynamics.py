@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, Template
@@ -331,6 +331,17 @@ def _latency_axis(values: NDArray[np.float64]) -> _Axis:
 
 @cache
 def _template() -> Template:
+    return load_template(
+        "dynamics.html.j2",
+        percent=numbers.percent,
+        ms=numbers.milliseconds,
+        rate=rate,
+        plain=plain,
+    )
+
+
+def load_template(name: str, **filters: Callable[..., Any]) -> Template:
+    """A page of eebench by its file's name, with what it formats numbers by."""
     environment = Environment(
         loader=ChoiceLoader(
             [PackageLoader("offramp.tools.bench"), PackageLoader("offramp.compiler")]
@@ -340,7 +351,5 @@ def _template() -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(
-        percent=numbers.percent, ms=numbers.milliseconds, rate=rate, plain=plain
-    )
-    return environment.get_template("dynamics.html.j2")
+    environment.filters.update(filters)
+    return environment.get_template(name)

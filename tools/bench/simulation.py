@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
+from offramp.bundle.bundle import CERTIFY
 from offramp.engine.generation import points_of
 from offramp.engine.options import ModelOptions
 from offramp.engine.plan import Mode, make_plan
@@ -29,7 +30,6 @@ from offramp.engine.scheduling import (
     Submission,
     Wait,
 )
-from offramp.engine.scheduling.points import CERTIFY_SPLIT
 from offramp.tools.bench.outcomes import FINAL, Outcomes, Status
 
 _NEVER = float("inf")
@@ -77,7 +77,7 @@ def model_of(
     """
     plan = make_plan(bundle, mode=mode)
     records = bundle.records()
-    chosen = records["split"] == CERTIFY_SPLIT
+    chosen = records["split"] == CERTIFY
     final = records["final_prediction"][chosen]
     count = int(chosen.sum())
     leaves_at = np.full(count, len(plan.stages) - 1)

@@ -12,11 +12,12 @@ from tests.sliced import Sliced, dataset_of, sliced
 from tests.unit.calibration.test_families import pool_by_hand
 
 from offramp.bundle import Answer
+from offramp.bundle.bundle import CERTIFY, TUNE
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.errors import DataError
 from offramp.calibration.families import CutTensor, grids_of
 from offramp.calibration.features import WHOLE, Recording, record
-from offramp.calibration.records import CERTIFY, TUNE, dump_records, record_answers
+from offramp.calibration.records import dump_records, record_answers
 from offramp.compiler.poolings import attach_poolings
 from offramp.compiler.runtime import Runner
 from offramp.engine.exit_check import confidence_of

@@ -15,9 +15,9 @@ from offramp.calibration.selection import (
     CostModel,
     certified_policy,
     choose_active,
-    tuning_path,
 )
 from offramp.engine.control import binomial_cdf, evaluate, samples_needed
+from offramp.engine.control.agreement import tuning_path
 
 PROMISE = {"max_disagreement": 0.05, "confidence_level": 0.9}
 COST = CostModel(

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from tests.unit.control.population import Population, policy_of, synthetic
 
 from offramp.bundle.policy import NEVER
-from offramp.engine.control.agreement import AgreementCurve
+from offramp.engine.control.agreement import AgreementCurve, fit_curves
 from offramp.engine.control.betting import Wealth
 from offramp.engine.control.ladder import Ladder, alpha_of, look_ahead
 from offramp.engine.control.observations import Observations
 from offramp.engine.control.records import evaluate
-from offramp.engine.control.refit import LEVELS, fit_curves, lay_path, refit
+from offramp.engine.control.refit import LEVELS, lay_path, refit
 from offramp.engine.control.window import Weighted, Window
 
 EPSILON = 0.01

@@ -138,7 +138,19 @@ def test_a_load_that_never_rests_is_doubted_ever_more_rarely() -> None:
     gaps = np.diff(at)
     assert (gaps[1:] > 1.5 * gaps[:-1]).all()
     assert 3 <= len(at) <= 2 + np.log2(30_000 / FIRST_WAIT)
-    assert QUIET > 0
+
+
+def test_quiet_shortens_the_wait_again() -> None:
+    inner, controller, stream = watched(e0=0.8, e1=0.8)
+    inner.kept = {}
+    while not inner.reasons:
+        controller.observe(stream.serve(inner, 50, hardness=2.0))
+    for since, wait in ((QUIET - 64, 2 * FIRST_WAIT), (64, FIRST_WAIT)):
+        for _ in range(since // 64):
+            controller.observe(stream.serve(inner, 64, hardness=2.0))
+        state = controller.state()
+        assert state is not None
+        assert state["patience"]["wait"] == wait
 
 
 def test_state_is_kept_and_checked() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
-from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, Template
+from jinja2 import Template
 from markupsafe import Markup
 
 from offramp.compiler.report import numbers, svg
@@ -19,7 +19,7 @@ from offramp.compiler.report.svg import Scale, Tick
 from offramp.engine.control.records import FloatArray
 from offramp.tools.bench.adapt.report import Comparison, Run
 from offramp.tools.bench.adapt.sequence import Sequence as Served
-from offramp.tools.bench.dynamics import plain
+from offramp.tools.bench.dynamics import load_template, plain
 
 _WIDTH, _HEIGHT = 520.0, 132.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 6.0, 16.0, 20.0
@@ -229,16 +229,10 @@ def _count(value: int | None) -> str:
 
 @cache
 def _template() -> Template:
-    environment = Environment(
-        loader=ChoiceLoader(
-            [PackageLoader("offramp.tools.bench"), PackageLoader("offramp.compiler")]
-        ),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+    return load_template(
+        "adapt.html.j2",
+        percent=numbers.percent,
+        bare=numbers.plain_percent,
+        plain=plain,
+        count=_count,
     )
-    environment.filters.update(
-        percent=numbers.percent, bare=numbers.plain_percent, plain=plain, count=_count
-    )
-    return environment.get_template("adapt.html.j2")
