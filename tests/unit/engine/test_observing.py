@@ -15,7 +15,7 @@ from tests.unit.engine.serving import LIMIT_S, Gate, until, with_engine
 
 from offramp.bundle import NEVER
 from offramp.engine.backends.fake import SCRIPT, FakeBackend
-from offramp.engine.control.controller import Job
+from offramp.engine.control.controller import ControlStatus, Job
 from offramp.engine.control.observations import Observations
 from offramp.engine.control_state import load_state
 from offramp.engine.core import AnswerKind, Engine, StreamedResult
@@ -41,6 +41,12 @@ async def told(controller: ScriptedController, count: int) -> Observations:
     return observed(controller)
 
 
+def of_control(engine: Engine) -> ControlStatus:
+    status = engine.statistics()["fake"].control
+    assert status is not None
+    return status
+
+
 async def streamed(engine: Engine, rows: Any) -> list[StreamedResult]:
     return [result async for result in engine.infer_stream("fake", {SCRIPT: rows})]
 
@@ -64,11 +70,11 @@ def test_in_release_mode_everything_runs_on_and_is_recorded() -> None:
         )
         assert seen.loss.tolist() == [1.0, 0.0, 0.0, 1.0]
         assert seen.policy_version.tolist() == [3] * 4
+        # Statistics are brought up to date after the controller was shown the samples.
+        await until(lambda: of_control(engine).observed == 4)
         statistics = engine.statistics()["fake"]
         assert (statistics.answered, statistics.in_flight, statistics.auditing) == (4, 0, 0)
         assert [s.answered for s in statistics.stages] == [2, 1, 1]
-        assert statistics.control is not None
-        assert statistics.control.observed == 4
 
     with_engine(body, thresholds=TWO_EXITS, controller=controller)
 
