@@ -2,6 +2,7 @@
 
 from offramp.bundle.bundle import Bundle, write_bundle
 from offramp.bundle.errors import (
+    BundleBusyError,
     BundleError,
     BundleExistsError,
     BundleIntegrityError,
@@ -19,6 +20,7 @@ __all__ = [
     "Answer",
     "AnswerForm",
     "Bundle",
+    "BundleBusyError",
     "BundleError",
     "BundleExistsError",
     "BundleIntegrityError",

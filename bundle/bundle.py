@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import os
 import shutil
-import stat
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from offramp.bundle.engines import ENGINES, carry_engines
 from offramp.bundle.errors import (
     BundleExistsError,
     BundleIntegrityError,
@@ -24,10 +23,11 @@ from offramp.bundle.errors import (
     BundleSchemaError,
     BundleWriteError,
 )
+from offramp.bundle.files import dump, entry_of, inside, parse_json, read_checked, read_regular
 from offramp.bundle.manifest import SCHEMA_VERSION, FileEntry, Manifest
 from offramp.bundle.policy import ExitPolicy
 from offramp.bundle.profile import Profile
-from offramp.bundle.serde import from_plain, to_plain
+from offramp.bundle.serde import from_plain
 
 MANIFEST = "manifest.json"
 MANIFEST_HASH = "manifest.sha256"
@@ -103,6 +103,7 @@ def write_bundle(
     files: Mapping[str, bytes],
     *,
     overwrite: bool = False,
+    engines_of: Path | None = None,
 ) -> Bundle:
     """Write a bundle to a temporary folder beside ``path``, then rename it into place.
 
@@ -113,6 +114,8 @@ def write_bundle(
         files: Content of every other file, by relative path.
         overwrite: Whether a bundle that is already there may be replaced. Anything else there
             is never replaced.
+        engines_of: A bundle of the same graphs, whose engines the new one gets too. Without it,
+            engines of the bundle that is replaced go with it.
 
     Raises:
         BundleExistsError: There is something at ``path`` already.
@@ -121,9 +124,9 @@ def write_bundle(
     """
     target = Path(path)
     check_target(target, overwrite=overwrite)
-    contents = {**files, POLICY: _dump(policy)}
-    entries = tuple(_entry(name, contents[name]) for name in sorted(contents))
-    document = _dump(replace(manifest, files=entries))
+    contents = {**files, POLICY: dump(policy)}
+    entries = tuple(entry_of(name, contents[name]) for name in sorted(contents))
+    document = dump(replace(manifest, files=entries))
     contents[MANIFEST] = document
     contents[MANIFEST_HASH] = _hash_line(document)
     try:
@@ -131,11 +134,13 @@ def write_bundle(
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
             for name, content in contents.items():
-                place = _inside(scratch, name)
+                place = inside(scratch, name, mend=_MEND)
                 place.parent.mkdir(parents=True, exist_ok=True)
                 place.write_bytes(content)
             scratch.chmod(0o755)
             opened = Bundle.open(scratch)
+            if engines_of is not None:
+                carry_engines(engines_of, scratch)
             _move_into_place(scratch, target)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -200,7 +205,7 @@ def _hash_line(document: bytes) -> bytes:
 
 
 def _parse_manifest(document: bytes) -> Manifest:
-    plain = _json(document, MANIFEST)
+    plain = parse_json(document, MANIFEST)
     version = plain.get("schema_version") if isinstance(plain, dict) else None
     if version != SCHEMA_VERSION:
         raise BundleSchemaError(
@@ -227,67 +232,27 @@ def _check_files(root: Path, manifest: Manifest) -> None:
 
 
 def _names_under(root: Path) -> set[str]:
-    """Everything below a folder but plain folders; links are not followed."""
+    """Everything below a folder but plain folders; links are not followed.
+
+    Engines belong to the bundle without being listed: :mod:`offramp.bundle.engines` checks them.
+    """
     places = (p for p in root.rglob("*") if p.is_symlink() or not p.is_dir())
-    return {place.relative_to(root).as_posix() for place in places}
+    names = {place.relative_to(root).as_posix() for place in places}
+    return {name for name in names if not name.startswith(f"{ENGINES}/")}
 
 
 def _read_checked(root: Path, entry: FileEntry) -> bytes:
-    place = root / entry.path
-    content = _read(root, entry.path)
-    if len(content) != entry.size_bytes:
-        raise BundleIntegrityError(
-            f"{place} has {len(content)} bytes, the manifest says {entry.size_bytes}; {_MEND}"
-        )
-    if hashlib.sha256(content).hexdigest() != entry.sha256:
-        raise BundleIntegrityError(f"{place} was altered (SHA-256 differs); {_MEND}")
-    return content
+    return read_checked(root, entry, listing="manifest", mend=_MEND)
 
 
 def _read(root: Path, name: str) -> bytes:
-    """Read a regular file of the bundle; a pipe or a device would never end."""
-    place = _inside(root, name)
-    try:
-        if not stat.S_ISREG(place.stat().st_mode):
-            raise BundleIntegrityError(f"{place} is not a regular file; {_MEND}")
-        return place.read_bytes()
-    except OSError as error:
-        raise BundleIntegrityError(f"{place}: {error.strerror}; {_MEND}") from error
-
-
-def _inside(root: Path, name: str) -> Path:
-    pure = PurePosixPath(name)
-    place = root / pure
-    unsafe = pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name or not name
-    try:
-        unsafe = unsafe or not place.resolve().is_relative_to(root.resolve())
-    except (OSError, RuntimeError, ValueError):  # a name too long, a loop of links, no Unicode
-        unsafe = True
-    if unsafe:
-        raise BundleIntegrityError(f"{root}: the path {name!r} leaves the bundle; {_MEND}")
-    return place
-
-
-def _entry(name: str, content: bytes) -> FileEntry:
-    digest = hashlib.sha256(content).hexdigest()
-    return FileEntry(path=name, size_bytes=len(content), sha256=digest)
-
-
-def _dump(value: object) -> bytes:
-    return (json.dumps(to_plain(value), indent=1, allow_nan=False) + "\n").encode()
-
-
-def _json(document: bytes, name: str) -> Any:
-    try:
-        return json.loads(document)
-    except (ValueError, RecursionError) as error:
-        raise BundleSchemaError(f"{name}: not JSON ({error})") from error
+    return read_regular(root, name, mend=_MEND)
 
 
 def _parse(cls: type[_T], document: bytes, name: str) -> _T:
-    return from_plain(cls, _json(document, name), name)
+    return from_plain(cls, parse_json(document, name), name)
 
 
 def dump_profile(profile: Profile) -> bytes:
     """Give a profile as the content of its file."""
-    return _dump(profile)
+    return dump(profile)

@@ -7,7 +7,8 @@
     ├── BundleIntegrityError    a file is missing, altered, foreign, or outside the bundle
     ├── BundleSchemaError       a file is whole, but not what this version understands
     ├── BundleExistsError       the place to write to is taken
-    └── BundleWriteError        the bundle could not be written there
+    ├── BundleWriteError        the bundle could not be written there
+    └── BundleBusyError         someone else is writing there
 """
 
 
@@ -33,3 +34,7 @@ class BundleExistsError(BundleError):
 
 class BundleWriteError(BundleError):
     """The file system refused the bundle; what was there before is still there."""
+
+
+class BundleBusyError(BundleError):
+    """Someone else is writing there; try again later."""

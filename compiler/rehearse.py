@@ -262,7 +262,7 @@ def renew_bundle(
     certify: ExitRecords,
     overwrite: bool,
 ) -> Bundle:
-    """Write a bundle of the same graphs with the new policy, records and report."""
+    """Write a bundle of the same graphs, hence engines, with new policy, records and report."""
     manifest = renewed_manifest(bundle.manifest, target, tune=tune, certify=certify)
     report = render_report(manifest, done.after, bundle.profile(), certify, done.rehearsed)
     renewed = {
@@ -272,7 +272,14 @@ def renew_bundle(
     }
     names = [entry.path for entry in bundle.manifest.files if entry.path != POLICY]
     files = {name: bundle.read(name) for name in names if name not in renewed}
-    return write_bundle(target, manifest, done.after, {**files, **renewed}, overwrite=overwrite)
+    return write_bundle(
+        target,
+        manifest,
+        done.after,
+        {**files, **renewed},
+        overwrite=overwrite,
+        engines_of=bundle.path,
+    )
 
 
 def renewed_manifest(

@@ -1,0 +1,209 @@
+"""What is known of the engines in a bundle: the schema of ``engines/FOLDER/index.json``."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from offramp.bundle.files import entry_of
+from offramp.bundle.manifest import FileEntry, Manifest
+
+ENGINES_SCHEMA_VERSION = 1
+"""Bumped whenever an older reader would misunderstand a newer index."""
+
+Precision: TypeAlias = Literal["fp32", "tf32", "fp16", "int8"]
+"""Of the arithmetic inside an engine; inputs and outputs keep the model's types."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineTarget:
+    """What engines are built for; they run nowhere else."""
+
+    gpu: str
+    """As the driver names it, for instance ``NVIDIA H200``."""
+    compute_capability: tuple[int, int]
+    """Major and minor, for instance (9, 0)."""
+    tensorrt: str
+    """Version of TensorRT, for instance ``10.16.0.72``."""
+    precision: Precision
+
+    def __post_init__(self) -> None:
+        """Refuse what gives no folder."""
+        if len(self.compute_capability) != 2 or min(self.compute_capability) < 0:
+            raise ValueError(f"compute capability {self.compute_capability} is not (major, minor)")
+        if not _slug(self.gpu) or not _slug(self.tensorrt):
+            raise ValueError(f"GPU {self.gpu!r} or TensorRT {self.tensorrt!r} has no name")
+
+    @property
+    def folder(self) -> str:
+        """Name of the folder: ``nvidia-h200-sm90-trt10.16.0.72-fp16``; only ``[a-z0-9.-]``."""
+        major, minor = self.compute_capability
+        return f"{_slug(self.gpu)}-sm{major}{minor}-trt{_slug(self.tensorrt)}-{self.precision}"
+
+    def runs_where(self, other: EngineTarget) -> bool:
+        """Whether its engines run where those of the other do: all but the precision is equal."""
+        return replace(self, precision=other.precision) == other
+
+    def describe(self) -> str:
+        """``NVIDIA H200 with TensorRT 10.16.0.72, fp16``, for messages."""
+        return f"{self.gpu} with TensorRT {self.tensorrt}, {self.precision}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapeRange:
+    """Shapes of one input in one profile; TensorRT calls them min, opt and max."""
+
+    least: tuple[int, ...]
+    best: tuple[int, ...]
+    """The shape that the engine is tuned for."""
+    most: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Check that the sizes are such, and in order."""
+        rows = list(zip(self.least, self.best, self.most, strict=True))
+        if not rows or any(not 1 <= least <= best <= most for least, best, most in rows):
+            raise ValueError(
+                f"shapes {list(self.least)}, {list(self.best)}, {list(self.most)} do not rise "
+                "from at least 1 in every dimension"
+            )
+
+    def holds(self, shape: tuple[int, ...]) -> bool:
+        """Whether an input of this shape may be given."""
+        return len(shape) == len(self.least) and all(
+            least <= size <= most
+            for least, size, most in zip(self.least, shape, self.most, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapeProfile:
+    """One of the ranges of shapes that an engine is built for (an optimisation profile)."""
+
+    first_batch: int
+    """Smallest batch."""
+    last_batch: int
+    """Largest batch, which the engine is tuned for."""
+    inputs: dict[str, ShapeRange]
+    """By name of the input; dimension 0 is the batch."""
+
+    def __post_init__(self) -> None:
+        """Check that the inputs keep to the batch range."""
+        for name, shapes in self.inputs.items():
+            batch = shapes.least[0], shapes.most[0]
+            if batch != (self.first_batch, self.last_batch):
+                raise ValueError(
+                    f"input {name!r} has batches {batch[0]} to {batch[1]}, its profile "
+                    f"{self.first_batch} to {self.last_batch}"
+                )
+
+    def holds(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+        """Whether inputs of these shapes can be run with this profile."""
+        return all(range_.holds(shapes[name]) for name, range_ in self.inputs.items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineEntry:
+    """An engine of the store."""
+
+    unit: str
+    """Name of what it computes, for instance ``00-03-exit1``."""
+    file: str
+    """Relative to the target's folder."""
+    size_bytes: int
+    sha256: str
+    key: dict[str, str]
+    """What the engine depends on; it is fresh as long as all of it is equal. ``parts`` is that of
+    :func:`parts_digest`."""
+    profiles: tuple[ShapeProfile, ...]
+    """In the order of TensorRT's indices."""
+    build_s: float
+    """Seconds that building it took, measured."""
+
+    @classmethod
+    def of(
+        cls,
+        unit: str,
+        plan: bytes,
+        *,
+        key: dict[str, str],
+        profiles: tuple[ShapeProfile, ...],
+        build_s: float,
+    ) -> EngineEntry:
+        """Describe a plan that was just built."""
+        file = addressed(unit, plan, ".plan")
+        return cls(
+            unit=unit,
+            file=file.path,
+            size_bytes=file.size_bytes,
+            sha256=file.sha256,
+            key=key,
+            profiles=profiles,
+            build_s=build_s,
+        )
+
+    @property
+    def content(self) -> FileEntry:
+        """The file that holds it."""
+        return FileEntry(path=self.file, size_bytes=self.size_bytes, sha256=self.sha256)
+
+    def profile_for(self, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
+        """Index of the first profile that holds inputs of these shapes."""
+        fitting = (i for i, profile in enumerate(self.profiles) if profile.holds(shapes))
+        return next(fitting, None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineIndex:
+    """``index.json`` of a target's folder."""
+
+    schema_version: int
+    target: EngineTarget
+    engines: tuple[EngineEntry, ...]
+    """Rising by name of the unit, each once."""
+    timing_cache: FileEntry | None
+    """What TensorRT remembers of the tactics that it timed; makes the next build faster."""
+    kernels: FileEntry | None
+    """Our own kernels, compiled for the target's GPU."""
+
+    def __post_init__(self) -> None:
+        """Check that units are known by their names."""
+        units = [entry.unit for entry in self.engines]
+        if units != sorted(set(units)):
+            raise ValueError(f"engines: units {units} must rise")
+
+    @property
+    def files(self) -> set[str]:
+        """All that is named, relative to the folder."""
+        others = [file.path for file in (self.timing_cache, self.kernels) if file]
+        return {*(entry.file for entry in self.engines), *others}
+
+
+def parts_digest(
+    manifest: Manifest, first_segment: int, last_segment: int, exit_: int | None
+) -> str:
+    """Hash what of a bundle a unit is made of, from the manifest alone.
+
+    It is in an engine's key, so that a server can tell without making the graph again whether
+    an engine is one of this bundle's parts.
+    """
+    segments = manifest.segments[first_segment : last_segment + 1]
+    names = [segment.file for segment in segments]
+    if exit_ is not None:
+        names.append(manifest.exits[exit_].file)
+    elif len(segments) == len(manifest.segments):
+        names = [manifest.source.file]
+    hashes = {entry.path: entry.sha256 for entry in manifest.files}
+    return hashlib.sha256("\n".join(hashes[name] for name in names).encode()).hexdigest()
+
+
+def addressed(stem: str, content: bytes, suffix: str) -> FileEntry:
+    """Describe a file of the store, whose name has its content's hash in it."""
+    digest = hashlib.sha256(content).hexdigest()
+    return entry_of(f"{stem}-{digest[:16]}{suffix}", content)
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9.]+|\.{2,}", "-", text.lower()).strip("-.")

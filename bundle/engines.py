@@ -1,0 +1,339 @@
+"""Engines built for a GPU, kept in the bundle: ``engines/FOLDER``, one folder a target.
+
+They are a cache, made on the machine that serves: not in the manifest, not checked when a bundle
+is opened (they may be gigabytes), and made again whenever they do not fit. So a folder has an
+``index.json`` of its own, and nothing in it is loaded but through that, by size and hash.
+
+Every file's name has its hash in it, so nothing that an index names is ever written over:
+first the new file appears by a rename, then the index that names it, then what no index names
+any more is removed. Whatever happens in between, the index on disk is true.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from offramp.bundle.engine_index import (
+    ENGINES_SCHEMA_VERSION,
+    EngineEntry,
+    EngineIndex,
+    EngineTarget,
+    Precision,
+    ShapeProfile,
+    ShapeRange,
+    addressed,
+    parts_digest,
+)
+from offramp.bundle.errors import (
+    BundleBusyError,
+    BundleError,
+    BundleIntegrityError,
+    BundleSchemaError,
+    BundleWriteError,
+)
+from offramp.bundle.files import dump, inside, parse_json, read_checked, read_regular
+from offramp.bundle.manifest import FileEntry
+from offramp.bundle.serde import from_plain
+
+try:
+    import fcntl
+except ImportError:  # no such locks on Windows, where two builds at once are not kept apart
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = [
+    "ENGINES",
+    "EngineEntry",
+    "EngineIndex",
+    "EngineStore",
+    "EngineTarget",
+    "Precision",
+    "ShapeProfile",
+    "ShapeRange",
+    "carry_engines",
+    "list_targets",
+    "parts_digest",
+    "prune_targets",
+]
+
+ENGINES = "engines"
+"""The folder of a bundle that holds them."""
+INDEX = "index.json"
+_LOCK = ".lock"
+
+
+class EngineStore:
+    """The engines of a bundle for one target.
+
+    Reading needs nothing more than :meth:`open`. Whoever writes holds :meth:`exclusively`.
+    """
+
+    def __init__(self, bundle_path: Path, index: EngineIndex) -> None:
+        """Use :meth:`open` or :meth:`empty`."""
+        self._bundle = bundle_path
+        self._name = f"{ENGINES}/{index.target.folder}"
+        self._index = index
+
+    @classmethod
+    def open(cls, bundle_path: str | os.PathLike[str], target: EngineTarget) -> EngineStore:
+        """Read the index of a target; there may be no engines yet.
+
+        Only the index is read: engines are checked when they are.
+
+        Raises:
+            BundleIntegrityError: The index is for another target, or leaves the bundle.
+            BundleSchemaError: The index is not what this version understands.
+        """
+        root = Path(bundle_path)
+        name = f"{ENGINES}/{target.folder}/{INDEX}"
+        if not inside(root, name, mend=_mend(root)).exists():
+            return cls.empty(root, target)
+        index = _read_index(root, name)
+        if index.target != target:
+            raise BundleIntegrityError(
+                f"{root / name} is for {index.target.describe()}, not for {target.describe()}; "
+                f"{_mend(root)}"
+            )
+        return cls(root, index)
+
+    @classmethod
+    def empty(cls, bundle_path: str | os.PathLike[str], target: EngineTarget) -> EngineStore:
+        """Begin anew, whatever is there: it is replaced with the first engine put."""
+        index = EngineIndex(
+            schema_version=ENGINES_SCHEMA_VERSION,
+            target=target,
+            engines=(),
+            timing_cache=None,
+            kernels=None,
+        )
+        return cls(Path(bundle_path), index)
+
+    @property
+    def index(self) -> EngineIndex:
+        """What there is now."""
+        return self._index
+
+    @property
+    def bundle_path(self) -> Path:
+        """The bundle that it is in."""
+        return self._bundle
+
+    @property
+    def folder(self) -> Path:
+        """Where it is; made with the first file put."""
+        return self._bundle / self._name
+
+    def entry(self, unit: str) -> EngineEntry | None:
+        """Find the engine of a unit."""
+        return next((entry for entry in self._index.engines if entry.unit == unit), None)
+
+    def read(self, entry: EngineEntry) -> bytes:
+        """Read an engine.
+
+        Raises:
+            BundleIntegrityError: It is missing, altered, or outside the bundle.
+        """
+        return self._read(entry.content)
+
+    def read_timing_cache(self) -> bytes:
+        """Read TensorRT's timing cache; empty if there is none.
+
+        Raises:
+            BundleIntegrityError: It is missing, altered, or outside the bundle.
+        """
+        return self._read(self._index.timing_cache) if self._index.timing_cache else b""
+
+    def read_kernels(self) -> bytes | None:
+        """Read the compiled kernels, a cubin; ``None`` if there are none.
+
+        Raises:
+            BundleIntegrityError: They are missing, altered, or outside the bundle.
+        """
+        return self._read(self._index.kernels) if self._index.kernels else None
+
+    def put(self, entry: EngineEntry, plan: bytes) -> None:
+        """Keep an engine; it replaces that of the same unit.
+
+        Raises:
+            BundleWriteError: The file system refuses; what was there is still there.
+        """
+        if entry.content != addressed(entry.unit, plan, ".plan"):
+            raise ValueError(f"the entry of {entry.unit} does not describe this plan")
+        others = [e for e in self._index.engines if e.unit != entry.unit]
+        engines = tuple(sorted([*others, entry], key=lambda e: e.unit))
+        self._write(entry.file, plan)
+        self._commit(replace(self._index, engines=engines))
+
+    def put_timing_cache(self, content: bytes) -> None:
+        """Keep TensorRT's timing cache, in place of the last."""
+        file = addressed("timing", content, ".cache")
+        self._write(file.path, content)
+        self._commit(replace(self._index, timing_cache=file))
+
+    def put_kernels(self, cubin: bytes) -> None:
+        """Keep the compiled kernels, in place of the last."""
+        file = addressed("kernels", cubin, ".cubin")
+        self._write(file.path, cubin)
+        self._commit(replace(self._index, kernels=file))
+
+    def prune(self, keep: Collection[str]) -> tuple[str, ...]:
+        """Drop the engines of all units but ``keep``; gives the names of those dropped."""
+        engines = tuple(e for e in self._index.engines if e.unit in keep)
+        dropped = tuple(e.unit for e in self._index.engines if e.unit not in keep)
+        if dropped:
+            self._commit(replace(self._index, engines=engines))
+        return dropped
+
+    def clean(self) -> tuple[str, ...]:
+        """Remove what the index does not name, as an interrupted build leaves it."""
+        kept = {*self._index.files, INDEX, _LOCK}
+        with _writing(self.folder):
+            found = sorted(self.folder.iterdir()) if self.folder.is_dir() else []
+            foreign = [place for place in found if place.name not in kept]
+            for place in foreign:
+                _remove(place)
+        return tuple(place.name for place in foreign)
+
+    @contextlib.contextmanager
+    def exclusively(self) -> Iterator[None]:
+        """Keep other builds out of the folder, which is made if need be.
+
+        Raises:
+            BundleBusyError: Another build is at work there.
+            BundleWriteError: The folder cannot be made.
+        """
+        with _writing(self.folder):
+            self._make_folder()
+            lock = (self.folder / _LOCK).open("w")
+        with lock:
+            if fcntl is not None:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as error:
+                    raise BundleBusyError(
+                        f"another build is at work in {self.folder}; wait until it has ended"
+                    ) from error
+            yield
+
+    def _read(self, file: FileEntry) -> bytes:
+        inner = replace(file, path=f"{self._name}/{file.path}")
+        return read_checked(self._bundle, inner, listing=INDEX, mend=_mend(self._bundle))
+
+    def _commit(self, index: EngineIndex) -> None:
+        """Swap the index, then remove what only the last one named."""
+        before = self._index.files
+        self._write(INDEX, dump(index))
+        self._index = index
+        for name in before - index.files:
+            (self.folder / name).unlink(missing_ok=True)
+
+    def _write(self, name: str, content: bytes) -> None:
+        with _writing(self.folder):
+            self._make_folder()
+            descriptor, scratch = tempfile.mkstemp(prefix=".", dir=self.folder)
+            place = Path(scratch)
+            try:
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(content)
+                place.chmod(0o644)
+                place.replace(self.folder / name)
+            except BaseException:
+                place.unlink(missing_ok=True)
+                raise
+
+    def _make_folder(self) -> None:
+        inside(self._bundle, self._name, mend=_mend(self._bundle))
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+
+def list_targets(bundle_path: str | os.PathLike[str]) -> tuple[EngineTarget, ...]:
+    """Find the targets that a bundle has engines for; a folder that is damaged has none."""
+    root = Path(bundle_path)
+    targets = []
+    for folder in _folders(root):
+        with contextlib.suppress(BundleError):
+            index = _read_index(root, f"{ENGINES}/{folder.name}/{INDEX}")
+            if index.engines and index.target.folder == folder.name:
+                targets.append(index.target)
+    return tuple(targets)
+
+
+def prune_targets(
+    bundle_path: str | os.PathLike[str], keep: Collection[EngineTarget]
+) -> tuple[str, ...]:
+    """Remove the folders of all targets but ``keep``, damaged ones too; gives their names."""
+    names = {target.folder for target in keep}
+    removed = [folder for folder in _folders(Path(bundle_path)) if folder.name not in names]
+    for folder in removed:
+        with _writing(folder):
+            _remove(folder)
+    return tuple(folder.name for folder in removed)
+
+
+def carry_engines(source: Path, target: Path) -> None:
+    """Give ``target`` the engines of a bundle with the same graphs.
+
+    Files are linked where the file system can, as they may be large; links elsewhere than into
+    the bundle's own files are left behind.
+    """
+    for folder in _folders(source):
+        if folder.is_symlink():
+            continue
+        (target / ENGINES / folder.name).mkdir(parents=True)
+        for place in sorted(folder.iterdir()):
+            if place.is_file() and not place.is_symlink() and not place.name.startswith("."):
+                _link(place, target / ENGINES / folder.name / place.name)
+
+
+def _folders(root: Path) -> list[Path]:
+    engines = root / ENGINES
+    if engines.is_symlink() or not engines.is_dir():
+        return []
+    return sorted(place for place in engines.iterdir() if place.is_dir())
+
+
+def _link(place: Path, target: Path) -> None:
+    try:
+        target.hardlink_to(place)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(place, target)
+
+
+def _remove(place: Path) -> None:
+    if place.is_dir() and not place.is_symlink():
+        shutil.rmtree(place)
+    else:
+        place.unlink(missing_ok=True)
+
+
+def _read_index(root: Path, name: str) -> EngineIndex:
+    plain = parse_json(read_regular(root, name, mend=_mend(root)), name)
+    version = plain.get("schema_version") if isinstance(plain, dict) else None
+    if version != ENGINES_SCHEMA_VERSION:
+        raise BundleSchemaError(
+            f"{root / name}: schema version {version!r}, but this Offramp reads "
+            f"{ENGINES_SCHEMA_VERSION}; {_mend(root)}"
+        )
+    try:
+        return from_plain(EngineIndex, plain, name)
+    except BundleSchemaError as error:
+        raise BundleSchemaError(f"{root / name} is damaged: {error}; {_mend(root)}") from error
+
+
+def _mend(root: Path) -> str:
+    return f"build the engines again: eecompile build {root}"
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise BundleWriteError(
+            f"{folder} cannot be written: {error}; free the space or mend its permissions"
+        ) from error

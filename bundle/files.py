@@ -1,0 +1,84 @@
+"""Files of a bundle: read only after they were checked, as nothing on disk is trusted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import stat
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from offramp.bundle.errors import BundleIntegrityError, BundleSchemaError
+from offramp.bundle.manifest import FileEntry
+from offramp.bundle.serde import to_plain
+
+
+def read_checked(root: Path, entry: FileEntry, *, listing: str, mend: str) -> bytes:
+    """Read a file and check it.
+
+    Args:
+        root: The bundle.
+        entry: What the file has to be; its path is relative to ``root``.
+        listing: What says so, for messages.
+        mend: What to do if it is not, for messages.
+
+    Raises:
+        BundleIntegrityError: It is missing, altered, or outside the bundle.
+    """
+    place = root / entry.path
+    content = read_regular(root, entry.path, mend=mend)
+    if len(content) != entry.size_bytes:
+        raise BundleIntegrityError(
+            f"{place} has {len(content)} bytes, the {listing} says {entry.size_bytes}; {mend}"
+        )
+    if hashlib.sha256(content).hexdigest() != entry.sha256:
+        raise BundleIntegrityError(f"{place} was altered (SHA-256 differs); {mend}")
+    return content
+
+
+def read_regular(root: Path, name: str, *, mend: str) -> bytes:
+    """Read a regular file of the bundle; a pipe or a device would never end."""
+    place = inside(root, name, mend=mend)
+    try:
+        if not stat.S_ISREG(place.stat().st_mode):
+            raise BundleIntegrityError(f"{place} is not a regular file; {mend}")
+        return place.read_bytes()
+    except OSError as error:
+        raise BundleIntegrityError(f"{place}: {error.strerror}; {mend}") from error
+
+
+def inside(root: Path, name: str, *, mend: str) -> Path:
+    """Give the place of a file, which must not be outside the bundle, through links neither."""
+    pure = PurePosixPath(name)
+    place = root / pure
+    unsafe = pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name or not name
+    try:
+        unsafe = unsafe or not place.resolve().is_relative_to(root.resolve())
+    except (OSError, RuntimeError, ValueError):  # a name too long, a loop of links, no Unicode
+        unsafe = True
+    if unsafe:
+        raise BundleIntegrityError(f"{root}: the path {name!r} leaves the bundle; {mend}")
+    return place
+
+
+def entry_of(name: str, content: bytes) -> FileEntry:
+    """Describe a file by its content."""
+    digest = hashlib.sha256(content).hexdigest()
+    return FileEntry(path=name, size_bytes=len(content), sha256=digest)
+
+
+def dump(value: object) -> bytes:
+    """Give a dataclass of the schema as the content of its file."""
+    return (json.dumps(to_plain(value), indent=1, allow_nan=False) + "\n").encode()
+
+
+def parse_json(document: bytes, name: str) -> Any:
+    """Read JSON.
+
+    Raises:
+        BundleSchemaError: It is none.
+    """
+    try:
+        return json.loads(document)
+    except (ValueError, RecursionError) as error:
+        raise BundleSchemaError(f"{name}: not JSON ({error})") from error
