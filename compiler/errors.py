@@ -6,7 +6,10 @@
     ├── ModelError              the file is no ONNX model, or one that is not supported
     ├── NoCutPointError         nowhere does a single tensor carry everything onward
     ├── UnknownCutPointError    a cut point that was asked for does not exist
-    └── VerificationError       the chained segments do not compute what the source model does
+    ├── VerificationError       the chained segments do not compute what the source model does
+    ├── EngineOptionsError      ranges, buckets or parts that were asked for make no sense here
+    ├── EnginesUnavailableError engines cannot be built on this machine
+    └── EngineBuildError        an engine cannot be built, or computes something else
 """
 
 
@@ -28,3 +31,15 @@ class UnknownCutPointError(CompileError):
 
 class VerificationError(CompileError):
     """A segment computes something else than the source model at the same place."""
+
+
+class EngineOptionsError(CompileError):
+    """What was asked for of engines is malformed, or does not fit the model."""
+
+
+class EnginesUnavailableError(CompileError):
+    """This machine lacks what building engines needs."""
+
+
+class EngineBuildError(CompileError):
+    """An engine cannot be built or run, or does not compute what its graph does."""

@@ -1,0 +1,305 @@
+"""TensorRT 8.6, 10 and 11: every difference between them, each in one small function.
+
+No other module names anything that one of these versions lacks; a test holds all names against
+what the bindings of 8.6.0, 10.16 and 11.4 have. TensorRT 10 and 11 are what users install; 8.6.0
+is the newest that is whole on PyPI, and so the one that can be tried where nothing else can be got.
+
+=================  ============================  ======================  ===========================
+matter             8.6                           10                      11
+=================  ============================  ======================  ===========================
+network            explicit batch: a flag        always                  always
+types              chosen by the builder, flags  from the graph: a flag  from the graph, always
+                   FP16 and INT8 allow them
+int64 tensors      none: int32                   yes                     yes
+cuBLAS, cuDNN      on unless switched off        off unless asked for    none
+build progress     none                          IProgressMonitor        IProgressMonitor
+context without    a method of its own,          a strategy,             a strategy,
+scratch memory     ``device_memory``             ``set_device_memory``   ``set_device_memory``
+its size           ``device_memory_size``        a profile's             a profile's
+=================  ============================  ======================  ===========================
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.engine.errors import BackendError
+from offramp.engine.tensorrt.probe import INSTALL
+
+if TYPE_CHECKING:
+    import tensorrt as trt
+
+OLDEST = (8, 6)
+"""The oldest TensorRT that is supported."""
+
+_NUMPY = {
+    "FLOAT": np.float32,
+    "HALF": np.float16,
+    "INT8": np.int8,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "BOOL": np.bool_,
+    "UINT8": np.uint8,
+    "BF16": np.uint16,
+}
+"""Names of ``tensorrt.DataType`` and the arrays that hold such tensors. numpy has no bfloat16: its
+bits are held by uint16. INT64 and BF16 are of 10 and later."""
+_BFLOAT16 = "BF16"
+
+
+def load() -> None:
+    """Import TensorRT and PyCUDA, once :func:`offramp.engine.tensorrt.probe.require` is content.
+
+    Raises:
+        BackendError: One of them is there but does not load, or is too old.
+    """
+    try:
+        import pycuda.driver  # noqa: F401, PLC0415
+        import tensorrt as trt  # noqa: PLC0415
+    except (ImportError, OSError) as error:
+        raise BackendError(
+            f"TensorRT or PyCUDA is installed but does not load: {error}. Both must fit the "
+            f"driver's CUDA version; {INSTALL} gets them anew"
+        ) from error
+    if _release(trt.__version__) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise BackendError(
+            f"TensorRT {trt.__version__} is too old, it takes {oldest} or newer: {INSTALL}"
+        )
+
+
+def version() -> str:
+    """TensorRT's version, for instance ``10.16.0.72``."""
+    import tensorrt as trt  # noqa: PLC0415
+
+    return str(trt.__version__)
+
+
+def major() -> int:
+    """TensorRT's major version: 8, 10 or 11 (or what comes after)."""
+    return _release(version())[0]
+
+
+def _release(text: str) -> tuple[int, int]:
+    numbers = re.match(r"(\d+)\.(\d+)", text)
+    if numbers is None:
+        raise BackendError(f"TensorRT calls its version {text!r}, which is none")
+    return int(numbers[1]), int(numbers[2])
+
+
+# Building
+
+
+def network_flags() -> int:
+    """Flags for ``Builder.create_network``.
+
+    8.6 has to be told that the first axis is the batch; 10 to take types from the graph, and not
+    to choose them; 11 always does both, and has no flag for the first.
+    """
+    import tensorrt as trt  # noqa: PLC0415
+
+    if major() < 10:
+        return 1 << int(trt.NetworkDefinitionCreationFlag.EXPLICIT_BATCH)
+    if major() == 10:
+        return 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+    return 0
+
+
+def allow_precision(config: trt.IBuilderConfig, precision: str) -> None:
+    """Allow the arithmetic of ``precision``: ``fp32``, ``tf32``, ``fp16`` or ``int8``.
+
+    TF32 is on by default in all versions, and rounds what is multiplied to 10 bits: it is cleared
+    unless asked for. The graph has the types; only 8.6 asks for leave to use them, and refuses a
+    float16 or a Q/DQ graph without.
+    """
+    import tensorrt as trt  # noqa: PLC0415
+
+    if precision != "tf32":
+        config.clear_flag(trt.BuilderFlag.TF32)
+    if major() >= 10:
+        return
+    if precision == "fp16":
+        config.set_flag(trt.BuilderFlag.FP16)
+    if precision == "int8":
+        config.set_flag(trt.BuilderFlag.INT8)
+
+
+def use_own_kernels_only(config: trt.IBuilderConfig) -> None:
+    """Take no kernels from cuBLAS and cuDNN, as 10 does by default, and 11 always.
+
+    8.6 takes them where they are faster. Then engines need these libraries where they run, and
+    libnvinfer alone does not do: 8.6's package does not bring them.
+    """
+    import tensorrt as trt  # noqa: PLC0415
+
+    if major() < 10:
+        foreign = (trt.TacticSource.CUBLAS, trt.TacticSource.CUBLAS_LT, trt.TacticSource.CUDNN)
+        unwanted = sum(1 << int(source) for source in foreign)
+        config.set_tactic_sources(config.get_tactic_sources() & ~unwanted)
+
+
+def has_progress() -> bool:
+    """Whether builds say how far they are, and can be ended early (10 and later)."""
+    return major() >= 10
+
+
+def watch_progress(
+    config: trt.IBuilderConfig,
+    *,
+    started: Callable[[str, int], None],
+    stepped: Callable[[str, int], bool],
+    finished: Callable[[str], None],
+) -> object:
+    """Be told of a build's phases; does nothing where :func:`has_progress` is false.
+
+    Args:
+        config: Of the build.
+        started: Called with a phase's name and its steps in all.
+        stepped: Called with a phase's name and the number of the step that is done, from 0; false
+            ends the build.
+        finished: Called with a phase's name.
+
+    Returns:
+        What must be kept until builder, network and config are gone.
+    """
+    if not has_progress():
+        return None
+    import tensorrt as trt  # noqa: PLC0415
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]  # tensorrt has no types
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+
+        def phase_start(self, phase_name: str, parent_phase: str, num_steps: int) -> None:  # noqa: ARG002
+            started(phase_name, num_steps)
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            return stepped(phase_name, step)
+
+        def phase_finish(self, phase_name: str) -> None:
+            finished(phase_name)
+
+    monitor = Monitor()
+    config.progress_monitor = monitor
+    return monitor
+
+
+def parser_errors(parser: trt.OnnxParser) -> list[str]:
+    """What the parser says is wrong with a graph; 10 and later know a node's name and operator."""
+    found = []
+    for index in range(parser.num_errors):
+        error: trt.ParserError = parser.get_error(index)
+        node = f"node {error.node()}"
+        if major() >= 10 and error.node_name():
+            node = f"{node}, {error.node_operator()} {error.node_name()}"
+        found.append(f"{error.desc()} ({node})" if error.node() >= 0 else str(error.desc()))
+    return found
+
+
+# Running
+
+
+def context_without_memory(engine: trt.ICudaEngine) -> trt.IExecutionContext:
+    """Make an execution context that has no scratch memory yet: :func:`give_memory`.
+
+    8.6 has a method for it, 10 and later a strategy.
+
+    Raises:
+        BackendError: TensorRT gives none.
+    """
+    import tensorrt as trt  # noqa: PLC0415
+
+    context: trt.IExecutionContext | None
+    if major() < 10:
+        context = engine.create_execution_context_without_device_memory()
+    else:
+        strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        context = engine.create_execution_context(strategy)
+    if context is None:
+        raise BackendError("TensorRT could not make an execution context")
+    return context
+
+
+def scratch_bytes(engine: trt.ICudaEngine, profile: int) -> int:
+    """Scratch memory that a context needs with a profile.
+
+    10.1 and later know it for each profile; 10.0 under a name that 11 lacks; 8.6 for all of them
+    together, so the largest.
+    """
+    if hasattr(engine, "get_device_memory_size_for_profile_v2"):
+        return int(engine.get_device_memory_size_for_profile_v2(profile))
+    if hasattr(engine, "get_device_memory_size_for_profile"):
+        return int(engine.get_device_memory_size_for_profile(profile))
+    return int(engine.device_memory_size)
+
+
+def give_memory(context: trt.IExecutionContext, address: int, size_bytes: int) -> None:
+    """Give a context its scratch memory; it must not be used by two that run at the same time.
+
+    Args:
+        context: Made by :func:`context_without_memory`, with its profile and shapes chosen.
+        address: On the device, a multiple of 256.
+        size_bytes: At least :func:`scratch_bytes`. 8.6 and 10.0 take it on trust.
+    """
+    if hasattr(context, "set_device_memory"):
+        context.set_device_memory(address, size_bytes)
+    else:
+        context.device_memory = address
+
+
+# Types
+
+
+def numpy_dtype(dtype: trt.DataType) -> np.dtype[Any]:
+    """The dtype of arrays with a tensor's bytes; bfloat16's bits are uint16.
+
+    Raises:
+        BackendError: No array holds it (FP8, INT4, …).
+    """
+    found = _NUMPY.get(dtype.name)
+    if found is None:
+        raise BackendError(
+            f"an engine has an input or output of type {dtype.name}; known are {', '.join(_NUMPY)}"
+        )
+    return np.dtype(found)
+
+
+def to_tensor(array: NDArray[Any], dtype: trt.DataType) -> NDArray[Any]:
+    """An array as a tensor's bytes, contiguous.
+
+    8.6 has no 64-bit integers: its parser makes such inputs 32-bit ones.
+
+    Raises:
+        BackendError: The values do not fit the tensor's type, or are of another kind.
+    """
+    if dtype.name == _BFLOAT16:
+        return _bfloat16_bits(array)
+    target = numpy_dtype(dtype)
+    if array.dtype.kind in "iu" and target.kind in "iu":
+        limits = np.iinfo(target)
+        if array.size and not limits.min <= array.min() <= array.max() <= limits.max:
+            raise BackendError(
+                f"values {array.min()} to {array.max()} do not fit TensorRT's {target}"
+            )
+    elif not np.can_cast(array.dtype, target, "same_kind"):
+        raise BackendError(f"an array of {array.dtype} is no TensorRT input of {target}")
+    return np.ascontiguousarray(array, target)
+
+
+def from_tensor(array: NDArray[Any], dtype: trt.DataType) -> NDArray[Any]:
+    """An array of a tensor's bytes as numbers: bfloat16 becomes float32, all else stays."""
+    if dtype.name != _BFLOAT16:
+        return array
+    return (array.astype(np.uint32) << 16).view(np.float32)
+
+
+def _bfloat16_bits(array: NDArray[Any]) -> NDArray[np.uint16]:
+    """Rounded to the nearest, ties to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    rounded = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
+    return np.where(np.isnan(array), 0x7FC0, rounded).astype(np.uint16)

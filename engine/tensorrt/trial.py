@@ -1,0 +1,305 @@
+"""A finished engine run on the device: once, to verify it, or many times, to time it.
+
+Serving is another matter (buffers and contexts made once, nothing copied that need not be); this is
+the shortest way from host arrays to host arrays. All of it works in the calling thread's CUDA
+context: see :mod:`offramp.engine.tensorrt.device`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.engine.errors import BackendError
+from offramp.engine.tensorrt import compat
+from offramp.engine.tensorrt.messages import errors_of_tensorrt, logger
+
+if TYPE_CHECKING:
+    import pycuda.driver as cuda
+    import tensorrt as trt
+
+_WARM_UP = 3
+"""Runs before the first timed one: the first loads kernels, clocks rise during the next."""
+
+
+def run_plan(
+    plan: bytes, inputs: Mapping[str, NDArray[Any]], profile: int = 0
+) -> dict[str, NDArray[Any]]:
+    """Load an engine, run it once, and release it.
+
+    Args:
+        plan: A serialised engine, of this GPU and this version of TensorRT.
+        inputs: By name; more than the engine has is no error, since TensorRT may drop inputs
+            that nothing reads. 64-bit integers are narrowed where the engine has 32-bit ones.
+        profile: Index of an optimisation profile that holds the inputs' shapes.
+
+    Returns:
+        All outputs by name; bfloat16 ones as float32.
+
+    Raises:
+        BackendError: It cannot be loaded or run, or an input is missing or does not fit.
+    """
+    with Trial(plan) as trial:
+        return trial.run(inputs, profile)
+
+
+class Trial:
+    """An engine that is kept loaded."""
+
+    def __init__(self, plan: bytes) -> None:
+        """Load a serialised engine into the current CUDA context.
+
+        Raises:
+            BackendError: TensorRT refuses it.
+        """
+        import tensorrt as trt  # noqa: PLC0415
+
+        started = time.perf_counter()
+        with errors_of_tensorrt() as errors:
+            runtime: trt.Runtime = trt.Runtime(logger())
+            engine: trt.ICudaEngine | None = runtime.deserialize_cuda_engine(plan)
+        if engine is None:
+            raise _refused("load the engine", errors)
+        self.load_s = time.perf_counter() - started
+        """Seconds that loading took, measured."""
+        self._runtime: trt.Runtime | None = runtime
+        self._engine: trt.ICudaEngine | None = engine
+        names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
+        modes = {name: engine.get_tensor_mode(name) for name in names}
+        self.inputs = tuple(name for name in names if modes[name] == trt.TensorIOMode.INPUT)
+        """Names of the engine's inputs."""
+        self.outputs = tuple(name for name in names if modes[name] == trt.TensorIOMode.OUTPUT)
+        """Names of the engine's outputs."""
+        self.profiles = int(engine.num_optimization_profiles)
+        """How many optimisation profiles the engine has."""
+
+    def __enter__(self) -> Self:
+        """Nothing more than the trial itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Release the engine."""
+        self.close()
+
+    def close(self) -> None:
+        """Release the engine; the context that it was loaded in must be current."""
+        self._engine = None  # before its runtime
+        self._runtime = None
+
+    def run(self, inputs: Mapping[str, NDArray[Any]], profile: int = 0) -> dict[str, NDArray[Any]]:
+        """Run once; see :func:`run_plan`."""
+        lacking = [name for name in self.inputs if name not in inputs]
+        if lacking:
+            raise BackendError(f"the engine takes {lacking}, given are {sorted(inputs)}")
+        shapes = {name: inputs[name].shape for name in self.inputs}
+        with self.prepare(profile, shapes) as prepared:
+            return prepared.run(inputs)
+
+    def time_ms(
+        self, profile: int, shapes: Mapping[str, tuple[int, ...]], rounds: int
+    ) -> list[float]:
+        """Time runs on zeros, one number a round; see :meth:`Prepared.time_ms`."""
+        with self.prepare(profile, shapes) as prepared:
+            return prepared.time_ms(rounds)
+
+    @contextmanager
+    def prepare(self, profile: int, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Prepared]:
+        """Make a context and buffers for inputs of certain shapes; all is released at the end.
+
+        Several may be open at once, with different profiles: TensorRT 8.6 lets only one context
+        at a time have a profile.
+
+        Args:
+            profile: Index of an optimisation profile that holds the shapes.
+            shapes: Of all inputs.
+
+        Raises:
+            BackendError: The profile does not hold the shapes, or memory is short.
+        """
+        import pycuda.driver as cuda  # noqa: PLC0415
+
+        engine = self._engine
+        if engine is None:
+            raise BackendError("the engine has been released")
+        if not 0 <= profile < self.profiles:
+            raise BackendError(f"there is no profile {profile}, the engine has {self.profiles}")
+        with _cuda_errors(), ExitStack() as releases:
+            stream: cuda.Stream = cuda.Stream()
+            with errors_of_tensorrt() as errors:
+                context = compat.context_without_memory(engine)
+                _choose_profile(context, profile, stream, errors)
+                _set_shapes(context, {name: shapes[name] for name in self.inputs}, errors)
+                scratch_bytes = compat.scratch_bytes(engine, profile)
+                scratch = _allocate(scratch_bytes, releases)
+                compat.give_memory(context, int(scratch), scratch_bytes)
+            tensors = {
+                name: _bind(engine, context, name, releases)
+                for name in (*self.inputs, *self.outputs)
+            }
+            prepared = Prepared(self, context, stream, tensors)
+            del context
+            # Last in, first out: what runs is waited for, then the context goes, then the memory.
+            releases.callback(prepared.close)
+            releases.callback(_wait, stream)
+            yield prepared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tensor:
+    shape: tuple[int, ...]
+    dtype: trt.DataType
+    memory: cuda.DeviceAllocation
+    size_bytes: int
+
+
+class Prepared:
+    """An engine with context and buffers for one set of shapes; made by :meth:`Trial.prepare`."""
+
+    def __init__(
+        self,
+        trial: Trial,
+        context: trt.IExecutionContext,
+        stream: cuda.Stream,
+        tensors: Mapping[str, _Tensor],
+    ) -> None:
+        self._trial = trial
+        self._context: trt.IExecutionContext | None = context
+        self._stream: cuda.Stream = stream
+        self._tensors = tensors
+
+    def run(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Run once; see :func:`run_plan`."""
+        import pycuda.driver as cuda  # noqa: PLC0415
+
+        context, stream = self._live_context(), self._stream
+        sent = {name: self._as_tensor(name, inputs[name]) for name in self._trial.inputs}
+        for name, array in sent.items():
+            cuda.memcpy_htod_async(self._tensors[name].memory, array, stream)
+        with errors_of_tensorrt() as errors:
+            _enqueue(context, stream, errors)
+        raw = {}
+        for name in self._trial.outputs:
+            tensor = self._tensors[name]
+            raw[name] = np.empty(tensor.shape, compat.numpy_dtype(tensor.dtype))
+            cuda.memcpy_dtoh_async(raw[name], tensor.memory, stream)
+        stream.synchronize()
+        return {name: compat.from_tensor(raw[name], self._tensors[name].dtype) for name in raw}
+
+    def time_ms(self, rounds: int) -> list[float]:
+        """Time runs on zeros.
+
+        Returns:
+            Milliseconds of each round on the device, between CUDA events; without copies.
+        """
+        import pycuda.driver as cuda  # noqa: PLC0415
+
+        context, stream = self._live_context(), self._stream
+        for name in self._trial.inputs:
+            tensor = self._tensors[name]
+            cuda.memset_d8_async(tensor.memory, 0, tensor.size_bytes, stream)
+        start: cuda.Event = cuda.Event()
+        end: cuda.Event = cuda.Event()
+        times = []
+        with errors_of_tensorrt() as errors:
+            for _ in range(_WARM_UP):
+                _enqueue(context, stream, errors)
+            for _ in range(rounds):
+                start.record(stream)
+                _enqueue(context, stream, errors)
+                end.record(stream)
+                end.synchronize()
+                times.append(float(end.time_since(start)))
+        return times
+
+    def close(self) -> None:
+        """Let go of the context; nothing can be run afterwards."""
+        self._context = None
+
+    def _live_context(self) -> trt.IExecutionContext:
+        if self._context is None:
+            raise BackendError("the engine's context and buffers have been released")
+        return self._context
+
+    def _as_tensor(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
+        tensor = self._tensors[name]
+        if array.shape != tensor.shape:
+            raise BackendError(f"input {name} has shape {array.shape}, prepared is {tensor.shape}")
+        try:
+            return compat.to_tensor(array, tensor.dtype)
+        except BackendError as error:
+            raise BackendError(f"input {name}: {error}") from error
+
+
+def _enqueue(context: trt.IExecutionContext, stream: cuda.Stream, errors: list[str]) -> None:
+    if not context.execute_async_v3(stream.handle):
+        raise _refused("run the engine", errors)
+
+
+def _choose_profile(
+    context: trt.IExecutionContext, profile: int, stream: cuda.Stream, errors: list[str]
+) -> None:
+    if not context.set_optimization_profile_async(profile, stream.handle):
+        raise _refused(f"take optimisation profile {profile}", errors)
+    stream.synchronize()
+
+
+def _set_shapes(
+    context: trt.IExecutionContext, shapes: Mapping[str, tuple[int, ...]], errors: list[str]
+) -> None:
+    for name, shape in shapes.items():
+        if not context.set_input_shape(name, shape):
+            raise _refused(f"take {shape} as the shape of {name}", errors)
+    unknown = context.infer_shapes()
+    if unknown:
+        raise _refused(f"infer shapes without {', '.join(unknown)}", errors)
+
+
+def _bind(
+    engine: trt.ICudaEngine, context: trt.IExecutionContext, name: str, releases: ExitStack
+) -> _Tensor:
+    shape = tuple(context.get_tensor_shape(name))
+    if any(size < 0 for size in shape):
+        raise BackendError(f"the shape {shape} of {name} depends on data: not supported")
+    dtype: trt.DataType = engine.get_tensor_dtype(name)
+    size_bytes = int(np.prod(shape, dtype=np.int64)) * compat.numpy_dtype(dtype).itemsize
+    memory = _allocate(size_bytes, releases)
+    if not context.set_tensor_address(name, int(memory)):
+        raise BackendError(f"TensorRT could not take the memory of {name}")
+    return _Tensor(shape=shape, dtype=dtype, memory=memory, size_bytes=size_bytes)
+
+
+def _allocate(size_bytes: int, releases: ExitStack) -> cuda.DeviceAllocation:
+    import pycuda.driver as cuda  # noqa: PLC0415
+
+    memory: cuda.DeviceAllocation = cuda.mem_alloc(max(size_bytes, 1))
+    releases.callback(memory.free)
+    return memory
+
+
+def _wait(stream: cuda.Stream) -> None:
+    """Until the device is done; errors are not ours here: what failed has been raised."""
+    import pycuda.driver as cuda  # noqa: PLC0415
+
+    with suppress(cuda.Error):
+        stream.synchronize()
+
+
+@contextmanager
+def _cuda_errors() -> Iterator[None]:
+    import pycuda.driver as cuda  # noqa: PLC0415
+
+    try:
+        yield
+    except cuda.Error as error:
+        raise BackendError(f"CUDA failed: {error}") from error
+
+
+def _refused(what: str, errors: list[str]) -> BackendError:
+    said = "; ".join(errors) or "it does not say why"
+    return BackendError(f"TensorRT could not {what}: {said}")

@@ -1,0 +1,174 @@
+"""Running an engine once: what is called, with what, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.unit.tensorrt.fake_tensorrt import SCRATCH_BYTES, FakeTensorRT
+
+from offramp.engine.errors import BackendError
+from offramp.engine.tensorrt.device import primary_context
+from offramp.engine.tensorrt.trial import Trial, run_plan
+
+PROFILES = [{"x": [[1, 3], [1, 3], [1, 3]]}, {"x": [[2, 3], [8, 3], [8, 3]]}]
+
+
+def plan_of(fake: FakeTensorRT, **changes: Any) -> bytes:
+    graph = {
+        "inputs": {"x": ["FLOAT", [-1, 3]]},
+        "outputs": {"y": ["FLOAT", [-1, 3]], "z": ["HALF", [-1, 3]]},
+    }
+    plan = {"version": fake.module.__version__, "graph": graph, "profiles": PROFILES}
+    return json.dumps({**plan, **changes}).encode()
+
+
+@pytest.fixture
+def current(fake: FakeTensorRT) -> Iterator[FakeTensorRT]:
+    with primary_context(0).current():
+        yield fake
+
+
+def test_once(current: FakeTensorRT) -> None:
+    x = np.arange(12, dtype=np.float32).reshape(4, 3)
+    outputs = run_plan(plan_of(current), {"x": x, "unread": x}, 1)
+    assert {name: array.dtype for name, array in outputs.items()} == {
+        "y": np.float32,
+        "z": np.float16,
+    }
+    np.testing.assert_array_equal(outputs["y"], 2 * x)
+    np.testing.assert_array_equal(outputs["z"], 2 * x)
+    assert current.called("set_optimization_profile_async") == [(1,)]
+    size = (SCRATCH_BYTES[1],)
+    assert current.called("set_device_memory") == ([size] if current.major >= 10 else [])
+    assert len(current.called("execute_async_v3")) == 1
+
+
+def test_arrays_in_any_order_of_memory(current: FakeTensorRT) -> None:
+    x = np.arange(24, dtype=np.float32).reshape(3, 8).T[:, ::-1]
+    np.testing.assert_array_equal(run_plan(plan_of(current), {"x": x}, 1)["y"], 2 * x)
+
+
+def test_token_ids(current: FakeTensorRT) -> None:
+    """64-bit ones go into 8.6's 32-bit inputs."""
+    type_ = "INT64" if current.major >= 10 else "INT32"
+    graph = {"inputs": {"x": [type_, [-1, 3]]}, "outputs": {"y": [type_, [-1, 3]]}}
+    ids = np.array([[101, 7592, 102]])
+    outputs = run_plan(plan_of(current, graph=graph), {"x": ids}, 0)
+    assert outputs["y"].dtype == (np.int64 if current.major >= 10 else np.int32)
+    assert outputs["y"].tolist() == [[202, 15184, 204]]
+    if current.major == 8:
+        with pytest.raises(BackendError, match=r"input x: values .* do not fit TensorRT's int32"):
+            run_plan(plan_of(current, graph=graph), {"x": ids + 2**40}, 0)
+
+
+@pytest.mark.parametrize("version", ["10.16", "11.4"], indirect=True)
+def test_bfloat16_comes_as_float32(current: FakeTensorRT) -> None:
+    graph = {"inputs": {"x": ["BF16", [-1, 3]]}, "outputs": {"y": ["BF16", [-1, 3]]}}
+    x = np.array([[1.5, -2, 0.25]], np.float32)
+    y = run_plan(plan_of(current, graph=graph), {"x": x}, 0)["y"]
+    assert y.dtype == np.float32
+    assert y.tolist() == [[3, -4, 0.5]]
+
+
+def test_a_trial_is_kept(current: FakeTensorRT) -> None:
+    with Trial(plan_of(current)) as trial:
+        assert (trial.inputs, trial.outputs, trial.profiles) == (("x",), ("y", "z"), 2)
+        assert trial.load_s > 0
+        for value in (1.0, 2.0):
+            x = np.full((1, 3), value, np.float32)
+            assert trial.run({"x": x})["y"].tolist() == [[2 * value] * 3]
+        assert current.cuda.memory == {}
+        with trial.prepare(0, {"x": (1, 3)}) as one, trial.prepare(1, {"x": (8, 3)}) as eight:
+            assert len(current.cuda.memory) == 8  # scratch, x, y and z, twice
+            assert eight.run({"x": np.ones((8, 3), np.float32)})["y"].shape == (8, 3)
+            assert one.run({"x": np.ones((1, 3), np.float32)})["y"].shape == (1, 3)
+            with pytest.raises(BackendError, match=r"shape \(2, 3\), prepared is \(8, 3\)"):
+                eight.run({"x": np.ones((2, 3), np.float32)})
+        with pytest.raises(BackendError, match="have been released"):
+            one.run({"x": np.ones((1, 3), np.float32)})
+    with pytest.raises(BackendError, match="the engine has been released"):
+        trial.run({"x": np.ones((1, 3), np.float32)})
+
+
+def test_timing(current: FakeTensorRT) -> None:
+    with Trial(plan_of(current)) as trial:
+        assert trial.time_ms(1, {"x": (8, 3)}, 5) == [0.5] * 5
+    assert len(current.called("execute_async_v3")) == 3 + 5  # warm-up, rounds
+
+
+@pytest.mark.parametrize(
+    ("shape", "profile", "said"),
+    [
+        ((1, 3), 1, r"could not take \(1, 3\) as the shape of x: x must have \[2, 3\] to \[8, 3\]"),
+        ((1, 3), 2, "there is no profile 2, the engine has 2"),
+    ],
+)
+def test_what_the_profile_does_not_hold(
+    current: FakeTensorRT, shape: tuple[int, ...], profile: int, said: str
+) -> None:
+    with pytest.raises(BackendError, match=said):
+        run_plan(plan_of(current), {"x": np.zeros(shape, np.float32)}, profile)
+
+
+def test_a_profile_that_cannot_be_had(current: FakeTensorRT) -> None:
+    current.refuses_profiles = True
+    with pytest.raises(BackendError, match="take optimisation profile 0: profile 0 is in use"):
+        run_plan(plan_of(current), {"x": np.zeros((1, 3), np.float32)})
+
+
+def test_a_missing_input(current: FakeTensorRT) -> None:
+    with pytest.raises(BackendError, match=r"the engine takes \['x'\], given are \['w'\]"):
+        run_plan(plan_of(current), {"w": np.zeros((1, 3), np.float32)})
+
+
+def test_an_engine_of_another_version(current: FakeTensorRT) -> None:
+    with pytest.raises(BackendError, match="load the engine: the engine is of version 9"):
+        run_plan(plan_of(current, version="9.0"), {})
+
+
+def test_outputs_whose_shape_depends_on_data(current: FakeTensorRT) -> None:
+    graph = {"inputs": {"x": ["FLOAT", [-1, 3]]}, "outputs": {"y": ["FLOAT", [-2]]}}
+    with pytest.raises(BackendError, match=r"the shape \(-2,\) of y depends on data"):
+        run_plan(plan_of(current, graph=graph), {"x": np.zeros((1, 3), np.float32)})
+
+
+def test_failing_to_run(current: FakeTensorRT) -> None:
+    current.fails_to_run = True
+    with pytest.raises(BackendError, match="could not run the engine: enqueue failed"):
+        run_plan(plan_of(current), {"x": np.zeros((1, 3), np.float32)})
+
+
+def test_too_little_memory(current: FakeTensorRT) -> None:
+    current.cuda.free_bytes = SCRATCH_BYTES[0] - 1
+    with pytest.raises(BackendError, match="CUDA failed: cuMemAlloc failed: out of memory"):
+        run_plan(plan_of(current), {"x": np.zeros((1, 3), np.float32)})
+
+
+def test_a_kernel_that_goes_wrong(current: FakeTensorRT) -> None:
+    with (
+        Trial(plan_of(current)) as trial,
+        pytest.raises(BackendError, match=r"CUDA failed: .* illegal memory access"),
+        trial.prepare(0, {"x": (1, 3)}) as prepared,
+    ):
+        current.cuda.broken = True
+        prepared.run({"x": np.zeros((1, 3), np.float32)})
+
+
+def test_the_primary_context_is_shared_and_nests(fake: FakeTensorRT) -> None:
+    context = primary_context(1)
+    assert primary_context(1) is context
+    assert fake.cuda.retained == [1]
+    with context.current(), pytest.raises(ZeroDivisionError), context.current():
+        assert fake.cuda.depth == 2
+        _ = 1 / 0
+    assert fake.cuda.depth == 0
+
+
+def test_no_primary_context(fake: FakeTensorRT) -> None:
+    fake.cuda.broken = True
+    with pytest.raises(BackendError, match=r"CUDA cannot be used on cuda:0: .*out of memory; look"):
+        primary_context(0)
