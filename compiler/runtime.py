@@ -36,6 +36,8 @@ class Runner:
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         options.log_severity_level = 4
         options.graph_optimization_level = _optimisation(proto)
+        # Q/DQ as it is written: fused int8 kernels saturate on some processors, not on others.
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
         with _Translated():
             self._session = ort.InferenceSession(
                 proto.SerializeToString(), options, providers=["CPUExecutionProvider"]

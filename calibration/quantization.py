@@ -1,0 +1,267 @@
+"""Int8: ranges of activations from data, and graphs that say with Q/DQ pairs what is int8.
+
+TensorRT quantises what ``QuantizeLinear``/``DequantizeLinear`` pairs say and nothing else
+(explicit quantisation: the only kind since TensorRT 11, and it works in 8.6). Its rules: symmetric
+int8 with zero points of 0, weights per output channel and as float32 behind a pair of their own,
+no quantised bias, a pair before each operator that shall run in int8.
+
+Ranges are measured once, on the whole model. Tensors have the same names in every segment and
+stage, and whether one is quantised depends on the operator that reads it, so that a tensor has
+the same scale in every engine.
+
+Not built on ``onnxruntime.quantization``: its calibrators write an augmented model to disk, keep
+every activation of the data in memory for histograms, and name what they add at random, while
+these graphs must be the same each time (engines are keyed on their hash).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+from offramp.calibration.dataset import Dataset
+from offramp.calibration.errors import DataError
+from offramp.calibration.running import BATCH_SIZE
+from offramp.engine.backends.onnxruntime import make_session
+
+PREFIX = "offramp_int8/"
+"""What all names that are added begin with."""
+
+RANGE_SAMPLES = 1000
+"""Samples that ranges are measured on: beyond some hundreds they no longer move (Wu et al.,
+"Integer Quantization for Deep Learning Inference", 2020)."""
+
+_BINS = 2048
+_LEVELS = 127
+_BATCH_BYTES = 2**28
+"""Activations of a batch that are held at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranges:
+    """How large activations are."""
+
+    limits: Mapping[str, float]
+    """By tensor: the magnitude that int8's 127 stands for; what is larger is clipped."""
+    samples: int
+    """Samples that they were measured on."""
+
+
+class _Edge(NamedTuple):
+    """An input of an operator that is quantised."""
+
+    node: int
+    place: int
+    tensor: str
+    axis: int | None
+    """Of the output channels, for weights; ``None`` for activations."""
+
+
+def measure_ranges(graph: bytes, dataset: Dataset, *, threads: int) -> Ranges:
+    """Measure the ranges of all activations that :func:`quantize` would quantise.
+
+    The limit of a tensor is the one with the least squared error on its histogram: outliers are
+    clipped where that makes the steps of all others finer.
+
+    Args:
+        graph: The source model.
+        dataset: All samples are run, twice. Best not those that the result is judged on.
+        threads: Of ONNX Runtime.
+
+    Raises:
+        DataError: There are no samples, or the model fails on one.
+    """
+    if not len(dataset):
+        raise DataError("no samples to measure the ranges of activations on; give some hundreds")
+    proto = onnx.ModelProto.FromString(graph)
+    tensors = tuple(dict.fromkeys(e.tensor for e in _edges(proto.graph) if e.axis is None))
+    if not tensors:
+        raise DataError(
+            "the model has no convolution or matrix product with constant float32 weights, so "
+            "there is nothing to compute in int8; build it with --precision fp16"
+        )
+    largest = dict.fromkeys(tensors, 0.0)
+    for name, values in _activations(proto, tensors, dataset, threads):
+        largest[name] = max(largest[name], float(values.max(initial=0)))
+    counts = {name: np.zeros(_BINS, np.int64) for name in tensors}
+    for name, values in _activations(proto, tensors, dataset, threads):
+        counts[name] += np.histogram(values, _BINS, (0, largest[name] or 1))[0]
+    limits = {name: _least_error(counts[name], largest[name]) for name in tensors}
+    return Ranges(limits=limits, samples=len(dataset))
+
+
+def quantize(graph: bytes, ranges: Ranges) -> bytes:
+    """Put Q/DQ pairs before the convolutions and matrix products of a graph.
+
+    Quantised are both inputs of ``Conv``, ``Gemm`` and ``MatMul`` whose weights are constant,
+    and at a residual ``Add`` the input that is not the convolution's own output, so that
+    convolution, sum and activation become one int8 kernel. All else stays float32.
+
+    Args:
+        graph: A serialised ONNX model: the source, a segment, or several joined.
+        ranges: Of the whole model.
+
+    Returns:
+        The serialised model; names and types of its inputs and outputs stay. The same graph and
+        ranges give the same bytes.
+
+    Raises:
+        ValueError: ``ranges`` lack a tensor: they are another model's.
+    """
+    proto = onnx.ModelProto.FromString(graph)
+    weights = {tensor.name: tensor for tensor in proto.graph.initializer}
+    pairs: dict[int, list[onnx.NodeProto]] = {}
+    for edge in _edges(proto.graph):
+        node = proto.graph.node[edge.node]
+        if edge.axis is not None:
+            scale = _weight_scale(numpy_helper.to_array(weights[edge.tensor]), edge.axis)
+        elif edge.tensor in ranges.limits:
+            scale = np.asarray(ranges.limits[edge.tensor] / _LEVELS, np.float32)
+        else:
+            raise ValueError(
+                f"no range of {edge.tensor!r}; measure the ranges on this bundle's source model"
+            )
+        # A pair of its own for every reader: TensorRT fuses pairs into the operator behind them.
+        stem = f"{PREFIX}{node.output[0]}/{edge.place}"
+        pairs.setdefault(edge.node, []).extend(_pair(stem, edge))
+        zeros = np.zeros(scale.shape, np.int8)
+        proto.graph.initializer.append(numpy_helper.from_array(scale, f"{stem}/scale"))
+        proto.graph.initializer.append(numpy_helper.from_array(zeros, f"{stem}/zero"))
+        node.input[edge.place] = f"{stem}/dequantized"
+    nodes = [n for i, node in enumerate(proto.graph.node) for n in (*pairs.get(i, ()), node)]
+    nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del proto.graph.node[:]
+    proto.graph.node.extend(nodes)
+    quantized: bytes = proto.SerializeToString(deterministic=True)
+    return quantized
+
+
+def _pair(stem: str, edge: _Edge) -> tuple[onnx.NodeProto, onnx.NodeProto]:
+    constants = [f"{stem}/scale", f"{stem}/zero"]
+    between, after = f"{stem}/quantized", f"{stem}/dequantized"
+    down = helper.make_node("QuantizeLinear", [edge.tensor, *constants], [between], name=between)
+    up = helper.make_node("DequantizeLinear", [between, *constants], [after], name=after)
+    if edge.axis is not None:
+        for node in (down, up):
+            node.attribute.append(helper.make_attribute("axis", edge.axis))
+    return down, up
+
+
+def _edges(graph: onnx.GraphProto) -> tuple[_Edge, ...]:
+    """What is quantised, in the order of the nodes."""
+    return tuple(_each_edge(graph))
+
+
+def _each_edge(graph: onnx.GraphProto) -> Iterator[_Edge]:
+    weights = {t.name: t for t in graph.initializer if t.data_type == TensorProto.FLOAT}
+    constants = {t.name for t in graph.initializer}
+    readers: dict[str, int] = {}
+    for node in graph.node:
+        for name in node.input:
+            readers[name] = readers.get(name, 0) + 1
+    convolved = {
+        node.output[0]
+        for node in graph.node
+        if node.op_type == "Conv" and _channel_axis(node, weights) is not None
+    }
+    for index, node in enumerate(graph.node):
+        axis = _channel_axis(node, weights)
+        if axis is not None and node.input[0] not in constants:
+            yield _Edge(index, 0, node.input[0], None)
+            yield _Edge(index, 1, node.input[1], axis)
+        elif node.op_type == "Add" and constants.isdisjoint(node.input):
+            fused = [p for p, n in enumerate(node.input) if n in convolved and readers[n] == 1]
+            if fused:
+                yield _Edge(index, 1 - fused[0], node.input[1 - fused[0]], None)
+
+
+def _channel_axis(node: onnx.NodeProto, weights: Mapping[str, onnx.TensorProto]) -> int | None:
+    """Axis of the output channels in the operator's constant weights; ``None`` if none."""
+    if len(node.input) < 2 or node.input[1] not in weights:
+        return None
+    flags = {a.name: a.i for a in node.attribute}
+    if node.op_type == "Conv":
+        return 0
+    if node.op_type == "Gemm" and not flags.get("transA"):
+        return 0 if flags.get("transB") else 1
+    if node.op_type == "MatMul" and len(weights[node.input[1]].dims) == 2:
+        return 1
+    return None
+
+
+def _weight_scale(weight: NDArray[np.float32], axis: int) -> NDArray[np.float32]:
+    """One scale per output channel; 1 for a channel of zeros, as scales must be positive."""
+    others = tuple(a for a in range(weight.ndim) if a != axis)
+    scale = np.abs(weight).max(axis=others) / np.float32(_LEVELS)
+    return np.where(scale > 0, scale, 1).astype(np.float32)
+
+
+def _activations(
+    proto: onnx.ModelProto, tensors: Sequence[str], dataset: Dataset, threads: int
+) -> Iterator[tuple[str, NDArray[Any]]]:
+    """Magnitudes of each tensor, batch by batch, flat."""
+    given = {i.name for i in proto.graph.input}
+    inner = [name for name in tensors if name not in given]
+    session = make_session(_exposing(proto, inner), threads)
+    read = [tensor.name for tensor in session.get_inputs()]
+    start, size = 0, 1
+    while start < len(dataset):
+        batch = dataset.take(slice(start, start + size))
+        try:
+            # an empty list would ask for all outputs
+            feeds = {name: batch[name] for name in read}
+            values = session.run(inner, feeds) if inner else []
+        except Exception as error:  # ONNX Runtime's own classes derive from Exception only
+            last = min(start + size, len(dataset)) - 1
+            where = f"{dataset.rows[start]} to {dataset.rows[last]}"
+            reason = str(error).splitlines()[0]
+            raise DataError(f"the model fails on one of samples {where}: {reason}") from error
+        arrays = batch | dict(zip(inner, values, strict=True))
+        for name in tensors:
+            yield name, np.abs(arrays[name]).reshape(-1)
+        start += size
+        a_sample = sum(array.nbytes for array in values) // size
+        size = max(1, min(BATCH_SIZE, _BATCH_BYTES // max(a_sample, 1)))
+
+
+def _exposing(proto: onnx.ModelProto, tensors: Sequence[str]) -> bytes:
+    """The model with inner tensors among its outputs."""
+    exposed = onnx.ModelProto()
+    exposed.CopyFrom(proto)
+    known = {output.name for output in exposed.graph.output}
+    exposed.graph.output.extend(
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, None)
+        for name in tensors
+        if name not in known
+    )
+    serialised: bytes = exposed.SerializeToString()
+    return serialised
+
+
+def _least_error(counts: NDArray[np.int64], largest: float) -> float:
+    """The limit with the least squared error of rounding and clipping, on a histogram.
+
+    Args:
+        counts: [bins] of the magnitudes, from 0 to ``largest``.
+        largest: Magnitude seen.
+
+    Returns:
+        A positive number, ``largest`` at most; 1 where all values were 0.
+    """
+    if not largest > 0:
+        return 1.0
+    width = largest / len(counts)
+    centers = (np.arange(len(counts)) + 0.5) * width
+    limits = largest * np.arange(len(counts) // 32, len(counts) + 1) / len(counts)
+    steps = limits / _LEVELS
+    beyond = np.maximum(centers[None, :] - limits[:, None], 0)
+    clipped = (counts * beyond**2).sum(axis=1)
+    inside = (counts * (beyond == 0)).sum(axis=1)
+    errors = clipped + inside * steps**2 / 12
+    return float(limits[errors.argmin()])

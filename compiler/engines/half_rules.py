@@ -1,0 +1,192 @@
+"""Which operators of a graph can be computed in half precision, and which better are not.
+
+What *can* is read off ONNX's operator schemas. What *should not* is a short list with reasons:
+sums and powers that leave float16's range (65,504) or lose small terms, constants that vanish in
+it, and numbers that are sizes rather than activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+from offramp.compiler.graph import Dataflow, Operator
+
+FLOAT, FLOAT16 = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
+
+VANISHES_BELOW = 2.0**-25
+"""Half of float16's smallest number: what is smaller becomes 0."""
+
+_SUMS = frozenset(
+    {
+        "Pow",
+        "Exp",
+        "Log",
+        "CumSum",
+        "ReduceMean",
+        "ReduceSum",
+        "ReduceSumSquare",
+        "ReduceL1",
+        "ReduceL2",
+        "ReduceLogSum",
+        "ReduceLogSumExp",
+        "ReduceProd",
+        "BatchNormalization",
+        "InstanceNormalization",
+        "GroupNormalization",
+        "LpNormalization",
+        "MeanVarianceNormalization",
+        "LRN",
+    }
+)
+"""They square, exponentiate or add up many values. ``LayerNormalization`` and ``Softmax`` are
+not among them: TensorRT computes their insides in float32 whatever they read, and its fused
+attention wants them in half."""
+_FOLLOWING = frozenset(
+    {
+        "Add",
+        "Sub",
+        "Mul",
+        "Div",
+        "Sqrt",
+        "Reciprocal",
+        "Clip",
+        "Max",
+        "Min",
+        "Neg",
+        "Abs",
+        "Exp",
+        "Log",
+        "Pow",
+        "Sum",
+        "Mean",
+    }
+)
+"""Where all that such an operator reads is kept in float32, so is what it gives: the steps from
+a variance to a standard deviation belong together, and a cast between would cost more."""
+_EPSILONS = frozenset({"Add", "Sub", "Max", "Clip", "Div", "Sum"})
+"""A tiny constant keeps these away from zero."""
+_ANSWERS = frozenset({"Softmax", "LogSoftmax", "Sigmoid"})
+"""As the last operator they give the probabilities, which argmax and confidence are read off:
+float16 has steps of 0.0005 below 1."""
+
+
+class Slots(NamedTuple):
+    """Which inputs and outputs of an operator become float16, by position."""
+
+    inputs: frozenset[int]
+    outputs: frozenset[int]
+
+
+def halved_operators(
+    flow: Dataflow,
+    types: Mapping[str, int],
+    constants: Mapping[str, NDArray[np.generic]],
+    opset: int,
+) -> dict[int, Slots]:
+    """Choose the operators that are computed in half precision, by their index.
+
+    Args:
+        flow: The graph.
+        types: Element types of its tensors.
+        constants: Its initializers; only small ones are looked at.
+        opset: Version of the standard operators.
+    """
+    floats = {name for name, kind in types.items() if kind == FLOAT}
+    sizes = _sizes(flow)
+    halved: dict[int, Slots] = {}
+    single: set[str] = set()
+    """Tensors that an operator kept in float32 gives."""
+    for op in flow.operators:
+        slots = _slots(op.proto, opset, floats, types)
+        variable = [t for t in op.reads if t in floats and t in flow.variable]
+        if (
+            slots is None
+            or op.has_body
+            or op.kind in _SUMS
+            or sizes.issuperset(op.writes)
+            or (op.kind in _EPSILONS and _vanishes(op, constants))
+            or (op.kind in _ANSWERS and not set(flow.outputs).isdisjoint(op.writes))
+            or (op.kind in _FOLLOWING and variable and single.issuperset(variable))
+            or (op.kind == "Div" and op.proto.input[1] in single)
+        ):
+            single.update(op.writes)
+        elif slots.inputs or slots.outputs:
+            halved[op.index] = slots
+    return halved
+
+
+def _sizes(flow: Dataflow) -> set[str]:
+    """Tensors that depend on the graph inputs by their shapes alone; float16 counts to 2,048."""
+    sizes: set[str] = set()
+    for op in flow.operators:
+        variable = [t for t in op.reads if t in flow.variable]
+        if op.kind in {"Shape", "Size"} or (variable and sizes.issuperset(variable)):
+            sizes.update(op.writes)
+    return sizes
+
+
+def _vanishes(op: Operator, constants: Mapping[str, NDArray[np.generic]]) -> bool:
+    """Whether a scalar that the operator reads would become 0."""
+    scalars = (constants[t] for t in op.reads if t in constants and constants[t].size == 1)
+    return any(
+        0 < abs(float(s.reshape(()))) < VANISHES_BELOW for s in scalars if s.dtype.kind == "f"
+    )
+
+
+def _slots(
+    node: onnx.NodeProto, opset: int, floats: set[str], types: Mapping[str, int]
+) -> Slots | None:
+    """Which positions become float16; ``None`` if the operator cannot be computed in it."""
+    if any(name and name not in types for name in (*node.input, *node.output)):
+        return None  # what is not understood is left alone
+    if node.op_type == "Cast" and node.domain == "":
+        return _cast_slots(node, floats)
+    variables = _type_variables(node.op_type, node.domain, opset)
+    if variables is None:
+        return None
+    reads, writes, takes_half = variables
+    inputs, bound = set(), set()
+    for place, name in enumerate(node.input):
+        kind = reads[min(place, len(reads) - 1)]
+        if name not in floats or kind == "tensor(float)":
+            continue  # an input that has to be float32, such as the scales of Resize
+        if not takes_half.get(kind):
+            return None
+        inputs.add(place)
+        bound.add(kind)
+    outputs = {place for place, name in enumerate(node.output) if name in floats}
+    if any(writes[min(place, len(writes) - 1)] not in bound for place in outputs):
+        return None  # the type follows from an attribute, such as that of ConstantOfShape
+    return Slots(frozenset(inputs), frozenset(outputs))
+
+
+def _cast_slots(node: onnx.NodeProto, floats: set[str]) -> Slots | None:
+    if node.input[0] in floats:
+        return None  # indices that were floats must not be rounded
+    return Slots(frozenset(), frozenset({0} if node.output[0] in floats else ()))
+
+
+@cache
+def _type_variables(
+    kind: str, domain: str, opset: int
+) -> tuple[tuple[str, ...], tuple[str, ...], Mapping[str, bool]] | None:
+    """Type variables of inputs and outputs, and whether each may be float16."""
+    if domain not in {"", "ai.onnx"}:
+        return None
+    try:
+        schema = onnx.defs.get_schema(kind, opset)
+    except onnx.defs.SchemaError:  # not one of that opset
+        return None
+    takes_half = {
+        constraint.type_param_str: {"tensor(float)", "tensor(float16)"}
+        <= set(constraint.allowed_type_strs)
+        for constraint in schema.type_constraints
+    }
+    reads = tuple(formal.type_str for formal in schema.inputs)
+    return reads, tuple(formal.type_str for formal in schema.outputs), takes_half

@@ -1,0 +1,180 @@
+"""Half precision: a float32 graph computed in float16, with float32 at its borders.
+
+Precision lives in the graph: TensorRT builds strongly typed networks, where every tensor has the
+type that the graph says. So this is what decides, not a builder's flag.
+
+Why not one of the two converters that there are (both tried with onnx 1.23 and numpy 2.4)?
+``onnxconverter-common`` 1.16 gives graphs that ONNX Runtime refuses where the model casts, as the
+shipped example and a BERT's mask do. ``onnxruntime.transformers.float16`` 1.31 gives graphs that
+are not in topological order, two casts of one name where two float32 operators read one tensor,
+and wrong answers on a layer norm in single steps whose sums are kept in float32. Both raise tiny
+constants to float16's smallest number and neither tells sizes from activations.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import helper, numpy_helper
+
+from offramp.compiler.engines.constants import fold_constants
+from offramp.compiler.engines.half_rules import FLOAT, FLOAT16, Slots, halved_operators
+from offramp.compiler.graph import Dataflow, Operator
+from offramp.compiler.model import default_opset
+from offramp.compiler.shapes import concrete_shapes, declared_types
+
+_log = logging.getLogger(__name__)
+
+SUFFIX = "/offramp_fp16"
+"""What the name of a tensor's float16 form ends with; no name of a model or an exit does."""
+
+_LARGEST = float(np.finfo(np.float16).max)
+_ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div", "Where", "Sum"})
+_SMALL = 16
+"""Elements up to which a constant may be an epsilon or a bound."""
+
+
+def halve(graph: bytes) -> bytes:
+    """Compute a graph in float16 where that is sound; see :mod:`~.half_rules`.
+
+    Names and types of the graph's inputs and outputs stay. Constants beyond float16's range are
+    clipped, with a warning that names them. The same graph gives the same bytes.
+
+    Args:
+        graph: A serialised ONNX model.
+
+    Returns:
+        The serialised model.
+    """
+    proto = onnx.ModelProto.FromString(graph)
+    fold_constants(proto.graph)
+    _Halving(proto).rewrite()
+    halved: bytes = proto.SerializeToString(deterministic=True)
+    return halved
+
+
+class _Halving:
+    """Rewrites one graph; every float32 tensor has a float16 form where one is read."""
+
+    def __init__(self, proto: onnx.ModelProto) -> None:
+        self._graph = proto.graph
+        self._flow = Dataflow(proto.graph)
+        self._weights = {tensor.name: tensor for tensor in proto.graph.initializer}
+        self._types = _element_types(proto)
+        small = {
+            name: numpy_helper.to_array(tensor)
+            for name, tensor in self._weights.items()
+            if np.prod(tensor.dims, dtype=np.int64) <= _SMALL
+        }
+        self._halved = halved_operators(self._flow, self._types, small, default_opset(proto))
+        self._nodes: list[onnx.NodeProto] = []
+        self._single = {*self._weights, *self._flow.inputs}
+        """Tensors that exist in their own type."""
+        self._half: set[str] = set()
+        """Tensors that exist in float16."""
+        self._half_weights: list[onnx.TensorProto] = []
+        self._clipped: list[str] = []
+
+    def rewrite(self) -> None:
+        for op in self._flow.operators:
+            slots = self._halved.get(op.index)
+            if slots is None:
+                self._need_single(op.reads)
+                self._nodes.append(op.proto)
+                self._single.update(op.writes)
+            else:
+                self._nodes.append(self._in_half(op, slots))
+        self._need_single(self._flow.outputs)
+        self._store()
+        if self._clipped:
+            _log.warning(
+                "beyond the range of float16 (65,504), hence clipped: %s", ", ".join(self._clipped)
+            )
+
+    def _in_half(self, op: Operator, slots: Slots) -> onnx.NodeProto:
+        node = onnx.NodeProto()
+        node.CopyFrom(op.proto)
+        for place, name in enumerate(op.proto.input):
+            if place in slots.inputs:
+                self._need_half(name)
+                node.input[place] = name + SUFFIX
+            elif name:
+                self._need_single([name])
+        for place, name in enumerate(op.proto.output):
+            if place in slots.outputs:
+                self._half.add(name)
+                node.output[place] = name + SUFFIX
+            elif name:
+                self._single.add(name)
+        if op.kind == "Cast":
+            next(a for a in node.attribute if a.name == "to").i = FLOAT16
+        return node
+
+    def _need_single(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self._single and name in self._half:
+                self._nodes.append(_cast(name + SUFFIX, name, FLOAT))
+                self._single.add(name)
+
+    def _need_half(self, name: str) -> None:
+        if name in self._half:
+            return
+        self._half.add(name)
+        if name in self._weights:
+            self._half_weights.append(self._half_weight(self._weights[name]))
+        else:
+            self._nodes.append(_cast(name, name + SUFFIX, FLOAT16))
+
+    def _half_weight(self, tensor: onnx.TensorProto) -> onnx.TensorProto:
+        values: NDArray[np.float32] = numpy_helper.to_array(tensor)
+        beyond = np.isfinite(values) & (np.abs(values) > _LARGEST)
+        if beyond.any():
+            # A mask's bias of −1e9 is added to scores: with room left, the sum stays finite, and
+            # a row that is masked wholly does not become NaN.
+            kinds = {op.kind for op in self._flow.consumers[tensor.name]}
+            limit = _LARGEST / 2 if kinds & _ARITHMETIC else _LARGEST
+            values = np.where(beyond, np.clip(values, -limit, limit), values)
+            self._clipped.append(tensor.name)
+        with np.errstate(over="ignore"):  # infinities stay what they are
+            return numpy_helper.from_array(values.astype(np.float16), tensor.name + SUFFIX)
+
+    def _store(self) -> None:
+        graph = self._graph
+        nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in self._nodes]
+        read = {name for op in self._flow.operators for name in self._read_single(op)}
+        read |= set(self._flow.outputs)
+        kept = [t for name, t in self._weights.items() if name in read]
+        known = [self._described(info) for info in graph.value_info]
+        del graph.node[:], graph.initializer[:], graph.value_info[:]
+        graph.node.extend(nodes)
+        graph.initializer.extend([*kept, *self._half_weights])
+        graph.value_info.extend(known)
+
+    def _read_single(self, op: Operator) -> Iterable[str]:
+        slots = self._halved.get(op.index)
+        if slots is None:
+            return op.reads
+        return [name for place, name in enumerate(op.proto.input) if place not in slots.inputs]
+
+    def _described(self, info: onnx.ValueInfoProto) -> onnx.ValueInfoProto:
+        """What is known of a tensor, under the name it has now."""
+        described = onnx.ValueInfoProto()
+        described.CopyFrom(info)
+        if info.name in self._half and info.name not in self._single:
+            described.name += SUFFIX
+            described.type.tensor_type.elem_type = FLOAT16
+        return described
+
+
+def _cast(source: str, target: str, kind: int) -> onnx.NodeProto:
+    return helper.make_node("Cast", [source], [target], name=f"offramp_cast:{target}", to=kind)
+
+
+def _element_types(proto: onnx.ModelProto) -> dict[str, int]:
+    """Element types that inference finds, and those that the graph states."""
+    stated = {name: tensor.elem_type for name, tensor in declared_types(proto).items()}
+    return stated | {name: kind for name, (kind, _) in concrete_shapes(proto, {}).items()}

@@ -1,0 +1,190 @@
+"""Graphs of newer operator sets for TensorRT 8.6, which reads opset 17.
+
+Between two operator sets most operators stay as they are or only take more element types. What
+moved is put back where that is exact (the axes of reductions from an input to an attribute, new
+attributes at their defaults); anything else is refused with its name rather than misread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import helper, numpy_helper
+
+from offramp.compiler.engines.constants import bodies, fold_constants
+from offramp.compiler.errors import ModelError
+from offramp.compiler.graph import captured_names
+from offramp.compiler.model import default_opset
+from offramp.compiler.shapes import declared_types
+
+OPSET = 17
+"""Newest operator set that TensorRT 8.6 reads."""
+IR_VERSION = 8
+"""Of the file format, as of opset 17."""
+
+_REMEDY = (
+    f"export the model again with opset_version={OPSET} and compile that, "
+    "or build with TensorRT 10 or newer"
+)
+_MEANS_SOMETHING_ELSE = frozenset({"GridSample", "DFT", "GroupNormalization"})
+"""Names of modes, or defaults, changed without a change of the signature."""
+_NEW_VALUES = frozenset(
+    {
+        ("ScatterElements", "reduction", b"max"),
+        ("ScatterElements", "reduction", b"min"),
+        ("ScatterND", "reduction", b"max"),
+        ("ScatterND", "reduction", b"min"),
+        ("Resize", "coordinate_transformation_mode", b"half_pixel_symmetric"),
+        ("Pad", "mode", b"wrap"),
+    }
+)
+"""Values of known attributes that opset 17 does not have."""
+
+_Constants = Mapping[str, "NDArray[np.generic]"]
+
+
+def lower(graph: bytes) -> bytes:
+    """Bring a graph to opset 17, with what TensorRT 8.6 wants constant as initializers.
+
+    Args:
+        graph: A serialised ONNX model of any opset.
+
+    Returns:
+        The serialised model, which computes the same.
+
+    Raises:
+        ModelError: An operator means something that opset 17 cannot say.
+    """
+    proto = onnx.ModelProto.FromString(graph)
+    fold_constants(proto.graph)
+    opset = default_opset(proto)
+    if opset > OPSET:
+        _Lowering(proto, opset).lower_graph(proto.graph, {})
+        for entry in proto.opset_import:
+            if entry.domain in {"", "ai.onnx"}:
+                entry.version = OPSET
+    proto.ir_version = min(proto.ir_version, IR_VERSION)
+    lowered: bytes = proto.SerializeToString(deterministic=True)
+    return lowered
+
+
+class _Lowering:
+    """Rewrites the operators of a model and of the bodies in it."""
+
+    def __init__(self, proto: onnx.ModelProto, opset: int) -> None:
+        self._opset = opset
+        self._types = declared_types(proto)
+
+    def lower_graph(self, graph: onnx.GraphProto, outer: _Constants) -> None:
+        integers = {
+            tensor.name: numpy_helper.to_array(tensor)
+            for tensor in graph.initializer
+            if tensor.data_type == onnx.TensorProto.INT64
+        }
+        constants = {**outer, **integers}
+        moved: set[str] = set()
+        for node in graph.node:
+            if node.domain in {"", "ai.onnx"}:
+                moved |= self._lower_node(node, constants)
+            for body in chain.from_iterable(bodies(a) for a in node.attribute):
+                self.lower_graph(body, constants)
+        _drop_unread(graph, moved)
+
+    def _lower_node(self, node: onnx.NodeProto, constants: _Constants) -> set[str]:
+        """Rewrite one operator; gives the constants that it no longer reads."""
+        new, old = self._schemas(node)
+        if new.since_version == old.since_version:
+            return set()
+        if node.op_type in _MEANS_SOMETHING_ELSE:
+            raise _refused(node, "means something else")
+        moved: set[str] = set()
+        if node.op_type.startswith("Reduce") and "axes" in old.attributes:
+            moved = _axes_as_attribute(node, constants)
+        if node.op_type == "Split":
+            self._equal_split(node)
+        _drop_new_attributes(node, new, old)
+        if len(node.input) > old.max_input:
+            raise _refused(node, f"has {old.max_input} inputs at most, not {len(node.input)}")
+        return moved
+
+    def _schemas(self, node: onnx.NodeProto) -> tuple[onnx.defs.OpSchema, onnx.defs.OpSchema]:
+        """As the model means the operator, and as of opset 17."""
+        new = onnx.defs.get_schema(node.op_type, self._opset)
+        try:
+            return new, onnx.defs.get_schema(node.op_type, OPSET)
+        except onnx.defs.SchemaError:
+            raise ModelError(
+                f"{_named(node)}: {node.op_type} came with opset {new.since_version}, and "
+                f"TensorRT 8.6 reads opset {OPSET}; {_REMEDY}"
+            ) from None
+
+    def _equal_split(self, node: onnx.NodeProto) -> None:
+        """Opset 18 says how many parts, the last may be smaller; before, all had to be equal."""
+        flags = {a.name: a.i for a in node.attribute}
+        if "num_outputs" not in flags:
+            return
+        found = self._types.get(node.input[0])
+        size = found.shape[flags.get("axis", 0)] if found and found.shape else "?"
+        parts = len(node.output)
+        if parts != flags["num_outputs"] or not isinstance(size, int) or size % parts:
+            raise _refused(node, f"needs {parts} equal parts, here {size} elements are split")
+        _remove_attribute(node, "num_outputs")
+
+
+def _axes_as_attribute(node: onnx.NodeProto, constants: _Constants) -> set[str]:
+    """Opset 18 moved the axes of reductions from an attribute to an input."""
+    name = node.input[1] if len(node.input) > 1 else ""
+    if name and name not in constants:
+        raise _refused(node, f"needs constant axes, here they are computed ({name})")
+    axes = [int(axis) for axis in constants[name].reshape(-1)] if name else []
+    flags = {a.name: a.i for a in node.attribute}
+    if not axes and flags.get("noop_with_empty_axes", 0):
+        raise _refused(node, "cannot leave its input alone where no axes are given")
+    _remove_attribute(node, "noop_with_empty_axes")
+    del node.input[1:]
+    if axes:
+        node.attribute.append(helper.make_attribute("axes", axes))
+    return {name} if name else set()
+
+
+def _drop_new_attributes(
+    node: onnx.NodeProto, new: onnx.defs.OpSchema, old: onnx.defs.OpSchema
+) -> None:
+    for attribute in list(node.attribute):
+        value = helper.get_attribute_value(attribute)
+        if attribute.name not in old.attributes:
+            default = new.attributes[attribute.name].default_value
+            if not default.name or helper.get_attribute_value(default) != value:
+                raise _refused(node, f"has no attribute {attribute.name}, here it is {value}")
+            _remove_attribute(node, attribute.name)
+        elif isinstance(value, bytes) and (node.op_type, attribute.name, value) in _NEW_VALUES:
+            raise _refused(node, f"has no {attribute.name} {value.decode()!r}")
+
+
+def _remove_attribute(node: onnx.NodeProto, name: str) -> None:
+    kept = [attribute for attribute in node.attribute if attribute.name != name]
+    del node.attribute[:]
+    node.attribute.extend(kept)
+
+
+def _drop_unread(graph: onnx.GraphProto, names: set[str]) -> None:
+    """Remove those of some constants that nothing reads any more."""
+    read = {name for node in graph.node for name in (*node.input, *captured_names(node))}
+    read |= {output.name for output in graph.output}
+    kept = [
+        tensor for tensor in graph.initializer if tensor.name not in names or tensor.name in read
+    ]
+    del graph.initializer[:]
+    graph.initializer.extend(kept)
+
+
+def _refused(node: onnx.NodeProto, reason: str) -> ModelError:
+    return ModelError(f"{_named(node)}: in opset {OPSET}, {node.op_type} {reason}; {_REMEDY}")
+
+
+def _named(node: onnx.NodeProto) -> str:
+    return f"operator {node.name or node.output[0]!r}"

@@ -1,0 +1,87 @@
+"""Ranges of sizes from the command line."""
+
+from __future__ import annotations
+
+import pytest
+
+from offramp.compiler.engines.ranges import (
+    DEFAULT_BATCHES,
+    SizeRange,
+    describe_ranges,
+    parse_batches,
+    parse_buckets,
+)
+from offramp.compiler.errors import EngineOptionsError
+
+
+@pytest.mark.parametrize(
+    ("text", "ranges"),
+    [
+        (DEFAULT_BATCHES, [(1, 1), (2, 8), (9, 32)]),
+        ("4", [(4, 4)]),
+        (" 1 , 2 - 8 ", [(1, 1), (2, 8)]),
+        ("2-2,16,20-40", [(2, 2), (16, 16), (20, 40)]),
+    ],
+)
+def test_batches(text: str, ranges: list[tuple[int, int]]) -> None:
+    assert list(parse_batches(text)) == ranges
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "a size is missing"),
+        ("1,,2", "a size is missing"),
+        ("0", "'0' is not a size; sizes are 1 or more"),
+        ("-3", "'' is not a size"),
+        ("1.5", "'1.5' is not a size"),
+        ("two", "'two' is not a size"),
+        ("1-2-3", "'2-3' is not a size"),
+        ("8-2", "8-2 ends before it begins; did you mean 2-8?"),
+        ("1-8,8-32", "8-32 does not begin after 1-8"),
+        ("2-8,1", "1 does not begin after 2-8"),
+        ("4,4", "4 does not begin after 4"),
+    ],
+)
+def test_batches_that_are_refused(text: str, said: str) -> None:
+    with pytest.raises(EngineOptionsError) as refused:
+        parse_batches(text)
+    assert said in str(refused.value)
+    assert f"--batch-profiles {text!r}" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "buckets"),
+    [
+        ([], {}),
+        (["sequence=32,64,128"], {"sequence": [(1, 32), (33, 64), (65, 128)]}),
+        (["s=16", "t=8-8,12"], {"s": [(1, 16)], "t": [(8, 8), (9, 12)]}),
+        (["height=200-224,225-256"], {"height": [(200, 224), (225, 256)]}),
+    ],
+)
+def test_buckets(options: list[str], buckets: dict[str, list[tuple[int, int]]]) -> None:
+    found = parse_buckets(options)
+    assert {name: list(ranges) for name, ranges in found.items()} == buckets
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["32,64"], "is not NAME=SIZES, for instance sequence=32,64,128"),
+        (["=32"], "is not NAME=SIZES"),
+        (["s="], "a size is missing"),
+        (["s=64,32"], "32 does not begin after 1-64"),
+        (["s=32,32"], "32 does not begin after 1-32"),
+        (["s=x"], "'x' is not a size"),
+        (["s=1", "s=2"], "s is given twice"),
+    ],
+)
+def test_buckets_that_are_refused(options: list[str], said: str) -> None:
+    with pytest.raises(EngineOptionsError) as refused:
+        parse_buckets(options)
+    assert said in str(refused.value)
+    assert "--buckets" in str(refused.value)
+
+
+def test_ranges_in_words() -> None:
+    assert describe_ranges([SizeRange(1, 1), SizeRange(2, 8)]) == "1, 2-8"
