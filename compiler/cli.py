@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -17,6 +17,17 @@ from rich.markup import escape
 from offramp.bundle import Bundle, BundleError
 from offramp.bundle.bundle import REPORT
 from offramp.calibration.errors import DataError
+from offramp.compiler.build_command import (
+    add_engine_arguments,
+    build_and_print,
+    build_parser,
+    engine_options,
+    given_engine_options,
+    run_build,
+)
+
+if TYPE_CHECKING:
+    from offramp.compiler.build import BuildOptions
 
 _DESCRIPTION = """\
 Make a multi-exit bundle of an ONNX classifier: slice it at its cut points, train exits on
@@ -26,6 +37,7 @@ within --max-disagreement.
   eecompile model.onnx --data calibration.npz     writes model.ee
   eecompile inspect model.onnx                    lists the cut points
   eecompile rehearse model.ee --data new.npz      adapts a bundle to a load that has changed
+  eecompile build model.ee --device cuda:0        builds its TensorRT engines, where the GPU is
 """
 
 
@@ -81,6 +93,7 @@ def _compile(options: argparse.Namespace, console: Console) -> int:
     from offramp.compiler.progress import TerminalProgress  # noqa: PLC0415
 
     output = options.output or options.model.with_suffix(".ee")
+    engines = _engines_to_build(options, output)
     with TerminalProgress(console) as progress:
         bundle = compile_model(
             CompileOptions(
@@ -110,7 +123,29 @@ def _compile(options: argparse.Namespace, console: Console) -> int:
             progress,
         )
     summarise(bundle, Console())
-    return 0
+    return 0 if engines is None else build_and_print(engines, console)
+
+
+def _engines_to_build(options: argparse.Namespace, output: Path) -> BuildOptions | None:
+    """What ``--backend tensorrt`` asks for, checked before any long work.
+
+    Raises:
+        CompileError: It makes no sense, or this machine cannot build it.
+    """
+    from offramp.compiler.build import BuildOptions, check_device, check_options  # noqa: PLC0415
+    from offramp.compiler.errors import EngineOptionsError  # noqa: PLC0415
+
+    if options.backend != "tensorrt":
+        given = given_engine_options(options)
+        if given:
+            raise EngineOptionsError(f"{', '.join(given)} is for engines: add --backend tensorrt")
+        return None
+    engines = BuildOptions(
+        bundle=output, engines=engine_options(options), data=options.data, seed=options.seed
+    )
+    check_options(engines)
+    check_device(engines.engines.device)
+    return engines
 
 
 def summarise(bundle: Bundle, console: Console) -> None:
@@ -278,6 +313,11 @@ def _compile_parser() -> argparse.ArgumentParser:
                            "by rehearsing batches, such that batches do not become late. "
                            "Thresholds are certified alike")  # fmt: skip
     _add_rehearsing(rehearsal, 32, 0.02)
+    engines = parser.add_argument_group("engines", "With --backend tensorrt only.")
+    engines.add_argument("--backend", choices=["onnxruntime", "tensorrt"], default="onnxruntime",
+                         help="tensorrt: build the bundle's engines too, as eecompile build "
+                         "does")  # fmt: skip
+    add_engine_arguments(engines)
     tuning = parser.add_argument_group("measuring")
     tuning.add_argument("--reference-batch-size", type=_positive, default=8, metavar="N",
                         help="savings are predicted at this size")  # fmt: skip
@@ -318,6 +358,7 @@ _COMPILE = Command(_compile_parser, _compile)
 COMMANDS = {
     "inspect": Command(_inspect_parser, _inspect),
     "rehearse": Command(_rehearse_parser, _rehearse),
+    "build": Command(build_parser, run_build),
 }
 """By name; anything else compiles a model. A model file called like one is given as ./NAME."""
 

@@ -1,0 +1,340 @@
+"""``eecompile build``: engines for a GPU, built on the machine that has it, into the bundle."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from offramp.bundle import Bundle, BundleError
+from offramp.bundle.engines import EngineStore, EngineTarget, Precision, list_targets, prune_targets
+from offramp.calibration.dataset import Dataset, read_dataset
+from offramp.calibration.quantization import Ranges
+from offramp.compiler.engines.builder import BuildSettings, EngineBuilder
+from offramp.compiler.engines.building import (
+    BuildSummary,
+    EngineWork,
+    Planned,
+    PlannedEngine,
+    explain,
+    target_of,
+)
+from offramp.compiler.engines.graphs import UnitGraphs, ranges_of
+from offramp.compiler.engines.precision import Parts, measure_precision, part_data
+from offramp.compiler.engines.profiles import ModelShapes, profile_notes, profile_sizes
+from offramp.compiler.engines.ranges import DEFAULT_BATCHES, SizeRange, parse_batches
+from offramp.compiler.engines.units import PARTS, Part, units_of
+from offramp.compiler.errors import EngineOptionsError, EnginesUnavailableError
+from offramp.compiler.progress import Progress, SilentProgress
+from offramp.engine.errors import BackendError
+from offramp.engine.kernels.compilation import load_kernels
+from offramp.engine.kernels.errors import KernelCompilerNotFoundError
+from offramp.engine.tensorrt.probe import require
+
+UNKNOWN = "unknown"
+"""GPU and TensorRT of a dry run that finds none."""
+_JUDGED = ("fp16", "int8")
+"""Precisions that round answers; tf32 has the graphs of fp32, and no CPU computes in it."""
+_ASSUMED_VERSION = "10"
+"""Of TensorRT, where a dry run finds none: what most have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What engines are built for, and how; the same after a compile and for a bundle."""
+
+    device: str = "cuda:0"
+    precision: Precision = "fp32"
+    batches: tuple[SizeRange, ...] = parse_batches(DEFAULT_BATCHES)
+    buckets: tuple[tuple[str, tuple[SizeRange, ...]], ...] = ()
+    """Ranges of other symbolic sizes, by the model's name."""
+    parts: tuple[Part, ...] = PARTS
+    workspace_bytes: int | None = None
+    """Most scratch memory; ``None`` is all that is free."""
+    optimization_level: int = 3
+    accept_disagreement: bool = False
+    """Build although the precision breaks the bundle's promise."""
+
+    @property
+    def settings(self) -> BuildSettings:
+        """For the builder."""
+        return BuildSettings(
+            precision=self.precision,
+            workspace_bytes=self.workspace_bytes,
+            optimization_level=self.optimization_level,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildOptions:
+    """One run of ``eecompile build``."""
+
+    bundle: Path
+    engines: EngineOptions
+    data: Path | None = None
+    """Calibration data: engines are verified on it, int8's ranges are measured on a part of it,
+    and what fp16 and int8 cost in answers on another."""
+    seed: int = 0
+    """Of the compilation, by which the samples that certified are found again in its data."""
+    rebuild: bool = False
+    """Build what is fresh too."""
+    prune: bool = False
+    """Remove engines that this run does not ask for, those of other targets too."""
+    dry_run: bool = False
+    """Build nothing."""
+
+
+class _Data(NamedTuple):
+    dataset: Dataset | None = None
+    parts: Parts | None = None
+    """Of the data set, where the precision is judged."""
+    ranges: Ranges | None = None
+    """For int8."""
+
+
+class Reports(NamedTuple):
+    """Where a build tells what it does."""
+
+    progress: Progress = SilentProgress()
+    say: Callable[[str], None] = lambda _: None
+    """Prints a line while the work goes on."""
+
+
+_SILENT = Reports()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Building:
+    """What came of it."""
+
+    bundle: Bundle
+    target: EngineTarget
+    planned: tuple[Planned, ...]
+    summary: BuildSummary | None
+    """``None`` after a dry run."""
+
+
+def build_bundle(options: BuildOptions, reports: Reports = _SILENT) -> Building:
+    """Build the engines of a bundle that are not there or not fresh.
+
+    Raises:
+        CompileError: Options make no sense, this machine cannot build, or data is missing. That
+            single engines fail is in the summary.
+        BundleError: There is no bundle, it is damaged, or engines cannot be written.
+        DataError: The data does not fit the model.
+    """
+    check_options(options)
+    with _builder(options, reports) as builder:
+        bundle = Bundle.open(options.bundle)
+        target = _target(bundle, builder, options)
+        data = _read_data(bundle, options, reports)
+        work = _prepare(bundle, target, options, data, reports)
+        if builder is None or options.dry_run:
+            store = _open(bundle, target, reports)
+            return _planned(work, store, options, reports)
+        with EngineStore.empty(bundle.path, target).exclusively():
+            store = _open(bundle, target, reports)
+            store.clean()
+            building = _planned(work, store, options, reports)
+            _judge(building, data, options, reports)
+            _keep_kernels(store, reports)
+            summary = work.build(building.planned, builder, store, reports.progress)
+            if options.prune:
+                _prune(store, summary, reports)
+        return replace(building, summary=summary)
+
+
+def check_options(options: BuildOptions) -> None:
+    """Check what needs neither bundle nor GPU.
+
+    Raises:
+        EngineOptionsError: int8 is asked for without data.
+    """
+    if options.engines.precision == "int8" and options.data is None:
+        raise EngineOptionsError(
+            "--precision int8 needs --data NPZ: the ranges of activations are measured on "
+            "calibration data; give that which the bundle was compiled with"
+        )
+
+
+def check_device(device: str) -> None:
+    """Check that engines can be built on this machine, without touching the GPU.
+
+    Raises:
+        EnginesUnavailableError: Something is missing; one line says what, and the remedy.
+    """
+    try:
+        require(device)
+    except BackendError as error:
+        raise EnginesUnavailableError(str(error)) from error
+
+
+def make_builder(device: str) -> EngineBuilder:
+    """Make TensorRT's builder for a device; raises as :func:`check_device`."""
+    check_device(device)
+    from offramp.compiler.tensorrt import TensorRTBuilder  # noqa: PLC0415
+
+    try:
+        return TensorRTBuilder(device)
+    except BackendError as error:
+        raise EnginesUnavailableError(str(error)) from error
+
+
+@contextlib.contextmanager
+def _builder(options: BuildOptions, reports: Reports) -> Iterator[EngineBuilder | None]:
+    """Make the builder, and close it; a dry run does without where there is none."""
+    try:
+        builder = make_builder(options.engines.device)
+    except EnginesUnavailableError as error:
+        if not options.dry_run:
+            raise
+        reports.say(f"{error}; listing what is known without it")
+        yield None
+        return
+    try:
+        yield builder
+    finally:
+        builder.close()
+
+
+def _target(bundle: Bundle, builder: EngineBuilder | None, options: BuildOptions) -> EngineTarget:
+    """This machine's; where nothing is known of it, the one that the bundle has engines for."""
+    precision = options.engines.precision
+    if builder is not None:
+        return target_of(builder, options.engines.settings)
+    known = [target for target in list_targets(bundle.path) if target.precision == precision]
+    if len(known) == 1:
+        return known[0]
+    return EngineTarget(
+        gpu=UNKNOWN, compute_capability=(0, 0), tensorrt=UNKNOWN, precision=precision
+    )
+
+
+def _read_data(bundle: Bundle, options: BuildOptions, reports: Reports) -> _Data:
+    if options.data is None:
+        return _Data()
+    dataset = read_dataset(options.data, bundle.manifest.inputs)
+    if options.engines.precision not in _JUDGED:
+        return _Data(dataset)
+    parts = part_data(bundle, dataset, seed=options.seed, threads=_threads())
+    if options.engines.precision != "int8":
+        return _Data(dataset, parts)
+    with reports.progress.step("Measure the ranges of int8", 1):
+        ranges = ranges_of(bundle, parts.ranges, threads=_threads())
+    return _Data(dataset, parts, ranges)
+
+
+def _prepare(
+    bundle: Bundle, target: EngineTarget, options: BuildOptions, data: _Data, reports: Reports
+) -> EngineWork:
+    engines, manifest = options.engines, bundle.manifest
+    buckets = dict(engines.buckets)
+    sizes = profile_sizes(manifest, engines.batches, buckets)
+    for note in profile_notes(manifest, sizes, buckets):
+        reports.say(note)
+    version = _ASSUMED_VERSION if target.tensorrt == UNKNOWN else target.tensorrt
+    return EngineWork(
+        bundle=bundle,
+        graphs=UnitGraphs(bundle, target.precision, ranges=data.ranges, tensorrt_version=version),
+        settings=engines.settings,
+        sizes=sizes,
+        shapes=ModelShapes(bundle),
+        samples=data.dataset,
+    )
+
+
+def _judge(building: Building, data: _Data, options: BuildOptions, reports: Reports) -> None:
+    """Measure what the precision costs in answers, before engines are built in it.
+
+    Raises:
+        VerificationError: It breaks the bundle's promise, and that was not accepted.
+    """
+    precision = options.engines.precision
+    stale = any(isinstance(plan, PlannedEngine) and plan.stale for plan in building.planned)
+    if precision not in _JUDGED or not stale:
+        return
+    if data.parts is None:
+        reports.say(
+            f"{precision}: what it costs in answers is not measured; add --data NPZ, best that "
+            "which the bundle was compiled with"
+        )
+        return
+    with reports.progress.step(f"Compare {precision} with fp32", 1):
+        check = measure_precision(
+            building.bundle,
+            precision,
+            data.ranges,
+            data.parts.judged,
+            unseen=data.parts.unseen,
+            threads=_threads(),
+        )
+    reports.say(check.describe())
+    if not options.engines.accept_disagreement:
+        check.demand()
+
+
+def _open(bundle: Bundle, target: EngineTarget, reports: Reports) -> EngineStore:
+    """Open the store; a damaged one is made anew, as it is only a cache."""
+    try:
+        return EngineStore.open(bundle.path, target)
+    except BundleError as error:
+        reports.say(f"{error}; all engines of this target are built again")
+        return EngineStore.empty(bundle.path, target)
+
+
+def _planned(
+    work: EngineWork, store: EngineStore, options: BuildOptions, reports: Reports
+) -> Building:
+    units = units_of(work.bundle, options.engines.parts)
+    planned = []
+    with reports.progress.step("Compare with what is there", len(units)) as advance:
+        for plan in work.plan(units, store, rebuild=options.rebuild):
+            planned.append(plan)
+            advance(1)
+    for line in explain(planned, store):
+        reports.say(line)
+    return Building(
+        bundle=work.bundle, target=store.index.target, planned=tuple(planned), summary=None
+    )
+
+
+def _prune(store: EngineStore, summary: BuildSummary, reports: Reports) -> None:
+    removed = store.prune([result.unit.name for result in summary.results])
+    removed += prune_targets(store.bundle_path, [store.index.target])
+    for name in removed:
+        reports.say(f"removed {name}")
+
+
+def _keep_kernels(store: EngineStore, reports: Reports) -> None:
+    """Compile our own kernels for the GPU, so that serving needs no compiler."""
+    try:
+        cubin = load_kernels(store.index.target.compute_capability)
+    except KernelCompilerNotFoundError as error:
+        reports.say(f"warning: no CUDA compiler, so the server will have to find one: {error}")
+        return
+    except BackendError as error:
+        reports.say(f"warning: the kernels are not in the bundle: {error}")
+        return
+    store.put_kernels(cubin)
+
+
+def _threads() -> int:
+    return os.cpu_count() or 1
+
+
+def parse_parts(text: str) -> tuple[Part, ...]:
+    """Read ``source,stages,segments``, or some of them.
+
+    Raises:
+        EngineOptionsError: There is no such part.
+    """
+    asked = [item.strip() for item in text.split(",")]
+    unknown = [item for item in asked if item not in PARTS]
+    if unknown:
+        raise EngineOptionsError(
+            f"--parts {text!r}: there is no part {unknown[0]!r}; choose of {', '.join(PARTS)}"
+        )
+    return tuple(part for part in PARTS if part in asked)

@@ -1,0 +1,312 @@
+"""Which engines are fresh, and building, verifying and keeping those that are not."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias
+
+import onnx
+
+from offramp.bundle import Bundle, BundleError
+from offramp.bundle.engines import (
+    ENGINES,
+    EngineEntry,
+    EngineStore,
+    EngineTarget,
+    list_targets,
+    parts_digest,
+)
+from offramp.calibration.dataset import Dataset
+from offramp.compiler.engines.builder import BuildProgress, BuildSettings, Built, EngineBuilder
+from offramp.compiler.engines.keys import differences, engine_key
+from offramp.compiler.engines.profiles import ModelShapes, SizedProfile, Sizes, unit_profiles
+from offramp.compiler.engines.units import Unit
+from offramp.compiler.engines.verification import Verifier
+from offramp.compiler.errors import CompileError, EngineBuildError, EngineOptionsError
+from offramp.compiler.progress import Advance, Progress
+
+Status: TypeAlias = Literal["built", "fresh", "failed"]
+"""Of a unit after a build."""
+NOT_BUILT = "not there yet"
+_PERCENT = 100
+
+
+class UnitGraphs(Protocol):
+    """Gives the ONNX graph of a unit, in the precision that is built; the same each time."""
+
+    def of(self, unit: Unit) -> bytes:
+        """Make the graph.
+
+        Raises:
+            CompileError: It cannot be had in this precision, or for this TensorRT.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedEngine:
+    """A unit, and whether its engine has to be built."""
+
+    unit: Unit
+    profiles: tuple[SizedProfile, ...]
+    key: dict[str, str]
+    stale: str
+    """Why it has to be built; empty if the engine that is there is fresh."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitResult:
+    """What became of a unit."""
+
+    unit: Unit
+    status: Status
+    entry: EngineEntry | None = None
+    """The engine that is in the store now, if it is good."""
+    error: float | None = None
+    """Largest difference from ONNX Runtime, as a share of the output's largest magnitude,
+    measured; only of what was built."""
+    problem: str = ""
+    """Why it failed."""
+
+
+Planned: TypeAlias = PlannedEngine | UnitResult
+"""What is planned for a unit; a failure where there is no graph to build from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildSummary:
+    """What became of all units, in their order."""
+
+    target: EngineTarget
+    results: tuple[UnitResult, ...]
+
+    @property
+    def failed(self) -> tuple[UnitResult, ...]:
+        """Units without a good engine."""
+        return tuple(result for result in self.results if result.status == "failed")
+
+
+def target_of(builder: EngineBuilder, settings: BuildSettings) -> EngineTarget:
+    """What a builder builds for."""
+    return EngineTarget(
+        gpu=builder.gpu,
+        compute_capability=builder.compute_capability,
+        tensorrt=builder.version,
+        precision=settings.precision,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineWork:
+    """A bundle, and what its engines shall be."""
+
+    bundle: Bundle
+    graphs: UnitGraphs
+    settings: BuildSettings
+    sizes: tuple[Sizes, ...]
+    """Of the profiles of every engine."""
+    shapes: ModelShapes
+    samples: Dataset | None = None
+    """To verify with; ``None`` verifies on random inputs."""
+
+    def plan(
+        self, units: Sequence[Unit], store: EngineStore, *, rebuild: bool = False
+    ) -> Iterator[Planned]:
+        """Find out which engines are fresh, without building any.
+
+        Yields:
+            In the order of ``units``: what is planned for each.
+
+        Raises:
+            EngineOptionsError: The model does not work at the sizes asked for.
+        """
+        for unit in units:
+            try:
+                yield self._plan_unit(unit, store, rebuild=rebuild)
+            except EngineOptionsError:  # would be said of every unit
+                raise
+            except CompileError as error:
+                yield _failure(unit, error)
+
+    def build(
+        self,
+        planned: Sequence[Planned],
+        builder: EngineBuilder,
+        store: EngineStore,
+        progress: Progress,
+    ) -> BuildSummary:
+        """Build what is not fresh; each engine is kept as soon as it is verified.
+
+        One that fails leaves the others alone. An interruption loses the engine in work only.
+
+        Raises:
+            BundleError: The store cannot be written.
+        """
+        verifier = Verifier(self.bundle, self.shapes, self.settings.precision, samples=self.samples)
+        work = sum(isinstance(plan, PlannedEngine) and bool(plan.stale) for plan in planned)
+        results: list[UnitResult] = []
+        number = 0
+        for plan in planned:
+            if isinstance(plan, UnitResult):
+                results.append(plan)
+            elif not plan.stale:
+                entry = store.entry(plan.unit.name)
+                results.append(UnitResult(unit=plan.unit, status="fresh", entry=entry))
+            else:
+                number += 1
+                title = f"Build {plan.unit.name} ({number} of {work})"
+                with progress.step(title, _PERCENT) as advance:
+                    results.append(self._build_unit(plan, builder, store, verifier, advance))
+        return BuildSummary(target=store.index.target, results=tuple(results))
+
+    def _plan_unit(self, unit: Unit, store: EngineStore, *, rebuild: bool) -> PlannedEngine:
+        graph = self.graphs.of(unit)
+        profiles = unit_profiles(_inputs_of(graph), self.sizes, self.shapes)
+        shapes = [profile.shapes for profile in profiles]
+        parts = parts_digest(self.bundle.manifest, *unit)
+        key = engine_key(store.index.target, self.settings, graph, shapes, parts=parts)
+        stale = _staleness(store, unit, key)
+        if rebuild and stale != NOT_BUILT:
+            stale = "asked for by --rebuild"
+        return PlannedEngine(unit=unit, profiles=profiles, key=key, stale=stale)
+
+    def _build_unit(
+        self,
+        plan: PlannedEngine,
+        builder: EngineBuilder,
+        store: EngineStore,
+        verifier: Verifier,
+        advance: Advance,
+    ) -> UnitResult:
+        try:
+            graph = self._graph_again(plan)
+            began = time.perf_counter()
+            built = self._built(plan, graph, builder, store, advance)
+            took = time.perf_counter() - began
+            error = verifier.check(
+                plan.unit,
+                graph,
+                plan.profiles,
+                lambda inputs, index: builder.run(built.plan, inputs, index),
+            )
+        except (CompileError, RuntimeError) as problem:  # ONNX Runtime's are RuntimeErrors here
+            return _failure(plan.unit, problem)
+        entry = EngineEntry.of(
+            plan.unit.name,
+            built.plan,
+            key=plan.key,
+            profiles=tuple(profile.shapes for profile in plan.profiles),
+            build_s=took,
+        )
+        store.put(entry, built.plan)
+        return UnitResult(unit=plan.unit, status="built", entry=entry, error=error)
+
+    def _built(
+        self,
+        plan: PlannedEngine,
+        graph: bytes,
+        builder: EngineBuilder,
+        store: EngineStore,
+        advance: Advance,
+    ) -> Built:
+        built = builder.build(
+            graph,
+            [profile.shapes for profile in plan.profiles],
+            self.settings,
+            timing_cache=_timing_cache(store),
+            progress=outermost(advance),
+        )
+        if built.timing_cache:
+            store.put_timing_cache(built.timing_cache)
+        return built
+
+    def _graph_again(self, plan: PlannedEngine) -> bytes:
+        """Make the graph once more, rather than keep those of all units in memory."""
+        graph = self.graphs.of(plan.unit)
+        if hashlib.sha256(graph).hexdigest() != plan.key["graph"]:
+            raise EngineBuildError(
+                "its graph differs each time that it is made; please report this"
+            )
+        return graph
+
+
+def explain(planned: Sequence[Planned], store: EngineStore) -> list[str]:
+    """Say, in few lines, why engines that could have been expected to be there are built."""
+    target = store.index.target
+    plans = [plan for plan in planned if isinstance(plan, PlannedEngine)]
+    lines = []
+    if not store.index.engines:
+        known = list_targets(store.bundle_path)
+        others = [t.describe() for t in known if not t.runs_where(target)]
+        if others and len(others) == len(known):
+            lines.append(
+                f"{store.bundle_path}/{ENGINES} has engines for {'; '.join(others)}; this is "
+                f"{target.describe()}: building anew"
+            )
+    reasons: dict[str, list[str]] = {}
+    for plan in plans:
+        if plan.stale and plan.stale != NOT_BUILT:
+            reasons.setdefault(plan.stale, []).append(plan.unit.name)
+    for reason, names in reasons.items():
+        lines.append(f"rebuilding {_list(names)}: {reason}")
+    return lines
+
+
+def outermost(advance: Advance) -> BuildProgress:
+    """Drive a bar of 100 by the builder's first phase, which holds the others."""
+    phases: list[str] = []
+    shown = 0
+
+    def report(phase: str, step: int, steps: int) -> None:
+        nonlocal shown
+        if not phases:
+            phases.append(phase)
+        if phase == phases[0] and steps > 0:
+            reached = min(_PERCENT, _PERCENT * step // steps)
+            if reached > shown:
+                advance(reached - shown)
+                shown = reached
+
+    return report
+
+
+def _staleness(store: EngineStore, unit: Unit, key: dict[str, str]) -> str:
+    entry = store.entry(unit.name)
+    if entry is None:
+        return NOT_BUILT
+    changed = differences(entry.key, key)
+    if changed:
+        return changed
+    try:
+        store.read(entry)
+    except BundleError:
+        return "its file is missing or was altered"
+    return ""
+
+
+def _timing_cache(store: EngineStore) -> bytes:
+    """A damaged one is as good as none: it only saves time."""
+    with contextlib.suppress(BundleError):
+        return store.read_timing_cache()
+    return b""
+
+
+def _inputs_of(graph: bytes) -> list[str]:
+    proto = onnx.load_from_string(graph).graph
+    weights = {tensor.name for tensor in proto.initializer}
+    return [info.name for info in proto.input if info.name not in weights]
+
+
+def _failure(unit: Unit, error: Exception) -> UnitResult:
+    return UnitResult(unit=unit, status="failed", problem=f"{unit.name}: {error}")
+
+
+def _list(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    return f"{len(names)} engines ({shown})"

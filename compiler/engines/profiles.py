@@ -1,0 +1,220 @@
+"""Shape profiles of a unit's inputs: every batch range with every bucket of other sizes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import onnx
+
+from offramp.bundle import Bundle, Manifest
+from offramp.bundle.engines import ShapeProfile, ShapeRange
+from offramp.compiler.engines.ranges import SizeRange, describe_ranges
+from offramp.compiler.errors import EngineOptionsError
+from offramp.compiler.runtime import Runner, random_inputs
+from offramp.engine.assembly import assemble
+
+MANY_PROFILES = 16
+"""Beyond this a build takes long, and every engine keeps much device memory for contexts."""
+
+_PROBED_BATCH = 2
+"""The model is run at it to find shapes: small, and not 1, which broadcasts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What the symbolic sizes of the model may be in one profile."""
+
+    batch: SizeRange
+    others: dict[str, SizeRange]
+    """By the model's name for the size."""
+
+    @property
+    def least(self) -> Point:
+        """The smallest of each."""
+        return Point(self.batch.first, tuple((n, r.first) for n, r in self.others.items()))
+
+    @property
+    def best(self) -> Point:
+        """The largest of each, which engines are tuned for."""
+        return Point(self.batch.last, tuple((n, r.last) for n, r in self.others.items()))
+
+
+class Point(NamedTuple):
+    """One choice of all symbolic sizes."""
+
+    batch: int
+    others: tuple[tuple[str, int], ...]
+    """By the model's name for the size."""
+
+    def describe(self) -> str:
+        """``batch 8, sequence 64``, for messages."""
+        return ", ".join(f"{name} {size}" for name, size in (("batch", self.batch), *self.others))
+
+
+class SizedProfile(NamedTuple):
+    """A profile of a unit, and the sizes that it comes from."""
+
+    sizes: Sizes
+    shapes: ShapeProfile
+
+
+def symbols_of(manifest: Manifest) -> dict[str, SizeRange]:
+    """Find the symbolic sizes besides the batch, and what each is where nothing is asked for.
+
+    A sequence may be shorter than what was calibrated; an image may not, as few sizes survive a
+    network's strides.
+    """
+    found: dict[str, SizeRange] = {}
+    for spec in manifest.inputs:
+        shape = manifest.calibration.sample_shapes[spec.name]
+        for name, size in zip(spec.shape[1:], shape, strict=True):
+            if isinstance(name, str) and name != spec.shape[0]:
+                found[name] = SizeRange(1 if len(spec.shape) <= 3 else size, size)
+    return found
+
+
+def profile_sizes(
+    manifest: Manifest,
+    batches: Sequence[SizeRange],
+    buckets: Mapping[str, Sequence[SizeRange]],
+) -> tuple[Sizes, ...]:
+    """Combine every batch range with every bucket.
+
+    Raises:
+        EngineOptionsError: A bucket is for a size that the model does not have.
+    """
+    symbols = symbols_of(manifest)
+    unknown = sorted(buckets.keys() - symbols.keys())
+    if unknown:
+        known = f"those it has are {', '.join(symbols)}" if symbols else "it has none"
+        raise EngineOptionsError(
+            f"--buckets: the model has no symbolic size {unknown[0]!r} besides the batch; {known} "
+            f"({'; '.join(spec.describe() for spec in manifest.inputs)})"
+        )
+    choices = [buckets.get(name, (default,)) for name, default in symbols.items()]
+    return tuple(
+        Sizes(batch=batch, others=dict(zip(symbols, chosen, strict=True)))
+        for batch in batches
+        for chosen in itertools.product(*choices)
+    )
+
+
+def profile_notes(
+    manifest: Manifest, sizes: Sequence[Sizes], buckets: Mapping[str, Sequence[SizeRange]]
+) -> list[str]:
+    """Say what a user should know of the profiles before they are built."""
+    notes = [
+        f"{name}: engines take {describe_ranges([size])}, as the calibration data has it; "
+        f"for others give --buckets {name}=SIZES"
+        for name, size in symbols_of(manifest).items()
+        if name not in buckets
+    ]
+    if len(sizes) > MANY_PROFILES:
+        notes.append(
+            f"{len(sizes)} profiles an engine are many: building takes long and serving needs "
+            "memory for each; give fewer --batch-profiles or --buckets"
+        )
+    return notes
+
+
+class ModelShapes:
+    """Shapes of the model's inputs and cut tensors at given sizes, found by running it.
+
+    Not by inference: that loses sizes at a ``Reshape``, and sees no table that is too short for a
+    sequence. So sizes at which the model fails are found before anything is built.
+    """
+
+    def __init__(self, bundle: Bundle) -> None:
+        """Join the segments of a bundle."""
+        manifest = bundle.manifest
+        self._inputs = manifest.inputs
+        self._cuts = tuple(segment.output for segment in manifest.segments)
+        parts = [bundle.read(segment.file) for segment in manifest.segments]
+        self._chain = onnx.load_from_string(assemble(parts, self._cuts))
+        self._runner = Runner(self._chain)
+        self._known: dict[tuple[tuple[str, int], ...], dict[str, tuple[int, ...]]] = {}
+
+    def at(self, point: Point) -> dict[str, tuple[int, ...]]:
+        """Find the shapes at a point, by tensor name.
+
+        Raises:
+            EngineOptionsError: The model does not work at these sizes.
+        """
+        if point.others not in self._known:
+            self._known[point.others] = self._measure(point)
+        cuts = {name: (point.batch, *rest) for name, rest in self._known[point.others].items()}
+        return self.inputs_at(point) | cuts
+
+    def inputs_at(self, point: Point) -> dict[str, tuple[int, ...]]:
+        """Give the shapes of the model's inputs alone."""
+        others = dict(point.others)
+        return {
+            spec.name: tuple(
+                size if isinstance(size, int) else others.get(size, point.batch)
+                for size in spec.shape
+            )
+            for spec in self._inputs
+        }
+
+    def _measure(self, point: Point) -> dict[str, tuple[int, ...]]:
+        """Shapes of one sample, which do not depend on the batch."""
+        fixed = bound(self._chain, self.inputs_at(point._replace(batch=_PROBED_BATCH)))
+        try:
+            values = self._runner.run(random_inputs(fixed, _PROBED_BATCH))
+        except RuntimeError as error:
+            raise _impossible(point, str(error)) from error
+        for name in self._cuts:
+            shape = values[name].shape
+            if len(shape) == 0 or shape[0] != _PROBED_BATCH or min(shape) < 1:
+                raise _impossible(point, f"{name!r} is then {list(shape)}")
+        return {name: values[name].shape[1:] for name in self._cuts}
+
+
+def bound(proto: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> onnx.ModelProto:
+    """Give a copy of a model whose inputs have fixed shapes."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+    for info in copy.graph.input:
+        if info.name in shapes:
+            del info.type.tensor_type.shape.dim[:]
+            for size in shapes[info.name]:
+                info.type.tensor_type.shape.dim.add(dim_value=size)
+    return copy
+
+
+def unit_profiles(
+    inputs: Iterable[str], sizes: Sequence[Sizes], shapes: ModelShapes
+) -> tuple[SizedProfile, ...]:
+    """Give the profiles of a unit, each once: it may not depend on every size.
+
+    Args:
+        inputs: Names of its graph's inputs.
+        sizes: Of the profiles asked for.
+        shapes: Of the model.
+    """
+    names = list(inputs)
+    profiles: list[SizedProfile] = []
+    for each in sizes:
+        least, best = shapes.at(each.least), shapes.at(each.best)
+        profile = ShapeProfile(
+            first_batch=each.batch.first,
+            last_batch=each.batch.last,
+            inputs={
+                name: ShapeRange(least=least[name], best=best[name], most=best[name])
+                for name in names
+            },
+        )
+        if all(profile != known.shapes for known in profiles):
+            profiles.append(SizedProfile(each, profile))
+    return tuple(profiles)
+
+
+def _impossible(point: Point, reason: str) -> EngineOptionsError:
+    sizes = ", ".join(f"{name} {size}" for name, size in point.others)
+    return EngineOptionsError(
+        f"the model does not work with {sizes or 'a batch'}: {reason}; give the sizes that it "
+        "takes with --buckets NAME=SIZES, ranges such as 32-64 where small ones do not work"
+    )

@@ -1,0 +1,349 @@
+"""``eecompile build`` and ``--backend tensorrt`` as a user meets them, with a fake GPU."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx
+import pytest
+from tests import models
+from tests.engines import engine_bundle
+from tests.integration.test_compile_tiny import images
+from tests.sliced import inputs_of, sliced
+
+from offramp.bundle import Bundle, Promise
+from offramp.bundle.engines import EngineStore, list_targets
+from offramp.compiler import build
+from offramp.compiler.cli import main
+from offramp.compiler.engines.fake import FakeBuilder
+from offramp.compiler.engines.precision import PrecisionCheck
+from offramp.engine.errors import BackendError
+
+MISSING = "TensorRT cannot be used on cuda:0: there is no NVIDIA driver here"
+
+
+class Said(NamedTuple):
+    status: int
+    out: list[str]
+    err: list[str]
+
+
+class Shell:
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *arguments: str) -> Said:
+        self._capsys.readouterr()
+        status = main(arguments)
+        said = self._capsys.readouterr()
+        # Bars are drawn for people; what counts is said beside them.
+        err = [line for line in said.err.splitlines() if "━" not in line]
+        return Said(status, said.out.splitlines(), err)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any) -> Shell:
+    """Run ``eecompile`` in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    return Shell(capsys)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeBuilder:
+    builder = FakeBuilder(gpu="NVIDIA H200")
+    monkeypatch.setattr(build, "make_builder", lambda device: builder)
+    monkeypatch.setattr(build, "check_device", lambda device: None)
+    monkeypatch.setattr(build, "load_kernels", lambda capability: b"cubin")
+    return builder
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def require(device: str) -> None:
+        raise BackendError(MISSING)
+
+    monkeypatch.setattr(build, "require", require)
+
+
+@pytest.fixture
+def mlp(tmp_path: Path) -> Bundle:
+    """Four segments, exits after 0 and 1, that after 1 in use."""
+    return engine_bundle("mlp", tmp_path / "mlp.ee")
+
+
+def rows(said: Said) -> dict[str, list[str]]:
+    """Of the table, by the engine's name."""
+    found = (line.split() for line in said.out)
+    return {cells[0]: cells[1:] for cells in found if cells and cells[0][2:3] == "-"}
+
+
+def test_a_table_of_what_was_built(run: Shell, fake: FakeBuilder, mlp: Bundle) -> None:
+    said = run("build", "mlp.ee", "--precision", "tf32", "--device", "cuda:0")
+    assert said.status == 0
+    assert said.err == []
+    assert said.out[0].split() == ["engine", "of", "profiles", "size", "build", "difference"]
+    assert list(rows(said)) == [
+        "00-03", "00-01-exit1", "02-03", "00-00-exit0", "01-01-exit1", "02-02", "03-03",
+    ]  # fmt: skip
+    assert rows(said)["00-03"][:3] == ["source", "model", "3"]
+    assert rows(said)["02-03"][:2] == ["stage", "3"]
+    assert {cells[-2] for cells in rows(said).values()} == {"0.0e+00"}
+    assert {cells[-1] for cells in rows(said).values()} == {"built"}
+    last = said.out[-2]
+    assert last.startswith("NVIDIA H200 with TensorRT 10.16.0.72, tf32: 7 built, 0 fresh, ")
+    folder = "mlp.ee/engines/nvidia-h200-sm90-trt10.16.0.72-tf32"
+    assert last.endswith(f"for batches 1, 2-8, 9-32 in {folder}")
+    assert (Path(folder) / "index.json").is_file()
+    assert said.out[-1].startswith("Measured: ")
+
+
+def test_again_all_is_fresh(run: Shell, fake: FakeBuilder, mlp: Bundle) -> None:
+    run("build", "mlp.ee")
+    said = run("build", "mlp.ee")
+    assert said.status == 0
+    assert {cells[-1] for cells in rows(said).values()} == {"fresh"}
+    assert {cells[-2] for cells in rows(said).values()} == {"–"}
+
+
+def test_options_reach_the_builder(run: Shell, fake: FakeBuilder, mlp: Bundle) -> None:
+    said = run(
+        "build", "mlp.ee", "--parts", "stages", "--batch-profiles", "2-3,7", "--workspace", "0.5",
+        "--optimization-level", "1",
+    )  # fmt: skip
+    assert said.status == 0
+    assert list(rows(said)) == ["00-01-exit1", "02-03"]
+    (first, _) = fake.builds
+    assert [(p.first_batch, p.last_batch) for p in first.profiles] == [(2, 3), (7, 7)]
+    assert first.settings.workspace_bytes == 2**29
+    assert first.settings.optimization_level == 1
+    assert first.settings.precision == "fp32"
+
+
+def test_buckets_of_a_transformer(run: Shell, fake: FakeBuilder, tmp_path: Path) -> None:
+    engine_bundle("bert", tmp_path / "bert.ee")
+    said = run("build", "bert.ee", "--parts", "source", "--buckets", "sequence=8,16-20")
+    assert said.status == 0
+    assert said.err == []
+    inputs = [p.inputs["attention_mask"] for p in fake.builds[0].profiles]
+    assert [(r.least, r.most) for r in inputs] == [
+        ((1, 1), (1, 8)), ((1, 16), (1, 20)), ((2, 1), (8, 8)),
+        ((2, 16), (8, 20)), ((9, 1), (32, 8)), ((9, 16), (32, 20)),
+    ]  # fmt: skip
+    without = run("build", "bert.ee", "--parts", "source")
+    assert without.err[0].startswith("sequence: engines take 1-16, as the calibration data has it")
+    assert without.err[1].startswith("rebuilding 00-05: ")
+
+
+def test_sizes_at_which_the_model_fails_are_one_line(
+    run: Shell, fake: FakeBuilder, tmp_path: Path
+) -> None:
+    """It has 64 places."""
+    engine_bundle("bert", tmp_path / "bert.ee")
+    said = run("build", "bert.ee", "--buckets", "sequence=64,100")
+    assert said.status == 1
+    (line,) = said.err
+    assert line.startswith("eecompile: the model does not work with sequence 65: ")
+    assert fake.builds == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--batch-profiles", "8-2"], "8-2 ends before it begins; did you mean 2-8?"),
+        (["--buckets", "width=8"], "the model has no symbolic size 'width'"),
+        (["--parts", "exits"], "there is no part 'exits'"),
+        (["--workspace", "0"], "--workspace 0 is no number of GiB"),
+        (["--optimization-level", "6"], "--optimization-level 6 is not in 0 to 5"),
+        (["--precision", "int8"], "--precision int8 needs --data NPZ"),
+        (["--data", "nowhere.npz"], "nowhere.npz"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(
+    run: Shell, fake: FakeBuilder, mlp: Bundle, arguments: list[str], said: str
+) -> None:
+    refused = run("build", "mlp.ee", *arguments)
+    assert refused.status == 1
+    assert refused.out == []
+    (line,) = refused.err
+    assert line.startswith("eecompile: ")
+    assert said in line
+
+
+def test_no_bundle(run: Shell, fake: FakeBuilder) -> None:
+    refused = run("build", "nowhere.ee")
+    assert refused.status == 1
+    (line,) = refused.err
+    assert line.startswith("eecompile: nowhere.ee is not a bundle (no manifest.json there); make")
+
+
+def test_a_failing_engine_is_said_last_and_is_an_exit_status(
+    run: Shell, mlp: Bundle, fake: FakeBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = FakeBuilder(alter=lambda outputs: {n: -a for n, a in outputs.items()})
+    monkeypatch.setattr(build, "make_builder", lambda device: wrong)
+    said = run("build", "mlp.ee", "--parts", "source")
+    assert said.status == 1
+    assert rows(said)["00-03"] == ["source", "model", "–", "–", "–", "–", "failed"]
+    assert said.out[-1] == "Fake GPU with TensorRT 10.16.0.72, fp32: 0 built, 0 fresh, 1 failed"
+    (line,) = said.err
+    assert line.startswith("eecompile: 00-03: output 'logits' of the engine differs")
+
+
+def test_an_interruption_says_what_is_kept(
+    run: Shell, mlp: Bundle, fake: FakeBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(built: int) -> None:
+        if built == 2:
+            raise KeyboardInterrupt
+
+    stopped = FakeBuilder(before_build=interrupt)
+    monkeypatch.setattr(build, "make_builder", lambda device: stopped)
+    said = run("build", "mlp.ee")
+    assert said.status == 130
+    assert said.err == [
+        "eecompile: interrupted; the engines built so far are kept, the same command goes on"
+    ]
+    (target,) = list_targets("mlp.ee")
+    assert len(EngineStore.open("mlp.ee", target).index.engines) == 2
+
+
+def test_a_dry_run_says_what_and_why(run: Shell, fake: FakeBuilder, mlp: Bundle) -> None:
+    run("build", "mlp.ee", "--parts", "stages")
+    said = run("build", "mlp.ee", "--dry-run", "--batch-profiles", "1,2-16")
+    assert said.status == 0
+    assert rows(said)["00-03"] == ["source", "model", "2", "build", "not", "there", "yet"]
+    assert rows(said)["02-03"][:3] == ["stage", "2", "build"]
+    assert said.out[-1] == (
+        "7 of 7 engines would be built for NVIDIA H200 with TensorRT 10.16.0.72, fp32; nothing "
+        "was written"
+    )
+    again = run("build", "mlp.ee", "--dry-run")
+    assert rows(again)["02-03"] == ["stage", "3", "keep"]
+    assert again.out[-1].startswith("5 of 7 engines would be built")
+
+
+def test_without_a_gpu_there_is_one_line_before_any_work(run: Shell, no_gpu: None) -> None:
+    """Not even the model is looked for."""
+    for arguments in (
+        ["build", "nowhere.ee"],
+        ["nowhere.onnx", "--data", "nowhere.npz", "--backend", "tensorrt"],
+    ):
+        assert run(*arguments) == Said(1, [], [f"eecompile: {MISSING}"])
+
+
+def test_without_a_gpu_a_dry_run_lists_all_the_same(run: Shell, no_gpu: None, mlp: Bundle) -> None:
+    said = run("build", "mlp.ee", "--dry-run")
+    assert said.status == 0
+    assert said.err == [f"{MISSING}; listing what is known without it"]
+    assert len(rows(said)) == 7
+    assert said.out[-1] == (
+        "7 of 7 engines would be built for a GPU that is not known, fp32; nothing was written"
+    )
+
+
+def test_options_of_engines_without_the_backend_are_refused(run: Shell) -> None:
+    said = run("m.onnx", "--data", "d.npz", "--precision", "fp16", "--accept-disagreement")
+    assert said == Said(
+        1, [],
+        ["eecompile: --precision, --accept-disagreement is for engines: add --backend tensorrt"],
+    )  # fmt: skip
+
+
+def broken(**_: Any) -> PrecisionCheck:
+    promise = Promise(max_disagreement=0.01, confidence=0.95, certify_samples=500,
+                      certify_errors=0, p_value=0.01, predicted_savings=0.3)  # fmt: skip
+    return PrecisionCheck(
+        precision="int8", samples=1000, unseen=True, source_differs=10, policy_differs=100,
+        policy_differs_fp32=5, promise=promise,
+    )  # fmt: skip
+
+
+def test_a_precision_that_breaks_the_promise_is_refused(
+    run: Shell, fake: FakeBuilder, mlp: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "measure_precision", lambda *_, **options: broken(**options))
+    np.savez("data.npz", **inputs_of(sliced("mlp"), 64))
+    command = ("build", "mlp.ee", "--precision", "int8", "--data", "data.npz")
+    said = run(*command)
+    assert said.status == 1
+    assert said.err[0].startswith("int8: of 1,000 samples the model answers 1.00% unlike in fp32")
+    assert said.err[1].startswith("eecompile: int8: of 1,000 samples")
+    assert "add --accept-disagreement" in said.err[1]
+    assert fake.builds == []
+    accepted = run(*command, "--accept-disagreement")
+    assert accepted.status == 0
+    assert len(fake.builds) == 7
+    assert run(*command).status == 0  # all is fresh, and was accepted
+
+
+def test_int8_is_measured_on_data_and_fresh_afterwards(
+    run: Shell, fake: FakeBuilder, mlp: Bundle
+) -> None:
+    np.savez("data.npz", **inputs_of(sliced("mlp"), 64))
+    command = ("build", "mlp.ee", "--precision", "int8", "--data", "data.npz")
+    said = run(*command, "--parts", "stages")
+    assert said.status == 0
+    assert said.err[0].startswith("int8: of 32 samples the model answers")
+    again = run(*command, "--parts", "stages")
+    assert again.err == []
+    assert {cells[-1] for cells in rows(again).values()} == {"fresh"}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A model, data, and what ``eecompile --backend tensorrt`` made of them."""
+    folder = tmp_path_factory.mktemp("compiled")
+    onnx.save(models.residual_cnn(), folder / "model.onnx")
+    np.savez(folder / "data.npz", **images())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(build, "make_builder", lambda device: FakeBuilder())
+        patched.setattr(build, "check_device", lambda device: None)
+        patched.setattr(build, "load_kernels", lambda capability: b"cubin")
+        patched.chdir(folder)
+        assert main([*COMPILE, "--backend", "tensorrt", "--precision", "fp16"]) == 0
+    yield folder
+
+
+COMPILE = (
+    "model.onnx", "--data", "data.npz", "--candidates", "3", "--epochs", "3",
+    "--max-disagreement", "0.05", "--max-overhead", "0.99",
+)  # fmt: skip
+
+
+@pytest.fixture
+def workplace(compiled: Path, tmp_path: Path, fake: FakeBuilder, monkeypatch: Any) -> Path:
+    shutil.copytree(compiled, tmp_path / "w")
+    monkeypatch.chdir(tmp_path / "w")
+    monkeypatch.setattr(build, "make_builder", lambda device: FakeBuilder())
+    return tmp_path / "w"
+
+
+def test_compiling_for_tensorrt_builds_the_engines(compiled: Path) -> None:
+    (target,) = list_targets(compiled / "model.ee")
+    store = EngineStore.open(compiled / "model.ee", target)
+    assert target.precision == "fp16"
+    assert store.entry("00-03") is not None
+    assert len(store.index.engines) >= 4
+    assert store.read_kernels() == b"cubin"
+    assert Bundle.open(compiled / "model.ee").policy.version == 1
+
+
+def test_rehearsing_keeps_the_engines(run: Shell, workplace: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(workplace)
+    (target,) = list_targets("model.ee")
+    before = EngineStore.open("model.ee", target).index
+    np.savez("new.npz", **images(1000, seed=5))
+    rehearsed = run("rehearse", "model.ee", "--data", "new.npz", "--anew")
+    assert rehearsed.status == 0
+    assert Bundle.open("model.ee").policy.version == 2
+    store = EngineStore.open("model.ee", target)
+    assert store.index == before
+    assert all(store.read(entry) for entry in store.index.engines)
+    assert run("rehearse", "model.ee", "--data", "new.npz", "--output", "x.ee").status == 0
+    assert EngineStore.open("x.ee", target).index == before
+    said = run("build", "model.ee", "--precision", "fp16", "--parts", "source,segments")
+    assert {cells[-1] for cells in rows(said).values()} == {"fresh"}
