@@ -1,12 +1,15 @@
-"""The exit check for classification (PAME 5.3, Apparate 3.1).
+"""The exit check (PAME 5.3, Apparate 3.1).
 
-Dimension reduction: the principal value of an answer is its largest probability. Threshold
-check: the sample exits when that value reaches the exit's threshold. The backends' kernels are
-held against these functions.
+Dimension reduction: the principal value of a classification is its largest probability; those of
+a pose are the highest values of each heat map, those of a segmentation the largest probability of
+each pixel. Threshold check: the sample exits when its principal value reaches the confidence
+threshold, or as many of them as the count threshold says. The backends' kernels are held against
+these functions.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -51,3 +54,48 @@ def confidence_of(answer: NDArray[Any], form: AnswerForm) -> NDArray[np.float32]
 def exits(confidence: NDArray[np.float32], threshold: float) -> NDArray[np.bool_]:
     """Which samples exit; compared in float32, as the kernels do."""
     return confidence >= np.float32(threshold)
+
+
+def highest_at(maps: NDArray[Any], threshold: float, *, highest: int) -> NDArray[np.int32]:
+    """Principal values of heat maps that reach the threshold (pose estimation, PAME 5.3).
+
+    Args:
+        maps: [b, maps, ...], probabilities of pixels, floating.
+        threshold: Confidence threshold.
+        highest: Principal values of each map (PAME: 5); of a smaller map, all its values.
+
+    Returns:
+        [b], summed over the maps. NaN counts as 0, values above 1 as 1.
+    """
+    confidence = confidence_of(maps.reshape(-1, 1), "probabilities").reshape(_flat(maps))
+    principal = np.sort(confidence, axis=2)[:, :, -highest:]
+    count: NDArray[np.int32] = exits(principal, threshold).sum(axis=(1, 2), dtype=np.int32)
+    return count
+
+
+def pixels_at(answer: NDArray[Any], form: AnswerForm, threshold: float) -> NDArray[np.int32]:
+    """Pixels whose confidence reaches the threshold (segmentation, PAME 5.3).
+
+    Args:
+        answer: [b, classes, ...], logits or probabilities of pixels, floating.
+        form: Which of the two.
+        threshold: Confidence threshold.
+
+    Returns:
+        [b].
+    """
+    pixels = np.moveaxis(answer.reshape(_flat(answer)), 1, 2)
+    confidence = confidence_of(pixels.reshape(-1, answer.shape[1]), form)
+    reached = exits(confidence, threshold).reshape(pixels.shape[:2])
+    count: NDArray[np.int32] = reached.sum(axis=1, dtype=np.int32)
+    return count
+
+
+def exits_by_count(count: NDArray[np.int32], count_threshold: int) -> NDArray[np.bool_]:
+    """Which samples exit: those with enough principal values at the confidence threshold."""
+    return count >= np.int32(count_threshold)
+
+
+def _flat(answer: NDArray[Any]) -> tuple[int, int, int]:
+    """The shape with all pixels in one axis; not by −1, which an empty batch leaves open."""
+    return answer.shape[0], answer.shape[1], math.prod(answer.shape[2:])

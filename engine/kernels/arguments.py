@@ -1,0 +1,398 @@
+"""What the host hands to the kernels: parameter structs, scratch and launch geometry.
+
+Addresses are plain integers: of device memory, or of pinned host memory as the device sees it.
+The structs go by value as the only parameter of their kernel (in PyCUDA a ``numpy.void``), so that
+a CUDA graph has them baked in. Their layout is that of ``arguments.cuh``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Final, Literal, TypeAlias, cast
+
+import numpy as np
+
+from offramp.bundle import NEVER
+
+ScoreType: TypeAlias = Literal["float32", "float16", "bfloat16"]
+
+STAGE_END: Final[dict[ScoreType, str]] = {
+    "float32": "stage_end_float32",
+    "float16": "stage_end_float16",
+    "bfloat16": "stage_end_bfloat16",
+}
+"""Entry point by type of the scores."""
+GATHER_ROWS: Final = "gather_rows"
+"""Entry point."""
+ENTRY_POINTS: Final = (*STAGE_END.values(), GATHER_ROWS)
+"""All that a cubin must have."""
+
+MOST_TENSORS: Final = 16
+"""Tensors that one launch can copy."""
+
+ROW_COPY: Final = np.dtype([("source", "u8"), ("target", "u8"), ("row_bytes", "u8")], align=True)
+"""``RowCopy`` of ``arguments.cuh``."""
+ROW_SCRATCH: Final = np.dtype(
+    [("principal", "i4"), ("confidence", "f4"), ("survivor", "i4")], align=True
+)
+"""``RowScratch`` of ``arguments.cuh``."""
+STAGE_END_ARGUMENTS: Final = np.dtype(
+    [
+        ("scores", "u8"),
+        ("runs_on", "u8"),
+        ("confidence", "u8"),
+        ("principal", "u8"),
+        ("exits", "u8"),
+        ("survivors", "u8"),
+        ("survivor_count", "u8"),
+        ("scratch", "u8"),
+        ("kind", "i4"),
+        ("rows", "i4"),
+        ("channels", "i4"),
+        ("positions", "i4"),
+        ("units_a_row", "i4"),
+        ("positions_a_unit", "i4"),
+        ("highest", "i4"),
+        ("count_threshold", "i4"),
+        ("threshold", "f4"),
+        ("check_blocks", "i4"),
+        ("tensor_count", "i4"),
+        ("unused", "i4"),
+        ("tensors", ROW_COPY, MOST_TENSORS),
+    ],
+    align=True,
+)
+"""``StageEnd`` of ``arguments.cuh``."""
+GATHER_ROWS_ARGUMENTS: Final = np.dtype(
+    [("rows", "u8"), ("count", "i4"), ("tensor_count", "i4"), ("tensors", ROW_COPY, MOST_TENSORS)],
+    align=True,
+)
+"""``GatherRows`` of ``arguments.cuh``."""
+
+SCRATCH_ALIGNMENT: Final = 128
+"""Bytes; whatever CUDA allocates has it."""
+_COUNTERS_BYTES = 512
+"""Of ``Scratch`` before its rows: four counters, a cache line each."""
+_MOST = 2**31 - 1
+"""What the kernels count is in 32 bits with a sign."""
+
+_THREADS = 256
+_THREADS_MANY_CLASSES = 1024
+_MANY_CLASSES = 4096
+"""From here on a row is worth a block of the largest size."""
+_THREADS_A_MULTIPROCESSOR = 1024
+"""As many as are resident with 64 registers a thread; see ``row_copy.cuh`` on why they do."""
+_POSITIONS_A_UNIT = 1024
+"""Four pixels a thread."""
+_WORDS_A_PIECE = 128
+"""As in ``row_copy.cuh``: what a warp copies at once."""
+
+
+class CheckKind(IntEnum):
+    """What the scores are and what of them is checked (PAME 5.3)."""
+
+    LOGITS = 0
+    """[rows, classes]: largest softmax probability at the threshold."""
+    PROBABILITIES = 1
+    """[rows, classes]: largest one at the threshold."""
+    HEAT_MAPS = 2
+    """[rows, maps, pixels], probabilities: count over the k highest of every map."""
+    PIXEL_LOGITS = 3
+    """[rows, classes, pixels]: count over every pixel's largest softmax probability."""
+    PIXEL_PROBABILITIES = 4
+    """[rows, classes, pixels]: count over every pixel's largest one."""
+
+    @property
+    def is_classification(self) -> bool:
+        """One principal value, hence a confidence and a prediction, and no count."""
+        return self <= CheckKind.PROBABILITIES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitCheck:
+    """When a row exits. Semantics: ``engine/exit_check.py``."""
+
+    kind: CheckKind
+    """Which check."""
+    channels: int
+    """Classes, or heat maps."""
+    positions: int = 1
+    """Pixels of a map; 1 in classification."""
+    threshold: float
+    """Confidence threshold, 0 to ``NEVER``."""
+    count_threshold: int = 1
+    """Principal values at the threshold that make a row exit; not in classification."""
+    highest: int = 1
+    """k, the principal values of a heat map (PAME: 5); for heat maps only."""
+
+    def __post_init__(self) -> None:
+        """Refuse what the kernels would misread."""
+        if not 0 <= self.threshold <= NEVER:
+            raise ValueError(f"confidence threshold {self.threshold} is not in [0, {NEVER}]")
+        for name in ("channels", "positions", "count_threshold", "highest"):
+            if not 1 <= getattr(self, name) <= _MOST:
+                raise ValueError(f"{name} {getattr(self, name)} of an exit check: 1 or more")
+        if self.kind.is_classification and self.positions != 1:
+            raise ValueError(
+                f"{self.kind.name} has [rows, classes], not {self.positions} positions a class; "
+                f"for one answer a pixel take PIXEL_{self.kind.name}"
+            )
+
+    @property
+    def units_a_row(self) -> int:
+        """Parts of a row's check that different blocks can do."""
+        if self.kind.is_classification:
+            return 1
+        if self.kind == CheckKind.HEAT_MAPS:
+            return self.channels
+        return _parts(self.positions, _POSITIONS_A_UNIT)
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        many = self.kind.is_classification and self.channels >= _MANY_CLASSES
+        return _THREADS_MANY_CLASSES if many else _THREADS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowCopy:
+    """A tensor whose rows are copied to the front of another; the two do not overlap."""
+
+    source: int
+    """Address."""
+    target: int
+    """Address."""
+    row_bytes: int
+    """Of one row of both; may be 0."""
+
+    def __post_init__(self) -> None:
+        """Refuse what the kernels would misread."""
+        if not 0 <= self.row_bytes <= _MOST:
+            raise ValueError(f"a row of {self.row_bytes} bytes: must be 0 to 2 GiB")
+        if self.row_bytes and not (self.source > 0 and self.target > 0):
+            raise ValueError(f"rows from {self.source:#x} to {self.target:#x}: null is no address")
+
+    @property
+    def word_bytes(self) -> int:
+        """Of the words by which the kernels copy: all rows of both sides are aligned to them."""
+        bits = self.source | self.target | self.row_bytes
+        return next(word for word in (16, 4, 2, 1) if bits % word == 0)
+
+    def pieces(self, rows: int) -> int:
+        """What warps copy at once, in all."""
+        return rows * _parts(self.row_bytes // self.word_bytes, _WORDS_A_PIECE)
+
+    def overlaps(self, rows: int, copied: int) -> bool:
+        """Whether ``copied`` rows of the target touch ``rows`` rows of the source."""
+        source_end = self.source + rows * self.row_bytes
+        target_end = self.target + copied * self.row_bytes
+        return self.source < target_end and self.target < source_end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """Addresses of what a stage end writes; the host reads them once the stream got there."""
+
+    principal: int
+    """int32 [rows]: prediction, or principal values at the threshold."""
+    exits: int
+    """uint8 [rows]: 1 where the check is passed."""
+    survivors: int
+    """int32 [rows]: row numbers that go on, rising; only the first so many are written."""
+    survivor_count: int
+    """int32 [1]."""
+    confidence: int = 0
+    """float32 [rows]; null where the check is a count."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scratch:
+    """A stream's scratch block: zeroed once, when allocated, and after a launch that failed."""
+
+    address: int
+    """In device memory."""
+    rows: int
+    """The largest batch it was made for."""
+
+    @staticmethod
+    def bytes_for(rows: int) -> int:
+        """Size of one for batches of up to ``rows``, in bytes."""
+        return _COUNTERS_BYTES + max(rows, 1) * ROW_SCRATCH.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """A kernel, ready to be launched."""
+
+    entry_point: str
+    """Name in the cubin."""
+    grid: int
+    """Blocks, in one dimension."""
+    block: int
+    """Threads of a block, in one dimension."""
+    arguments: np.void
+    """The kernel's only parameter, by value.
+
+    With PyCUDA: ``function.prepare([f"{arguments.nbytes}s"])`` once, then
+    ``function.prepared_async_call((grid, 1), (block, 1, 1), stream, arguments.tobytes())``. Called
+    directly, versions after 2026.1 want to hash it, which numpy refuses.
+    """
+    shared_bytes: int = 0
+    """Of dynamic shared memory: none of our kernels needs it."""
+
+
+def stage_end(
+    check: ExitCheck,
+    *,
+    rows: int,
+    scores: int,
+    score_type: ScoreType,
+    results: Results,
+    scratch: Scratch,
+    multiprocessors: int,
+    tensors: Sequence[RowCopy] = (),
+    runs_on: int = 0,
+) -> Launch:
+    """One launch after a stage: who exits, and compaction of those that go on.
+
+    Args:
+        check: When a row exits.
+        rows: Of the batch; 0 is allowed.
+        scores: Address of [rows, channels, positions], dense.
+        score_type: Of the scores.
+        results: Where results go.
+        scratch: Of the stream; used by one launch at a time.
+        multiprocessors: Of the device.
+        tensors: What the next stage takes; none after the last stage.
+        runs_on: Address of uint8 [rows]: rows that go on although they exit (audit and release
+            modes); null: none does.
+
+    Raises:
+        ValueError: The kernel would misread it, or write where it must not.
+    """
+    _check_tensors(tensors, rows=rows, copied=rows)
+    _check_results(check, results, scratch, rows)
+    size_bytes = 4 if score_type == "float32" else 2
+    if rows and (scores <= 0 or scores % size_bytes):
+        raise ValueError(f"scores at {scores:#x} are no address of {score_type}")
+    units = rows * check.units_a_row
+    if units > _MOST // 2:
+        raise ValueError(f"{rows} rows of {check.units_a_row} parts: too many for one launch")
+    check_blocks = _blocks(units, multiprocessors, check.threads)
+    copy_blocks = _copy_blocks(tensors, rows, multiprocessors, check.threads)
+    arguments = _struct(
+        STAGE_END_ARGUMENTS,
+        tensors,
+        scores=scores,
+        runs_on=runs_on,
+        confidence=results.confidence,
+        principal=results.principal,
+        exits=results.exits,
+        survivors=results.survivors,
+        survivor_count=results.survivor_count,
+        scratch=scratch.address,
+        kind=check.kind,
+        rows=rows,
+        channels=check.channels,
+        positions=check.positions,
+        units_a_row=check.units_a_row,
+        positions_a_unit=_POSITIONS_A_UNIT,
+        highest=check.highest,
+        count_threshold=check.count_threshold,
+        threshold=check.threshold,
+        check_blocks=check_blocks,
+    )
+    return Launch(
+        entry_point=STAGE_END[score_type],
+        grid=check_blocks + copy_blocks,
+        block=check.threads,
+        arguments=arguments,
+    )
+
+
+def gather_rows(
+    tensors: Sequence[RowCopy], *, rows: int, count: int, source_rows: int, multiprocessors: int
+) -> Launch:
+    """Copies given rows of tensors to the front of others.
+
+    Args:
+        tensors: What is copied.
+        rows: Address of int32 [count], row numbers of the sources in any order. Every warp reads
+            its own from there, so device memory is the better place for more than a few.
+        count: How many.
+        source_rows: Rows that the sources have, above all those numbers.
+        multiprocessors: Of the device.
+
+    Raises:
+        ValueError: The kernel would misread it, or write where it must not.
+    """
+    _check_tensors(tensors, rows=source_rows, copied=count)
+    if count and (rows <= 0 or rows % 4):
+        raise ValueError(f"row numbers at {rows:#x} are no address of int32")
+    arguments = _struct(GATHER_ROWS_ARGUMENTS, tensors, rows=rows, count=count)
+    grid = max(1, _copy_blocks(tensors, count, multiprocessors, _THREADS))
+    return Launch(entry_point=GATHER_ROWS, grid=grid, block=_THREADS, arguments=arguments)
+
+
+def _parts(whole: int, part: int) -> int:
+    return -(-whole // part)
+
+
+def _blocks(wanted: int, multiprocessors: int, threads: int) -> int:
+    return max(1, min(wanted, multiprocessors * _THREADS_A_MULTIPROCESSOR // threads))
+
+
+def _copy_blocks(tensors: Sequence[RowCopy], rows: int, multiprocessors: int, threads: int) -> int:
+    pieces = sum(tensor.pieces(rows) for tensor in tensors)
+    if pieces == 0:
+        return 0
+    wanted = _parts(pieces, threads // 32)
+    return _blocks(wanted, multiprocessors, threads)
+
+
+def _check_tensors(tensors: Sequence[RowCopy], *, rows: int, copied: int) -> None:
+    if rows < 0 or copied < 0:
+        raise ValueError(f"{min(rows, copied)} rows: must be 0 or more")
+    if len(tensors) > MOST_TENSORS:
+        raise ValueError(f"{len(tensors)} tensors to copy: at most {MOST_TENSORS} in one launch")
+    for tensor in tensors:
+        if tensor.overlaps(rows, copied):
+            raise ValueError(
+                f"{copied} rows of {tensor.row_bytes} bytes to {tensor.target:#x} would overwrite "
+                f"their source, {rows} rows at {tensor.source:#x}"
+            )
+        if tensor.pieces(copied) > _MOST // 2:
+            raise ValueError(
+                f"{copied} rows of {tensor.row_bytes} bytes, copied by {tensor.word_bytes} at a "
+                "time: too many for one launch"
+            )
+
+
+def _check_results(check: ExitCheck, results: Results, scratch: Scratch, rows: int) -> None:
+    if rows > scratch.rows:
+        raise ValueError(f"{rows} rows, but the scratch block is for {scratch.rows}")
+    if scratch.address <= 0 or scratch.address % SCRATCH_ALIGNMENT:
+        raise ValueError(
+            f"scratch at {scratch.address:#x}: must be aligned to {SCRATCH_ALIGNMENT} bytes"
+        )
+    needed = ["principal", "survivors", "survivor_count"]
+    if check.kind.is_classification:
+        needed.append("confidence")
+    for name in needed:
+        address = getattr(results, name)
+        if address <= 0 or address % 4:
+            raise ValueError(f"{name} at {address:#x} is no address of 32-bit values")
+    if results.exits <= 0:
+        raise ValueError(f"exits at {results.exits:#x}: null is no address")
+
+
+def _struct(dtype: np.dtype[Any], tensors: Sequence[RowCopy], **values: float) -> np.void:
+    filled = np.zeros((), dtype)
+    for name, value in values.items():
+        filled[name] = value
+    filled["tensor_count"] = len(tensors)
+    for index, tensor in enumerate(tensors):
+        filled["tensors"][index] = (tensor.source, tensor.target, tensor.row_bytes)
+    return cast("np.void", filled[()])

@@ -1,0 +1,161 @@
+"""From the kernels' sources to machine code of one GPU architecture, kept between runs.
+
+Machine code (a cubin), never PTX: the driver would have to compile that, and one older than the
+toolkit cannot. A cubin runs on any driver of the toolkit's major version.
+
+The kernels are compiled where engines are built, or at their first use, and then read from the
+user's cache: compiling takes about two seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from offramp.engine.kernels.compilers import INSTALL, OPTIONS, KernelCompiler, find_compilers
+from offramp.engine.kernels.errors import KernelCompileError
+
+FOLDER = Path(__file__).parent
+"""Where the sources lie."""
+
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+logger = logging.getLogger(__name__)
+
+
+def architecture_of(compute_capability: tuple[int, int]) -> str:
+    """The compilers' name for GPUs of a compute capability: (9, 0) is ``sm_90``."""
+    major, minor = compute_capability
+    return f"sm_{major}{minor}"
+
+
+def source_hash(folder: Path = FOLDER) -> str:
+    """SHA-256 in hexadecimal over all sources of the kernels and the compilers' options.
+
+    Two cubins of one architecture are interchangeable when this is equal.
+    """
+    digest = hashlib.sha256("\0".join(OPTIONS).encode())
+    for path in sorted(path for path in folder.iterdir() if path.suffix in (".cu", ".cuh")):
+        content = path.read_bytes()
+        digest.update(f"\0{path.name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
+
+
+def program(folder: Path = FOLDER) -> str:
+    """The text that is compiled: all kernels together, so that one cubin has them all."""
+    return "".join(f'#include "{path.name}"\n' for path in sorted(folder.glob("*.cu")))
+
+
+def compile_kernels(
+    architecture: str,
+    *,
+    folder: Path = FOLDER,
+    compilers: Iterable[KernelCompiler] | None = None,
+) -> bytes:
+    """Compiles all kernels into one cubin.
+
+    Args:
+        architecture: Such as ``sm_90``.
+        folder: Where the sources lie.
+        compilers: What to try, in order; None: what this machine has.
+
+    Returns:
+        The cubin.
+
+    Raises:
+        KernelCompilerNotFoundError: There is no compiler.
+        KernelCompileError: None of them gave a cubin for this architecture.
+    """
+    text = program(folder)
+    said = []
+    for compiler in find_compilers() if compilers is None else compilers:
+        if architecture not in compiler.architectures:
+            said.append(f"{compiler.name} compiles for {', '.join(compiler.architectures)} only")
+            continue
+        try:
+            compiled = compiler.compile(text, architecture, folder)
+        except KernelCompileError as error:
+            # One compiler may lack something of its own, such as nvcc its C++ compiler.
+            logger.warning("%s", error)
+            said.append(str(error))
+        else:
+            logger.debug("%s, %s: %s", compiler.name, architecture, compiled.log)
+            return compiled.cubin
+    raise KernelCompileError(
+        f"The CUDA kernels cannot be compiled for {architecture}.\n"
+        + "\n".join(said)
+        + f"\nIf the compiler is older than the GPU or not whole, {INSTALL}."
+    )
+
+
+def load_kernels(compute_capability: tuple[int, int], cache: Path | None = None) -> bytes:
+    """The kernels' cubin for a GPU, compiled if this was not done before.
+
+    Args:
+        compute_capability: Of the GPU.
+        cache: Folder of compiled kernels; None: the user's own. It may be unwritable: then the
+            kernels are compiled anew each time.
+
+    Returns:
+        The cubin.
+
+    Raises:
+        KernelCompilerNotFoundError: It had to be compiled, but there is no compiler.
+        KernelCompileError: No compiler gave a cubin for this GPU.
+    """
+    architecture = architecture_of(compute_capability)
+    folder = _user_cache() if cache is None else cache
+    path = None if folder is None else folder / f"{architecture}-{source_hash()[:32]}.kernels"
+    cubin = None if path is None else _read(path)
+    if cubin is None:
+        cubin = compile_kernels(architecture)
+        if path is not None:
+            _write(path, cubin)
+    return cubin
+
+
+def _user_cache() -> Path | None:
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(root):  # noqa: PTH117 - the standard says to ignore any other; "" is none
+        return Path(root, "offramp", "kernels")
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        return Path.home() / ".cache" / "offramp" / "kernels"
+    return None
+
+
+def _read(path: Path) -> bytes | None:
+    """A cubin of the cache, unless it is not there or not whole.
+
+    A file is the SHA-256 of the cubin and then the cubin, so that one rename puts both there.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, cubin = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    if hashlib.sha256(cubin).digest() == digest:
+        return cubin
+    logger.warning("%s is damaged; the kernels are compiled again", path)
+    return None
+
+
+def _write(path: Path, cubin: bytes) -> None:
+    """Puts a cubin into the cache whole, or leaves it be."""
+    scratch = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=path.name, suffix=".part", dir=path.parent)
+        scratch = Path(name)
+        with os.fdopen(handle, "wb") as file:
+            file.write(hashlib.sha256(cubin).digest() + cubin)
+        scratch.replace(path)
+    except OSError as error:
+        logger.info("The compiled kernels cannot be kept in %s: %s", path.parent, error)
+        if scratch is not None:
+            with contextlib.suppress(OSError):
+                scratch.unlink()

@@ -1,0 +1,217 @@
+"""The two CUDA compilers that can make our kernels: nvcc and NVRTC.
+
+Both make a cubin (machine code of one GPU architecture) of the same text with the same options.
+NVRTC is a library: it needs no toolkit and no C++ compiler, and like nvcc it needs no GPU and no
+driver. Its Python bindings are imported only when it is looked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from offramp.engine.kernels.errors import KernelCompileError, KernelCompilerNotFoundError
+
+OPTIONS = ("-std=c++17", "--ptxas-options=-v")
+"""Of both compilers. Never ``--use_fast_math``: confidences must equal those of numpy. ``-v``
+lists registers and spills, which tests look at."""
+
+INSTALL = (
+    "install the compiler as a library: pip install 'cuda-bindings==13.*' 'nvidia-cuda-nvrtc==13.*'"
+    " (for a driver of CUDA 12: 'cuda-bindings==12.*' 'nvidia-cuda-nvrtc-cu12'),"
+    " or install the CUDA toolkit and put its nvcc on PATH"
+)
+"""The remedy where no compiler is, or none that is new enough."""
+
+_TOOLKIT = Path("/usr/local/cuda")
+"""Where toolkits are, if nothing says otherwise."""
+_TIMEOUT_S = 300
+"""Of one run of nvcc: the kernels take about two seconds."""
+
+
+class Compiled(NamedTuple):
+    """What a compiler gave."""
+
+    cubin: bytes
+    """An ELF file with machine code for one architecture."""
+    log: str
+    """What the compiler said: warnings, registers, spills."""
+
+
+class KernelCompiler(Protocol):
+    """Makes machine code of CUDA C++."""
+
+    @property
+    def name(self) -> str:
+        """Which compiler of which version, for messages."""
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """What it can compile for, such as ``sm_90``."""
+
+    def compile(self, text: str, architecture: str, folder: Path) -> Compiled:
+        """Compiles a text for an architecture.
+
+        Args:
+            text: The program.
+            architecture: One of ``architectures``.
+            folder: Where quoted includes are looked for.
+
+        Raises:
+            KernelCompileError: The compiler gave no cubin; the message has its output.
+        """
+
+
+class Nvcc:
+    """The toolkit's compiler; it needs a C++ compiler beside it."""
+
+    name: str
+    architectures: tuple[str, ...]
+
+    def __init__(self) -> None:
+        self._path = _find_nvcc()
+        version = re.search(r"release ([\d.]+)", self._ask("--version"))
+        self.name = f"nvcc {version.group(1) if version else 'of unknown version'} ({self._path})"
+        self.architectures = tuple(self._ask("--list-gpu-code").split())
+
+    def compile(self, text: str, architecture: str, folder: Path) -> Compiled:
+        """Compiles a text; see :class:`KernelCompiler`."""
+        try:
+            with tempfile.TemporaryDirectory(prefix="offramp-kernels-") as scratch:
+                return self._compile_in(Path(scratch), text, architecture, folder)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise KernelCompileError(f"{self.name} failed: {error}") from error
+
+    def _compile_in(self, scratch: Path, text: str, architecture: str, folder: Path) -> Compiled:
+        source, cubin = scratch / "kernels.cu", scratch / "kernels.cubin"
+        source.write_text(text)
+        command: list[str | Path] = [self._path, "--cubin", *OPTIONS]
+        command += [f"--gpu-architecture={architecture}", f"--include-path={folder}"]
+        command += [f"--output-file={cubin}", source]
+        done = _run(command)
+        log = done.stdout + done.stderr
+        if done.returncode != 0 or not cubin.is_file():
+            raise KernelCompileError(
+                f"{self.name} ended with {done.returncode} for {architecture}:\n{log.strip()}"
+            )
+        return Compiled(cubin.read_bytes(), log)
+
+    def _ask(self, option: str) -> str:
+        try:
+            done = _run([self._path, option])
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise KernelCompilerNotFoundError(f"{self._path} cannot run: {error}") from error
+        if done.returncode != 0:
+            raise KernelCompilerNotFoundError(
+                f"{self._path} {option} ended with {done.returncode}: {done.stderr.strip()}"
+            )
+        return done.stdout
+
+
+def _run(command: list[str | Path]) -> subprocess.CompletedProcess[str]:
+    # S603: the program is the user's own nvcc, the arguments are ours, and no shell reads them.
+    return subprocess.run(  # noqa: S603
+        command, check=False, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S
+    )
+
+
+def _find_nvcc() -> Path:
+    """PATH first, then where toolkits are told or used to be."""
+    if found := shutil.which("nvcc"):
+        return Path(found)
+    told = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
+    for root in [*(Path(root) for root in told if root), _TOOLKIT]:
+        path = root / "bin" / "nvcc"
+        if path.is_file():
+            return path
+    raise KernelCompilerNotFoundError(
+        f"no nvcc on PATH, below CUDA_HOME or CUDA_PATH, nor in {_TOOLKIT}"
+    )
+
+
+class Nvrtc:
+    """The compiler as a library, by the Python package ``cuda-bindings``."""
+
+    name: str
+    architectures: tuple[str, ...]
+
+    def __init__(self) -> None:
+        try:
+            self._nvrtc: Any = importlib.import_module("cuda.bindings.nvrtc")
+        except ImportError as error:
+            raise KernelCompilerNotFoundError(
+                f"the Python package cuda-bindings cannot be imported ({error})"
+            ) from error
+        # The bindings look for the library itself at the first call, and each version of them
+        # raises something else when there is none.
+        try:
+            major, minor = self._checked(self._nvrtc.nvrtcVersion())
+            (supported,) = self._checked(self._nvrtc.nvrtcGetSupportedArchs())
+        except (RuntimeError, OSError, KernelCompileError) as error:
+            why = " ".join(str(error).split())
+            raise KernelCompilerNotFoundError(f"libnvrtc cannot be used ({why})") from error
+        self.name = f"NVRTC {major}.{minor}"
+        self.architectures = tuple(f"sm_{number}" for number in supported)
+
+    def compile(self, text: str, architecture: str, folder: Path) -> Compiled:
+        """Compiles a text; see :class:`KernelCompiler`."""
+        nvrtc = self._nvrtc
+        (program,) = self._checked(
+            nvrtc.nvrtcCreateProgram(text.encode(), b"kernels.cu", 0, [], [])
+        )
+        try:
+            options = [f"--gpu-architecture={architecture}", *OPTIONS, f"--include-path={folder}"]
+            encoded = [option.encode() for option in options]
+            (status, *_) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+            log = self._fetch(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+            said = log.rstrip(b"\0").decode(errors="replace")
+            if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+                raise KernelCompileError(
+                    f"{self.name} ended with {status.name} for {architecture}:\n{said.strip()}"
+                )
+            cubin = self._fetch(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+        finally:
+            nvrtc.nvrtcDestroyProgram(program)
+        return Compiled(cubin, said)
+
+    def _fetch(self, size_of: Callable[..., Any], get: Callable[..., Any], program: Any) -> bytes:
+        (size_bytes,) = self._checked(size_of(program))
+        content = bytearray(size_bytes)
+        self._checked(get(program, content))
+        return bytes(content)
+
+    def _checked(self, returned: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The results of a call, which come after its status."""
+        status, *results = returned
+        if status != self._nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise KernelCompileError(f"NVRTC ended with {status.name}")
+        return tuple(results)
+
+
+def find_compilers() -> tuple[KernelCompiler, ...]:
+    """The compilers of this machine, to be tried in this order: nvcc, then NVRTC.
+
+    nvcc first: where somebody installed a toolkit, it is the one that fits the driver.
+
+    Raises:
+        KernelCompilerNotFoundError: There is none; the message says what to install.
+    """
+    found: list[KernelCompiler] = []
+    missing = []
+    for compiler in (Nvcc, Nvrtc):
+        try:
+            found.append(compiler())
+        except KernelCompilerNotFoundError as error:
+            missing.append(str(error))
+    if not found:
+        raise KernelCompilerNotFoundError(
+            f"No CUDA compiler for the kernels: {'; '.join(missing)}. To mend it, {INSTALL}."
+        )
+    return tuple(found)

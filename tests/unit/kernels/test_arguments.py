@@ -1,0 +1,210 @@
+"""The structs are those of the C++ side, and what it would misread is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.unit.kernels.shim import SOURCES, Cpu
+
+from offramp.engine.kernels import arguments
+from offramp.engine.kernels.arguments import (
+    ENTRY_POINTS,
+    CheckKind,
+    ExitCheck,
+    Launch,
+    Results,
+    RowCopy,
+    Scratch,
+    gather_rows,
+    stage_end,
+)
+
+STRUCTS = {
+    "RowCopy": arguments.ROW_COPY,
+    "RowScratch": arguments.ROW_SCRATCH,
+    "StageEnd": arguments.STAGE_END_ARGUMENTS,
+    "GatherRows": arguments.GATHER_ROWS_ARGUMENTS,
+}
+RESULTS = Results(confidence=0x10, principal=0x20, exits=0x31, survivors=0x40, survivor_count=0x50)
+SCRATCH = Scratch(address=0x1000, rows=64)
+COPY = RowCopy(source=0x100000, target=0x900000, row_bytes=2048)
+
+
+def test_structs_are_those_of_the_device(cpu: Cpu) -> None:
+    layout = {}
+    for name, dtype in STRUCTS.items():
+        layout[name] = dtype.itemsize
+        assert dtype.fields is not None
+        layout |= {f"{name}.{field}": dtype.fields[field][1] for field in dtype.names or ()}
+    layout |= {kind.name: int(kind) for kind in CheckKind}
+    layout |= {
+        "Scratch.tickets": 0,
+        "Scratch.rows": Scratch.bytes_for(1) - arguments.ROW_SCRATCH.itemsize,
+        "alignof Scratch": arguments.SCRATCH_ALIGNMENT,
+        "MOST_TENSORS": arguments.MOST_TENSORS,
+        "WORDS_A_PIECE": 128,
+    }
+    assert cpu.layout() == layout
+
+
+def test_every_entry_point_is_a_kernel_of_the_sources() -> None:
+    text = "".join(path.read_text() for path in SOURCES.glob("*.cu"))
+    for name in ENTRY_POINTS:
+        assert f"{name}(" in text or f"({name}," in text
+
+
+def test_structs_fit_every_device() -> None:
+    for dtype in STRUCTS.values():
+        assert dtype.itemsize <= 4096  # of parameters; more needs compute capability 7.0
+
+
+def make(check: ExitCheck | None = None, **changes: Any) -> Launch:
+    given: dict[str, Any] = {
+        "rows": 32,
+        "scores": 0x200,
+        "score_type": "float32",
+        "results": RESULTS,
+        "scratch": SCRATCH,
+        "multiprocessors": 132,
+    } | changes
+    check = check or ExitCheck(kind=CheckKind.LOGITS, channels=1000, threshold=0.5)
+    return stage_end(check, **given)
+
+
+def test_a_batch_of_32_takes_a_block_a_row_and_copies_with_the_whole_device() -> None:
+    large = RowCopy(source=1 << 40, target=1 << 41, row_bytes=256 * 56 * 56 * 2)
+    launch = make(tensors=[large])
+    assert launch.entry_point == "stage_end_float32"
+    assert launch.block == 256
+    assert launch.arguments["check_blocks"] == 32
+    assert launch.grid == 32 + 4 * 132
+    assert launch.arguments["tensor_count"] == 1
+    assert launch.arguments["tensors"][0].tolist() == (1 << 40, 1 << 41, large.row_bytes)
+
+
+def test_small_tensors_take_no_more_blocks_than_there_is_work() -> None:
+    assert make(tensors=[COPY]).grid == 32 + 4  # 32 pieces, 8 warps a block
+    assert make(tensors=[COPY, COPY]).grid == 32 + 8
+
+
+def test_nothing_to_copy_takes_no_copy_block() -> None:
+    assert make().grid == 32
+    empty = RowCopy(source=0, target=0, row_bytes=0)
+    assert make(tensors=[empty]).grid == 32
+    assert make(rows=0, tensors=[COPY]).grid == 1  # which still writes the count
+
+
+def test_no_more_blocks_check_than_are_resident() -> None:
+    check = ExitCheck(kind=CheckKind.PIXEL_LOGITS, channels=19, positions=2048 * 1024, threshold=0)
+    launch = make(check, rows=8)
+    assert launch.arguments["units_a_row"] == 2048
+    assert launch.grid == launch.arguments["check_blocks"] == 4 * 132
+
+
+def test_many_classes_take_larger_blocks() -> None:
+    check = ExitCheck(kind=CheckKind.PROBABILITIES, channels=21843, threshold=0.5)
+    assert make(check).block == 1024
+
+
+def test_heat_maps_are_checked_a_map_at_a_time() -> None:
+    check = ExitCheck(
+        kind=CheckKind.HEAT_MAPS, channels=16, positions=96 * 96, threshold=0.5, highest=5
+    )
+    assert make(check, rows=2).grid == 32
+
+
+def test_structs_can_be_kept_and_changed() -> None:
+    launch = make()
+    launch.arguments["threshold"] = 0.75
+    assert np.frombuffer(launch.arguments.tobytes(), launch.arguments.dtype)["threshold"] == 0.75
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "row_bytes", "word_bytes"),
+    [(256, 512, 64, 16), (256, 512, 8, 4), (260, 512, 64, 4), (256, 514, 64, 2), (256, 512, 3, 1)],
+)
+def test_words_are_as_wide_as_all_rows_allow(source, target, row_bytes, word_bytes) -> None:
+    copy = RowCopy(source=source, target=target, row_bytes=row_bytes)
+    assert copy.word_bytes == word_bytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"threshold": 2.5}, "confidence threshold 2.5 is not in"),
+        ({"threshold": float("nan")}, "confidence threshold nan is not in"),
+        ({"channels": 0}, "channels 0"),
+        ({"count_threshold": 0}, "count_threshold 0"),
+        ({"highest": 0}, "highest 0"),
+        ({"positions": 9}, "take PIXEL_LOGITS"),
+    ],
+)
+def test_checks_that_make_no_sense_are_refused(changes: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"kind": CheckKind.LOGITS, "channels": 10, "threshold": 0.5}
+    with pytest.raises(ValueError, match=message):
+        ExitCheck(**given | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rows": -1}, "-1 rows"),
+        ({"rows": 65}, "65 rows, but the scratch block is for 64"),
+        ({"scratch": Scratch(address=0x1040, rows=64)}, "aligned to 128"),
+        ({"scores": 0}, "scores at 0x0"),
+        ({"scores": 0x202}, "scores at 0x202 are no address of float32"),
+        ({"results": Results(principal=4, exits=1, survivors=4, survivor_count=4)}, "confidence"),
+        (
+            {"results": Results(confidence=4, principal=2, exits=1, survivors=4, survivor_count=4)},
+            "principal at 0x2",
+        ),
+        (
+            {"results": Results(confidence=4, principal=4, exits=0, survivors=4, survivor_count=4)},
+            "exits at 0x0",
+        ),
+        ({"tensors": [COPY] * 17}, "17 tensors to copy: at most 16"),
+        (
+            {"tensors": [RowCopy(source=0x1000, target=0x1000 + 31 * 16, row_bytes=16)]},
+            "would overwrite their source",
+        ),
+        (
+            {"tensors": [RowCopy(source=1 << 40, target=(1 << 50) + 1, row_bytes=2**31 - 2)] * 1},
+            "too many for one launch",
+        ),
+    ],
+)
+def test_stage_ends_that_would_do_harm_are_refused(changes: dict[str, Any], message: str) -> None:
+    if "too many" in message:
+        changes = changes | {"rows": 64}
+    with pytest.raises(ValueError, match=message):
+        make(**changes)
+
+
+def test_counts_need_no_confidence() -> None:
+    check = ExitCheck(kind=CheckKind.HEAT_MAPS, channels=1, positions=4, threshold=0.5)
+    results = Results(principal=4, exits=1, survivors=4, survivor_count=4)
+    assert make(check, results=results).arguments["confidence"] == 0
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "message"), [(-1, "a row of -1 bytes"), (2**31, "a row of 2147483648 bytes")]
+)
+def test_rows_that_cannot_be_copied_are_refused(row_bytes: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RowCopy(source=1, target=1 << 40, row_bytes=row_bytes)
+
+
+def test_null_is_no_address_of_rows() -> None:
+    with pytest.raises(ValueError, match="null is no address"):
+        RowCopy(source=0, target=0x100, row_bytes=4)
+
+
+def test_gathers_that_would_do_harm_are_refused() -> None:
+    with pytest.raises(ValueError, match="row numbers at 0x2"):
+        gather_rows([COPY], rows=2, count=1, source_rows=1, multiprocessors=1)
+    overlapping = RowCopy(source=0x1000, target=0x1040, row_bytes=16)
+    with pytest.raises(ValueError, match="would overwrite"):
+        gather_rows([overlapping], rows=4, count=1, source_rows=5, multiprocessors=1)
+    gather_rows([overlapping], rows=4, count=1, source_rows=4, multiprocessors=1)
