@@ -28,11 +28,14 @@ __device__ int find_survivors(const StageEnd& stage, Workspace& shared) {
     return found;
 }
 
-// Tells the waiting copy blocks. Every thread's survivors must be visible before the number is.
+// Tells the waiting copy blocks. Every thread's survivors must be visible before the number is: the
+// barrier puts them before the fence, and a fence covers what its thread has been shown.
 __device__ void publish(Scratch& scratch, int survivor_count) {
-    __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) atomicExch(&scratch.published, survivor_count + 1u);
+    if (threadIdx.x == 0) {
+        __threadfence();
+        atomicExch(&scratch.published, survivor_count + 1u);
+    }
 }
 
 // Writes what the host reads, and leaves the rows' scratch as it was found. Here, by one block, and
