@@ -1,0 +1,52 @@
+"""The scripts for a GPU machine, as far as any machine goes with them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[4] / "tools" / "gpu"
+NAMES = sorted(path.name for path in SCRIPTS.glob("*.sh"))
+
+pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
+
+
+def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(SCRIPTS / name), *arguments], capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def test_all_scripts_are_looked_at() -> None:
+    assert NAMES == ["benchmark.sh", "collect.sh", "pycuda.sh", "run_tests.sh", "setup.sh"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_says_how_to_call(name: str) -> None:
+    done = run(name, "--help")
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"usage: tools/gpu/{name} ")
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("collect.sh", ["--tensorrt", "9"], "give a FOLDER"),
+        ("collect.sh", ["folder", "--tensorrt", "9"], "--tensorrt is none or 8.6.0, not 9"),
+        ("collect.sh", ["folder", "--tensorrrt"], "there is no option --tensorrrt"),
+        ("collect.sh", ["folder", "--wheel"], "--wheel needs a value"),
+        ("setup.sh", [], "give a FOLDER"),
+        ("setup.sh", ["/nowhere"], "/nowhere/part-00 does not exist: carry what collect.sh made"),
+        ("run_tests.sh", ["--place", "/nowhere"], "there is no environment at /nowhere"),
+        ("run_tests.sh", ["--limit", "soon"], "--limit soon is no number of seconds"),
+        ("benchmark.sh", ["--place", "/nowhere"], "there is no environment at /nowhere"),
+    ],
+)
+def test_what_makes_no_sense_is_said(name: str, arguments: list[str], message: str) -> None:
+    done = run(name, *arguments)
+    assert done.returncode in (1, 2)
+    assert message in done.stderr

@@ -1,0 +1,258 @@
+"""Measures kernels and engines on a GPU, and writes JSON after every part.
+
+    python -m offramp.tools.gpu.benchmark [--only kernels] [--output FILE]
+
+A run that was ended early goes on where it was: engines that are built are not built again, parts
+that are asked for again are measured again, and the others of the file stay. Everything in it is
+measured, none of it predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from offramp.bundle.engines import Precision
+from offramp.engine.errors import BackendError
+from offramp.engine.tensorrt import probe
+from offramp.tools.gpu.environment import hardware
+
+PARTS = ("kernels", "engines")
+_PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "fp16")
+_REPOSITORY = Path(__file__).resolve().parents[2]
+SHARE_GOAL, BANDWIDTH_GOAL = 0.02, 0.7
+
+
+class Document:
+    """The JSON file, written anew after every part."""
+
+    def __init__(self, path: Path) -> None:
+        """Go on with a file that is there."""
+        self._path = path
+        self.content: dict[str, Any] = {}
+        if path.is_file():
+            self.content = json.loads(path.read_text())
+
+    def save(self, **parts: Any) -> None:
+        """Put parts into the file."""
+        self.content.update(parts)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = self._path.with_name(self._path.name + ".part")
+        scratch.write_text(json.dumps(self.content, indent=1) + "\n")
+        scratch.replace(self._path)
+
+
+def measure_kernels(options: argparse.Namespace, document: Document) -> None:
+    """Stage ends and compaction."""
+    from offramp.tools.gpu.device import open_gpu  # noqa: PLC0415
+    from offramp.tools.gpu.stage_ends import measure  # noqa: PLC0415
+
+    with open_gpu() as gpu:
+        found = measure(gpu, rounds=options.rounds, seed=options.seed)
+    document.save(kernels={**_circumstances(options), **found})
+
+
+def measure_engines(options: argparse.Namespace, document: Document) -> None:
+    """Engines of ResNet-50 and of the example: built, checked, loaded, timed."""
+    from offramp.compiler.errors import EngineBuildError  # noqa: PLC0415
+    from offramp.compiler.tensorrt import TensorRTBuilder  # noqa: PLC0415
+    from offramp.tools.gpu.engines import EngineBench  # noqa: PLC0415
+
+    began = time.monotonic()
+    builder = TensorRTBuilder("cuda:0")
+    kept = document.content.get("engines", {}).get("units", {})
+    units: dict[str, Any] = dict(kept)
+    for precision in options.precisions:
+        bench = EngineBench(
+            precision=precision,
+            batches=options.batches,
+            rounds=options.rounds,
+            plans=options.plans,
+            optimization_level=options.optimization_level,
+        )
+        ready = []
+        for subject in _subjects(options, precision, builder.version):
+            key = f"{subject.model}/{subject.name}/{precision}"
+            if not bench.plan_path(subject).is_file() and _spent(began) > options.build_limit_s:
+                print(f"{key}: not built, {options.build_limit_s} s are over; run it again")
+                continue
+            try:
+                units[key] = bench.build(subject, builder)
+            except EngineBuildError as error:  # the others are worth having all the same
+                units[key] = {"failed": str(error)}
+                print(f"{key}: {error}", flush=True)
+            else:
+                print(f"{key}: built in {units[key]['measured_build_s']:.1f} s", flush=True)
+                ready.append(subject)
+            document.save(engines={**_circumstances(options), "units": units})
+        for name, times in bench.measure(ready).items():
+            units[f"{name}/{precision}"].update(times)
+        document.save(engines={**_circumstances(options), "units": units})
+    builder.close()
+
+
+def _subjects(options: argparse.Namespace, precision: Precision, tensorrt: str) -> Iterator[Any]:
+    from offramp.tools.gpu.engines import bundle_subjects, resnet_subjects  # noqa: PLC0415
+
+    if options.bundle.is_dir():
+        yield from bundle_subjects(options.bundle, options.data, precision, tensorrt)
+    else:
+        print(f"there is no compiled example at {options.bundle}: left out")
+    yield from resnet_subjects(precision, options.seed)
+
+
+def shares(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a stage end takes beside its stage, where both are measured."""
+    units = content.get("engines", {}).get("units", {})
+    found = []
+    for end in content.get("kernels", {}).get("stage_ends", ()):
+        model, _, stage = end["stage"].partition(" ")
+        for key, unit in units.items():
+            stage_ms = unit.get("measured_ms_by_batch", {}).get(str(end["rows"]))
+            if key.startswith(f"{model}/{stage}/") and stage_ms:
+                found.append(
+                    {
+                        "stage": end["stage"],
+                        "precision": unit["precision"],
+                        "rows": end["rows"],
+                        "survivors": end["survivors"],
+                        "share_of_stage": end["measured_ms"] / stage_ms,
+                    }
+                )
+    return found
+
+
+def _circumstances(options: argparse.Namespace) -> dict[str, Any]:
+    """What a figure says nothing without."""
+    return {
+        "hardware": hardware(),
+        "command": "python -m offramp.tools.gpu.benchmark "
+        + " ".join(map(_relative, sys.argv[1:])),
+        "seed": options.seed,
+        "rounds": options.rounds,
+        "measured_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _relative(argument: str) -> str:
+    """Paths of a machine are nobody else's business."""
+    if not Path(argument).is_absolute():
+        return argument
+    inside = Path(argument).is_relative_to(_REPOSITORY)
+    return str(Path(argument).relative_to(_REPOSITORY)) if inside else Path(argument).name
+
+
+def _spent(began: float) -> float:
+    return time.monotonic() - began
+
+
+def table(content: dict[str, Any]) -> Iterator[str]:
+    """The figures in short."""
+    for unit, facts in content.get("engines", {}).get("units", {}).items():
+        if "failed" in facts:
+            yield f"{unit:28} FAILED: {facts['failed']}"
+            continue
+        times = facts.get("measured_ms_by_batch", {})
+        shown = "  ".join(f"{batch}: {ms:.3f}" for batch, ms in times.items())
+        worst = max(facts["measured_difference_by_profile"])
+        verdict = "agrees" if facts["agrees"] else "DIFFERS"
+        yield (
+            f"{unit:28} built {facts['measured_build_s']:6.1f} s, loaded "
+            f"{facts.get('measured_load_s', float('nan')):5.2f} s, {verdict} ({worst:.0e}); "
+            f"ms by batch {shown}"
+        )
+    for size in content.get("kernels", {}).get("compaction", ()):
+        mib = size["rows"] * size["row_bytes"] / 2**20
+        rates = ", ".join(f"{name} {rate:.0f}" for name, rate in size["gb_per_s"].items())
+        yield f"compaction {size['rows']:6} rows, {mib:7.2f} MiB: GB/s {rates}"
+    for share in content.get("share_of_stage", ()):
+        if share["rows"] == 32 and share["survivors"] == 16:
+            yield (
+                f"stage end of {share['stage']} at 32, half go on, {share['precision']}: "
+                f"{share['share_of_stage']:.2%} of the stage (goal: {SHARE_GOAL:.0%})"
+            )
+    large = [
+        size["share_of_copy"]["stage_end"]
+        for size in content.get("kernels", {}).get("compaction", ())
+        if size["rows"] * size["row_bytes"] >= 1 << 26
+    ]
+    if large:
+        yield (
+            f"compaction of 64 MiB and more: {min(large):.0%} of a copy's rate at least "
+            f"(goal: {BANDWIDTH_GOAL:.0%})"
+        )
+
+
+def _parser() -> argparse.ArgumentParser:
+    place = Path(os.environ.get("OFFRAMP_GPU_PLACE", "/tmp/offramp-gpu"))
+    parser = argparse.ArgumentParser(
+        prog="benchmark", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    add = parser.add_argument
+    add("--only", choices=PARTS, action="append", help="one part alone (default: both)")
+    add("--output", type=Path, default=Path("benchmarks/results/gpu.json"),
+        help="JSON file (default: %(default)s)")  # fmt: skip
+    add("--rounds", type=int, default=7, help="of which the median is taken (default: 7)")
+    add("--seed", type=int, default=0, help="of weights, inputs and scores (default: 0)")
+    add("--batches", type=_batches, default=(1, 8, 32, 64, 128), metavar="N,N,…",
+        help="ends of the engines' profiles (default: 1,8,32,64,128)")  # fmt: skip
+    add("--precisions", type=_precisions, default=("fp32",), metavar="P,P,…",
+        help="of fp32, tf32, fp16 (default: fp32)")  # fmt: skip
+    add("--optimization-level", type=int, default=3, choices=range(6), help="default: 3")
+    add("--build-limit-s", type=float, default=360,
+        help="after so many seconds no engine is begun (default: 360)")  # fmt: skip
+    add("--bundle", type=Path, default=place / "bundles" / "fashion.ee",
+        help="the compiled example (default: where setup.sh put it)")  # fmt: skip
+    add("--data", type=Path, default=_REPOSITORY / "examples/fashion/calibration.npz",
+        help="its data (default: that of the repository)")  # fmt: skip
+    add("--plans", type=Path, default=place / "plans",
+        help="folder where engines are kept (default: beside it)")  # fmt: skip
+    return parser
+
+
+def _batches(text: str) -> tuple[int, ...]:
+    sizes = tuple(int(size) for size in text.split(","))
+    if list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
+        raise argparse.ArgumentTypeError(f"{text}: sizes must rise, and be 1 or more")
+    return sizes
+
+
+def _precisions(text: str) -> tuple[str, ...]:
+    unknown = set(text.split(",")) - set(_PRECISIONS)
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{sorted(unknown)[0]}: give {', '.join(_PRECISIONS)}")
+    return tuple(text.split(","))
+
+
+def main() -> int:
+    """Run the command line; 1 where there is no GPU, or an engine differs from ONNX Runtime."""
+    options = _parser().parse_args()
+    parts = options.only or list(PARTS)
+    try:
+        if "engines" in parts:
+            probe.require("cuda:0")
+        else:
+            probe.find_device(0)
+        document = Document(options.output)
+        if "kernels" in parts:
+            measure_kernels(options, document)
+        if "engines" in parts:
+            measure_engines(options, document)
+    except BackendError as error:
+        print(f"benchmark: {error}", file=sys.stderr)
+        return 1
+    document.save(share_of_stage=shares(document.content))
+    print("\n".join(table(document.content)))
+    units = document.content.get("engines", {}).get("units", {})
+    return 0 if all(unit.get("agrees") for unit in units.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

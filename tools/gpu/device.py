@@ -1,0 +1,208 @@
+"""Our kernels on a GPU, launched through PyCUDA: for tests/gpu and for measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.engine.kernels.arguments import Launch
+from offramp.engine.kernels.compilation import load_kernels
+from offramp.engine.tensorrt import probe
+from offramp.engine.tensorrt.device import primary_context
+
+if TYPE_CHECKING:
+    import pycuda.driver as cuda
+
+_BUSY_BYTES = 1 << 30
+"""Of the copies that keep the GPU busy while launches are queued: about half a millisecond each on
+an H200, more on others."""
+
+
+class Memory(Protocol):
+    """What tests bring to the device: some bytes, with guards around them."""
+
+    whole: NDArray[np.uint8]
+    """All of it."""
+    offset: int
+    """Of the bytes proper."""
+
+
+class Allocation(Protocol):
+    """Device memory; its address is what ``int`` gives."""
+
+    def __int__(self) -> int:
+        """Address."""
+        ...
+
+    def free(self) -> None:
+        """Give it back before its time."""
+        ...
+
+
+class Gpu:
+    """One stream of a GPU, and our kernels; made by :func:`open_gpu`, used by one thread."""
+
+    def __init__(self, cubin: bytes) -> None:
+        """Load the kernels into the thread's current context."""
+        import pycuda.driver as cuda  # noqa: PLC0415
+
+        self.stream: cuda.Stream = cuda.Stream()
+        """On which everything runs."""
+        self._module: cuda.Module = cuda.module_from_buffer(cubin)
+        self._functions: dict[str, cuda.Function] = {}
+        device: cuda.Device = cuda.Context.get_device()
+        self.multiprocessors = int(device.get_attribute(cuda.device_attribute.MULTIPROCESSOR_COUNT))
+        """Of the GPU."""
+        self.l2_bytes = int(device.get_attribute(cuda.device_attribute.L2_CACHE_SIZE))
+        """Of the GPU."""
+        self._placed: dict[int, tuple[Memory, Allocation]] = {}
+        self._launched = False
+        self._busy: tuple[Allocation, Allocation] | None = None
+
+    def allocate(self, size_bytes: int) -> Allocation:
+        """Device memory, aligned to 256; freed with the last reference, or by its ``free``."""
+        import pycuda.driver as cuda  # noqa: PLC0415
+
+        memory: Allocation = cuda.mem_alloc(max(size_bytes, 1))
+        return memory
+
+    def zeros(self, size_bytes: int) -> Allocation:
+        """Device memory of zeros."""
+        import pycuda.driver as cuda  # noqa: PLC0415
+
+        memory = self.allocate(size_bytes)
+        cuda.memset_d8_async(int(memory), 0, max(size_bytes, 1), self.stream)
+        return memory
+
+    def upload(self, array: NDArray[Any]) -> Allocation:
+        """A copy of an array in device memory."""
+        import pycuda.driver as cuda  # noqa: PLC0415
+
+        memory = self.allocate(array.nbytes)
+        if array.nbytes:
+            cuda.memcpy_htod(int(memory), np.ascontiguousarray(array))
+        return memory
+
+    def download(self, memory: Allocation, array: NDArray[Any]) -> None:
+        """Fill an array from device memory, when the stream has done its work."""
+        import pycuda.driver as cuda  # noqa: PLC0415
+
+        self.stream.synchronize()
+        cuda.memcpy_dtoh(array, int(memory))
+
+    def pinned(self, content: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], int]:
+        """A copy in pinned host memory that kernels may read and write; with its address there."""
+        import pycuda.driver as cuda  # noqa: PLC0415
+
+        array = cuda.pagelocked_empty(
+            content.shape, np.uint8, mem_flags=cuda.host_alloc_flags.DEVICEMAP
+        )
+        array[:] = content
+        host: cuda.PagelockedHostAllocation = array.base
+        return array, int(host.get_device_pointer())
+
+    def enqueue(self, launch: Launch) -> None:
+        """Launch on the stream, without waiting."""
+        function = self._function(launch.entry_point)
+        function(
+            launch.arguments,
+            grid=(launch.grid, 1),
+            block=(launch.block, 1, 1),
+            shared=launch.shared_bytes,
+            stream=self.stream,
+        )
+
+    def time_ms(self, work: Callable[[int], object], repeats: int) -> float:
+        """Time work on the device: ``work(0)``, ``work(1)``, … queued one after the other.
+
+        They are queued behind copies, so that none waits for the host: what is timed is the device
+        alone, launch gaps included.
+
+        Args:
+            work: Queues something on the stream, given the number of the repetition.
+            repeats: How many.
+
+        Returns:
+            Milliseconds of one, between CUDA events around all of them.
+        """
+        import pycuda.driver as cuda  # noqa: PLC0415
+
+        start: cuda.Event = cuda.Event()
+        end: cuda.Event = cuda.Event()
+        self._keep_busy(copies=4 + repeats // 10)
+        start.record(self.stream)
+        for index in range(repeats):
+            work(index)
+        end.record(self.stream)
+        end.synchronize()
+        return float(end.time_since(start)) / repeats
+
+    def _keep_busy(self, copies: int) -> None:
+        import pycuda.driver as cuda  # noqa: PLC0415
+
+        if self._busy is None:
+            self._busy = self.allocate(_BUSY_BYTES), self.allocate(_BUSY_BYTES)
+        source, target = map(int, self._busy)
+        for _ in range(copies):
+            cuda.memcpy_dtod_async(target, source, _BUSY_BYTES, self.stream)
+
+    # The device of tests/unit/kernels: the same cases as on the CPU.
+
+    def place(self, memory: Memory) -> int:
+        """Bring a memory here; gives the address of its bytes proper."""
+        if self._launched:
+            self.forget()
+        allocation = self.upload(memory.whole)
+        self._placed[id(memory)] = memory, allocation
+        return int(allocation) + memory.offset
+
+    def launch(self, launch: Launch, *, seed: int = 0, resident: int = 4) -> None:  # noqa: ARG002
+        """Run a kernel to its end; the hardware orders threads and blocks as it likes."""
+        self.enqueue(launch)
+        self.stream.synchronize()
+        self._launched = True
+
+    def fetch(self, memory: Memory) -> None:
+        """Bring back what was placed."""
+        import pycuda.driver as cuda  # noqa: PLC0415
+
+        _, allocation = self._placed[id(memory)]
+        cuda.memcpy_dtoh(memory.whole, int(allocation))
+
+    def forget(self) -> None:
+        """Free what was placed."""
+        for _, allocation in self._placed.values():
+            allocation.free()
+        self._placed.clear()
+        self._launched = False
+
+    def copy(self, target: int, source: int, size_bytes: int) -> None:
+        """Queue a copy from device memory to device memory."""
+        import pycuda.driver as cuda  # noqa: PLC0415
+
+        cuda.memcpy_dtod_async(target, source, size_bytes, self.stream)
+
+    def _function(self, name: str) -> cuda.Function:
+        if name not in self._functions:
+            self._functions[name] = self._module.get_function(name)
+        return self._functions[name]
+
+
+@contextmanager
+def open_gpu(index: int = 0) -> Iterator[Gpu]:
+    """A stream of a GPU with our kernels; its context is current on this thread until the end.
+
+    Raises:
+        BackendError: There is no GPU, or the kernels cannot be compiled for it.
+    """
+    cubin = load_kernels(probe.find_device(index).compute_capability)
+    with primary_context(index).current():
+        gpu = Gpu(cubin)
+        try:
+            yield gpu
+        finally:
+            gpu.forget()

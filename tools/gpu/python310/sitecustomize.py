@@ -1,0 +1,60 @@
+"""What our code takes of Python 3.11, for Python 3.10: TensorRT 8.6.0 has bindings up to there.
+
+``setup.sh`` puts this folder on Python's path where it has to use Python 3.10, and Python imports
+it at its start. For compiler, engine and bundle on a GPU machine, not for serving: server and
+clients need what cannot be added (``asyncio.timeout``, ``except*``).
+"""
+
+from __future__ import annotations
+
+import datetime
+import enum
+import hashlib
+import sys
+import typing
+from typing import Any
+
+
+class StrEnum(str, enum.Enum):  # noqa: UP042 - it is what takes its place
+    """As in Python 3.11: a member is its value, also in text."""
+
+    __str__ = str.__str__
+
+    def __format__(self, format_spec: str) -> str:
+        """That of its value."""
+        return str.__format__(self, format_spec)
+
+    @staticmethod
+    def _generate_next_value_(name: str, *_: object) -> str:
+        return name.lower()
+
+
+def file_digest(file: Any, algorithm: str) -> Any:
+    """As in Python 3.11: the hash of an open file."""
+    digest = hashlib.new(algorithm)
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest
+
+
+def _add() -> None:
+    additions = (
+        (enum, "StrEnum", StrEnum),
+        (datetime, "UTC", datetime.timezone.utc),  # noqa: UP017 - it is what that alias is made of
+        (hashlib, "file_digest", file_digest),
+        (typing, "Self", typing.Any),
+        (typing, "LiteralString", str),
+        (typing, "Never", typing.NoReturn),
+        (typing, "assert_never", _assert_never),
+    )
+    for module, name, value in additions:
+        if not hasattr(module, name):
+            setattr(module, name, value)
+
+
+def _assert_never(value: object) -> typing.NoReturn:
+    raise AssertionError(f"Expected code to be unreachable, but got: {value!r}")
+
+
+if sys.version_info < (3, 11):  # noqa: UP036 - another than the project's
+    _add()
