@@ -11,8 +11,15 @@ from typing import Literal, TypeAlias
 from offramp.bundle.files import entry_of
 from offramp.bundle.manifest import FileEntry, Manifest
 
+INDEX = "index.json"
+"""Of a target's folder."""
 ENGINES_SCHEMA_VERSION = 1
 """Bumped whenever an older reader would misunderstand a newer index."""
+
+BUILDER_REVISION = 2
+"""Bumped whenever our way of building engines changes what comes out; it is in their keys."""
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 Precision: TypeAlias = Literal["fp32", "tf32", "fp16", "int8"]
 """Of the arithmetic inside an engine; inputs and outputs keep the model's types."""
@@ -169,16 +176,48 @@ class EngineIndex:
     """Our own kernels, compiled for the target's GPU."""
 
     def __post_init__(self) -> None:
-        """Check that units are known by their names."""
+        """Check that units are known by their names, and files by plain ones.
+
+        What an index no longer names is deleted: a name with a path in it could be any file of
+        the user's.
+        """
         units = [entry.unit for entry in self.engines]
         if units != sorted(set(units)):
             raise ValueError(f"engines: units {units} must rise")
+        for name in sorted(self.files):
+            if _FILE_NAME.fullmatch(name) is None or name.lower() == INDEX:
+                raise ValueError(f"{name!r} is no name of a file beside the {INDEX}")
 
     @property
     def files(self) -> set[str]:
         """All that is named, relative to the folder."""
         others = [file.path for file in (self.timing_cache, self.kernels) if file]
         return {*(entry.file for entry in self.engines), *others}
+
+
+def unit_name(first_segment: int, last_segment: int, exit_: int | None) -> str:
+    """``00-12``, or ``00-03-exit1`` with an exit: how the store knows what becomes one engine."""
+    span = f"{first_segment:02d}-{last_segment:02d}"
+    return span if exit_ is None else f"{span}-exit{exit_}"
+
+
+def checkable_key(target: EngineTarget, parts: str) -> dict[str, str]:
+    """Name what an engine's key must have, as far as a server can tell.
+
+    A server does not make the graph again, and takes any profiles.
+
+    Args:
+        target: Where it is to run.
+        parts: Hash of the bundle's files that it is made of, of :func:`parts_digest`.
+    """
+    return {
+        "tensorrt": target.tensorrt,
+        "gpu": target.gpu,
+        "compute_capability": "{}.{}".format(*target.compute_capability),
+        "precision": target.precision,
+        "parts": parts,
+        "builder": str(BUILDER_REVISION),
+    }
 
 
 def parts_digest(
@@ -197,6 +236,16 @@ def parts_digest(
         names = [manifest.source.file]
     hashes = {entry.path: entry.sha256 for entry in manifest.files}
     return hashlib.sha256("\n".join(hashes[name] for name in names).encode()).hexdigest()
+
+
+def kernels_stem(source: str) -> str:
+    """What the name of compiled kernels begins with.
+
+    Args:
+        source: Hash of what they were compiled of, in hexadecimal: cubins of other sources take
+            other arguments.
+    """
+    return f"kernels-{source[:16]}"
 
 
 def addressed(stem: str, content: bytes, suffix: str) -> FileEntry:

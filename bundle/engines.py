@@ -12,15 +12,18 @@ any more is removed. Whatever happens in between, the index on disk is true.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from offramp.bundle.engine_index import (
     ENGINES_SCHEMA_VERSION,
+    INDEX,
     EngineEntry,
     EngineIndex,
     EngineTarget,
@@ -28,6 +31,7 @@ from offramp.bundle.engine_index import (
     ShapeProfile,
     ShapeRange,
     addressed,
+    kernels_stem,
     parts_digest,
 )
 from offramp.bundle.errors import (
@@ -53,6 +57,7 @@ __all__ = [
     "EngineStore",
     "EngineTarget",
     "Precision",
+    "Pruned",
     "ShapeProfile",
     "ShapeRange",
     "carry_engines",
@@ -63,8 +68,9 @@ __all__ = [
 
 ENGINES = "engines"
 """The folder of a bundle that holds them."""
-INDEX = "index.json"
 _LOCK = ".lock"
+
+_LOG = logging.getLogger(__name__)
 
 
 class EngineStore:
@@ -148,13 +154,19 @@ class EngineStore:
         """
         return self._read(self._index.timing_cache) if self._index.timing_cache else b""
 
-    def read_kernels(self) -> bytes | None:
-        """Read the compiled kernels, a cubin; ``None`` if there are none.
+    def read_kernels(self, source: str) -> bytes | None:
+        """Read the compiled kernels, a cubin; ``None`` if there are none of this source.
+
+        Args:
+            source: Hash of what they have to be compiled of, as :meth:`put_kernels` was given it.
 
         Raises:
             BundleIntegrityError: They are missing, altered, or outside the bundle.
         """
-        return self._read(self._index.kernels) if self._index.kernels else None
+        kernels = self._index.kernels
+        if kernels is None or not kernels.path.startswith(f"{kernels_stem(source)}-"):
+            return None
+        return self._read(kernels)
 
     def put(self, entry: EngineEntry, plan: bytes) -> None:
         """Keep an engine; it replaces that of the same unit.
@@ -175,11 +187,25 @@ class EngineStore:
         self._write(file.path, content)
         self._commit(replace(self._index, timing_cache=file))
 
-    def put_kernels(self, cubin: bytes) -> None:
-        """Keep the compiled kernels, in place of the last."""
-        file = addressed("kernels", cubin, ".cubin")
+    def put_kernels(self, cubin: bytes, *, source: str) -> None:
+        """Keep the compiled kernels, in place of the last.
+
+        Args:
+            cubin: Machine code.
+            source: Hash of what it was compiled of, in hexadecimal.
+        """
+        file = addressed(kernels_stem(source), cubin, ".cubin")
         self._write(file.path, cubin)
         self._commit(replace(self._index, kernels=file))
+
+    def drop_kernels(self) -> None:
+        """Forget the compiled kernels."""
+        if self._index.kernels is not None:
+            self._commit(replace(self._index, kernels=None))
+
+    def drop(self, unit: str) -> None:
+        """Drop the engine of a unit, if there is one."""
+        self.prune([entry.unit for entry in self._index.engines if entry.unit != unit])
 
     def prune(self, keep: Collection[str]) -> tuple[str, ...]:
         """Drop the engines of all units but ``keep``; gives the names of those dropped."""
@@ -209,15 +235,7 @@ class EngineStore:
         """
         with _writing(self.folder):
             self._make_folder()
-            lock = (self.folder / _LOCK).open("w")
-        with lock:
-            if fcntl is not None:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError as error:
-                    raise BundleBusyError(
-                        f"another build is at work in {self.folder}; wait until it has ended"
-                    ) from error
+        with _locked(self.folder):
             yield
 
     def _read(self, file: FileEntry) -> bytes:
@@ -263,31 +281,57 @@ def list_targets(bundle_path: str | os.PathLike[str]) -> tuple[EngineTarget, ...
     return tuple(targets)
 
 
-def prune_targets(
-    bundle_path: str | os.PathLike[str], keep: Collection[EngineTarget]
-) -> tuple[str, ...]:
-    """Remove the folders of all targets but ``keep``, damaged ones too; gives their names."""
+class Pruned(NamedTuple):
+    """Folders of targets that were not to be kept."""
+
+    removed: tuple[str, ...]
+    busy: tuple[str, ...]
+    """Those that another build is at work in; they are still there."""
+
+
+def prune_targets(bundle_path: str | os.PathLike[str], keep: Collection[EngineTarget]) -> Pruned:
+    """Remove the folders of all targets but ``keep``, damaged ones too."""
     names = {target.folder for target in keep}
-    removed = [folder for folder in _folders(Path(bundle_path)) if folder.name not in names]
-    for folder in removed:
-        with _writing(folder):
-            _remove(folder)
-    return tuple(folder.name for folder in removed)
+    removed, busy = [], []
+    for folder in _folders(Path(bundle_path)):
+        if folder.name in names:
+            continue
+        try:
+            # Nobody builds behind a link, and a lock there would be a file written elsewhere.
+            lock = contextlib.nullcontext() if folder.is_symlink() else _locked(folder)
+            with lock, _writing(folder):
+                _remove(folder)
+        except BundleBusyError:
+            busy.append(folder.name)
+        else:
+            removed.append(folder.name)
+    return Pruned(tuple(removed), tuple(busy))
 
 
 def carry_engines(source: Path, target: Path) -> None:
     """Give ``target`` the engines of a bundle with the same graphs.
 
     Files are linked where the file system can, as they may be large; links elsewhere than into
-    the bundle's own files are left behind.
+    the bundle's own files are left behind. So is what a build that is at work there removes
+    meanwhile: then the engine is missing, and built again.
     """
     for folder in _folders(source):
         if folder.is_symlink():
             continue
         (target / ENGINES / folder.name).mkdir(parents=True)
-        for place in sorted(folder.iterdir()):
-            if place.is_file() and not place.is_symlink() and not place.name.startswith("."):
-                _link(place, target / ENGINES / folder.name / place.name)
+        for name in _index_first(folder):
+            place = folder / name
+            if place.is_file() and not place.is_symlink() and not name.startswith("."):
+                with contextlib.suppress(FileNotFoundError):
+                    _link(place, target / ENGINES / folder.name / name)
+
+
+def _index_first(folder: Path) -> list[str]:
+    """The names in a folder: what appears there after the index was taken is not in it."""
+    with contextlib.suppress(FileNotFoundError):
+        names = [place.name for place in folder.iterdir()]
+        return sorted(names, key=lambda name: (name != INDEX, name))
+    return []
 
 
 def _folders(root: Path) -> list[Path]:
@@ -302,6 +346,30 @@ def _link(place: Path, target: Path) -> None:
         target.hardlink_to(place)
     except OSError:  # another file system, or one without links
         shutil.copyfile(place, target)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder that is there; without locks, say that there are none."""
+    # A bundle from elsewhere may have a link there: it is not followed, and nothing is truncated.
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+    with _writing(folder):
+        lock = os.open(folder / _LOCK, flags, 0o644)
+    try:
+        if fcntl is not None:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise BundleBusyError(
+                    f"another build is at work in {folder}; wait until it has ended"
+                ) from error
+            except OSError as error:  # as network file systems may give
+                _LOG.warning(
+                    "%s cannot be locked (%s); start no second build there meanwhile", folder, error
+                )
+        yield
+    finally:
+        os.close(lock)
 
 
 def _remove(place: Path) -> None:

@@ -75,7 +75,7 @@ def measure_ranges(graph: bytes, dataset: Dataset, *, threads: int) -> Ranges:
         threads: Of ONNX Runtime.
 
     Raises:
-        DataError: There are no samples, or the model fails on one.
+        DataError: There are no samples, or the model fails on one or computes no finite numbers.
     """
     if not len(dataset):
         raise DataError("no samples to measure the ranges of activations on; give some hundreds")
@@ -213,18 +213,24 @@ def _activations(
     start, size = 0, 1
     while start < len(dataset):
         batch = dataset.take(slice(start, start + size))
+        where = f"{dataset.rows[start]} to {dataset.rows[min(start + size, len(dataset)) - 1]}"
         try:
             # an empty list would ask for all outputs
             feeds = {name: batch[name] for name in read}
             values = session.run(inner, feeds) if inner else []
         except Exception as error:  # ONNX Runtime's own classes derive from Exception only
-            last = min(start + size, len(dataset)) - 1
-            where = f"{dataset.rows[start]} to {dataset.rows[last]}"
             reason = str(error).splitlines()[0]
             raise DataError(f"the model fails on one of samples {where}: {reason}") from error
         arrays = batch | dict(zip(inner, values, strict=True))
         for name in tensors:
-            yield name, np.abs(arrays[name]).reshape(-1)
+            magnitudes = np.abs(arrays[name]).reshape(-1)
+            largest = magnitudes.max(initial=0)  # NaN, if any is
+            if not np.isfinite(largest):
+                raise DataError(
+                    f"tensor {name!r} holds {largest} for one of samples {where}, so it has no "
+                    "range; correct or remove that sample, or build with --precision fp32"
+                )
+            yield name, magnitudes
         start += size
         a_sample = sum(array.nbytes for array in values) // size
         size = max(1, min(BATCH_SIZE, _BATCH_BYTES // max(a_sample, 1)))

@@ -30,9 +30,9 @@ from offramp.compiler.engines.units import PARTS, Part, units_of
 from offramp.compiler.errors import EngineOptionsError, EnginesUnavailableError
 from offramp.compiler.progress import Progress, SilentProgress
 from offramp.engine.errors import BackendError
-from offramp.engine.kernels.compilation import load_kernels
+from offramp.engine.kernels.compilation import load_kernels, source_hash
 from offramp.engine.kernels.errors import KernelCompilerNotFoundError
-from offramp.engine.tensorrt.probe import require
+from offramp.engine.tensorrt.probe import find_device, parse_device, require
 
 UNKNOWN = "unknown"
 """GPU and TensorRT of a dry run that finds none."""
@@ -140,7 +140,7 @@ def build_bundle(options: BuildOptions, reports: Reports = _SILENT) -> Building:
             store.clean()
             building = _planned(work, store, options, reports)
             _judge(building, data, options, reports)
-            _keep_kernels(store, reports)
+            _keep_kernels(store, options.engines.device, reports)
             summary = work.build(building.planned, builder, store, reports.progress)
             if options.prune:
                 _prune(store, summary, reports)
@@ -151,8 +151,12 @@ def check_options(options: BuildOptions) -> None:
     """Check what needs neither bundle nor GPU.
 
     Raises:
-        EngineOptionsError: int8 is asked for without data.
+        EngineOptionsError: There cannot be such a device, or int8 is asked for without data.
     """
+    try:
+        parse_device(options.engines.device)
+    except BackendError as error:
+        raise EngineOptionsError(f"--device: {error}") from error
     if options.engines.precision == "int8" and options.data is None:
         raise EngineOptionsError(
             "--precision int8 needs --data NPZ: the ranges of activations are measured on "
@@ -249,12 +253,18 @@ def _prepare(
 def _judge(building: Building, data: _Data, options: BuildOptions, reports: Reports) -> None:
     """Measure what the precision costs in answers, before engines are built in it.
 
+    Where all are there already, as if they had to be: they may have been built without data.
+
     Raises:
         VerificationError: It breaks the bundle's promise, and that was not accepted.
     """
     precision = options.engines.precision
     stale = any(isinstance(plan, PlannedEngine) and plan.stale for plan in building.planned)
-    if precision not in _JUDGED or not stale:
+    if precision not in _JUDGED:
+        return
+    # A fresh int8 engine has the ranges of this very data, so it was judged by it before; one of
+    # fp16 may have been built without any.
+    if not stale and (data.parts is None or precision == "int8"):
         return
     if data.parts is None:
         reports.say(
@@ -303,22 +313,43 @@ def _planned(
 
 def _prune(store: EngineStore, summary: BuildSummary, reports: Reports) -> None:
     removed = store.prune([result.unit.name for result in summary.results])
-    removed += prune_targets(store.bundle_path, [store.index.target])
-    for name in removed:
+    others = prune_targets(store.bundle_path, [store.index.target])
+    for name in (*removed, *others.removed):
         reports.say(f"removed {name}")
+    for name in others.busy:
+        reports.say(f"{name} is not removed: another build is at work in it")
 
 
-def _keep_kernels(store: EngineStore, reports: Reports) -> None:
-    """Compile our own kernels for the GPU, so that serving needs no compiler."""
+def _keep_kernels(store: EngineStore, device: str, reports: Reports) -> None:
+    """Compile our own kernels for the GPU, so that serving needs no compiler.
+
+    Where that fails, those of the last build are kept if they are of the same sources.
+    """
+    capability, source = store.index.target.compute_capability, source_hash()
     try:
-        cubin = load_kernels(store.index.target.compute_capability)
-    except KernelCompilerNotFoundError as error:
-        reports.say(f"warning: no CUDA compiler, so the server will have to find one: {error}")
-        return
+        cubin = load_kernels(capability, driver_version=_driver_version(device))
     except BackendError as error:
-        reports.say(f"warning: the kernels are not in the bundle: {error}")
+        if _has_kernels(store, source):
+            return
+        store.drop_kernels()
+        if isinstance(error, KernelCompilerNotFoundError):
+            reports.say(f"warning: no CUDA compiler, so the server will have to find one: {error}")
+        else:
+            reports.say(f"warning: the kernels are not in the bundle: {error}")
         return
-    store.put_kernels(cubin)
+    store.put_kernels(cubin, source=source)
+
+
+def _has_kernels(store: EngineStore, source: str) -> bool:
+    with contextlib.suppress(BundleError):
+        return store.read_kernels(source) is not None
+    return False
+
+
+def _driver_version(device: str) -> tuple[int, int] | None:
+    with contextlib.suppress(BackendError):
+        return find_device(parse_device(device)).driver_version
+    return None
 
 
 def _threads() -> int:

@@ -30,6 +30,16 @@ engine is run beside ONNX Runtime before it is kept.
   eecompile build model.ee --batch-profiles 1,2-8,9-64 --buckets sequence=32,64,128
 """
 _GIB, _MOST_GIB = 2**30, 2**20
+_SEEDS = 2**63
+"""How many there are: torch takes no larger one, numpy no negative one."""
+
+
+def seed(text: str) -> int:
+    """Read a seed of random numbers, for argparse."""
+    value = int(text)
+    if not 0 <= value < _SEEDS:
+        raise argparse.ArgumentTypeError(f"{text} is not in 0 to {_SEEDS - 1}")
+    return value
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -43,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, metavar="NPZ",
                         help="calibration data: an array per input. Engines are verified on it, "
                         "and it says what fp16 and int8 cost in answers")  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, metavar="N",
+    parser.add_argument("--seed", type=seed, default=0, metavar="N",
                         help="that of the compilation, by which the samples that certified are "
                         "found again in its data (default: 0)")  # fmt: skip
     add_engine_arguments(parser.add_argument_group("engines"))

@@ -24,6 +24,7 @@ from offramp.compiler.build_command import (
     engine_options,
     given_engine_options,
     run_build,
+    seed,
 )
 
 if TYPE_CHECKING:
@@ -263,7 +264,7 @@ def _rehearse_parser() -> argparse.ArgumentParser:
     promise.add_argument("--confidence", type=_share, metavar="SHARE",
                          help="that this holds on unseen data")  # fmt: skip
     _add_rehearsing(parser.add_argument_group("rehearsing"), None, None)
-    parser.add_argument("--seed", type=int, default=0, metavar="N",
+    parser.add_argument("--seed", type=seed, default=0, metavar="N",
                         help="of split and batches")  # fmt: skip
     return parser
 
@@ -325,7 +326,7 @@ def _compile_parser() -> argparse.ArgumentParser:
                         help="of each graph while profiling")  # fmt: skip
     tuning.add_argument("--tolerance", type=_share, default=1e-5, metavar="X",
                         help="relative difference allowed between slices and model")  # fmt: skip
-    tuning.add_argument("--seed", type=int, default=0, metavar="N", help="of splits and training")
+    tuning.add_argument("--seed", type=seed, default=0, metavar="N", help="of splits and training")
     return parser
 
 

@@ -55,6 +55,10 @@ class TensorRTBuilder:
         self.version = compat.version()
         self._context = primary_context(found.index)
         self._builder: trt.Builder | None = None
+        self._caches: list[trt.ITimingCache] = []
+        """The timing caches that it used: they have to outlive it."""
+        self._measured = b""
+        """What the last of them held at the end of the last build."""
 
     def build(
         self,
@@ -95,9 +99,10 @@ class TensorRTBuilder:
             raise EngineBuildError(str(error)) from error
 
     def close(self) -> None:
-        """Release TensorRT's builder."""
+        """Release TensorRT's builder, then the timing caches."""
         with self._context.current():
             self._builder = None
+            self._caches.clear()
 
     def _build(
         self,
@@ -112,13 +117,25 @@ class TensorRTBuilder:
             builder = self._open(errors)
             network = _parse(builder, graph)
             config, kept = _configure(builder, settings, watch)
+            compat.keep_float32(config, network, settings.precision)
             _add_profiles(builder, config, network, profiles)
-            cache = _set_timing_cache(config, timing_cache)
+            cache = self._set_timing_cache(config, timing_cache)
             plan: trt.IHostMemory | None = builder.build_serialized_network(network, config)
+            measured = _serialized(cache)
             del config, kept  # in this order: the monitor has to outlive the config
         if plan is None:
             raise _failed("build the engine", errors)
-        return Built(plan=bytes(plan), timing_cache=_serialized(cache))
+        self._measured = measured
+        return Built(plan=bytes(plan), timing_cache=measured)
+
+    def _set_timing_cache(self, config: trt.IBuilderConfig, data: bytes) -> trt.ITimingCache:
+        """Attach what was measured before: the last build's own cache, if it is that."""
+        if self._caches and data == self._measured:
+            cache = self._caches[-1]
+            if config.set_timing_cache(cache, ignore_mismatch=False):
+                return cache
+        self._caches.append(_new_timing_cache(config, data))
+        return self._caches[-1]
 
     def _open(self, errors: list[str]) -> trt.Builder:
         """TensorRT's builder, kept: making one loads its kernels, which takes seconds."""
@@ -299,7 +316,7 @@ def _check_shapes(
                 )
 
 
-def _set_timing_cache(config: trt.IBuilderConfig, data: bytes) -> trt.ITimingCache:
+def _new_timing_cache(config: trt.IBuilderConfig, data: bytes) -> trt.ITimingCache:
     """Attach what was measured before; one of another device or version is left aside."""
     cache: trt.ITimingCache | None = config.create_timing_cache(data)
     if cache is not None and config.set_timing_cache(cache, ignore_mismatch=False):

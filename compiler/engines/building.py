@@ -141,7 +141,9 @@ class EngineWork:
     ) -> BuildSummary:
         """Build what is not fresh; each engine is kept as soon as it is verified.
 
-        One that fails leaves the others alone. An interruption loses the engine in work only.
+        One that fails leaves the others alone; what is there for the same unit is dropped if it
+        would count as fresh the next time, as it was to be replaced. An interruption loses the
+        engine in work only.
 
         Raises:
             BundleError: The store cannot be written.
@@ -194,6 +196,9 @@ class EngineWork:
                 lambda inputs, index: builder.run(built.plan, inputs, index),
             )
         except (CompileError, RuntimeError) as problem:  # ONNX Runtime's are RuntimeErrors here
+            before = store.entry(plan.unit.name)
+            if before is not None and before.key == plan.key:
+                store.drop(plan.unit.name)
             return _failure(plan.unit, problem)
         entry = EngineEntry.of(
             plan.unit.name,

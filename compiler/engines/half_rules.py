@@ -2,7 +2,7 @@
 
 What *can* is read off ONNX's operator schemas. What *should not* is a short list with reasons:
 sums and powers that leave float16's range (65,504) or lose small terms, constants that vanish in
-it, and numbers that are sizes rather than activations.
+it, and numbers that count (sizes, positions, token ids) rather than being activations.
 """
 
 from __future__ import annotations
@@ -69,6 +69,57 @@ _FOLLOWING = frozenset(
 )
 """Where all that such an operator reads is kept in float32, so is what it gives: the steps from
 a variance to a standard deviation belong together, and a cast between would cost more."""
+_COUNTING = _FOLLOWING | {
+    "Concat",
+    "Cos",
+    "Einsum",
+    "Expand",
+    "Flatten",
+    "Gather",
+    "Identity",
+    "MatMul",
+    "ReduceMax",
+    "ReduceMin",
+    "Reshape",
+    "Sign",
+    "Sin",
+    "Slice",
+    "Squeeze",
+    "Tile",
+    "Transpose",
+    "Unsqueeze",
+    "Where",
+}
+"""They pass on that a number counts: float16 has whole numbers up to 2,048 only. With ``Sin`` and
+``Cos`` of positions times frequencies that is how rotary embeddings are computed."""
+_DECIDING = frozenset(
+    {
+        "ArgMax",
+        "ArgMin",
+        "Ceil",
+        "Equal",
+        "Floor",
+        "Greater",
+        "GreaterOrEqual",
+        "Less",
+        "LessOrEqual",
+        "Mod",
+        "Round",
+        "TopK",
+    }
+)
+"""Where one number that such an operator reads counts, all of it stays float32."""
+_WIDE = frozenset(
+    {
+        onnx.TensorProto.INT16,
+        onnx.TensorProto.UINT16,
+        onnx.TensorProto.INT32,
+        onnx.TensorProto.UINT32,
+        onnx.TensorProto.INT64,
+        onnx.TensorProto.UINT64,
+    }
+)
+"""Integers beyond what float16 can count; pixels of 8 bits are not."""
 _EPSILONS = frozenset({"Add", "Sub", "Max", "Clip", "Div", "Sum"})
 """A tiny constant keeps these away from zero."""
 _ANSWERS = frozenset({"Softmax", "LogSoftmax", "Sigmoid"})
@@ -83,13 +134,22 @@ class Slots(NamedTuple):
     outputs: frozenset[int]
 
 
+class Choice(NamedTuple):
+    """What of a graph is computed in half precision."""
+
+    halved: dict[int, Slots]
+    """Operators by their index."""
+    numbers: frozenset[str]
+    """Tensors that count, hence stay float32. As masks they may be beyond float16's range."""
+
+
 def halved_operators(
     flow: Dataflow,
     types: Mapping[str, int],
     constants: Mapping[str, NDArray[np.generic]],
     opset: int,
-) -> dict[int, Slots]:
-    """Choose the operators that are computed in half precision, by their index.
+) -> Choice:
+    """Choose the operators that are computed in half precision.
 
     Args:
         flow: The graph.
@@ -98,18 +158,21 @@ def halved_operators(
         opset: Version of the standard operators.
     """
     floats = {name for name, kind in types.items() if kind == FLOAT}
-    sizes = _sizes(flow)
+    numbers = _sizes(flow)
     halved: dict[int, Slots] = {}
     single: set[str] = set()
     """Tensors that an operator kept in float32 gives."""
     for op in flow.operators:
         slots = _slots(op.proto, opset, floats, types)
         variable = [t for t in op.reads if t in floats and t in flow.variable]
+        if _counts(op, variable, numbers, types):
+            numbers.update(op.writes)
         if (
             slots is None
             or op.has_body
             or op.kind in _SUMS
-            or sizes.issuperset(op.writes)
+            or (op.kind == "Mul" and len(set(op.proto.input)) == 1)  # a square
+            or numbers.issuperset(op.writes)
             or (op.kind in _EPSILONS and _vanishes(op, constants))
             or (op.kind in _ANSWERS and not set(flow.outputs).isdisjoint(op.writes))
             or (op.kind in _FOLLOWING and variable and single.issuperset(variable))
@@ -118,7 +181,16 @@ def halved_operators(
             single.update(op.writes)
         elif slots.inputs or slots.outputs:
             halved[op.index] = slots
-    return halved
+    return Choice(halved, frozenset(numbers & floats))
+
+
+def _counts(op: Operator, variable: list[str], numbers: set[str], types: Mapping[str, int]) -> bool:
+    """Whether what an operator gives counts, or follows from what does."""
+    if op.kind == "Cast":
+        return types.get(op.proto.input[0]) in _WIDE
+    if op.kind in _DECIDING:
+        return not numbers.isdisjoint(variable)
+    return op.kind in _COUNTING and bool(variable) and numbers.issuperset(variable)
 
 
 def _sizes(flow: Dataflow) -> set[str]:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from offramp.compiler.engines.constants import fold_constants
+from offramp.compiler.engines.folding import fold_normalisations
 from offramp.compiler.engines.half_rules import FLOAT, FLOAT16, Slots, halved_operators
 from offramp.compiler.graph import Dataflow, Operator
 from offramp.compiler.model import default_opset
@@ -31,6 +32,9 @@ _log = logging.getLogger(__name__)
 
 SUFFIX = "/offramp_fp16"
 """What the name of a tensor's float16 form ends with; no name of a model or an exit does."""
+
+_CLIPPED, _AT_LEAST = "/offramp_clipped", "/offramp_at_least"
+_BOUND = "offramp_bound/{:g}"
 
 _LARGEST = float(np.finfo(np.float16).max)
 _ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div", "Where", "Sum"})
@@ -42,7 +46,8 @@ def halve(graph: bytes) -> bytes:
     """Compute a graph in float16 where that is sound; see :mod:`~.half_rules`.
 
     Names and types of the graph's inputs and outputs stay. Constants beyond float16's range are
-    clipped, with a warning that names them. The same graph gives the same bytes.
+    clipped, with a warning that names them, as are numbers that count and masks made of them where
+    they meet half precision. The same graph gives the same bytes.
 
     Args:
         graph: A serialised ONNX model.
@@ -52,6 +57,7 @@ def halve(graph: bytes) -> bytes:
     """
     proto = onnx.ModelProto.FromString(graph)
     fold_constants(proto.graph)
+    fold_normalisations(proto.graph)
     _Halving(proto).rewrite()
     halved: bytes = proto.SerializeToString(deterministic=True)
     return halved
@@ -64,19 +70,22 @@ class _Halving:
         self._graph = proto.graph
         self._flow = Dataflow(proto.graph)
         self._weights = {tensor.name: tensor for tensor in proto.graph.initializer}
-        self._types = _element_types(proto)
+        self._types = element_types(proto)
         small = {
             name: numpy_helper.to_array(tensor)
             for name, tensor in self._weights.items()
             if np.prod(tensor.dims, dtype=np.int64) <= _SMALL
         }
-        self._halved = halved_operators(self._flow, self._types, small, default_opset(proto))
+        choice = halved_operators(self._flow, self._types, small, default_opset(proto))
+        self._halved, self._numbers = choice.halved, choice.numbers
         self._nodes: list[onnx.NodeProto] = []
         self._single = {*self._weights, *self._flow.inputs}
         """Tensors that exist in their own type."""
         self._half: set[str] = set()
         """Tensors that exist in float16."""
         self._half_weights: list[onnx.TensorProto] = []
+        self._bounds: dict[float, str] = {}
+        """Names of scalars that tensors are bounded by."""
         self._clipped: list[str] = []
 
     def rewrite(self) -> None:
@@ -126,17 +135,38 @@ class _Halving:
         self._half.add(name)
         if name in self._weights:
             self._half_weights.append(self._half_weight(self._weights[name]))
+        elif name in self._numbers:
+            self._nodes.extend(self._clip(name))
+            self._nodes.append(_cast(name + _CLIPPED, name + SUFFIX, FLOAT16))
         else:
             self._nodes.append(_cast(name, name + SUFFIX, FLOAT16))
+
+    def _clip(self, name: str) -> Iterable[onnx.NodeProto]:
+        """Bound what was computed in float32, as constants are: it may be a mask's bias."""
+        limit, between = self._limit(name), name + _AT_LEAST
+        for kind, source, bound, target in (
+            ("Max", name, -limit, between),
+            ("Min", between, limit, name + _CLIPPED),
+        ):
+            self._bounds[bound] = _BOUND.format(bound)
+            yield helper.make_node(
+                kind, [source, self._bounds[bound]], [target], name=f"offramp_bound:{target}"
+            )
+
+    def _limit(self, name: str) -> float:
+        """Magnitude that a tensor is clipped to.
+
+        A mask's bias of −1e9 is added to scores: with room left, the sum stays finite, and a row
+        that is masked wholly does not become NaN.
+        """
+        kinds = {op.kind for op in self._flow.consumers[name]}
+        return _LARGEST / 2 if kinds & _ARITHMETIC else _LARGEST
 
     def _half_weight(self, tensor: onnx.TensorProto) -> onnx.TensorProto:
         values: NDArray[np.float32] = numpy_helper.to_array(tensor)
         beyond = np.isfinite(values) & (np.abs(values) > _LARGEST)
         if beyond.any():
-            # A mask's bias of −1e9 is added to scores: with room left, the sum stays finite, and
-            # a row that is masked wholly does not become NaN.
-            kinds = {op.kind for op in self._flow.consumers[tensor.name]}
-            limit = _LARGEST / 2 if kinds & _ARITHMETIC else _LARGEST
+            limit = self._limit(tensor.name)
             values = np.where(beyond, np.clip(values, -limit, limit), values)
             self._clipped.append(tensor.name)
         with np.errstate(over="ignore"):  # infinities stay what they are
@@ -148,10 +178,15 @@ class _Halving:
         read = {name for op in self._flow.operators for name in self._read_single(op)}
         read |= set(self._flow.outputs)
         kept = [t for name, t in self._weights.items() if name in read]
-        known = [self._described(info) for info in graph.value_info]
+        there = self._single | self._half
+        known = [self._described(info) for info in graph.value_info if info.name in there]
         del graph.node[:], graph.initializer[:], graph.value_info[:]
         graph.node.extend(nodes)
-        graph.initializer.extend([*kept, *self._half_weights])
+        bounds = [
+            numpy_helper.from_array(np.asarray(bound, np.float32), name)
+            for bound, name in self._bounds.items()
+        ]
+        graph.initializer.extend([*kept, *self._half_weights, *bounds])
         graph.value_info.extend(known)
 
     def _read_single(self, op: Operator) -> Iterable[str]:
@@ -174,7 +209,7 @@ def _cast(source: str, target: str, kind: int) -> onnx.NodeProto:
     return helper.make_node("Cast", [source], [target], name=f"offramp_cast:{target}", to=kind)
 
 
-def _element_types(proto: onnx.ModelProto) -> dict[str, int]:
-    """Element types that inference finds, and those that the graph states."""
+def element_types(proto: onnx.ModelProto) -> dict[str, int]:
+    """Give element types by tensor: those that inference finds, and those that the graph states."""
     stated = {name: tensor.elem_type for name, tensor in declared_types(proto).items()}
     return stated | {name: kind for name, (kind, _) in concrete_shapes(proto, {}).items()}

@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 
+from offramp.bundle.engine_index import checkable_key
 from offramp.bundle.engines import EngineTarget, ShapeProfile
 from offramp.compiler.engines.builder import BuildSettings
-
-BUILDER_REVISION = 1
-"""Bumped whenever our way of building changes what comes out."""
 
 _WORDS = {
     "tensorrt": "TensorRT",
@@ -44,17 +42,12 @@ def engine_key(
     workspace = settings.workspace_bytes
     batches = dict.fromkeys((p.first_batch, p.last_batch) for p in profiles)
     return {
-        "tensorrt": target.tensorrt,
-        "gpu": target.gpu,
-        "compute_capability": "{}.{}".format(*target.compute_capability),
-        "precision": target.precision,
-        "parts": parts,
+        **checkable_key(target, parts),
         "graph": hashlib.sha256(graph).hexdigest(),
         "batches": ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in batches),
         "profiles": "; ".join(map(_describe, profiles)),
         "optimization_level": str(settings.optimization_level),
         "workspace": "all free memory" if workspace is None else f"{workspace} bytes",
-        "builder": str(BUILDER_REVISION),
     }
 
 

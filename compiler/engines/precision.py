@@ -3,13 +3,14 @@
 A promise ("disagreement with the source model stays within 1 %") was certified in float32. In
 float16 or int8 other samples leave early and the model itself answers some otherwise. So the
 policy's stages are run in the precision, beside the float32 source model, on ONNX Runtime on the
-CPU, where Q/DQ pairs are computed as they are written. That is the arithmetic the graphs ask for;
+CPU, where Q/DQ pairs are computed as they are written, and float16 as
+:mod:`~offramp.compiler.engines.rounding` writes it out. That is the arithmetic the graphs ask for;
 TensorRT rounds a little differently at places.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -25,6 +26,7 @@ from offramp.calibration.errors import DataError
 from offramp.calibration.quantization import RANGE_SAMPLES, Ranges
 from offramp.calibration.running import BATCH_SIZE, run_over
 from offramp.compiler.engines.graphs import UnitGraphs
+from offramp.compiler.engines.rounding import rounded
 from offramp.compiler.engines.units import Unit
 from offramp.compiler.errors import VerificationError
 from offramp.engine.control.binomial import binomial_cdf, upper_bound
@@ -168,23 +170,28 @@ def measure_precision(
     graphs = UnitGraphs(bundle, precision, ranges=ranges, tensorrt_version=_OPSETS_AS_THEY_ARE)
     plain = UnitGraphs(bundle, "fp32", tensorrt_version=_OPSETS_AS_THEY_ARE)
     off, policy = (make_plan(bundle, mode=mode).stages for mode in (Mode.OFF, Mode.LEAVE))
-    wanted = _answers(plain, off, dataset, threads)
+
+    def judged(unit: Unit) -> bytes:
+        return rounded(graphs.of(unit))
+
+    wanted = _answers(plain.of, off, dataset, threads)
     return PrecisionCheck(
         precision=precision,
         samples=len(dataset),
         unseen=unseen,
-        source_differs=_count(_answers(graphs, off, dataset, threads) != wanted),
-        policy_differs=_count(_answers(graphs, policy, dataset, threads) != wanted),
-        policy_differs_fp32=_count(_answers(plain, policy, dataset, threads) != wanted),
+        source_differs=_count(_answers(judged, off, dataset, threads) != wanted),
+        policy_differs=_count(_answers(judged, policy, dataset, threads) != wanted),
+        policy_differs_fp32=_count(_answers(plain.of, policy, dataset, threads) != wanted),
         promise=bundle.policy.promise,
     )
 
 
 def _answers(
-    graphs: UnitGraphs, stages: Sequence[StageSpec], dataset: Dataset, threads: int
+    graph_of: Callable[[Unit], bytes], stages: Sequence[StageSpec], dataset: Dataset, threads: int
 ) -> NDArray[np.intp]:
     """Class that each sample is answered with."""
-    sessions = [_session(graphs, stage, threads) for stage in stages]
+    units = [Unit(stage.first_segment, stage.last_segment, stage.exit) for stage in stages]
+    sessions = [_session(graph_of(unit), threads) for unit in units]
     classes = np.empty(len(dataset), np.intp)
     for start in range(0, len(dataset), BATCH_SIZE):
         batch = dataset.take(slice(start, start + BATCH_SIZE))
@@ -224,8 +231,7 @@ def _leaving(
         tensors = {name: tensors[name][~left] for name in stage.carried}
 
 
-def _session(graphs: UnitGraphs, stage: StageSpec, threads: int) -> ort.InferenceSession:
-    graph = graphs.of(Unit(stage.first_segment, stage.last_segment, stage.exit))
+def _session(graph: bytes, threads: int) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.log_severity_level = 3

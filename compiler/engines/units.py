@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from offramp.bundle import Bundle, Manifest
+from offramp.bundle.engine_index import unit_name
 from offramp.engine.plan import Mode, make_plan
 
 Part: TypeAlias = Literal["source", "stages", "segments"]
@@ -28,8 +29,7 @@ class Unit(NamedTuple):
     @property
     def name(self) -> str:
         """``00-12``, or ``00-03-exit1`` with an exit."""
-        span = f"{self.first_segment:02d}-{self.last_segment:02d}"
-        return span if self.exit is None else f"{span}-exit{self.exit}"
+        return unit_name(*self)
 
 
 def units_of(bundle: Bundle, parts: Collection[Part] = PARTS) -> tuple[Unit, ...]:

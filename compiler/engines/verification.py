@@ -13,6 +13,7 @@ from offramp.bundle import Bundle
 from offramp.bundle.engines import Precision
 from offramp.calibration.dataset import Dataset
 from offramp.compiler.engines.profiles import ModelShapes, Point, SizedProfile, bound
+from offramp.compiler.engines.rounding import rounded
 from offramp.compiler.engines.units import Unit
 from offramp.compiler.errors import EngineBuildError
 from offramp.compiler.runtime import Runner, random_inputs, relative_difference
@@ -21,7 +22,7 @@ from offramp.engine.assembly import assemble
 TOLERANCES: Mapping[Precision, float] = {
     "fp32": 1e-3,  # sums in another order, through all layers of a model
     "tf32": 5e-3,  # products of 10 bits, sums in fp32
-    "fp16": 2e-2,  # sums may be of 10 bits too, and each side rounds elsewhere
+    "fp16": 2e-2,  # each side rounds elsewhere: rounding less, or sums too, differed by 0.011
     "int8": 0.15,  # roundings to either side of a step add up: two kernels on a CPU differ by 0.044
 }
 """Difference allowed, relative to an output's largest magnitude. A wrong engine differs by far
@@ -64,9 +65,9 @@ class Verifier:
 
         Raises:
             EngineBuildError: An output is missing, has another type or shape, is no number, or
-                differs beyond the tolerance.
+                differs beyond the tolerance; or the graph itself gives no finite number.
         """
-        proto = onnx.load_from_string(graph)
+        proto = onnx.load_from_string(rounded(graph))
         reads = [info.name for info in proto.graph.input]
         reference, prefix = Runner(proto), self._prefix(unit)
         worst = 0.0
@@ -93,6 +94,11 @@ class Verifier:
                 raise EngineBuildError(
                     f"output {name!r} of the engine is {actual.dtype} {list(actual.shape)}, that "
                     f"of its graph {value.dtype} {list(value.shape)} ({where})"
+                )
+            if not np.isfinite(value).all():
+                raise EngineBuildError(
+                    f"output {name!r} of the graph itself is not finite on a CPU ({where}); build "
+                    "it with a finer --precision (tf32 or fp32) or give other --data"
                 )
             difference = relative_difference(actual, value)
             if not difference <= allowed[name]:  # NaN is no agreement

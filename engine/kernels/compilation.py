@@ -4,7 +4,8 @@ Machine code (a cubin), never PTX: the driver would have to compile that, and on
 toolkit cannot. A cubin runs on any driver of the toolkit's major version.
 
 The kernels are compiled where engines are built, or at their first use, and then read from the
-user's cache: compiling takes about two seconds.
+user's cache: compiling takes about two seconds. The cache knows who compiled: what CUDA 13 made
+must not be given to a driver of CUDA 12.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import contextlib
 import hashlib
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 from offramp.engine.kernels.compilers import INSTALL, OPTIONS, KernelCompiler, find_compilers
-from offramp.engine.kernels.errors import KernelCompileError
+from offramp.engine.kernels.errors import KernelCompileError, KernelCompilerNotFoundError
 
 FOLDER = Path(__file__).parent
 """Where the sources lie."""
@@ -56,6 +58,7 @@ def compile_kernels(
     *,
     folder: Path = FOLDER,
     compilers: Iterable[KernelCompiler] | None = None,
+    driver_version: tuple[int, int] | None = None,
 ) -> bytes:
     """Compiles all kernels into one cubin.
 
@@ -63,6 +66,8 @@ def compile_kernels(
         architecture: Such as ``sm_90``.
         folder: Where the sources lie.
         compilers: What to try, in order; None: what this machine has.
+        driver_version: Newest CUDA that the driver runs; compilers of a newer major version are
+            passed over. None: it is not known.
 
     Returns:
         The cubin.
@@ -71,9 +76,23 @@ def compile_kernels(
         KernelCompilerNotFoundError: There is no compiler.
         KernelCompileError: None of them gave a cubin for this architecture.
     """
+    found = find_compilers() if compilers is None else compilers
+    return _compile(architecture, folder, found, driver_version)[1]
+
+
+def _compile(
+    architecture: str,
+    folder: Path,
+    compilers: Iterable[KernelCompiler],
+    driver_version: tuple[int, int] | None,
+) -> tuple[KernelCompiler, bytes]:
+    """The first compiler that succeeds, and its cubin."""
     text = program(folder)
     said = []
-    for compiler in find_compilers() if compilers is None else compilers:
+    for compiler in compilers:
+        if not _runs(compiler.cuda_major, driver_version):
+            said.append(f"{compiler.name} is too new for the driver, {_cuda(driver_version)}")
+            continue
         if architecture not in compiler.architectures:
             said.append(f"{compiler.name} compiles for {', '.join(compiler.architectures)} only")
             continue
@@ -85,21 +104,37 @@ def compile_kernels(
             said.append(str(error))
         else:
             logger.debug("%s, %s: %s", compiler.name, architecture, compiled.log)
-            return compiled.cubin
+            return compiler, compiled.cubin
     raise KernelCompileError(
         f"The CUDA kernels cannot be compiled for {architecture}.\n"
         + "\n".join(said)
-        + f"\nIf the compiler is older than the GPU or not whole, {INSTALL}."
+        + f"\nIf the compiler does not fit GPU and driver or is not whole, {INSTALL}."
     )
 
 
-def load_kernels(compute_capability: tuple[int, int], cache: Path | None = None) -> bytes:
+def _runs(cuda_major: int, driver_version: tuple[int, int] | None) -> bool:
+    """Whether a driver runs what was made with a CUDA of this major version."""
+    return driver_version is None or cuda_major <= driver_version[0]
+
+
+def _cuda(driver_version: tuple[int, int] | None) -> str:
+    return "" if driver_version is None else "which is of CUDA {}.{}".format(*driver_version)
+
+
+def load_kernels(
+    compute_capability: tuple[int, int],
+    cache: Path | None = None,
+    *,
+    driver_version: tuple[int, int] | None = None,
+) -> bytes:
     """The kernels' cubin for a GPU, compiled if this was not done before.
 
     Args:
         compute_capability: Of the GPU.
         cache: Folder of compiled kernels; None: the user's own. It may be unwritable: then the
             kernels are compiled anew each time.
+        driver_version: Newest CUDA that the driver runs, so that nothing newer is given to it.
+            None: it is not known.
 
     Returns:
         The cubin.
@@ -110,13 +145,39 @@ def load_kernels(compute_capability: tuple[int, int], cache: Path | None = None)
     """
     architecture = architecture_of(compute_capability)
     folder = _user_cache() if cache is None else cache
-    path = None if folder is None else folder / f"{architecture}-{source_hash()[:32]}.kernels"
-    cubin = None if path is None else _read(path)
-    if cubin is None:
-        cubin = compile_kernels(architecture)
-        if path is not None:
-            _write(path, cubin)
+    stem = f"{architecture}-{source_hash()[:32]}"
+    try:
+        compilers = find_compilers()
+    except KernelCompilerNotFoundError:
+        kept = None if folder is None else _read_any(folder, stem, driver_version)
+        if kept is None:
+            raise
+        return kept
+    for compiler in compilers:
+        if folder is not None and _runs(compiler.cuda_major, driver_version):
+            kept = _read(folder / _file_name(stem, compiler))
+            if kept is not None:
+                return kept
+    compiler, cubin = _compile(architecture, FOLDER, compilers, driver_version)
+    if folder is not None:
+        _write(folder / _file_name(stem, compiler), cubin)
     return cubin
+
+
+def _file_name(stem: str, compiler: KernelCompiler) -> str:
+    digest = hashlib.sha256(compiler.name.encode()).hexdigest()
+    return f"{stem}-cuda{compiler.cuda_major}-{digest[:16]}.kernels"
+
+
+def _read_any(folder: Path, stem: str, driver_version: tuple[int, int] | None) -> bytes | None:
+    """A cubin of the cache that the driver runs, whoever compiled it."""
+    for path in sorted(folder.glob(f"{stem}-cuda*.kernels")):
+        major = re.match(r"cuda(\d+)-", path.name.removeprefix(f"{stem}-"))
+        if major is not None and _runs(int(major[1]), driver_version):
+            kept = _read(path)
+            if kept is not None:
+                return kept
+    return None
 
 
 def _user_cache() -> Path | None:

@@ -53,6 +53,10 @@ class KernelCompiler(Protocol):
         """Which compiler of which version, for messages."""
 
     @property
+    def cuda_major(self) -> int:
+        """Major version of CUDA that it is of; older drivers cannot run what it makes."""
+
+    @property
     def architectures(self) -> tuple[str, ...]:
         """What it can compile for, such as ``sm_90``."""
 
@@ -73,12 +77,16 @@ class Nvcc:
     """The toolkit's compiler; it needs a C++ compiler beside it."""
 
     name: str
+    cuda_major: int
     architectures: tuple[str, ...]
 
     def __init__(self) -> None:
         self._path = _find_nvcc()
-        version = re.search(r"release ([\d.]+)", self._ask("--version"))
-        self.name = f"nvcc {version.group(1) if version else 'of unknown version'} ({self._path})"
+        version = re.search(r"release ((\d+)\.\d+)", self._ask("--version"))
+        if version is None:
+            raise KernelCompilerNotFoundError(f"{self._path} --version names no release of CUDA")
+        self.name = f"nvcc {version[1]} ({self._path})"
+        self.cuda_major = int(version[2])
         self.architectures = tuple(self._ask("--list-gpu-code").split())
 
     def compile(self, text: str, architecture: str, folder: Path) -> Compiled:
@@ -140,6 +148,7 @@ class Nvrtc:
     """The compiler as a library, by the Python package ``cuda-bindings``."""
 
     name: str
+    cuda_major: int
     architectures: tuple[str, ...]
 
     def __init__(self) -> None:
@@ -158,6 +167,7 @@ class Nvrtc:
             why = " ".join(str(error).split())
             raise KernelCompilerNotFoundError(f"libnvrtc cannot be used ({why})") from error
         self.name = f"NVRTC {major}.{minor}"
+        self.cuda_major = major
         self.architectures = tuple(f"sm_{number}" for number in supported)
 
     def compile(self, text: str, architecture: str, folder: Path) -> Compiled:

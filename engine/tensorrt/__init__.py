@@ -7,6 +7,10 @@
     device    a GPU's primary context, made current around work
     dtypes    TensorRT's data types as numpy's, and back
     trial     a finished engine run once, or timed
+    lookup    which engines of a bundle run a stage here
+    loading   an engine in device memory, and its contexts
+    library   each loaded once, however many have it
+    layout    what the engines of a stage have in scratch memory
 
 Nothing here imports ``tensorrt`` or ``pycuda`` before it is needed, so that all of it imports on
 a machine without a GPU. Ask :func:`offramp.engine.tensorrt.probe.require` first: without a driver

@@ -9,7 +9,8 @@ matter             8.6                           10                      11
 =================  ============================  ======================  ===========================
 network            explicit batch: a flag        always                  always
 types              chosen by the builder, flags  from the graph: a flag  from the graph, always
-                   FP16 and INT8 allow them
+                   FP16 and INT8 allow them,
+                   layers can be held to one
 int64 tensors      none: int32                   yes                     yes
 cuBLAS, cuDNN      on unless switched off        off unless asked for    none
 build progress     none                          IProgressMonitor        IProgressMonitor
@@ -127,6 +128,70 @@ def allow_precision(config: trt.IBuilderConfig, precision: str) -> None:
         config.set_flag(trt.BuilderFlag.FP16)
     if precision == "int8":
         config.set_flag(trt.BuilderFlag.INT8)
+
+
+def keep_float32(
+    config: trt.IBuilderConfig, network: trt.INetworkDefinition, precision: str
+) -> None:
+    """Hold 8.6 to float32 wherever an fp16 graph has it: in exits, sums and powers.
+
+    10 and later take all types from the graph. 8.6 may compute any layer in float16 once the flag
+    FP16 is set. Its network gives float32 as the type of what a layer computes until the engine
+    is built, whatever the layer reads; so float16 is followed here from the casts on, which say
+    what they make. This was written after NVIDIA's headers and samples, and is not yet tried on a
+    GPU: should 8.6 report the casts otherwise, all is held to float32, which is right but slow.
+
+    int8 needs nothing of this: beside explicit Q/DQ pairs 8.6 quantises nothing, the flag FP16 is
+    not set, and between the pairs the graph is float32 where int8 is wanted.
+
+    Args:
+        config: Of the build.
+        network: As the parser left it.
+        precision: That of :func:`allow_precision`.
+    """
+    if major() >= 10 or precision != "fp16":
+        return
+    import tensorrt as trt  # noqa: PLC0415
+
+    config.set_flag(trt.BuilderFlag.OBEY_PRECISION_CONSTRAINTS)
+    halves: set[str] = set()
+    for index in range(network.num_layers):
+        layer: trt.ILayer = network.get_layer(index)
+        floats = _free_outputs(layer)
+        if _reads_half(layer, halves):
+            halves |= {layer.get_output(number).name for number in floats}
+        elif floats:
+            if layer.type != trt.LayerType.CONCATENATION:  # it computes nothing
+                layer.precision = trt.DataType.FLOAT
+            for number in floats:
+                layer.set_output_type(number, trt.DataType.FLOAT)
+
+
+def _free_outputs(layer: trt.ILayer) -> list[int]:
+    """Numbers of the outputs that are called float32, but that 8.6 might compute in float16."""
+    if major() >= 10:
+        return []
+    import tensorrt as trt  # noqa: PLC0415
+
+    if layer.type in (trt.LayerType.CAST, trt.LayerType.CONSTANT, trt.LayerType.FILL):
+        return []
+    found = []
+    for number in range(layer.num_outputs):
+        tensor: trt.ITensor = layer.get_output(number)
+        is_float = tensor.dtype == trt.DataType.FLOAT and tensor.is_execution_tensor
+        if is_float and not layer.output_type_is_set(number):  # else it is a cast too
+            found.append(number)
+    return found
+
+
+def _reads_half(layer: trt.ILayer, halves: set[str]) -> bool:
+    import tensorrt as trt  # noqa: PLC0415
+
+    for number in range(layer.num_inputs):
+        tensor: trt.ITensor | None = layer.get_input(number)  # None: an optional one is not given
+        if tensor is not None and (tensor.dtype == trt.DataType.HALF or tensor.name in halves):
+            return True
+    return False
 
 
 def use_own_kernels_only(config: trt.IBuilderConfig) -> None:

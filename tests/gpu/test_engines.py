@@ -21,6 +21,7 @@ from offramp.compiler.engines.verification import TOLERANCES
 from offramp.compiler.errors import EngineBuildError
 from offramp.compiler.runtime import Runner, relative_difference
 from offramp.compiler.tensorrt import TensorRTBuilder
+from offramp.engine.kernels.compilation import source_hash
 from offramp.engine.tensorrt.device import primary_context
 from offramp.engine.tensorrt.trial import Trial
 
@@ -142,7 +143,7 @@ def test_the_example_in_every_precision(example: Path, tmp_path: Path, precision
     assert {entry.unit for entry in store.index.engines} == {
         unit.name for unit in units_of(bundle, ("source", "stages"))
     }
-    kernels = store.read_kernels()
+    kernels = store.read_kernels(source_hash())
     assert kernels is not None
     assert kernels[:4] == b"\x7fELF"
 

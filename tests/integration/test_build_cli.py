@@ -22,6 +22,7 @@ from offramp.compiler.cli import main
 from offramp.compiler.engines.fake import FakeBuilder
 from offramp.compiler.engines.precision import PrecisionCheck
 from offramp.engine.errors import BackendError
+from offramp.engine.kernels.compilation import source_hash
 
 MISSING = "TensorRT cannot be used on cuda:0: there is no NVIDIA driver here"
 
@@ -57,7 +58,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeBuilder:
     builder = FakeBuilder(gpu="NVIDIA H200")
     monkeypatch.setattr(build, "make_builder", lambda device: builder)
     monkeypatch.setattr(build, "check_device", lambda device: None)
-    monkeypatch.setattr(build, "load_kernels", lambda capability: b"cubin")
+    monkeypatch.setattr(build, "load_kernels", lambda *_, **__: b"cubin")
     return builder
 
 
@@ -160,6 +161,8 @@ def test_sizes_at_which_the_model_fails_are_one_line(
         (["--optimization-level", "6"], "--optimization-level 6 is not in 0 to 5"),
         (["--precision", "int8"], "--precision int8 needs --data NPZ"),
         (["--data", "nowhere.npz"], "nowhere.npz"),
+        (["--device", "gpu0"], "--device: 'gpu0' is no device of TensorRT; give cuda:0, cuda:1"),
+        (["--device", "gpu0", "--dry-run"], "'gpu0' is no device of TensorRT"),
     ],
 )
 def test_what_makes_no_sense_is_one_line(
@@ -171,6 +174,23 @@ def test_what_makes_no_sense_is_one_line(
     (line,) = refused.err
     assert line.startswith("eecompile: ")
     assert said in line
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("build", "mlp.ee"), ("rehearse", "mlp.ee", "--data", "d.npz"), ("m.onnx", "--data", "d.npz")],
+    ids=["build", "rehearse", "compile"],
+)
+@pytest.mark.parametrize("number", ["-1", str(2**63), "1.5"])
+def test_a_seed_that_is_none_is_refused(
+    run: Shell, capsys: pytest.CaptureFixture[str], command: tuple[str, ...], number: str
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run(*command, f"--seed={number}")
+    assert stopped.value.code == 2
+    assert f"argument --seed: {'invalid seed' if '.' in number else number}" in (
+        capsys.readouterr().err
+    )
 
 
 def test_no_bundle(run: Shell, fake: FakeBuilder) -> None:
@@ -284,7 +304,8 @@ def test_int8_is_measured_on_data_and_fresh_afterwards(
     run: Shell, fake: FakeBuilder, mlp: Bundle
 ) -> None:
     np.savez("data.npz", **inputs_of(sliced("mlp"), 64))
-    command = ("build", "mlp.ee", "--precision", "int8", "--data", "data.npz")
+    command = ("build", "mlp.ee", "--precision", "int8", "--data", "data.npz",
+               "--accept-disagreement")  # fmt: skip
     said = run(*command, "--parts", "stages")
     assert said.status == 0
     assert said.err[0].startswith("int8: of 32 samples the model answers")
@@ -302,7 +323,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(build, "make_builder", lambda device: FakeBuilder())
         patched.setattr(build, "check_device", lambda device: None)
-        patched.setattr(build, "load_kernels", lambda capability: b"cubin")
+        patched.setattr(build, "load_kernels", lambda *_, **__: b"cubin")
         patched.chdir(folder)
         assert main([*COMPILE, "--backend", "tensorrt", "--precision", "fp16"]) == 0
     yield folder
@@ -328,7 +349,7 @@ def test_compiling_for_tensorrt_builds_the_engines(compiled: Path) -> None:
     assert target.precision == "fp16"
     assert store.entry("00-03") is not None
     assert len(store.index.engines) >= 4
-    assert store.read_kernels() == b"cubin"
+    assert store.read_kernels(source_hash()) == b"cubin"
     assert Bundle.open(compiled / "model.ee").policy.version == 1
 
 

@@ -130,9 +130,14 @@ def test_data_flow_one_way(package: str, never: tuple[str, ...]) -> None:
     assert wrong == set()
 
 
-def test_only_two_modules_name_tensorrt() -> None:
-    allowed = {"offramp.engine.backends.tensorrt", "offramp.compiler.tensorrt"}
-    assert importers_of("tensorrt", "pycuda") <= allowed
+def test_few_modules_name_tensorrt() -> None:
+    """What compiler and runtime share, the builder, the backend, and scripts for a GPU machine."""
+    allowed = ("offramp.engine.tensorrt", "offramp.engine.backends.tensorrt")
+    allowed += ("offramp.compiler.tensorrt", "offramp.tools.gpu")
+    allowed += ("offramp.engine.cuda.pycuda_driver",)
+    named = importers_of("tensorrt", "pycuda")
+    assert named
+    assert {module for module in named if not is_within(module, *allowed)} == set()
 
 
 def test_only_the_network_side_names_grpc() -> None:

@@ -26,7 +26,7 @@ from offramp.compiler.runtime import relative_difference
 from offramp.compiler.tensorrt import TensorRTBuilder
 from offramp.engine.tensorrt.device import primary_context
 from offramp.engine.tensorrt.trial import Prepared, Trial
-from offramp.tools.gpu import resnet50
+from offramp.tools.gpu import resnets
 
 Tensors = Mapping[str, NDArray[Any]]
 
@@ -66,9 +66,9 @@ class Subject:
 def resnet_subjects(precision: Precision, seed: int) -> Iterator[Subject]:
     """ResNet-50 with random weights, whole and in stages; a stage gets what those before make."""
     rng = np.random.default_rng(seed)
-    images = rng.standard_normal((1, *resnet50.INPUT_SHAPE)).astype(np.float32)
-    pieces = (resnet50.whole(seed), *resnet50.stages(seed))
-    rows: dict[str, NDArray[Any]] = {resnet50.INPUT: images}
+    images = rng.standard_normal((1, *resnets.INPUT_SHAPE)).astype(np.float32)
+    pieces = (resnets.whole(seed), *resnets.stages(seed))
+    rows: dict[str, NDArray[Any]] = {resnets.INPUT: images}
     for piece in pieces:
         feed = rows[piece.input]
 

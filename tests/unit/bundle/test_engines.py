@@ -41,6 +41,7 @@ TARGET = EngineTarget(
     gpu="NVIDIA H200", compute_capability=(9, 0), tensorrt="10.16.0.72", precision="fp16"
 )
 OTHER = replace(TARGET, gpu="NVIDIA L4", compute_capability=(8, 9))
+SOURCE = hashlib.sha256(b"kernels.cu").hexdigest()
 PROFILES = tuple(
     ShapeProfile(
         first_batch=first,
@@ -67,7 +68,7 @@ def store(bundle: Bundle) -> EngineStore:
     for unit in ("00-01", "00-00-exit0"):
         store.put(entry_of(unit, unit.encode(), graph=f"hash of {unit}"), unit.encode())
     store.put_timing_cache(b"timings")
-    store.put_kernels(b"cubin")
+    store.put_kernels(b"cubin", source=SOURCE)
     return store
 
 
@@ -129,7 +130,7 @@ def test_what_was_put_is_read_by_another(bundle: Bundle, store: EngineStore) -> 
     assert entry.profiles == PROFILES
     assert again.read(entry) == b"00-01"
     assert again.read_timing_cache() == b"timings"
-    assert again.read_kernels() == b"cubin"
+    assert again.read_kernels(SOURCE) == b"cubin"
 
 
 def test_an_empty_store(bundle: Bundle) -> None:
@@ -137,7 +138,7 @@ def test_an_empty_store(bundle: Bundle) -> None:
     assert store.index.engines == ()
     assert store.entry("00-01") is None
     assert store.read_timing_cache() == b""
-    assert store.read_kernels() is None
+    assert store.read_kernels(SOURCE) is None
     assert not (bundle.path / ENGINES).exists()
     assert list_targets(bundle.path) == ()
 
@@ -169,9 +170,9 @@ def test_an_entry_has_to_describe_its_plan(store: EngineStore) -> None:
 
 def test_the_last_timing_cache_and_kernels_count(store: EngineStore) -> None:
     store.put_timing_cache(b"more timings")
-    store.put_kernels(b"cubin")
+    store.put_kernels(b"cubin", source=SOURCE)
     assert store.read_timing_cache() == b"more timings"
-    assert store.read_kernels() == b"cubin"
+    assert store.read_kernels(SOURCE) == b"cubin"
     assert names_in(store.folder) == {*store.index.files, "index.json"}
 
 
@@ -199,7 +200,7 @@ def test_engines_may_be_no_link(bundle: Bundle, tmp_path: Path) -> None:
     with pytest.raises(BundleIntegrityError, match="leaves the bundle"):
         EngineStore.open(bundle.path, TARGET)
     with pytest.raises(BundleIntegrityError, match="leaves the bundle"):
-        EngineStore.empty(bundle.path, TARGET).put_kernels(b"cubin")
+        EngineStore.empty(bundle.path, TARGET).put_kernels(b"cubin", source=SOURCE)
     assert list_targets(bundle.path) == ()
     assert names_in(tmp_path / "elsewhere") == set()
 
@@ -234,13 +235,58 @@ def rewrite_index(store: EngineStore, **changes: Any) -> None:
     place.write_text(json.dumps(json.loads(place.read_text()) | changes))
 
 
-@pytest.mark.parametrize("path", ["../../source.onnx", "/etc/hostname", "", "a\\b"])
-def test_an_index_cannot_name_files_elsewhere(store: EngineStore, path: str) -> None:
-    content = b"segments"
-    digest = hashlib.sha256(content).hexdigest()
-    rewrite_index(store, kernels={"path": path, "size_bytes": 8, "sha256": digest})
-    with pytest.raises(BundleError):
-        EngineStore.open(store.bundle_path, TARGET).read_kernels()
+FOREIGN_NAMES = ["../../source.onnx", "/etc/hostname", "", "a\\b", "a/b", "..", ".lock",
+                 "index.json", "Index.JSON", "a\n"]  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ["kernels", "timing_cache", "engines"])
+@pytest.mark.parametrize("name", FOREIGN_NAMES)
+def test_an_index_cannot_name_files_elsewhere(store: EngineStore, what: str, name: str) -> None:
+    index = json.loads((store.folder / "index.json").read_text())
+    if what == "engines":
+        index["engines"][0]["file"] = name
+    else:
+        index[what]["path"] = name
+    rewrite_index(store, **index)
+    with pytest.raises(BundleSchemaError, match="is no name of a file beside the index"):
+        EngineStore.open(store.bundle_path, TARGET)
+    assert list_targets(store.bundle_path) == ()
+
+
+@pytest.mark.parametrize("what", ["kernels", "timing_cache", "engines"])
+def test_building_for_a_foreign_bundle_deletes_no_files_of_the_user(
+    store: EngineStore, tmp_path: Path, what: str
+) -> None:
+    """What the old index named is removed when a new one does not: here that is the victim."""
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"dear")
+    for name in (str(victim), f"../../../{victim.name}"):
+        index = json.loads((store.folder / "index.json").read_text())
+        if what == "engines":
+            index["engines"][0]["file"] = name
+        else:
+            index[what]["path"] = name
+        rewrite_index(store, **index)
+        with pytest.raises(BundleSchemaError, match="eecompile build"):
+            opened = EngineStore.open(store.bundle_path, TARGET)
+            opened.prune([])
+            opened.put_timing_cache(b"new")
+            opened.put_kernels(b"new", source=SOURCE)
+        assert victim.read_bytes() == b"dear"
+
+
+def test_kernels_are_known_by_what_they_were_compiled_of(store: EngineStore) -> None:
+    other = hashlib.sha256(b"kernels.cu of next year").hexdigest()
+    assert store.read_kernels(SOURCE) == b"cubin"
+    assert store.read_kernels(other) is None
+    store.put_kernels(b"cubin", source=other)
+    assert store.read_kernels(SOURCE) is None
+    assert store.read_kernels(other) == b"cubin"
+    assert names_in(store.folder) == {*store.index.files, "index.json"}
+    store.drop_kernels()
+    assert store.read_kernels(other) is None
+    assert not [name for name in names_in(store.folder) if name.endswith(".cubin")]
+    assert EngineStore.open(store.bundle_path, TARGET).index.kernels is None
 
 
 @pytest.mark.parametrize(
@@ -332,7 +378,7 @@ def test_a_full_disk_is_one_clear_error(
     with pytest.raises(BundleWriteError, match=r"No space left.*free the space"):
         store.put(entry_of("00-01", b"better"), b"better")
     assert store.index == index
-    assert store.read_kernels() == b"cubin"
+    assert store.read_kernels(SOURCE) == b"cubin"
 
 
 def test_pruning_keeps_what_is_asked_for(store: EngineStore) -> None:
@@ -352,8 +398,40 @@ def test_targets_are_found_and_pruned(bundle: Bundle, store: EngineStore) -> Non
     damaged.mkdir()
     (damaged / "index.json").write_bytes(b"?")
     assert list_targets(bundle.path) == (TARGET, OTHER)
-    assert prune_targets(bundle.path, [OTHER]) == ("damaged", TARGET.folder)
+    assert prune_targets(bundle.path, [OTHER]) == (("damaged", TARGET.folder), ())
     assert names_in(bundle.path / ENGINES) == {OTHER.folder}
+
+
+def test_a_folder_that_a_build_is_at_work_in_is_not_pruned(
+    bundle: Bundle, store: EngineStore
+) -> None:
+    other = EngineStore.open(bundle.path, OTHER)
+    other.put(entry_of("00-01", b"plan"), b"plan")
+    with other.exclusively():
+        assert prune_targets(bundle.path, []) == ((TARGET.folder,), (OTHER.folder,))
+        other.put(entry_of("00-00-exit0", b"plan"), b"plan")
+        assert len(EngineStore.open(bundle.path, OTHER).index.engines) == 2
+    assert prune_targets(bundle.path, []) == ((OTHER.folder,), ())
+    assert names_in(bundle.path / ENGINES) == set()
+
+
+def test_a_link_is_pruned_but_not_what_is_behind_it(bundle: Bundle, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (bundle.path / ENGINES).mkdir()
+    (bundle.path / ENGINES / "link").symlink_to(tmp_path / "elsewhere")
+    assert prune_targets(bundle.path, []) == (("link",), ())
+    assert names_in(bundle.path / ENGINES) == set()
+    assert names_in(tmp_path / "elsewhere") == set()
+
+
+def test_an_engine_is_dropped(store: EngineStore) -> None:
+    gone = plan_file(store)
+    store.drop("00-01")
+    store.drop("never built")
+    assert [e.unit for e in EngineStore.open(store.bundle_path, TARGET).index.engines] == [
+        "00-00-exit0"
+    ]
+    assert not gone.exists()
 
 
 def test_a_folder_under_another_name_is_no_target(bundle: Bundle, store: EngineStore) -> None:
@@ -400,6 +478,33 @@ def test_a_second_build_in_the_same_process_is_refused(bundle: Bundle) -> None:
         pytest.fail("two builds at once")
 
 
+def test_where_files_cannot_be_locked_a_build_goes_on_with_a_warning(
+    store: EngineStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fcntl = pytest.importorskip("fcntl")
+
+    def refuse(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with store.exclusively():
+        store.put_timing_cache(b"more timings")
+    assert store.read_timing_cache() == b"more timings"
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "cannot be locked ([Errno 37] No locks available); start no second" in record.message
+
+
+def test_the_lock_is_no_way_to_a_file_of_the_user(store: EngineStore, tmp_path: Path) -> None:
+    """In a bundle from elsewhere it may be a link, which opening for writing would follow."""
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"dear")
+    (store.folder / ".lock").symlink_to(victim)
+    with pytest.raises(BundleWriteError, match="cannot be written"), store.exclusively():
+        pytest.fail("the link was followed")
+    assert victim.read_bytes() == b"dear"
+
+
 def copy_with(bundle: Bundle, path: Path, engines_of: Path | None, **options: Any) -> Bundle:
     names = [e.path for e in bundle.manifest.files if e.path != "policy.json"]
     files = {name: bundle.read(name) for name in names}
@@ -416,10 +521,10 @@ def test_a_bundle_of_the_same_graphs_gets_the_engines(
     copy = copy_with(bundle, tmp_path / "copy.ee", bundle.path)
     carried = EngineStore.open(copy.path, TARGET)
     assert carried.index == store.index
-    assert carried.read_kernels() == b"cubin"
+    assert carried.read_kernels(SOURCE) == b"cubin"
     assert names_in(carried.folder) == {*store.index.files, "index.json"}
-    carried.put_kernels(b"another")
-    assert store.read_kernels() == b"cubin"
+    carried.put_kernels(b"another", source=SOURCE)
+    assert store.read_kernels(SOURCE) == b"cubin"
 
 
 def test_replacing_a_bundle_in_place_keeps_its_engines(bundle: Bundle, store: EngineStore) -> None:
@@ -440,7 +545,7 @@ def test_a_failed_replacement_keeps_the_engines(
             copy_with(bundle, bundle.path, bundle.path, overwrite=True)
     again = EngineStore.open(bundle.path, TARGET)
     assert again.index == store.index
-    assert again.read_kernels() == b"cubin"
+    assert again.read_kernels(SOURCE) == b"cubin"
 
 
 def test_engines_are_copied_where_files_cannot_be_linked(
@@ -449,8 +554,52 @@ def test_engines_are_copied_where_files_cannot_be_linked(
     monkeypatch.setattr(Path, "hardlink_to", lambda *_: (_ for _ in ()).throw(OSError(18, "no")))
     copy = copy_with(bundle, tmp_path / "copy.ee", bundle.path)
     carried = EngineStore.open(copy.path, TARGET)
-    assert carried.read_kernels() == b"cubin"
+    assert carried.read_kernels(SOURCE) == b"cubin"
     assert (carried.folder / "index.json").stat().st_nlink == 1
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_what_a_build_replaces_meanwhile_is_left_behind(
+    bundle: Bundle,
+    store: EngineStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    links: bool,
+) -> None:
+    """The build replaces one engine when the index was taken, but not that engine."""
+    before = store.index
+    gone, link = plan_file(store), Path.hardlink_to
+
+    def slow(target: Path, place: Path) -> None:
+        if place == gone:
+            store.put(entry_of("00-01", b"better"), b"better")
+        if not links:
+            raise OSError(18, "no links")
+        link(target, place)
+
+    monkeypatch.setattr(Path, "hardlink_to", slow)
+    carried = EngineStore.open(copy_with(bundle, tmp_path / "copy.ee", bundle.path).path, TARGET)
+    assert carried.index == before
+    entry = carried.entry("00-00-exit0")
+    assert entry is not None
+    assert carried.read(entry) == b"00-00-exit0"
+    assert not (carried.folder / gone.name).exists()
+    assert carried.read_kernels(SOURCE) == b"cubin"
+
+
+def test_a_folder_that_is_pruned_meanwhile_is_left_behind(
+    bundle: Bundle, store: EngineStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir = Path.mkdir
+
+    def slow(place: Path, *arguments: Any, **options: Any) -> None:
+        if place.name == TARGET.folder:
+            prune_targets(bundle.path, [])
+        mkdir(place, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", slow)
+    copy = copy_with(bundle, tmp_path / "copy.ee", bundle.path)
+    assert EngineStore.open(copy.path, TARGET).index.engines == ()
 
 
 def test_a_fresh_compile_drops_the_engines(bundle: Bundle, store: EngineStore) -> None:

@@ -138,6 +138,20 @@ def test_at_a_residual_sum_the_shortcut_is_quantised() -> None:
     ] * 3
 
 
+def test_a_sum_whose_convolution_is_read_elsewhere_is_left_alone() -> None:
+    """Sum and convolution cannot become one kernel then."""
+    b = Builder()
+    x = b.input("x", ["batch", 2, 4, 4])
+    convolved = b.conv(x, (2, 2))
+    b.node("Add", b.node("Sigmoid", convolved), convolved, out="y")
+    b.output("y", ["batch", 2, 4, 4])
+    ranges = Ranges(limits=dict.fromkeys(["x", "t0", "t1"], 1.0), samples=1)
+    quantized = onnx.ModelProto.FromString(quantize(b.build().SerializeToString(), ranges))
+    assert set(pairs(quantized)) == {f"{convolved}/0", f"{convolved}/1"}
+    (addition,) = (n for n in quantized.graph.node if n.op_type == "Add")
+    assert list(addition.input) == ["t1", convolved]
+
+
 def test_products_of_two_activations_are_left_alone() -> None:
     """Those of attention."""
     pieces = sliced("bert")
@@ -251,3 +265,19 @@ def test_a_sample_that_the_model_fails_on_is_named() -> None:
     ids_given = Dataset(inputs={"x": np.array([0, 3, 9])}, labels=None, sha256="0")
     with pytest.raises(DataError, match="fails on one of samples 1 to 2: "):
         measure_ranges(b.build().SerializeToString(), ids_given, threads=1)
+
+
+@pytest.mark.parametrize(("outlier", "held"), [(200.0, "inf"), (-200.0, "nan")])
+def test_what_is_not_finite_has_no_range(outlier: float, held: str) -> None:
+    """One overflow would stretch the range of all others; NaN would hide in the maximum."""
+    b = Builder()
+    x = b.input("x", ["batch", 2])
+    grown = b.node("Exp", x)  # of 200: infinite
+    if held == "nan":
+        grown = b.node("Log", b.node("Sub", x, b.constant(-100.0, np.float32)), out="grown")
+    b.node("MatMul", grown, b.weight(2, 2), out="y")
+    b.output("y", ["batch", 2])
+    values = np.ones((200, 2), np.float32)
+    values[70, 1] = outlier
+    with pytest.raises(DataError, match=f"tensor '{grown}' holds {held} for one of samples 65 to"):
+        measure_ranges(b.build().SerializeToString(), dataset(values), threads=1)

@@ -41,10 +41,11 @@ SMALL = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2; }\n'
 class FakeCompiler:
     """Gives the text back as its cubin."""
 
-    name = "fake 1.0"
     architectures = ("sm_80", "sm_90")
 
-    def __init__(self, error: str = "") -> None:
+    def __init__(self, error: str = "", *, cuda_major: int = 12) -> None:
+        self.name = f"fake {cuda_major}.0"
+        self.cuda_major = cuda_major
         self.error = error
         self.texts: list[str] = []
 
@@ -131,7 +132,7 @@ def test_when_all_fail_the_error_has_what_each_said() -> None:
 
 def test_an_unknown_gpu_is_answered_with_the_known_ones() -> None:
     compiler = FakeCompiler()
-    with pytest.raises(KernelCompileError, match=r"sm_130.*\n.*fake 1.0 .*sm_80, sm_90 only"):
+    with pytest.raises(KernelCompileError, match=r"sm_130.*\n.*fake 12.0 .*sm_80, sm_90 only"):
         compile_kernels("sm_130", compilers=[compiler])
     assert compiler.texts == []
 
@@ -175,9 +176,19 @@ def test_nvcc_is_found_where_the_toolkit_is_told_to_be(
     monkeypatch.setenv(variable, str(tmp_path))
     found = Nvcc()
     assert found.name == f"nvcc 14.2 ({nvcc})"
+    assert found.cuda_major == 14
     assert found.architectures == ("sm_90", "sm_140")
     with pytest.raises(KernelCompileError, match=r"ended with 0 for sm_90"):  # and wrote nothing
         found.compile("", "sm_90", tmp_path)
+
+
+def test_an_nvcc_without_a_release_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Then it cannot be told which drivers run what it makes."""
+    (tmp_path / "nvcc").write_text("#!/bin/sh\necho hello\n")
+    (tmp_path / "nvcc").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(KernelCompilerNotFoundError, match=r"--version names no release of CUDA"):
+        Nvcc()
 
 
 def test_a_broken_nvcc_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -216,6 +227,65 @@ def test_a_damaged_file_is_compiled_again(
     path.write_bytes(damage(path.read_bytes()))
     assert load_kernels((9, 0), tmp_path) == first
     assert path.read_bytes()[32:] == first
+
+
+class OtherCompiler(FakeCompiler):
+    """One whose cubins can be told apart."""
+
+    def compile(self, text: str, architecture: str, folder: Path) -> Compiled:
+        cubin, log = super().compile(text, architecture, folder)
+        return Compiled(self.name.encode() + cubin, log)
+
+
+def test_what_a_newer_cuda_compiled_is_not_given_to_an_older_driver(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The newer is found first, and its cubin was kept when the driver was newer too."""
+    new, old = OtherCompiler(cuda_major=13), OtherCompiler(cuda_major=12)
+    use(monkeypatch, new, old)
+    assert load_kernels((9, 0), tmp_path).startswith(b"fake 13.0")
+    assert load_kernels((9, 0), tmp_path, driver_version=(13, 1)).startswith(b"fake 13.0")
+    for _ in range(2):
+        assert load_kernels((9, 0), tmp_path, driver_version=(12, 8)).startswith(b"fake 12.0")
+    assert (len(new.texts), len(old.texts)) == (1, 1)
+    assert load_kernels((9, 0), tmp_path).startswith(b"fake 13.0")
+
+
+def test_only_compilers_that_are_too_new() -> None:
+    new = FakeCompiler(cuda_major=13)
+    said = r"(?s)fake 13.0 is too new for the driver, which is of CUDA 12.4.*CUDA 12: 'cuda-bind"
+    with pytest.raises(KernelCompileError, match=said):
+        compile_kernels("sm_90", compilers=[new], driver_version=(12, 4))
+    assert new.texts == []
+    assert compile_kernels("sm_90", compilers=[new], driver_version=(13, 0)).startswith(b"sm_90")
+
+
+def test_another_compiler_of_the_same_cuda_compiles_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    one, other = OtherCompiler(), OtherCompiler()
+    other.name = "fake 12.1"
+    use(monkeypatch, one)
+    load_kernels((9, 0), tmp_path)
+    use(monkeypatch, other)
+    assert load_kernels((9, 0), tmp_path).startswith(b"fake 12.1")
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_what_is_kept_does_for_a_machine_without_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def none() -> tuple[KernelCompiler, ...]:
+        raise KernelCompilerNotFoundError("no compiler")
+
+    use(monkeypatch, OtherCompiler(cuda_major=13))
+    kept = load_kernels((9, 0), tmp_path)
+    monkeypatch.setattr(compilation, "find_compilers", none)
+    assert load_kernels((9, 0), tmp_path) == kept
+    assert load_kernels((9, 0), tmp_path, driver_version=(13, 0)) == kept
+    for capability, driver in (((9, 0), (12, 9)), ((8, 0), (13, 0))):
+        with pytest.raises(KernelCompilerNotFoundError, match="no compiler"):
+            load_kernels(capability, tmp_path, driver_version=driver)
 
 
 def test_changed_sources_are_compiled_again(

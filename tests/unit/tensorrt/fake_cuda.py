@@ -23,9 +23,13 @@ class Cuda:
         self.retained: list[int] = []
         self.streams = 0
         self.waits = 0
+        self.pending = False
+        """Something was enqueued that was not waited for."""
         self.free_bytes = 1 << 20
         self.broken = False
         """The next wait fails, as after a kernel that went wrong."""
+        self.copy_fails = False
+        """Nothing can be copied to the host."""
         self.driver = _driver(self)
         self.package = ModuleType("pycuda")
         self.package.__spec__ = ModuleSpec("pycuda", None)
@@ -80,6 +84,7 @@ def _driver(cuda: Cuda) -> ModuleType:
 
         def synchronize(self) -> None:
             cuda.waits += 1
+            cuda.pending = False
             if cuda.broken:
                 raise Error("cuStreamSynchronize failed: an illegal memory access was encountered")
 
@@ -89,6 +94,7 @@ def _driver(cuda: Cuda) -> ModuleType:
 
         def synchronize(self) -> None:
             cuda.waits += 1
+            cuda.pending = False
 
         def time_since(self, other: Event) -> float:
             return 0.5
@@ -102,6 +108,7 @@ def _driver(cuda: Cuda) -> ModuleType:
             return self._address
 
         def free(self) -> None:
+            assert not cuda.pending, "freed while work may still use it"
             del cuda.memory[self._address]
 
     def mem_alloc(size: int) -> DeviceAllocation:
@@ -113,13 +120,18 @@ def _driver(cuda: Cuda) -> ModuleType:
 
     def memcpy_htod_async(dest: DeviceAllocation, src: np.ndarray, stream: Stream) -> None:
         assert src.flags.c_contiguous
+        cuda.pending = True
         cuda.write(int(dest), src.tobytes())
 
     def memcpy_dtoh_async(dest: np.ndarray, src: DeviceAllocation, stream: Stream) -> None:
+        if cuda.copy_fails:
+            raise Error("cuMemcpyDtoHAsync failed: invalid argument")
+        cuda.pending = True
         data = bytes(cuda.at(int(src))[: dest.nbytes])
         dest[...] = np.frombuffer(data, dest.dtype).reshape(dest.shape)
 
     def memset_d8_async(dest: DeviceAllocation, data: int, size: int, stream: Stream) -> None:
+        cuda.pending = True
         cuda.write(int(dest), bytes([data]) * size)
 
     def init() -> None:

@@ -3,14 +3,16 @@
 Every class lets only those members be used that ``api.json`` gives it in that version; a property
 that cannot be set there cannot be set here. What members do is scripted, as little as it takes:
 
-A *graph* is JSON: ``{"inputs": {name: [type, shape]}, "outputs": {…}}``. An engine doubles its
-first input; dimensions of -1 are those of that input.
+A *graph* is JSON: ``{"inputs": {name: [type, shape]}, "outputs": {…}, "layers": […]}``. An engine
+doubles its first input; dimensions of -1 are those of that input. A layer is ``[type, names of what
+it reads, {name: type of what it gives}]``; ``null`` is an optional input that is not given.
 """
 
 from __future__ import annotations
 
 import enum
 import json
+import weakref
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -97,7 +99,8 @@ def _module(fake: FakeTensorRT, version: str) -> ModuleType:
         module.IProgressMonitor = type("IProgressMonitor", (), {})
     behaviours = {
         "Builder": _Builder, "IBuilderConfig": _Config, "INetworkDefinition": _Network,
-        "ITensor": _NetworkTensor, "IOptimizationProfile": _Profile, "ITimingCache": _Cache,
+        "ITensor": _NetworkTensor, "ILayer": _Layer, "IOptimizationProfile": _Profile,
+        "ITimingCache": _Cache,
         "OnnxParser": _Parser, "ParserError": _ParserError, "Runtime": _Runtime,
         "ICudaEngine": _Engine, "IExecutionContext": _Context,
     }  # fmt: skip
@@ -109,9 +112,11 @@ def _module(fake: FakeTensorRT, version: str) -> ModuleType:
 
 
 def _numbers(bindings: Bindings) -> dict[str, dict[str, int]]:
-    """The numbers of enums, which the other fixtures leave out."""
+    """The numbers of enums, which the other fixtures leave out; any will do for layers."""
     found = json.loads((FOLDER / "api.json").read_text())[bindings.version]
-    return {name: m["enum"] for name, m in found.items() if m is not None and "enum" in m}
+    numbers = {name: m["enum"] for name, m in found.items() if m is not None and "enum" in m}
+    layers = [name for name in bindings.classes["LayerType"] if name.isupper()]
+    return {**numbers, "LayerType": {name: n for n, name in enumerate(layers)}}
 
 
 class _Part:
@@ -145,6 +150,10 @@ class _Builder(_Part):
 
     def build_serialized_network(self, network: Any, config: Any) -> bytes | None:
         self._note("build_serialized_network")
+        self._caches = [*getattr(self, "_caches", []), weakref.ref(config._cache)]
+        assert all(cache() is not None for cache in self._caches), (
+            "they have to outlive the builder"
+        )
         assert self._fake.cuda.depth, "no CUDA context is current"
         if self._fake.build_errors:
             for error in self._fake.build_errors:
@@ -229,6 +238,7 @@ class _Config(_Part):
         if self._fake.refuses_timing_cache and cache._measured:
             return False
         self._cache = cache
+        cache._config = weakref.ref(self)
         return True
 
 
@@ -237,25 +247,88 @@ class _Cache(_Part):
         self._measured = data
 
     def serialize(self) -> bytes:
+        assert self._config() is not None, "its config is gone"
         return self._measured
 
 
 class _Network(_Part):
     def __init__(self) -> None:
         self._graph: dict[str, Any] = {"inputs": {}, "outputs": {}}
+        self._layers: list[Any] = []
 
     @property
     def num_inputs(self) -> int:
         return len(self._graph["inputs"])
 
     def get_input(self, index: int) -> Any:
-        name, (_, shape) = list(self._graph["inputs"].items())[index]
-        return self._make("ITensor", name, shape)
+        name, (type_, shape) = list(self._graph["inputs"].items())[index]
+        return self._make("ITensor", name, shape, type_)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    def get_layer(self, index: int) -> Any:
+        return self._layers[index]
+
+    def _add_layers(self, described: list[Any]) -> None:
+        types = {name: type_ for name, (type_, _) in self._graph["inputs"].items()}
+        for kind, reads, gives in described:
+            types |= gives
+            inputs = [n and self._make("ITensor", n, [], types[n]) for n in reads]
+            outputs = [self._make("ITensor", n, [], type_) for n, type_ in gives.items()]
+            self._layers.append(self._make("ILayer", kind, inputs, outputs))
+
+
+class _Layer(_Part):
+    """Notes what its precision and the types of its outputs are set to."""
+
+    def __init__(self, kind: str, inputs: list[Any], outputs: list[Any]) -> None:
+        self._kind, self._inputs, self._outputs = kind, inputs, outputs
+        self._named = outputs[0]._name
+        self._set_types: set[int] = set()
+
+    @property
+    def type(self) -> Any:
+        return self._fake.module.LayerType[self._kind]
+
+    @property
+    def num_inputs(self) -> int:
+        return len(self._inputs)
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self._outputs)
+
+    def get_input(self, index: int) -> Any:
+        return self._inputs[index]
+
+    def get_output(self, index: int) -> Any:
+        return self._outputs[index]
+
+    def output_type_is_set(self, index: int) -> bool:
+        return index in self._set_types
+
+    def set_output_type(self, index: int, dtype: Any) -> None:
+        self._note("set_output_type", self._outputs[index]._name, dtype.name)
+
+    def _put_precision(self, dtype: Any) -> None:
+        self._note("precision", self._named, dtype.name)
+
+    precision = property(None, _put_precision)
 
 
 class _NetworkTensor(_Part):
-    def __init__(self, name: str, shape: list[int]) -> None:
-        self._name, self._shape = name, shape
+    def __init__(self, name: str, shape: list[int], type_: str) -> None:
+        self._name, self._shape, self._type = name, shape, type_
+
+    @property
+    def dtype(self) -> Any:
+        return self._fake.module.DataType[self._type]
+
+    @property
+    def is_execution_tensor(self) -> bool:
+        return not self._name.startswith("shape")
 
     @property
     def name(self) -> str:
@@ -286,6 +359,7 @@ class _Parser(_Part):
         for name, (type_, shape) in graph.get("inputs", {}).items():
             self._network._graph["inputs"][name] = [narrowed.get(type_, type_), shape]
         self._network._graph["outputs"] = graph.get("outputs", {})
+        self._network._add_layers(graph.get("layers", []))
         return not self._errors
 
     @property
@@ -425,6 +499,7 @@ class _Context(_Part):
     def execute_async_v3(self, stream_handle: int) -> bool:
         self._note("execute_async_v3", stream_handle)
         assert stream_handle, "never the default stream"
+        self._fake.cuda.pending = True
         assert self._memory is not None, "no scratch memory was given"
         assert self._memory[0] % 256 == 0
         needed = SCRATCH_BYTES[self._profile or 0]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +27,7 @@ from offramp.engine.errors import BackendError
 GRAPH = {
     "inputs": {"x": ["FLOAT", [-1, 3]], "mask": ["INT64", [-1, -1]]},
     "outputs": {"y": ["FLOAT", [-1, 3]]},
+    "layers": [["ELEMENTWISE", ["x", "x"], {"y": "FLOAT"}]],
 }
 PROFILES = [
     ShapeProfile(
@@ -96,6 +98,8 @@ def test_the_whole_of_a_build(builder: TensorRTBuilder, fake: FakeTensorRT) -> N
         ("set_memory_pool_limit", "WORKSPACE", 1 << 30),
         ("clear_flag", "TF32"),
         *([("set_flag", "FP16"), ("set_tactic_sources", 0b11000)] if old else []),
+        *([("set_flag", "OBEY_PRECISION_CONSTRAINTS")] if old else []),
+        *([("precision", "y", "FLOAT"), ("set_output_type", "y", "FLOAT")] if old else []),
         ("add_optimization_profile", shapes[0]),
         ("add_optimization_profile", shapes[1]),
         ("set_timing_cache", b"before"),
@@ -120,6 +124,26 @@ def test_one_tensorrt_builder_and_one_timing_cache_for_all_units(
     _, second = build(builder, timing_cache=first)
     assert (first, second) == (b"+measured", b"+measured+measured")
     assert len(fake.called("Builder")) == 1
+
+
+def test_timing_caches_live_as_long_as_the_builder_that_used_them(
+    builder: TensorRTBuilder, fake: FakeTensorRT
+) -> None:
+    _, first = build(builder)
+    build(builder, timing_cache=first)
+    _, third = build(builder, timing_cache=b"of another time")
+    assert third == b"of another time+measured"
+    inner: Any = builder._builder
+    used = [cache() for cache in inner._caches]
+    assert [cache is used[0] for cache in used] == [True, True, False]  # one goes on, one is new
+    del used
+    died: list[bool] = []
+    weakref.finalize(inner, lambda: died.append(True))
+    for cache in {cache() for cache in inner._caches}:
+        weakref.finalize(cache, lambda: died.append(False))
+    del inner, cache
+    builder.close()
+    assert died == [True, False, False]
 
 
 def test_a_timing_cache_that_does_not_fit_is_begun_anew(

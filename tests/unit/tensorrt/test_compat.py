@@ -63,6 +63,62 @@ def test_precision(fake: FakeTensorRT, precision: str, cleared: list[Any], old: 
     assert fake.called("set_flag") == (old if fake.major == 8 else [])
 
 
+LAYERS = [
+    ["CONVOLUTION", ["x"], {"sum": "FLOAT"}],
+    ["CAST", ["sum"], {"half": "HALF"}],
+    ["CONSTANT", [], {"weight": "FLOAT"}],
+    ["CONVOLUTION", ["half", None], {"conv": "FLOAT"}],  # its type is not inferred yet
+    ["SHAPE", ["conv"], {"shape": "INT32"}],
+    ["ACTIVATION", ["conv"], {"relu": "FLOAT"}],
+    ["ACTIVATION", ["relu"], {"inferred": "HALF"}],
+    ["CAST", ["inferred"], {"cut": "FLOAT"}],
+    ["SHUFFLE", ["cut", "shape"], {"flat": "FLOAT"}],
+    ["CONCATENATION", ["flat", "sum"], {"both": "FLOAT"}],
+    ["UNARY", ["shape"], {"shape_as_float": "FLOAT"}],
+    ["TOPK", ["both"], {"confidence": "FLOAT", "place": "INT32"}],
+]
+"""A segment in float16 between two casts, then an exit in float32."""
+
+
+def network_of(fake: FakeTensorRT, layers: list[Any]) -> Any:
+    network = fake.module.INetworkDefinition()
+    network._graph["inputs"]["x"] = ["FLOAT", [-1, 3]]
+    network._add_layers(layers)
+    return network
+
+
+def test_what_is_float32_in_an_fp16_graph_stays_so(fake: FakeTensorRT) -> None:
+    """8.6 might compute it in float16 otherwise; later versions take types from the graph."""
+    compat.keep_float32(config_of(fake), network_of(fake, LAYERS), "fp16")
+    if fake.major >= 10:
+        assert fake.calls == []
+        return
+    assert fake.called("set_flag") == [("OBEY_PRECISION_CONSTRAINTS",)]
+    single = ["sum", "flat", "both", "confidence"]
+    assert fake.called("set_output_type") == [(name, "FLOAT") for name in single]
+    single.remove("both")  # a concatenation computes nothing
+    assert fake.called("precision") == [(name, "FLOAT") for name in single]
+
+
+def test_a_cast_by_another_layer_is_one_too(fake: FakeTensorRT) -> None:
+    layers = [
+        ["CAST", ["x"], {"half": "HALF"}],
+        ["IDENTITY", ["half"], {"cut": "FLOAT"}],
+        ["SOFTMAX", ["cut"], {"y": "FLOAT"}],
+    ]
+    network = network_of(fake, layers)
+    network._layers[1]._set_types = {0}
+    compat.keep_float32(config_of(fake), network, "fp16")
+    assert fake.called("set_output_type") == ([("y", "FLOAT")] if fake.major == 8 else [])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "int8"])
+def test_other_precisions_need_no_holding(fake: FakeTensorRT, precision: str) -> None:
+    """Between Q/DQ pairs an int8 graph has float32 where kernels of int8 are wanted."""
+    compat.keep_float32(config_of(fake), network_of(fake, LAYERS), precision)
+    assert fake.calls == []
+
+
 def test_kernels_of_other_libraries_are_off(fake: FakeTensorRT) -> None:
     """8.6: bits 3 and 4 are its own convolutions, 0 to 2 cuBLAS, cuBLASLt and cuDNN."""
     compat.use_own_kernels_only(config_of(fake))

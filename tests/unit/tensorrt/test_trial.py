@@ -158,6 +158,16 @@ def test_a_kernel_that_goes_wrong(current: FakeTensorRT) -> None:
         prepared.run({"x": np.zeros((1, 3), np.float32)})
 
 
+def test_what_runs_is_waited_for_before_its_memory_is_freed(current: FakeTensorRT) -> None:
+    """The engine is enqueued; then the copy of its outputs fails, and all is released."""
+    current.cuda.copy_fails = True
+    with pytest.raises(BackendError, match="CUDA failed: cuMemcpyDtoHAsync failed"):
+        run_plan(plan_of(current), {"x": np.zeros((1, 3), np.float32)})
+    assert len(current.called("execute_async_v3")) == 1
+    assert current.cuda.memory == {}
+    assert not current.cuda.pending
+
+
 def test_the_primary_context_is_shared_and_nests(fake: FakeTensorRT) -> None:
     context = primary_context(1)
     assert primary_context(1) is context

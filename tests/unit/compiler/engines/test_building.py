@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.engines import engine_bundle
+from tests.sliced import inputs_of, sliced
 
 from offramp.bundle import Bundle
 from offramp.bundle.engines import EngineStore, list_targets, parts_digest
@@ -25,7 +28,9 @@ from offramp.compiler.engines.building import Planned, PlannedEngine, outermost
 from offramp.compiler.engines.fake import FakeBuilder
 from offramp.compiler.engines.ranges import parse_batches
 from offramp.compiler.errors import EngineBuildError, EngineOptionsError, ModelError
+from offramp.engine.kernels.compilation import source_hash
 from offramp.engine.kernels.errors import KernelCompileError, KernelCompilerNotFoundError
+from offramp.engine.tensorrt.probe import Device
 
 UNITS = ["00-03", "00-01-exit1", "02-03", "00-00-exit0", "01-01-exit1", "02-02", "03-03"]
 SOURCE_FIRST = EngineOptions(batches=parse_batches("1,2-4"))
@@ -43,7 +48,10 @@ class Bench:
         monkeypatch.setattr(build, "make_builder", lambda device: self.builder)
         monkeypatch.setattr(build, "load_kernels", self.load_kernels)
 
-    def load_kernels(self, compute_capability: tuple[int, int]) -> bytes:
+    def load_kernels(
+        self, compute_capability: tuple[int, int], *, driver_version: tuple[int, int] | None
+    ) -> bytes:
+        self.driver_version = driver_version
         if isinstance(self.cubin, Exception):
             raise self.cubin
         return self.cubin + b" for %d.%d" % compute_capability
@@ -114,7 +122,7 @@ def test_what_is_stored(bench: Bench) -> None:
     assert entry.profiles[1].inputs["hidden1"].best == (4, 16)
     assert entry.key["batches"] == "1, 2-4"
     assert entry.key["parts"] == parts_digest(bench.bundle.manifest, 2, 3, None)
-    assert store.read_kernels() == b"cubin for 9.0"
+    assert store.read_kernels(source_hash()) == b"cubin for 9.0"
     built = {b.graph_sha256 for b in bench.builder.builds}
     assert {e.key["graph"] for e in store.index.engines} == built
 
@@ -325,15 +333,44 @@ def test_one_failing_unit_leaves_the_others_alone(bench: Bench) -> None:
     assert bench.build()[0] == ALL_FRESH | {"00-01-exit1": "built"}
 
 
+def doubling() -> FakeBuilder:
+    return FakeBuilder(alter=lambda outputs: {n: a * 2 for n, a in outputs.items()})
+
+
 def test_a_wrong_engine_is_not_stored_nor_replaces_a_good_one(bench: Bench) -> None:
     bench.build()
     before = bench.store.entry("02-03")
-    bench.builder = FakeBuilder(alter=lambda outputs: {n: a * 2 for n, a in outputs.items()})
-    assert bench.build(rebuild=True)[0] == dict.fromkeys(UNITS, "failed")
+    bench.builder = doubling()
+    other = replace(SOURCE_FIRST, optimization_level=5)
+    assert bench.build(other)[0] == dict.fromkeys(UNITS, "failed")
     assert bench.store.entry("02-03") == before
     problem = bench.summary.failed[2].problem
     assert problem.startswith("02-03: output 'logits' of the engine differs")
     assert "(profile 0, batch 1)" in problem
+
+
+def test_what_could_not_be_rebuilt_is_not_fresh_the_next_time(bench: Bench) -> None:
+    """It was to be replaced, and has the key of what was built wrong."""
+    bench.build()
+    path, target = bench.bundle.path, bench.store.index.target
+    bench.builder = doubling()
+    stages = replace(SOURCE_FIRST, parts=("stages",))
+    failed = dict.fromkeys(["00-01-exit1", "02-03"], "failed")
+    assert bench.build(stages, rebuild=True)[0] == failed
+    assert {e.unit for e in EngineStore.open(path, target).index.engines} == set(UNITS) - set(
+        failed
+    )
+    assert bench.build(stages)[0] == failed
+    bench.builder = FakeBuilder()
+    assert bench.build()[0] == ALL_FRESH | dict.fromkeys(failed, "built")
+
+
+def test_what_an_interrupted_build_left_is_removed(bench: Bench) -> None:
+    bench.build()
+    left = bench.store.folder / ".scratch"
+    left.write_bytes(b"half")
+    assert bench.build()[0] == ALL_FRESH
+    assert not left.exists()
 
 
 def test_a_unit_without_a_graph_fails_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,7 +416,78 @@ def test_kernels_that_cannot_be_compiled_are_a_warning(
     assert results == ALL_BUILT
     assert line.startswith(said)
     assert str(error) in line
-    assert bench.store.read_kernels() is None
+    assert bench.store.read_kernels(source_hash()) is None
+
+
+def test_kernels_of_other_sources_are_dropped_where_none_can_be_compiled(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.build()
+    bench.cubin = KernelCompilerNotFoundError("neither nvcc nor NVRTC")
+    assert bench.build() == (ALL_FRESH, [])  # those of the last build do
+    assert bench.store.read_kernels(source_hash()) == b"cubin for 9.0"
+    monkeypatch.setattr(build, "source_hash", lambda: "f" * 64)
+    (line,) = bench.build()[1]
+    assert line.startswith("warning: no CUDA compiler")
+    assert bench.store.index.kernels is None
+    assert not list(bench.store.folder.glob("*.cubin"))
+
+
+def test_damaged_kernels_are_dropped_where_none_can_be_compiled(bench: Bench) -> None:
+    bench.build()
+    (place,) = bench.store.folder.glob("*.cubin")
+    place.write_bytes(b"damaged")
+    bench.cubin = KernelCompilerNotFoundError("neither nvcc nor NVRTC")
+    assert bench.build()[1][0].startswith("warning: no CUDA compiler")
+    assert bench.store.index.kernels is None
+
+
+def test_kernels_are_compiled_for_the_driver(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def find_device(index: int) -> Any:
+        asked.append(index)
+        return SimpleNamespace(driver_version=(12, 8))
+
+    monkeypatch.setattr(build, "find_device", find_device)
+    bench.build(replace(SOURCE_FIRST, device="cuda:3"))
+    assert (asked, bench.driver_version) == ([3], (12, 8))
+
+
+def test_kernels_that_the_build_keeps_are_those_that_the_server_takes(bench: Bench) -> None:
+    from offramp.engine.backends import factory
+
+    bench.build()
+    device = Device(
+        index=0, name="Fake GPU", compute_capability=(9, 0), driver_version=(13, 0), total_bytes=1
+    )
+    assert factory.kernels_for(device, [bench.bundle.path]) == b"cubin for 9.0"
+
+
+def test_fp16_without_data_is_measured_when_data_is_given(bench: Bench, tmp_path: Path) -> None:
+    """All engines are fresh then; the notice that asked for data must not have been in vain."""
+    fp16 = replace(SOURCE_FIRST, precision="fp16", parts=("source",), accept_disagreement=True)
+    built, (line,) = bench.build(fp16)
+    assert (built, line[:40]) == ({"00-03": "built"}, "fp16: what it costs in answers is not me")
+    assert bench.build(fp16) == ({"00-03": "fresh"}, [])
+    np.savez(tmp_path / "data.npz", **inputs_of(sliced("mlp"), 64))
+    fresh, (line,) = bench.build(fp16, data=tmp_path / "data.npz")
+    assert fresh == {"00-03": "fresh"}
+    assert line.startswith("fp16: of 32 samples the model answers")
+
+
+def test_a_folder_that_another_build_is_at_work_in_is_not_pruned(bench: Bench) -> None:
+    bench.builder = FakeBuilder(version="8.6.0")
+    bench.build()
+    other = bench.store
+    bench.builder = FakeBuilder()
+    with other.exclusively():
+        lines = bench.build(prune=True)[1]
+        assert lines[-1] == (
+            "fake-gpu-sm90-trt8.6.0-fp32 is not removed: another build is at work in it"
+        )
+        assert other.folder.is_dir()
+    assert bench.build(prune=True)[1] == ["removed fake-gpu-sm90-trt8.6.0-fp32"]
 
 
 def reasons(planned: tuple[Planned, ...]) -> dict[str, str]:

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from offramp.bundle import engine_index
 from offramp.bundle.engines import EngineTarget, ShapeProfile, ShapeRange
-from offramp.compiler.engines import keys
 from offramp.compiler.engines.builder import BuildSettings
 from offramp.compiler.engines.keys import differences, engine_key
 
@@ -55,7 +55,7 @@ def test_everything_that_an_engine_depends_on_is_named() -> None:
         "profiles": "x [1, 4] [1, 4] [1, 4]; x [2, 4] [8, 4] [8, 4]",
         "optimization_level": "3",
         "workspace": "all free memory",
-        "builder": "1",
+        "builder": str(engine_index.BUILDER_REVISION),
     }
 
 
@@ -95,8 +95,9 @@ def test_each_difference_is_said(now: dict[str, str], said: str) -> None:
 
 
 def test_our_own_way_of_building_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys, "BUILDER_REVISION", 2)
-    assert differences(KEY, key()) == "built for Offramp's builder revision 1, now it is 2"
+    monkeypatch.setattr(engine_index, "BUILDER_REVISION", 99)
+    said = differences(KEY, key())
+    assert said == f"built for Offramp's builder revision {KEY['builder']}, now it is 99"
 
 
 @pytest.mark.parametrize(

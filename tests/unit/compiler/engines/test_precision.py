@@ -6,13 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from tests import models
 from tests.bundles import compile_tiny
 from tests.engines import engine_bundle
 from tests.sliced import dataset_of, sliced
 
-from offramp.bundle import ActiveExit, Bundle, Promise
+from offramp.bundle import ActiveExit, Bundle, Promise, write_bundle
 from offramp.bundle.bundle import CERTIFY
 from offramp.bundle.engines import Precision
 from offramp.calibration.dataset import Dataset, read_dataset
@@ -132,7 +133,7 @@ def test_float32_is_what_is_served(bundle: Bundle, data: Dataset) -> None:
         source_differs=0,
         policy_differs=int(wanted),
         policy_differs_fp32=int(wanted),
-        promise=None,
+        promise=bundle.policy.promise,
     )
 
 
@@ -154,6 +155,24 @@ def test_a_precision_that_ruins_the_model_is_seen(bundle: Bundle, data: Dataset)
     ranges = ranges_of(bundle, data, threads=1)
     tiny = replace(ranges, limits=dict.fromkeys(ranges.limits, 1e-3))
     assert measure_precision(bundle, "int8", tiny, data, unseen=True).source_differs > 50
+
+
+def test_what_overflows_in_float16_is_seen(tmp_path: Path) -> None:
+    """ONNX Runtime by itself computes float16 graphs in float32, where nothing overflows."""
+    bundle = engine_bundle("mlp", tmp_path / "small.ee")
+    source = onnx.ModelProto.FromString(bundle.read("source.onnx"))
+    gemms = [node for node in source.graph.node if node.op_type == "Gemm"]
+    weights = {tensor.name: tensor for tensor in source.graph.initializer}
+    for gemm, factor in zip(gemms, (3e4, 1 / 3e4), strict=False):
+        tensor = weights[gemm.input[1]]
+        scaled = onnx.numpy_helper.to_array(tensor) * np.float32(factor)
+        tensor.CopyFrom(onnx.numpy_helper.from_array(scaled, tensor.name))
+    files = {e.path: bundle.read(e.path) for e in bundle.manifest.files if e.path != "policy.json"}
+    files["source.onnx"] = source.SerializeToString()
+    bare = replace(bundle.manifest, files=())
+    large = write_bundle(tmp_path / "large.ee", bare, bundle.policy, files)
+    found = measure_precision(large, "fp16", None, dataset_of(sliced("mlp"), 200), unseen=True)
+    assert found.source_differs > 50
 
 
 def test_other_data_are_parted_in_disjoint_halves(bundle: Bundle, data: Dataset) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,13 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 from tests.engines import engine_bundle
+from tests.models import Builder
 from tests.sliced import inputs_of, sliced
 
 from offramp.bundle import Bundle
 from offramp.calibration.dataset import Dataset
 from offramp.compiler.engines.graphs import UnitGraphs
+from offramp.compiler.engines.halving import halve
 from offramp.compiler.engines.profiles import (
     ModelShapes,
     SizedProfile,
@@ -162,6 +165,40 @@ def test_confidence_may_differ_by_what_its_logits_may(
     assert run(0.9 * allowed) == pytest.approx(0.9 * allowed, rel=0.01)
     with pytest.raises(EngineBuildError, match="exit1/confidence"):
         run(1.1 * allowed)
+
+
+def test_an_engine_of_half_precision_is_held_against_true_float16(tmp_path: Path) -> None:
+    """Where float16 overflows, an engine does: ONNX Runtime by itself would not."""
+    bundle, unit = engine_bundle("mlp", tmp_path / "b.ee"), Unit(0, 0, None)
+    b = Builder()
+    x = b.input("x", ["batch", 16])
+    for factor in (6e4, 1e-4):
+        x = b.node("Mul", x, b.constant(factor, np.float32))
+    b.node("Clip", x, b.constant(-8.0, np.float32), b.constant(8.0, np.float32), out="y")
+    b.output("y", ["batch", 16])
+    graph = halve(b.build().SerializeToString())
+    sizes = profile_sizes(bundle.manifest, parse_batches("4"), {})
+    shapes = ModelShapes(bundle)
+    verifier = Verifier(bundle, shapes, "fp16")
+    profiles = unit_profiles(("x",), sizes, shapes)
+
+    def truly(inputs: Tensors, _: int) -> Tensors:
+        (x,) = inputs.values()
+        with np.errstate(over="ignore"):
+            y = x.astype(np.float16) * np.float16(6e4) * np.float16(1e-4)
+        return {"y": np.clip(y, -8, 8).astype(np.float32)}
+
+    assert verifier.check(unit, graph, profiles, truly) == 0.0
+    unrounded = Runner(onnx.load_from_string(graph))
+    with pytest.raises(EngineBuildError, match="'y' of the engine differs"):
+        verifier.check(unit, graph, profiles, lambda inputs, _: unrounded.run(inputs))
+
+
+def test_a_graph_that_is_not_finite_is_not_blamed_on_the_engine(bert: Bundle) -> None:
+    case = Case(bert, MIDDLE)
+    wanted = {"layer1/attended": np.float32([[1, np.inf]])}
+    with pytest.raises(EngineBuildError, match=r"itself is not finite .* finer --precision"):
+        case.verifier._compare(Unit(2, 2, None), wanted, wanted, "profile 0")
 
 
 def test_coarser_precisions_are_allowed_more() -> None:

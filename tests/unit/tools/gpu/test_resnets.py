@@ -1,4 +1,4 @@
-"""ResNet-50 as it is measured: its stages make up the whole."""
+"""ResNets as they are measured: its stages make up the whole."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from offramp.tools.gpu import resnet50
+from offramp.tools.gpu import resnets
 
 
-def run(piece: resnet50.Piece, values: np.ndarray) -> dict[str, np.ndarray]:
+def run(piece: resnets.Piece, values: np.ndarray) -> dict[str, np.ndarray]:
     session = ort.InferenceSession(piece.graph, providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
     return dict(zip(names, session.run(None, {piece.input: values}), strict=True))
 
 
 def test_stages_one_after_the_other_answer_as_the_whole() -> None:
-    values = np.random.default_rng(1).standard_normal((2, *resnet50.INPUT_SHAPE)).astype(np.float32)
-    whole = resnet50.whole(seed=3)
+    values = np.random.default_rng(1).standard_normal((2, *resnets.INPUT_SHAPE)).astype(np.float32)
+    whole = resnets.whole(seed=3)
     expected = run(whole, values)[whole.logits]
-    stages = resnet50.stages(seed=3)
+    stages = resnets.stages(seed=3)
     for stage in stages:
         assert values.shape[1:] == stage.input_shape
         found = run(stage, values)
         answer = found[stage.logits]
-        assert answer.shape == (2, resnet50.CLASSES)
+        assert answer.shape == (2, resnets.CLASSES)
         assert 1 < answer.std() < 20  # activations neither die nor grow without end
         if stage.carry:
             values = found[stage.carry]
@@ -34,9 +34,9 @@ def test_stages_one_after_the_other_answer_as_the_whole() -> None:
 
 
 def test_it_has_the_weights_of_resnet50_and_the_seed_decides_them() -> None:
-    whole = resnet50.whole(seed=0)
+    whole = resnets.whole(seed=0)
     weights = onnx.load_from_string(whole.graph).graph.initializer
     # 25,557,032 with 53,120 scales and shifts of batch normalisation, of which one is left each.
     assert sum(int(np.prod(weight.dims)) for weight in weights) == 25_557_032 - 26_560
-    assert resnet50.whole(seed=0).graph == whole.graph
-    assert resnet50.whole(seed=1).graph != whole.graph
+    assert resnets.whole(seed=0).graph == whole.graph
+    assert resnets.whole(seed=1).graph != whole.graph

@@ -1,0 +1,220 @@
+"""Backends of this machine's GPU as measurements want them: plain, or with times taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import Bundle
+from offramp.compiler.engines.ranges import SizeRange, parse_batches
+from offramp.engine.backends.factory import kernels_for, make_backend
+from offramp.engine.cuda.backend import CudaBackend
+from offramp.engine.cuda.driver import Driver
+from offramp.engine.cuda.executable import ExecutableFactory
+from offramp.engine.pipeline import Departure
+from offramp.engine.plan import Mode, make_plan
+from offramp.engine.tensorrt import probe
+from offramp.tools.bench.compare import Runner
+from offramp.tools.gpu.timing import PyCudaTimer, TimedDriver, TimedFactory, Timer
+
+Tensors = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ingredients:
+    """What a backend on a GPU is made of."""
+
+    driver: Driver
+    timer: Timer
+    """Of the driver's streams."""
+    factory: Callable[[Driver], ExecutableFactory]
+    """Given the driver."""
+    kernels: bytes
+
+    def backend(self, *, graphs: bool) -> CudaBackend:
+        """As it serves."""
+        return CudaBackend(
+            self.factory(self.driver), self.driver, kernels=self.kernels, graphs=graphs
+        )
+
+    def timed(self, *, graphs: bool) -> tuple[CudaBackend, TimedDriver]:
+        """One whose driver takes times; it gives no figures of the host's."""
+        driver = TimedDriver(self.driver, self.timer)
+        factory = TimedFactory(self.factory(driver), driver.spans)
+        return CudaBackend(factory, driver, kernels=self.kernels, graphs=graphs), driver
+
+
+class Machine(Protocol):
+    """Where is measured; a fake one is enough for rehearsals."""
+
+    def ingredients(self, bundle: Path, *, graphs: bool, max_rows: int) -> Ingredients:
+        """Make what a backend for a bundle is made of; each time anew.
+
+        Raises:
+            BackendError: Something is missing; one line says what.
+        """
+        ...
+
+    def build(self, bundle: Path, batches: Sequence[int]) -> Mapping[str, float]:
+        """Make what the backend needs in the bundle; gives seconds by what was built.
+
+        Raises:
+            CompileError: It cannot be built.
+        """
+        ...
+
+    def bare(self, bundle: Bundle, batches: Sequence[int]) -> AbstractContextManager[Runner] | None:
+        """The source model without anything of ours around it, where there is such a thing."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Device memory that nobody uses."""
+        ...
+
+
+class GpuMachine:
+    """The machine's own GPU."""
+
+    def __init__(self, backend: str, *, index: int = 0, optimization_level: int = 3) -> None:
+        """Measure a backend.
+
+        Args:
+            backend: ``tensorrt`` or ``cuda``.
+            index: Of the GPU.
+            optimization_level: Of TensorRT's builder, 0 to 5.
+        """
+        self.backend = backend
+        self._index = index
+        self._optimization_level = optimization_level
+
+    def ingredients(self, bundle: Path, *, graphs: bool, max_rows: int) -> Ingredients:
+        """See :class:`Machine`."""
+        make_backend(
+            self.backend, device=self._index, graphs=graphs, max_rows=max_rows, bundles=(bundle,)
+        ).close()  # says what is missing, as a server would
+        from offramp.engine.cuda.pycuda_driver import PyCudaDriver  # noqa: PLC0415
+
+        driver = PyCudaDriver(self._index)
+
+        def factory(used: Driver) -> ExecutableFactory:
+            if self.backend == "tensorrt":
+                from offramp.engine.backends.tensorrt import TensorRTFactory  # noqa: PLC0415
+
+                return TensorRTFactory(used, self._device, graphs=graphs)
+            from offramp.engine.backends.onnxruntime_cuda import (  # noqa: PLC0415
+                OnnxRuntimeCudaFactory,
+            )
+
+            return OnnxRuntimeCudaFactory(device=self._index, max_rows=max_rows)
+
+        return Ingredients(
+            driver=driver,
+            timer=PyCudaTimer(),
+            factory=factory,
+            kernels=kernels_for(probe.find_device(self._index), (bundle,)),
+        )
+
+    def build(self, bundle: Path, batches: Sequence[int]) -> Mapping[str, float]:
+        """TensorRT's engines of source and stages, as ``eecompile build`` does.
+
+        Each engine is kept as soon as it is built, and not built again: an ended run goes on.
+        """
+        if self.backend != "tensorrt":
+            return {}
+        from offramp.compiler.build import BuildOptions, EngineOptions, build_bundle  # noqa: PLC0415
+        from offramp.compiler.errors import EngineBuildError  # noqa: PLC0415
+
+        engines = EngineOptions(
+            device=self._device,
+            batches=parse_batches(profiles_of(batches)),
+            parts=("source", "stages"),
+            optimization_level=self._optimization_level,
+        )
+        summary = build_bundle(BuildOptions(bundle=bundle, engines=engines)).summary
+        assert summary is not None
+        if summary.failed:
+            failed = summary.failed[0]
+            raise EngineBuildError(f"{bundle.name}, {failed.unit.name}: {failed.problem}")
+        return {r.unit.name: r.entry.build_s for r in summary.results if r.entry is not None}
+
+    def bare(self, bundle: Bundle, batches: Sequence[int]) -> AbstractContextManager[Runner] | None:
+        """TensorRT's engine in the shortest loop there is."""
+        return _bare_engine(bundle, self._index, batches) if self.backend == "tensorrt" else None
+
+    def free_bytes(self) -> int:
+        """Ask CUDA."""
+        from offramp.engine.cuda.pycuda_driver import PyCudaDriver  # noqa: PLC0415
+
+        driver = PyCudaDriver(self._index)
+        with driver.current():
+            free, _ = driver.memory()
+        driver.close()
+        return free
+
+    @property
+    def _device(self) -> str:
+        return f"cuda:{self._index}"
+
+
+def profiles_of(batches: Sequence[int]) -> str:
+    """``1,2-16,17-32`` of 1, 16 and 32: disjoint profiles that end at each size."""
+    firsts = [1, *(batch + 1 for batch in batches[:-1])]
+    ranges = map(SizeRange, firsts, batches)
+    return ",".join(map(str, ranges))
+
+
+class _BareEngine:
+    """The source model's engine: copy in, run, copy out."""
+
+    def __init__(self, trial: Any, answer: str, stack: ExitStack, batches: Sequence[int]) -> None:
+        self._trial = trial
+        self._answer = answer
+        self._stack = stack
+        self._batches = list(batches)
+        self._prepared: dict[int, Any] = {}
+
+    def run(self, tensors: Tensors) -> Iterator[Departure]:
+        rows = len(next(iter(tensors.values())))
+        answer = self._of(rows, tensors).run(tensors)[self._answer]
+        yield Departure(0, np.arange(rows), answer, np.empty(0, np.float32))
+
+    def warm_up(self, tensors: Tensors) -> None:
+        rows = len(next(iter(tensors.values())))
+        if rows in self._batches:
+            self._of(rows, tensors).run(tensors)
+
+    def _of(self, rows: int, tensors: Tensors) -> Any:
+        if rows not in self._prepared:
+            profile = next(i for i, last in enumerate(self._batches) if rows <= last)
+            shapes = {name: tensors[name].shape for name in self._trial.inputs}
+            prepared = self._stack.enter_context(self._trial.prepare(profile, shapes))
+            self._prepared[rows] = prepared
+        return self._prepared[rows]
+
+
+@contextmanager
+def _bare_engine(bundle: Bundle, index: int, batches: Sequence[int]) -> Iterator[Runner]:
+    from offramp.engine.tensorrt import compat  # noqa: PLC0415
+    from offramp.engine.tensorrt.device import primary_context  # noqa: PLC0415
+    from offramp.engine.tensorrt.lookup import Place, find_engines  # noqa: PLC0415
+    from offramp.engine.tensorrt.trial import Trial  # noqa: PLC0415
+
+    device = probe.find_device(index)
+    place = Place(
+        gpu=device.name,
+        compute_capability=device.compute_capability,
+        tensorrt=compat.version(),
+        device=device.device,
+    )
+    (stage,) = make_plan(bundle, mode=Mode.OFF).stages
+    plan = find_engines(stage, place)[0].read()
+    with ExitStack() as stack:
+        stack.enter_context(primary_context(index).current())
+        trial = stack.enter_context(Trial(plan))
+        yield _BareEngine(trial, bundle.manifest.answer.output, stack, batches)

@@ -1,0 +1,183 @@
+"""What is measured: models with random weights, cut where PAME found exits, and their samples.
+
+Latency does not depend on weights. Which samples leave does, so that is replayed: see
+:mod:`offramp.tools.gpu.staged`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+from offramp.bundle import ActiveExit, Bundle
+from offramp.calibration.dataset import Dataset
+from offramp.tools.gpu import berts, resnets
+from offramp.tools.gpu.staged import REPLAY, CutModel, plain_bundle
+
+Tensors = Mapping[str, NDArray[Any]]
+
+LEAVES, GOES_ON, THRESHOLD = 0.75, 0.25, 0.5
+"""Replayed confidences, and what exits compare them with: exact in any precision."""
+GO_ON_LATER: Final = 0.5
+"""Share of the samples at a later exit that go on from it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchModel:
+    """A model to be measured."""
+
+    name: str
+    make: Callable[[int], onnx.ModelProto]
+    """Makes it, given the seed of its weights."""
+    cuts: tuple[str, ...]
+    """Tensors after which there are exits."""
+    rows: Callable[[np.random.Generator, int], Tensors]
+    """Makes so many rows of its inputs."""
+
+    def bundle(self, folder: Path, seed: int) -> Bundle:
+        """Make its bundle, one segment a stage, unless it is in the folder already."""
+        path = folder / f"{self.name}-{seed}.ee"
+        if path.is_dir():
+            return Bundle.open(path)
+        with tempfile.TemporaryDirectory() as scratch:
+            file = Path(scratch) / "model.onnx"
+            onnx.save(self.make(seed), file)
+            pieces = CutModel.at(file, self.cuts)
+        exits = range(len(self.cuts))
+        return plain_bundle(
+            pieces,
+            path,
+            self.rows(np.random.default_rng(seed), 1),
+            exits_after=exits,
+            active=[ActiveExit(exit=index, threshold=THRESHOLD) for index in exits],
+            replayed=True,
+        )
+
+    def samples(self, count: int, go_on: float | Recorded, *, seed: int, pool: int = 64) -> Samples:
+        """Make samples, and decide which of them leave where.
+
+        Args:
+            count: How many.
+            go_on: Share that goes on from the first exit (from later ones half of those that come
+                there), or confidences that were recorded.
+            seed: Of the samples and of who leaves.
+            pool: How many rows are different but for their replayed confidences.
+        """
+        rng = np.random.default_rng(seed)
+        inputs = dict(self.rows(rng, min(pool, count)))
+        if isinstance(go_on, Recorded):
+            inputs[REPLAY] = go_on.draw(rng, count, len(self.cuts))
+        else:
+            inputs[REPLAY] = drawn(rng, count, [go_on] + [GO_ON_LATER] * (len(self.cuts) - 1))
+        return Samples(inputs=inputs, labels=None, sha256="", count=count)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """Confidences that a trained model's exits gave, and its thresholds."""
+
+    confidence: NDArray[np.float32]
+    """[n, exits]."""
+    thresholds: NDArray[np.float32]
+    """[exits]."""
+
+    @classmethod
+    def read(cls, path: Path) -> Recorded:
+        """Read them from an npz of ``confidence`` and ``thresholds``.
+
+        Raises:
+            ValueError: It has not both, or they do not fit each other.
+        """
+        with np.load(path) as archive:
+            lacking = {"confidence", "thresholds"} - set(archive.files)
+            if lacking:
+                raise ValueError(f"{path} lacks {sorted(lacking)}, it has {archive.files}")
+            made = cls(confidence=archive["confidence"], thresholds=archive["thresholds"])
+        if made.confidence.shape[1:] != made.thresholds.shape:
+            raise ValueError(
+                f"{path}: confidence is {list(made.confidence.shape)}, which is not of "
+                f"{len(made.thresholds)} exits, as thresholds is"
+            )
+        return made
+
+    def draw(self, rng: np.random.Generator, count: int, exits: int) -> NDArray[np.float32]:
+        """[count, exits]: what some recorded samples did at the first so many exits."""
+        if len(self.thresholds) < exits:
+            raise ValueError(f"recorded are {len(self.thresholds)} exits, {exits} are needed")
+        rows = rng.integers(0, len(self.confidence), count)
+        leaves = self.confidence[rows, :exits] >= self.thresholds[:exits]
+        return np.where(leaves, np.float32(LEAVES), np.float32(GOES_ON))
+
+
+def drawn(rng: np.random.Generator, count: int, go_on: Sequence[float]) -> NDArray[np.float32]:
+    """[count, exits]: confidences with which the given shares go on from each exit."""
+    stays = rng.random((count, len(go_on))) < np.asarray(go_on)
+    return np.where(stays, np.float32(GOES_ON), np.float32(LEAVES))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples(Dataset):
+    """Samples whose rows repeat, all but the replayed confidences."""
+
+    count: int
+    """How many there are."""
+
+    def __len__(self) -> int:
+        """Samples."""
+        return self.count
+
+    def take(self, rows: slice | NDArray[np.intp]) -> dict[str, NDArray[Any]]:
+        """Give the inputs of some."""
+        chosen = np.arange(self.count)[rows]
+        return {name: array[chosen % len(array)] for name, array in self.inputs.items()}
+
+
+def _images(rng: np.random.Generator, count: int) -> Tensors:
+    return {resnets.INPUT: rng.integers(0, 256, (count, *resnets.INPUT_SHAPE), np.uint8)}
+
+
+def tokens(rng: np.random.Generator, count: int, *, size: berts.BertSize) -> Tensors:
+    """Sentences of all lengths from a quarter on, padded."""
+    ids = rng.integers(0, size.vocabulary, (count, size.tokens))
+    lengths = rng.integers(size.tokens // 4, size.tokens + 1, (count, 1))
+    mask = (np.arange(size.tokens) < lengths).astype(np.int64)
+    return {berts.IDS: ids * mask, berts.MASK: mask}
+
+
+def bert_model(name: str, size: berts.BertSize, cuts: tuple[str, ...]) -> BenchModel:
+    """A BERT to be measured."""
+    return BenchModel(
+        name=name,
+        make=lambda seed: berts.bert(size, seed),
+        cuts=cuts,
+        rows=partial(tokens, size=size),
+    )
+
+
+def _resnet(name: str, cut: str) -> BenchModel:
+    return BenchModel(
+        name=name,
+        make=lambda seed: resnets.of_pixels(name, seed),
+        cuts=(cut,),
+        rows=_images,
+    )
+
+
+_MODELS: Final = (
+    # Where ResNet-101 has its exit; as much of ResNet-50 lies before the end of its second layer.
+    _resnet("resnet50", "layer2.3.relu"),
+    # PAME 7.4 finds exit candidate H13, after block 13 of 33, best for Imagenet.
+    _resnet("resnet101", "layer3.5.relu"),
+    # Figure 10 has two exits for most language tasks, in the first half.
+    bert_model("bert-base", berts.BertSize(), ("layer2.out", "layer5.out")),
+)
+MODELS: Final[Mapping[str, BenchModel]] = {model.name: model for model in _MODELS}
+"""By name."""

@@ -1,0 +1,203 @@
+"""The parts of the benchmark that measure the runtime: models, pame, parallel and soak."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from offramp.bundle import Bundle
+from offramp.tools.gpu import pame, serving
+from offramp.tools.gpu.machine import Machine
+from offramp.tools.gpu.models import BenchModel, Recorded
+from offramp.tools.gpu.pame import BARE, NOBODY_LEAVES
+
+OVERHEAD_GOAL, PYTHON_GOAL_US, SHARE_GOAL, LATENCY_GOAL = 0.05, 60.0, 0.02, 0.6
+"""Nobody leaves: how much slower; Python a stage; exit check and compaction, of a stage of
+ResNet-50 at batch 32; mean latency of the source model's, at PAME's settings."""
+
+Save = Callable[[Any], None]
+
+
+class Options(Protocol):
+    """What of the command line matters here."""
+
+    backend: str
+    models: tuple[str, ...]
+    sizes: tuple[int, ...]
+    go_on: tuple[float, ...]
+    recorded: Path | None
+    rounds: int
+    seed: int
+    graphs: bool
+    soak_s: float
+    plans: Path
+
+
+class RuntimeBench:
+    """Measures models on a machine; what it has is given to ``save`` after every step."""
+
+    def __init__(
+        self, machine: Machine, options: Options | argparse.Namespace, models: Mapping[str, BenchModel]
+    ) -> None:
+        """Measure some of the models."""
+        self._machine = machine
+        self._options = options
+        self._models = {name: models[name] for name in options.models}
+
+    def build(self, save: Save, known: Mapping[str, Any]) -> None:
+        """Make bundles of the models, and build what the backend needs in them."""
+        found = dict(known)
+        for name in self._models:
+            began = time.perf_counter()
+            bundle = self._bundle(name)
+            made_s = time.perf_counter() - began
+            engines = self._machine.build(bundle.path, self._options.sizes)
+            found[name] = {
+                "exits_after": [s.output for s in bundle.manifest.segments[:-1]],
+                "flops_shares": [s.flops_share for s in bundle.manifest.segments],
+                "measured_bundle_s": made_s,
+                "measured_build_s": dict(engines),
+            }
+            save(found)
+            print(f"{name}: ready after {time.perf_counter() - began:.1f} s", flush=True)
+
+    def pame(self, save: Save, known: Mapping[str, Any]) -> None:
+        """Latencies, and where the time goes."""
+        found = dict(known)
+        for name, model in self._models.items():
+            bundle = self._ready(name)
+            settings = self._settings()
+            rows = pame.latencies(self._machine, model, bundle, settings)
+            found[name] = {**found.get(name, {}), "latencies": rows}
+            save(found)
+            print("\n".join(latency_lines(name, rows)), flush=True)
+            cases = pame.breakdown(self._machine, model, bundle, settings)
+            found[name] = {**found[name], "breakdown": cases}
+            save(found)
+            print("\n".join(breakdown_lines(name, cases)), flush=True)
+
+    def parallel(self, save: Save, known: Mapping[str, Any]) -> None:
+        """Throughput of parallel batches."""
+        found = dict(known)
+        for name, model in self._models.items():
+            settings = serving.ParallelSettings(
+                go_on=self._share(),
+                rounds=self._options.rounds,
+                graphs=(True, False) if self._options.graphs else (False,),
+                load=serving.Load(seed=self._options.seed),
+            )
+            found[name] = serving.parallel(self._machine, model, self._ready(name), settings)
+            save(found)
+            print("\n".join(parallel_lines(name, found[name])), flush=True)
+
+    def soak(self, save: Save, known: Mapping[str, Any]) -> None:
+        """A long run of each model."""
+        found = dict(known)
+        for name, model in self._models.items():
+            settings = serving.SoakSettings(
+                seconds=self._options.soak_s,
+                go_on=self._share(),
+                graphs=self._options.graphs,
+                load=serving.Load(clients=32, rows=(1, 32), seed=self._options.seed),
+            )
+            found[name] = serving.soak(self._machine, model, self._ready(name), settings)
+            save(found)
+            print(soak_line(name, found[name]), flush=True)
+
+    def _bundle(self, name: str) -> Bundle:
+        folder = self._options.plans / "bundles"
+        folder.mkdir(parents=True, exist_ok=True)
+        return self._models[name].bundle(folder, self._options.seed)
+
+    def _ready(self, name: str) -> Bundle:
+        bundle = self._bundle(name)
+        self._machine.build(bundle.path, self._options.sizes)
+        return bundle
+
+    def _share(self) -> float | Recorded:
+        """One for the parts that do not vary it: the middle of those that are given."""
+        shares = self._shares()
+        return shares[len(shares) // 2]
+
+    def _shares(self) -> tuple[float | Recorded, ...]:
+        if self._options.recorded is not None:
+            return (Recorded.read(self._options.recorded),)
+        return tuple(self._options.go_on)
+
+    def _settings(self) -> pame.Settings:
+        return pame.Settings(
+            batches=self._batches(),
+            go_on=self._shares(),
+            rounds=self._options.rounds,
+            graphs=self._options.graphs,
+            seed=self._options.seed,
+        )
+
+    def _batches(self) -> tuple[int, ...]:
+        """PAME's, of those that engines are built for; small sizes are for later stages."""
+        return tuple(size for size in self._options.sizes if size >= _LEAST_BATCH)
+
+
+_LEAST_BATCH: Final = 16
+
+
+def latency_lines(name: str, rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Mean and tail, as ratios to the source model."""
+    cases: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        cases.setdefault((row["go_on_replayed"], row["batch_size"]), {})[row["system"]] = row
+    for (share, size), systems in cases.items():
+        source, ours = systems["source"], systems["offramp"]
+        nobody = systems["offramp-no-exit"]["mean_ms"] / source["mean_ms"] - 1
+        bare = f"bare {systems[BARE]['mean_ms']:.3f}, " if BARE in systems else ""
+        yield (
+            f"{name} batch {size}, {share} go on: ms {bare}source {source['mean_ms']:.3f}, stages "
+            f"mean {ours['mean_ms']:.3f} (×{ours['mean_ms'] / source['mean_ms']:.2f}, goal "
+            f"×{LATENCY_GOAL}), p99 ×{ours['p99_ms'] / source['p99_ms']:.2f} (goal ×1); nobody "
+            f"leaves {nobody:+.1%} (goal +{OVERHEAD_GOAL:.0%})"
+        )
+
+
+def breakdown_lines(name: str, cases: list[dict[str, Any]]) -> Iterator[str]:
+    """Parts of a batch's time, where nobody leaves."""
+    for case in cases:
+        if case["case"] != NOBODY_LEAVES:
+            continue
+        for index, stage in enumerate(case["stages"]):
+            parts = ", ".join(f"{p} {ms:.3f}" for p, ms in stage["measured_parts_ms"].items())
+            yield (
+                f"{name} batch {case['batch']} stage {index}: ms {parts}; stage end "
+                f"{stage['stage_end_share']:.1%} (goal {SHARE_GOAL:.0%}), Python "
+                f"{stage['python_us']:.0f} µs (goal {PYTHON_GOAL_US:.0f})"
+            )
+
+
+def parallel_lines(name: str, rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Throughput over τ_b."""
+    for row in rows:
+        limit = "" if row["parallel_below"] is None else f", τ_b {row['parallel_below']}"
+        graphs = "graphs" if row["graphs"] else "no graphs"
+        yield (
+            f"{name} {row['system']}{limit}, {graphs}: {row['samples_per_s']:.0f} samples/s, mean "
+            f"{row['mean_ms']:.2f} ms, p99 {row['p99_ms']:.2f} ms, {row['failed']} failed"
+        )
+
+
+def soak_line(name: str, found: dict[str, Any]) -> str:
+    """Whether it held."""
+    growth = found["growth_bytes"] / 2**20
+    return (
+        f"{name}: {found['answered']} of {found['sent']} requests answered in "
+        f"{found['measured_s']:.0f} s, {found['lost']} lost; device memory "
+        f"{'flat' if found['flat'] else 'GROWS'} ({growth:+.1f} MiB)"
+    )
+
+
+def held(soak: Mapping[str, Any]) -> bool:
+    """Whether every long run kept its memory and its requests."""
+    return all(
+        run["flat"] and run["sent"] == run["answered"] and run["drained"] for run in soak.values()
+    )

@@ -1,0 +1,332 @@
+"""Where a batch's time goes: a driver and a factory that take the time of what they pass on.
+
+Times on the device are between CUDA events, which cost the host some microseconds each: what the
+host takes is therefore measured without them, in the same rounds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.engine.cuda.driver import Driver, Event, Graph, Kernel, Kernels, Pinned, Stream
+from offramp.engine.cuda.executable import (
+    Executable,
+    ExecutableFactory,
+    PreparedStage,
+    Shape,
+    SlotResources,
+    TensorInfo,
+)
+from offramp.engine.cuda.fake_driver import FakeDriver
+from offramp.engine.cuda.pycuda_driver import PyCudaStream
+from offramp.engine.kernels.arguments import GATHER_ROWS, Launch
+from offramp.engine.plan import StageSpec
+
+if TYPE_CHECKING:
+    import pycuda.driver as cuda
+
+MODELS, STAGE_ENDS, GATHERS = "models", "exit check and compaction", "gathers"
+COPIES_IN, COPIES_OUT, COPIES_WITHIN = "copies in", "copies out", "copies within"
+PARTS = (MODELS, STAGE_ENDS, GATHERS, COPIES_IN, COPIES_OUT, COPIES_WITHIN)
+"""Into which time on the device is divided (PAME, figure 17)."""
+
+Mark: TypeAlias = Any
+"""A point in a stream, of which a timer knows when it was reached."""
+
+
+class Timer(Protocol):
+    """Takes times on a device."""
+
+    def mark(self, stream: Stream) -> Mark:
+        """Enqueue a point."""
+        ...
+
+    def elapsed_ms(self, start: Mark, end: Mark) -> float:
+        """Milliseconds between two points; the host has waited for the second."""
+        ...
+
+    def release(self, marks: list[Mark]) -> None:
+        """Take points back, to be used anew."""
+        ...
+
+    def close(self) -> None:
+        """Forget everything; the context is current."""
+        ...
+
+
+class PyCudaTimer:
+    """Takes times between CUDA events, through PyCUDA."""
+
+    def __init__(self) -> None:
+        """Begin without events."""
+        self._free: list[cuda.Event] = []
+
+    def mark(self, stream: Stream) -> Mark:
+        """Record an event that takes times."""
+        import pycuda.driver as cuda  # noqa: PLC0415
+
+        assert isinstance(stream, PyCudaStream)
+        event: cuda.Event = self._free.pop() if self._free else cuda.Event()
+        event.record(stream.stream)
+        return event
+
+    def elapsed_ms(self, start: Mark, end: Mark) -> float:
+        """Ask CUDA."""
+        last: cuda.Event = end
+        return float(last.time_since(start))
+
+    def release(self, marks: list[Mark]) -> None:
+        """Keep the events."""
+        self._free += marks
+
+    def close(self) -> None:
+        """Let go of the events."""
+        self._free.clear()
+
+
+class FakeTimer:
+    """The host's clock, read in the order of a fake driver's streams; for rehearsals."""
+
+    def __init__(self, driver: FakeDriver) -> None:
+        """Use a driver's streams."""
+        self._driver = driver
+
+    def mark(self, stream: Stream) -> Mark:
+        """Read the clock when the stream comes there."""
+        reached: list[float] = []
+        self._driver.call(stream, lambda: reached.append(time.perf_counter()))
+        return reached
+
+    def elapsed_ms(self, start: Mark, end: Mark) -> float:
+        """The difference."""
+        return float(end[0] - start[0]) * 1e3
+
+    def release(self, marks: list[Mark]) -> None:
+        """Nothing is used anew."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Spans:
+    """What was enqueued since :meth:`take` was called last, by part; used by one thread."""
+
+    def __init__(self, timer: Timer) -> None:
+        """Begin with none."""
+        self._timer = timer
+        self._spans: list[tuple[str, Mark, Mark]] = []
+        self.capturing = False
+        """Whether what is enqueued now goes into a graph, which no mark may."""
+
+    @contextmanager
+    def of(self, part: str, stream: Stream) -> Iterator[None]:
+        """Take the time of what is enqueued within."""
+        if self.capturing:
+            yield
+            return
+        start = self._timer.mark(stream)
+        yield
+        self._spans.append((part, start, self._timer.mark(stream)))
+
+    def take(self) -> dict[str, float]:
+        """Milliseconds by part; the host has waited for all of it."""
+        spans, self._spans = self._spans, []
+        found: dict[str, float] = defaultdict(float)
+        for part, start, end in spans:
+            found[part] += self._timer.elapsed_ms(start, end)
+        self._timer.release([mark for _, start, end in spans for mark in (start, end)])
+        return dict(found)
+
+
+class TimedDriver:
+    """A driver that takes the time of what it passes on to another one."""
+
+    def __init__(self, driver: Driver, timer: Timer) -> None:
+        """Pass on to ``driver``."""
+        self._driver = driver
+        self._timer = timer
+        self.spans = Spans(timer)
+        """On the device."""
+        self.waited_s = 0.0
+        """That the host waited for the device, in all."""
+        self.device = driver.device
+        """Its name."""
+        self.multiprocessors = driver.multiprocessors
+        """How many it has."""
+        self.compute_capability = driver.compute_capability
+        """Such as (9, 0)."""
+
+    def copy_in(self, target: int, source: NDArray[np.uint8], stream: Stream) -> None:
+        """Timed."""
+        with self.spans.of(COPIES_IN, stream):
+            self._driver.copy_in(target, source, stream)
+
+    def copy_out(self, target: NDArray[np.uint8], source: int, stream: Stream) -> None:
+        """Timed."""
+        with self.spans.of(COPIES_OUT, stream):
+            self._driver.copy_out(target, source, stream)
+
+    def copy_within(self, target: int, source: int, size_bytes: int, stream: Stream) -> None:
+        """Timed."""
+        with self.spans.of(COPIES_WITHIN, stream):
+            self._driver.copy_within(target, source, size_bytes, stream)
+
+    def launch(self, kernel: Kernel, launch: Launch, stream: Stream) -> None:
+        """Timed, as what the kernel is for."""
+        part = GATHERS if launch.entry_point == GATHER_ROWS else STAGE_ENDS
+        with self.spans.of(part, stream):
+            self._driver.launch(kernel, launch, stream)
+
+    def capture(self, stream: Stream, enqueue: Callable[[], None]) -> Graph | None:
+        """The graph's launches are timed, not its capture."""
+        self.spans.capturing = True
+        try:
+            graph = self._driver.capture(stream, enqueue)
+        finally:
+            self.spans.capturing = False
+        return None if graph is None else _TimedGraph(graph, self.spans)
+
+    def synchronize(self, event: Event) -> None:
+        """Timed on the host."""
+        began = time.perf_counter()
+        try:
+            self._driver.synchronize(event)
+        finally:
+            self.waited_s += time.perf_counter() - began
+
+    # Passed on as it is.
+
+    def current(self) -> AbstractContextManager[None]:
+        """See :class:`Driver`."""
+        return self._driver.current()
+
+    def memory(self) -> tuple[int, int]:
+        """See :class:`Driver`."""
+        return self._driver.memory()
+
+    def allocate(self, size_bytes: int) -> int:
+        """See :class:`Driver`."""
+        return self._driver.allocate(size_bytes)
+
+    def free(self, address: int) -> None:
+        """See :class:`Driver`."""
+        self._driver.free(address)
+
+    def allocate_pinned(self, size_bytes: int) -> Pinned:
+        """See :class:`Driver`."""
+        return self._driver.allocate_pinned(size_bytes)
+
+    def stream(self) -> Stream:
+        """See :class:`Driver`."""
+        return self._driver.stream()
+
+    def event(self) -> Event:
+        """See :class:`Driver`."""
+        return self._driver.event()
+
+    def clear(self, address: int, size_bytes: int, stream: Stream) -> None:
+        """See :class:`Driver`."""
+        self._driver.clear(address, size_bytes, stream)
+
+    def record(self, event: Event, stream: Stream) -> None:
+        """See :class:`Driver`."""
+        self._driver.record(event, stream)
+
+    def wait_on(self, stream: Stream, event: Event) -> None:
+        """See :class:`Driver`."""
+        self._driver.wait_on(stream, event)
+
+    def load(self, cubin: bytes) -> Kernels:
+        """See :class:`Driver`."""
+        return self._driver.load(cubin)
+
+    def close(self) -> None:
+        """See :class:`Driver`."""
+        with self._driver.current():
+            self._timer.close()
+        self._driver.close()
+
+
+class _TimedGraph:
+    def __init__(self, graph: Graph, spans: Spans) -> None:
+        self._graph = graph
+        self._spans = spans
+
+    def launch(self, stream: Stream) -> None:
+        with self._spans.of(MODELS, stream):
+            self._graph.launch(stream)
+
+    def close(self) -> None:
+        self._graph.close()
+
+
+class TimedFactory:
+    """An executable factory whose stages are timed as :data:`MODELS`."""
+
+    def __init__(self, factory: ExecutableFactory, spans: Spans) -> None:
+        """Pass on to ``factory``."""
+        self._factory = factory
+        self._spans = spans
+
+    @property
+    def name(self) -> str:
+        """The factory's."""
+        return self._factory.name
+
+    def device_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        """See :class:`ExecutableFactory`."""
+        return self._factory.device_dtype(dtype)
+
+    def prepare(self, spec: StageSpec) -> PreparedStage:
+        """See :class:`ExecutableFactory`."""
+        return _TimedStage(self._factory.prepare(spec), self._spans)
+
+    def close(self) -> None:
+        """See :class:`ExecutableFactory`."""
+        self._factory.close()
+
+
+class _TimedStage:
+    def __init__(self, stage: PreparedStage, spans: Spans) -> None:
+        self._stage = stage
+        self._spans = spans
+        self.spec: StageSpec = stage.spec
+        self.inputs: tuple[TensorInfo, ...] = stage.inputs
+        self.outputs: tuple[TensorInfo, ...] = stage.outputs
+        self.scratch_bytes: int = stage.scratch_bytes
+        self.max_rows: int = stage.max_rows
+        self.capturable: bool = stage.capturable
+
+    def open(self, slot: SlotResources) -> Executable:
+        return _TimedExecutable(self._stage.open(slot), self._spans)
+
+    def close(self) -> None:
+        self._stage.close()
+
+
+class _TimedExecutable:
+    def __init__(self, executable: Executable, spans: Spans) -> None:
+        self._executable = executable
+        self._spans = spans
+
+    def output_shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape]:
+        return self._executable.output_shapes(inputs)
+
+    def enqueue(
+        self, inputs: Mapping[str, Shape], addresses: Mapping[str, int], stream: Stream
+    ) -> None:
+        with self._spans.of(MODELS, stream):
+            self._executable.enqueue(inputs, addresses, stream)
+
+    def forget(self) -> None:
+        self._executable.forget()
+
+    def close(self) -> None:
+        self._executable.close()
