@@ -1,0 +1,128 @@
+"""The backend of a GPU: prepared stages, slots, and what they share."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+
+from offramp.engine.cuda.arena import mib
+from offramp.engine.cuda.driver import DeviceMemoryError, Driver
+from offramp.engine.cuda.executable import ExecutableFactory
+from offramp.engine.cuda.kernels import DeviceKernels
+from offramp.engine.cuda.parking import ParkingPool
+from offramp.engine.cuda.slot import REMEDY, CudaSlot, Shared
+from offramp.engine.cuda.stages import CudaStage, StageRegistry
+from offramp.engine.errors import BackendError
+from offramp.engine.plan import StageSpec
+
+
+class CudaBackend:
+    """Runs stages on a driver; see :class:`offramp.engine.backends.base.Backend`."""
+
+    def __init__(
+        self,
+        factory: ExecutableFactory,
+        driver: Driver,
+        *,
+        kernels: bytes,
+        graphs: bool = True,
+    ) -> None:
+        """Take over a factory and a driver, to be closed with the backend.
+
+        Args:
+            factory: Makes what runs stages.
+            driver: Of one GPU.
+            kernels: Machine code of our kernels for it
+                (:func:`offramp.engine.kernels.compilation.load_kernels`).
+            graphs: Whether to capture stages into CUDA graphs.
+
+        Raises:
+            BackendError: The kernels cannot be loaded; factory and driver stay the caller's.
+        """
+        self._driver = driver
+        with driver.current():
+            loaded = DeviceKernels(driver, kernels)
+        self._shared = Shared(
+            driver=driver,
+            factory=factory,
+            kernels=loaded,
+            stages=StageRegistry(),
+            pool=ParkingPool(driver),
+            graphs=graphs,
+        )
+        self._slots = 0
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def name(self) -> str:
+        """The factory's, for instance ``tensorrt``."""
+        return self._shared.factory.name
+
+    @property
+    def on_cpu(self) -> bool:
+        """No."""
+        return False
+
+    def prepare(self, spec: StageSpec) -> CudaStage:
+        """Load a stage; see :class:`Backend`. It lasts as long as the result is referred to."""
+        with self._driver.current():
+            self._shared.stages.sweep()
+            try:
+                prepared = self._shared.factory.prepare(spec)
+            except DeviceMemoryError as error:
+                raise BackendError(
+                    f"stage {spec.index} cannot be loaded: {error}; {REMEDY}, or serve fewer models"
+                ) from error
+            try:
+                return self._shared.stages.add(prepared)
+            except BackendError:
+                prepared.close()
+                raise
+
+    def open_slot(self) -> CudaSlot:
+        """Open a slot with buffers for all prepared stages.
+
+        Raises:
+            BackendError: Memory is short; the message says what is needed, and what was free.
+        """
+        with self._driver.current():
+            try:
+                slot = CudaSlot(self._shared, closed=self._slot_closed)
+            except DeviceMemoryError as error:
+                raise self._too_large(error) from error
+        with self._lock:
+            self._slots += 1
+        return slot
+
+    def close(self) -> None:
+        """Release everything, stages that are still referred to as well.
+
+        Raises:
+            BackendError: Slots are still open; nothing was released.
+        """
+        with self._lock:
+            if self._slots:
+                raise BackendError(f"{self._slots} slots are still open")
+            if self._closed:
+                return
+            self._closed = True
+        shared = self._shared
+        with ExitStack() as releases:  # last in, first out
+            releases.callback(self._driver.close)
+            releases.enter_context(self._driver.current())
+            releases.callback(shared.factory.close)
+            releases.callback(shared.pool.close)
+            releases.callback(shared.stages.close_all)
+
+    def _slot_closed(self) -> None:
+        with self._lock:
+            self._slots -= 1
+
+    def _too_large(self, error: DeviceMemoryError) -> BackendError:
+        needs = self._shared.stages.needs()
+        free_bytes, _ = self._driver.memory()
+        return BackendError(
+            f"a stream needs {mib(needs.device_bytes)} of memory on {self._driver.device} "
+            f"({needs.describe()}), {mib(free_bytes)} are free; {error}: {REMEDY}"
+        )

@@ -1,0 +1,181 @@
+"""What runs stages on a device: protocols that TensorRT and ONNX Runtime's CUDA provider fill.
+
+::
+
+    ExecutableFactory   one a backend: finds, checks and loads what runs a stage
+    └── PreparedStage   one a stage: loaded weights, and what buffers it takes
+        └── Executable  one a stage and slot: enqueues the stage on the slot's stream
+
+All of it is called within ``with driver.current():``. Addresses are of device memory, multiples
+of 256; tensors are contiguous, the batch is their first dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+
+from offramp.engine.cuda.driver import Driver, Stream
+from offramp.engine.plan import StageSpec
+
+Shape: TypeAlias = tuple[int, ...]
+"""Of a tensor, the batch first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """An input or output of a stage, as it lies on the device."""
+
+    name: str
+    dtype: np.dtype[Any]
+    """Of the tensor on the device: see :meth:`ExecutableFactory.device_dtype`. bfloat16's bits
+    are uint16."""
+    sample_shape: Shape
+    """Of one row, without the batch, at the largest size that is foreseen."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row at the largest size."""
+        return math.prod(self.sample_shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotResources:
+    """What a slot gives to its executables; fixed for their life."""
+
+    driver: Driver
+    stream: Stream
+    """All of the slot's work is enqueued on it, in order."""
+    scratch_address: int
+    """Memory that only holds between the beginning and the end of one stage, so that all stages
+    of a slot share it. A slot whose scratch has to grow closes its executables and opens them
+    anew."""
+    scratch_bytes: int
+    """At least the largest :attr:`PreparedStage.scratch_bytes` of what is opened with it."""
+
+
+class Executable(Protocol):
+    """A prepared stage in one slot; used by one thread at a time."""
+
+    def output_shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape]:
+        """Tell the shapes of the outputs before they are enqueued; quick where known before.
+
+        Args:
+            inputs: Of at least the stage's inputs.
+
+        Raises:
+            BackendError: The stage does not take such inputs; the message has what it takes.
+        """
+        ...
+
+    def enqueue(
+        self, inputs: Mapping[str, Shape], addresses: Mapping[str, int], stream: Stream
+    ) -> None:
+        """Enqueue the stage.
+
+        From the third time with the same shapes and addresses on it may be captured into a
+        graph: then it neither allocates nor waits, and the graph stays valid whatever is enqueued
+        later. Before, and where it is not capturable, it may prepare for these shapes.
+
+        Args:
+            inputs: Shapes of at least the stage's inputs; all have as many rows.
+            addresses: Of at least the stage's inputs and outputs.
+            stream: That of the slot.
+
+        Raises:
+            BackendError: It cannot be enqueued. This batch fails only.
+        """
+        ...
+
+    def forget(self) -> None:
+        """Release what was prepared for graphs: none that was captured is launched any more.
+
+        The host has waited. Without it a slot that meets ever new shapes takes ever more memory.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release it; the host has waited for what was enqueued. May be called again."""
+        ...
+
+
+class PreparedStage(Protocol):
+    """A loaded stage; thread-safe."""
+
+    @property
+    def spec(self) -> StageSpec:
+        """What was prepared."""
+        ...
+
+    @property
+    def inputs(self) -> tuple[TensorInfo, ...]:
+        """Tensors that it reads.
+
+        They are among those of a batch, but not always ``spec.inputs``: an input that nothing
+        reads is missing, and a chain of segments has those of exits inside it.
+        """
+        ...
+
+    @property
+    def outputs(self) -> tuple[TensorInfo, ...]:
+        """Tensors that it gives: answer and confidence where there are any, and the cut tensor.
+
+        Carried tensors that are not among them are graph inputs, which pass through.
+        """
+        ...
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory between its beginning and its end, at the most; 0 if it has its own."""
+        ...
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows of a batch."""
+        ...
+
+    @property
+    def capturable(self) -> bool:
+        """Whether it is worth trying to capture it into a CUDA graph."""
+        ...
+
+    def open(self, slot: SlotResources) -> Executable:
+        """Make what runs it in a slot; may be called in several threads at the same time.
+
+        Raises:
+            BackendError: It cannot be made, for instance for want of memory.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release the stage; its executables must have been closed before."""
+        ...
+
+
+class ExecutableFactory(Protocol):
+    """Prepares stages for one device; thread-safe."""
+
+    @property
+    def name(self) -> str:
+        """Of the backend, for messages and metrics: ``tensorrt``."""
+        ...
+
+    def device_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        """What a graph input's elements are on the device: TensorRT 8.6 has int32 for int64."""
+        ...
+
+    def prepare(self, spec: StageSpec) -> PreparedStage:
+        """Load a stage; may take seconds.
+
+        Raises:
+            BackendError: It cannot be loaded; the message says which, why, and the remedy.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release what it holds; prepared stages must have been closed before."""
+        ...

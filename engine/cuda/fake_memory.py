@@ -1,0 +1,236 @@
+"""Memory of the fake driver: true addresses on the host, and every misuse of them noticed.
+
+What was never written holds a pattern, and so does what was freed; both sides of every block are
+guarded. Accesses are held against each other: two that overlap, one of them a write, must be
+ordered by streams, events or waits of the host. The order is that of vector clocks, so that a
+missing event is found even if the work happened to run in the right order.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.engine.cuda.driver import ALIGNMENT
+
+UNWRITTEN = 0xA5
+"""Of memory that nobody has written yet; float32 that look like it are near −3e-16."""
+FREED = 0xDD
+"""Of memory that was freed."""
+_GUARD = 0xFD
+_GUARD_BYTES = ALIGNMENT
+_KEPT_BYTES = 16 << 20
+"""Of freed memory that is kept, and watched, before it really goes."""
+
+Clock: TypeAlias = Mapping[int, int]
+"""By stream: how many of its operations are known to be over."""
+Kind: TypeAlias = Literal["device", "pinned"]
+
+
+class MisuseError(AssertionError):
+    """CUDA would not have noticed, or would have ended the process: a fault of our own code."""
+
+
+class Range(NamedTuple):
+    """Bytes that an operation reads or writes."""
+
+    address: int
+    size_bytes: int
+    writes: bool
+
+    @property
+    def end(self) -> int:
+        """The address behind it."""
+        return self.address + self.size_bytes
+
+    def conflicts(self, other: Range) -> bool:
+        """Whether the order of the two matters."""
+        overlap = self.address < other.end and other.address < self.end
+        return overlap and (self.writes or other.writes)
+
+    def covers(self, other: Range) -> bool:
+        """Whether whoever comes after this one need not look at the other any more."""
+        within = self.address <= other.address and other.end <= self.end
+        return within and (self.writes or not other.writes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """A range that was used, and by whom."""
+
+    used: Range
+    stream: int
+    number: int
+    """Of the operation in its stream, from 1 on."""
+    label: str
+    """For messages."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Block:
+    """One allocation."""
+
+    kind: Kind
+    room: NDArray[np.uint8]
+    """The guards too."""
+    content: NDArray[np.uint8]
+    accesses: list[Access] = field(default_factory=list)
+
+    @property
+    def address(self) -> int:
+        """Of its first byte."""
+        return int(self.content.ctypes.data)
+
+    def check_guards(self) -> None:
+        """Nobody wrote beside it.
+
+        Raises:
+            MisuseError: Somebody did.
+        """
+        start = self.address - int(self.room.ctypes.data)
+        before = self.room[start - _GUARD_BYTES : start]
+        after = self.room[start + self.content.size : start + self.content.size + _GUARD_BYTES]
+        for side, guard in (("before", before), ("behind", after)):
+            if (guard != _GUARD).any():
+                raise MisuseError(f"something wrote {side} {self}")
+
+    def __str__(self) -> str:
+        return f"{self.kind} memory at {self.address:#x}, {self.content.size} bytes"
+
+
+class Memory:
+    """All blocks of a fake device, and pinned ones of the host; not locked."""
+
+    def __init__(self) -> None:
+        """Nothing is allocated."""
+        self._blocks: dict[int, Block] = {}
+        self._addresses: list[int] = []
+        """Sorted."""
+        self._freed: deque[Block] = deque()
+        self._freed_bytes = 0
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """All that are not freed."""
+        return tuple(self._blocks.values())
+
+    def used_bytes(self, kind: Kind) -> int:
+        """Bytes that are allocated."""
+        return sum(block.content.size for block in self.blocks if block.kind == kind)
+
+    def allocate(self, size_bytes: int, kind: Kind) -> Block:
+        """A new block, full of a pattern."""
+        room = np.full(size_bytes + 3 * _GUARD_BYTES, _GUARD, np.uint8)
+        start = _GUARD_BYTES + (-(room.ctypes.data + _GUARD_BYTES)) % ALIGNMENT
+        content = room[start : start + size_bytes]
+        content.fill(UNWRITTEN)
+        block = Block(kind=kind, room=room, content=content)
+        self._blocks[block.address] = block
+        insort(self._addresses, block.address)
+        return block
+
+    def owned(self, address: int) -> Block:
+        """The block of device memory that begins at an address.
+
+        Raises:
+            MisuseError: None does.
+        """
+        block = self._blocks.get(address)
+        if block is None or block.kind != "device":
+            freed = any(block.address == address for block in self._freed)
+            why = "was freed before" if freed else "is no address that was allocated"
+            raise MisuseError(f"{address:#x} cannot be freed: it {why}")
+        return block
+
+    def free(self, block: Block) -> None:
+        """Take a block away; its room stays for a while, full of a pattern."""
+        block.check_guards()
+        block.content.fill(FREED)
+        del self._blocks[block.address]
+        self._addresses.remove(block.address)
+        self._freed.append(block)
+        self._freed_bytes += block.content.size
+        while self._freed_bytes > _KEPT_BYTES:
+            oldest = self._freed.popleft()
+            self._freed_bytes -= oldest.content.size
+            _check_freed(oldest)
+
+    def block_of(self, used: Range, label: str) -> Block:
+        """The block that has a range.
+
+        Raises:
+            MisuseError: None has all of it.
+        """
+        place = bisect_right(self._addresses, used.address)
+        if place:
+            block = self._blocks[self._addresses[place - 1]]
+            if used.end <= block.address + block.content.size:
+                return block
+        verb = "writes" if used.writes else "reads"
+        what = f"{label} {verb} {used.size_bytes} bytes at {used.address:#x}"
+        for block in self._freed:
+            if block.address <= used.address < block.address + block.content.size:
+                raise MisuseError(f"{what}, in {block}, which was freed")
+        if place and used.address <= block.address + block.content.size:
+            raise MisuseError(f"{what}, beyond the end of {block}")
+        raise MisuseError(f"{what}, where nothing is allocated")
+
+    def use(self, access: Access, clock: Clock) -> NDArray[np.uint8]:
+        """The content of a range, for an operation that runs.
+
+        Args:
+            access: Who uses it and how.
+            clock: What the operation may rely on having happened.
+
+        Raises:
+            MisuseError: The range is not allocated, or something else uses it that is not
+                ordered before the operation.
+        """
+        block = self.block_of(access.used, access.label)
+        for other in block.accesses:
+            known = clock.get(other.stream, 0) >= other.number
+            if not known and other.stream != access.stream and other.used.conflicts(access.used):
+                mine, theirs = _verb(access), _verb(other)
+                raise MisuseError(
+                    f"{access.label} on stream {access.stream} {mine} what {other.label} on "
+                    f"stream {other.stream} {theirs}, and nothing orders the two: {block}"
+                )
+        block.accesses = [
+            other
+            for other in block.accesses
+            if not (other.stream == access.stream and access.used.covers(other.used))
+        ]
+        block.accesses.append(access)
+        start = access.used.address - block.address
+        content = block.content[start : start + access.used.size_bytes]
+        if not access.used.writes:
+            content = content.view()
+            content.flags.writeable = False
+        return content
+
+    def check(self) -> None:
+        """Guards and freed memory are as they were left.
+
+        Raises:
+            MisuseError: Something wrote there.
+        """
+        for block in self.blocks:
+            block.check_guards()
+        for block in self._freed:
+            _check_freed(block)
+
+
+def _check_freed(block: Block) -> None:
+    block.check_guards()
+    if (block.content != FREED).any():
+        raise MisuseError(f"something wrote to {block}, which was freed")
+
+
+def _verb(access: Access) -> str:
+    return "writes" if access.used.writes else "reads"

@@ -1,0 +1,125 @@
+"""CUDA graphs through ``cuda.bindings``: PyCUDA has none.
+
+A launch of a graph costs the host a few microseconds, however many kernels are in it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from offramp.engine.cuda.driver import Stream
+from offramp.engine.errors import BackendError
+
+INSTALL = "pip install cuda-bindings"
+"""What gives us graphs."""
+
+logger = logging.getLogger(__name__)
+
+
+class CudaGraphs:
+    """Captures and launches graphs; without ``cuda.bindings`` it gives none."""
+
+    def __init__(self) -> None:
+        """Look for the package."""
+        self._said: set[str] = set()
+        self._driver: Any = None
+        try:
+            self._driver = importlib.import_module("cuda.bindings.driver")
+        except ImportError as error:
+            self._say(f"the Python package cuda-bindings cannot be imported ({error}): {INSTALL}")
+
+    def capture(self, stream: Stream, enqueue: Callable[[], None]) -> CudaGraph | None:
+        """Make a graph; see :meth:`offramp.engine.cuda.driver.Driver.capture`."""
+        if self._driver is None:
+            return None
+        try:
+            return CudaGraph(self._driver, self._record(stream, enqueue))
+        except BackendError as error:
+            self._say(str(error))
+        except RuntimeError as error:  # the bindings' own: no libcuda, or one too old for them
+            self._say(f"cuda-bindings: {error}")
+            self._driver = None
+        return None
+
+    def _record(self, stream: Stream, enqueue: Callable[[], None]) -> Any:
+        """What ``enqueue`` enqueues, as a ``CUgraph``; the stream is as before in any case."""
+        driver = self._driver
+        handle = driver.CUstream(stream.handle)
+        # Thread local: other slots' threads may allocate meanwhile, this one may not.
+        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        checked(driver, "begin a capture", driver.cuStreamBeginCapture(handle, mode))
+        try:
+            enqueue()
+        except BaseException:
+            # What it could not enqueue is the error, not that the capture is spoilt by it.
+            status, graph = driver.cuStreamEndCapture(handle)
+            if status == driver.CUresult.CUDA_SUCCESS and int(graph):
+                driver.cuGraphDestroy(graph)
+            raise
+        (graph,) = checked(driver, "end a capture", driver.cuStreamEndCapture(handle))
+        if not int(graph):
+            raise BackendError(
+                "CUDA could not capture a graph: something in it may not be captured"
+            )
+        return graph
+
+    def _say(self, reason: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            logger.warning("Stages run without CUDA graphs: %s", reason)
+
+
+class CudaGraph:
+    """An executable graph: a :class:`offramp.engine.cuda.driver.Graph`."""
+
+    def __init__(self, driver: Any, graph: Any) -> None:
+        """Take over a ``CUgraph`` and make it executable.
+
+        Raises:
+            BackendError: CUDA cannot.
+        """
+        self._driver = driver
+        try:
+            made = checked(driver, "instantiate a graph", driver.cuGraphInstantiate(graph, 0))
+        finally:
+            driver.cuGraphDestroy(graph)
+        self._executable: Any = made[0]
+
+    def launch(self, stream: Stream) -> None:
+        """Enqueue all of it.
+
+        Raises:
+            BackendError: It is closed, or CUDA cannot.
+        """
+        driver = self._driver
+        if self._executable is None:
+            raise BackendError("a CUDA graph was launched after it was closed")
+        launched = driver.cuGraphLaunch(self._executable, driver.CUstream(stream.handle))
+        checked(driver, "launch a graph", launched)
+
+    def close(self) -> None:
+        """Release it; may be called again."""
+        executable, self._executable = self._executable, None
+        if executable is not None:
+            checked(self._driver, "destroy a graph", self._driver.cuGraphExecDestroy(executable))
+
+
+def checked(driver: Any, what: str, returned: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The results of a call of ``cuda.bindings.driver``, which come after its status.
+
+    Raises:
+        BackendError: The status is an error.
+    """
+    status, *results = returned
+    if status != driver.CUresult.CUDA_SUCCESS:
+        _fail(driver, what, status)
+    return tuple(results)
+
+
+def _fail(driver: Any, what: str, status: Any) -> NoReturn:
+    found, text = driver.cuGetErrorString(status)
+    said = text.decode() if found == driver.CUresult.CUDA_SUCCESS else "an unknown error"
+    raise BackendError(f"CUDA could not {what}: {said} ({getattr(status, 'name', status)})")

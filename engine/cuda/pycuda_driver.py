@@ -1,0 +1,351 @@
+"""The driver interface on a GPU, through PyCUDA; graphs through ``cuda.bindings``.
+
+The device's primary context is used, never one of PyCUDA's own, so that TensorRT and ONNX Runtime
+share memory and streams with us. Nothing is left to the garbage collector: PyCUDA releases things
+only on a thread on which their context is current, and warns and leaks anywhere else.
+
+Errors on the device (an illegal address, a hardware fault) are found by whoever waits next, and
+they are sticky: the context is lost, every later call in the process fails. A slot that is started
+anew will then fail again, and all of them are soon out of service (``engine/streams.py``); only a
+new process helps.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.engine.cuda.driver import DeviceLostError, DeviceMemoryError, Event, Stream
+from offramp.engine.cuda.graphs import CudaGraph, CudaGraphs
+from offramp.engine.errors import BackendError
+from offramp.engine.kernels.arguments import (
+    ENTRY_POINTS,
+    GATHER_ROWS,
+    GATHER_ROWS_ARGUMENTS,
+    STAGE_END_ARGUMENTS,
+    Launch,
+)
+from offramp.engine.tensorrt.device import PrimaryContext, primary_context
+
+if TYPE_CHECKING:
+    import pycuda.driver as cuda
+
+_NON_BLOCKING = 1
+"""CU_STREAM_NON_BLOCKING, which PyCUDA has no name for: the stream and the default stream, that
+some library may use, do not wait for each other."""
+
+
+class PyCudaDriver:
+    """One GPU: a :class:`offramp.engine.cuda.driver.Driver`."""
+
+    def __init__(self, index: int = 0, *, blocking_waits: bool = False) -> None:
+        """Take the primary context of a GPU.
+
+        Ask :func:`offramp.engine.tensorrt.probe.require` first.
+
+        Args:
+            index: Of the GPU.
+            blocking_waits: Let waiting threads sleep until an interrupt wakes them. It frees
+                their cores, and costs some ten microseconds a wait.
+
+        Raises:
+            BackendError: CUDA does not give it.
+        """
+        import pycuda.driver as cuda  # noqa: PLC0415
+
+        self._context = _Current(primary_context(index))
+        self._errors = _Errors()
+        with self._errors:
+            device: cuda.Device = cuda.Device(index)
+            self.device = str(device.name())
+            """Name of the GPU."""
+            major, minor = device.compute_capability()
+            self.compute_capability = (int(major), int(minor))
+            """Such as (9, 0)."""
+            count = device.get_attribute(cuda.device_attribute.MULTIPROCESSOR_COUNT)
+            self.multiprocessors = int(count)
+            """How many it has."""
+        self._event_flags = int(cuda.event_flags.DISABLE_TIMING)
+        if blocking_waits:
+            self._event_flags |= int(cuda.event_flags.BLOCKING_SYNC)
+        self._memory: dict[int, cuda.DeviceAllocation] = {}
+        self._kernels: list[dict[str, cuda.Function]] = []
+        self._graphs = CudaGraphs()
+
+    def current(self) -> AbstractContextManager[None]:
+        """Make the primary context the calling thread's; nested, it costs next to nothing."""
+        return self._context
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes."""
+        import pycuda.driver as cuda  # noqa: PLC0415
+
+        with self._errors:
+            free_bytes, total_bytes = cuda.mem_get_info()
+        return int(free_bytes), int(total_bytes)
+
+    def allocate(self, size_bytes: int) -> int:
+        """Take device memory; PyCUDA collects garbage and tries again before it gives up."""
+        import pycuda.driver as cuda  # noqa: PLC0415
+
+        with self._errors:
+            try:
+                memory: cuda.DeviceAllocation = cuda.mem_alloc(max(size_bytes, 1))
+            except cuda.MemoryError as error:
+                free_bytes, _ = self.memory()
+                raise DeviceMemoryError(size_bytes, free_bytes, self.device) from error
+        address = int(memory)
+        self._memory[address] = memory
+        return address
+
+    def free(self, address: int) -> None:
+        """Give device memory back."""
+        memory = self._memory.pop(address, None)
+        if memory is None:
+            raise BackendError(f"no device memory at {address:#x} to free")
+        with self._errors:
+            memory.free()
+
+    def allocate_pinned(self, size_bytes: int) -> PyCudaPinned:
+        """Take pinned memory, which any thread may use and kernels can address."""
+        import pycuda.driver as cuda  # noqa: PLC0415
+
+        flags = cuda.host_alloc_flags
+        with self._errors:
+            try:
+                array: NDArray[np.uint8] = cuda.pagelocked_empty(
+                    max(size_bytes, 1), np.uint8, mem_flags=flags.PORTABLE | flags.DEVICEMAP
+                )
+            except cuda.MemoryError as error:
+                # How much can be pinned, nobody tells: it is the host's memory that was short.
+                raise DeviceMemoryError(size_bytes, 0, "the host's pinned memory") from error
+            return PyCudaPinned(array, size_bytes, self._errors)
+
+    def stream(self) -> PyCudaStream:
+        """Make a stream."""
+        import pycuda.driver as cuda  # noqa: PLC0415
+
+        with self._errors:
+            return PyCudaStream(cuda.Stream(_NON_BLOCKING))
+
+    def event(self) -> PyCudaEvent:
+        """Make an event."""
+        import pycuda.driver as cuda  # noqa: PLC0415
+
+        with self._errors:
+            return PyCudaEvent(cuda.Event(self._event_flags))
+
+    def copy_in(self, target: int, source: NDArray[np.uint8], stream: Stream) -> None:
+        """Enqueue a copy to the device."""
+        import pycuda.driver as cuda  # noqa: PLC0415
+
+        with self._errors:
+            cuda.memcpy_htod_async(target, source, _own(stream))
+
+    def copy_out(self, target: NDArray[np.uint8], source: int, stream: Stream) -> None:
+        """Enqueue a copy to the host."""
+        import pycuda.driver as cuda  # noqa: PLC0415
+
+        with self._errors:
+            cuda.memcpy_dtoh_async(target, source, _own(stream))
+
+    def copy_within(self, target: int, source: int, size_bytes: int, stream: Stream) -> None:
+        """Enqueue a copy on the device."""
+        import pycuda.driver as cuda  # noqa: PLC0415
+
+        with self._errors:
+            cuda.memcpy_dtod_async(target, source, size_bytes, _own(stream))
+
+    def clear(self, address: int, size_bytes: int, stream: Stream) -> None:
+        """Enqueue zeros."""
+        import pycuda.driver as cuda  # noqa: PLC0415
+
+        with self._errors:
+            cuda.memset_d8_async(address, 0, size_bytes, _own(stream))
+
+    def record(self, event: Event, stream: Stream) -> None:
+        """Let the event stand for what is enqueued so far."""
+        with self._errors:
+            _own_event(event).record(_own(stream))
+
+    def wait_on(self, stream: Stream, event: Event) -> None:
+        """Let the stream wait for the event."""
+        with self._errors:
+            _own(stream).wait_for_event(_own_event(event))
+
+    def synchronize(self, event: Event) -> None:
+        """Wait for the event with the GIL released; whatever fails here failed on the device."""
+        import pycuda.driver as cuda  # noqa: PLC0415
+
+        waited_for = _own_event(event)
+        try:
+            waited_for.synchronize()
+        except cuda.Error as error:
+            raise self._errors.lost(error) from error
+
+    def load(self, cubin: bytes) -> MappingProxyType[str, Any]:
+        """Load the kernels."""
+        import pycuda.driver as cuda  # noqa: PLC0415
+
+        with self._errors:
+            module: cuda.Module = cuda.module_from_buffer(cubin)
+            kernels = {name: _prepared(module, name) for name in ENTRY_POINTS}
+        self._kernels.append(kernels)
+        return MappingProxyType(kernels)
+
+    def launch(self, kernel: cuda.Function, launch: Launch, stream: Stream) -> None:
+        """Enqueue a kernel."""
+        grid, block = (launch.grid, 1), (launch.block, 1, 1)
+        arguments = launch.arguments.tobytes()
+        with self._errors:
+            kernel.prepared_async_call(
+                grid, block, _own(stream), arguments, shared_size=launch.shared_bytes
+            )
+
+    def capture(self, stream: Stream, enqueue: Callable[[], None]) -> CudaGraph | None:
+        """Make a graph, if ``cuda.bindings`` is installed."""
+        return self._graphs.capture(stream, enqueue)
+
+    def close(self) -> None:
+        """Forget the kernels; the primary context stays until the process ends."""
+        left = len(self._memory)
+        with self.current():
+            for memory in self._memory.values():
+                memory.free()
+            self._memory.clear()
+            for kernels in self._kernels:
+                kernels.clear()  # while the context is current: the last of them unloads a module
+        if left:
+            raise BackendError(f"{left} pieces of device memory were not freed")
+
+
+class PyCudaStream:
+    """A stream: see :class:`offramp.engine.cuda.driver.Stream`."""
+
+    def __init__(self, stream: cuda.Stream) -> None:
+        """Take over a stream of PyCUDA."""
+        self.stream: cuda.Stream | None = stream
+        """PyCUDA's; ``None`` once it is closed."""
+        self.handle = int(stream.handle)
+        """CUDA's ``CUstream``."""
+
+    def close(self) -> None:
+        """Release it: by the last reference, which is ours."""
+        self.stream = None
+
+
+class PyCudaEvent:
+    """An event: see :class:`offramp.engine.cuda.driver.Event`."""
+
+    def __init__(self, event: cuda.Event) -> None:
+        """Take over an event of PyCUDA."""
+        self.event: cuda.Event | None = event
+        """PyCUDA's; ``None`` once it is closed."""
+
+    def close(self) -> None:
+        """Release it: by the last reference, which is ours."""
+        self.event = None
+
+
+class PyCudaPinned:
+    """Pinned memory: see :class:`offramp.engine.cuda.driver.Pinned`."""
+
+    def __init__(self, array: NDArray[np.uint8], size_bytes: int, errors: _Errors) -> None:
+        """Take over an array on pinned memory of PyCUDA, its first ``size_bytes``."""
+        self._errors = errors
+        allocation: cuda.PagelockedHostAllocation = array.base
+        self._allocation: cuda.PagelockedHostAllocation | None = allocation
+        self.address = int(allocation.get_device_pointer())
+        """Where kernels see it."""
+        self.array = array[:size_bytes]
+        """[size_bytes]; empty once it is freed."""
+
+    def free(self) -> None:
+        """Release it; views that somebody else kept of it are dangling."""
+        allocation, self._allocation = self._allocation, None
+        self.array = np.empty(0, np.uint8)
+        if allocation is not None:
+            with self._errors:
+                allocation.free()
+
+
+class _Current(threading.local):
+    """Makes the context current on a thread by the outermost of nested blocks.
+
+    PyCUDA takes some ten microseconds to push and pop one, a fair part of a stage's Python time:
+    who runs many stages in a row on a thread may hold a block open around them.
+    """
+
+    def __init__(self, context: PrimaryContext) -> None:
+        """Called by every thread that uses it."""
+        self._context = context
+        self._depth = 0
+        self._pushed = ExitStack()
+
+    def __enter__(self) -> None:
+        if self._depth == 0:
+            self._pushed.enter_context(self._context.current())
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._pushed.close()
+
+
+class _Errors:
+    """Turns PyCUDA's errors into ours; one for all calls, since it is entered on the hot path."""
+
+    def __init__(self) -> None:
+        import pycuda.driver as cuda  # noqa: PLC0415
+
+        self._of_cuda: type[Exception] = cuda.Error
+        self._lost = ""
+
+    def __enter__(self) -> None:
+        """Nothing."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        _: TracebackType | None,
+    ) -> None:
+        if error is None or not isinstance(error, self._of_cuda):
+            return
+        if self._lost:
+            raise DeviceLostError(self._lost) from error
+        raise BackendError(f"CUDA failed: {error}") from error
+
+    def lost(self, error: Exception) -> DeviceLostError:
+        """Remember that the context can do nothing more; gives what to raise."""
+        self._lost = self._lost or f"the GPU failed ({error}); the process has to start anew"
+        return DeviceLostError(self._lost)
+
+
+def _prepared(module: cuda.Module, entry_point: str) -> cuda.Function:
+    """A kernel whose only parameter is a struct by value, as bytes."""
+    struct = GATHER_ROWS_ARGUMENTS if entry_point == GATHER_ROWS else STAGE_END_ARGUMENTS
+    function: cuda.Function = module.get_function(entry_point)
+    function.prepare([f"{struct.itemsize}s"])
+    return function
+
+
+def _own(stream: Stream) -> cuda.Stream:
+    assert isinstance(stream, PyCudaStream)
+    if stream.stream is None:
+        raise BackendError("a CUDA stream was used after it was closed")
+    return stream.stream
+
+
+def _own_event(event: Event) -> cuda.Event:
+    assert isinstance(event, PyCudaEvent)
+    if event.event is None:
+        raise BackendError("a CUDA event was used after it was closed")
+    return event.event

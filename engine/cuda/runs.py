@@ -1,0 +1,278 @@
+"""Everything about running a stage on so many rows that can be known before: made once, kept.
+
+Between two stages the host only looks a :class:`StageRun` up; addresses, shapes, the arguments of
+the stage end and, after the second time, the CUDA graph are in it.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.engine.cuda.arena import Arena
+from offramp.engine.cuda.batch import CudaBatch
+from offramp.engine.cuda.driver import Graph
+from offramp.engine.cuda.executable import Executable, Shape
+from offramp.engine.cuda.kernels import DeviceKernels
+from offramp.engine.cuda.layout import Layout, Layouts, Row, RowPart, row_bytes
+from offramp.engine.cuda.stages import StageFacts
+from offramp.engine.errors import BackendError
+from offramp.engine.kernels.arguments import MOST_TENSORS, Launch, RowCopy, Scratch
+
+MOST_RUNS = 1024
+"""Of a slot; with inputs of many lengths there is no end of them, and a graph takes memory."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class OpenStage:
+    """A stage with what runs it in one slot."""
+
+    facts: StageFacts
+    executable: Executable
+    graphs: bool
+    """Whether to capture it; not any more once that failed."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class StageRun:
+    """How a stage runs on a number of rows of a shape that lie at certain addresses."""
+
+    stage: OpenStage
+    rows: int
+    shapes: dict[str, Shape]
+    """Of the batch's tensors."""
+    addresses: dict[str, int]
+    """Of the batch's tensors, and of what the stage gives."""
+    carried: Layout | None
+    """Of what goes on, in the next input area; ``None`` after the last stage."""
+    target: int
+    """That area."""
+    targets: tuple[int, ...]
+    """Addresses of what goes on there."""
+    sources: tuple[int, ...]
+    """Addresses of what goes on, before rows are taken out."""
+    passes: bool
+    """Whether some of it are inputs that pass through."""
+    copies: tuple[tuple[int, int, int], ...]
+    """(target, source, bytes) of inputs that pass through, where nobody can leave."""
+    compacts: bool
+    """Whether the stage end brings what goes on to the next input area."""
+    answer: NDArray[Any] | None
+    """[rows, classes], in pinned memory."""
+    answer_bytes: NDArray[np.uint8]
+    """The same as bytes."""
+    answer_address: int
+    confidence: NDArray[np.float32]
+    """[rows], in pinned memory, as the next two."""
+    survivors: NDArray[np.int32]
+    """[rows], of which as many are valid as there are."""
+    survivor_count: NDArray[np.int32]
+    """[1]."""
+    times: int = 0
+    """How often it was run without a graph."""
+    graph: Graph | None = None
+    threshold: float = -1.0
+    """Of ``end``."""
+    end: Launch | None = None
+    """The launch after the stage."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StageRuns:
+    """Of a slot."""
+
+    arena: Arena
+    layouts: Layouts
+    kernels: DeviceKernels
+    _made: dict[tuple[int, Layout, int, int], StageRun] = field(default_factory=dict)
+
+    def of(self, stage: OpenStage, batch: CudaBatch) -> StageRun:
+        """How to run a stage on a batch that lies in an input area.
+
+        Raises:
+            BackendError: The stage does not take it.
+        """
+        key = (stage.facts.number, batch.layout, batch.rows, batch.area)
+        run = self._made.get(key)
+        if run is None:
+            if len(self._made) >= MOST_RUNS:
+                self.clear()
+            run = self._make(stage, batch)
+            self._made[key] = run
+        return run
+
+    def clear(self) -> None:
+        """Forget all, with their graphs; the host has waited for them."""
+        made, self._made = self._made, {}
+        stages = {run.stage.facts.number: run.stage for run in made.values()}
+        with ExitStack() as releases:  # last in, first out
+            for stage in stages.values():
+                releases.callback(stage.executable.forget)
+            releases.callback(_close, list(made.values()))
+
+    def forget(self, stage: OpenStage) -> None:
+        """Forget those of a stage."""
+        gone = [key for key, run in self._made.items() if run.stage is stage]
+        _close([self._made.pop(key) for key in gone])
+
+    def end_of(self, run: StageRun, threshold: float) -> Launch:
+        """The launch after a stage; its threshold may change from batch to batch."""
+        if run.end is None or run.threshold != threshold:
+            run.end, run.threshold = self._end(run, threshold), threshold
+        return run.end
+
+    def _make(self, stage: OpenStage, batch: CudaBatch) -> StageRun:
+        spec, prepared = stage.facts.spec, stage.facts.prepared
+        _check(stage.facts, batch)
+        tensors = batch.layout.tensors
+        shapes = {t.name: (batch.rows, *t.sample_shape) for t in tensors}
+        inputs = dict(zip(shapes, batch.addresses, strict=True))
+        given = _given_rows(stage, shapes)
+        carried = self._carried(stage.facts, batch, given)
+        # Where nobody can leave, what goes on is written to where it goes.
+        direct = spec.answer is None
+        beside = {n: row for n, row in given.items() if not (direct and n in stage.facts.given)}
+        outputs = self.layouts.of(tuple(beside.values()), prepared.max_rows)
+        target = 1 - batch.area
+        answer_bytes = batch.rows * row_bytes(*given[spec.answer][1:]) if spec.answer else 0
+        self._reserve(prepared.max_rows, target, carried, outputs, answer_bytes)
+
+        addresses = dict(zip(beside, outputs.addresses(self.arena.outputs.address), strict=True))
+        targets = _addresses(carried, self.arena.inputs[target].address)
+        if direct:
+            addresses |= {name: targets[name] for name in stage.facts.given}
+        addresses = {**inputs, **addresses}
+        passed = [name for name in targets if name not in stage.facts.given]
+        answer = self.arena.answers.array[:answer_bytes]
+        confidence, survivors, survivor_count = self.arena.outcome.views(batch.rows)
+        return StageRun(
+            stage=stage,
+            rows=batch.rows,
+            shapes=shapes,
+            addresses=addresses,
+            carried=carried,
+            target=target,
+            targets=tuple(targets.values()),
+            sources=tuple(addresses[name] for name in targets),
+            passes=bool(passed),
+            copies=tuple(
+                (targets[t.name], inputs[t.name], batch.rows * t.row_bytes)
+                for t in tensors
+                if direct and t.name in passed
+            ),
+            compacts=stage.facts.check is not None and 0 < len(targets) <= MOST_TENSORS,
+            answer=_view(answer, given[spec.answer], batch.rows) if spec.answer else None,
+            answer_bytes=answer,
+            answer_address=addresses[spec.answer] if spec.answer else 0,
+            confidence=confidence,
+            survivors=survivors,
+            survivor_count=survivor_count,
+        )
+
+    def _carried(
+        self, facts: StageFacts, batch: CudaBatch, given: dict[str, RowPart]
+    ) -> Layout | None:
+        if facts.spec.final:
+            return None
+        there = {part[0]: part for part in batch.layout.row} | given
+        lacking = [name for name in facts.spec.carried if name not in there]
+        if lacking:
+            raise BackendError(f"{', '.join(lacking)} shall go on, but it is not there")
+        row: Row = tuple(there[name] for name in facts.spec.carried)
+        return self.layouts.of(row, facts.prepared.max_rows)
+
+    def _reserve(
+        self, rows: int, target: int, carried: Layout | None, outputs: Layout, answer_bytes: int
+    ) -> None:
+        """Have room, also for larger samples than were foreseen."""
+        self.arena.grow_rows(rows)
+        self.arena.grow(self.arena.outputs, outputs.size_bytes)
+        self.arena.grow(self.arena.answers, answer_bytes)
+        if carried is not None:
+            self.arena.grow(self.arena.inputs[target], carried.size_bytes)
+
+    def _end(self, run: StageRun, threshold: float) -> Launch:
+        check, kernels = run.stage.facts.check, self.arena.kernels
+        assert check is not None
+        tensors: list[RowCopy] = []
+        if run.compacts:
+            assert run.carried is not None
+            tensors = [
+                RowCopy(source=source, target=target, row_bytes=tensor.row_bytes)
+                for tensor, source, target in zip(
+                    run.carried.tensors, run.sources, run.targets, strict=True
+                )
+            ]
+        return self.kernels.stage_end(
+            check,
+            threshold=threshold,
+            rows=run.rows,
+            scores=run.addresses[check.scores],
+            results=self.arena.outcome.results(kernels.principal),
+            scratch=kernels.scratch,
+            tensors=tensors,
+        )
+
+
+def scratch_of(arena: Arena) -> tuple[int, int]:
+    """Address and bytes of the kernels' scratch, to be cleared."""
+    scratch = arena.kernels.scratch
+    return scratch.address, Scratch.bytes_for(scratch.rows)
+
+
+def _close(runs: list[StageRun]) -> None:
+    with ExitStack() as releases:
+        for run in runs:
+            if run.graph is not None:
+                releases.callback(run.graph.close)
+
+
+def _check(facts: StageFacts, batch: CudaBatch) -> None:
+    """Whether a stage takes a batch.
+
+    Raises:
+        BackendError: It does not.
+    """
+    prepared, there = facts.prepared, {name: dtype for name, dtype, _ in batch.layout.row}
+    if batch.rows > prepared.max_rows:
+        raise BackendError(
+            f"it takes at most {prepared.max_rows} rows: lower --max-batch-size, or build its "
+            f"engines for larger batches"
+        )
+    for tensor in prepared.inputs:
+        if tensor.name not in there:
+            raise BackendError(f"it reads {tensor.name}, the batch has {', '.join(there)}")
+        if there[tensor.name] != tensor.dtype:
+            raise BackendError(
+                f"it reads {tensor.name} as {tensor.dtype}, the batch has {there[tensor.name]}"
+            )
+
+
+def _given_rows(stage: OpenStage, shapes: dict[str, Shape]) -> dict[str, RowPart]:
+    """What a row of each output is.
+
+    Raises:
+        BackendError: The stage does not take such inputs, or gives another number of rows.
+    """
+    rows = next(iter(shapes.values()))[0]
+    given = stage.executable.output_shapes(shapes)
+    for name, shape in given.items():
+        if shape[0] != rows:
+            raise BackendError(f"it gives {name} {list(shape)} for {rows} rows")
+    return {
+        tensor.name: (tensor.name, tensor.dtype, tuple(given[tensor.name][1:]))
+        for tensor in stage.facts.prepared.outputs
+    }
+
+
+def _addresses(layout: Layout | None, base: int) -> dict[str, int]:
+    return {} if layout is None else {t.name: base + t.offset for t in layout.tensors}
+
+
+def _view(pinned: NDArray[np.uint8], row: RowPart, rows: int) -> NDArray[Any]:
+    _, dtype, sample_shape = row
+    return pinned.view(dtype).reshape(rows, *sample_shape)

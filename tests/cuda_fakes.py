@@ -1,0 +1,183 @@
+"""Executables for the fake driver: stages run on the CPU, in the order of the stream.
+
+With them whole bundles run through the slots of :mod:`offramp.engine.cuda` without a GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.engine.backends.onnxruntime import make_session
+from offramp.engine.backends.sizes import Argument, GraphShapes, dtype_of
+from offramp.engine.cuda.backend import CudaBackend
+from offramp.engine.cuda.driver import Stream
+from offramp.engine.cuda.executable import Shape, SlotResources, TensorInfo
+from offramp.engine.cuda.fake_driver import FakeDriver
+from offramp.engine.errors import BackendError
+from offramp.engine.plan import StageSpec
+
+
+@dataclass(kw_only=True)
+class FakeExecutables:
+    """An executable factory over a fake driver; what tests want to fail is set on it."""
+
+    driver: FakeDriver
+    max_rows: int = 64
+    """Of every stage."""
+    scratch_bytes: Callable[[StageSpec], int] = lambda _: 512
+    """Of a stage."""
+    foreseen: int = 16
+    """What symbolic sizes are taken to be at most, before a batch says otherwise."""
+    narrow: bool = False
+    """Whether int64 is int32 on the device, as with TensorRT 8.6."""
+    capturable: bool = True
+    """Whether stages ask to be captured."""
+    refuse_capture: bool = False
+    """Whether a stage raises when it is captured, as TensorRT does for some engines."""
+    on_enqueue: Callable[[StageSpec, int], None] = lambda _spec, _rows: None
+    """Called with every enqueue, with (stage, rows): may raise."""
+    on_close: Callable[[StageSpec], None] = lambda _: None
+    """Called when an executable is closed: may raise."""
+    name: str = "fake-cuda"
+    open: Counter[str] = field(default_factory=Counter)
+    """What is open now: ``stages`` and ``executables``."""
+    enqueued: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """Times that a (stage, rows) was enqueued, also into graphs."""
+    forgotten: int = 0
+    """Times that an executable was told that its graphs are gone."""
+    closed: bool = False
+
+    def device_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        """The same, or narrower."""
+        return np.dtype(np.int32) if self.narrow and dtype == np.int64 else dtype
+
+    def prepare(self, spec: StageSpec) -> FakePrepared:
+        """Load a stage."""
+        model = spec.load()
+        try:
+            shapes = GraphShapes(model)
+        except BackendError as error:
+            raise BackendError(f"stage {spec.index} cannot be loaded: {error}") from error
+        self.open["stages"] += 1
+        return FakePrepared(self, spec, model, shapes)
+
+    def close(self) -> None:
+        """Everything must have been closed before."""
+        assert not +self.open, self.open
+        self.closed = True
+
+
+class FakePrepared:
+    """A loaded stage."""
+
+    def __init__(
+        self, factory: FakeExecutables, spec: StageSpec, model: bytes, shapes: GraphShapes
+    ) -> None:
+        self.factory = factory
+        self.spec = spec
+        self.session = make_session(model, 1)
+        self.shapes = shapes
+        self.lock = threading.Lock()
+        self.inputs = tuple(self._info(a) for a in shapes.inputs.values())
+        self.outputs = tuple(self._info(a) for a in shapes.outputs.values())
+        self.scratch_bytes = factory.scratch_bytes(spec)
+        self.max_rows = factory.max_rows
+        self.capturable = factory.capturable
+
+    def open(self, slot: SlotResources) -> FakeExecutable:
+        """Open it in a slot."""
+        assert slot.scratch_bytes >= self.scratch_bytes
+        self.factory.open["executables"] += 1
+        return FakeExecutable(self, slot)
+
+    def close(self) -> None:
+        """Count."""
+        self.factory.open["stages"] -= 1
+
+    def _info(self, argument: Argument) -> TensorInfo:
+        sizes = argument.shape[1:]
+        shape = tuple(s if isinstance(s, int) else self.factory.foreseen for s in sizes)
+        dtype = self.factory.device_dtype(dtype_of(argument))
+        return TensorInfo(name=argument.name, dtype=dtype, sample_shape=shape)
+
+
+class FakeExecutable:
+    """A stage in a slot."""
+
+    def __init__(self, prepared: FakePrepared, slot: SlotResources) -> None:
+        self._prepared = prepared
+        self._slot = slot
+        self._dtypes = {t.name: t.dtype for t in (*prepared.inputs, *prepared.outputs)}
+        self._closed = False
+
+    def output_shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape]:
+        """By the graph."""
+        for name, argument in self._prepared.shapes.inputs.items():
+            taken, given = argument.shape[1:], inputs[name][1:]
+            if any(isinstance(s, int) and s != n for s, n in zip(taken, given, strict=True)):
+                raise BackendError(f"{name} is {list(taken)} a row, not {list(given)}")
+        with self._prepared.lock:
+            return self._prepared.shapes.of(inputs)
+
+    def enqueue(
+        self, inputs: Mapping[str, Shape], addresses: Mapping[str, int], stream: Stream
+    ) -> None:
+        """Enqueue the graph's run on the CPU."""
+        factory, rows = self._prepared.factory, next(iter(inputs.values()))[0]
+        assert not self._closed
+        assert stream is self._slot.stream
+        factory.enqueued[self._prepared.spec.index, rows] += 1
+        if factory.refuse_capture and factory.driver.calls["capture"]:
+            raise BackendError("this engine cannot be captured")
+        factory.on_enqueue(self._prepared.spec, rows)
+        shapes, places = dict(inputs), dict(addresses)
+        outputs = self.output_shapes(inputs)
+        factory.driver.call(stream, lambda: self._run(shapes, outputs, places))
+
+    def forget(self) -> None:
+        """Count."""
+        assert not self._closed
+        self._prepared.factory.forgotten += 1
+
+    def close(self) -> None:
+        """Count."""
+        if not self._closed:
+            self._closed = True
+            factory = self._prepared.factory
+            factory.open["executables"] -= 1
+            factory.on_close(self._prepared.spec)
+
+    def _run(
+        self, inputs: Mapping[str, Shape], outputs: Mapping[str, Shape], places: Mapping[str, int]
+    ) -> None:
+        prepared, driver = self._prepared, self._prepared.factory.driver
+        if prepared.scratch_bytes:  # slots that share scratch memory would be noticed
+            driver.write(self._slot.scratch_address, prepared.scratch_bytes)[:] = 0xEE
+        feeds = {}
+        for tensor in prepared.inputs:
+            memory = driver.read(places[tensor.name], self._bytes(tensor.name, inputs))
+            values = memory.view(tensor.dtype).reshape(inputs[tensor.name])
+            feeds[tensor.name] = values.astype(dtype_of(prepared.shapes.inputs[tensor.name]))
+        found: Sequence[NDArray[Any]] = prepared.session.run(list(outputs), feeds)
+        for name, values in zip(outputs, found, strict=True):
+            memory = driver.write(places[name], self._bytes(name, outputs))
+            memory[:] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+
+    def _bytes(self, name: str, shapes: Mapping[str, Shape]) -> int:
+        return int(np.prod(shapes[name])) * self._dtypes[name].itemsize
+
+
+def fake_cuda(
+    *, seed: int = 0, graphs: bool = True, memory_bytes: int = 1 << 30, **settings: Any
+) -> tuple[CudaBackend, FakeExecutables, FakeDriver]:
+    """A backend on a fake driver; closing it checks that all was used and released rightly."""
+    driver = FakeDriver(seed=seed, memory_bytes=memory_bytes)
+    factory = FakeExecutables(driver=driver, **settings)
+    return CudaBackend(factory, driver, kernels=b"cubin", graphs=graphs), factory, driver

@@ -1,0 +1,249 @@
+"""The backend: what is shared by slots, and that all of it is released."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+from tests.cuda_fakes import fake_cuda
+from tests.engines import engine_bundle
+from tests.sliced import inputs_of, sliced
+
+from offramp.bundle import Bundle
+from offramp.engine.backends.base import Backend
+from offramp.engine.cuda.arena import Needs, Region, mib
+from offramp.engine.cuda.driver import DeviceMemoryError
+from offramp.engine.cuda.fake_driver import FakeDriver, MisuseError
+from offramp.engine.cuda.layout import Layouts
+from offramp.engine.cuda.parking import ParkingPool
+from offramp.engine.errors import BackendError
+from offramp.engine.plan import StageSpec, make_plan
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return engine_bundle("mlp", tmp_path_factory.mktemp("backend") / "mlp.ee", exits_after=(0, 1))
+
+
+def samples(rows: int) -> dict[str, np.ndarray]:
+    return dict(inputs_of(sliced("mlp"), rows))
+
+
+def test_it_is_a_backend_under_its_factorys_name() -> None:
+    backend: Backend = fake_cuda(name="tensorrt")[0]
+    assert backend.name == "tensorrt"
+    backend.close()
+    backend.close()
+
+
+def test_slots_must_be_closed_before(bundle: Bundle) -> None:
+    backend, factory, _ = fake_cuda()
+    slot = backend.open_slot()
+    with pytest.raises(BackendError, match="1 slots are still open"):
+        backend.close()
+    assert not factory.closed
+    slot.close()
+    backend.close()
+    assert factory.closed
+
+
+def test_stages_that_are_still_referred_to_are_closed_with_the_backend(bundle: Bundle) -> None:
+    backend, factory, _ = fake_cuda()
+    stage = backend.prepare(make_plan(bundle).stages[0])
+    assert factory.open["stages"] == 1
+    backend.close()
+    assert not +factory.open
+    assert stage.facts.spec.index == 0
+
+
+def test_a_stage_that_nobody_refers_to_goes_with_its_executables(bundle: Bundle) -> None:
+    backend, factory, driver = fake_cuda()
+    first, second = (backend.prepare(spec) for spec in make_plan(bundle).stages[:2])
+    slots = [backend.open_slot(), backend.open_slot()]
+    for slot in slots:
+        for _ in range(3):
+            carry = slot.run(first, slot.upload(samples(2))).carry
+            assert carry is not None
+            slot.run(second, carry)
+    assert factory.open == {"stages": 2, "executables": 4}
+    del second
+    gc.collect()
+    assert factory.open == {"stages": 2, "executables": 4}  # no slot has looked yet
+    slots[0].run(first, slots[0].upload(samples(2)))
+    assert factory.open == {"stages": 2, "executables": 3}
+    slots[1].run(first, slots[1].upload(samples(2)))
+    assert factory.open == {"stages": 1, "executables": 2}
+    assert driver.calls["close_graph"] == 2
+    for slot in slots:
+        slot.close()
+    backend.close()
+
+
+def test_a_stage_that_goes_unused_is_closed_by_the_next_that_is_prepared(bundle: Bundle) -> None:
+    backend, factory, _ = fake_cuda()
+    stages = make_plan(bundle).stages
+    backend.prepare(stages[0])
+    gc.collect()
+    kept = backend.prepare(stages[1])
+    assert factory.open["stages"] == 1
+    assert kept.facts.spec.index == 1
+    backend.close()
+
+
+def test_memory_that_is_short_for_a_slot_says_what_is_needed_free_and_to_lower(
+    bundle: Bundle,
+) -> None:
+    backend, _, driver = fake_cuda(scratch_bytes=lambda _: 3 << 20)
+    kept = [backend.prepare(spec) for spec in make_plan(bundle).stages]
+    driver.memory_bytes = 2 << 20
+    with pytest.raises(
+        BackendError,
+        match=(
+            r"^a stream needs 3\.\d MiB of memory on Fake GPU \(inputs 2 × 0\.\d MiB, outputs "
+            r"0\.\d MiB, scratch 3\.0 MiB, kernels 0\.\d MiB\), 2\.0 MiB are free; .*: "
+            r"lower --streams or --max-batch-size$"
+        ),
+    ):
+        backend.open_slot()
+    driver.memory_bytes = 1 << 30
+    slot = backend.open_slot()
+    slot.run(kept[0], slot.upload(samples(2)))
+    slot.close()
+    backend.close()
+
+
+def test_a_slot_takes_no_more_than_it_says(bundle: Bundle) -> None:
+    backend, _, driver = fake_cuda()
+    kept = [backend.prepare(spec) for spec in make_plan(bundle).stages]
+    with driver.current():
+        before, _ = driver.memory()
+        slot = backend.open_slot()
+        after, _ = driver.memory()
+    said = slot.arena.sizes.device_bytes
+    assert said - 5 * 256 < before - after <= said  # the rest is alignment
+    assert kept
+    slot.close()
+    backend.close()
+
+
+def test_memory_that_is_short_for_a_stage_is_told_with_its_number(bundle: Bundle) -> None:
+    backend, factory, _ = fake_cuda()
+
+    def refuse(_: StageSpec) -> int:
+        raise DeviceMemoryError(1 << 30, 1 << 20, "Fake GPU")
+
+    factory.scratch_bytes = refuse
+    with pytest.raises(
+        BackendError, match=r"stage 0 cannot be loaded: 1,024\.0 MiB were needed .* lower --streams"
+    ):
+        backend.prepare(make_plan(bundle).stages[0])
+    factory.open.clear()
+    backend.close()
+
+
+def test_everything_is_released_though_executables_fail_to_close(bundle: Bundle) -> None:
+    backend, factory, _ = fake_cuda()
+    stages = [backend.prepare(spec) for spec in make_plan(bundle).stages]
+    slot = backend.open_slot()
+    carry = slot.run(stages[0], slot.upload(samples(2))).carry
+    assert carry is not None
+    slot.run(stages[1], carry)
+
+    def refuse(spec: StageSpec) -> None:
+        raise BackendError(f"stage {spec.index} does not close")
+
+    factory.on_close = refuse
+    with pytest.raises(BackendError, match="does not close"):
+        slot.close()
+    assert factory.open["executables"] == 0
+    backend.close()  # finds no leak
+
+
+@pytest.mark.parametrize(
+    ("call", "after"),
+    [
+        *(("allocate", after) for after in range(5)),
+        *(("allocate_pinned", after) for after in range(4)),
+        ("stream", 0),
+        ("event", 0),
+    ],
+)
+def test_a_slot_that_cannot_be_opened_leaves_nothing(bundle: Bundle, call: str, after: int) -> None:
+    backend, _, driver = fake_cuda()
+    stage = backend.prepare(make_plan(bundle).stages[0])
+    driver.fail_next(call, after=after)
+    with pytest.raises(BackendError, match=f"{call} failed"):
+        backend.open_slot()
+    slot = backend.open_slot()
+    slot.run(stage, slot.upload(samples(2)))
+    slot.close()
+    backend.close()
+
+
+def test_a_leak_would_be_found(bundle: Bundle) -> None:
+    """The tests above rely on it."""
+    backend, _, driver = fake_cuda()
+    with driver.current():
+        driver.allocate(1)
+    with pytest.raises(MisuseError, match="was not freed"):
+        backend.close()
+
+
+# The parts.
+
+
+def test_needs_of_both_are_the_larger_of_each() -> None:
+    first, second = Needs(input_bytes=1, rows=8), Needs(input_bytes=3, scratch_bytes=2, rows=4)
+    assert first.most(second) == Needs(input_bytes=3, scratch_bytes=2, rows=8)
+    assert Needs().device_bytes == 0
+    assert mib(3 << 19) == "1.5 MiB"
+
+
+def test_a_layout_aligns_every_tensor_for_the_rows_there_is_room_for() -> None:
+    layouts = Layouts()
+    row = (("a", np.dtype(np.uint8), (3,)), ("b", np.dtype(np.float32), (2, 5)))
+    layout = layouts.of(row, 100)
+    assert [t.offset for t in layout.tensors] == [0, 512]
+    assert [t.row_bytes for t in layout.tensors] == [3, 40]
+    assert layout.size_bytes == 512 + 4096
+    assert layout.addresses(1000) == (1000, 1512)
+    assert layouts.of(row, 100) is layout
+    assert layouts.of(row, 99) is not layout
+
+
+def test_a_region_that_could_not_grow_is_empty_and_can_be_tried_again() -> None:
+    driver = FakeDriver(memory_bytes=1000)
+    with driver.current():
+        region = Region(driver)
+        assert region.reserve(100)
+        assert not region.reserve(100)
+        version = region.version
+        with pytest.raises(DeviceMemoryError):
+            region.reserve(2000)
+        assert (region.address, region.size_bytes) == (0, 0)
+        assert region.version > version
+        assert region.reserve(200)
+        region.free()
+        region.free()
+    driver.close()
+
+
+def test_the_pool_gives_idle_memory_back_before_it_gives_up() -> None:
+    driver = FakeDriver(memory_bytes=1 << 20)
+    pool = ParkingPool(driver)
+    with driver.current():
+        small = [pool.take(1 << 17) for _ in range(8)]
+        with pytest.raises(DeviceMemoryError):
+            pool.take(1 << 19)
+        kept = small.pop()
+        small.clear()
+        large = pool.take((1 << 19) - 5)
+        assert large.size_bytes == 1 << 19
+        assert pool.allocations == 9
+        address = kept.address
+        del kept
+        assert pool.take(1 << 17).address == address
+        assert pool.allocations == 9
+        pool.close()
+    driver.close()
