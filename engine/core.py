@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Answer, Bundle, ExitPolicy, TensorSpec
 from offramp.engine.backends import Backend, make_backend
+from offramp.engine.backends.factory import CPU
 from offramp.engine.control_loop import ControlLoop, Watched
 from offramp.engine.errors import DrainingError, InvalidInputError, UnknownModelError
 from offramp.engine.executor import Executor
@@ -27,6 +28,7 @@ from offramp.engine.requests import FINAL, PendingRequest
 from offramp.engine.scheduling import DeviceScheduler, ParallelLimit
 from offramp.engine.served_model import ServedModel
 from offramp.engine.statistics import ModelStatistics
+from offramp.engine.tensorrt.probe import parse_device
 from offramp.engine.validation import check_tensors
 
 _log = logging.getLogger(__name__)
@@ -156,19 +158,27 @@ class Engine:
             OptionsError: A scheduling policy does not fit its model.
         """
         options = options or EngineOptions()
+        bundles = {n: await asyncio.to_thread(Bundle.open, path) for n, path in models.items()}
         owned = backend is None
         if backend is None:
-            backend = make_backend(options.backend, threads=options.threads_per_stream())
+            backend = await asyncio.to_thread(_make_backend, models, options)
         parallel = ParallelLimit(
             max(options.of(name).max_batch_size for name in models),
             fixed=options.parallel_below,
             max_violations=options.max_violations,
         )
         loaded = {}
-        for name, path in models.items():
-            started_s = time.monotonic()
-            loaded[name] = await asyncio.to_thread(_load, name, path, backend, options, parallel)
-            _log.info("%s: ready after %.1f s", name, time.monotonic() - started_s)
+        try:
+            for name, bundle in bundles.items():
+                began_s = time.monotonic()
+                loaded[name] = await asyncio.to_thread(
+                    _load, name, bundle, backend, options, parallel
+                )
+                _log.info("%s: ready after %.1f s", name, time.monotonic() - began_s)
+        except BaseException:
+            if owned:
+                backend.close()
+            raise
         return cls(loaded, backend, streams=options.streams, parallel=parallel, owned=owned)
 
     async def __aenter__(self) -> Self:
@@ -453,11 +463,24 @@ def _final_result(output: str, request: PendingRequest) -> StreamedResult:
     )
 
 
+def _make_backend(models: Mapping[str, Path], options: EngineOptions) -> Backend:
+    backend = make_backend(
+        options.backend,
+        threads=options.threads_per_stream(),
+        device=parse_device(options.device),
+        graphs=options.graphs,
+        max_rows=max(options.of(name).max_batch_size for name in models),
+        bundles=tuple(models.values()),
+    )
+    if backend.name == CPU:
+        options.check_cores()
+    return backend
+
+
 def _load(
-    name: str, path: Path, backend: Backend, options: EngineOptions, parallel: ParallelLimit
+    name: str, bundle: Bundle, backend: Backend, options: EngineOptions, parallel: ParallelLimit
 ) -> ServedModel:
-    bundle = Bundle.open(path)
-    _log.info("%s: loading %s", name, path)
+    _log.info("%s: loading %s", name, bundle.path)
     return ServedModel.load(
         name,
         bundle,

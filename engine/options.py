@@ -6,15 +6,17 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
+from offramp.engine.errors import BackendError, OptionsError
 from offramp.engine.plan import Mode
 from offramp.engine.scheduling import PolicyName
+from offramp.engine.tensorrt.probe import parse_device
 
 RUN_THROUGH = PolicyName("run-through")
 _INFINITY = float("inf")
 CONTROLLERS = ("certified", "apparate", "static")
 """What may watch a model in release and audit mode (:mod:`offramp.engine.control`)."""
-_ON_CPU = ("auto", "onnxruntime")
-"""Backends whose streams are the machine's cores."""
+_ON_CPU = "onnxruntime"
+"""The backend whose streams are the machine's cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +89,11 @@ class EngineOptions:
 
     mode: Mode = Mode.LEAVE
     backend: str = "auto"
+    """One of :data:`offramp.engine.backends.BACKENDS`."""
+    device: str = "cuda:0"
+    """The GPU, for backends that use one."""
+    graphs: bool = True
+    """Whether such backends capture stages into CUDA graphs."""
     streams: int = 1
     """Batches that run at the same time, of whatever models."""
     threads: int | None = None
@@ -112,9 +119,22 @@ class EngineOptions:
                 raise ValueError(
                     f"max_violations is {self.max_violations}, expected a share: above 0, below 1"
                 )
+        try:
+            parse_device(self.device)
+        except BackendError as error:
+            raise ValueError(f"device: {error}") from error
+        if self.backend == _ON_CPU:
+            self.check_cores()
+
+    def check_cores(self) -> None:
+        """Refuse more threads than there are cores, where the CPU executes.
+
+        Raises:
+            OptionsError: They would only wait for each other.
+        """
         cores = available_cores()
-        if self.backend in _ON_CPU and self.streams * self.threads_per_stream() > cores:
-            raise ValueError(
+        if self.streams * self.threads_per_stream() > cores:
+            raise OptionsError(
                 f"{self.streams} streams × {self.threads_per_stream()} threads are more than the "
                 f"{cores} cores here: they would only wait for each other; give fewer"
             )

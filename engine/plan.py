@@ -7,7 +7,7 @@ graph, with the exit fused in (:mod:`offramp.engine.assembly`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
@@ -72,6 +72,9 @@ class StageSpec:
     threshold: float
     """Least confidence to leave with, a float32 value (the policy's rounded up, so that none
     leaves below it); 0 in the last stage, where everything leaves."""
+    bundle: Bundle | None = field(default=None, compare=False, repr=False)
+    """What it is a stage of, for backends that have more in a bundle than graphs; ``None`` while
+    there is none yet."""
 
     @property
     def final(self) -> bool:
@@ -128,7 +131,7 @@ def make_plan(bundle: Bundle, policy: ExitPolicy | None = None, mode: Mode = Mod
         return Plan(stages=(_source_stage(bundle),), policy_version=policy.version, mode=mode)
     # Where answers are observed, exits that answer nothing look on.
     active = [a for a in policy.active if a.threshold < NEVER or mode.observed]
-    stages = plan_stages(bundle.manifest, bundle.read, active)
+    stages = _of(bundle, plan_stages(bundle.manifest, bundle.read, active))
     return Plan(stages=stages, policy_version=policy.version, mode=mode)
 
 
@@ -153,7 +156,7 @@ def make_chained_plan(bundle: Bundle) -> Plan:
     The same answers as one graph gives, up to the rounding of sums in another order, at the
     price of every border.
     """
-    stages = chain_stages(bundle.manifest, bundle.read)
+    stages = _of(bundle, chain_stages(bundle.manifest, bundle.read))
     return Plan(stages=stages, policy_version=0, mode=Mode.OFF)
 
 
@@ -176,7 +179,12 @@ def _source_stage(bundle: Bundle) -> StageSpec:
         answer=manifest.answer.output,
         form=manifest.answer.form,
         threshold=0.0,
+        bundle=bundle,
     )
+
+
+def _of(bundle: Bundle, stages: Sequence[StageSpec]) -> tuple[StageSpec, ...]:
+    return tuple(replace(stage, bundle=bundle) for stage in stages)
 
 
 def _stages(

@@ -6,7 +6,8 @@ keeps it; scheduler and executor only know how many rows it has and which of the
 
 Ownership: ``upload`` may alias the arrays it is given; they must not change until the batch is
 done. What ``run``, ``select`` and ``join`` return is valid until the slot's next ``upload`` or
-``join``; what ``park`` returns, the answer and the confidence arrays belong to the caller.
+``join``, or until the stage after next; what ``park`` returns, the answer and the confidence arrays
+belong to the caller.
 
 Kept to a handful of methods on purpose (the trait of Hugging Face TEI was the model): whatever
 passes ``tests/unit/engine/test_backend_conformance.py`` is a backend.
@@ -56,8 +57,15 @@ class Slot(Protocol):
         """Take the model's inputs, all of equal first dimension."""
         ...
 
-    def run(self, stage: Stage, batch: TensorBatch) -> StageResult:
+    def run(self, stage: Stage, batch: TensorBatch, threshold: float | None = None) -> StageResult:
         """Execute; waits for the result with the GIL released.
+
+        Args:
+            stage: Prepared by the backend.
+            batch: Of this slot.
+            threshold: From which confidence on rows will probably not be among those selected
+                next, so that the others can be brought together meanwhile. The answer does not
+                depend on it. ``None`` is that which the stage was prepared with.
 
         Raises:
             BackendError: Execution failed. The slot stays usable.
@@ -91,6 +99,15 @@ class Backend(Protocol):
     @property
     def name(self) -> str:
         """For messages and metrics, for instance ``onnxruntime-cpu``."""
+        ...
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether stages run on the CPU.
+
+        There bundles are profiled, and what one slot has warmed up is warm for all. Elsewhere
+        profiles are measured anew, and every slot is warmed up before it serves.
+        """
         ...
 
     def prepare(self, spec: StageSpec) -> Stage:

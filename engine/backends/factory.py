@@ -2,25 +2,194 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from offramp.bundle.engines import EngineStore, list_targets
+from offramp.bundle.errors import BundleError
 from offramp.engine.backends.base import Backend
 from offramp.engine.errors import BackendError
+from offramp.engine.kernels.compilation import load_kernels, source_hash
+from offramp.engine.tensorrt import probe
 
-BACKENDS = ("auto", "onnxruntime")
-"""What ``--backend`` takes; ``auto`` is the best that this machine has."""
+if TYPE_CHECKING:
+    from offramp.engine.cuda.driver import Driver
+    from offramp.engine.cuda.executable import ExecutableFactory
+
+_LOG = logging.getLogger(__name__)
+
+CPU = "onnxruntime-cpu"
+"""Name of the backend that runs on the machine's cores."""
 
 
-def make_backend(name: str = "auto", *, threads: int = 1) -> Backend:
-    """Make a backend.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    threads: int
+    device: int
+    graphs: bool
+    max_rows: int
+    bundles: Sequence[Path]
+
+
+def make_backend(
+    name: str = "auto",
+    *,
+    threads: int = 1,
+    device: int = 0,
+    graphs: bool = True,
+    max_rows: int = 32,
+    bundles: Sequence[Path] = (),
+) -> Backend:
+    """Make a backend, and log which and why.
 
     Args:
         name: One of :data:`BACKENDS`.
         threads: Intra-op threads of each running stage, on the CPU.
+        device: Number of the GPU, where one is used.
+        graphs: Whether stages are captured into CUDA graphs, where one is used.
+        max_rows: Most rows of a batch that will be run, where no engine says it.
+        bundles: What will be served: ``auto`` takes TensorRT only if all of them have engines
+            for the GPU, and kernels that were compiled with engines are not compiled again.
 
     Raises:
-        BackendError: There is no such backend, or it cannot run here.
+        BackendError: There is no such backend, or it cannot run here; one line says what is
+            missing.
     """
-    if name in ("auto", "onnxruntime"):
-        from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend  # noqa: PLC0415
+    options = _Options(
+        threads=threads, device=device, graphs=graphs, max_rows=max_rows, bundles=bundles
+    )
+    if name == "auto":
+        return _best(options)
+    if name not in _MAKERS:
+        raise BackendError(f"there is no backend {name!r}; choose one of {', '.join(BACKENDS)}")
+    backend = _MAKERS[name](options)
+    _LOG.info("backend: %s (asked for by name)", backend.name)
+    return backend
 
-        return OnnxRuntimeBackend(threads=threads)
-    raise BackendError(f"there is no backend {name!r}; choose one of {', '.join(BACKENDS)}")
+
+def _best(options: _Options) -> Backend:
+    try:
+        probe.find_device(options.device)
+        reasons, makers = [], _MAKERS
+    except BackendError as error:  # the one reason against all that need a GPU
+        reasons, makers = [str(error)], {"onnxruntime": _cpu}
+    for name, make in makers.items():
+        try:
+            if name == "tensorrt":
+                _require_engines(options)
+            backend = make(options)
+        except BackendError as error:
+            reasons.append(str(error))
+            continue
+        why = "; ".join(reasons) or "the fastest, and all is there for it"
+        _LOG.info("backend: %s (%s)", backend.name, why)
+        return backend
+    raise BackendError("; ".join(reasons))
+
+
+def _tensorrt(options: _Options) -> Backend:
+    device = probe.require(f"cuda:{options.device}")
+    from offramp.engine.tensorrt import compat  # noqa: PLC0415
+
+    compat.load()
+    from offramp.engine.backends.tensorrt import TensorRTFactory  # noqa: PLC0415
+
+    return _on_gpu(
+        device,
+        options,
+        lambda driver: TensorRTFactory(driver, device.device, graphs=options.graphs),
+    )
+
+
+def _cuda(options: _Options) -> Backend:
+    try:
+        device = probe.find_device(options.device)
+        from offramp.engine.backends import onnxruntime_cuda  # noqa: PLC0415
+
+        onnxruntime_cuda.require_provider()
+        _require_pycuda()
+    except BackendError as error:
+        raise BackendError(f"CUDA cannot be used on cuda:{options.device}: {error}") from error
+    return _on_gpu(
+        device,
+        options,
+        lambda _: onnxruntime_cuda.OnnxRuntimeCudaFactory(
+            device=device.index, max_rows=options.max_rows
+        ),
+    )
+
+
+def _require_pycuda() -> None:
+    if find_spec("pycuda") is None:
+        raise BackendError("the Python packages lack pycuda: pip install pycuda")
+
+
+def _cpu(options: _Options) -> Backend:
+    from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend  # noqa: PLC0415
+
+    return OnnxRuntimeBackend(threads=options.threads)
+
+
+def _on_gpu(
+    device: probe.Device, options: _Options, factory: Callable[[Driver], ExecutableFactory]
+) -> Backend:
+    from offramp.engine.cuda.backend import CudaBackend  # noqa: PLC0415
+    from offramp.engine.cuda.pycuda_driver import PyCudaDriver  # noqa: PLC0415
+
+    cubin = kernels_for(device, options.bundles)
+    driver = PyCudaDriver(device.index)
+    return CudaBackend(factory(driver), driver, graphs=options.graphs, kernels=cubin)
+
+
+def kernels_for(device: probe.Device, bundles: Sequence[Path]) -> bytes:
+    """Our kernels' machine code: of the bundles' engines if it is there, else compiled.
+
+    Only what was compiled of exactly these sources is taken.
+
+    Raises:
+        BackendError: They had to be compiled, and cannot be.
+    """
+    source = source_hash()
+    for path in bundles:
+        for target in list_targets(path):
+            if target.compute_capability != device.compute_capability:
+                continue
+            try:
+                cubin = EngineStore.open(path, target).read_kernels(source)
+            except BundleError as error:
+                _LOG.warning("%s", error)
+                continue
+            if cubin is not None:
+                return cubin
+    return load_kernels(device.compute_capability, driver_version=device.driver_version)
+
+
+def _require_engines(options: _Options) -> None:
+    """What ``auto`` asks of TensorRT, before anything of it is loaded.
+
+    Raises:
+        BackendError: A bundle has no engines for the GPU, with any TensorRT.
+    """
+    device = probe.require(f"cuda:{options.device}")
+    for path in options.bundles:
+        here = (device.name, device.compute_capability)
+        if here not in [(t.gpu, t.compute_capability) for t in list_targets(path)]:
+            raise BackendError(
+                f"{path} has no TensorRT engines for {device.name}; build them here: "
+                f"eecompile build {path} --device {device.device}"
+            )
+
+
+_MAKERS: Final[Mapping[str, Callable[[_Options], Backend]]] = {
+    "tensorrt": _tensorrt,
+    "cuda": _cuda,
+    "onnxruntime": _cpu,
+}
+"""In the order in which ``auto`` tries them."""
+
+BACKENDS: Final = ("auto", *_MAKERS)
+"""What ``--backend`` takes; ``auto`` is the best that this machine has."""

@@ -50,6 +50,8 @@ class FakeBackend:
     """Called with (stage, rows) in every run: wait on an event, advance a clock, or raise
     :class:`BackendError`."""
     name: str = "fake"
+    on_cpu: bool = True
+    """Settable, for tests of what only devices need."""
     open_slots: int = field(default=0, init=False)
     runs: list[tuple[int, int]] = field(default_factory=list, init=False)
     """(stage, rows) of every run, in order."""
@@ -81,7 +83,12 @@ class FakeSlot:
         self._epoch += 1
         return FakeBatch(tensors[SCRIPT], self._epoch)
 
-    def run(self, stage: StageSpec, batch: TensorBatch) -> StageResult:
+    def run(
+        self,
+        stage: StageSpec,
+        batch: TensorBatch,
+        threshold: float | None = None,  # noqa: ARG002
+    ) -> StageResult:
         """Answer with the part of the script for where the stage ends."""
         script = self._current(batch)
         self.backend.runs.append((stage.index, len(script)))

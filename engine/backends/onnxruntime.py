@@ -74,6 +74,11 @@ class OnnxRuntimeBackend:
         """``onnxruntime-cpu``."""
         return "onnxruntime-cpu"
 
+    @property
+    def on_cpu(self) -> bool:
+        """Yes."""
+        return True
+
     def prepare(self, spec: StageSpec) -> _Session:
         """Load a stage; see :class:`Backend`."""
         try:
@@ -102,7 +107,12 @@ class OnnxRuntimeSlot:
         """Take the arrays as they are."""
         return HostBatch(tensors, len(next(iter(tensors.values()))))
 
-    def run(self, stage: _Session, batch: TensorBatch) -> StageResult:
+    def run(
+        self,
+        stage: _Session,
+        batch: TensorBatch,
+        threshold: float | None = None,  # noqa: ARG002
+    ) -> StageResult:
         """Execute; see :class:`Slot`."""
         assert isinstance(batch, HostBatch)
         spec, tensors = stage.spec, batch.tensors

@@ -16,8 +16,19 @@ def add_execution(parser: argparse.ArgumentParser) -> None:
     add = setting_adder(group, EngineOptions())
     add(
         "--backend",
-        "what executes the stages; auto takes the fastest one here",
+        "what executes the stages: tensorrt, on engines of eecompile build; cuda, that is ONNX "
+        "Runtime on a GPU; onnxruntime, on the CPU; auto takes the first of these that can be "
+        "used here, and the log says which and why",
         choices=BACKENDS,
+    )
+    add("--device", "the GPU, for tensorrt and cuda", metavar="cuda:N")
+    group.add_argument(
+        "--no-cuda-graphs",
+        dest="graphs",
+        action="store_false",
+        default=argparse.SUPPRESS,
+        help="enqueue every kernel of a stage by itself, for tensorrt (default: each stage and "
+        "batch size is captured once and then launched as a whole)",
     )
     add(
         "--streams",
@@ -27,7 +38,7 @@ def add_execution(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--threads",
-        "threads of each stream (default: the cores, shared among the streams)",
+        "threads of each stream, for onnxruntime (default: the cores, shared among the streams)",
         metavar="N",
         type=integer(1),
     )

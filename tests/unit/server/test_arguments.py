@@ -7,11 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.engines import engine_bundle
 
 from offramp.engine.errors import OptionsError
 from offramp.engine.options import CONTROLLERS, EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
 from offramp.engine.scheduling import POLICIES, PolicyName
+from offramp.engine.tensorrt import probe
 from offramp.server import cli
 from offramp.server.arguments import make_parser, parse_arguments
 from offramp.server.arguments.control import CONTROLLER_WORDS, MODES
@@ -40,13 +42,15 @@ def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         "m.ee --host :: --grpc-port 0 --http-port 9 --mode audit --max-batch-size 8 "
         "--max-queue-delay-ms 1.5 --max-queue-samples 64 --slo-ms 250 --streams 2 --threads 3 "
         "--policy fixed:2 --forbid-forced-exits --parallel-below 5 --backend onnxruntime "
+        "--device cuda:1 --no-cuda-graphs "
         "--max-disagreement 0.005 --confidence 0.99 --controller apparate --audit-budget 0.1 "
         "--ramp-budget 0.25 --no-state "
         "--max-message-mib 128 --shutdown-timeout-s 0 --log-level debug --log-format json"
     )
     arguments = parse_arguments(command.split())
     assert arguments.engine == EngineOptions(
-        mode=Mode.AUDIT, backend="onnxruntime", streams=2, threads=3, parallel_below=5,
+        mode=Mode.AUDIT, backend="onnxruntime", device="cuda:1", graphs=False, streams=2, threads=3,
+        parallel_below=5,
         keep_state=False,
         defaults=ModelOptions(
             scheduling=PolicyName("fixed", 2), max_batch_size=8, max_queue_delay_ms=1.5,
@@ -111,7 +115,7 @@ def test_a_file_may_set_what_a_mode_ignores(tmp_path: Path) -> None:
         ("m.ee --max-violations 1", "'1' is not a share: a number above 0, below 1"),
         ("m.ee --parallel-below 2 --max-violations 0.1", "not allowed with argument --parallel-"),
         ("m.ee --forbid-forced-exits=False", "ignored explicit argument 'False'"),
-        ("m.ee --streams 4096", "4096 streams × 1 threads are more than the"),
+        ("m.ee --backend onnxruntime --streams 4096", "4096 streams × 1 threads are more than the"),
         ("m.ee --shutdown-timeout-s inf", "'inf' is not a number from 0 on"),
         ("m.ee --max-message-mib 2048", "'2048' is not a whole number from 1 to 2047"),
         ("m.ee --mode on", "choose from 'leave', 'audit', 'release', 'off'"),
@@ -143,7 +147,8 @@ def test_help_names_every_option_and_its_default() -> None:
         "--slo-ms": "none", "--streams": "1", "--policy": "run-through", "--backend": "auto",
         "--max-message-mib": "64", "--shutdown-timeout-s": "30.0", "--log-level": "info",
         "--log-format": "human", "--confidence": "0.95", "--controller": "certified",
-        "--audit-budget": "0.05", "--max-disagreement": "what the bundle was compiled for",
+        "--audit-budget": "0.05", "--device": "cuda:0",
+        "--max-disagreement": "what the bundle was compiled for",
     }.items():  # fmt: skip
         assert re.search(rf"{option} [^()]*\(default: {re.escape(default)}\)", words), option
 
@@ -179,6 +184,34 @@ def test_a_bundle_that_is_not_there_is_one_line(
     assert status == 1
     assert line.startswith("eeserve: ")
     assert str(tmp_path / "absent.ee") in line
+
+
+def test_a_server_that_cannot_have_its_backend_says_so_in_one_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    restored_logging: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(probe, "_LIBRARY", "libcuda-that-is-not-there.so.1")
+    engine_bundle("residual", tmp_path / "m.ee")
+    ports = ["--grpc-port=0", "--http-port=0"]
+    assert cli.main([str(tmp_path / "m.ee"), "--backend=tensorrt", *ports]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("eeserve: TensorRT cannot be used on cuda:0: there is no NVIDIA driver")
+
+
+def test_streams_are_held_against_cores_once_the_cpu_is_what_runs(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    restored_logging: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(probe, "_LIBRARY", "libcuda-that-is-not-there.so.1")
+    engine_bundle("residual", tmp_path / "m.ee")
+    ports = ["--grpc-port=0", "--http-port=0", "--log-level=error"]
+    assert cli.main([str(tmp_path / "m.ee"), "--streams=4096", *ports]) == 1
+    told = capsys.readouterr().err
+    assert "eeserve: 4096 streams × 1 threads are more than the" in told
 
 
 @pytest.fixture

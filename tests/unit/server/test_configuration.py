@@ -138,7 +138,7 @@ VALUES = {
     "parallel_below": ("5", 5), "max_violations": ("0.25", 0.25),
     "controller": ('"apparate"', "apparate"), "max_disagreement": ("0.02", 0.02),
     "confidence": ("0.99", 0.99), "audit_budget": ("0.1", 0.1), "ramp_budget": ("1", 1.0),
-    "keep_state": ("false", False),
+    "keep_state": ("false", False), "device": ('"cuda:1"', "cuda:1"), "graphs": ("false", False),
 }  # fmt: skip
 """For each field, a value that is not its default: in the file, and read."""
 
@@ -180,12 +180,15 @@ def test_every_option_has_a_key(
         ("[engine]\nstreams = true", "[engine] streams is true (a boolean), expected a whole num"),
         ("[engine]\nstreams = 2.0", "[engine] streams is 2.0 (a float), expected a whole number"),
         ("[engine]\nstreams = 0", "[engine]: streams is 0, expected at least 1"),
-        ("[engine]\nstreams = 8", "[engine]: 8 streams × 1 threads are more than the 4 cores"),
+        (
+            '[engine]\nbackend = "onnxruntime"\nstreams = 8',
+            "[engine]: 8 streams × 1 threads are more than the 4 cores",
+        ),
         ("[engine]\ndefaults = 8", "[engine]: there is no key 'defaults' (expected: mode, back"),
         ("[engine]\nmax_violations = nan", "[engine]: max_violations is nan, expected a share"),
         ("[engine]\nparallel_below = 2\nmax_violations = 0.1", "[engine]: give parallel_below, or"),
         ('[engine]\nmode = "on"', "[engine] mode: 'on' is none of leave, audit, "),
-        ('[engine]\nbackend = "onnx"', "'onnx' is none of auto, onnxruntime; did you mean 'onnxr"),
+        ('[engine]\nbackend = "onnx"', "'onnx' is none of auto, tensorrt, cuda, onnxruntime; did"),
         (
             '[defaults]\ncontroller = "apparat"',
             "'apparat' is none of certified, apparate, static; ",
@@ -219,12 +222,12 @@ def test_what_is_wrong_is_one_line_that_names_it(
 
 
 def test_the_command_line_mends_what_would_not_go_together(tmp_path: Path) -> None:
-    file = write(tmp_path, '[engine]\nstreams = 8\n[models.m]\npath = "m"')
+    file = write(tmp_path, '[engine]\nbackend = "onnxruntime"\nstreams = 8\n[models.m]\npath = "m"')
     assert arguments(file, "--streams=4").engine.streams == 4
 
 
 def test_what_goes_wrong_only_together_names_both(tmp_path: Path) -> None:
-    file = read_configuration(write(tmp_path, "[engine]\nstreams = 2"))
+    file = read_configuration(write(tmp_path, '[engine]\nbackend = "onnxruntime"\nstreams = 2'))
     with pytest.raises(ConfigurationError, match=r"\[engine\] with the command line: 2 streams"):
         file.options(engine={"threads": 3}, defaults={})
 

@@ -118,7 +118,7 @@ def ask_source(
     """
     answer = bundle.manifest.answer.output
     _check_same(bundle, served)
-    pipeline = Pipeline(make_backend(threads=1), make_plan(bundle, mode=Mode.OFF))
+    pipeline = Pipeline(make_backend("onnxruntime"), make_plan(bundle, mode=Mode.OFF))
     slot = pipeline.backend.open_slot()
     classes = np.full(len(data), UNKNOWN, np.int64)
     for start in range(0, len(rows), _BATCH):

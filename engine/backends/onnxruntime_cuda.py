@@ -1,0 +1,246 @@
+"""ONNX Runtime's CUDA provider as what runs stages on a GPU: for machines without TensorRT.
+
+Every slot has a session of its own for each stage, which works on the slot's stream, reads and
+writes the slot's buffers in place, and does not wait for the device. Memory between the operators
+is ONNX Runtime's own; it grows with the first run of each size.
+
+Operators that the provider lacks, and sums of a few sizes, ONNX Runtime runs on the CPU. That it
+leaves the GPU aside as a whole, as it does when its CUDA libraries do not load, is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from offramp.engine.backends.sizes import BundleSizes, GraphShapes, dtype_of
+from offramp.engine.cuda.driver import Stream
+from offramp.engine.cuda.executable import Shape, SlotResources, TensorInfo
+from offramp.engine.errors import BackendError
+from offramp.engine.plan import StageSpec
+
+PROVIDER = "CUDAExecutionProvider"
+_INSTALL = "pip uninstall -y onnxruntime && pip install onnxruntime-gpu"
+
+
+def require_provider() -> None:
+    """Check that this ONNX Runtime can use GPUs.
+
+    Raises:
+        BackendError: It was built without.
+    """
+    if PROVIDER not in ort.get_available_providers():
+        raise BackendError(
+            f"ONNX Runtime {ort.__version__} has no {PROVIDER}, that of onnxruntime-gpu has: "
+            f"{_INSTALL}"
+        )
+
+
+class OnnxRuntimeCudaFactory:
+    """Prepares stages: a :class:`offramp.engine.cuda.executable.ExecutableFactory`."""
+
+    def __init__(self, *, device: int = 0, max_rows: int = 32) -> None:
+        """Use one GPU.
+
+        Args:
+            device: Its number.
+            max_rows: Most rows of a batch, which slots have memory for.
+        """
+        self._device = device
+        self._max_rows = max_rows
+        self._sizes = BundleSizes()
+
+    @property
+    def name(self) -> str:
+        """``onnxruntime-cuda``."""
+        return "onnxruntime-cuda"
+
+    def device_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        """All types are as they are."""
+        return dtype
+
+    def prepare(self, spec: StageSpec) -> OnnxRuntimeCudaStage:
+        """Look at a stage's graph; what takes device memory is made when it is opened.
+
+        Raises:
+            BackendError: ONNX Runtime cannot load it.
+        """
+        if spec.bundle is None:
+            raise BackendError(f"stage {spec.index} is of no bundle, so its sizes are not known")
+        model = spec.load()
+        try:
+            shapes = GraphShapes(model)
+            largest = self._sizes.of(spec.bundle)
+            inputs = {name: (1, *largest[name]) for name in shapes.inputs}
+            outputs = shapes.of(inputs)
+        except BackendError as error:
+            raise BackendError(f"stage {spec.index}: {error}") from error
+        wanted = [n for n in (spec.answer, spec.confidence, *spec.carried) if n in shapes.outputs]
+        return OnnxRuntimeCudaStage(
+            spec=spec,
+            model=model,
+            shapes=shapes,
+            inputs=tuple(
+                TensorInfo(name=n, dtype=dtype_of(a), sample_shape=inputs[n][1:])
+                for n, a in shapes.inputs.items()
+            ),
+            outputs=tuple(
+                TensorInfo(name=n, dtype=dtype_of(shapes.outputs[n]), sample_shape=outputs[n][1:])
+                for n in wanted
+            ),
+            max_rows=self._max_rows,
+            device=self._device,
+        )
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class OnnxRuntimeCudaStage:
+    """A stage's graph: a :class:`offramp.engine.cuda.executable.PreparedStage`."""
+
+    capturable = False
+    """ONNX Runtime allocates and waits as it likes."""
+    scratch_bytes = 0
+    """Sessions have memory of their own."""
+
+    def __init__(
+        self,
+        *,
+        spec: StageSpec,
+        model: bytes,
+        shapes: GraphShapes,
+        inputs: tuple[TensorInfo, ...],
+        outputs: tuple[TensorInfo, ...],
+        max_rows: int,
+        device: int,
+    ) -> None:
+        """Use :meth:`OnnxRuntimeCudaFactory.prepare`."""
+        self.spec = spec
+        """What was prepared."""
+        self.inputs = inputs
+        """What its graph reads."""
+        self.outputs = outputs
+        """What is wanted of what it gives."""
+        self.max_rows = max_rows
+        """As given to the factory."""
+        self.device = device
+        """Number of the GPU."""
+        self._model = model
+        self._shapes = shapes
+        self._lock = Lock()
+
+    def open(self, slot: SlotResources) -> OnnxRuntimeCudaRun:
+        """Make a session on the slot's stream."""
+        try:
+            session = make_cuda_session(self._model, self.device, slot.stream)
+        except Exception as error:  # ONNX Runtime's own classes derive from Exception only
+            raise BackendError(
+                f"ONNX Runtime cannot load stage {self.spec.index} on cuda:{self.device}: {error}"
+            ) from error
+        return OnnxRuntimeCudaRun(self, session)
+
+    def output_shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape]:
+        """Tell the shapes of the outputs; thread-safe."""
+        with self._lock:
+            found = self._shapes.of(inputs)
+        return {info.name: found[info.name] for info in self.outputs}
+
+    def close(self) -> None:
+        """Sessions are of those who opened them."""
+
+
+class OnnxRuntimeCudaRun:
+    """A session of a slot: an :class:`offramp.engine.cuda.executable.Executable`."""
+
+    def __init__(self, stage: OnnxRuntimeCudaStage, session: ort.InferenceSession) -> None:
+        """Use :meth:`OnnxRuntimeCudaStage.open`."""
+        self._stage = stage
+        self._session: ort.InferenceSession | None = session
+        self._binding: Any = session.io_binding()
+        self._bound: dict[str, tuple[Shape, int]] = {}
+        """Shape and address by name."""
+        self._options = ort.RunOptions()
+        # The slot waits for its stream by an event; without this every run would wait by itself.
+        self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+
+    def output_shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape]:
+        """Tell the shapes of the outputs; the first time of each size by running, if need be."""
+        return self._stage.output_shapes(inputs)
+
+    def enqueue(
+        self,
+        inputs: Mapping[str, Shape],
+        addresses: Mapping[str, int],
+        stream: Stream,  # noqa: ARG002 - that which the session was made for
+    ) -> None:
+        """Run the session; what it does on the device is enqueued on the slot's stream."""
+        if self._session is None:
+            raise BackendError(f"stage {self._stage.spec.index} was closed before")
+        try:
+            self._bind(inputs, self.output_shapes(inputs), addresses)
+            self._session.run_with_iobinding(self._binding, self._options)
+        except Exception as error:
+            self._bound.clear()
+            rows = next((inputs[info.name][0] for info in self._stage.inputs), 0)
+            raise BackendError(
+                f"stage {self._stage.spec.index} failed on {rows} rows: {error}"
+            ) from error
+
+    def forget(self) -> None:
+        """There are no graphs."""
+
+    def close(self) -> None:
+        """Release the session."""
+        self._binding = None
+        self._session = None
+
+    def _bind(
+        self,
+        inputs: Mapping[str, Shape],
+        outputs: Mapping[str, Shape],
+        addresses: Mapping[str, int],
+    ) -> None:
+        """Bind what is not bound so already."""
+        for tensors, shapes, bind in (
+            (self._stage.inputs, inputs, self._binding.bind_input),
+            (self._stage.outputs, outputs, self._binding.bind_output),
+        ):
+            for info in tensors:
+                shape, address = shapes[info.name], addresses[info.name]
+                if self._bound.get(info.name) != (shape, address):
+                    bind(info.name, "cuda", self._stage.device, info.dtype.type, shape, address)
+                    self._bound[info.name] = shape, address
+
+
+def make_cuda_session(model: bytes, device: int, stream: Stream) -> ort.InferenceSession:
+    """Load a graph onto a GPU, to be run on a stream.
+
+    Raises:
+        BackendError: ONNX Runtime would run it on the CPU.
+    """
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1  # of what is left to the CPU: sums of sizes
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    settings = {
+        "device_id": str(device),
+        "user_compute_stream": str(stream.handle),
+        # The search that is the default tries all algorithms at every new batch size, in service.
+        "cudnn_conv_algo_search": "HEURISTIC",
+        # Thresholds were found in float32; TF32 multiplies 10 bits.
+        "use_tf32": "0",
+    }
+    session = ort.InferenceSession(
+        model, options, providers=[(PROVIDER, settings)], enable_fallback=0
+    )
+    if PROVIDER not in session.get_providers():
+        raise BackendError(
+            f"its CUDA provider does not load, which needs CUDA and cuDNN of the version that "
+            f"onnxruntime-gpu {ort.__version__} was built with; ORT's log says what is missing"
+        )
+    return session

@@ -1,0 +1,348 @@
+"""TensorRT's engines as what runs stages on a GPU.
+
+A stage is run by one engine, or by those of its segments one after the other
+(:mod:`offramp.engine.tensorrt.lookup`). In a slot each engine has a context for every profile, so
+that nothing is allocated while serving, and all contexts of a slot work in the slot's one scratch
+memory: they run in order on its stream.
+
+A CUDA graph holds only as long as the context that it was captured from stays as it was. So with
+graphs, shapes and addresses that come a second time get a context of their own, which never
+changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from offramp.engine.cuda.driver import Driver, Stream
+from offramp.engine.cuda.executable import Shape, SlotResources, TensorInfo
+from offramp.engine.errors import BackendError
+from offramp.engine.plan import StageSpec
+from offramp.engine.tensorrt import compat
+from offramp.engine.tensorrt.layout import Layout
+from offramp.engine.tensorrt.library import Library, Loan
+from offramp.engine.tensorrt.loading import EngineContext, LoadedEngine
+from offramp.engine.tensorrt.lookup import Place, find_engines
+
+
+class TensorRTFactory:
+    """Prepares stages: a :class:`offramp.engine.cuda.executable.ExecutableFactory`.
+
+    Ask :func:`offramp.engine.tensorrt.probe.require` first, and call
+    :func:`offramp.engine.tensorrt.compat.load`.
+    """
+
+    def __init__(self, driver: Driver, device: str = "cuda:0", *, graphs: bool = True) -> None:
+        """Use the engines of one GPU.
+
+        Args:
+            driver: Of the GPU.
+            device: Its name for users.
+            graphs: Whether to have stages that can be captured into CUDA graphs. With TensorRT
+                8.6 there are none: there only one context at a time may have a profile.
+        """
+        self._driver = driver
+        self._library = Library(driver)
+        self._is_old = compat.major() < 10
+        self._graphs = graphs and not self._is_old
+        self._place = Place(
+            gpu=driver.device,
+            compute_capability=driver.compute_capability,
+            tensorrt=compat.version(),
+            device=device,
+        )
+
+    @property
+    def name(self) -> str:
+        """``tensorrt``."""
+        return "tensorrt"
+
+    def device_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        """TensorRT has no float64, and 8.6 no int64."""
+        if dtype == np.float64:
+            return np.dtype(np.float32)
+        if dtype == np.int64 and self._is_old:
+            return np.dtype(np.int32)
+        return dtype
+
+    def prepare(self, spec: StageSpec) -> TensorRTStage:
+        """Load the engines of a stage.
+
+        Raises:
+            BackendError: The bundle has none for this GPU, TensorRT and model, or TensorRT does
+                not load them; the message has the remedy.
+        """
+        found = find_engines(spec, self._place)
+        with ExitStack() as releases:
+            loaned = []
+            for each in found:
+                loaned.append(self._library.take(each))
+                releases.callback(loaned[-1].give_back)
+            stage = TensorRTStage(spec, loaned, capturable=self._graphs, remedy=self._remedy(spec))
+            releases.pop_all()
+        return stage
+
+    def close(self) -> None:
+        """Check that all engines were given back."""
+        self._library.close()
+
+    def _remedy(self, spec: StageSpec) -> str:
+        return self._place.remedy(spec.bundle) if spec.bundle else ""
+
+
+class TensorRTStage:
+    """A stage's engines: a :class:`offramp.engine.cuda.executable.PreparedStage`."""
+
+    def __init__(
+        self, spec: StageSpec, loaned: Sequence[Loan], *, capturable: bool, remedy: str
+    ) -> None:
+        """Chain engines that were taken; :meth:`close` gives them back.
+
+        Args:
+            spec: The stage.
+            loaned: Its engines, in order.
+            capturable: Whether graphs may be captured.
+            remedy: The command that builds them anew, for messages.
+
+        Raises:
+            BackendError: They do not compute the stage.
+        """
+        self.spec = spec
+        """What was prepared."""
+        self.capturable = capturable
+        """Capture may fail at the first try still."""
+        self.remedy = remedy
+        """For messages."""
+        self._loaned = loaned
+        engines = [loan.engine for loan in loaned]
+        wanted = [n for n in (spec.answer, spec.confidence, *spec.carried) if n is not None]
+        last = engines[-1]
+        self.outputs = tuple(_info(last, name) for name in wanted if name in last.outputs)
+        """Of the last engine, those that the stage is to give."""
+        self.inputs = _outer_inputs(engines)
+        """Of all engines, those that none of them gives."""
+        self._check(wanted)
+        self.max_rows = min(engine.max_rows for engine in engines)
+        """The most that all engines take."""
+        self.layout = Layout(engines, {info.name for info in self.outputs})
+        """Of the scratch memory."""
+        self.scratch_bytes = self.layout.size_bytes
+        """TensorRT's, and what is between the engines of a chain."""
+
+    def open(self, slot: SlotResources) -> TensorRTRun:
+        """Make the contexts of a slot."""
+        if slot.scratch_bytes < self.scratch_bytes:
+            raise BackendError(
+                f"stage {self.spec.index} needs {self.scratch_bytes} bytes of scratch memory, the "
+                f"slot has {slot.scratch_bytes}"
+            )
+        return TensorRTRun(self, self._loaned, slot)
+
+    def close(self) -> None:
+        """Give the engines back; may be called again."""
+        loaned, self._loaned = self._loaned, ()
+        for loan in loaned:
+            loan.give_back()
+
+    def _check(self, wanted: Sequence[str]) -> None:
+        given = {info.name for info in self.outputs}
+        through = {info.name for info in self.inputs} | set(self.spec.inputs)
+        cut = self.spec.carried[:1]
+        lacking = [n for n in wanted if n not in given and (n in cut or n not in self.spec.carried)]
+        foreign = through - set(self.spec.inputs) - set(self._graph_inputs())
+        if lacking or foreign:
+            names = ", ".join([*lacking, *sorted(foreign)])
+            raise BackendError(
+                f"the engines of stage {self.spec.index} are not of this model, see {names}; "
+                f"{self.remedy}"
+            )
+
+    def _graph_inputs(self) -> tuple[str, ...]:
+        bundle = self.spec.bundle
+        return tuple(tensor.name for tensor in bundle.manifest.inputs) if bundle else ()
+
+
+class TensorRTRun:
+    """A stage in a slot: an :class:`offramp.engine.cuda.executable.Executable`."""
+
+    def __init__(self, stage: TensorRTStage, loaned: Sequence[Loan], slot: SlotResources) -> None:
+        """Make a context for every engine and profile.
+
+        Raises:
+            BackendError: TensorRT refuses, for instance for want of memory.
+        """
+        self._stage = stage
+        self._inner = stage.layout.addresses(slot.scratch_address)
+        with ExitStack() as releases:
+            self._links = []
+            for loan in loaned:
+                self._links.append(
+                    _Link(loan, slot, stage.layout.engine_bytes, keeps=stage.capturable)
+                )
+                releases.callback(self._links[-1].close)
+            releases.pop_all()
+
+    def output_shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape]:
+        """Tell the shapes of the outputs, and of what is between the engines."""
+        known: dict[str, Shape] = dict(inputs)
+        for link in self._links:
+            known |= self._shapes(link, known)
+        return {info.name: known[info.name] for info in self._stage.outputs}
+
+    def enqueue(
+        self, inputs: Mapping[str, Shape], addresses: Mapping[str, int], stream: Stream
+    ) -> None:
+        """Enqueue one engine after the other."""
+        known: dict[str, Shape] = dict(inputs)
+        try:
+            for link, inner in zip(self._links, self._inner, strict=True):
+                known |= self._shapes(link, known)
+                link.enqueue(known, {**addresses, **inner}, stream)
+        except BackendError as error:
+            raise BackendError(f"stage {self._stage.spec.index} failed: {error}") from error
+
+    def forget(self) -> None:
+        """Release the contexts that graphs were captured from."""
+        for link in self._links:
+            link.forget()
+
+    def close(self) -> None:
+        """Release the contexts."""
+        for link in self._links:
+            link.close()
+
+    def _shapes(self, link: _Link, inputs: Mapping[str, Shape]) -> Mapping[str, Shape]:
+        found = link.output_shapes(inputs)
+        if found is None:
+            sizes = ", ".join(f"{n} {list(inputs[n])}" for n in link.engine.inputs)
+            takes = "; ".join(link.takes())
+            raise BackendError(
+                f"stage {self._stage.spec.index}: no profile of engine {link.engine.entry.unit} "
+                f"holds {sizes}; it takes {takes}; give --batch-profiles or --buckets and "
+                f"{self._stage.remedy}"
+            )
+        return found
+
+
+@dataclass(slots=True, kw_only=True)
+class _Sized:
+    """What is known of shapes of an engine's inputs."""
+
+    profile: int
+    outputs: Mapping[str, Shape]
+    kept: dict[tuple[int, ...], EngineContext | None] = field(default_factory=dict)
+    """By addresses of the engine's tensors: a context that only ever has these shapes and
+    addresses; ``None`` until they come a second time."""
+
+
+class _Link:
+    """One engine in a slot: a context for each profile, and for shapes that graphs are made of."""
+
+    def __init__(self, loan: Loan, slot: SlotResources, scratch_bytes: int, *, keeps: bool) -> None:
+        self._loan = loan
+        self._slot = slot
+        self._scratch_bytes = scratch_bytes
+        self._keeps = keeps
+        self._known: dict[tuple[Shape, ...], _Sized] = {}
+        self.engine = loan.borrow()
+        self._contexts: list[EngineContext] = []
+        try:
+            for profile in range(len(self.engine.entry.profiles)):
+                self._contexts.append(self._context(profile))
+        except BaseException:
+            self.close()
+            raise
+
+    def output_shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape] | None:
+        """``None`` if no profile holds the inputs."""
+        found = self._find(inputs)
+        return None if found is None else found.outputs
+
+    def enqueue(
+        self, inputs: Mapping[str, Shape], addresses: Mapping[str, int], stream: Stream
+    ) -> None:
+        found = self._find(inputs)
+        assert found is not None, "output_shapes was asked before"
+        context = self._kept(found, addresses) or self._contexts[found.profile]
+        context.take_shapes(inputs)
+        context.enqueue(addresses, stream)
+
+    def forget(self) -> None:
+        kept = [context for sized in self._known.values() for context in sized.kept.values()]
+        for context in kept:
+            if context is not None:
+                context.close()
+        self._known.clear()
+
+    def takes(self) -> list[str]:
+        """What the profiles hold, for messages."""
+        return [
+            ", ".join(f"{n} {list(r.least)} to {list(r.most)}" for n, r in profile.inputs.items())
+            for profile in self.engine.entry.profiles
+        ]
+
+    def close(self) -> None:
+        """May be called again."""
+        self.forget()
+        for context in self._contexts:
+            context.close()
+        self._contexts.clear()
+        self._loan.return_(self.engine)
+
+    def _kept(self, sized: _Sized, addresses: Mapping[str, int]) -> EngineContext | None:
+        """A context that graphs may be captured from, if these addresses come again."""
+        if not self._keeps:
+            return None
+        key = tuple(addresses[name] for name in self.engine.dtypes)
+        if key not in sized.kept:
+            sized.kept[key] = None
+            return None
+        context = sized.kept[key]
+        if context is None:
+            context = sized.kept[key] = self._context(sized.profile)
+        return context
+
+    def _context(self, profile: int) -> EngineContext:
+        context = self.engine.context(profile, self._slot.driver, self._slot.stream)
+        context.give_memory(self._slot.scratch_address, self._scratch_bytes)
+        return context
+
+    def _find(self, inputs: Mapping[str, Shape]) -> _Sized | None:
+        key = tuple(inputs[name] for name in self.engine.inputs)
+        found = self._known.get(key)
+        if found is None:
+            profile = _profile_for(self.engine, inputs)
+            if profile is None:
+                return None
+            shapes = self._contexts[profile].take_shapes(inputs)
+            outputs = {name: shapes[name] for name in self.engine.outputs}
+            found = self._known[key] = _Sized(profile=profile, outputs=outputs)
+        return found
+
+
+def _outer_inputs(engines: Sequence[LoadedEngine]) -> tuple[TensorInfo, ...]:
+    given: set[str] = set()
+    found: dict[str, TensorInfo] = {}
+    for engine in engines:
+        for name in engine.inputs:
+            if name not in given:
+                found.setdefault(name, _info(engine, name))
+        given.update(engine.outputs)
+    return tuple(found.values())
+
+
+def _profile_for(engine: LoadedEngine, inputs: Mapping[str, Shape]) -> int | None:
+    """Like ``EngineEntry.profile_for``, but for inputs that the engine really has."""
+    for index, profile in enumerate(engine.entry.profiles):
+        if all(profile.inputs[name].holds(inputs[name]) for name in engine.inputs):
+            return index
+    return None
+
+
+def _info(engine: LoadedEngine, name: str) -> TensorInfo:
+    return TensorInfo(name=name, dtype=engine.dtypes[name], sample_shape=engine.sample_shape(name))

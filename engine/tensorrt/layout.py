@@ -1,0 +1,72 @@
+"""Where the engines of one stage have what in a slot's scratch memory, while the stage runs.
+
+::
+
+    | TensorRT's, of one engine at a time | cut tensor | the next | answers that nobody reads |
+
+The two cut tensors alternate along a chain of engines. The last ones are of exits inside a stage.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from offramp.engine.cuda.driver import ALIGNMENT
+from offramp.engine.errors import BackendError
+from offramp.engine.tensorrt.loading import LoadedEngine
+
+
+class Layout:
+    """Where in a slot's scratch memory a stage's engines have what."""
+
+    def __init__(self, engines: Sequence[LoadedEngine], wanted: set[str]) -> None:
+        """Lay it out.
+
+        Args:
+            engines: In order.
+            wanted: Outputs of the last engine that the slot has memory for.
+        """
+        self._chained = _chained(engines)
+        self._inner: list[dict[str, int]] = []
+        """Offsets, by name, of every engine's tensors that lie in scratch."""
+        self.engine_bytes = _aligned(max(e.scratch_bytes for e in engines))
+        """For TensorRT itself, at the beginning; never 0, so that it has an address."""
+        cut_bytes = max((_aligned(e.size_bytes[n]) for e, n in self._chained.items()), default=0)
+        halves = (self.engine_bytes, self.engine_bytes + cut_bytes)
+        self.size_bytes = after_cuts = self.engine_bytes + 2 * cut_bytes
+        offsets: dict[str, int] = {}
+        for number, engine in enumerate(engines):
+            cut = self._chained.get(engine)
+            given = {n: o for n, o in offsets.items() if n in engine.inputs}
+            if cut is not None:
+                offsets = {cut: halves[number % 2]}
+                given |= offsets
+            end = after_cuts
+            for name in engine.outputs:
+                if name != cut and not (engine is engines[-1] and name in wanted):
+                    given[name] = end
+                    end += _aligned(engine.size_bytes[name])
+            self._inner.append(given)
+            self.size_bytes = max(self.size_bytes, end)
+
+    def addresses(self, base: int) -> list[dict[str, int]]:
+        """Of every engine's tensors that lie in scratch memory at ``base``."""
+        return [{name: base + at for name, at in inner.items()} for inner in self._inner]
+
+
+def _chained(engines: Sequence[LoadedEngine]) -> dict[LoadedEngine, str]:
+    """The output of each engine that the next one reads."""
+    found = {}
+    for engine, follower in itertools.pairwise(engines):
+        shared = [name for name in engine.outputs if name in follower.inputs]
+        if len(shared) != 1 or engine.dtypes[shared[0]] != follower.dtypes[shared[0]]:
+            raise BackendError(
+                f"engine {follower.entry.unit} does not go on where {engine.entry.unit} ends"
+            )
+        found[engine] = shared[0]
+    return found
+
+
+def _aligned(size_bytes: int) -> int:
+    return max(1, -(-size_bytes // ALIGNMENT)) * ALIGNMENT

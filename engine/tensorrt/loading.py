@@ -1,0 +1,231 @@
+"""Engines loaded to be served: their weights once, their contexts one a slot and profile.
+
+All of it works in the device's context, within ``with driver.current():``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from offramp.bundle.engines import EngineEntry
+from offramp.engine.cuda.driver import Driver, Stream
+from offramp.engine.cuda.executable import Shape
+from offramp.engine.errors import BackendError
+from offramp.engine.tensorrt import compat
+from offramp.engine.tensorrt.messages import errors_of_tensorrt, logger
+
+if TYPE_CHECKING:
+    import tensorrt as trt
+
+Shapes = Mapping[str, Shape]
+"""By tensor name."""
+
+
+class LoadedEngine:
+    """An engine in device memory; thread-safe."""
+
+    def __init__(self, plan: bytes, entry: EngineEntry, driver: Driver) -> None:
+        """Load it, and look at what it takes and gives.
+
+        Args:
+            plan: The serialised engine, whose hash was checked.
+            entry: What the store says of it.
+            driver: Of the device to load it to.
+
+        Raises:
+            BackendError: TensorRT refuses it, or it is not what the store says.
+        """
+        import tensorrt as trt  # noqa: PLC0415
+
+        with errors_of_tensorrt() as errors:
+            runtime: trt.Runtime = trt.Runtime(logger())
+            engine: trt.ICudaEngine | None = runtime.deserialize_cuda_engine(plan)
+        if engine is None:
+            raise refused(f"load engine {entry.unit}", errors)
+        self.entry = entry
+        """What the store says of it."""
+        self._lock = Lock()
+        self._runtime: trt.Runtime | None = runtime
+        self._engine: trt.ICudaEngine | None = engine
+        names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
+        modes = {name: engine.get_tensor_mode(name) for name in names}
+        self.dtypes: dict[str, np.dtype[Any]] = {
+            name: compat.numpy_dtype(engine.get_tensor_dtype(name)) for name in names
+        }
+        """Of all inputs and outputs, as they lie on the device."""
+        self.inputs = tuple(name for name in names if modes[name] == trt.TensorIOMode.INPUT)
+        """Names of the tensors that it reads."""
+        self.outputs = tuple(name for name in names if modes[name] == trt.TensorIOMode.OUTPUT)
+        """Names of the tensors that it gives."""
+        profiles = range(int(engine.num_optimization_profiles))
+        if len(profiles) != len(entry.profiles) or set(self.inputs) - set(entry.profiles[0].inputs):
+            self.close()
+            raise BackendError(f"engine {entry.unit} is not what the store says of it")
+        self.scratch_bytes = max(compat.scratch_bytes(engine, index) for index in profiles)
+        """Scratch memory that a context needs, whatever its profile."""
+        self.max_rows = max(profile.last_batch for profile in entry.profiles)
+        """Most rows of a batch."""
+        try:
+            self.largest = tuple(self._largest(index, driver) for index in profiles)
+        except BaseException:
+            self.close()
+            raise
+        self.size_bytes = {
+            name: max(math.prod(shapes[name]) for shapes in self.largest) * dtype.itemsize
+            for name, dtype in self.dtypes.items()
+        }
+        """Of every tensor, at the most over all profiles."""
+
+    def sample_shape(self, name: str) -> Shape:
+        """The shape of one row of a tensor, in the profile where a row is largest."""
+        shapes = [shapes[name][1:] for shapes in self.largest]
+        return max(shapes, key=math.prod)
+
+    def context(self, profile: int, driver: Driver, stream: Stream) -> EngineContext:
+        """Make a context for a profile, without scratch memory.
+
+        Args:
+            profile: Index of the profile.
+            driver: Of the device.
+            stream: The context's work is to be enqueued on it.
+
+        Raises:
+            BackendError: TensorRT refuses, for instance for want of memory.
+        """
+        if self._engine is None:
+            raise BackendError(f"engine {self.entry.unit} was released")
+        with errors_of_tensorrt() as errors, self._lock:
+            context = compat.context_without_memory(self._engine)
+            taken = context.set_optimization_profile_async(profile, stream.handle)
+            wait_for(driver, stream)
+            if not taken:
+                raise refused(f"take profile {profile} of engine {self.entry.unit}", errors)
+        made = EngineContext(self, context)
+        made.take_shapes({n: r.most for n, r in self.entry.profiles[profile].inputs.items()})
+        return made
+
+    def close(self) -> None:
+        """Release it; its contexts must have been closed before."""
+        self._engine = None  # before its runtime
+        self._runtime = None
+
+    def _largest(self, profile: int, driver: Driver) -> Shapes:
+        """Shapes of all tensors at the largest inputs of a profile."""
+        with _stream(driver) as stream:
+            context = self.context(profile, driver, stream)
+            try:
+                return dict(context.shapes)
+            finally:
+                context.close()
+
+
+class EngineContext:
+    """An engine with one of its profiles in one slot; used by one thread at a time."""
+
+    def __init__(self, engine: LoadedEngine, context: trt.IExecutionContext) -> None:
+        """Use :meth:`LoadedEngine.context`."""
+        self._loaded = engine
+        self._context: trt.IExecutionContext | None = context
+        self._addresses: dict[str, int] = {}
+        self.shapes: dict[str, Shape] = {}
+        """Of all inputs and outputs, as they were taken last."""
+
+    def give_memory(self, address: int, size_bytes: int) -> None:
+        """Give it scratch memory, which holds nothing between two runs."""
+        compat.give_memory(self._live(), address, size_bytes)
+
+    def take_shapes(self, inputs: Shapes) -> Shapes:
+        """Set the shapes of its inputs, if they have changed; tells those of its outputs.
+
+        Args:
+            inputs: Of at least its inputs, within its profile.
+
+        Raises:
+            BackendError: TensorRT refuses them, or an output's shape depends on data.
+        """
+        engine, known = self._loaded, self.shapes
+        if known and all(inputs[name] == known[name] for name in engine.inputs):
+            return known
+        context = self._live()
+        # Half of them set is none set: the next batch is not to find these.
+        self.shapes = {}
+        unit = engine.entry.unit
+        shapes = {}
+        with errors_of_tensorrt() as errors:
+            for name in engine.inputs:
+                shapes[name] = inputs[name]
+                if not context.set_input_shape(name, inputs[name]):
+                    raise refused(f"take {inputs[name]} as {name} of engine {unit}", errors)
+            unknown = context.infer_shapes()
+            if unknown:
+                raise refused(f"infer shapes of {unit} without {', '.join(unknown)}", errors)
+        for name in engine.outputs:
+            shapes[name] = tuple(context.get_tensor_shape(name))
+            if any(size < 0 for size in shapes[name]):
+                raise BackendError(
+                    f"the shape {shapes[name]} of {name}, of engine {unit}, depends on data: "
+                    "not supported"
+                )
+        self.shapes = shapes
+        return shapes
+
+    def enqueue(self, addresses: Mapping[str, int], stream: Stream) -> None:
+        """Enqueue one run with the shapes that were taken last.
+
+        Args:
+            addresses: Of at least its inputs and outputs.
+            stream: That which it was made for.
+
+        Raises:
+            BackendError: TensorRT refuses.
+        """
+        context, known = self._live(), self._addresses
+        with errors_of_tensorrt() as errors:
+            for name in self._loaded.dtypes:
+                address = addresses[name]
+                if known.get(name) != address:
+                    known.pop(name, None)
+                    if not context.set_tensor_address(name, address):
+                        raise refused(f"take the memory of {name}", errors)
+                    known[name] = address
+            if not context.execute_async_v3(stream.handle):
+                raise refused(f"run engine {self._loaded.entry.unit}", errors)
+
+    def close(self) -> None:
+        """Release it; the host has waited for what was enqueued. May be called again."""
+        self._context = None
+
+    def _live(self) -> trt.IExecutionContext:
+        if self._context is None:
+            raise BackendError(f"a context of engine {self._loaded.entry.unit} was used too late")
+        return self._context
+
+
+def wait_for(driver: Driver, stream: Stream) -> None:
+    """Wait for all that is enqueued on a stream."""
+    event = driver.event()
+    try:
+        driver.record(event, stream)
+        driver.synchronize(event)
+    finally:
+        event.close()
+
+
+def refused(what: str, errors: list[str]) -> BackendError:
+    """Say what TensorRT did not do, and what it says of it."""
+    return BackendError(f"TensorRT could not {what}: {'; '.join(errors) or 'it says not why'}")
+
+
+@contextmanager
+def _stream(driver: Driver) -> Iterator[Stream]:
+    stream = driver.stream()
+    try:
+        yield stream
+    finally:
+        stream.close()

@@ -1,0 +1,176 @@
+"""Which engines of a bundle run a stage on this machine.
+
+A stage whose segments and exit were built as one engine has that; another has the engines of its
+segments, one after the other, which cost a border each, until it is built. Engines of another
+GPU, TensorRT or model are never taken.
+"""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from dataclasses import dataclass
+from typing import Final
+
+from offramp.bundle import Bundle, BundleError
+from offramp.bundle.engine_index import checkable_key, unit_name
+from offramp.bundle.engines import (
+    EngineEntry,
+    EngineStore,
+    EngineTarget,
+    Precision,
+    list_targets,
+    parts_digest,
+)
+from offramp.engine.errors import BackendError
+from offramp.engine.plan import StageSpec
+
+_LOG = logging.getLogger(__name__)
+
+PREFERRED: Final[tuple[Precision, ...]] = ("int8", "fp16", "tf32", "fp32")
+"""A precision other than fp32 is there because somebody asked for it, and building it said, or
+refused, what it costs in answers. So the least of those that were built is served."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The GPU that engines shall run on, as messages and the store name it."""
+
+    gpu: str
+    """As its driver names it."""
+    compute_capability: tuple[int, int]
+    tensorrt: str
+    """Version of TensorRT."""
+    device: str
+    """For instance ``cuda:0``."""
+
+    def target(self, precision: Precision) -> EngineTarget:
+        """Name the folder of the store."""
+        return EngineTarget(
+            gpu=self.gpu,
+            compute_capability=self.compute_capability,
+            tensorrt=self.tensorrt,
+            precision=precision,
+        )
+
+    def describe(self) -> str:
+        """``NVIDIA H200 with TensorRT 10.16.0.72``."""
+        return f"{self.gpu} with TensorRT {self.tensorrt}"
+
+    def remedy(self, bundle: Bundle) -> str:
+        """The command that builds what is missing."""
+        path = shlex.quote(str(bundle.path))
+        return f"build them here: eecompile build {path} --device {self.device}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """An engine of the store that may be run."""
+
+    store: EngineStore
+    entry: EngineEntry
+
+    def read(self) -> bytes:
+        """Read the plan.
+
+        Raises:
+            BackendError: It is missing or altered.
+        """
+        try:
+            return self.store.read(self.entry)
+        except BundleError as error:
+            raise BackendError(str(error)) from error
+
+
+def open_store(bundle: Bundle, place: Place) -> EngineStore:
+    """Open the store of the engines that run at a place.
+
+    Raises:
+        BackendError: There are none, or their index is damaged.
+    """
+    known = list_targets(bundle.path)
+    built = [p for p in PREFERRED if place.target(p) in known]
+    if not built:
+        elsewhere = f" (it has some for {known[0].describe()})" if known else ""
+        raise BackendError(
+            f"{bundle.path} has no engines for {place.describe()}{elsewhere}; "
+            f"{place.remedy(bundle)}"
+        )
+    if len(built) > 1:
+        _LOG.info(
+            "%s: engines are there in %s; those in %s run (remove others by eecompile build "
+            "--precision P --prune)", bundle.path, ", ".join(built), built[0],
+        )  # fmt: skip
+    try:
+        return EngineStore.open(bundle.path, place.target(built[0]))
+    except BundleError as error:
+        raise BackendError(str(error)) from error
+
+
+def find_engines(spec: StageSpec, place: Place) -> tuple[Found, ...]:
+    """Find what runs a stage: one engine, or one of every segment.
+
+    Raises:
+        BackendError: The bundle has neither; the message has the command that builds them.
+    """
+    bundle = spec.bundle
+    if bundle is None:
+        raise BackendError(f"stage {spec.index} is of no bundle, so there are no engines for it")
+    store = open_store(bundle, place)
+    finder = _Finder(bundle, store)
+    whole = finder.find(spec.first_segment, spec.last_segment, spec.exit)
+    if whole is not None:
+        return (whole,)
+    exits = {exit_.after_segment: exit_.index for exit_ in bundle.manifest.exits}
+    chain = [
+        finder.find(index, index, exits.get(index))
+        for index in range(spec.first_segment, spec.last_segment + 1)
+    ]
+    found = tuple(link for link in chain if link is not None)
+    if len(found) < len(chain):
+        raise BackendError(_lacking(spec, finder, place, bundle))
+    name = unit_name(spec.first_segment, spec.last_segment, spec.exit)
+    if len(found) > 1:
+        _LOG.info(
+            "%s: %s is run as %d engines, one a segment, which is slower; %s",
+            bundle.path, name, len(found), place.remedy(bundle),
+        )  # fmt: skip
+    return found
+
+
+class _Finder:
+    """Looks for units in one store, and remembers why it found some not."""
+
+    def __init__(self, bundle: Bundle, store: EngineStore) -> None:
+        self._bundle = bundle
+        self._store = store
+        self.refused: dict[str, str] = {}
+        """Why, by name of the unit."""
+
+    def find(self, first: int, last: int, exit_: int | None) -> Found | None:
+        name = unit_name(first, last, exit_)
+        entry = self._store.entry(name)
+        if entry is None:
+            self.refused.setdefault(name, "is not built")
+            return None
+        wanted = checkable_key(
+            self._store.index.target, parts_digest(self._bundle.manifest, first, last, exit_)
+        )
+        unlike = [fact for fact, value in wanted.items() if entry.key.get(fact) != value]
+        if unlike:
+            what = "an older model" if unlike == ["parts"] else f"another {unlike[0]}"
+            self.refused[name] = f"was built for {what}"
+            return None
+        return Found(store=self._store, entry=entry)
+
+
+def _lacking(spec: StageSpec, finder: _Finder, place: Place, bundle: Bundle) -> str:
+    name = unit_name(spec.first_segment, spec.last_segment, spec.exit)
+    whole = finder.refused.pop(name)
+    parts = [f"{unit} {why}" for unit, why in finder.refused.items()]
+    shown = "; ".join(parts[:3]) + (f"; and {len(parts) - 3} more" if len(parts) > 3 else "")
+    chain = f", nor are there its segments one by one ({shown})" if parts else ""
+    return (
+        f"{bundle.path} lacks engines for {place.describe()}: {name} {whole}{chain}; "
+        f"{place.remedy(bundle)}"
+    )

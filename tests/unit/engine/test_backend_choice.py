@@ -1,0 +1,191 @@
+"""Which backend is taken, and what is said of it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnxruntime as ort
+import pytest
+from tests.engines import engine_bundle
+
+from offramp.bundle.engines import EngineEntry, EngineStore, EngineTarget
+from offramp.engine.backends import factory, make_backend
+from offramp.engine.backends.base import Backend
+from offramp.engine.errors import BackendError
+from offramp.engine.kernels.compilation import source_hash
+from offramp.engine.options import EngineOptions
+from offramp.engine.tensorrt import probe
+
+H200 = probe.Device(
+    index=1, name="NVIDIA H200", compute_capability=(9, 0), driver_version=(13, 0), total_bytes=1
+)
+TARGET = EngineTarget(
+    gpu="NVIDIA H200", compute_capability=(9, 0), tensorrt="10.16.0.72", precision="fp32"
+)
+
+
+class Named:
+    """A backend that only has a name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+@pytest.fixture
+def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_LIBRARY", "libcuda-that-is-not-there.so.1")
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A machine with a GPU and all packages; gives what backends are made with."""
+    seen: dict[str, Any] = {}
+
+    def on_gpu(device: probe.Device, options: Any, of: Any) -> Backend:
+        seen.update(device=device, options=options)
+        name = "tensorrt" if "TensorRTFactory" in of.__code__.co_freevars else "onnxruntime-cuda"
+        return Named(name)  # type: ignore[return-value]
+
+    monkeypatch.setattr(probe, "find_device", lambda index: H200)
+    monkeypatch.setattr(probe, "missing_packages", list)
+    monkeypatch.setattr(factory, "find_spec", lambda name: object())
+    monkeypatch.setattr("offramp.engine.tensorrt.compat.load", lambda: None)
+    monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider"])
+    monkeypatch.setattr(factory, "_on_gpu", on_gpu)
+    return seen
+
+
+def with_engines(path: Path, **changes: Any) -> Path:
+    engine_bundle("residual", path)
+    store = EngineStore.open(path, TARGET)
+    entry = EngineEntry.of("00-03", b"plan", key={}, profiles=(), build_s=1.0)
+    store.put(entry, b"plan")
+    return path
+
+
+def choice(caplog: pytest.LogCaptureFixture, name: str = "auto", **options: Any) -> tuple[str, str]:
+    caplog.clear()
+    caplog.set_level(logging.INFO, factory.__name__)
+    backend = make_backend(name, **options)
+    (line,) = [r.getMessage() for r in caplog.records if r.name == factory.__name__]
+    return backend.name, line
+
+
+def test_without_a_gpu_it_is_the_cpu_and_why(
+    no_driver: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, line = choice(caplog)
+    assert name == "onnxruntime-cpu"
+    assert line == (
+        "backend: onnxruntime-cpu (there is no NVIDIA driver here (libcuda-that-is-not-there.so.1 "
+        "cannot be loaded), it takes a machine with an NVIDIA GPU)"
+    )
+
+
+def test_the_cpu_may_be_asked_for_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    assert choice(caplog, "onnxruntime") == (
+        "onnxruntime-cpu", "backend: onnxruntime-cpu (asked for by name)",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("tensorrt", "TensorRT cannot be used on cuda:2: there is no NVIDIA driver here"),
+        ("cuda", "CUDA cannot be used on cuda:2: there is no NVIDIA driver here"),
+        ("tensorflow", "no backend 'tensorflow'; choose one of auto, tensorrt, cuda, onnxruntime"),
+    ],
+)
+def test_what_is_asked_for_and_cannot_run_is_one_line(
+    no_driver: None, name: str, told: str
+) -> None:
+    with pytest.raises(BackendError) as caught:
+        make_backend(name, device=2)
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_tensorrt_comes_first_where_the_bundle_has_engines(
+    made: dict[str, Any], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    path = with_engines(tmp_path / "a.ee")
+    assert choice(caplog, bundles=[path], device=1, graphs=False, max_rows=7) == (
+        "tensorrt", "backend: tensorrt (the fastest, and all is there for it)",
+    )  # fmt: skip
+    assert made["device"] is H200
+    assert (made["options"].graphs, made["options"].max_rows) == (False, 7)
+
+
+def test_a_bundle_without_engines_is_served_by_cuda_and_told_how_to_build(
+    made: dict[str, Any], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    first, second = with_engines(tmp_path / "a.ee"), tmp_path / "b.ee"
+    engine_bundle("residual", second)
+    name, line = choice(caplog, bundles=[first, second], device=1)
+    assert name == "onnxruntime-cuda"
+    assert line == (
+        f"backend: onnxruntime-cuda ({second} has no TensorRT engines for NVIDIA H200; build them "
+        f"here: eecompile build {second} --device cuda:1)"
+    )
+
+
+def test_without_either_package_both_reasons_are_told(
+    made: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(probe, "missing_packages", lambda: ["tensorrt"])
+    monkeypatch.setattr(ort, "get_available_providers", lambda: ["CPUExecutionProvider"])
+    name, line = choice(caplog)
+    assert name == "onnxruntime-cpu"
+    assert "the Python packages lack tensorrt: pip install 'offramp[tensorrt]'; CUDA can" in line
+    assert "has no CUDAExecutionProvider" in line
+
+
+def test_cuda_needs_pycuda_too(made: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factory, "find_spec", lambda name: None)
+    with pytest.raises(BackendError, match=r"on cuda:0: the Python packages lack pycuda: pip in"):
+        make_backend("cuda")
+
+
+# Kernels.
+
+
+def test_kernels_of_the_engines_are_taken_if_they_are_of_these_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(factory, "load_kernels", lambda capability, **_: b"compiled")
+    path = with_engines(tmp_path / "a.ee")
+    store = EngineStore.open(path, TARGET)
+    store.put_kernels(b"of older sources", source="0" * 64)
+    assert factory.kernels_for(H200, [path]) == b"compiled"
+    store.put_kernels(b"kept", source=source_hash())
+    assert factory.kernels_for(H200, [path]) == b"kept"
+    assert factory.kernels_for(replace(H200, compute_capability=(8, 0)), [path]) == b"compiled"
+
+
+def test_kernels_are_compiled_for_what_the_driver_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        factory, "load_kernels", lambda *given, **how: seen.append((given, how)) or b"compiled"
+    )
+    assert factory.kernels_for(H200, []) == b"compiled"
+    assert seen == [(((9, 0),), {"driver_version": (13, 0)})]
+
+
+# Options.
+
+
+def test_a_device_is_named_as_cuda_does() -> None:
+    assert EngineOptions(device="cuda:3").device == "cuda:3"
+    with pytest.raises(ValueError, match="device: 'gpu0' is no device of TensorRT; give cuda:0"):
+        EngineOptions(device="gpu0")
+
+
+def test_choosing_imports_nothing_of_a_gpu(no_driver: None) -> None:
+    make_backend("auto")
+    assert not {"tensorrt", "pycuda", "pycuda.driver"} & sys.modules.keys()

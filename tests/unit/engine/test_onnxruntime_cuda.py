@@ -1,0 +1,282 @@
+"""Stages on ONNX Runtime's CUDA provider: a fake of it on the fake driver, against the CPU."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from numpy.typing import NDArray
+from tests.engines import engine_bundle, half_leave
+from tests.sliced import inputs_of, sliced
+
+from offramp.bundle import Bundle
+from offramp.engine.backends import onnxruntime_cuda
+from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
+from offramp.engine.backends.onnxruntime_cuda import OnnxRuntimeCudaFactory
+from offramp.engine.backends.sizes import BundleSizes, GraphShapes
+from offramp.engine.cuda.backend import CudaBackend
+from offramp.engine.cuda.fake_driver import FakeDriver
+from offramp.engine.errors import BackendError
+from offramp.engine.pipeline import Pipeline
+from offramp.engine.plan import Mode, make_chained_plan, make_plan
+
+RealSession = ort.InferenceSession
+CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
+
+
+class Cuda:
+    """The provider: what was asked of it, and what it shall do."""
+
+    def __init__(self, device: FakeDriver) -> None:
+        self.device = device
+        self.settings: list[dict[str, str]] = []
+        self.binds: list[str] = []
+        self.loads = True
+        self.fails = False
+
+    def session(self, model: bytes, options: Any, *, providers: Sequence[Any], **how: Any) -> Any:
+        if providers == [CPU]:
+            return RealSession(model, options, providers=providers)
+        ((name, settings),) = providers
+        assert name == CUDA
+        assert how == {"enable_fallback": 0}
+        self.settings.append(settings)
+        return FakeSession(self, model, int(settings["user_compute_stream"]))
+
+
+class FakeSession:
+    """What ``InferenceSession`` is on a GPU; runs on the CPU when the stream does."""
+
+    def __init__(self, cuda: Cuda, model: bytes, stream: int) -> None:
+        self.cuda, self.stream = cuda, stream
+        self.real = RealSession(model, providers=[CPU])
+
+    def get_providers(self) -> list[str]:
+        return [CUDA, CPU] if self.cuda.loads else [CPU]
+
+    def io_binding(self) -> FakeBinding:
+        return FakeBinding(self.cuda)
+
+    def run_with_iobinding(self, iobinding: FakeBinding, run_options: Any = None) -> None:
+        if self.cuda.fails:
+            raise RuntimeError("CUDA failure 2: out of memory")
+        entry = run_options.get_run_config_entry("disable_synchronize_execution_providers")
+        assert entry == "1", "it would wait for the device"
+        inputs, outputs = dict(iobinding.inputs), dict(iobinding.outputs)
+        device = self.cuda.device
+
+        def run() -> None:
+            feed = {}
+            for name, (dtype, shape, at) in inputs.items():
+                size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+                feed[name] = device.read(at, size).view(dtype).reshape(shape).copy()
+            values = self.real.run(list(outputs), feed)
+            for (dtype, shape, at), value in zip(outputs.values(), values, strict=True):
+                assert (value.dtype, value.shape) == (dtype, shape)
+                data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+                device.write(at, data.nbytes)[:] = data
+
+        (stream,) = [s for s in device._open if getattr(s, "handle", None) == self.stream]
+        device.call(stream, run)  # type: ignore[arg-type]
+
+
+class FakeBinding:
+    """What ``IOBinding`` is."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self.cuda = cuda
+        self.inputs: dict[str, tuple[Any, tuple[int, ...], int]] = {}
+        self.outputs: dict[str, tuple[Any, tuple[int, ...], int]] = {}
+
+    def bind_input(
+        self, name: Any, device_type: Any, device_id: Any, element_type: Any, shape: Any,
+        buffer_ptr: Any,
+    ) -> None:  # fmt: skip
+        assert (device_type, device_id) == ("cuda", 3)
+        self.cuda.binds.append(name)
+        self.inputs[name] = element_type, shape, buffer_ptr
+
+    def bind_output(
+        self, name: Any, device_type: Any = "cpu", device_id: Any = 0, element_type: Any = None,
+        shape: Any = None, buffer_ptr: Any = None,
+    ) -> None:  # fmt: skip
+        assert (device_type, device_id) == ("cuda", 3)
+        self.cuda.binds.append(name)
+        self.outputs[name] = element_type, shape, buffer_ptr
+
+
+@pytest.fixture
+def device() -> Iterator[FakeDriver]:
+    made = FakeDriver()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def cuda(device: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    made = Cuda(device)
+    monkeypatch.setattr(ort, "InferenceSession", made.session)
+    return made
+
+
+@pytest.fixture
+def bundle(request: pytest.FixtureRequest, tmp_path: Path) -> Bundle:
+    return engine_bundle(getattr(request, "param", "residual"), tmp_path / "b.ee")
+
+
+def backend_on(device: FakeDriver, max_rows: int = 8) -> CudaBackend:
+    factory = OnnxRuntimeCudaFactory(device=3, max_rows=max_rows)
+    return CudaBackend(factory, device, kernels=b"", graphs=True)
+
+
+def answers(pipeline: Pipeline, slot: Any, inputs: dict[str, NDArray[Any]]) -> list[list[float]]:
+    found: dict[int, list[float]] = {}
+    for departure in pipeline.run(slot, inputs):
+        for row, answer in zip(departure.rows, departure.answer, strict=True):
+            found[int(row)] = [departure.stage, *answer.tolist()]
+    return [found[row] for row in sorted(found)]
+
+
+@pytest.mark.parametrize("bundle", ["residual", "bert"], indirect=True)
+@pytest.mark.parametrize("kind", ["leave", "off", "chained"])
+def test_answers_are_those_of_the_cpu(
+    cuda: Cuda, device: FakeDriver, bundle: Bundle, kind: str
+) -> None:
+    model = "bert" if len(bundle.manifest.inputs) > 1 else "residual"
+    inputs = inputs_of(sliced(model), 8)
+    policy = half_leave(bundle, inputs)
+    plan = {
+        "leave": lambda: make_plan(bundle, policy),
+        "off": lambda: make_plan(bundle, mode=Mode.OFF),
+        "chained": lambda: make_chained_plan(bundle),
+    }[kind]()
+    backend = backend_on(device)
+    ours, theirs = Pipeline(backend, plan), Pipeline(OnnxRuntimeBackend(), plan)
+    slots = [backend.open_slot(), backend.open_slot()]
+    for rows, length in ((8, None), (3, 12), (1, None), (3, 12)):
+        given = {
+            n: np.ascontiguousarray(a[:rows, :length] if a.ndim == 2 else a[:rows])
+            for n, a in inputs.items()
+        }
+        expected = answers(theirs, OnnxRuntimeBackend().open_slot(), given)
+        for slot in slots:
+            np.testing.assert_allclose(answers(ours, slot, given), expected, rtol=1e-5)
+    assert len(cuda.settings) == 2 * len(plan.stages)
+    assert device.calls["capture"] == 0
+    for slot in slots:
+        slot.close()
+    backend.close()
+
+
+def test_sessions_work_on_their_slots_stream_in_float32(
+    cuda: Cuda, device: FakeDriver, bundle: Bundle
+) -> None:
+    backend = backend_on(device)
+    pipeline = Pipeline(backend, make_plan(bundle, mode=Mode.OFF))
+    slots = [backend.open_slot(), backend.open_slot()]
+    for slot in slots:
+        answers(pipeline, slot, inputs_of(sliced("residual"), 2))
+        slot.close()
+    backend.close()
+    assert {s["device_id"] for s in cuda.settings} == {"3"}
+    assert {s["use_tf32"] for s in cuda.settings} == {"0"}
+    assert len({s["user_compute_stream"] for s in cuda.settings}) == 2
+
+
+def test_what_is_bound_already_is_not_bound_again(
+    cuda: Cuda, device: FakeDriver, bundle: Bundle
+) -> None:
+    backend = backend_on(device)
+    pipeline = Pipeline(backend, make_plan(bundle, mode=Mode.OFF))
+    slot = backend.open_slot()
+    for _ in range(3):
+        answers(pipeline, slot, inputs_of(sliced("residual"), 2))
+    assert len(cuda.binds) == 2  # an input and an answer
+    answers(pipeline, slot, inputs_of(sliced("residual"), 3))
+    assert len(cuda.binds) == 4
+    slot.close()
+    backend.close()
+
+
+def test_a_run_that_fails_is_told_and_the_next_one_binds_anew(
+    cuda: Cuda, device: FakeDriver, bundle: Bundle
+) -> None:
+    backend = backend_on(device)
+    pipeline = Pipeline(backend, make_plan(bundle, mode=Mode.OFF))
+    slot, inputs = backend.open_slot(), inputs_of(sliced("residual"), 2)
+    cuda.fails = True
+    with pytest.raises(BackendError, match=r"stage 0 failed on 2 rows.*out of memory"):
+        answers(pipeline, slot, inputs)
+    cuda.fails = False
+    before = len(cuda.binds)
+    assert len(answers(pipeline, slot, inputs)) == 2
+    assert len(cuda.binds) == before + 2
+    slot.close()
+    backend.close()
+
+
+def test_a_provider_that_does_not_load_is_refused(
+    cuda: Cuda, device: FakeDriver, bundle: Bundle
+) -> None:
+    cuda.loads = False
+    backend = backend_on(device)
+    pipeline = Pipeline(backend, make_plan(bundle, mode=Mode.OFF))
+    slot = backend.open_slot()
+    with pytest.raises(BackendError, match=r"stage 0 on cuda:3: its CUDA provider does not load"):
+        answers(pipeline, slot, inputs_of(sliced("residual"), 2))
+    slot.close()
+    backend.close()
+
+
+def test_without_the_provider_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [CPU])
+    with pytest.raises(BackendError, match=r"has no CUDAExecutionProvider.*install onnxruntime-g"):
+        onnxruntime_cuda.require_provider()
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA, CPU])
+    onnxruntime_cuda.require_provider()
+
+
+@pytest.mark.parametrize("name", ["bind_input", "bind_output"])
+def test_the_fake_binds_as_the_real_one_does(name: str) -> None:
+    real, fake = (inspect.signature(getattr(c, name)) for c in (ort.IOBinding, FakeBinding))
+    assert list(real.parameters) == list(fake.parameters)
+    assert [p.default for p in real.parameters.values()] == [
+        p.default for p in fake.parameters.values()
+    ]
+
+
+# Sizes.
+
+
+def test_sizes_of_a_bundle_are_those_of_its_calibration(tmp_path: Path) -> None:
+    bundle = engine_bundle("bert", tmp_path / "b.ee")
+    found = BundleSizes().of(bundle)
+    length = bundle.manifest.calibration.sample_shapes["input_ids"][0]
+    cut = bundle.manifest.segments[0].output
+    assert found["input_ids"] == (length,)
+    assert found[cut][0] == length
+    assert set(found) == {
+        *(tensor.name for tensor in bundle.manifest.inputs),
+        *(segment.output for segment in bundle.manifest.segments),
+    }
+
+
+def test_shapes_follow_other_lengths(tmp_path: Path) -> None:
+    bundle = engine_bundle("bert", tmp_path / "b.ee")
+    stage = make_plan(bundle).stages[0]
+    shapes = GraphShapes(stage.load())
+    width = BundleSizes().of(bundle)[stage.carried[0]][-1]
+    for length in (5, 9):
+        inputs = dict.fromkeys(shapes.inputs, (4, length))
+        assert shapes.of(inputs)[stage.carried[0]] == (4, length, width)
+
+
+def test_shapes_that_the_graph_does_not_take_are_told(bundle: Bundle) -> None:
+    shapes = GraphShapes(make_plan(bundle).stages[0].load())
+    with pytest.raises(BackendError, match=r"does not take image \[2, 7, 16, 16\]"):
+        shapes._by_running({"image": (1, 7, 16, 16)})

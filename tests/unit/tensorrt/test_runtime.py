@@ -1,0 +1,514 @@
+"""Stages on TensorRT's engines: a fake TensorRT on the fake driver, against ONNX Runtime."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tests.engines import engine_bundle, half_leave
+from tests.sliced import inputs_of, sliced
+from tests.unit.tensorrt.bindings import TENSORRT_VERSIONS
+from tests.unit.tensorrt.fake_runtime import FakeRuntime
+
+from offramp.bundle import NEVER, Bundle
+from offramp.bundle.engines import EngineEntry, EngineStore, EngineTarget, parts_digest
+from offramp.compiler.engines.builder import BuildSettings
+from offramp.compiler.engines.building import _inputs_of
+from offramp.compiler.engines.graphs import UnitGraphs
+from offramp.compiler.engines.keys import engine_key
+from offramp.compiler.engines.profiles import ModelShapes, profile_sizes, unit_profiles
+from offramp.compiler.engines.ranges import parse_batches, parse_buckets
+from offramp.compiler.engines.units import PARTS, Part, units_of
+from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
+from offramp.engine.backends.tensorrt import TensorRTFactory, TensorRTRun, TensorRTStage
+from offramp.engine.cuda.backend import CudaBackend
+from offramp.engine.cuda.executable import SlotResources
+from offramp.engine.cuda.fake_driver import FakeDriver
+from offramp.engine.errors import BackendError
+from offramp.engine.pipeline import Pipeline
+from offramp.engine.plan import Mode, Plan, StageSpec, make_chained_plan, make_plan
+from offramp.engine.tensorrt import messages
+
+BUCKETS = {"bert": ("sequence=8,20",)}
+
+
+@pytest.fixture(params=TENSORRT_VERSIONS)
+def version(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def device() -> FakeDriver:
+    return FakeDriver()
+
+
+@pytest.fixture
+def fake(
+    version: str, device: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[FakeRuntime]:
+    made = FakeRuntime(version, device)
+    monkeypatch.setitem(sys.modules, "tensorrt", made.module)
+    messages.logger.cache_clear()
+    yield made
+    messages.logger.cache_clear()
+    device.close()  # finds what was not released, and all misuse
+    assert not made.contexts
+    assert not made.engines
+
+
+@pytest.fixture
+def bundle(request: pytest.FixtureRequest, tmp_path: Path) -> Bundle:
+    return engine_bundle(getattr(request, "param", "residual"), tmp_path / "b.ee")
+
+
+def target(fake: FakeRuntime, **changes: Any) -> EngineTarget:
+    plain = EngineTarget(
+        gpu="Fake GPU",
+        compute_capability=(9, 0),
+        tensorrt=fake.module.__version__,
+        precision="fp32",
+    )
+    return replace(plain, **changes)
+
+
+def build(
+    fake: FakeRuntime, bundle: Bundle, parts: Sequence[Part] = PARTS, **changes: Any
+) -> EngineStore:
+    """What ``eecompile build`` would do."""
+    there = target(fake, **changes)
+    sizes = profile_sizes(
+        bundle.manifest,
+        parse_batches("1,2-8"),
+        parse_buckets(BUCKETS.get(_model(bundle), ())),
+    )
+    graphs = UnitGraphs(bundle, "fp32", tensorrt_version="10.0")
+    settings, shapes = BuildSettings(precision="fp32"), ModelShapes(bundle)
+    store = EngineStore.open(bundle.path, there)
+    for unit in units_of(bundle, parts):
+        graph = graphs.of(unit)
+        profiles = [p.shapes for p in unit_profiles(_inputs_of(graph), sizes, shapes)]
+        parts_hash = parts_digest(bundle.manifest, *unit)
+        key = engine_key(there, settings, graph, profiles, parts=parts_hash)
+        plan = fake.plan(graph, profiles)
+        entry = EngineEntry.of(unit.name, plan, key=key, profiles=tuple(profiles), build_s=1.0)
+        store.put(entry, plan)
+    return store
+
+
+def _model(bundle: Bundle) -> str:
+    return "bert" if len(bundle.manifest.inputs) > 1 else "residual"
+
+
+def half_plan(bundle: Bundle, mode: Mode = Mode.LEAVE) -> Plan:
+    """Half of the rows of :func:`compare` go on after the first stage."""
+    return make_plan(bundle, half_leave(bundle, inputs_of(sliced(_model(bundle)), 8)), mode)
+
+
+def answers(pipeline: Pipeline, slot: Any, inputs: dict[str, NDArray[Any]]) -> NDArray[Any]:
+    rows = len(next(iter(inputs.values())))
+    found: list[Any] = [None] * rows
+    for departure in pipeline.run(slot, inputs):
+        for row, answer in zip(departure.rows, departure.answer, strict=True):
+            found[row] = (departure.stage, answer)
+    return np.array([[stage, *answer] for stage, answer in found])
+
+
+def cut(inputs: dict[str, NDArray[Any]], rows: int, length: int | None) -> dict[str, NDArray[Any]]:
+    short = {
+        n: a[:rows, :length] if a.ndim == 2 and length else a[:rows] for n, a in inputs.items()
+    }
+    return {name: np.ascontiguousarray(array) for name, array in short.items()}
+
+
+def compare(device: FakeDriver, plan: Plan, *, model: str, graphs: bool = True) -> None:
+    """Rows of many sizes, each three times, so that graphs are made and launched."""
+    backend = CudaBackend(
+        TensorRTFactory(device, graphs=graphs), device, kernels=b"", graphs=graphs
+    )
+    ours, theirs = Pipeline(backend, plan), Pipeline(OnnxRuntimeBackend(), plan)
+    slots = [backend.open_slot(), backend.open_slot()]
+    inputs = inputs_of(sliced(model), 8)
+    for rows, length in ((8, None), (3, 12), (1, None), (8, None), (3, 12), (8, None), (3, 12)):
+        given = cut(inputs, rows, length if model == "bert" else None)
+        expected = answers(theirs, OnnxRuntimeBackend().open_slot(), given)
+        for slot in slots:
+            found = answers(ours, slot, given)
+            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    for slot in slots:
+        slot.close()
+    backend.close()
+
+
+@pytest.mark.parametrize("bundle", ["residual", "bert"], indirect=True)
+@pytest.mark.parametrize("mode", [Mode.LEAVE, Mode.OFF])
+def test_engines_of_stages_answer_as_onnx_runtime_does(
+    fake: FakeRuntime, device: FakeDriver, bundle: Bundle, mode: Mode
+) -> None:
+    build(fake, bundle, ["source", "stages"])
+    compare(device, half_plan(bundle, mode), model=_model(bundle))
+    assert (device.calls["launch_graph"] > 0) == (fake.major >= 10)
+
+
+@pytest.mark.parametrize("bundle", ["residual", "bert"], indirect=True)
+def test_what_is_not_built_as_one_is_run_segment_by_segment(
+    fake: FakeRuntime, device: FakeDriver, bundle: Bundle, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    build(fake, bundle, ["segments"])
+    compare(device, half_plan(bundle), model=_model(bundle))
+    assert "00-01-exit1 is run as 2 engines, one a segment, which is slower" in caplog.text
+
+
+@pytest.mark.parametrize("bundle", ["residual", "bert"], indirect=True)
+def test_a_whole_model_may_be_a_chain(
+    fake: FakeRuntime, device: FakeDriver, bundle: Bundle
+) -> None:
+    build(fake, bundle, ["segments"])
+    compare(device, make_plan(bundle, mode=Mode.OFF), model=_model(bundle))
+
+
+def test_exits_that_nobody_asks_are_left_aside(
+    fake: FakeRuntime, device: FakeDriver, bundle: Bundle
+) -> None:
+    build(fake, bundle, ["segments"])
+    compare(device, make_chained_plan(bundle), model="residual")
+
+
+def test_without_graphs_no_context_is_made_while_serving(
+    fake: FakeRuntime, device: FakeDriver, bundle: Bundle
+) -> None:
+    build(fake, bundle, ["stages"])
+    compare(device, half_plan(bundle), model="residual", graphs=False)
+    engines, profiles, slots = 2, 2, 2
+    loaded = engines if fake.major >= 10 else engines * slots  # each is asked for its sizes
+    made = loaded * profiles + engines * profiles * slots
+    assert len(fake.called("create_execution_context")) == made
+
+
+def test_engines_that_cannot_be_captured_are_run_all_the_same(
+    fake: FakeRuntime, device: FakeDriver, bundle: Bundle
+) -> None:
+    fake.graph_fails = True
+    build(fake, bundle, ["stages"])
+    compare(device, half_plan(bundle), model="residual")
+    assert device.calls["launch_graph"] == 0
+
+
+def test_the_engine_is_in_memory_once_however_many_slots_and_plans_have_it(
+    fake: FakeRuntime, device: FakeDriver, bundle: Bundle
+) -> None:
+    build(fake, bundle, ["source", "stages"])
+    backend = CudaBackend(TensorRTFactory(device), device, kernels=b"", graphs=True)
+    slots = [backend.open_slot() for _ in range(3)]
+    inputs = inputs_of(sliced("residual"), 4)
+    for mode in (Mode.LEAVE, Mode.AUDIT):
+        never = [replace(s, threshold=NEVER) for s in make_plan(bundle, mode=mode).stages]
+        plan = Plan(stages=tuple(never), policy_version=1, mode=mode)
+        pipeline = Pipeline(backend, plan)
+        for slot in slots:
+            pipeline.warm_up(slot, inputs)
+    # TensorRT 8.6 has one context a profile; a slot needs an engine of its own.
+    stages = len(plan.stages)
+    assert len(fake.engines) == (stages if fake.major >= 10 else stages * 3)
+    for slot in slots:
+        slot.close()
+    backend.close()
+
+
+class Bench:
+    """One stage on device memory of the test's own."""
+
+    def __init__(self, device: FakeDriver, spec: StageSpec, *, graphs: bool = True) -> None:
+        self.device, self.spec = device, spec
+        self.factory = TensorRTFactory(device, graphs=graphs)
+        self.memory: dict[str, int] = {}
+
+    def __enter__(self) -> Self:
+        self.context = self.device.current()
+        self.context.__enter__()
+        self.stage: TensorRTStage = self.factory.prepare(self.spec)
+        self.stream, self.event = self.device.stream(), self.device.event()
+        for info in (*self.stage.inputs, *self.stage.outputs):
+            self.memory[info.name] = self.device.allocate(self.stage.max_rows * info.row_bytes)
+        self.scratch = self.device.allocate(self.stage.scratch_bytes)
+        self.run: TensorRTRun = self.stage.open(self.resources())
+        return self
+
+    def resources(self, **changes: Any) -> SlotResources:
+        plain = SlotResources(
+            driver=self.device,
+            stream=self.stream,
+            scratch_address=self.scratch,
+            scratch_bytes=self.stage.scratch_bytes,
+        )
+        return replace(plain, **changes)
+
+    def shapes(self, rows: int) -> dict[str, tuple[int, ...]]:
+        return {info.name: (rows, *info.sample_shape) for info in self.stage.inputs}
+
+    def enqueue(self, rows: int) -> None:
+        for info in self.stage.inputs:
+            self.device.clear(self.memory[info.name], rows * info.row_bytes, self.stream)
+        self.run.enqueue(self.shapes(rows), self.memory, self.stream)
+
+    def wait(self) -> None:
+        self.device.record(self.event, self.stream)
+        self.device.synchronize(self.event)
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
+        self.run.close()
+        self.stage.close()
+        self.factory.close()
+        for address in (*self.memory.values(), self.scratch):
+            self.device.free(address)
+        self.event.close()
+        self.stream.close()
+        self.context.__exit__(None, None, None)
+
+
+def test_a_stage_says_what_it_takes(fake: FakeRuntime, device: FakeDriver, bundle: Bundle) -> None:
+    build(fake, bundle, ["stages"])
+    with Bench(device, make_plan(bundle).stages[0]) as bench:
+        stage = bench.stage
+        assert [(i.name, i.dtype, i.sample_shape) for i in stage.inputs] == [
+            ("image", np.float32, (3, 16, 16))
+        ]
+        assert [(o.name, o.sample_shape) for o in stage.outputs][:2] == [
+            ("exit1/answer", (5,)), ("exit1/confidence", ()),
+        ]  # fmt: skip
+        assert stage.outputs[2].name == stage.spec.carried[0]
+        assert stage.max_rows == 8
+        assert stage.scratch_bytes == 1024  # of TensorRT's 1000; one engine has nothing between
+        assert stage.capturable == (fake.major >= 10)
+
+
+@pytest.mark.parametrize("bundle", ["bert"], indirect=True)
+def test_inputs_have_the_types_that_the_engine_has(
+    fake: FakeRuntime, device: FakeDriver, bundle: Bundle
+) -> None:
+    build(fake, bundle, ["stages"])
+    with Bench(device, make_plan(bundle).stages[0]) as bench:
+        types = {info.name: info.dtype for info in bench.stage.inputs}
+        assert types["input_ids"] == (np.int64 if fake.major >= 10 else np.int32)
+        assert types["input_ids"] == bench.factory.device_dtype(np.dtype(np.int64))
+    assert bench.factory.device_dtype(np.dtype(np.float64)) == np.float32
+    assert bench.factory.device_dtype(np.dtype(np.uint8)) == np.uint8
+
+
+def test_shapes_are_known_before_a_run_and_set_once(
+    fake: FakeRuntime, device: FakeDriver, bundle: Bundle
+) -> None:
+    build(fake, bundle, ["stages"])
+    with Bench(device, make_plan(bundle).stages[0]) as bench:
+        shapes = bench.run.output_shapes(bench.shapes(5))
+        assert shapes["exit1/answer"] == (5, 5)
+        assert shapes["exit1/confidence"] == (5,)
+
+
+def test_more_rows_than_any_profile_has_are_refused_by_name(
+    fake: FakeRuntime, device: FakeDriver, bundle: Bundle
+) -> None:
+    build(fake, bundle, ["stages"])
+    with Bench(device, make_plan(bundle).stages[0]) as bench:
+        with pytest.raises(BackendError) as caught:
+            bench.run.output_shapes(bench.shapes(9))
+        told = str(caught.value)
+        assert "stage 0: no profile of engine 00-01-exit1 holds image [9, 3, 16, 16]" in told
+        assert "it takes image [1, 3, 16, 16] to [1, 3, 16, 16]; image [2, 3, 16, 16] to [8" in told
+        assert "give --batch-profiles" in told
+        bench.enqueue(8)
+
+
+@pytest.mark.parametrize("bundle", ["bert"], indirect=True)
+def test_shapes_that_are_half_refused_are_all_set_anew(
+    fake: FakeRuntime, device: FakeDriver, bundle: Bundle
+) -> None:
+    build(fake, bundle, ["stages"])
+    with Bench(device, make_plan(bundle).stages[0]) as bench:
+        (link,) = bench.run._links
+        context = link._contexts[-1]
+        before = {name: context.shapes[name] for name in link.engine.inputs}
+        first, second = link.engine.inputs
+        with pytest.raises(BackendError, match=r"take \(99, 9\) as attention_mask of engine"):
+            context.take_shapes({first: (4, 9), second: (99, 9)})
+        context.take_shapes(before)
+        assert context._live()._shapes == before
+
+
+def test_a_refused_run_fails_and_the_next_one_does_not(
+    fake: FakeRuntime, device: FakeDriver, bundle: Bundle
+) -> None:
+    build(fake, bundle, ["stages"])
+    with Bench(device, make_plan(bundle).stages[0]) as bench:
+        fake.fails_to_run = True
+        with pytest.raises(
+            BackendError, match=r"stage 0 failed: .*run engine 00-01-exit1: enqueue failed"
+        ):
+            bench.enqueue(2)
+        fake.fails_to_run = False
+        bench.enqueue(2)
+
+
+def test_too_little_scratch_is_refused(
+    fake: FakeRuntime, device: FakeDriver, bundle: Bundle
+) -> None:
+    build(fake, bundle, ["stages"])
+    with (
+        Bench(device, make_plan(bundle).stages[0]) as bench,
+        pytest.raises(BackendError, match="needs 1024 bytes of scratch memory, the slot has 512"),
+    ):
+        bench.stage.open(bench.resources(scratch_bytes=512))
+
+
+def test_a_slot_that_cannot_be_opened_leaves_nothing_behind(
+    fake: FakeRuntime, device: FakeDriver, bundle: Bundle
+) -> None:
+    build(fake, bundle, ["segments"])
+    with Bench(device, make_plan(bundle).stages[0]) as bench:
+        fake.refuses_profiles = True
+        with pytest.raises(BackendError, match="take profile 0 of engine 00-00-exit0: profile 0"):
+            bench.stage.open(bench.resources())
+        fake.refuses_profiles = False
+
+
+def test_a_graph_outlives_what_is_run_after_it(
+    fake: FakeRuntime, device: FakeDriver, bundle: Bundle
+) -> None:
+    if fake.major < 10:
+        pytest.skip("TensorRT 8.6 is run without graphs")
+    build(fake, bundle, ["stages"])
+    with Bench(device, make_plan(bundle).stages[0]) as bench:
+        for _ in range(2):
+            bench.enqueue(3)
+            bench.wait()
+        shapes, stream = bench.shapes(3), bench.stream
+        graph = device.capture(stream, lambda: bench.run.enqueue(shapes, bench.memory, stream))
+        assert graph is not None
+        for rows in (2, 5, 3, 2):  # the fake raises where a captured context is changed
+            bench.enqueue(rows)
+        graph.launch(stream)
+        bench.wait()
+        graph.close()
+
+
+def test_what_graphs_need_is_released_with_them(
+    fake: FakeRuntime, device: FakeDriver, bundle: Bundle
+) -> None:
+    if fake.major < 10:
+        pytest.skip("TensorRT 8.6 is run without graphs")
+    build(fake, bundle, ["stages"])
+    with Bench(device, make_plan(bundle).stages[0]) as bench:
+        for rows in (1, 2, 3, 1, 2, 3):
+            bench.enqueue(rows)
+        assert len(fake.contexts) == 2 + 3  # one a profile, one for each that came again
+        bench.wait()
+        bench.run.forget()
+        assert len(fake.contexts) == 2
+        bench.enqueue(3)
+
+
+# What may not be loaded.
+
+
+def refusal(device: FakeDriver, spec: StageSpec) -> str:
+    with device.current(), pytest.raises(BackendError) as caught:
+        TensorRTFactory(device).prepare(spec)
+    told = str(caught.value)
+    assert "\n" not in told
+    return told
+
+
+def test_without_engines_the_command_that_builds_them_is_told(
+    fake: FakeRuntime, device: FakeDriver, bundle: Bundle
+) -> None:
+    spec = make_plan(bundle).stages[0]
+    assert refusal(device, spec) == (
+        f"{bundle.path} has no engines for Fake GPU with TensorRT {fake.module.__version__}; "
+        f"build them here: eecompile build {bundle.path} --device cuda:0"
+    )
+
+
+@pytest.mark.parametrize(
+    "changes", [{"gpu": "Other GPU"}, {"tensorrt": "10.0.0.1"}, {"compute_capability": (8, 0)}]
+)
+def test_engines_of_another_machine_are_not_taken(
+    fake: FakeRuntime, device: FakeDriver, bundle: Bundle, changes: dict[str, Any]
+) -> None:
+    build(fake, bundle, **changes)
+    told = refusal(device, make_plan(bundle).stages[0])
+    assert f"(it has some for {target(fake, **changes).describe()}); build them here" in told
+
+
+def test_engines_of_another_model_are_not_taken(
+    fake: FakeRuntime, device: FakeDriver, bundle: Bundle
+) -> None:
+    store = build(fake, bundle)
+    for entry in store.index.engines:
+        old = replace(entry, key={**entry.key, "parts": "0" * 64})
+        store.put(old, store.read(entry))
+    told = refusal(device, make_plan(bundle).stages[0])
+    assert "00-01-exit1 was built for an older model, nor are there its segments" in told
+    assert "(00-00-exit0 was built for an older model; 01-01-exit1 was built for an" in told
+
+
+def test_one_engine_of_an_older_model_is_replaced_by_its_segments(
+    fake: FakeRuntime, device: FakeDriver, bundle: Bundle
+) -> None:
+    store = build(fake, bundle)
+    entry = store.entry("00-01-exit1")
+    assert entry is not None
+    store.put(replace(entry, key={**entry.key, "builder": "0"}), store.read(entry))
+    with Bench(device, make_plan(bundle).stages[0]):
+        assert len(fake.engines) == 2
+
+
+def test_an_altered_file_is_not_loaded(
+    fake: FakeRuntime, device: FakeDriver, bundle: Bundle
+) -> None:
+    store = build(fake, bundle, ["stages"])
+    entry = store.entry("00-01-exit1")
+    assert entry is not None
+    (store.folder / entry.file).write_bytes(b"x" * entry.size_bytes)
+    told = refusal(device, make_plan(bundle).stages[0])
+    assert entry.file in told
+    assert "eecompile build" in told
+
+
+def test_a_chain_that_lacks_a_link_is_told(
+    fake: FakeRuntime, device: FakeDriver, bundle: Bundle
+) -> None:
+    store = build(fake, bundle, ["segments"])
+    store.prune([e.unit for e in store.index.engines if e.unit != "00-00-exit0"])
+    told = refusal(device, make_plan(bundle).stages[0])
+    assert re.search(
+        r"lacks engines for Fake GPU with TensorRT [\d.]+: 00-01-exit1 is not built, nor are there "
+        r"its segments one by one \(00-00-exit0 is not built\); build them here: eecompile", told
+    )  # fmt: skip
+
+
+def test_what_tensorrt_refuses_is_told_and_released(
+    fake: FakeRuntime, device: FakeDriver, bundle: Bundle
+) -> None:
+    build(fake, bundle, ["segments"])
+    fake.fails_to_load = True
+    told = refusal(device, make_plan(bundle).stages[0])
+    assert told.startswith("TensorRT could not load engine 00-00-exit0: the engine is of version")
+
+
+def test_of_several_precisions_the_least_is_served(
+    fake: FakeRuntime, device: FakeDriver, bundle: Bundle, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    build(fake, bundle, ["stages"])
+    build(fake, bundle, ["segments"], precision="fp16")
+    with Bench(device, make_plan(bundle).stages[0]):
+        assert len(fake.engines) == 2  # segments: those of fp16
+    assert "engines are there in fp16, fp32; those in fp16 run" in caplog.text
