@@ -67,10 +67,12 @@ class StampedSlot(FakeSlot):
 
     stamps: list[tuple[int, float, float]]
 
-    def run(self, stage: StageSpec, batch: TensorBatch) -> StageResult:
+    def run(
+        self, stage: StageSpec, batch: TensorBatch, threshold: float | None = None
+    ) -> StageResult:
         """Run, with a look at the clock before and after."""
         began_s = time.perf_counter()
-        result = super().run(stage, batch)
+        result = super().run(stage, batch, threshold)
         self.stamps.append((stage.index, began_s, time.perf_counter()))
         return result
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from numpy.typing import NDArray
 
-from offramp.bundle import Bundle, ExitPolicy
+from offramp.bundle import Bundle, ExitPolicy, Profile
 from offramp.engine.control.adjusting import AdjustingController
 from offramp.engine.control.adjustment import DEFAULT_MAX_OVERHEAD
 from offramp.engine.control.apparate import ApparateController, ApparateSettings
@@ -28,12 +28,18 @@ STATIC_AUDIT_PROBABILITY: Final = 0.05
 
 
 def make_controller(
-    bundle: Bundle, mode: Mode, options: ModelOptions
+    bundle: Bundle, profile: Profile, mode: Mode, options: ModelOptions
 ) -> tuple[Controller, Mapping[str, str]]:
     """Make the controller that the options name.
 
     In release mode everything runs to the end, so that exits only cost throughput: there the ramp
     budget is Apparate's 2 % unless the options say otherwise, and exits beyond it are left out.
+
+    Args:
+        bundle: Its records and policy are what is started from.
+        profile: What the model's parts take where it is served.
+        mode: Release or audit.
+        options: Name the controller.
 
     Returns:
         The controller, and the fingerprint of what its state is good for.
@@ -42,7 +48,7 @@ def make_controller(
     promise = bundle.policy.promise
     compiled_for = MAX_DISAGREEMENT if promise is None else promise.max_disagreement
     max_disagreement = options.max_disagreement or compiled_for
-    costs = CostModel.of(bundle.manifest, bundle.profile(), options.max_batch_size)
+    costs = CostModel.of(bundle.manifest, profile, options.max_batch_size)
     budget = ramp_budget(bundle.policy, costs, mode, options)
     policy = _start(bundle.policy, costs, records, options, (max_disagreement, budget))
     controller: Controller

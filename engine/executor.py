@@ -78,6 +78,10 @@ class Runnable(Protocol):
         """Run a batch that is known to be good through all stages."""
         ...
 
+    def warm_up(self, slot: Slot, generation: Generation) -> None:
+        """Run batches of every size, so that the slot has all that it will need."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class _Task:
@@ -127,6 +131,7 @@ class Executor:
         self._outbox = Outbox(self._lock, clock)
         self._models = {name: self._host(name, model) for name, model in models.items()}
         self._probes = {name: model.probe for name, model in models.items()}
+        self._warm_ups = {name: model.warm_up for name, model in models.items()}
         self._health = StreamHealth(streams)
         self._refusal: EngineError | None = None
         """Why no request is taken, for now; or for ever, once ``_stopped``."""
@@ -269,7 +274,9 @@ class Executor:
             raise _StartFailedError from error
         try:
             if suspected:
-                self._probe(slot)
+                self._run_each(self._probes, slot)
+            if not self._backend.on_cpu:
+                self._run_each(self._warm_ups, slot)
             with self._lock:
                 self._health.started(stream, anew=suspected)
                 self._scheduler.resume(stream)
@@ -282,11 +289,11 @@ class Executor:
             except Exception:  # what it held may be lost, but a new one may still be opened
                 _log.exception("stream %d: a slot could not be closed", stream)
 
-    def _probe(self, slot: Slot) -> None:
-        """Run a batch that is known to be good, of every model."""
+    def _run_each(self, runs: Mapping[str, Callable[[Slot, Generation], None]], slot: Slot) -> None:
+        """Run batches that are known to be good, of every model."""
         try:
-            for name, probe in self._probes.items():
-                probe(slot, self._models[name].current.generation)
+            for name, run in runs.items():
+                run(slot, self._models[name].current.generation)
         except Exception as error:
             raise _StartFailedError from error
 

@@ -86,14 +86,28 @@ class BundleGenerations:
     """Of a bundle; see :class:`Generations`."""
 
     def __init__(
-        self, bundle: Bundle, backend: Backend, *, mode: Mode, options: ModelOptions
+        self,
+        bundle: Bundle,
+        backend: Backend,
+        profile: Profile,
+        *,
+        mode: Mode,
+        options: ModelOptions,
     ) -> None:
-        """Prepare nothing yet."""
+        """Prepare nothing yet.
+
+        Args:
+            bundle: Whose.
+            backend: Prepares the stages.
+            profile: What the model's parts take there.
+            mode: Of serving.
+            options: Of the model.
+        """
         self._bundle = bundle
         self._backend = backend
         self._mode = mode
         self._options = options
-        self._profile = bundle.profile()
+        self._profile = profile
         self._records = bundle.records()
         self._stages: OrderedDict[_Key, Stage] = OrderedDict()
         self._number = 0
@@ -110,7 +124,9 @@ class BundleGenerations:
         self._evict(plan)
         slot = self._backend.open_slot()
         try:
-            for size in range(self._options.max_batch_size, 0, -1):
+            # Where slots share nothing, it is enough to see that the stages run at all.
+            largest = self._options.max_batch_size if self._backend.on_cpu else 1
+            for size in range(largest, 0, -1):
                 if self._cancelled.is_set():
                     return
                 started_s = time.monotonic()

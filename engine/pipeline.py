@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from offramp.bundle import NEVER
 from offramp.engine.backends.base import Backend, Rows, Slot, Stage, StageResult, TensorBatch
 from offramp.engine.exit_check import exits
-from offramp.engine.plan import Plan, StageSpec
+from offramp.engine.plan import Mode, Plan, StageSpec
 
 
 class Step(NamedTuple):
@@ -61,10 +62,14 @@ class Pipeline:
         self.plan = plan
         prepare = prepare or backend.prepare
         self._stages: tuple[Stage, ...] = tuple(prepare(spec) for spec in plan.stages)
+        # In release mode everything runs on: whatever is sure is among the survivors too.
+        self._leaving = tuple(
+            NEVER if plan.mode is Mode.RELEASE else spec.threshold for spec in plan.stages
+        )
 
     def step(self, slot: Slot, index: int, batch: TensorBatch) -> Step:
         """Run stage ``index`` on a batch and check who exits."""
-        result = slot.run(self._stages[index], batch)
+        result = slot.run(self._stages[index], batch, self._leaving[index])
         return Step(result, self._exited(self.plan.stages[index], result, len(batch)))
 
     def run(self, slot: Slot, tensors: Mapping[str, NDArray[Any]]) -> Iterator[Departure]:

@@ -12,10 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Answer, Bundle, ExitPolicy, Manifest, TensorSpec
+from offramp.bundle.engines import list_targets
 from offramp.engine.backends import Backend, Slot
 from offramp.engine.control.controller import Controller
 from offramp.engine.control_state import state_path_of
 from offramp.engine.controllers import make_controller
+from offramp.engine.device_profile import measure_profile
 from offramp.engine.errors import OptionsError
 from offramp.engine.generation import BundleGenerations, Generation, Generations, zeros
 from offramp.engine.options import ModelOptions
@@ -85,16 +87,19 @@ class ServedModel:
             BackendError: A stage cannot be loaded.
             OptionsError: The scheduling policy does not fit the model.
         """
-        generations = BundleGenerations(bundle, backend, mode=mode, options=options)
+        profile = bundle.profile()
+        if not backend.on_cpu:
+            profile = measure_profile(bundle, backend, max_batch_size=options.max_batch_size)
+        generations = BundleGenerations(bundle, backend, profile, mode=mode, options=options)
         policy, observed = bundle.policy, None
         if mode.observed:
-            controller, fingerprint = make_controller(bundle, mode, options)
+            controller, found_under = make_controller(bundle, profile, mode, options)
             policy = controller.policy
             observed = Observed(
                 controller=controller,
                 recorder=Recorder(len(bundle.manifest.exits)),
                 generations=generations,
-                fingerprint=fingerprint,
+                fingerprint={**found_under, **_arithmetic(bundle, backend)},
             )
             observed.recorder.audit_probability = controller.audit_probability
         elif mode is Mode.OFF:
@@ -136,6 +141,19 @@ class ServedModel:
     def probe(self, slot: Slot, generation: Generation) -> None:
         """Run a sample that is known to be good through all stages."""
         generation.pipeline.warm_up(slot, self.good_inputs)
+
+    def warm_up(self, slot: Slot, generation: Generation) -> None:
+        """Run every batch size twice, the largest first (a CUDA graph is made at the second)."""
+        for size in range(self.options.max_batch_size, 0, -1):
+            rows = {name: array.repeat(size, axis=0) for name, array in self.good_inputs.items()}
+            for _ in range(2):
+                generation.pipeline.warm_up(slot, rows)
+
+
+def _arithmetic(bundle: Bundle, backend: Backend) -> dict[str, str]:
+    """What gives the answers: what was seen of them holds for nothing else."""
+    targets = () if backend.on_cpu else list_targets(bundle.path)
+    return {"backend": backend.name, "engines": ", ".join(t.folder for t in targets)}
 
 
 def scheduler_of(

@@ -146,7 +146,9 @@ def test_what_was_learned_survives_a_restart(bundle_path: Path, tmp_path: Path) 
 def test_generations_share_stages_and_speeds(fashion: Bundle) -> None:
     backend = make_backend(threads=1)
     options = ModelOptions(max_batch_size=4)
-    generations = BundleGenerations(fashion, backend, mode=Mode.AUDIT, options=options)
+    generations = BundleGenerations(
+        fashion, backend, fashion.profile(), mode=Mode.AUDIT, options=options
+    )
     everything = tuple(range(len(fashion.manifest.exits)))
     first = generations.make(looking_on(1, everything[-1:]))
     first.points.latencies.calibrate(1.5)

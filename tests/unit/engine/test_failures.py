@@ -36,11 +36,11 @@ def fails_at(*numbers: int, error: Exception) -> Callable[[int, int], None]:
 
 
 class PoisonedSlot(FakeSlot):
-    def run(self, stage: Any, batch: TensorBatch) -> StageResult:
+    def run(self, stage: Any, batch: TensorBatch, threshold: float | None = None) -> StageResult:
         assert isinstance(batch, FakeBatch)
         if (batch.script[:, 0, 0] == np.float32(BAD)).any():
             raise BackendError("token out of range")
-        return super().run(stage, batch)
+        return super().run(stage, batch, threshold)
 
 
 class Poisoned(FakeBackend):
@@ -279,8 +279,10 @@ def test_an_answer_of_another_shape_fails_its_request_only() -> None:
     """The two samples of a request leave at exits that disagree on the number of classes."""
 
     class OddSlot(FakeSlot):
-        def run(self, stage: Any, batch: TensorBatch) -> StageResult:
-            result = super().run(stage, batch)
+        def run(
+            self, stage: Any, batch: TensorBatch, threshold: float | None = None
+        ) -> StageResult:
+            result = super().run(stage, batch, threshold)
             if stage.index == 0 or result.answer is None:
                 return result
             return result._replace(answer=np.zeros((len(batch), 3), np.float32))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
+from typing import Any
 
 import pytest
 from tests.fakes import script
@@ -129,6 +130,41 @@ def test_a_slot_that_opens_at_the_third_try_is_enough(monkeypatch: pytest.Monkey
         assert backend.runs == [(0, 1), (1, 1), (0, 1)]  # it had to run a probe first
 
     with_engine(body, backend_type=Late)
+
+
+class OnDevice(FakeBackend):
+    """Each of its slots is cold."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(on_cpu=False, **settings)
+
+
+def test_on_a_device_every_slot_has_run_every_batch_size_twice_before_it_serves() -> None:
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        assert (await engine.infer("fake", SURE)).exits.tolist() == [0]
+        once = [(stage, size) for size in (3, 2, 1) for _ in range(2) for stage in (0, 1)]
+        assert backend.runs == [*once, (0, 1)]
+
+    with_engine(body, backend_type=OnDevice, max_batch_size=3)
+
+
+def test_a_slot_that_cannot_be_warmed_up_is_a_stream_that_cannot_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("offramp.engine.streams.FIRST_PAUSE_S", 0.001)
+    left = [BackendError("out of memory on the device")]
+
+    def fail_once(stage: int, rows: int) -> None:
+        if left:
+            raise left.pop()
+
+    async def body(engine: Engine, _backend: FakeBackend) -> None:
+        assert (await engine.infer("fake", SURE)).exits.tolist() == [0]
+        assert engine.statistics()["fake"].failed == {}
+
+    with_engine(body, fail_once, OnDevice, max_batch_size=2)
+    assert "cannot start" in caplog.text
+    assert "out of memory on the device" in caplog.text
 
 
 def test_a_stream_that_never_opens_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,7 +152,7 @@ def _certified(workplace: Workplace, mode: Mode) -> Controller:
         audit_budget=workplace.audit_budget,
         ramp_budget=workplace.ramp_budget,
     )
-    controller, _ = make_controller(workplace.bundle, mode, options)
+    controller, _ = make_controller(workplace.bundle, workplace.bundle.profile(), mode, options)
     return controller
 
 

@@ -1,0 +1,128 @@
+"""What a model's parts take on the device that serves it, where none compiled for it.
+
+A bundle is profiled where it is compiled, on a CPU. A GPU is not only faster: its time hardly
+grows with the batch until it is full. Scheduling and control need that shape, not only a speed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import Bundle, Profile
+from offramp.engine.backends.base import Backend, Slot
+from offramp.engine.errors import BackendError
+from offramp.engine.generation import zeros
+from offramp.engine.pipeline import Pipeline
+from offramp.engine.plan import Mode, make_chained_plan, make_plan
+
+_log = logging.getLogger(__name__)
+
+ROUNDS: Final = 9
+WARM_UP_ROUNDS: Final = 2
+QUANTILE: Final = 0.25
+"""Over rounds, as in the compiler's profiles: what else a machine does only ever adds time."""
+
+
+def measure_profile(
+    bundle: Bundle,
+    backend: Backend,
+    *,
+    max_batch_size: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Profile:
+    """Time the source model and its segments on a backend; takes seconds.
+
+    Measured on zeros: the source model, and its segments one after another. What chaining them
+    takes beyond the source model is the borders' (and the exits' that engines of segments have
+    fused in, which makes a prediction cautious). Heads are in no graph of their own on a device:
+    their times are predicted, as the share of the source model's that they have in the compiler's
+    profile. So are the segments' if they cannot be run by themselves.
+
+    Args:
+        bundle: Whose parts; its own profile says which batch sizes.
+        backend: Of the device.
+        max_batch_size: Of those that will be served; larger ones are not run.
+        clock: Seconds.
+
+    Raises:
+        BackendError: The source model cannot be run.
+    """
+    compiled = bundle.profile()
+    sizes = [*(s for s in compiled.batch_sizes if s < max_batch_size), max_batch_size]
+    source = Pipeline(backend, make_plan(bundle, mode=Mode.OFF))
+    chain = _chained(bundle, backend)
+    columns = []
+    slot = backend.open_slot()
+    try:
+        for size in sizes:
+            tensors = zeros(bundle.manifest, size)
+            whole = sum(_stages_ms(source, slot, tensors, clock))
+            parts = _stages_ms(chain, slot, tensors, clock) if chain else []
+            columns.append(_column(compiled, size, whole, parts))
+    finally:
+        slot.close()
+    return Profile(
+        device=backend.name,
+        threads=compiled.threads,
+        batch_sizes=tuple(sizes),
+        source_ms=tuple(column.source for column in columns),
+        segments_ms=tuple(zip(*(column.segments for column in columns), strict=True)),
+        exits_ms=tuple(zip(*(column.exits for column in columns), strict=True)),
+        stages_ms=tuple(column.border for column in columns),
+    )
+
+
+class _Column(NamedTuple):
+    """Milliseconds at a batch size; see :class:`Profile`."""
+
+    source: float
+    segments: list[float]
+    exits: list[float]
+    border: float
+
+
+def _column(compiled: Profile, size: int, whole: float, parts: list[float]) -> _Column:
+    column = compiled.column(size)
+    ratio = whole / compiled.source_ms[column]
+    exits = [row[column] * ratio for row in compiled.exits_ms]
+    if not parts:
+        segments = [row[column] * ratio for row in compiled.segments_ms]
+        return _Column(whole, segments, exits, compiled.stages_ms[column] * ratio)
+    chained = sum(parts)
+    border = max(chained - whole, 0.0) / max(len(parts) - 1, 1)
+    return _Column(whole, [part * whole / chained for part in parts], exits, border)
+
+
+def _chained(bundle: Bundle, backend: Backend) -> Pipeline | None:
+    try:
+        return Pipeline(backend, make_chained_plan(bundle))
+    except BackendError as error:
+        _log.info("%s: segments are not timed by themselves: %s", bundle.path.name, error)
+        return None
+
+
+def _stages_ms(
+    pipeline: Pipeline,
+    slot: Slot,
+    tensors: Mapping[str, NDArray[Any]],
+    clock: Callable[[], float],
+) -> list[float]:
+    """Time every stage of a batch that nobody leaves."""
+    rounds = []
+    for _ in range(WARM_UP_ROUNDS + ROUNDS):
+        batch, times = slot.upload(tensors), []
+        for index in range(len(pipeline.plan.stages)):
+            started_s = clock()
+            result = pipeline.step(slot, index, batch).result
+            times.append((clock() - started_s) * 1e3)
+            if result.carry is not None:
+                batch = result.carry
+        rounds.append(times)
+    typical: list[float] = np.quantile(rounds[WARM_UP_ROUNDS:], QUANTILE, axis=0).tolist()
+    return typical
