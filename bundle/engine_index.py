@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from offramp.bundle.files import entry_of
 from offramp.bundle.manifest import FileEntry, Manifest
@@ -23,6 +23,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 Precision: TypeAlias = Literal["fp32", "tf32", "fp16", "int8"]
 """Of the arithmetic inside an engine; inputs and outputs keep the model's types."""
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ from typing import NamedTuple
 from offramp.bundle.engine_index import (
     ENGINES_SCHEMA_VERSION,
     INDEX,
+    PRECISIONS,
     EngineEntry,
     EngineIndex,
     EngineTarget,
@@ -52,6 +53,7 @@ except ImportError:  # no such locks on Windows, where two builds at once are no
 
 __all__ = [
     "ENGINES",
+    "PRECISIONS",
     "EngineEntry",
     "EngineIndex",
     "EngineStore",

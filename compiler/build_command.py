@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from offramp.bundle.engines import Precision
+from offramp.bundle.engines import PRECISIONS
 from offramp.compiler.engines.builder import OPTIMIZATION_LEVELS
 from offramp.compiler.engines.ranges import DEFAULT_BATCHES, parse_batches, parse_buckets
 from offramp.compiler.errors import EngineOptionsError
@@ -75,7 +75,7 @@ def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     add = partial(group.add_argument, default=argparse.SUPPRESS)
     add("--device", metavar="DEVICE",
         help=f"the GPU to build on and for (default: {DEFAULT_DEVICE})")  # fmt: skip
-    add("--precision", choices=get_args(Precision),
+    add("--precision", choices=PRECISIONS,
         help="of the arithmetic inside; inputs, outputs and exits stay fp32 "
         "(default: fp32)")  # fmt: skip
     add("--batch-profiles", metavar="A,B-C,…",

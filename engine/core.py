@@ -468,6 +468,7 @@ def _make_backend(models: Mapping[str, Path], options: EngineOptions) -> Backend
         options.backend,
         threads=options.threads_per_stream(),
         device=parse_device(options.device),
+        precision=options.precision,
         graphs=options.graphs,
         max_rows=max(options.of(name).max_batch_size for name in models),
         bundles=tuple(models.values()),

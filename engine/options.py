@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
+from offramp.bundle.engines import PRECISIONS, Precision
 from offramp.engine.errors import BackendError, OptionsError
 from offramp.engine.plan import Mode
 from offramp.engine.scheduling import PolicyName
@@ -92,6 +93,8 @@ class EngineOptions:
     """One of :data:`offramp.engine.backends.BACKENDS`."""
     device: str = "cuda:0"
     """The GPU, for backends that use one."""
+    precision: Precision | None = None
+    """Of TensorRT's engines; ``None`` is the least of those that were built."""
     graphs: bool = True
     """Whether such backends capture stages into CUDA graphs."""
     streams: int = 1
@@ -119,6 +122,10 @@ class EngineOptions:
                 raise ValueError(
                     f"max_violations is {self.max_violations}, expected a share: above 0, below 1"
                 )
+        if self.precision is not None and self.precision not in PRECISIONS:
+            raise ValueError(
+                f"there is no precision {self.precision!r}; known: {', '.join(PRECISIONS)}"
+            )
         try:
             parse_device(self.device)
         except BackendError as error:

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Final, TypeAlias, get_args, get_type_hints
 
+from offramp.bundle.engines import PRECISIONS
 from offramp.engine.backends.factory import BACKENDS
 from offramp.engine.options import CONTROLLERS, EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
@@ -145,6 +146,7 @@ _KINDS: Final[Mapping[type, _Kind]] = {
 _KINDS_BY_FIELD: Final = {
     "backend": _Kind("a string", (str,), _one_of(*BACKENDS)),
     "controller": _Kind("a string", (str,), _one_of(*CONTROLLERS)),
+    "precision": _Kind("a string", (str,), _one_of(*PRECISIONS)),
 }
 _KEYS_BY_FIELD: Final = {"scheduling": "policy"}
 """Keys that are not called like their field."""

@@ -9,12 +9,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from offramp.bundle.engines import EngineStore, list_targets
+from offramp.bundle.engines import EngineStore, Precision, list_targets
 from offramp.bundle.errors import BundleError
 from offramp.engine.backends.base import Backend
 from offramp.engine.errors import BackendError
 from offramp.engine.kernels.compilation import load_kernels, source_hash
 from offramp.engine.tensorrt import probe
+from offramp.engine.tensorrt.lookup import Place
 
 if TYPE_CHECKING:
     from offramp.engine.cuda.driver import Driver
@@ -30,6 +31,7 @@ CPU = "onnxruntime-cpu"
 class _Options:
     threads: int
     device: int
+    precision: Precision | None
     graphs: bool
     max_rows: int
     bundles: Sequence[Path]
@@ -40,6 +42,7 @@ def make_backend(
     *,
     threads: int = 1,
     device: int = 0,
+    precision: Precision | None = None,
     graphs: bool = True,
     max_rows: int = 32,
     bundles: Sequence[Path] = (),
@@ -50,6 +53,7 @@ def make_backend(
         name: One of :data:`BACKENDS`.
         threads: Intra-op threads of each running stage, on the CPU.
         device: Number of the GPU, where one is used.
+        precision: Of TensorRT's engines; ``None`` is the least that a bundle has.
         graphs: Whether stages are captured into CUDA graphs, where one is used.
         max_rows: Most rows of a batch that will be run, where no engine says it.
         bundles: What will be served: ``auto`` takes TensorRT only if all of them have engines
@@ -60,7 +64,12 @@ def make_backend(
             missing.
     """
     options = _Options(
-        threads=threads, device=device, graphs=graphs, max_rows=max_rows, bundles=bundles
+        threads=threads,
+        device=device,
+        precision=precision,
+        graphs=graphs,
+        max_rows=max_rows,
+        bundles=bundles,
     )
     if name == "auto":
         return _best(options)
@@ -93,15 +102,15 @@ def _best(options: _Options) -> Backend:
 
 def _tensorrt(options: _Options) -> Backend:
     device = probe.require(f"cuda:{options.device}")
-    from offramp.engine.tensorrt import compat  # noqa: PLC0415
-
-    compat.load()
+    _tensorrt_version()  # loads it
     from offramp.engine.backends.tensorrt import TensorRTFactory  # noqa: PLC0415
 
     return _on_gpu(
         device,
         options,
-        lambda driver: TensorRTFactory(driver, device.device, graphs=options.graphs),
+        lambda driver: TensorRTFactory(
+            driver, device.device, precision=options.precision, graphs=options.graphs
+        ),
     )
 
 
@@ -169,19 +178,31 @@ def kernels_for(device: probe.Device, bundles: Sequence[Path]) -> bytes:
 
 
 def _require_engines(options: _Options) -> None:
-    """What ``auto`` asks of TensorRT, before anything of it is loaded.
+    """What ``auto`` asks of TensorRT, before any of its engines is loaded.
 
     Raises:
-        BackendError: A bundle has no engines for the GPU, with any TensorRT.
+        BackendError: A bundle has none for this GPU and TensorRT, in the precision asked for.
     """
     device = probe.require(f"cuda:{options.device}")
+    place = Place(
+        gpu=device.name,
+        compute_capability=device.compute_capability,
+        tensorrt=_tensorrt_version(),
+        device=device.device,
+        precision=options.precision,
+    )
     for path in options.bundles:
-        here = (device.name, device.compute_capability)
-        if here not in [(t.gpu, t.compute_capability) for t in list_targets(path)]:
+        if not place.served(path):
             raise BackendError(
-                f"{path} has no TensorRT engines for {device.name}; build them here: "
-                f"eecompile build {path} --device {device.device}"
+                f"{path} has no engines for {place.describe()}; {place.remedy(path)}"
             )
+
+
+def _tensorrt_version() -> str:
+    from offramp.engine.tensorrt import compat  # noqa: PLC0415
+
+    compat.load()
+    return compat.version()
 
 
 _MAKERS: Final[Mapping[str, Callable[[_Options], Backend]]] = {

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from offramp.bundle.engines import Precision
 from offramp.engine.cuda.driver import Driver, Stream
 from offramp.engine.cuda.executable import Shape, SlotResources, TensorInfo
 from offramp.engine.errors import BackendError
@@ -37,12 +38,20 @@ class TensorRTFactory:
     :func:`offramp.engine.tensorrt.compat.load`.
     """
 
-    def __init__(self, driver: Driver, device: str = "cuda:0", *, graphs: bool = True) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        device: str = "cuda:0",
+        *,
+        precision: Precision | None = None,
+        graphs: bool = True,
+    ) -> None:
         """Use the engines of one GPU.
 
         Args:
             driver: Of the GPU.
             device: Its name for users.
+            precision: Of the engines; ``None`` is the least that a bundle has.
             graphs: Whether to have stages that can be captured into CUDA graphs. With TensorRT
                 8.6 there are none: there only one context at a time may have a profile.
         """
@@ -55,6 +64,7 @@ class TensorRTFactory:
             compute_capability=driver.compute_capability,
             tensorrt=compat.version(),
             device=device,
+            precision=precision,
         )
 
     @property
@@ -92,7 +102,7 @@ class TensorRTFactory:
         self._library.close()
 
     def _remedy(self, spec: StageSpec) -> str:
-        return self._place.remedy(spec.bundle) if spec.bundle else ""
+        return self._place.remedy(spec.bundle.path) if spec.bundle else ""
 
 
 class TensorRTStage:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from offramp.bundle import Bundle, BundleError
@@ -43,6 +44,8 @@ class Place:
     """Version of TensorRT."""
     device: str
     """For instance ``cuda:0``."""
+    precision: Precision | None = None
+    """Of engines that may be run; ``None`` is the least of those that a bundle has."""
 
     def target(self, precision: Precision) -> EngineTarget:
         """Name the folder of the store."""
@@ -54,13 +57,21 @@ class Place:
         )
 
     def describe(self) -> str:
-        """``NVIDIA H200 with TensorRT 10.16.0.72``."""
-        return f"{self.gpu} with TensorRT {self.tensorrt}"
+        """``NVIDIA H200 with TensorRT 10.16.0.72``, and the precision if one is asked for."""
+        asked = f", {self.precision}" if self.precision else ""
+        return f"{self.gpu} with TensorRT {self.tensorrt}{asked}"
 
-    def remedy(self, bundle: Bundle) -> str:
+    def served(self, bundle: Path) -> tuple[Precision, ...]:
+        """Tell in which precisions a bundle has engines that may be run here, preferred first."""
+        known = list_targets(bundle)
+        wanted = PREFERRED if self.precision is None else (self.precision,)
+        return tuple(p for p in wanted if self.target(p) in known)
+
+    def remedy(self, bundle: Path) -> str:
         """The command that builds what is missing."""
-        path = shlex.quote(str(bundle.path))
-        return f"build them here: eecompile build {path} --device {self.device}"
+        path = shlex.quote(str(bundle))
+        asked = f" --precision {self.precision}" if self.precision else ""
+        return f"build them here: eecompile build {path} --device {self.device}{asked}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,18 +99,18 @@ def open_store(bundle: Bundle, place: Place) -> EngineStore:
     Raises:
         BackendError: There are none, or their index is damaged.
     """
-    known = list_targets(bundle.path)
-    built = [p for p in PREFERRED if place.target(p) in known]
+    built = place.served(bundle.path)
     if not built:
+        known = list_targets(bundle.path)
         elsewhere = f" (it has some for {known[0].describe()})" if known else ""
         raise BackendError(
             f"{bundle.path} has no engines for {place.describe()}{elsewhere}; "
-            f"{place.remedy(bundle)}"
+            f"{place.remedy(bundle.path)}"
         )
     if len(built) > 1:
         _LOG.info(
-            "%s: engines are there in %s; those in %s run (remove others by eecompile build "
-            "--precision P --prune)", bundle.path, ", ".join(built), built[0],
+            "%s: engines are there in %s; those in %s run, unless --precision says otherwise",
+            bundle.path, ", ".join(built), built[0],
         )  # fmt: skip
     try:
         return EngineStore.open(bundle.path, place.target(built[0]))
@@ -133,7 +144,7 @@ def find_engines(spec: StageSpec, place: Place) -> tuple[Found, ...]:
     if len(found) > 1:
         _LOG.info(
             "%s: %s is run as %d engines, one a segment, which is slower; %s",
-            bundle.path, name, len(found), place.remedy(bundle),
+            bundle.path, name, len(found), place.remedy(bundle.path),
         )  # fmt: skip
     return found
 
@@ -172,5 +183,5 @@ def _lacking(spec: StageSpec, finder: _Finder, place: Place, bundle: Bundle) -> 
     chain = f", nor are there its segments one by one ({shown})" if parts else ""
     return (
         f"{bundle.path} lacks engines for {place.describe()}: {name} {whole}{chain}; "
-        f"{place.remedy(bundle)}"
+        f"{place.remedy(bundle.path)}"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from offramp.bundle.engines import PRECISIONS
 from offramp.engine.backends.factory import BACKENDS
 from offramp.engine.options import EngineOptions
 from offramp.server.arguments.groups import setting_adder
@@ -22,6 +23,11 @@ def add_execution(parser: argparse.ArgumentParser) -> None:
         choices=BACKENDS,
     )
     add("--device", "the GPU, for tensorrt and cuda", metavar="cuda:N")
+    add(
+        "--precision",
+        "of the engines, for tensorrt (default: the least of those that were built)",
+        choices=PRECISIONS,
+    )
     group.add_argument(
         "--no-cuda-graphs",
         dest="graphs",

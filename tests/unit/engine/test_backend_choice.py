@@ -52,6 +52,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setattr(probe, "find_device", lambda index: H200)
     monkeypatch.setattr(probe, "missing_packages", list)
+    monkeypatch.setattr(factory, "_tensorrt_version", lambda: TARGET.tensorrt)
     monkeypatch.setattr(factory, "find_spec", lambda name: object())
     monkeypatch.setattr("offramp.engine.tensorrt.compat.load", lambda: None)
     monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider"])
@@ -128,9 +129,29 @@ def test_a_bundle_without_engines_is_served_by_cuda_and_told_how_to_build(
     name, line = choice(caplog, bundles=[first, second], device=1)
     assert name == "onnxruntime-cuda"
     assert line == (
-        f"backend: onnxruntime-cuda ({second} has no TensorRT engines for NVIDIA H200; build them "
-        f"here: eecompile build {second} --device cuda:1)"
+        f"backend: onnxruntime-cuda ({second} has no engines for NVIDIA H200 with TensorRT "
+        f"10.16.0.72; build them here: eecompile build {second} --device cuda:1)"
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "asked"), [({"tensorrt": "11.4.0.106"}, {}), ({}, {"precision": "fp16"})]
+)
+def test_engines_of_another_version_or_precision_do_not_count(
+    made: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    change: dict[str, str],
+    asked: dict[str, Any],
+) -> None:
+    monkeypatch.setattr(
+        factory, "_tensorrt_version", lambda: change.get("tensorrt", TARGET.tensorrt)
+    )
+    path = with_engines(tmp_path / "a.ee")
+    name, line = choice(caplog, bundles=[path], **asked)
+    assert name == "onnxruntime-cuda"
+    assert "has no engines for NVIDIA H200 with TensorRT" in line
 
 
 def test_without_either_package_both_reasons_are_told(

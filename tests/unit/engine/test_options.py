@@ -47,6 +47,11 @@ def test_tau_b_is_given_or_follows() -> None:
         EngineOptions(parallel_below=2, max_violations=0.1)
 
 
+def test_a_precision_is_a_known_one() -> None:
+    with pytest.raises(ValueError, match="no precision 'fp8'; known: fp32, tf32, fp16, int8"):
+        EngineOptions(precision="fp8")  # type: ignore[arg-type]
+
+
 def test_more_threads_than_cores_are_refused_on_the_cpu_only() -> None:
     with pytest.raises(ValueError, match="4 streams × 1000 threads"):
         EngineOptions(backend="onnxruntime", streams=4, threads=1000)

@@ -42,14 +42,15 @@ def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         "m.ee --host :: --grpc-port 0 --http-port 9 --mode audit --max-batch-size 8 "
         "--max-queue-delay-ms 1.5 --max-queue-samples 64 --slo-ms 250 --streams 2 --threads 3 "
         "--policy fixed:2 --forbid-forced-exits --parallel-below 5 --backend onnxruntime "
-        "--device cuda:1 --no-cuda-graphs "
+        "--device cuda:1 --precision fp16 --no-cuda-graphs "
         "--max-disagreement 0.005 --confidence 0.99 --controller apparate --audit-budget 0.1 "
         "--ramp-budget 0.25 --no-state "
         "--max-message-mib 128 --shutdown-timeout-s 0 --log-level debug --log-format json"
     )
     arguments = parse_arguments(command.split())
     assert arguments.engine == EngineOptions(
-        mode=Mode.AUDIT, backend="onnxruntime", device="cuda:1", graphs=False, streams=2, threads=3,
+        mode=Mode.AUDIT, backend="onnxruntime", device="cuda:1", precision="fp16",
+        graphs=False, streams=2, threads=3,
         parallel_below=5,
         keep_state=False,
         defaults=ModelOptions(
@@ -149,6 +150,7 @@ def test_help_names_every_option_and_its_default() -> None:
         "--log-format": "human", "--confidence": "0.95", "--controller": "certified",
         "--audit-budget": "0.05", "--device": "cuda:0",
         "--max-disagreement": "what the bundle was compiled for",
+        "--precision": "the least of those that were built",
     }.items():  # fmt: skip
         assert re.search(rf"{option} [^()]*\(default: {re.escape(default)}\)", words), option
 

@@ -139,6 +139,7 @@ VALUES = {
     "controller": ('"apparate"', "apparate"), "max_disagreement": ("0.02", 0.02),
     "confidence": ("0.99", 0.99), "audit_budget": ("0.1", 0.1), "ramp_budget": ("1", 1.0),
     "keep_state": ("false", False), "device": ('"cuda:1"', "cuda:1"), "graphs": ("false", False),
+    "precision": ('"fp16"', "fp16"),
 }  # fmt: skip
 """For each field, a value that is not its default: in the file, and read."""
 

@@ -225,9 +225,9 @@ def test_the_engine_is_in_memory_once_however_many_slots_and_plans_have_it(
 class Bench:
     """One stage on device memory of the test's own."""
 
-    def __init__(self, device: FakeDriver, spec: StageSpec, *, graphs: bool = True) -> None:
+    def __init__(self, device: FakeDriver, spec: StageSpec, **settings: Any) -> None:
         self.device, self.spec = device, spec
-        self.factory = TensorRTFactory(device, graphs=graphs)
+        self.factory = TensorRTFactory(device, **settings)
         self.memory: dict[str, int] = {}
 
     def __enter__(self) -> Self:
@@ -418,9 +418,9 @@ def test_what_graphs_need_is_released_with_them(
 # What may not be loaded.
 
 
-def refusal(device: FakeDriver, spec: StageSpec) -> str:
+def refusal(device: FakeDriver, spec: StageSpec, **settings: Any) -> str:
     with device.current(), pytest.raises(BackendError) as caught:
-        TensorRTFactory(device).prepare(spec)
+        TensorRTFactory(device, **settings).prepare(spec)
     told = str(caught.value)
     assert "\n" not in told
     return told
@@ -512,3 +512,17 @@ def test_of_several_precisions_the_least_is_served(
     with Bench(device, make_plan(bundle).stages[0]):
         assert len(fake.engines) == 2  # segments: those of fp16
     assert "engines are there in fp16, fp32; those in fp16 run" in caplog.text
+
+
+def test_a_precision_may_be_asked_for(
+    fake: FakeRuntime, device: FakeDriver, bundle: Bundle
+) -> None:
+    build(fake, bundle, ["stages"])
+    build(fake, bundle, ["segments"], precision="fp16")
+    stage = make_plan(bundle).stages[0]
+    with Bench(device, stage, precision="fp32"):
+        assert len(fake.engines) == 1  # the stage's own
+    told = refusal(device, stage, precision="int8")
+    assert "has no engines for Fake GPU with TensorRT" in told
+    assert ", int8 (it has some for" in told
+    assert told.endswith("--device cuda:0 --precision int8")
