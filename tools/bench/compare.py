@@ -1,10 +1,12 @@
 """Compare a bundle with its source model, batch by batch, in one process.
 
 Every batch is run by all systems before the next one, in rotating order, so that what else the
-machine does hits them alike. The source model runs as a user would run it without Offramp: a plain
-session of the bundle's ``source.onnx`` (the given model, simplified) with as many threads. A
-sample's latency runs from the start of its batch to the moment its own answer is there. Times are
-medians over rounds, each on its own part of the data; shares are over all of it.
+machine does hits them alike. The source model (``source.onnx``: the given model, simplified) runs
+where the bundle runs, or the comparison would be one of devices: on the CPU as a user would run it
+without Offramp, a plain session with as many threads; on a GPU as one stage of the same backend,
+which with TensorRT is one engine. A sample's latency runs from the start of its batch to the moment
+its own answer is there. Times are medians over rounds, each on its own part of the data; shares are
+over all of it.
 """
 
 from __future__ import annotations
@@ -21,10 +23,13 @@ from numpy.typing import NDArray
 from offramp.bundle import NEVER, Bundle
 from offramp.calibration.dataset import Dataset
 from offramp.engine.backends import Backend, Slot
+from offramp.engine.backends.factory import CPU
 from offramp.engine.pipeline import Departure, Pipeline
 from offramp.engine.plan import Mode, Plan, StageSpec, exit_label, make_plan
 
 SOURCE, OFFRAMP, NO_EXIT = "source", "offramp", "offramp-no-exit"
+_RUNS_UNTIL_STEADY = 3
+"""A GPU's backend captures a CUDA graph of a size at its second run, and launches it from then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +57,7 @@ class Row:
 Tensors = Mapping[str, NDArray[Any]]
 
 
-class _Runner(Protocol):
+class Runner(Protocol):
     """Answers batches."""
 
     def run(self, tensors: Tensors) -> Iterator[Departure]:
@@ -75,7 +80,9 @@ class _Staged:
         return self._pipeline.run(self._slot, tensors)
 
     def warm_up(self, tensors: Tensors) -> None:
-        self._pipeline.warm_up(self._slot, tensors)
+        on_cpu = self._pipeline.backend.name == CPU
+        for _ in range(1 if on_cpu else _RUNS_UNTIL_STEADY):
+            self._pipeline.warm_up(self._slot, tensors)
 
 
 class _Plain:
@@ -103,7 +110,7 @@ class _System:
     """One of the compared, and what was measured of it at a batch size."""
 
     name: str
-    runner: _Runner
+    runner: Runner
     latency_ms: list[list[NDArray[np.float64]]] = field(default_factory=list)
     """[rounds][batches]."""
     busy_ms: list[list[float]] = field(default_factory=list)
@@ -140,19 +147,24 @@ def compare(
     batch_sizes: Sequence[int],
     rounds: int,
     samples: int,
+    others: Mapping[str, Runner] | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[Row]:
     """Measure source model, bundle, and bundle with nothing exiting.
 
     Args:
         bundle: The bundle, in ``leave`` mode.
-        backend: Executes the bundle.
+        backend: Executes the bundle; on a GPU the source model as well (:func:`baseline_of`).
         dataset: Real data, with labels if there are any.
-        threads: Of the source model's session; the backend's too.
+        threads: Of the source model's session on the CPU; the backend's too.
         batch_sizes: To measure at; an incomplete last batch is left out.
         rounds: Parts of the data; figures are medians over them.
         samples: How many of the data to use, at most.
+        others: Further ways to run the source model, by name, measured along.
         progress: Called with the number of samples of each batch.
+
+    Raises:
+        BackendError: A stage, or the source model, cannot be run.
     """
     plan = make_plan(bundle)
     plans = {
@@ -160,21 +172,41 @@ def compare(
         OFFRAMP: plan,
         NO_EXIT: replace(plan, stages=tuple(_never(stage) for stage in plan.stages)),
     }
+    pipelines = {
+        name: Pipeline(backend, plan)
+        for name, plan in plans.items()
+        if name != SOURCE or backend.name != CPU
+    }
     slot = backend.open_slot()
-    runners: dict[str, _Runner] = {SOURCE: _Plain(bundle, threads)}
-    for name in (OFFRAMP, NO_EXIT):
-        runners[name] = _Staged(Pipeline(backend, plans[name]), slot)
-    rows: list[Row] = []
-    for size in batch_sizes:
-        systems = [_System(name, runner) for name, runner in runners.items()]
-        used = _measure_size(
-            systems, dataset, size, rounds=rounds, samples=samples, progress=progress
+    try:
+        runners: dict[str, Runner] = (
+            {} if SOURCE in pipelines else {SOURCE: _Plain(bundle, threads)}
         )
-        labels = None if dataset.labels is None else dataset.labels[:used]
-        truth = np.concatenate(systems[0].prediction)
-        rows += [_row(s, plans[s.name], size, truth, labels) for s in systems]
-    slot.close()
-    return rows
+        runners |= {name: _Staged(pipeline, slot) for name, pipeline in pipelines.items()}
+        runners |= others or {}
+        rows: list[Row] = []
+        for size in batch_sizes:
+            systems = [_System(name, runner) for name, runner in runners.items()]
+            used = _measure_size(
+                systems, dataset, size, rounds=rounds, samples=samples, progress=progress
+            )
+            labels = None if dataset.labels is None else dataset.labels[:used]
+            truth = np.concatenate(systems[0].prediction)
+            for system in systems:
+                plan = plans.get(system.name, plans[SOURCE])
+                rows.append(_row(system, plan, size, truth, labels))
+        return rows
+    finally:
+        slot.close()
+
+
+def baseline_of(backend: Backend, threads: int) -> str:
+    """Tell how :func:`compare` runs the source model beside a backend, for tables and files."""
+    if backend.name == CPU:
+        plural = "" if threads == 1 else "s"
+        return f"plain ONNX Runtime session on the CPU, {threads} thread{plural}"
+    what = "engine" if backend.name == "tensorrt" else "session"
+    return f"the source model as one {what} of {backend.name}"
 
 
 def batches_of(dataset: Dataset, size: int, rounds: int, samples: int) -> int:

@@ -15,7 +15,8 @@ from rich.table import Table
 from offramp.bundle import Bundle
 from offramp.calibration.dataset import read_dataset
 from offramp.engine.backends import BACKENDS, make_backend
-from offramp.tools.bench.compare import OFFRAMP, SOURCE, Row, batches_of, compare
+from offramp.engine.tensorrt.probe import parse_device
+from offramp.tools.bench.compare import OFFRAMP, SOURCE, Row, baseline_of, batches_of, compare
 from offramp.tools.bench.environment import check_outputs, describe_environment, write_json
 from offramp.tools.bench.numbers import positive, positives
 
@@ -46,6 +47,15 @@ def add_parser(commands: Any) -> None:
     )
     command.add_argument("--threads", type=positive, default=1, help="of each running graph")
     command.add_argument("--backend", choices=BACKENDS, default="auto", help="what executes")
+    command.add_argument(
+        "--device", default="cuda:0", metavar="cuda:N", help="the GPU, for tensorrt and cuda"
+    )
+    command.add_argument(
+        "--no-cuda-graphs",
+        dest="graphs",
+        action="store_false",
+        help="enqueue every kernel of a stage by itself, for tensorrt",
+    )
     command.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     command.set_defaults(run=run)
 
@@ -56,7 +66,14 @@ def run(options: argparse.Namespace) -> int:
     check_outputs(options.json)
     bundle = Bundle.open(options.bundle)
     dataset = read_dataset(options.data, bundle.manifest.inputs)
-    backend = make_backend(options.backend, threads=options.threads)
+    backend = make_backend(
+        options.backend,
+        threads=options.threads,
+        device=parse_device(options.device),
+        graphs=options.graphs,
+        max_rows=max(options.batch_sizes),
+        bundles=(options.bundle,),
+    )
     total = sum(
         batches_of(dataset, size, options.rounds, options.samples) * options.rounds * size
         for size in options.batch_sizes
@@ -73,6 +90,7 @@ def run(options: argparse.Namespace) -> int:
             samples=options.samples,
             progress=lambda amount: bars.advance(task, amount),
         )
+    backend.close()
     same = dataset.sha256 == bundle.manifest.calibration.data_sha256
     if same:
         console.print(
@@ -80,22 +98,32 @@ def run(options: argparse.Namespace) -> int:
             "says nothing about unseen data. Give --data that the compiler never saw.",
             soft_wrap=True,
         )
+    baseline = baseline_of(backend, options.threads)
     environment = describe_environment(
         data_is_calibration_data=same,
         backend=backend.name,
+        baseline=baseline,
         threads=options.threads,
         rounds=options.rounds,
         data=options.data.name,
     )
-    print_rows(console, rows, title=f"{options.bundle}: measured on {backend.name}")
+    title = f"{options.bundle}: measured on {backend.name}"
+    print_rows(console, rows, title=title, baseline=baseline)
     if options.json is not None:
         document = {"rows": [row.to_json() for row in rows], "environment": environment}
         write_json(options.json, document)
     return 0
 
 
-def print_rows(console: Console, rows: Sequence[Row], *, title: str) -> None:
-    """Print rows, those after the first of a batch size with their ratio to the source model."""
+def print_rows(console: Console, rows: Sequence[Row], *, title: str, baseline: str) -> None:
+    """Print rows, those after the first of a batch size with their ratio to the source model.
+
+    Args:
+        console: Where to.
+        rows: As :func:`compare` gives them.
+        title: Of the table.
+        baseline: How the source model was run.
+    """
     table = Table(
         title=title,
         title_justify="left",
@@ -104,8 +132,8 @@ def print_rows(console: Console, rows: Sequence[Row], *, title: str) -> None:
         padding=(0, 1, 0, 0),
     )
     table.caption = (
-        f"Milliseconds per sample, and ×ratio to {SOURCE}. busy: time the machine was busy per "
-        "sample. agree: answers like the source model's; right: like the labels."
+        f"Milliseconds per sample, and ×ratio to {SOURCE} ({baseline}). busy: time the machine was "
+        "busy per sample. agree: answers like the source model's; right: like the labels."
     )
     table.add_column("batch", justify="right", no_wrap=True)
     table.add_column("system", no_wrap=True)

@@ -1,10 +1,18 @@
-"""Measures kernels and engines on a GPU, and writes JSON after every part.
+"""Measures kernels, engines and the runtime on a GPU, and writes JSON after every step.
 
-    python -m offramp.tools.gpu.benchmark [--only kernels] [--output FILE]
+    python -m offramp.tools.gpu.benchmark [--only PART] [--output FILE]
+
+Parts:
+    kernels   exit check and compaction, against a plain copy
+    engines   of ResNet-50 and of the example: built, checked, loaded, timed
+    models    bundles of --models, and what the backend needs in them
+    pame      stages against the source model: latencies (figure 9), time by part (figure 17)
+    parallel  throughput over tau_b with two streams (figure 18), with CUDA graphs and without
+    soak      five minutes of load in audit mode: is memory flat, is a request lost?
 
 A run that was ended early goes on where it was: engines that are built are not built again, parts
-that are asked for again are measured again, and the others of the file stay. Everything in it is
-measured, none of it predicted.
+that are asked for again are measured again, and the others of the file stay. All times in it are
+measured, none predicted; which samples leave is replayed, since random weights are sure of nothing.
 """
 
 from __future__ import annotations
@@ -15,16 +23,21 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from offramp.bundle.engines import Precision
+from offramp.compiler.errors import CompileError
 from offramp.engine.errors import BackendError
 from offramp.engine.tensorrt import probe
 from offramp.tools.gpu.environment import hardware
+from offramp.tools.gpu.machine import GpuMachine, Machine
+from offramp.tools.gpu.models import MODELS
+from offramp.tools.gpu.runtime import RuntimeBench, RuntimeOptions, held
 
-PARTS = ("kernels", "engines")
+RUNTIME = ("models", "pame", "parallel", "soak")
+PARTS = ("kernels", "engines", *RUNTIME)
 _PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "fp16")
 _REPOSITORY = Path(__file__).resolve().parents[2]
 SHARE_GOAL, BANDWIDTH_GOAL = 0.02, 0.7
@@ -96,6 +109,45 @@ def measure_engines(options: argparse.Namespace, document: Document) -> None:
             units[f"{name}/{precision}"].update(times)
         document.save(engines={**_circumstances(options), "units": units})
     builder.close()
+
+
+def measure_runtime(
+    part: str, options: argparse.Namespace, document: Document, machine: Machine
+) -> None:
+    """One of :data:`RUNTIME`, into the document's entry of that part and the backend."""
+    entry = f"{part}_{_variant(options)}"
+    bench = RuntimeBench(machine, _runtime_options(options), MODELS)
+    measure = {
+        "models": bench.build,
+        "pame": bench.compare,
+        "parallel": bench.parallel,
+        "soak": bench.soak,
+    }[part]
+    circumstances = _circumstances(options)
+
+    def save(found: Mapping[str, Any]) -> None:
+        document.save(**{entry: {**circumstances, "models": found}})
+
+    measure(save, document.content.get(entry, {}).get("models", {}))
+
+
+def _variant(options: argparse.Namespace) -> str:
+    """What of a GPU was measured: ``tensorrt_fp32``, ``cuda_fp32``."""
+    return f"{options.backend}_{_runtime_precision(options)}"
+
+
+def _runtime_precision(options: argparse.Namespace) -> Precision:
+    """The first that was asked for; ONNX Runtime has the models as they are."""
+    first: Precision = options.precisions[0]
+    return first if options.backend == "tensorrt" else "fp32"
+
+
+def _runtime_options(options: argparse.Namespace) -> RuntimeOptions:
+    names = (
+        "models", "sizes", "go_on", "recorded", "rounds", "seed", "graphs", "requests", "soak_s",
+    )  # fmt: skip
+    folder = options.plans / f"bundles-{_runtime_precision(options)}"
+    return RuntimeOptions(folder=folder, **{name: getattr(options, name) for name in names})
 
 
 def _subjects(options: argparse.Namespace, precision: Precision, tensorrt: str) -> Iterator[Any]:
@@ -196,7 +248,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="benchmark", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     add = parser.add_argument
-    add("--only", choices=PARTS, action="append", help="one part alone (default: both)")
+    add("--only", choices=PARTS, action="append",
+        help="one part alone; may be repeated (default: all)")  # fmt: skip
     add("--output", type=Path, default=Path("benchmarks/results/gpu.json"),
         help="JSON file (default: %(default)s)")  # fmt: skip
     add("--rounds", type=int, default=7, help="of which the median is taken (default: 7)")
@@ -204,7 +257,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--batches", type=_batches, default=(1, 8, 32, 64, 128), metavar="N,N,…",
         help="ends of the engines' profiles (default: 1,8,32,64,128)")  # fmt: skip
     add("--precisions", type=_precisions, default=("fp32",), metavar="P,P,…",
-        help="of fp32, tf32, fp16 (default: fp32)")  # fmt: skip
+        help="of fp32, tf32, fp16; the runtime is measured in the first "
+        "(default: fp32)")  # fmt: skip
     add("--optimization-level", type=int, default=3, choices=range(6), help="default: 3")
     add("--build-limit-s", type=float, default=360,
         help="after so many seconds no engine is begun (default: 360)")  # fmt: skip
@@ -214,7 +268,39 @@ def _parser() -> argparse.ArgumentParser:
         help="its data (default: that of the repository)")  # fmt: skip
     add("--plans", type=Path, default=place / "plans",
         help="folder where engines are kept (default: beside it)")  # fmt: skip
+    runtime = parser.add_argument_group("models, pame, parallel and soak")
+    add = runtime.add_argument
+    add("--backend", choices=("tensorrt", "cuda"), default="tensorrt", help="default: tensorrt")
+    add("--models", type=_models, default=tuple(MODELS), metavar="M,M,…",
+        help=f"of {', '.join(MODELS)} (default: all)")  # fmt: skip
+    add("--sizes", type=_batches, default=(8, 16, 32, 64), metavar="N,N,…",
+        help="ends of the engines' profiles, of which 16 and more are measured "
+        "(default: 8,16,32,64)")  # fmt: skip
+    add("--go-on", type=_shares, default=(0.2, 0.3, 0.5), metavar="S,S,…",
+        help="shares that go on from the first exit; parallel and soak take the middle one "
+        "(default: 0.2,0.3,0.5)")  # fmt: skip
+    add("--recorded", type=Path, metavar="NPZ",
+        help="confidence [n, exits] and thresholds [exits] of a trained model, instead of "
+        "shares")  # fmt: skip
+    add("--no-graphs", dest="graphs", action="store_false", help="without CUDA graphs")
+    add("--requests", type=int, default=600,
+        help="of each system and round of parallel (default: 600)")  # fmt: skip
+    add("--soak-s", type=float, default=300.0, help="seconds of the long run (default: 300)")
     return parser
+
+
+def _models(text: str) -> tuple[str, ...]:
+    unknown = [name for name in text.split(",") if name not in MODELS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]}: give some of {', '.join(MODELS)}")
+    return tuple(text.split(","))
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    shares = tuple(float(share) for share in text.split(","))
+    if not all(0 <= share <= 1 for share in shares):
+        raise argparse.ArgumentTypeError(f"{text}: shares are from 0 to 1")
+    return shares
 
 
 def _batches(text: str) -> tuple[int, ...]:
@@ -232,11 +318,16 @@ def _precisions(text: str) -> tuple[str, ...]:
 
 
 def main() -> int:
-    """Run the command line; 1 where there is no GPU, or an engine differs from ONNX Runtime."""
+    """Run the command line.
+
+    Returns:
+        1 where there is no GPU, an engine differs from ONNX Runtime, or a long run lost memory or
+        requests; else 0.
+    """
     options = _parser().parse_args()
     parts = options.only or list(PARTS)
     try:
-        if "engines" in parts:
+        if "engines" in parts or (options.backend == "tensorrt" and set(parts) & set(RUNTIME)):
             probe.require("cuda:0")
         else:
             probe.find_device(0)
@@ -245,13 +336,26 @@ def main() -> int:
             measure_kernels(options, document)
         if "engines" in parts:
             measure_engines(options, document)
-    except BackendError as error:
+        _measure_runtime(parts, options, document)
+    except (BackendError, CompileError) as error:
         print(f"benchmark: {error}", file=sys.stderr)
         return 1
     document.save(share_of_stage=shares(document.content))
     print("\n".join(table(document.content)))
     units = document.content.get("engines", {}).get("units", {})
-    return 0 if all(unit.get("agrees") for unit in units.values()) else 1
+    soak = document.content.get(f"soak_{_variant(options)}", {}).get("models", {})
+    return 0 if all(unit.get("agrees") for unit in units.values()) and held(soak) else 1
+
+
+def _measure_runtime(parts: Sequence[str], options: argparse.Namespace, document: Document) -> None:
+    machine = GpuMachine(
+        options.backend,
+        precision=_runtime_precision(options),
+        optimization_level=options.optimization_level,
+    )
+    for part in RUNTIME:
+        if part in parts:
+            measure_runtime(part, options, document, machine)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
+from offramp.bundle.engines import Precision
 from offramp.compiler.engines.ranges import SizeRange, parse_batches
 from offramp.engine.backends.factory import kernels_for, make_backend
 from offramp.engine.cuda.backend import CudaBackend
@@ -81,15 +82,25 @@ class Machine(Protocol):
 class GpuMachine:
     """The machine's own GPU."""
 
-    def __init__(self, backend: str, *, index: int = 0, optimization_level: int = 3) -> None:
+    def __init__(
+        self,
+        backend: str,
+        *,
+        precision: Precision = "fp32",
+        index: int = 0,
+        optimization_level: int = 3,
+    ) -> None:
         """Measure a backend.
 
         Args:
             backend: ``tensorrt`` or ``cuda``.
+            precision: Of TensorRT's engines. A bundle that has them in several is served in the
+                least, so keep bundles apart by it.
             index: Of the GPU.
             optimization_level: Of TensorRT's builder, 0 to 5.
         """
         self.backend = backend
+        self._precision = precision
         self._index = index
         self._optimization_level = optimization_level
 
@@ -132,6 +143,7 @@ class GpuMachine:
 
         engines = EngineOptions(
             device=self._device,
+            precision=self._precision,
             batches=parse_batches(profiles_of(batches)),
             parts=("source", "stages"),
             optimization_level=self._optimization_level,
@@ -169,10 +181,18 @@ def profiles_of(batches: Sequence[int]) -> str:
     return ",".join(map(str, ranges))
 
 
-class _BareEngine:
-    """The source model's engine: copy in, run, copy out."""
+class BareEngine:
+    """The source model's engine: copy in, run, copy out; a :class:`Runner`."""
 
     def __init__(self, trial: Any, answer: str, stack: ExitStack, batches: Sequence[int]) -> None:
+        """Use an engine.
+
+        Args:
+            trial: It, loaded (:class:`offramp.engine.tensorrt.trial.Trial`).
+            answer: Name of its output.
+            stack: Closed when its contexts are to go.
+            batches: Sizes that are measured, each the end of a profile.
+        """
         self._trial = trial
         self._answer = answer
         self._stack = stack
@@ -180,11 +200,13 @@ class _BareEngine:
         self._prepared: dict[int, Any] = {}
 
     def run(self, tensors: Tensors) -> Iterator[Departure]:
+        """Answer a batch of one of the sizes; all leave at the end."""
         rows = len(next(iter(tensors.values())))
         answer = self._of(rows, tensors).run(tensors)[self._answer]
         yield Departure(0, np.arange(rows), answer, np.empty(0, np.float32))
 
     def warm_up(self, tensors: Tensors) -> None:
+        """Make the context of a size, if it is one of those."""
         rows = len(next(iter(tensors.values())))
         if rows in self._batches:
             self._of(rows, tensors).run(tensors)
@@ -217,4 +239,4 @@ def _bare_engine(bundle: Bundle, index: int, batches: Sequence[int]) -> Iterator
     with ExitStack() as stack:
         stack.enter_context(primary_context(index).current())
         trial = stack.enter_context(Trial(plan))
-        yield _BareEngine(trial, bundle.manifest.answer.output, stack, batches)
+        yield BareEngine(trial, bundle.manifest.answer.output, stack, batches)

@@ -10,16 +10,17 @@ usage() {
 usage: tools/gpu/run_tests.sh [options]
 
 Runs tests/gpu in the environment that setup.sh made, then the tests of the kernels under
-compute-sanitizer's memcheck, racecheck and synccheck. Each part has a limit of time, and leaves its log and
-its JUnit report behind; a table comes last. Exit status: 0 where nothing failed (what is skipped
+compute-sanitizer's memcheck, racecheck and synccheck. The runtime's tests are run on TensorRT and
+on ONNX Runtime's CUDA provider, whichever are there. Each part has a limit of time, and leaves its
+log and its JUnit report behind; a table comes last. Exit status: 0 where nothing failed (what is skipped
 says why in the table), 1 otherwise, 2 where there is no environment.
 
 options:
   --output FOLDER    for logs and reports (default: build/gpu)
   --place PLACE      where setup.sh put the environment (default: /tmp/offramp-gpu)
-  --only PART        kernels, engines, memcheck, racecheck or synccheck; may be repeated
+  --only PART        kernels, engines, runtime, memcheck, racecheck or synccheck; may be repeated
                      (default: all)
-  --limit SECONDS    of each part (default: 150, engines: three times that)
+  --limit SECONDS    of each part (default: 150, engines and runtime: three times that)
 USAGE
 }
 
@@ -41,7 +42,7 @@ while [ $# -gt 0 ]; do
         *) usage >&2; die "there is no option $1" ;;
     esac
 done
-[ ${#parts[@]} -gt 0 ] || parts=(kernels memcheck racecheck synccheck engines)
+[ ${#parts[@]} -gt 0 ] || parts=(kernels memcheck racecheck synccheck engines runtime)
 case $limit in ''|*[!0-9]*) die "--limit $limit is no number of seconds" ;; esac
 [ -f "$place/env.sh" ] || die "there is no environment at $place: run tools/gpu/setup.sh FOLDER $place"
 # shellcheck source=/dev/null
@@ -94,8 +95,9 @@ for part in "${parts[@]}"; do
     case $part in
         kernels) run_part kernels "$limit" tests/gpu/test_kernels.py -q ;;
         engines) run_part engines $((3 * limit)) tests/gpu/test_engines.py -v --durations=5 ;;
+        runtime) run_part runtime $((3 * limit)) tests/gpu/test_runtime.py -v --durations=5 ;;
         memcheck|racecheck|synccheck) sanitized "$part" ;;
-        *) die "--only $part: give kernels, engines, memcheck, racecheck or synccheck" ;;
+        *) die "--only $part: give kernels, engines, runtime, memcheck, racecheck or synccheck" ;;
     esac
 done
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from offramp.bundle import Bundle
 from offramp.tools.gpu import pame, serving
@@ -18,29 +18,41 @@ OVERHEAD_GOAL, PYTHON_GOAL_US, SHARE_GOAL, LATENCY_GOAL = 0.05, 60.0, 0.02, 0.6
 """Nobody leaves: how much slower; Python a stage; exit check and compaction, of a stage of
 ResNet-50 at batch 32; mean latency of the source model's, at PAME's settings."""
 
+_LEAST_BATCH: Final = 16
+
 Save = Callable[[Any], None]
 
 
-class Options(Protocol):
-    """What of the command line matters here."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeOptions:
+    """What is measured, and how."""
 
-    backend: str
     models: tuple[str, ...]
-    sizes: tuple[int, ...]
-    go_on: tuple[float, ...]
-    recorded: Path | None
-    rounds: int
-    seed: int
-    graphs: bool
-    soak_s: float
-    plans: Path
+    """Names."""
+    folder: Path
+    """Where bundles are made, and kept."""
+    sizes: tuple[int, ...] = (8, 16, 32, 64)
+    """Ends of the engines' profiles, rising; PAME's batch sizes are those of 16 and more."""
+    go_on: tuple[float, ...] = (0.2, 0.3, 0.5)
+    """Shares of the samples that go on from the first exit."""
+    recorded: Path | None = None
+    """Confidences of a trained model, instead of shares."""
+    rounds: int = 7
+    """Of which medians are taken."""
+    seed: int = 0
+    graphs: bool = True
+    """Whether to capture CUDA graphs."""
+    requests: int = 600
+    """Of each system and round of ``parallel``."""
+    soak_s: float = 300.0
+    """Seconds of the long run."""
 
 
 class RuntimeBench:
     """Measures models on a machine; what it has is given to ``save`` after every step."""
 
     def __init__(
-        self, machine: Machine, options: Options | argparse.Namespace, models: Mapping[str, BenchModel]
+        self, machine: Machine, options: RuntimeOptions, models: Mapping[str, BenchModel]
     ) -> None:
         """Measure some of the models."""
         self._machine = machine
@@ -64,7 +76,7 @@ class RuntimeBench:
             save(found)
             print(f"{name}: ready after {time.perf_counter() - began:.1f} s", flush=True)
 
-    def pame(self, save: Save, known: Mapping[str, Any]) -> None:
+    def compare(self, save: Save, known: Mapping[str, Any]) -> None:
         """Latencies, and where the time goes."""
         found = dict(known)
         for name, model in self._models.items():
@@ -86,6 +98,7 @@ class RuntimeBench:
             settings = serving.ParallelSettings(
                 go_on=self._share(),
                 rounds=self._options.rounds,
+                requests=self._options.requests,
                 graphs=(True, False) if self._options.graphs else (False,),
                 load=serving.Load(seed=self._options.seed),
             )
@@ -108,9 +121,8 @@ class RuntimeBench:
             print(soak_line(name, found[name]), flush=True)
 
     def _bundle(self, name: str) -> Bundle:
-        folder = self._options.plans / "bundles"
-        folder.mkdir(parents=True, exist_ok=True)
-        return self._models[name].bundle(folder, self._options.seed)
+        self._options.folder.mkdir(parents=True, exist_ok=True)
+        return self._models[name].bundle(self._options.folder, self._options.seed)
 
     def _ready(self, name: str) -> Bundle:
         bundle = self._bundle(name)
@@ -125,7 +137,7 @@ class RuntimeBench:
     def _shares(self) -> tuple[float | Recorded, ...]:
         if self._options.recorded is not None:
             return (Recorded.read(self._options.recorded),)
-        return tuple(self._options.go_on)
+        return self._options.go_on
 
     def _settings(self) -> pame.Settings:
         return pame.Settings(
@@ -139,9 +151,6 @@ class RuntimeBench:
     def _batches(self) -> tuple[int, ...]:
         """PAME's, of those that engines are built for; small sizes are for later stages."""
         return tuple(size for size in self._options.sizes if size >= _LEAST_BATCH)
-
-
-_LEAST_BATCH: Final = 16
 
 
 def latency_lines(name: str, rows: list[dict[str, Any]]) -> Iterator[str]:

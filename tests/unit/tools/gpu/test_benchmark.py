@@ -7,10 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests import small_bert
+from tests.unit.tools.gpu.fake_machine import FakeMachine
 
 from offramp.engine.errors import BackendError
 from offramp.engine.tensorrt import probe
 from offramp.tools.gpu import benchmark, environment
+from offramp.tools.gpu.runtime import held
 
 UNIT = {
     "precision": "fp16",
@@ -98,3 +101,60 @@ def test_the_environment_says_why_something_is_missing(monkeypatch: pytest.Monke
     assert found["gpu"] == "missing: see driver"
     assert found["nvcc"] == "missing: no nvcc on PATH"
     assert not found["numpy"].startswith("missing")
+
+
+def test_the_runtime_is_measured_into_an_entry_for_each_part_and_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(benchmark, "MODELS", {"bert-small": small_bert.MODEL})
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--only", "pame"])
+    arguments = ["--backend", "cuda", "--models", "bert-small", "--sizes", "4,16", "--rounds", "1"]
+    arguments += ["--plans", str(tmp_path), "--go-on", "0.5", "--soak-s", "0.5"]
+    arguments += ["--requests", "4", "--no-graphs"]
+    options = benchmark._parser().parse_args(arguments)
+    document = benchmark.Document(tmp_path / "gpu.json")
+    machine = FakeMachine()
+    for part in ("models", "pame", "parallel", "soak"):
+        benchmark.measure_runtime(part, options, document, machine)
+    content = json.loads((tmp_path / "gpu.json").read_text())
+    assert list(content) == [f"{p}_cuda_fp32" for p in ("models", "pame", "parallel", "soak")]
+    for entry in content.values():
+        assert {"hardware", "command", "seed", "measured_utc"} <= entry.keys()
+        assert list(entry["models"]) == ["bert-small"]
+    made = content["models_cuda_fp32"]["models"]["bert-small"]
+    assert made["exits_after"] == ["layer0.out", "layer1.out"]
+    assert made["measured_build_s"] == {"00-01": 1.5}
+    measured = content["pame_cuda_fp32"]["models"]["bert-small"]
+    assert {row["batch_size"] for row in measured["latencies"]} == {16}
+    assert measured["breakdown"][-1]["case"] == "source model"
+    assert content["soak_cuda_fp32"]["models"]["bert-small"]["lost"] == 0
+    said = capsys.readouterr().out
+    assert "batch 16, 50% go on: ms source" in said
+    assert "(goal +5%)" in said
+    assert "stage end" in said
+    assert "τ_b 16, no graphs" in said
+    assert "0 lost; device memory flat" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--models", "resnet18"], "resnet18: give some of resnet50"),
+        (["--go-on", "1.5"], "shares are from 0 to 1"),
+        (["--sizes", "8,4"], "sizes must rise"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        benchmark._parser().parse_args(arguments)
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_long_run_that_lost_something_is_no_success() -> None:
+    good = {"flat": True, "sent": 5, "answered": 5, "drained": True}
+    assert held({"a": good})
+    assert held({})
+    for worse in ({"flat": False}, {"answered": 4}, {"drained": False}):
+        assert not held({"a": good, "b": {**good, **worse}})

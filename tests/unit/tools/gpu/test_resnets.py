@@ -40,3 +40,22 @@ def test_it_has_the_weights_of_resnet50_and_the_seed_decides_them() -> None:
     assert sum(int(np.prod(weight.dims)) for weight in weights) == 25_557_032 - 26_560
     assert resnets.whole(seed=0).graph == whole.graph
     assert resnets.whole(seed=1).graph != whole.graph
+
+
+def test_resnet101_has_more_blocks_in_its_third_layer() -> None:
+    graph = onnx.load_from_string(resnets.whole(model="resnet101").graph).graph
+    # 44,549,160 with 105,344 scales and shifts of batch normalisation, of which one is left each.
+    assert sum(int(np.prod(weight.dims)) for weight in graph.initializer) == 44_549_160 - 52_672
+    ends = [node.name for node in graph.node if node.name.endswith(".relu")]
+    assert ends[0] == "stem.relu"
+    assert len(ends) == 1 + 33
+    assert ends[13] == "layer3.5.relu"
+
+
+def test_pixels_are_brought_to_the_scale_of_the_weights() -> None:
+    model = resnets.of_pixels("resnet50")
+    assert model.graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.UINT8
+    plain = onnx.load_from_string(resnets.whole().graph).graph
+    names = [node.name for node in model.graph.node]
+    assert names[3:] == [node.name for node in plain.node]
+    assert names[:3] == ["pixels.float", "pixels.centred", "pixels.scaled"]

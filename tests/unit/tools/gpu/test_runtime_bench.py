@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.small_bert import MODEL
 from tests.unit.tools.gpu.fake_machine import FakeMachine
 
 from offramp.bundle import Bundle
@@ -13,21 +14,19 @@ from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import make_plan
 from offramp.tools.bench.compare import NO_EXIT, OFFRAMP, SOURCE
-from offramp.tools.gpu import berts, models, pame, serving, timing
-from offramp.tools.gpu.models import MODELS, BenchModel, Recorded, bert_model
+from offramp.tools.gpu import models, pame, serving, timing
+from offramp.tools.gpu.models import MODELS, BenchModel, Recorded
 from offramp.tools.gpu.staged import REPLAY
 
-SMALL = berts.BertSize(layers=3, width=16, heads=2, inner=32, vocabulary=50, tokens=8, classes=3)
 
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model() -> BenchModel:
-    return bert_model("bert-small", SMALL, ("layer0.out", "layer1.out"))
+    return MODEL
 
 
 @pytest.fixture(scope="module")
-def bundle(model: BenchModel, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return model.bundle(tmp_path_factory.mktemp("bundles"), seed=0)
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return MODEL.bundle(tmp_path_factory.mktemp("bundles"), seed=0)
 
 
 @pytest.fixture
@@ -159,7 +158,7 @@ def test_growth_is_seen() -> None:
     assert serving.growth_bytes([7]) == 0
 
 
-def test_the_models_are_cut_where_their_exits_are(tmp_path: Path) -> None:
+def test_the_models_are_cut_where_their_exits_are() -> None:
     assert {name: model.cuts for name, model in MODELS.items()} == {
         "resnet50": ("layer2.3.relu",),
         "resnet101": ("layer3.5.relu",),
