@@ -409,17 +409,18 @@ def _fill(memory: NDArray[np.uint8], placed: Placed, array: NDArray[Any]) -> Non
     """Put an array into an upload, in the type that it has on the device.
 
     Raises:
-        BackendError: Its numbers do not fit that type.
+        BackendError: Its integers do not fit that type.
     """
     target = memory[placed.offset : placed.offset + len(array) * placed.row_bytes]
-    if placed.dtype != array.dtype and array.size:
+    if placed.dtype != array.dtype and placed.dtype.kind in "iu" and array.size:
         limits = np.iinfo(placed.dtype)
         if not limits.min <= array.min() <= array.max() <= limits.max:
             raise BackendError(
                 f"{placed.name}: values {array.min()} to {array.max()} do not fit {placed.dtype}, "
                 f"which the engine takes for {array.dtype}"
             )
-    np.copyto(target.view(placed.dtype).reshape(array.shape), array, casting="same_kind")
+    with np.errstate(over="ignore"):  # float64 beyond float32 is infinite there
+        np.copyto(target.view(placed.dtype).reshape(array.shape), array, casting="same_kind")
 
 
 def _is_kept(batch: CudaBatch, arena: Arena) -> bool:

@@ -18,7 +18,8 @@ from offramp.engine.backends.base import TensorBatch
 from offramp.engine.cuda.backend import CudaBackend
 from offramp.engine.cuda.driver import DeviceLostError
 from offramp.engine.cuda.fake_driver import FakeDriver
-from offramp.engine.cuda.slot import CudaSlot
+from offramp.engine.cuda.layout import Placed
+from offramp.engine.cuda.slot import CudaSlot, _fill
 from offramp.engine.cuda.stages import CudaStage
 from offramp.engine.errors import BackendError
 from offramp.engine.plan import StageSpec
@@ -285,6 +286,18 @@ def test_numbers_that_do_not_fit_the_engines_type_are_refused() -> None:
         kept = renamed(bench, carry_of(bench, [0.1, 0.1]))
         answer = bench.slot.run(bench.stages[2], kept).answer
         np.testing.assert_array_equal(answer, end_of([0, 1], 2))
+
+
+def test_float64_goes_up_as_the_float32_that_an_engine_takes() -> None:
+    array = np.array([[0.1, 1e300], [-np.inf, np.nan]])
+    placed = Placed(name="x", dtype=np.dtype(np.float32), sample_shape=(2,), row_bytes=8, offset=16)
+    memory = np.zeros(32, np.uint8)
+    _fill(memory, placed, array)
+    np.testing.assert_array_equal(
+        memory[16:].view(np.float32).reshape(2, 2),
+        np.array([[0.1, np.inf], [-np.inf, np.nan]], np.float32),
+    )
+    assert not memory[:16].any()
 
 
 def test_answers_in_a_type_that_the_kernels_do_not_read() -> None:
