@@ -8,30 +8,36 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Answer, Bundle, ExitPolicy, TensorSpec
-from offramp.engine.backends import Backend, make_backend
+from offramp.engine.backends import Backend, Slot, make_backend
 from offramp.engine.backends.factory import CPU
 from offramp.engine.control_loop import ControlLoop, Watched
-from offramp.engine.errors import DrainingError, InvalidInputError, UnknownModelError
+from offramp.engine.errors import (
+    BackendError,
+    DrainingError,
+    InvalidInputError,
+    UnknownModelError,
+)
 from offramp.engine.executor import Executor
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.requests import FINAL, PendingRequest
 from offramp.engine.scheduling import DeviceScheduler, ParallelLimit
-from offramp.engine.served_model import ServedModel
+from offramp.engine.served_model import ServedModel, warm_slots
 from offramp.engine.statistics import ModelStatistics
 from offramp.engine.tensorrt.probe import parse_device
 from offramp.engine.validation import check_tensors
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 _MOST_PRIORITY = 2**31
 
@@ -105,6 +111,7 @@ class Engine:
         *,
         streams: int = 1,
         parallel: ParallelLimit | None = None,
+        slots: Sequence[Slot] = (),
         owned: bool = False,
     ) -> None:
         """Use :meth:`open`; ``owned`` if the backend is to be closed with the engine."""
@@ -118,7 +125,7 @@ class Engine:
             {name: model.scheduler for name, model in models.items()},
             weights={name: model.options.weight for name, model in models.items()},
         )
-        self._executor = Executor(backend, models, scheduler, streams=streams)
+        self._executor = Executor(backend, models, scheduler, streams=streams, slots=slots)
         self._control = ControlLoop(
             self._executor,
             {
@@ -161,25 +168,26 @@ class Engine:
         bundles = {n: await asyncio.to_thread(Bundle.open, path) for n, path in models.items()}
         owned = backend is None
         if backend is None:
-            backend = await asyncio.to_thread(_make_backend, models, options)
+            backend = await _in_thread(_make_backend, models, options)
         parallel = ParallelLimit(
             max(options.of(name).max_batch_size for name in models),
             fixed=options.parallel_below,
             max_violations=options.max_violations,
         )
-        loaded = {}
+        loaded: dict[str, ServedModel] = {}
         try:
             for name, bundle in bundles.items():
                 began_s = time.monotonic()
-                loaded[name] = await asyncio.to_thread(
-                    _load, name, bundle, backend, options, parallel
-                )
+                loaded[name] = await _in_thread(_load, name, bundle, backend, options, parallel)
                 _log.info("%s: ready after %.1f s", name, time.monotonic() - began_s)
+            slots = await _in_thread(warm_slots, backend, loaded, options.streams)
         except BaseException:
             if owned:
-                backend.close()
+                _close_after_failure(backend)
             raise
-        return cls(loaded, backend, streams=options.streams, parallel=parallel, owned=owned)
+        return cls(
+            loaded, backend, streams=options.streams, parallel=parallel, slots=slots, owned=owned
+        )
 
     async def __aenter__(self) -> Self:
         """Enter."""
@@ -461,6 +469,23 @@ def _final_result(output: str, request: PendingRequest) -> StreamedResult:
         final=spoken | (request.exits == FINAL),
         corrected=corrected,
     )
+
+
+async def _in_thread(function: Callable[..., _T], *arguments: Any) -> _T:
+    """Call in a thread; if cancelled, wait for its end, since what it uses is released next."""
+    future = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        await asyncio.wait([future])
+        raise
+
+
+def _close_after_failure(backend: Backend) -> None:
+    try:
+        backend.close()
+    except BackendError:  # what went wrong before is what has to be told
+        _log.exception("the backend could not be closed")
 
 
 def _make_backend(models: Mapping[str, Path], options: EngineOptions) -> Backend:

@@ -57,16 +57,22 @@ def measure_profile(
     sizes = [*(s for s in compiled.batch_sizes if s < max_batch_size), max_batch_size]
     source = Pipeline(backend, make_plan(bundle, mode=Mode.OFF))
     chain = _chained(bundle, backend)
-    columns = []
+    measured: list[tuple[int, float, list[float]]] = []
     slot = backend.open_slot()
     try:
         for size in sizes:
             tensors = zeros(bundle.manifest, size)
             whole = sum(_stages_ms(source, slot, tensors, clock))
-            parts = _stages_ms(chain, slot, tensors, clock) if chain else []
-            columns.append(_column(compiled, size, whole, parts))
+            try:
+                parts = _stages_ms(chain, slot, tensors, clock) if chain else []
+            except BackendError as error:
+                chain, parts = _not_timed(bundle, error), []
+            measured.append((size, whole, parts))
     finally:
         slot.close()
+    columns = [
+        _column(compiled, size, all_, parts if chain else []) for size, all_, parts in measured
+    ]
     return Profile(
         device=backend.name,
         threads=compiled.threads,
@@ -103,8 +109,11 @@ def _chained(bundle: Bundle, backend: Backend) -> Pipeline | None:
     try:
         return Pipeline(backend, make_chained_plan(bundle))
     except BackendError as error:
-        _log.info("%s: segments are not timed by themselves: %s", bundle.path.name, error)
-        return None
+        return _not_timed(bundle, error)
+
+
+def _not_timed(bundle: Bundle, error: BackendError) -> None:
+    _log.info("%s: segments are not timed by themselves: %s", bundle.path.name, error)
 
 
 def _stages_ms(

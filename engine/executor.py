@@ -17,7 +17,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -110,6 +110,7 @@ class Executor:
         scheduler: DeviceScheduler,
         *,
         streams: int,
+        slots: Sequence[Slot] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare; :meth:`start` starts the threads.
@@ -119,6 +120,7 @@ class Executor:
             models: By name, as in ``scheduler``.
             scheduler: Owned by this executor from here on, with those of the models.
             streams: Threads, at least one.
+            slots: Open and warm, for the streams' first starts; closed by this executor.
             clock: Monotonic seconds.
         """
         self._backend = backend
@@ -133,6 +135,7 @@ class Executor:
         self._probes = {name: model.probe for name, model in models.items()}
         self._warm_ups = {name: model.warm_up for name, model in models.items()}
         self._health = StreamHealth(streams)
+        self._warm = list(slots)
         self._refusal: EngineError | None = None
         """Why no request is taken, for now; or for ever, once ``_stopped``."""
         self._stopped = False
@@ -242,6 +245,8 @@ class Executor:
                 thread.join(_JOIN_LIMIT_S)
             if thread.is_alive():
                 _log.error("%s: a stage still runs after %g s", thread.name, _JOIN_LIMIT_S)
+        for slot in self._warm:
+            slot.close()
 
     # The threads' side: the life of a stream
 
@@ -268,26 +273,52 @@ class Executor:
         Raises:
             _StartFailedError: It cannot start.
         """
-        try:
-            slot = self._backend.open_slot()
-        except Exception as error:
-            raise _StartFailedError from error
+        slot, warm = self._open_slot(stream)
         try:
             if suspected:
                 self._run_each(self._probes, slot)
-            if not self._backend.on_cpu:
+            if not (warm or self._backend.on_cpu):
                 self._run_each(self._warm_ups, slot)
             with self._lock:
                 self._health.started(stream, anew=suspected)
                 self._scheduler.resume(stream)
                 if not self._stopped:
                     self._refusal = None
-            return self._serve(stream, slot)
+            while self._serve(stream, slot):
+                if self._backend.on_cpu or not self._is_well(stream, slot):
+                    return True
+            return False
         finally:
             try:
                 slot.close()
             except Exception:  # what it held may be lost, but a new one may still be opened
                 _log.exception("stream %d: a slot could not be closed", stream)
+
+    def _open_slot(self, stream: int) -> tuple[Slot, bool]:
+        """Take a slot that is open, or open one; says whether it is warm."""
+        with self._lock:
+            if self._warm:
+                return self._warm.pop(), True
+            if not self._backend.on_cpu:  # that takes a while: others run what waits
+                self._scheduler.suspend(stream)
+        try:
+            return self._backend.open_slot(), False
+        except Exception as error:
+            raise _StartFailedError from error
+
+    def _is_well(self, stream: int, slot: Slot) -> bool:
+        """Whether a suspected slot runs what is known to be good: then it is not given up.
+
+        Where slots have to be warmed up, one is not started anew for the sake of bad requests.
+        """
+        self._rest(self._health.rest_s(stream))
+        try:
+            self._run_each(self._probes, slot)
+        except _StartFailedError:
+            return False
+        with self._lock:
+            self._health.passed(stream)
+        return True
 
     def _run_each(self, runs: Mapping[str, Callable[[Slot, Generation], None]], slot: Slot) -> None:
         """Run batches that are known to be good, of every model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from offramp.engine.control.controller import Controller
 from offramp.engine.control_state import state_path_of
 from offramp.engine.controllers import make_controller
 from offramp.engine.device_profile import measure_profile
-from offramp.engine.errors import OptionsError
+from offramp.engine.errors import BackendError, OptionsError
 from offramp.engine.generation import BundleGenerations, Generation, Generations, zeros
 from offramp.engine.options import ModelOptions
 from offramp.engine.pipeline import Pipeline
@@ -31,6 +32,8 @@ from offramp.engine.scheduling import (
     ParallelLimit,
     make_scheduler,
 )
+
+_log = logging.getLogger(__name__)
 
 _TIMED_RUNS = 5
 """Runs whose fastest says how fast this machine is, against the profile."""
@@ -89,7 +92,10 @@ class ServedModel:
         """
         profile = bundle.profile()
         if not backend.on_cpu:
-            profile = measure_profile(bundle, backend, max_batch_size=options.max_batch_size)
+            try:
+                profile = measure_profile(bundle, backend, max_batch_size=options.max_batch_size)
+            except BackendError as error:
+                _log.warning("%s: scheduled by the CPU's profile: %s", name, error)
         generations = BundleGenerations(bundle, backend, profile, mode=mode, options=options)
         policy, observed = bundle.policy, None
         if mode.observed:
@@ -150,9 +156,30 @@ class ServedModel:
                 generation.pipeline.warm_up(slot, rows)
 
 
+def warm_slots(backend: Backend, models: Mapping[str, ServedModel], streams: int) -> list[Slot]:
+    """Open a slot for every stream and warm it up for all models, where slots share nothing.
+
+    Raises:
+        BackendError: One cannot be opened, for instance for want of memory; none is left open.
+    """
+    slots: list[Slot] = []
+    if backend.on_cpu:
+        return slots
+    try:
+        for _ in range(streams):
+            slots.append(backend.open_slot())
+            for model in models.values():
+                model.warm_up(slots[-1], model.generation)
+    except BaseException:
+        for slot in slots:
+            slot.close()
+        raise
+    return slots
+
+
 def _arithmetic(bundle: Bundle, backend: Backend) -> dict[str, str]:
     """What gives the answers: what was seen of them holds for nothing else."""
-    targets = () if backend.on_cpu else list_targets(bundle.path)
+    targets = list_targets(bundle.path) if backend.name == "tensorrt" else ()
     return {"backend": backend.name, "engines": ", ".join(t.folder for t in targets)}
 
 

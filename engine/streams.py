@@ -12,11 +12,12 @@ class StreamHealth:
     """Failures in a row of each stream; not locked.
 
     A single failure is most often a request's own fault: it is tried again, alone, and fails
-    again. From the second in a row on the stream itself is suspected: it starts anew and has to
-    run a batch that is known to be good. Only a stream that fails at that is taken out of
-    service, and tried again after a pause that doubles each time. One that passes stays in
-    service, so that bad requests, however many, never stop a stream; but it starts anew no
-    more often than once in ``FIRST_PAUSE_S`` while none of its batches succeeds.
+    again. From the second in a row on the stream itself is suspected: it has to run a batch that
+    is known to be good, anew on the CPU, as it is on a device, where a start takes long. Only a
+    stream that fails at that is taken out of service, and tried again after a pause that doubles
+    each time. One that passes stays in service, so that bad requests, however many, never stop a
+    stream; but it is tried no more often than once in ``FIRST_PAUSE_S`` while none of its batches
+    succeeds.
     """
 
     def __init__(self, streams: int) -> None:
@@ -62,6 +63,11 @@ class StreamHealth:
         self._failed_starts[stream] += 1
         self.restarts += 1
         return min(pause_s, LONGEST_PAUSE_S)
+
+    def passed(self, stream: int) -> None:
+        """Forget a stream's failures: it has run a batch that is good, as it was."""
+        self._failures[stream] = 0
+        self._fruitless[stream] += 1
 
     def started(self, stream: int, *, anew: bool) -> None:
         """Forget all failures of a stream: it has started, and run a batch that is good."""

@@ -36,6 +36,7 @@ class TimedBackend(OnnxRuntimeBackend):
         self.now_s = 0.0
         self.most_rows = 0
         self.open = 0
+        self.chain_takes = 99
 
     @property
     def name(self) -> str:
@@ -57,6 +58,8 @@ class TimedSlot(OnnxRuntimeSlot):
 
     def run(self, stage, batch: TensorBatch, threshold: float | None = None) -> StageResult:
         spec = stage.spec
+        if spec.last_segment == 0 and len(batch) > self.backend.chain_takes:
+            raise BackendError("no profile holds so many")
         fixed_s, row_s = self.backend.costs_s[spec.first_segment, spec.last_segment]
         self.backend.now_s += fixed_s + row_s * len(batch)
         self.backend.most_rows = max(self.backend.most_rows, len(batch))
@@ -107,6 +110,15 @@ def test_without_segments_of_their_own_the_compilers_shares_are_kept(
     assert [row[1] for row in profile.segments_ms] == pytest.approx([1.0, 1.5, 2.0, 0.5])
     assert profile.stages_ms == pytest.approx((0.05, 0.05, 0.05))
     assert "no engine for 0 to 0" in caplog.text
+
+
+def test_segments_that_fail_at_some_size_are_not_mixed_with_measured_ones(bundle: Bundle) -> None:
+    alone = {(k, k): (0.001, 0.0) for k in range(4)}
+    backend = TimedBackend({(0, 3): (0.005, 0.0), **alone})
+    backend.chain_takes = 2
+    profile = measured(bundle, backend, most=8)
+    assert [row[0] for row in profile.segments_ms] == pytest.approx([1.0, 1.5, 2.0, 0.5])
+    assert profile.source_ms == pytest.approx((5.0, 5.0, 5.0))
 
 
 def test_a_chain_that_is_faster_than_the_source_model_has_free_borders(bundle: Bundle) -> None:

@@ -7,13 +7,15 @@ import re
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
-from tests.fakes import script
+from tests.fakes import fake_model, script
 from tests.unit.engine.serving import LIMIT_S, Gate, until, with_engine
 
 from offramp.engine.backends.fake import SCRIPT, FakeBackend, FakeSlot
 from offramp.engine.core import Engine
 from offramp.engine.errors import BackendError, OutOfServiceError
+from offramp.engine.served_model import warm_slots
 from offramp.engine.streams import FIRST_PAUSE_S, GIVE_UP_AFTER, StreamHealth
 
 SURE = {SCRIPT: script([0.95, 0.5])}
@@ -146,6 +148,89 @@ def test_on_a_device_every_slot_has_run_every_batch_size_twice_before_it_serves(
         assert backend.runs == [*once, (0, 1)]
 
     with_engine(body, backend_type=OnDevice, max_batch_size=3)
+
+
+def test_bad_requests_do_not_cost_a_device_its_slot() -> None:
+    """Two failures in a row: the slot runs a probe as it is, and is kept."""
+    slots = []
+
+    class Counted(OnDevice):
+        def open_slot(self) -> FakeSlot:
+            slots.append(1)
+            return super().open_slot()
+
+    def refuse_pairs(stage: int, rows: int) -> None:
+        if armed and rows == 2:
+            raise BackendError("no profile holds 2 rows")
+
+    armed: list[int] = []
+
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        await engine.infer("fake", SURE)
+        armed.append(1)
+        pair = {SCRIPT: np.repeat(SURE[SCRIPT], 2, axis=0)}
+        for _ in range(3):
+            with pytest.raises(BackendError, match="no profile holds 2 rows"):
+                await engine.infer("fake", pair)
+        assert (await engine.infer("fake", SURE)).exits.tolist() == [0]
+        assert engine.statistics()["fake"].restarts == 0
+
+    with_engine(body, refuse_pairs, Counted, max_batch_size=2)
+    assert len(slots) == 1
+
+
+def test_a_device_that_fails_its_probe_is_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offramp.engine.streams.FIRST_PAUSE_S", 0.001)
+    broken = threading.Event()
+
+    def fail(stage: int, rows: int) -> None:
+        if broken.is_set():
+            raise BackendError("device lost")
+
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        await engine.infer("fake", SURE)
+        broken.set()
+        with pytest.raises(BackendError, match="device lost"):
+            await engine.infer("fake", SURE)
+        await until(lambda: not engine.ready())
+        broken.clear()
+        await until(engine.ready)
+        assert (await engine.infer("fake", SURE)).exits.tolist() == [0]
+        assert engine.statistics()["fake"].restarts > 1
+
+    with_engine(body, fail, OnDevice, max_batch_size=2)
+
+
+def test_slots_are_open_and_warm_before_an_engine_is_said_to_be_ready() -> None:
+    backend = OnDevice()
+    model = fake_model(backend, max_batch_size=2)
+    slots = warm_slots(backend, {"fake": model}, 2)
+    once = [(stage, size) for size in (2, 1) for _ in range(2) for stage in (0, 1)]
+    assert (backend.runs, backend.open_slots) == ([*once, *once], 2)
+
+    async def body() -> None:
+        engine = Engine({"fake": model}, backend, streams=2, slots=slots)
+        assert (await engine.infer("fake", SURE)).exits.tolist() == [0]
+        assert backend.runs == [*once, *once, (0, 1)]
+        await engine.close()
+
+    asyncio.run(body())
+    backend.close()  # finds no slot open
+    assert warm_slots(FakeBackend(), {"fake": model}, 2) == []
+
+
+def test_where_a_slot_cannot_be_warmed_up_none_stays_open() -> None:
+    left = [1] * 8  # runs of the first slot
+
+    def fail_later(stage: int, rows: int) -> None:
+        if not left:
+            raise BackendError("out of memory")
+        left.pop()
+
+    backend = OnDevice(on_run=fail_later)
+    with pytest.raises(BackendError, match="out of memory"):
+        warm_slots(backend, {"fake": fake_model(backend, max_batch_size=2)}, 2)
+    backend.close()
 
 
 def test_a_slot_that_cannot_be_warmed_up_is_a_stream_that_cannot_start(
