@@ -66,7 +66,8 @@ def measure_profile(
             try:
                 parts = _stages_ms(chain, slot, tensors, clock) if chain else []
             except BackendError as error:
-                chain, parts = _not_timed(bundle, error), []
+                _say_why(bundle, error)
+                chain, parts = None, []
             measured.append((size, whole, parts))
     finally:
         slot.close()
@@ -109,10 +110,11 @@ def _chained(bundle: Bundle, backend: Backend) -> Pipeline | None:
     try:
         return Pipeline(backend, make_chained_plan(bundle))
     except BackendError as error:
-        return _not_timed(bundle, error)
+        _say_why(bundle, error)
+        return None
 
 
-def _not_timed(bundle: Bundle, error: BackendError) -> None:
+def _say_why(bundle: Bundle, error: BackendError) -> None:
     _log.info("%s: segments are not timed by themselves: %s", bundle.path.name, error)
 
 

@@ -51,7 +51,7 @@ class FakeExecutables:
     enqueued: Counter[tuple[int, int]] = field(default_factory=Counter)
     """Times that a (stage, rows) was enqueued, also into graphs."""
     forgotten: int = 0
-    """Times that an executable was told that its graphs are gone."""
+    """Graphs that an executable was prepared for and told to forget."""
     closed: bool = False
 
     def device_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -116,6 +116,10 @@ class FakeExecutable:
         self._slot = slot
         self._dtypes = {t.name: t.dtype for t in (*prepared.inputs, *prepared.outputs)}
         self._closed = False
+        self._graphs: set[int] = set()
+        """What it is prepared for, or was captured into."""
+        self._running = 0
+        """Runs that are enqueued and not done, but for those of graphs."""
 
     def output_shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape]:
         """By the graph."""
@@ -127,24 +131,48 @@ class FakeExecutable:
             return self._prepared.shapes.of(inputs)
 
     def enqueue(
-        self, inputs: Mapping[str, Shape], addresses: Mapping[str, int], stream: Stream
+        self,
+        inputs: Mapping[str, Shape],
+        addresses: Mapping[str, int],
+        stream: Stream,
+        *,
+        graph: int | None = None,
     ) -> None:
         """Enqueue the graph's run on the CPU."""
-        factory, rows = self._prepared.factory, next(iter(inputs.values()))[0]
+        prepared, factory = self._prepared, self._prepared.factory
+        rows = next(iter(inputs.values()))[0]
         assert not self._closed
         assert stream is self._slot.stream
         factory.enqueued[self._prepared.spec.index, rows] += 1
-        if factory.refuse_capture and factory.driver.calls["capture"]:
+        captures = threading.get_ident() in factory.driver._capturing
+        if captures:
+            assert graph in self._graphs, "a graph is captured that was not prepared"
+            assert not self._running, "a stage is captured while it still runs"
+        elif graph is not None:
+            assert prepared.capturable, "it was prepared for a graph that it cannot have"
+            self._graphs.add(graph)
+        if factory.refuse_capture and captures:
             raise BackendError("this engine cannot be captured")
         factory.on_enqueue(self._prepared.spec, rows)
         shapes, places = dict(inputs), dict(addresses)
         outputs = self.output_shapes(inputs)
-        factory.driver.call(stream, lambda: self._run(shapes, outputs, places))
 
-    def forget(self) -> None:
-        """Count."""
+        def run() -> None:
+            self._run(shapes, outputs, places)
+
+        def run_once() -> None:
+            self._running -= 1
+            run()
+
+        factory.driver.call(stream, run if captures else run_once)
+        self._running += not captures
+
+    def forget(self, graph: int) -> None:
+        """Count those that it was prepared for."""
         assert not self._closed
-        self._prepared.factory.forgotten += 1
+        if graph in self._graphs:
+            self._graphs.remove(graph)
+            self._prepared.factory.forgotten += 1
 
     def close(self) -> None:
         """Count."""

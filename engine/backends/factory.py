@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -118,9 +119,11 @@ def _cuda(options: _Options) -> Backend:
     try:
         device = probe.find_device(options.device)
         from offramp.engine.backends import onnxruntime_cuda  # noqa: PLC0415
+        from offramp.engine.cuda.pycuda_driver import require_pycuda  # noqa: PLC0415
 
         onnxruntime_cuda.require_provider()
-        _require_pycuda()
+        require_pycuda()
+        onnxruntime_cuda.try_provider(device.index)
     except BackendError as error:
         raise BackendError(f"CUDA cannot be used on cuda:{options.device}: {error}") from error
     return _on_gpu(
@@ -132,11 +135,6 @@ def _cuda(options: _Options) -> Backend:
     )
 
 
-def _require_pycuda() -> None:
-    if find_spec("pycuda") is None:
-        raise BackendError("the Python packages lack pycuda: pip install pycuda")
-
-
 def _cpu(options: _Options) -> Backend:
     from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend  # noqa: PLC0415
 
@@ -146,12 +144,41 @@ def _cpu(options: _Options) -> Backend:
 def _on_gpu(
     device: probe.Device, options: _Options, factory: Callable[[Driver], ExecutableFactory]
 ) -> Backend:
-    from offramp.engine.cuda.backend import CudaBackend  # noqa: PLC0415
     from offramp.engine.cuda.pycuda_driver import PyCudaDriver  # noqa: PLC0415
 
-    cubin = kernels_for(device, options.bundles)
-    driver = PyCudaDriver(device.index)
-    return CudaBackend(factory(driver), driver, graphs=options.graphs, kernels=cubin)
+    cubins = _cubins(device, options.bundles)
+    first = next(cubins)  # before anything is taken of the GPU
+    with ExitStack() as failed:
+        driver = PyCudaDriver(device.index)
+        failed.callback(driver.close)
+        made = factory(driver)
+        try:
+            backend = _with_kernels(made, driver, options, chain([first], cubins))
+        except BaseException:
+            with driver.current():
+                made.close()
+            raise
+        failed.pop_all()
+    return backend
+
+
+def _with_kernels(
+    factory: ExecutableFactory, driver: Driver, options: _Options, cubins: Iterator[bytes]
+) -> Backend:
+    """A backend with the first machine code that the driver loads."""
+    from offramp.engine.cuda.backend import CudaBackend  # noqa: PLC0415
+    from offramp.engine.cuda.driver import DeviceLostError  # noqa: PLC0415
+
+    refused = BackendError("there is no machine code of our kernels")
+    for cubin in cubins:
+        try:
+            return CudaBackend(factory, driver, graphs=options.graphs, kernels=cubin)
+        except DeviceLostError:
+            raise
+        except BackendError as error:
+            _LOG.warning("the driver does not load our kernels as they were compiled: %s", error)
+            refused = error
+    raise refused
 
 
 def kernels_for(device: probe.Device, bundles: Sequence[Path]) -> bytes:
@@ -162,7 +189,20 @@ def kernels_for(device: probe.Device, bundles: Sequence[Path]) -> bytes:
     Raises:
         BackendError: They had to be compiled, and cannot be.
     """
+    return next(_cubins(device, bundles))
+
+
+def _cubins(device: probe.Device, bundles: Sequence[Path]) -> Iterator[bytes]:
+    """Our kernels' machine code, each different; what is compiled here comes last.
+
+    That of a bundle may be of a newer CUDA than this driver's, which then does not load it: nobody
+    wrote down which CUDA it was.
+
+    Raises:
+        BackendError: They had to be compiled, and cannot be.
+    """
     source = source_hash()
+    given: set[bytes] = set()
     for path in bundles:
         for target in list_targets(path):
             if target.compute_capability != device.compute_capability:
@@ -172,9 +212,12 @@ def kernels_for(device: probe.Device, bundles: Sequence[Path]) -> bytes:
             except BundleError as error:
                 _LOG.warning("%s", error)
                 continue
-            if cubin is not None:
-                return cubin
-    return load_kernels(device.compute_capability, driver_version=device.driver_version)
+            if cubin is not None and cubin not in given:
+                given.add(cubin)
+                yield cubin
+    cubin = load_kernels(device.compute_capability, driver_version=device.driver_version)
+    if cubin not in given:
+        yield cubin
 
 
 def _require_engines(options: _Options) -> None:

@@ -10,7 +10,10 @@ leaves the GPU aside as a whole, as it does when its CUDA libraries do not load,
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from contextlib import redirect_stdout
+from io import StringIO
 from threading import Lock
 from typing import Any
 
@@ -18,17 +21,29 @@ import numpy as np
 import onnxruntime as ort
 
 from offramp.engine.backends.sizes import BundleSizes, GraphShapes, dtype_of
-from offramp.engine.cuda.driver import Stream
+from offramp.engine.cuda.driver import Event, Stream
 from offramp.engine.cuda.executable import Shape, SlotResources, TensorInfo
 from offramp.engine.errors import BackendError
 from offramp.engine.plan import StageSpec
 
+_LOG = logging.getLogger(__name__)
+
 PROVIDER = "CUDAExecutionProvider"
+_CUDA_MEMORY = "Cuda"
+"""ONNX Runtime's name of a GPU's memory."""
+_ONE_NODE = (
+    b'\x08\x08:6\n\x0b\n\x01x\x12\x01y"\x03Abs\x12\x05probe'
+    b"Z\x0f\n\x01x\x12\n\n\x08\x08\x01\x12\x04\n\x02\x08\x01"
+    b"b\x0f\n\x01y\x12\n\n\x08\x08\x01\x12\x04\n\x02\x08\x01B\x04\n\x00\x10\r"
+)
+"""An ONNX model, y = Abs(x) of one float32; the package onnx is not there to make it."""
 _INSTALL = "pip uninstall -y onnxruntime && pip install onnxruntime-gpu"
 
 
 def require_provider() -> None:
-    """Check that this ONNX Runtime can use GPUs.
+    """Check that this ONNX Runtime can use GPUs, and load the libraries of CUDA that it needs.
+
+    Those of pip packages are in no folder that the loader looks into.
 
     Raises:
         BackendError: It was built without.
@@ -38,6 +53,30 @@ def require_provider() -> None:
             f"ONNX Runtime {ort.__version__} has no {PROVIDER}, that of onnxruntime-gpu has: "
             f"{_INSTALL}"
         )
+    said = StringIO()
+    with redirect_stdout(said):  # it prints, and our standard output may be read by programs
+        getattr(ort, "preload_dlls", lambda: None)()
+    for line in said.getvalue().splitlines():
+        _LOG.warning("ONNX Runtime: %s", line)
+
+
+def try_provider(device: int) -> None:
+    """Run a graph of one node on a GPU, which shows whether the provider works there.
+
+    Args:
+        device: Its number.
+
+    Raises:
+        BackendError: The provider does not load, or cannot use this GPU.
+    """
+    try:
+        make_cuda_session(_ONE_NODE, device).run(None, {"x": np.zeros(1, np.float32)})
+    except BackendError as error:
+        raise BackendError(f"ONNX Runtime cannot use cuda:{device}: {error}") from error
+    except Exception as error:  # ONNX Runtime's own classes derive from Exception only
+        raise BackendError(
+            f"ONNX Runtime {ort.__version__} cannot use cuda:{device}: {error}"
+        ) from error
 
 
 class OnnxRuntimeCudaFactory:
@@ -142,7 +181,7 @@ class OnnxRuntimeCudaStage:
             raise BackendError(
                 f"ONNX Runtime cannot load stage {self.spec.index} on cuda:{self.device}: {error}"
             ) from error
-        return OnnxRuntimeCudaRun(self, session)
+        return OnnxRuntimeCudaRun(self, session, slot)
 
     def output_shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape]:
         """Tell the shapes of the outputs; thread-safe."""
@@ -157,9 +196,14 @@ class OnnxRuntimeCudaStage:
 class OnnxRuntimeCudaRun:
     """A session of a slot: an :class:`offramp.engine.cuda.executable.Executable`."""
 
-    def __init__(self, stage: OnnxRuntimeCudaStage, session: ort.InferenceSession) -> None:
+    def __init__(
+        self, stage: OnnxRuntimeCudaStage, session: ort.InferenceSession, slot: SlotResources
+    ) -> None:
         """Use :meth:`OnnxRuntimeCudaStage.open`."""
         self._stage = stage
+        self._driver = slot.driver
+        self._copied = _copied_when_bound(session)
+        self._uploaded: Event | None = slot.driver.event() if self._copied else None
         self._session: ort.InferenceSession | None = session
         self._binding: Any = session.io_binding()
         self._bound: dict[str, tuple[Shape, int]] = {}
@@ -176,11 +220,14 @@ class OnnxRuntimeCudaRun:
         self,
         inputs: Mapping[str, Shape],
         addresses: Mapping[str, int],
-        stream: Stream,  # noqa: ARG002 - that which the session was made for
+        stream: Stream,
+        *,
+        graph: int | None = None,  # noqa: ARG002 - there are none
     ) -> None:
         """Run the session; what it does on the device is enqueued on the slot's stream."""
         if self._session is None:
             raise BackendError(f"stage {self._stage.spec.index} was closed before")
+        self._wait_for_copied(stream)
         try:
             self._bind(inputs, self.output_shapes(inputs), addresses)
             self._session.run_with_iobinding(self._binding, self._options)
@@ -191,13 +238,26 @@ class OnnxRuntimeCudaRun:
                 f"stage {self._stage.spec.index} failed on {rows} rows: {error}"
             ) from error
 
-    def forget(self) -> None:
+    def forget(self, graph: int) -> None:
         """There are no graphs."""
 
     def close(self) -> None:
         """Release the session."""
         self._binding = None
         self._session = None
+        if self._uploaded is not None:
+            self._uploaded.close()
+
+    def _wait_for_copied(self, stream: Stream) -> None:
+        """Have inputs that binding copies ready, and bound anew: at every run they differ.
+
+        The copy knows nothing of the slot's stream, so the host waits for what writes them.
+        """
+        if self._uploaded is not None:
+            self._driver.record(self._uploaded, stream)
+            self._driver.synchronize(self._uploaded)
+            for name in self._copied:
+                self._bound.pop(name, None)
 
     def _bind(
         self,
@@ -217,8 +277,20 @@ class OnnxRuntimeCudaRun:
                     self._bound[info.name] = shape, address
 
 
-def make_cuda_session(model: bytes, device: int, stream: Stream) -> ort.InferenceSession:
-    """Load a graph onto a GPU, to be run on a stream.
+def _copied_when_bound(session: ort.InferenceSession) -> frozenset[str]:
+    """Inputs that a graph wants in the CPU's memory: binding one copies it there, at once."""
+    names = [argument.name for argument in session.get_inputs()]
+    memories = getattr(session, "get_input_memory_infos", None)
+    if memories is None:  # an older ONNX Runtime: any of them may be
+        return frozenset(names)
+    places = [memory.name for memory in memories()]
+    return frozenset(n for n, p in zip(names, places, strict=True) if p != _CUDA_MEMORY)
+
+
+def make_cuda_session(
+    model: bytes, device: int, stream: Stream | None = None
+) -> ort.InferenceSession:
+    """Load a graph onto a GPU, to be run on a stream, or on one of ONNX Runtime's own.
 
     Raises:
         BackendError: ONNX Runtime would run it on the CPU.
@@ -229,12 +301,13 @@ def make_cuda_session(model: bytes, device: int, stream: Stream) -> ort.Inferenc
     options.log_severity_level = 3
     settings = {
         "device_id": str(device),
-        "user_compute_stream": str(stream.handle),
         # The search that is the default tries all algorithms at every new batch size, in service.
         "cudnn_conv_algo_search": "HEURISTIC",
         # Thresholds were found in float32; TF32 multiplies 10 bits.
         "use_tf32": "0",
     }
+    if stream is not None:
+        settings["user_compute_stream"] = str(stream.handle)
     session = ort.InferenceSession(
         model, options, providers=[(PROVIDER, settings)], enable_fallback=0
     )

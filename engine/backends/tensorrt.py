@@ -5,16 +5,15 @@ A stage is run by one engine, or by those of its segments one after the other
 that nothing is allocated while serving, and all contexts of a slot work in the slot's one scratch
 memory: they run in order on its stream.
 
-A CUDA graph holds only as long as the context that it was captured from stays as it was. So with
-graphs, shapes and addresses that come a second time get a context of their own, which never
-changes.
+A CUDA graph holds only as long as the context that it was captured from stays as it was. So every
+graph gets contexts of its own, which never change and go with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,9 @@ from offramp.engine.tensorrt.layout import Layout
 from offramp.engine.tensorrt.library import Library, Loan
 from offramp.engine.tensorrt.loading import EngineContext, LoadedEngine
 from offramp.engine.tensorrt.lookup import Place, find_engines
+
+_MOST_SHAPES = 4096
+"""Of an engine in a slot; with inputs of many lengths there is no end of them."""
 
 
 class TensorRTFactory:
@@ -191,9 +193,7 @@ class TensorRTRun:
         with ExitStack() as releases:
             self._links = []
             for loan in loaned:
-                self._links.append(
-                    _Link(loan, slot, stage.layout.engine_bytes, keeps=stage.capturable)
-                )
+                self._links.append(_Link(loan, slot, stage.layout.engine_bytes))
                 releases.callback(self._links[-1].close)
             releases.pop_all()
 
@@ -205,21 +205,26 @@ class TensorRTRun:
         return {info.name: known[info.name] for info in self._stage.outputs}
 
     def enqueue(
-        self, inputs: Mapping[str, Shape], addresses: Mapping[str, int], stream: Stream
+        self,
+        inputs: Mapping[str, Shape],
+        addresses: Mapping[str, int],
+        stream: Stream,
+        *,
+        graph: int | None = None,
     ) -> None:
         """Enqueue one engine after the other."""
         known: dict[str, Shape] = dict(inputs)
         try:
             for link, inner in zip(self._links, self._inner, strict=True):
                 known |= self._shapes(link, known)
-                link.enqueue(known, {**addresses, **inner}, stream)
+                link.enqueue(known, {**addresses, **inner}, stream, graph)
         except BackendError as error:
             raise BackendError(f"stage {self._stage.spec.index} failed: {error}") from error
 
-    def forget(self) -> None:
-        """Release the contexts that graphs were captured from."""
+    def forget(self, graph: int) -> None:
+        """Release the contexts that a graph was captured from."""
         for link in self._links:
-            link.forget()
+            link.forget(graph)
 
     def close(self) -> None:
         """Release the contexts."""
@@ -239,26 +244,24 @@ class TensorRTRun:
         return found
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Sized:
     """What is known of shapes of an engine's inputs."""
 
     profile: int
     outputs: Mapping[str, Shape]
-    kept: dict[tuple[int, ...], EngineContext | None] = field(default_factory=dict)
-    """By addresses of the engine's tensors: a context that only ever has these shapes and
-    addresses; ``None`` until they come a second time."""
 
 
 class _Link:
-    """One engine in a slot: a context for each profile, and for shapes that graphs are made of."""
+    """One engine in a slot: a context for each profile, and for each graph."""
 
-    def __init__(self, loan: Loan, slot: SlotResources, scratch_bytes: int, *, keeps: bool) -> None:
+    def __init__(self, loan: Loan, slot: SlotResources, scratch_bytes: int) -> None:
         self._loan = loan
         self._slot = slot
         self._scratch_bytes = scratch_bytes
-        self._keeps = keeps
         self._known: dict[tuple[Shape, ...], _Sized] = {}
+        self._kept: dict[int, EngineContext] = {}
+        """By graph: a context that only ever has its shapes and addresses."""
         self.engine = loan.borrow()
         self._contexts: list[EngineContext] = []
         try:
@@ -274,20 +277,22 @@ class _Link:
         return None if found is None else found.outputs
 
     def enqueue(
-        self, inputs: Mapping[str, Shape], addresses: Mapping[str, int], stream: Stream
+        self,
+        inputs: Mapping[str, Shape],
+        addresses: Mapping[str, int],
+        stream: Stream,
+        graph: int | None,
     ) -> None:
         found = self._find(inputs)
         assert found is not None, "output_shapes was asked before"
-        context = self._kept(found, addresses) or self._contexts[found.profile]
+        context = self._contexts[found.profile] if graph is None else self._of(graph, found.profile)
         context.take_shapes(inputs)
         context.enqueue(addresses, stream)
 
-    def forget(self) -> None:
-        kept = [context for sized in self._known.values() for context in sized.kept.values()]
-        for context in kept:
-            if context is not None:
-                context.close()
-        self._known.clear()
+    def forget(self, graph: int) -> None:
+        context = self._kept.pop(graph, None)
+        if context is not None:
+            context.close()
 
     def takes(self) -> list[str]:
         """What the profiles hold, for messages."""
@@ -298,23 +303,16 @@ class _Link:
 
     def close(self) -> None:
         """May be called again."""
-        self.forget()
-        for context in self._contexts:
+        for context in (*self._kept.values(), *self._contexts):
             context.close()
+        self._kept.clear()
         self._contexts.clear()
         self._loan.return_(self.engine)
 
-    def _kept(self, sized: _Sized, addresses: Mapping[str, int]) -> EngineContext | None:
-        """A context that graphs may be captured from, if these addresses come again."""
-        if not self._keeps:
-            return None
-        key = tuple(addresses[name] for name in self.engine.dtypes)
-        if key not in sized.kept:
-            sized.kept[key] = None
-            return None
-        context = sized.kept[key]
+    def _of(self, graph: int, profile: int) -> EngineContext:
+        context = self._kept.get(graph)
         if context is None:
-            context = sized.kept[key] = self._context(sized.profile)
+            context = self._kept[graph] = self._context(profile)
         return context
 
     def _context(self, profile: int) -> EngineContext:
@@ -331,6 +329,8 @@ class _Link:
                 return None
             shapes = self._contexts[profile].take_shapes(inputs)
             outputs = {name: shapes[name] for name in self.engine.outputs}
+            if len(self._known) >= _MOST_SHAPES:
+                self._known.clear()
             found = self._known[key] = _Sized(profile=profile, outputs=outputs)
         return found
 

@@ -175,8 +175,11 @@ class Outcome:
 
     def reserve(self, rows: int) -> bool:
         """Have room for batches of ``rows``; says whether it moved."""
-        moved = self._region.reserve(4 * aligned(4 * rows)) if rows > self._rows else False
-        self._rows = max(rows, self._rows)
+        if rows <= self._rows:
+            return False
+        self._rows = 0  # until there is memory: what failed is tried again
+        moved = self._region.reserve(4 * aligned(4 * rows))
+        self._rows = rows
         return moved
 
     def results(self, principal: int) -> Results:
@@ -287,8 +290,9 @@ class Arena:
     def _reserve_rows(self, rows: int) -> None:
         if not rows:
             return
+        self._rows = 0  # until there is memory for all: what failed is tried again
         if self.kernels.reserve(rows):
             self.scratch_is_clear = False
         self.row_numbers.reserve(4 * rows)
         self.outcome.reserve(rows)
-        self._rows = rows  # last: what failed is tried again
+        self._rows = rows

@@ -73,28 +73,38 @@ class Executable(Protocol):
         ...
 
     def enqueue(
-        self, inputs: Mapping[str, Shape], addresses: Mapping[str, int], stream: Stream
+        self,
+        inputs: Mapping[str, Shape],
+        addresses: Mapping[str, int],
+        stream: Stream,
+        *,
+        graph: int | None = None,
     ) -> None:
         """Enqueue the stage.
 
-        From the third time with the same shapes and addresses on it may be captured into a
-        graph: then it neither allocates nor waits, and the graph stays valid whatever is enqueued
-        later. Before, and where it is not capturable, it may prepare for these shapes.
+        A graph is made by two calls with its number, shapes and addresses, between which the host
+        waits. The first may prepare; the second is captured: it neither allocates nor waits. The
+        graph then stays valid, whatever is enqueued later, until :meth:`forget`.
 
         Args:
             inputs: Shapes of at least the stage's inputs; all have as many rows.
             addresses: Of at least the stage's inputs and outputs.
             stream: That of the slot.
+            graph: Number of the graph that this is captured into, now or the next time; only for
+                stages that are capturable. ``None``: of none.
 
         Raises:
             BackendError: It cannot be enqueued. This batch fails only.
         """
         ...
 
-    def forget(self) -> None:
-        """Release what was prepared for graphs: none that was captured is launched any more.
+    def forget(self, graph: int) -> None:
+        """Release what was prepared for a graph, if anything was: it is not launched any more.
 
         The host has waited. Without it a slot that meets ever new shapes takes ever more memory.
+
+        Args:
+            graph: Its number; perhaps of a graph that never came to be.
         """
         ...
 

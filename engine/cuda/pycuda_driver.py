@@ -41,6 +41,29 @@ _NON_BLOCKING = 1
 some library may use, do not wait for each other."""
 
 
+def require_pycuda() -> None:
+    """Import PyCUDA; without it no driver can be made.
+
+    Raises:
+        BackendError: It is not installed, or does not load.
+    """
+    try:
+        import pycuda.driver  # noqa: F401, PLC0415
+    except ModuleNotFoundError as error:
+        if error.name == "pycuda":
+            raise BackendError("the Python packages lack pycuda: pip install pycuda") from error
+        raise BackendError(_unloadable(error)) from error
+    except (ImportError, OSError) as error:
+        raise BackendError(_unloadable(error)) from error
+
+
+def _unloadable(error: Exception) -> str:
+    return (
+        f"pycuda is installed but does not load: {error}. It must fit the driver's CUDA version; "
+        f"pip install --force-reinstall --no-cache-dir pycuda gets it anew"
+    )
+
+
 class PyCudaDriver:
     """One GPU: a :class:`offramp.engine.cuda.driver.Driver`."""
 

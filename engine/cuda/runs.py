@@ -6,6 +6,9 @@ the stage end and, after the second time, the CUDA graph are in it.
 
 from __future__ import annotations
 
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +27,8 @@ from offramp.engine.errors import BackendError
 from offramp.engine.kernels.arguments import MOST_TENSORS, Launch, RowCopy, Scratch
 
 MOST_RUNS = 1024
-"""Of a slot; with inputs of many lengths there is no end of them, and a graph takes memory."""
+"""Of a slot; with inputs of many lengths there is no end of them, and a graph takes memory.
+The one that was not used for longest gives way to a new one."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -42,6 +46,8 @@ class StageRun:
     """How a stage runs on a number of rows of a shape that lie at certain addresses."""
 
     stage: OpenStage
+    number: int
+    """Of the graph, for what it is captured from; never used twice in a slot."""
     rows: int
     shapes: dict[str, Shape]
     """Of the batch's tensors."""
@@ -80,6 +86,15 @@ class StageRun:
     end: Launch | None = None
     """The launch after the stage."""
 
+    def release(self) -> None:
+        """Close the graph, and let go of what it was captured from; the host has waited."""
+        graph, self.graph = self.graph, None
+        with ExitStack() as releases:  # last in, first out
+            if self.times:  # before, it was not prepared for a graph
+                releases.callback(self.stage.executable.forget, self.number)
+            if graph is not None:
+                releases.callback(graph.close)
+
 
 @dataclass(slots=True, kw_only=True)
 class StageRuns:
@@ -88,10 +103,14 @@ class StageRuns:
     arena: Arena
     layouts: Layouts
     kernels: DeviceKernels
-    _made: dict[tuple[int, Layout, int, int], StageRun] = field(default_factory=dict)
+    _made: OrderedDict[tuple[int, Layout, int, int], StageRun] = field(default_factory=OrderedDict)
+    """What was used last comes last."""
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def of(self, stage: OpenStage, batch: CudaBatch) -> StageRun:
         """How to run a stage on a batch that lies in an input area.
+
+        The host has waited for all that was run before.
 
         Raises:
             BackendError: The stage does not take it.
@@ -99,25 +118,24 @@ class StageRuns:
         key = (stage.facts.number, batch.layout, batch.rows, batch.area)
         run = self._made.get(key)
         if run is None:
-            if len(self._made) >= MOST_RUNS:
-                self.clear()
             run = self._make(stage, batch)
+            while len(self._made) >= MOST_RUNS:
+                _, oldest = self._made.popitem(last=False)
+                oldest.release()
             self._made[key] = run
+        else:
+            self._made.move_to_end(key)
         return run
 
     def clear(self) -> None:
         """Forget all, with their graphs; the host has waited for them."""
-        made, self._made = self._made, {}
-        stages = {run.stage.facts.number: run.stage for run in made.values()}
-        with ExitStack() as releases:  # last in, first out
-            for stage in stages.values():
-                releases.callback(stage.executable.forget)
-            releases.callback(_close, list(made.values()))
+        made, self._made = self._made, OrderedDict()
+        _release(list(made.values()))
 
     def forget(self, stage: OpenStage) -> None:
-        """Forget those of a stage."""
+        """Forget those of a stage; the host has waited for them."""
         gone = [key for key, run in self._made.items() if run.stage is stage]
-        _close([self._made.pop(key) for key in gone])
+        _release([self._made.pop(key) for key in gone])
 
     def end_of(self, run: StageRun, threshold: float) -> Launch:
         """The launch after a stage; its threshold may change from batch to batch."""
@@ -151,6 +169,7 @@ class StageRuns:
         confidence, survivors, survivor_count = self.arena.outcome.views(batch.rows)
         return StageRun(
             stage=stage,
+            number=next(self._numbers),
             rows=batch.rows,
             shapes=shapes,
             addresses=addresses,
@@ -224,11 +243,10 @@ def scratch_of(arena: Arena) -> tuple[int, int]:
     return scratch.address, Scratch.bytes_for(scratch.rows)
 
 
-def _close(runs: list[StageRun]) -> None:
-    with ExitStack() as releases:
+def _release(runs: list[StageRun]) -> None:
+    with ExitStack() as releases:  # whatever goes wrong on the way
         for run in runs:
-            if run.graph is not None:
-                releases.callback(run.graph.close)
+            releases.callback(run.release)
 
 
 def _check(facts: StageFacts, batch: CudaBatch) -> None:

@@ -16,9 +16,10 @@ to pinned memory; but for these and the answer nothing comes to the host.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import numpy as np
@@ -45,6 +46,8 @@ _MOST_LAYOUTS = 4096
 """With inputs of many lengths there is no end of them."""
 _EMPTY = np.empty(0, np.float32)
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
@@ -57,6 +60,8 @@ class Shared:
     pool: ParkingPool
     graphs: bool
     """Whether stages are captured into CUDA graphs."""
+    uncaptured: set[int] = field(default_factory=set)
+    """Numbers of the stages of which it was said that they run without."""
 
 
 class CudaSlot:
@@ -167,8 +172,9 @@ class CudaSlot:
         self._closed = True
         if self.arena.growths:
             self._shared.stages.remember(self.arena.sizes)
-        with self._driver.current(), ExitStack() as releases:  # last in, first out
-            releases.callback(self._on_closed)
+        with ExitStack() as releases:  # last in, first out
+            releases.callback(self._on_closed)  # even if the device cannot be reached any more
+            releases.enter_context(self._driver.current())
             releases.callback(self._shared.stages.sweep)
             releases.callback(self.arena.free)
             releases.callback(self._stream.close)
@@ -220,7 +226,8 @@ class CudaSlot:
             driver.clear(*scratch_of(self.arena), stream)
             self.arena.scratch_is_clear = True
         if run.graph is None:
-            run.stage.executable.enqueue(run.shapes, run.addresses, stream)
+            number = run.number if run.times == 1 and run.stage.graphs else None
+            run.stage.executable.enqueue(run.shapes, run.addresses, stream, graph=number)
         else:
             run.graph.launch(stream)
         for copy in run.copies:
@@ -231,19 +238,37 @@ class CudaSlot:
             driver.copy_out(run.answer_bytes, run.answer_address, stream)
 
     def _wait(self, run: StageRun) -> None:
-        """For a stage; while it runs, its graph is captured."""
+        """For a stage; when it ran for the second time, its graph is captured."""
         self._queue.record()
+        self._queue.wait()
         if run.graph is None:
             run.times += 1
             if run.times == 2 and run.stage.graphs:
                 self._capture(run)
-        self._queue.wait()
 
     def _capture(self, run: StageRun) -> None:
-        """Right after it ran with these very shapes: TensorRT asks for that."""
-        enqueue, stream = run.stage.executable.enqueue, self._stream
-        run.graph = self._driver.capture(stream, lambda: enqueue(run.shapes, run.addresses, stream))
-        run.stage.graphs = run.graph is not None
+        """Right after it ran with these very shapes, as TensorRT asks, and is at rest again."""
+        stage, stream = run.stage, self._stream
+
+        def enqueue() -> None:
+            stage.executable.enqueue(run.shapes, run.addresses, stream, graph=run.number)
+
+        run.graph = self._driver.capture(stream, enqueue)
+        if run.graph is None:
+            stage.graphs = False
+            stage.executable.forget(run.number)
+            self._say_uncaptured(stage.facts, run.rows)
+
+    def _say_uncaptured(self, facts: StageFacts, rows: int) -> None:
+        """Once a stage, though every slot tries."""
+        if facts.number not in self._shared.uncaptured:
+            self._shared.uncaptured.add(facts.number)
+            logger.warning(
+                "Stage %d could not be captured into a CUDA graph with %d rows: where that fails, "
+                "it runs without graphs from then on, whatever the batch size",
+                facts.spec.index,
+                rows,
+            )
 
     def _carry(self, run: StageRun, batch: CudaBatch) -> CudaBatch | None:
         """What goes on after a stage; voids what lies in the buffers that the stage writes."""
@@ -308,6 +333,7 @@ class CudaSlot:
         return parked
 
     def _join(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> CudaBatch:
+        self._tidy()
         parked = [(self._own_parked(batch), rows) for batch, rows in parts]
         first, total = parked[0][0], sum(len(rows) for _, rows in parked)
         row = first.layout.row
@@ -315,8 +341,8 @@ class CudaSlot:
             raise BackendError(f"rows of different tensors cannot be joined: {row}, {other}")
         layout = self._layouts.of(row, max(first.capacity, total))
         joined = self._overwrite(first.area, layout, total)
-        self._queue.held += (batch for batch, _ in parked)
         numbers = self._moves.send([rows for batch, rows in parked if len(rows) < batch.rows])
+        self._queue.held += (batch for batch, _ in parked)  # not before: sending may wait
         targets = joined.home
         for batch, rows in parked:
             sources = batch.layout.addresses(batch.memory.address)

@@ -16,6 +16,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import reduce
 
+import numpy as np
+
 from offramp.engine.cuda.arena import Needs
 from offramp.engine.cuda.executable import Executable, PreparedStage, SlotResources
 from offramp.engine.cuda.kernels import StageCheck, check_of
@@ -180,7 +182,8 @@ def facts_of(prepared: PreparedStage, number: int) -> StageFacts:
     """Derive what slots need.
 
     Raises:
-        BackendError: The stage lacks an output that its spec names.
+        BackendError: The stage lacks an output that its spec names, or gives an answer that nobody
+            could read.
     """
     spec = prepared.spec
     outputs = {tensor.name: tensor for tensor in prepared.outputs}
@@ -192,6 +195,11 @@ def facts_of(prepared: PreparedStage, number: int) -> StageFacts:
     check = None
     if spec.answer is not None:
         answer = outputs[spec.answer]
+        if answer.dtype == np.uint16:  # bits: read as numbers they would make a wrong answer
+            raise BackendError(
+                f"stage {spec.index} gives its answer {answer.name} as bfloat16 or uint16, which "
+                f"cannot be read: float32 or float16, for instance by a Cast before the output"
+            )
         scores = outputs[spec.confidence] if spec.confidence else answer
         check = check_of(spec, scores.dtype, answer.sample_shape[-1])
         if check is None and spec.confidence:

@@ -199,7 +199,8 @@ def open_gpu(index: int = 0) -> Iterator[Gpu]:
     Raises:
         BackendError: There is no GPU, or the kernels cannot be compiled for it.
     """
-    cubin = load_kernels(probe.find_device(index).compute_capability)
+    found = probe.find_device(index)
+    cubin = load_kernels(found.compute_capability, driver_version=found.driver_version)
     with primary_context(index).current():
         gpu = Gpu(cubin)
         try:

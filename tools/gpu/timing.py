@@ -320,13 +320,18 @@ class _TimedExecutable:
         return self._executable.output_shapes(inputs)
 
     def enqueue(
-        self, inputs: Mapping[str, Shape], addresses: Mapping[str, int], stream: Stream
+        self,
+        inputs: Mapping[str, Shape],
+        addresses: Mapping[str, int],
+        stream: Stream,
+        *,
+        graph: int | None = None,
     ) -> None:
         with self._spans.of(MODELS, stream):
-            self._executable.enqueue(inputs, addresses, stream)
+            self._executable.enqueue(inputs, addresses, stream, graph=graph)
 
-    def forget(self) -> None:
-        self._executable.forget()
+    def forget(self, graph: int) -> None:
+        self._executable.forget(graph)
 
     def close(self) -> None:
         self._executable.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import AbstractContextManager
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from tests.sliced import inputs_of, sliced
 
 from offramp.bundle import Bundle
 from offramp.engine.backends.base import Backend
-from offramp.engine.cuda.arena import Needs, Region, mib
+from offramp.engine.cuda.arena import Arena, Needs, Outcome, Region, mib
 from offramp.engine.cuda.driver import DeviceMemoryError
 from offramp.engine.cuda.fake_driver import FakeDriver, MisuseError
 from offramp.engine.cuda.layout import Layouts
@@ -78,6 +79,46 @@ def test_a_stage_that_nobody_refers_to_goes_with_its_executables(bundle: Bundle)
     for slot in slots:
         slot.close()
     backend.close()
+
+
+def test_a_slot_that_only_joins_lets_go_of_stages_too(bundle: Bundle) -> None:
+    backend, factory, _ = fake_cuda()
+    first, second = (backend.prepare(spec) for spec in make_plan(bundle).stages[:2])
+    early, late = backend.open_slot(), backend.open_slot()
+    rows = np.arange(2)
+    for _ in range(2):
+        carry = early.run(first, early.upload(samples(2))).carry
+        assert carry is not None
+        late.run(second, late.join([(early.park(carry, rows), rows)]))
+    carry = early.run(first, early.upload(samples(2))).carry
+    assert carry is not None
+    parked = early.park(carry, rows)
+    assert factory.open == {"stages": 2, "executables": 2}
+    del second
+    gc.collect()
+    late.join([(parked, rows)])
+    assert factory.open == {"stages": 1, "executables": 1}
+    early.close()
+    late.close()
+    backend.close()
+
+
+def test_a_slot_whose_device_is_gone_is_closed_all_the_same(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, _, driver = fake_cuda()
+    slot = backend.open_slot()
+    with monkeypatch.context() as broken:
+        broken.setattr(driver, "current", _broken)
+        with pytest.raises(BackendError, match="the context cannot be pushed"):
+            slot.close()
+    slot.close()
+    with pytest.raises(MisuseError, match="was not"):  # what the slot had: it could not be reached
+        backend.close()  # but not: 1 slots are still open
+
+
+def _broken() -> AbstractContextManager[None]:
+    raise BackendError("the context cannot be pushed")
 
 
 def test_a_stage_that_goes_unused_is_closed_by_the_next_that_is_prepared(bundle: Bundle) -> None:
@@ -226,6 +267,41 @@ def test_a_region_that_could_not_grow_is_empty_and_can_be_tried_again() -> None:
         assert region.reserve(200)
         region.free()
         region.free()
+    driver.close()
+
+
+@pytest.mark.parametrize("failing", range(2))
+def test_memory_by_row_that_could_not_grow_is_not_believed_to_be_there(failing: int) -> None:
+    """Of row numbers and of what the stage end writes, both pinned."""
+    driver = FakeDriver()
+    with driver.current():
+        arena = Arena(driver, lambda: None)
+        arena.open(Needs(rows=4))
+        driver.fail_next("allocate_pinned", after=failing)
+        with pytest.raises(BackendError, match="allocate_pinned failed"):
+            arena.grow_rows(256)
+        assert arena.sizes.rows == 0
+        arena.grow_rows(4)
+        results = arena.outcome.results(arena.kernels.principal)
+        assert 0 not in (arena.row_numbers.address, results.confidence, arena.kernels.row_numbers)
+        assert results.survivors - results.confidence >= 4 * 4
+        assert all(len(view) for view in arena.outcome.views(4))
+        assert arena.sizes.rows == 4
+        arena.free()
+    driver.close()
+
+
+def test_a_failed_growth_of_what_the_stage_end_writes_can_be_tried_again() -> None:
+    driver = FakeDriver()
+    with driver.current():
+        outcome = Outcome(driver)
+        outcome.reserve(4)
+        driver.fail_next("allocate_pinned")
+        with pytest.raises(BackendError, match="allocate_pinned failed"):
+            outcome.reserve(256)
+        assert outcome.reserve(4)
+        assert [view.size for view in outcome.views(4)] == [4, 4, 1]
+        outcome.free()
     driver.close()
 
 

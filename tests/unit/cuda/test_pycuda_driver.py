@@ -20,7 +20,7 @@ from tests.unit.cuda.fake_pycuda import ENTRY_POINTS_OF_CUBIN, Gpu, Mode
 from tests.unit.tensorrt.bindings import pycuda, signatures_of
 
 from offramp.engine.cuda.driver import DeviceLostError, DeviceMemoryError, Driver
-from offramp.engine.cuda.pycuda_driver import PyCudaDriver
+from offramp.engine.cuda.pycuda_driver import PyCudaDriver, require_pycuda
 from offramp.engine.errors import BackendError
 from offramp.engine.kernels.arguments import ENTRY_POINTS, RowCopy, gather_rows
 from offramp.engine.tensorrt.device import primary_context
@@ -49,6 +49,49 @@ def driver(gpu: Gpu) -> Iterator[PyCudaDriver]:
         gc.collect()
     driver.close()
     assert (gpu.memory, gpu.pinned, gpu.alive, gpu.graphs) == ({}, {}, [], {})
+
+
+def test_pycuda_that_is_there_is_enough(gpu: Gpu) -> None:
+    require_pycuda()
+
+
+def test_pycuda_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Missing:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "pycuda":
+                raise ModuleNotFoundError("No module named 'pycuda'", name="pycuda")
+
+    forget_pycuda(monkeypatch)
+    monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
+    with pytest.raises(BackendError, match=r"the Python packages lack pycuda: pip install pycuda"):
+        require_pycuda()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ImportError("libcurand.so.10: cannot open shared object file"),
+        ModuleNotFoundError("No module named 'libcurand.so.10'", name="pytools"),
+        OSError("libcurand.so.10: of another version"),
+    ],
+)
+def test_pycuda_that_does_not_load_is_told(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    class Broken:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "pycuda":
+                raise error
+
+    forget_pycuda(monkeypatch)
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    with pytest.raises(BackendError, match=r"installed but does not load: .*libcurand.*pip inst"):
+        require_pycuda()
+
+
+def forget_pycuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [n for n in sys.modules if n.split(".")[0] == "pycuda"]:
+        monkeypatch.delitem(sys.modules, name)
 
 
 def test_the_device_is_described(driver: PyCudaDriver, gpu: Gpu) -> None:

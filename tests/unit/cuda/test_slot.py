@@ -543,6 +543,37 @@ def test_a_lost_device_is_told_as_such_and_everything_is_released() -> None:
     assert not +factory.open
 
 
+def test_parked_memory_is_held_until_its_copies_ran(bench: Bench) -> None:
+    """Though sending row numbers waits for others that are still on their way."""
+    parked = bench.slot.park(carry_of(bench, [0.9, 0.1, 0.2, 0.8, 0.3]), np.array([1, 2, 4]))
+    bench.slot.select(carry_of(bench, [0.9, 0.1, 0.2, 0.8, 0.3]), np.array([0, 3]))
+    joined = bench.slot.join([(parked, np.array([0, 2]))])
+    del parked
+    gc.collect()
+    other = bench.backend.open_slot()  # would get that memory
+    carry = other.run(bench.stages[0], other.upload(batch_of([0.1] * 3))).carry
+    assert carry is not None
+    other.park(carry, np.arange(3))
+    other.close()
+    np.testing.assert_array_equal(answer_at_end(bench, joined), end_of([1, 4], 2))
+
+
+def test_a_growth_that_failed_does_not_spoil_smaller_batches() -> None:
+    backend, factory, driver = fake_cuda(max_rows=4)
+    small = backend.prepare(spec(0))
+    slot = backend.open_slot()
+    factory.max_rows = 256
+    large = backend.prepare(spec(0))
+    batch = slot.upload(batch_of([0.1] * 200))
+    driver.fail_next("allocate_pinned", after=1)  # the first is that of row numbers
+    with pytest.raises(BackendError, match="allocate_pinned failed"):
+        slot.run(large, batch)
+    found = slot.run(small, slot.upload(batch_of([0.9, 0.1])))
+    np.testing.assert_array_equal(found.confidence, np.array([0.9, 0.1], np.float32))
+    slot.close()
+    backend.close()
+
+
 def test_memory_that_is_short_for_a_larger_sample_says_what_to_lower(bench: Bench) -> None:
     carry = carry_of(bench, [0.1, 0.2])
     bench.driver.memory_bytes = 0

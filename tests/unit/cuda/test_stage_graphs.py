@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -12,6 +12,8 @@ from tests.sliced import inputs_of, sliced
 
 from offramp.bundle import Bundle
 from offramp.engine.backends.base import StageResult
+from offramp.engine.cuda.driver import Stream
+from offramp.engine.cuda.fake_handles import FakeGraph
 from offramp.engine.cuda.slot import CudaSlot
 from offramp.engine.cuda.stages import CudaStage
 from offramp.engine.pipeline import Pipeline
@@ -104,13 +106,10 @@ def test_each_slot_captures_its_own(bundle: Bundle) -> None:
 def test_a_stage_that_cannot_be_captured_runs_without(
     bundle: Bundle, settings: dict[str, bool]
 ) -> None:
-    backend, factory, driver = fake_cuda(**settings)
+    backend, _, driver = fake_cuda(**settings)
     stage = backend.prepare(make_plan(bundle).stages[0])
     slot = backend.open_slot()
     for rows in (2, 2, 3, 3):
-        factory.refuse_capture = (
-            settings.get("refuse_capture", False) and not driver.calls["capture"]
-        )
         run_first(slot, stage, rows)
     assert driver.calls["capture"] == settings.get("refuse_capture", False)
     assert driver.calls["launch_graph"] == 0
@@ -126,6 +125,75 @@ def test_a_driver_without_graphs_is_asked_once_a_stage_and_slot(bundle: Bundle) 
     for rows in (1, 1, 1, 2, 2, 2):
         assert run_first(slot, stage, rows).answer is not None
     assert driver.calls["capture"] == 1
+    slot.close()
+    backend.close()
+
+
+def test_that_a_stage_runs_without_graphs_is_said_once(
+    bundle: Bundle, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend, factory, _ = fake_cuda(refuse_capture=True)
+    stage = backend.prepare(make_plan(bundle).stages[0])
+    slots = [backend.open_slot(), backend.open_slot()]
+    for slot in slots:
+        for _ in range(2):
+            run_first(slot, stage, 3)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        (
+            "Stage 0 could not be captured into a CUDA graph with 3 rows: where that fails, it "
+            "runs without graphs from then on, whatever the batch size"
+        )
+    ]
+    assert factory.forgotten == 2  # nothing is kept for the graphs that never came to be
+    for slot in slots:
+        slot.close()
+    backend.close()
+
+
+def test_a_stage_is_at_rest_when_it_is_captured(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorRT forbids to enqueue a context while it runs."""
+    backend, _, driver = fake_cuda()
+    stage = backend.prepare(make_plan(bundle).stages[0])
+    slot = backend.open_slot()
+    capture, waited = driver.capture, []
+
+    def noting(stream: Stream, enqueue: Callable[[], None]) -> FakeGraph | None:
+        waited.append(driver.calls["record"] == driver.calls["synchronize"])
+        assert not slot._queue.pending
+        return capture(stream, enqueue)
+
+    monkeypatch.setattr(driver, "capture", noting)
+    for _ in range(3):
+        run_first(slot, stage, 3)
+    assert waited == [True]
+    slot.close()
+    backend.close()
+
+
+def test_only_the_graph_that_was_not_used_for_longest_gives_way(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offramp.engine.cuda.runs.MOST_RUNS", 3)
+    backend, factory, driver = fake_cuda()
+    stage = backend.prepare(make_plan(bundle).stages[0])
+    slot = backend.open_slot()
+    for rows in (1, 2, 3):
+        for _ in range(2):
+            run_first(slot, stage, rows)
+    run_first(slot, stage, 1)  # so 2 is the oldest
+    assert (driver.calls["launch_graph"], driver.calls["close_graph"]) == (1, 0)
+    run_first(slot, stage, 4)
+    assert (driver.calls["close_graph"], factory.forgotten) == (1, 1)
+    for rows in (1, 3):
+        run_first(slot, stage, rows)
+    assert driver.calls["launch_graph"] == 3
+    before = factory.enqueued[0, 2]
+    run_first(slot, stage, 2)
+    assert factory.enqueued[0, 2] == before + 1
+    assert driver.calls["launch_graph"] == 3
     slot.close()
     backend.close()
 

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import onnxruntime as ort
 import pytest
 from tests.engines import engine_bundle
+from tests.unit.cuda.fake_pycuda import ENTRY_POINTS_OF_CUBIN, Gpu
 
 from offramp.bundle.engines import EngineEntry, EngineStore, EngineTarget
-from offramp.engine.backends import factory, make_backend
+from offramp.engine.backends import factory, make_backend, onnxruntime_cuda
 from offramp.engine.backends.base import Backend
 from offramp.engine.errors import BackendError
 from offramp.engine.kernels.compilation import source_hash
 from offramp.engine.options import EngineOptions
 from offramp.engine.tensorrt import probe
+from offramp.engine.tensorrt.device import primary_context
 
 H200 = probe.Device(
     index=1, name="NVIDIA H200", compute_capability=(9, 0), driver_version=(13, 0), total_bytes=1
@@ -53,7 +57,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(probe, "find_device", lambda index: H200)
     monkeypatch.setattr(probe, "missing_packages", list)
     monkeypatch.setattr(factory, "_tensorrt_version", lambda: TARGET.tensorrt)
-    monkeypatch.setattr(factory, "find_spec", lambda name: object())
+    monkeypatch.setattr("offramp.engine.cuda.pycuda_driver.require_pycuda", lambda: None)
+    monkeypatch.setattr(onnxruntime_cuda, "try_provider", lambda device: None)
     monkeypatch.setattr("offramp.engine.tensorrt.compat.load", lambda: None)
     monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider"])
     monkeypatch.setattr(factory, "_on_gpu", on_gpu)
@@ -167,10 +172,29 @@ def test_without_either_package_both_reasons_are_told(
     assert "has no CUDAExecutionProvider" in line
 
 
-def test_cuda_needs_pycuda_too(made: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factory, "find_spec", lambda name: None)
-    with pytest.raises(BackendError, match=r"on cuda:0: the Python packages lack pycuda: pip in"):
-        make_backend("cuda")
+@pytest.mark.parametrize(
+    ("missing", "told"),
+    [
+        ("pycuda_driver.require_pycuda", "pycuda is installed but does not load: libcurand"),
+        ("try_provider", "ONNX Runtime cannot use cuda:1: its CUDA provider does not load"),
+    ],
+)
+def test_what_cuda_lacks_is_found_before_it_is_chosen(
+    made: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    missing: str,
+    told: str,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise BackendError(told)
+
+    module = "offramp.engine." + ("cuda." if "pycuda" in missing else "backends.onnxruntime_cuda.")
+    monkeypatch.setattr(module + missing, refuse)
+    monkeypatch.setattr(probe, "missing_packages", lambda: ["tensorrt"])
+    name, line = choice(caplog)
+    assert name == "onnxruntime-cpu"
+    assert f"CUDA cannot be used on cuda:0: {told}" in line
 
 
 # Kernels.
@@ -196,6 +220,72 @@ def test_kernels_are_compiled_for_what_the_driver_runs(monkeypatch: pytest.Monke
     )
     assert factory.kernels_for(H200, []) == b"compiled"
     assert seen == [(((9, 0),), {"driver_version": (13, 0)})]
+
+
+class Tracked:
+    """A factory of stages that is only opened and closed."""
+
+    name = "tracked"
+
+    def __init__(self) -> None:
+        self.closed = 0
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+    gpu = Gpu()
+    package = ModuleType("pycuda")
+    package.driver = gpu.driver  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pycuda", package)
+    monkeypatch.setitem(sys.modules, "pycuda.driver", gpu.driver)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", gpu.bindings)
+    primary_context.cache_clear()
+    yield gpu
+    primary_context.cache_clear()
+
+
+def on_gpu(path: Path, made: Tracked) -> Backend:
+    options = factory._Options(
+        threads=1, device=0, precision=None, graphs=True, max_rows=1, bundles=[path]
+    )
+    return factory._on_gpu(replace(H200, index=0), options, lambda _: made)  # type: ignore[arg-type, return-value]
+
+
+def test_kernels_that_the_driver_does_not_load_are_compiled_here(
+    gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = with_engines(tmp_path / "a.ee")
+    EngineStore.open(path, TARGET).put_kernels(b"of a newer CUDA", source=source_hash())
+    monkeypatch.setattr(factory, "load_kernels", lambda *_, **__: ENTRY_POINTS_OF_CUBIN)
+    made = Tracked()
+    backend = on_gpu(path, made)
+    assert made.closed == 0
+    assert "does not load our kernels as they were compiled" in caplog.text
+    backend.close()
+    assert made.closed == 1
+
+
+def test_kernels_that_cannot_be_compiled_either_leave_nothing_open(
+    gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = with_engines(tmp_path / "a.ee")
+    EngineStore.open(path, TARGET).put_kernels(b"of a newer CUDA", source=source_hash())
+
+    def no_compiler(*_: object, **__: object) -> bytes:
+        raise BackendError("no compiler: pip install one")
+
+    monkeypatch.setattr(factory, "load_kernels", no_compiler)
+    made = Tracked()
+    with pytest.raises(BackendError, match="no compiler: pip install one"):
+        on_gpu(path, made)
+    assert made.closed == 1
+    monkeypatch.setattr(factory, "load_kernels", lambda *_, **__: b"of a newer CUDA")
+    with pytest.raises(BackendError, match="CUDA failed: cuModuleLoadDataEx failed"):
+        on_gpu(path, made)
+    assert made.closed == 2
 
 
 # Options.

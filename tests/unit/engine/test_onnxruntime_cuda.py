@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.backends.onnxruntime_cuda import OnnxRuntimeCudaFactory
 from offramp.engine.backends.sizes import BundleSizes, GraphShapes
 from offramp.engine.cuda.backend import CudaBackend
+from offramp.engine.cuda.driver import DeviceLostError
 from offramp.engine.cuda.fake_driver import FakeDriver
 from offramp.engine.errors import BackendError
 from offramp.engine.pipeline import Pipeline
@@ -38,6 +41,10 @@ class Cuda:
         self.binds: list[str] = []
         self.loads = True
         self.fails = False
+        self.on_cpu: set[str] = set()
+        """Inputs that the graphs want in the CPU's memory."""
+        self.tells_memory = True
+        """Whether sessions tell where they want their inputs, as they do from 1.23 on."""
 
     def session(self, model: bytes, options: Any, *, providers: Sequence[Any], **how: Any) -> Any:
         if providers == [CPU]:
@@ -46,10 +53,13 @@ class Cuda:
         assert name == CUDA
         assert how == {"enable_fallback": 0}
         self.settings.append(settings)
-        return FakeSession(self, model, int(settings["user_compute_stream"]))
+        if "user_compute_stream" not in settings:  # of the provider's own, to try it
+            return FakeSession(self, model, 0)
+        kind = FakeSession if self.tells_memory else OldFakeSession
+        return kind(self, model, int(settings["user_compute_stream"]))
 
 
-class FakeSession:
+class OldFakeSession:
     """What ``InferenceSession`` is on a GPU; runs on the CPU when the stream does."""
 
     def __init__(self, cuda: Cuda, model: bytes, stream: int) -> None:
@@ -58,6 +68,14 @@ class FakeSession:
 
     def get_providers(self) -> list[str]:
         return [CUDA, CPU] if self.cuda.loads else [CPU]
+
+    def get_inputs(self) -> Any:
+        return self.real.get_inputs()
+
+    def run(self, names: Any, inputs: dict[str, NDArray[Any]]) -> Any:
+        if self.cuda.fails:
+            raise RuntimeError("CUDA failure 209: no kernel image is available")
+        return self.real.run(names, inputs)
 
     def io_binding(self) -> FakeBinding:
         return FakeBinding(self.cuda)
@@ -73,6 +91,9 @@ class FakeSession:
         def run() -> None:
             feed = {}
             for name, (dtype, shape, at) in inputs.items():
+                if name in iobinding.copies:
+                    feed[name] = iobinding.copies[name]
+                    continue
                 size = int(np.prod(shape)) * np.dtype(dtype).itemsize
                 feed[name] = device.read(at, size).view(dtype).reshape(shape).copy()
             values = self.real.run(list(outputs), feed)
@@ -85,6 +106,14 @@ class FakeSession:
         device.call(stream, run)  # type: ignore[arg-type]
 
 
+class FakeSession(OldFakeSession):
+    """One that tells which memory it wants its inputs in."""
+
+    def get_input_memory_infos(self) -> list[SimpleNamespace]:
+        names = [argument.name for argument in self.real.get_inputs()]
+        return [SimpleNamespace(name="Cpu" if n in self.cuda.on_cpu else "Cuda") for n in names]
+
+
 class FakeBinding:
     """What ``IOBinding`` is."""
 
@@ -92,6 +121,8 @@ class FakeBinding:
         self.cuda = cuda
         self.inputs: dict[str, tuple[Any, tuple[int, ...], int]] = {}
         self.outputs: dict[str, tuple[Any, tuple[int, ...], int]] = {}
+        self.copies: dict[str, NDArray[Any]] = {}
+        """Made when inputs for the CPU were bound."""
 
     def bind_input(
         self, name: Any, device_type: Any, device_id: Any, element_type: Any, shape: Any,
@@ -100,6 +131,20 @@ class FakeBinding:
         assert (device_type, device_id) == ("cuda", 3)
         self.cuda.binds.append(name)
         self.inputs[name] = element_type, shape, buffer_ptr
+        if name in self.cuda.on_cpu:
+            self.copies[name] = self._copied(*self.inputs[name])
+
+    def _copied(self, dtype: Any, shape: tuple[int, ...], at: int) -> NDArray[Any]:
+        """By a stream that waits for no other."""
+        device, found = self.cuda.device, []
+        stream, event = device.stream(), device.event()
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        device.call(stream, lambda: found.append(device.read(at, size).copy()))
+        device.record(event, stream)
+        device.synchronize(event)
+        stream.close()
+        event.close()
+        return found[0].view(dtype).reshape(shape)
 
     def bind_output(
         self, name: Any, device_type: Any = "cpu", device_id: Any = 0, element_type: Any = None,
@@ -203,6 +248,63 @@ def test_what_is_bound_already_is_not_bound_again(
     backend.close()
 
 
+@pytest.mark.parametrize("tells_memory", [True, False])
+def test_inputs_that_the_cpu_reads_are_copied_anew_at_every_run(
+    cuda: Cuda, device: FakeDriver, bundle: Bundle, tells_memory: bool
+) -> None:
+    cuda.on_cpu, cuda.tells_memory = {"image"}, tells_memory
+    plan = make_plan(bundle, mode=Mode.OFF)
+    backend = backend_on(device)
+    ours, theirs = Pipeline(backend, plan), Pipeline(OnnxRuntimeBackend(), plan)
+    slot = backend.open_slot()
+    for sign in (1, -1):
+        inputs = {n: np.asarray(sign * a) for n, a in inputs_of(sliced("residual"), 2).items()}
+        expected = answers(theirs, OnnxRuntimeBackend().open_slot(), inputs)
+        np.testing.assert_allclose(answers(ours, slot, inputs), expected, rtol=1e-5)
+    assert cuda.binds.count("image") == 2
+    assert len(cuda.binds) == 3  # the answer once
+    slot.close()
+    backend.close()
+
+
+def test_a_device_that_is_lost_before_a_copy_is_told_as_lost(
+    cuda: Cuda, device: FakeDriver, bundle: Bundle
+) -> None:
+    cuda.on_cpu = {"image"}
+    backend = backend_on(device)
+    pipeline = Pipeline(backend, make_plan(bundle, mode=Mode.OFF))
+    slot, inputs = backend.open_slot(), inputs_of(sliced("residual"), 2)
+    answers(pipeline, slot, inputs)
+    device.fail_next("synchronize", error=DeviceLostError("lost"))
+    with pytest.raises(DeviceLostError):
+        answers(pipeline, slot, inputs)
+    slot.close()
+    backend.close()
+
+
+def test_the_real_session_tells_memory_by_input() -> None:
+    session = RealSession(onnxruntime_cuda._ONE_NODE, providers=[CPU])
+    assert onnxruntime_cuda._copied_when_bound(session) == {"x"}  # "Cpu", as all are here
+    assert session.run(None, {"x": np.array([-2], np.float32)}) == [np.array([2], np.float32)]
+
+
+def test_answers_that_nobody_can_read_are_refused(
+    cuda: Cuda, device: FakeDriver, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare = OnnxRuntimeCudaFactory.prepare
+
+    def of_bfloat16(self: OnnxRuntimeCudaFactory, spec: Any) -> Any:
+        stage = prepare(self, spec)
+        stage.outputs = tuple(replace(info, dtype=np.dtype(np.uint16)) for info in stage.outputs)
+        return stage
+
+    monkeypatch.setattr(OnnxRuntimeCudaFactory, "prepare", of_bfloat16)
+    backend = backend_on(device)
+    with pytest.raises(BackendError, match=r"stage 0 gives its answer \S+ as bfloat16 or uint16"):
+        backend.prepare(make_plan(bundle, mode=Mode.OFF).stages[0])
+    backend.close()
+
+
 def test_a_run_that_fails_is_told_and_the_next_one_binds_anew(
     cuda: Cuda, device: FakeDriver, bundle: Bundle
 ) -> None:
@@ -239,6 +341,33 @@ def test_without_the_provider_the_package_is_named(monkeypatch: pytest.MonkeyPat
         onnxruntime_cuda.require_provider()
     monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA, CPU])
     onnxruntime_cuda.require_provider()
+
+
+def test_cudas_libraries_are_loaded_and_what_is_printed_of_it_is_logged(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA, CPU])
+    monkeypatch.setattr(ort, "preload_dlls", lambda: print("Failed to load libcudart.so.12"))
+    onnxruntime_cuda.require_provider()
+    assert [r.getMessage() for r in caplog.records] == [
+        "ONNX Runtime: Failed to load libcudart.so.12"
+    ]
+    assert capsys.readouterr().out == ""
+    monkeypatch.delattr(ort, "preload_dlls")  # as before 1.21
+    onnxruntime_cuda.require_provider()
+
+
+def test_the_provider_is_tried_before_it_is_chosen(cuda: Cuda) -> None:
+    onnxruntime_cuda.try_provider(3)
+    assert [s["device_id"] for s in cuda.settings] == ["3"]
+    cuda.fails = True
+    with pytest.raises(BackendError, match=r"cannot use cuda:3: .*no kernel image is available"):
+        onnxruntime_cuda.try_provider(3)
+    cuda.loads = False
+    with pytest.raises(BackendError, match=r"cannot use cuda:3: its CUDA provider does not load"):
+        onnxruntime_cuda.try_provider(3)
 
 
 @pytest.mark.parametrize("name", ["bind_input", "bind_output"])

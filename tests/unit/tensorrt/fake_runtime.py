@@ -13,6 +13,7 @@ import itertools
 import json
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -154,6 +155,8 @@ class _Context(_Part):
         self._known: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
         self._captured = False
+        self._running: list[None] = []
+        """One for each run that is enqueued and not done, but for those of graphs."""
         self._flushed = False
         """Whether it ran since its shapes changed."""
         self._note("create_execution_context")
@@ -228,9 +231,13 @@ class _Context(_Part):
             return False
         if fake.captures:
             assert self._flushed, "run once with these shapes before a capture"
+            assert not self._running, "a context is captured while it still runs"
             self._captured = True
         self._flushed = True
         job = _Job(self)
+        if not fake.captures:
+            job.done = self._running.pop
+            self._running.append(None)
         fake.device.call(_stream_of(fake.device, stream_handle), job.run)
         return True
 
@@ -244,6 +251,7 @@ class _Job:
         self._memory: tuple[int, int] = context._memory
         self._addresses = dict(context._addresses)
         self._shapes = {name: context.get_tensor_shape(name) for name in self._addresses}
+        self.done: Callable[[], None] = lambda: None
 
     def run(self) -> None:
         engine, device = self._engine, self._device
@@ -255,6 +263,7 @@ class _Job:
             data = np.ascontiguousarray(value, NUMPY[engine._types[name]]).view(np.uint8)
             device.write(self._addresses[name], data.nbytes)[:] = data.reshape(-1)
         device.write(*self._memory)[:] = 0xEE
+        self.done()
 
     def _check_apart(self) -> None:
         """Nothing of a run lies on something else of it."""

@@ -253,10 +253,10 @@ class Bench:
     def shapes(self, rows: int) -> dict[str, tuple[int, ...]]:
         return {info.name: (rows, *info.sample_shape) for info in self.stage.inputs}
 
-    def enqueue(self, rows: int) -> None:
+    def enqueue(self, rows: int, graph: int | None = None) -> None:
         for info in self.stage.inputs:
             self.device.clear(self.memory[info.name], rows * info.row_bytes, self.stream)
-        self.run.enqueue(self.shapes(rows), self.memory, self.stream)
+        self.run.enqueue(self.shapes(rows), self.memory, self.stream, graph=graph)
 
     def wait(self) -> None:
         self.device.record(self.event, self.stream)
@@ -386,11 +386,12 @@ def test_a_graph_outlives_what_is_run_after_it(
         pytest.skip("TensorRT 8.6 is run without graphs")
     build(fake, bundle, ["stages"])
     with Bench(device, make_plan(bundle).stages[0]) as bench:
-        for _ in range(2):
-            bench.enqueue(3)
-            bench.wait()
+        bench.enqueue(3, graph=0)
+        bench.wait()
         shapes, stream = bench.shapes(3), bench.stream
-        graph = device.capture(stream, lambda: bench.run.enqueue(shapes, bench.memory, stream))
+        graph = device.capture(
+            stream, lambda: bench.run.enqueue(shapes, bench.memory, stream, graph=0)
+        )
         assert graph is not None
         for rows in (2, 5, 3, 2):  # the fake raises where a captured context is changed
             bench.enqueue(rows)
@@ -408,11 +409,77 @@ def test_what_graphs_need_is_released_with_them(
     with Bench(device, make_plan(bundle).stages[0]) as bench:
         for rows in (1, 2, 3, 1, 2, 3):
             bench.enqueue(rows)
-        assert len(fake.contexts) == 2 + 3  # one a profile, one for each that came again
+        assert len(fake.contexts) == 2  # one a profile
+        for rows in (1, 2, 3):
+            bench.enqueue(rows, graph=rows)
+        assert len(fake.contexts) == 2 + 3  # and one a graph
         bench.wait()
-        bench.run.forget()
-        assert len(fake.contexts) == 2
+        bench.run.forget(2)
+        assert len(fake.contexts) == 2 + 2
+        bench.run.forget(2)
         bench.enqueue(3)
+        for rows in (1, 3):
+            bench.enqueue(rows, graph=rows)
+        assert len(fake.contexts) == 2 + 2
+
+
+def test_two_graphs_of_the_same_shapes_and_addresses_do_not_share_what_they_need(
+    fake: FakeRuntime, device: FakeDriver, bundle: Bundle
+) -> None:
+    """In a chain, or where only layouts differ: one of them may go before the other."""
+    if fake.major < 10:
+        pytest.skip("TensorRT 8.6 is run without graphs")
+    build(fake, bundle, ["segments"])
+    with Bench(device, make_plan(bundle).stages[0]) as bench:
+        before = len(fake.contexts)
+        for graph in (5, 6):
+            bench.enqueue(3, graph=graph)
+        assert len(fake.contexts) == before + 2 * 2  # a context an engine and graph
+        bench.wait()
+        bench.run.forget(5)
+        shapes, stream = bench.shapes(3), bench.stream
+        made = device.capture(
+            stream, lambda: bench.run.enqueue(shapes, bench.memory, stream, graph=6)
+        )
+        assert made is not None
+        made.launch(stream)
+        bench.wait()
+        made.close()
+
+
+@pytest.mark.parametrize("reason", ["driver", "engine"])
+def test_where_there_are_no_graphs_no_contexts_are_kept_for_them(
+    fake: FakeRuntime, device: FakeDriver, bundle: Bundle, reason: str
+) -> None:
+    build(fake, bundle, ["stages"])
+    device.graphs, fake.graph_fails = reason != "driver", reason == "engine"
+    backend = CudaBackend(TensorRTFactory(device), device, kernels=b"", graphs=True)
+    pipeline, slot = Pipeline(backend, make_plan(bundle)), backend.open_slot()
+    inputs = inputs_of(sliced("residual"), 8)
+    pipeline.warm_up(slot, cut(inputs, 1, None))
+    before, made = len(fake.contexts), len(fake.called("create_execution_context"))
+    for rows in range(1, 9):
+        for _ in range(3):
+            pipeline.warm_up(slot, cut(inputs, rows, None))
+    assert len(fake.contexts) == before
+    tries = len(pipeline.plan.stages) if fake.major >= 10 else 0
+    assert len(fake.called("create_execution_context")) == made + tries
+    slot.close()
+    backend.close()
+
+
+@pytest.mark.parametrize("bundle", ["bert"], indirect=True)
+def test_what_is_known_of_ever_new_shapes_has_an_end(
+    fake: FakeRuntime, device: FakeDriver, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offramp.engine.backends.tensorrt._MOST_SHAPES", 3)
+    build(fake, bundle, ["stages"])
+    with Bench(device, make_plan(bundle).stages[0]) as bench:
+        (link,) = bench.run._links
+        for length in range(1, 9):
+            shapes = dict.fromkeys(bench.shapes(2), (2, length))
+            assert bench.run.output_shapes(shapes)
+            assert 1 <= len(link._known) <= 3
 
 
 # What may not be loaded.
