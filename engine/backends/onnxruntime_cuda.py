@@ -106,14 +106,12 @@ class OnnxRuntimeCudaFactory:
         """Look at a stage's graph; what takes device memory is made when it is opened.
 
         Raises:
-            BackendError: ONNX Runtime cannot load it.
+            BackendError: ONNX Runtime cannot load it, or its sizes are not known.
         """
-        if spec.bundle is None:
-            raise BackendError(f"stage {spec.index} is of no bundle, so its sizes are not known")
         model = spec.load()
         try:
             shapes = GraphShapes(model)
-            largest = self._sizes.of(spec.bundle)
+            largest = self._sizes.of(spec.bundle) if spec.bundle else _fixed_sizes(shapes)
             inputs = {name: (1, *largest[name]) for name in shapes.inputs}
             outputs = shapes.of(inputs)
         except BackendError as error:
@@ -137,6 +135,21 @@ class OnnxRuntimeCudaFactory:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def _fixed_sizes(shapes: GraphShapes) -> dict[str, Shape]:
+    """Shapes of one row, of a graph that is of no bundle.
+
+    Raises:
+        BackendError: The graph leaves them open.
+    """
+    fixed: dict[str, Shape] = {}
+    for name, argument in shapes.inputs.items():
+        sizes = tuple(size for size in argument.shape[1:] if isinstance(size, int))
+        if len(sizes) < len(argument.shape) - 1:
+            raise BackendError(f"it is of no bundle, so the sizes of {name} are not known")
+        fixed[name] = sizes
+    return fixed
 
 
 class OnnxRuntimeCudaStage:

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 from tests.cuda_fakes import fake_cuda
 
 from offramp.bundle import NEVER
-from offramp.engine.backends import Backend
+from offramp.engine.backends import Backend, make_backend
 from offramp.engine.backends.base import Slot, TensorBatch
 from offramp.engine.backends.fake import SCRIPT, FakeBackend
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
@@ -99,11 +99,30 @@ MAKERS: dict[str, Callable[[], Backend]] = {
     "cuda without graphs": lambda: fake_cuda(graphs=False)[0],
 }
 """Closing a backend on the fake driver checks that it used memory and streams rightly."""
-REAL = [name for name in MAKERS if name != "fake"]
+
+
+def lacking_gpu() -> str:
+    """Why ONNX Runtime's CUDA provider cannot be used here; empty if it can."""
+    try:
+        make_backend("cuda").close()
+    except BackendError as error:
+        return str(error)
+    return ""
+
+
+LACKING = lacking_gpu()
+ON_GPU = pytest.param(
+    "cuda provider",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(bool(LACKING), reason=LACKING or "it is here")],
+)
+"""TensorRT's engines are of bundles: tests/gpu/test_runtime.py has them."""
+MAKERS["cuda provider"] = lambda: make_backend("cuda", max_rows=33)
+EVERY = [*(name for name in MAKERS if name != "cuda provider"), ON_GPU]
+REAL = [name for name in EVERY if name != "fake"]
 """Those that execute graphs."""
 
 
-@pytest.fixture(params=MAKERS)
+@pytest.fixture(params=EVERY)
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     made = MAKERS[request.param]()
     yield made

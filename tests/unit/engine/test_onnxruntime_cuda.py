@@ -13,6 +13,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
+from onnx import TensorProto, helper
 from tests.engines import engine_bundle, half_leave
 from tests.sliced import inputs_of, sliced
 
@@ -26,7 +27,7 @@ from offramp.engine.cuda.driver import DeviceLostError
 from offramp.engine.cuda.fake_driver import FakeDriver
 from offramp.engine.errors import BackendError
 from offramp.engine.pipeline import Pipeline
-from offramp.engine.plan import Mode, make_chained_plan, make_plan
+from offramp.engine.plan import Mode, StageSpec, make_chained_plan, make_plan
 
 RealSession = ort.InferenceSession
 CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
@@ -409,3 +410,24 @@ def test_shapes_that_the_graph_does_not_take_are_told(bundle: Bundle) -> None:
     shapes = GraphShapes(make_plan(bundle).stages[0].load())
     with pytest.raises(BackendError, match=r"does not take image \[2, 7, 16, 16\]"):
         shapes._by_running({"image": (1, 7, 16, 16)})
+
+
+def stage_of(sizes: list[int | str]) -> StageSpec:
+    """A stage of no bundle."""
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", *sizes])
+    answer = helper.make_tensor_value_info("answer", TensorProto.FLOAT, ["batch", *sizes])
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["answer"])], "g", [x], [answer])
+    opset = [helper.make_opsetid("", 17)]
+    model = helper.make_model(graph, opset_imports=opset, ir_version=8).SerializeToString()
+    return StageSpec(
+        index=0, first_segment=0, last_segment=0, exit=None, load=lambda: model, inputs=("x",),
+        carried=(), answer="answer", form="logits", threshold=0.0,
+    )  # fmt: skip
+
+
+def test_sizes_of_a_stage_of_no_bundle_are_those_of_its_graph() -> None:
+    stage = OnnxRuntimeCudaFactory(device=0, max_rows=4).prepare(stage_of([3]))
+    assert [(i.name, i.sample_shape) for i in stage.inputs] == [("x", (3,))]
+    assert [(o.name, o.sample_shape) for o in stage.outputs] == [("answer", (3,))]
+    with pytest.raises(BackendError, match="stage 0: it is of no bundle, so the sizes of x are"):
+        OnnxRuntimeCudaFactory(device=0, max_rows=4).prepare(stage_of(["classes"]))
