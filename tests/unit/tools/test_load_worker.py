@@ -154,6 +154,26 @@ def test_beyond_the_limit_in_flight_requests_are_counted_and_not_sent() -> None:
     assert len(engine.calls) == 4
 
 
+def test_a_closed_loop_begins_no_earlier_than_the_load_though_timers_ring_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sleep = asyncio.sleep
+
+    async def rings_early(delay_s: float) -> None:
+        await sleep(max(delay_s - 0.05, 0.0))
+
+    async def scenario() -> Report:
+        async with channel_to(FakeEngine()) as channel, asyncio.timeout(60):
+            sender = Sender(given, channel, start_s=time.monotonic() + 0.1)
+            monkeypatch.setattr(asyncio, "sleep", rings_early)
+            return await sender.closed_loop(2)
+
+    given = task(concurrency=2, duration_s=0.2)
+    records = asyncio.run(scenario()).records
+    assert records.intended_s.min() >= 0.0
+    assert (records.status == Status.OK).all()
+
+
 def test_a_closed_loop_keeps_so_many_under_way() -> None:
     engine = FakeEngine()
     report = sent(engine, task(concurrency=3, duration_s=0.5))
