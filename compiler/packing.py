@@ -105,16 +105,7 @@ def draft(sliced: Sliced, exits: Sequence[ExitTrials]) -> tuple[Draft, dict[str,
     anatomy = Draft(
         inputs=sliced.model.inputs,
         answer=sliced.model.answer,
-        segments=tuple(
-            Segment(
-                index=s.index,
-                file=f"segments/{s.index:02d}.onnx",
-                inputs=s.inputs,
-                output=s.output,
-                flops_share=s.flops_share,
-            )
-            for s in sliced.segments
-        ),
+        segments=tuple(segment.described() for segment in sliced.segments),
         exits=tuple(
             _exit(index, trials, sliced.model.answer.output) for index, trials in enumerate(exits)
         ),

@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
+from offramp.bundle import Segment
 from offramp.compiler.errors import VerificationError
 from offramp.compiler.graph import Dataflow
 from offramp.compiler.runtime import Runner, relative_difference
@@ -43,6 +44,16 @@ class SegmentModel:
     """The cut tensor, or the model's answer in the last segment."""
     flops_share: float
     """Share of the model's FLOPs, 0 to 1; they add up to 1."""
+
+    def described(self) -> Segment:
+        """As a bundle describes it."""
+        return Segment(
+            index=self.index,
+            file=f"segments/{self.index:02d}.onnx",
+            inputs=self.inputs,
+            output=self.output,
+            flops_share=self.flops_share,
+        )
 
 
 def split(model: SourceModel, cuts: Sequence[CutPoint]) -> tuple[SegmentModel, ...]:

@@ -32,6 +32,7 @@ QUANTILE: Final = 0.25
 def measure_profile(
     bundle: Bundle,
     backend: Backend,
+    compiled: Profile,
     *,
     max_batch_size: int,
     clock: Callable[[], float] = time.perf_counter,
@@ -45,15 +46,15 @@ def measure_profile(
     profile. So are the segments' if they cannot be run by themselves.
 
     Args:
-        bundle: Whose parts; its own profile says which batch sizes.
+        bundle: Whose parts.
         backend: Of the device.
+        compiled: The bundle's own profile; says which batch sizes.
         max_batch_size: Of those that will be served; larger ones are not run.
         clock: Seconds.
 
     Raises:
         BackendError: The source model cannot be run.
     """
-    compiled = bundle.profile()
     sizes = [*(s for s in compiled.batch_sizes if s < max_batch_size), max_batch_size]
     source = Pipeline(backend, make_plan(bundle, mode=Mode.OFF))
     chain = _chained(bundle, backend)

@@ -93,7 +93,9 @@ class ServedModel:
         profile = bundle.profile()
         if not backend.on_cpu:
             try:
-                profile = measure_profile(bundle, backend, max_batch_size=options.max_batch_size)
+                profile = measure_profile(
+                    bundle, backend, profile, max_batch_size=options.max_batch_size
+                )
             except BackendError as error:
                 _log.warning("%s: scheduled by the CPU's profile: %s", name, error)
         generations = BundleGenerations(bundle, backend, profile, mode=mode, options=options)
@@ -211,10 +213,13 @@ def scheduler_of(
 def _speed(
     pipeline: Pipeline, manifest: Manifest, latencies: Latencies, max_batch_size: int
 ) -> float:
-    """Warm up (the first run at a size allocates); observed over predicted time on the way."""
+    """Warm up (the first run at a size allocates); observed over predicted time on the way.
+
+    Where slots share nothing, only what is timed is run: :func:`warm_slots` warms those that serve.
+    """
     slot = pipeline.backend.open_slot()
     try:
-        for size in range(max_batch_size, 0, -1):
+        for size in range(max_batch_size, 0, -1) if pipeline.backend.on_cpu else ():
             pipeline.warm_up(slot, zeros(manifest, size))
         ratios = []
         for size in {1, max_batch_size}:

@@ -135,16 +135,7 @@ def plain_bundle(
         active: The policy.
         replayed: Whether confidences are taken from the further input :data:`REPLAY`.
     """
-    segments = tuple(
-        Segment(
-            index=s.index,
-            file=f"segments/{s.index:02d}.onnx",
-            inputs=s.inputs,
-            output=s.output,
-            flops_share=s.flops_share,
-        )
-        for s in pieces.segments
-    )
+    segments = tuple(segment.described() for segment in pieces.segments)
     exits = tuple(
         _exit(pieces.cuts[after], index, after, replayed=replayed)
         for index, after in enumerate(exits_after)

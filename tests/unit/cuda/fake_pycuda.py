@@ -6,12 +6,18 @@ refuse, or could only do with its context current on the thread, is an assertion
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pytest
+
+from offramp.engine.tensorrt.device import primary_context
 
 ENTRY_POINTS_OF_CUBIN = b"a cubin"
 
@@ -57,6 +63,20 @@ class Gpu:
             if start <= address and address + size_bytes <= start + content.size:
                 return content[address - start :][:size_bytes]
         raise AssertionError(f"{size_bytes} bytes at {address:#x} are not on the device")
+
+
+@contextmanager
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+    """Have PyCUDA and cuda-bindings imported from here."""
+    gpu = Gpu()
+    package = ModuleType("pycuda")
+    package.driver = gpu.driver  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pycuda", package)
+    monkeypatch.setitem(sys.modules, "pycuda.driver", gpu.driver)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", gpu.bindings)
+    primary_context.cache_clear()
+    yield gpu
+    primary_context.cache_clear()
 
 
 def _pycuda(gpu: Gpu) -> ModuleType:

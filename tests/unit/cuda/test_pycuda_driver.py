@@ -16,27 +16,19 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from tests.unit.cuda.fake_pycuda import ENTRY_POINTS_OF_CUBIN, Gpu, Mode
+from tests.unit.cuda.fake_pycuda import ENTRY_POINTS_OF_CUBIN, Gpu, Mode, installed
 from tests.unit.tensorrt.bindings import pycuda, signatures_of
 
 from offramp.engine.cuda.driver import DeviceLostError, DeviceMemoryError, Driver
 from offramp.engine.cuda.pycuda_driver import PyCudaDriver, require_pycuda
 from offramp.engine.errors import BackendError
 from offramp.engine.kernels.arguments import ENTRY_POINTS, RowCopy, gather_rows
-from offramp.engine.tensorrt.device import primary_context
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
-    gpu = Gpu()
-    package = ModuleType("pycuda")
-    package.driver = gpu.driver  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "pycuda", package)
-    monkeypatch.setitem(sys.modules, "pycuda.driver", gpu.driver)
-    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", gpu.bindings)
-    primary_context.cache_clear()
-    yield gpu
-    primary_context.cache_clear()
+    with installed(monkeypatch) as gpu:
+        yield gpu
     assert not any(gpu.depth.values()), "a context was left current"
 
 

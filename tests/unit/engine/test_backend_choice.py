@@ -7,13 +7,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import onnxruntime as ort
 import pytest
 from tests.engines import engine_bundle
-from tests.unit.cuda.fake_pycuda import ENTRY_POINTS_OF_CUBIN, Gpu
+from tests.unit.cuda.fake_pycuda import ENTRY_POINTS_OF_CUBIN, Gpu, installed
 
 from offramp.bundle.engines import EngineEntry, EngineStore, EngineTarget
 from offramp.engine.backends import factory, make_backend, onnxruntime_cuda
@@ -22,7 +21,6 @@ from offramp.engine.errors import BackendError
 from offramp.engine.kernels.compilation import source_hash
 from offramp.engine.options import EngineOptions
 from offramp.engine.tensorrt import probe
-from offramp.engine.tensorrt.device import primary_context
 
 H200 = probe.Device(
     index=1, name="NVIDIA H200", compute_capability=(9, 0), driver_version=(13, 0), total_bytes=1
@@ -236,15 +234,8 @@ class Tracked:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
-    gpu = Gpu()
-    package = ModuleType("pycuda")
-    package.driver = gpu.driver  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "pycuda", package)
-    monkeypatch.setitem(sys.modules, "pycuda.driver", gpu.driver)
-    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", gpu.bindings)
-    primary_context.cache_clear()
-    yield gpu
-    primary_context.cache_clear()
+    with installed(monkeypatch) as gpu:
+        yield gpu
 
 
 def on_gpu(path: Path, made: Tracked) -> Backend:

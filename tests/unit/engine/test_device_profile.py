@@ -79,7 +79,9 @@ def bundle(tmp_path: Path) -> Bundle:
 
 
 def measured(bundle: Bundle, backend: TimedBackend, *, most: int) -> Profile:
-    return measure_profile(bundle, backend, max_batch_size=most, clock=lambda: backend.now_s)
+    return measure_profile(
+        bundle, backend, bundle.profile(), max_batch_size=most, clock=lambda: backend.now_s
+    )
 
 
 def test_segments_add_up_to_the_source_model_and_borders_are_what_is_left(bundle: Bundle) -> None:

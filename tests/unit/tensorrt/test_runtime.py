@@ -379,11 +379,15 @@ def test_a_slot_that_cannot_be_opened_leaves_nothing_behind(
         fake.refuses_profiles = False
 
 
+def needs_graphs(fake: FakeRuntime) -> None:
+    if fake.major < 10:
+        pytest.skip("TensorRT 8.6 is run without graphs")
+
+
 def test_a_graph_outlives_what_is_run_after_it(
     fake: FakeRuntime, device: FakeDriver, bundle: Bundle
 ) -> None:
-    if fake.major < 10:
-        pytest.skip("TensorRT 8.6 is run without graphs")
+    needs_graphs(fake)
     build(fake, bundle, ["stages"])
     with Bench(device, make_plan(bundle).stages[0]) as bench:
         bench.enqueue(3, graph=0)
@@ -403,8 +407,7 @@ def test_a_graph_outlives_what_is_run_after_it(
 def test_what_graphs_need_is_released_with_them(
     fake: FakeRuntime, device: FakeDriver, bundle: Bundle
 ) -> None:
-    if fake.major < 10:
-        pytest.skip("TensorRT 8.6 is run without graphs")
+    needs_graphs(fake)
     build(fake, bundle, ["stages"])
     with Bench(device, make_plan(bundle).stages[0]) as bench:
         for rows in (1, 2, 3, 1, 2, 3):
@@ -427,8 +430,7 @@ def test_two_graphs_of_the_same_shapes_and_addresses_do_not_share_what_they_need
     fake: FakeRuntime, device: FakeDriver, bundle: Bundle
 ) -> None:
     """In a chain, or where only layouts differ: one of them may go before the other."""
-    if fake.major < 10:
-        pytest.skip("TensorRT 8.6 is run without graphs")
+    needs_graphs(fake)
     build(fake, bundle, ["segments"])
     with Bench(device, make_plan(bundle).stages[0]) as bench:
         before = len(fake.contexts)
