@@ -1,8 +1,8 @@
-"""The few fields of ONNX's schema that joining graphs needs, in a private descriptor pool.
+"""The few fields of ONNX's schema that changing graphs needs, in a private descriptor pool.
 
 Serving must not need the ``onnx`` package. Protobuf keeps the fields that a schema does not
 know, so this subset (field numbers of onnx.proto3, stable since IR version 3) can take graphs
-apart and join them without understanding their operators.
+apart, join them and put operators in without understanding all that is there.
 """
 
 from __future__ import annotations
@@ -15,14 +15,32 @@ _PACKAGE = "offramp.onnx_subset"
 _REPEATED = descriptor_pb2.FieldDescriptorProto.LABEL_REPEATED
 _OPTIONAL = descriptor_pb2.FieldDescriptorProto.LABEL_OPTIONAL
 
-FLOAT16 = 10
-"""``TensorProto.DataType`` of half precision."""
+FLOAT32, FLOAT16 = 1, 10
+"""``TensorProto.DataType`` of single and of half precision."""
+INTS = 7
+"""``AttributeProto.AttributeType`` of a list of integers."""
 
 _FIELDS: dict[str, tuple[tuple[str, int, str, bool], ...]] = {
     # message: (field, number, type, repeated)
     "TensorProto": (("data_type", 2, "int32", False), ("name", 8, "string", False)),
-    "ValueInfoProto": (("name", 1, "string", False),),
-    "NodeProto": (("input", 1, "string", True), ("output", 2, "string", True)),
+    "DimensionProto": (("dim_value", 1, "int64", False),),
+    "ShapeProto": (("dim", 1, "DimensionProto", True),),
+    "TensorTypeProto": (("elem_type", 1, "int32", False), ("shape", 2, "ShapeProto", False)),
+    "TypeProto": (("tensor_type", 1, "TensorTypeProto", False),),
+    "ValueInfoProto": (("name", 1, "string", False), ("type", 2, "TypeProto", False)),
+    "AttributeProto": (
+        ("name", 1, "string", False),
+        ("ints", 8, "int64", True),
+        ("type", 20, "int32", False),
+    ),
+    "NodeProto": (
+        ("input", 1, "string", True),
+        ("output", 2, "string", True),
+        ("name", 3, "string", False),
+        ("op_type", 4, "string", False),
+        ("attribute", 5, "AttributeProto", True),
+        ("domain", 7, "string", False),
+    ),
     "GraphProto": (
         ("node", 1, "NodeProto", True),
         ("name", 2, "string", False),
@@ -38,10 +56,11 @@ _FIELDS: dict[str, tuple[tuple[str, int, str, bool], ...]] = {
 _SCALARS = {
     "string": descriptor_pb2.FieldDescriptorProto.TYPE_STRING,
     "int32": descriptor_pb2.FieldDescriptorProto.TYPE_INT32,
+    "int64": descriptor_pb2.FieldDescriptorProto.TYPE_INT64,
 }
 
 
-def _model_class() -> Any:
+def _messages() -> dict[str, Any]:
     file = descriptor_pb2.FileDescriptorProto(
         name="offramp/onnx_subset.proto", package=_PACKAGE, syntax="proto2"
     )
@@ -57,10 +76,18 @@ def _model_class() -> Any:
                 field.type_name = f".{_PACKAGE}.{type_name}"
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.ModelProto"))
+    return {
+        message: message_factory.GetMessageClass(
+            pool.FindMessageTypeByName(f"{_PACKAGE}.{message}")
+        )
+        for message in ("ModelProto", "NodeProto")
+    }
 
 
-ModelProto: Any = _model_class()
+_MESSAGES = _messages()
+NodeProto: Any = _MESSAGES["NodeProto"]
+"""Message class of an operator."""
+ModelProto: Any = _MESSAGES["ModelProto"]
 """Message class: ``ModelProto.FromString(bytes)``, ``.SerializeToString()``."""
 
 

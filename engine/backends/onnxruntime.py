@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from offramp.engine.backends.base import Rows, StageResult, TensorBatch
 from offramp.engine.errors import BackendError
 from offramp.engine.exit_check import confidence_of
+from offramp.engine.layouts import enter_blocked
 from offramp.engine.onnx_subset import has_half_precision
 from offramp.engine.plan import StageSpec
 
@@ -59,7 +60,7 @@ def make_session(model: bytes, threads: int) -> ort.InferenceSession:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     # Every stage has a pool of its own; pools that spin after a run steal the next one's cores.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    return ort.InferenceSession(enter_blocked(model), options, providers=["CPUExecutionProvider"])
 
 
 class OnnxRuntimeBackend:
