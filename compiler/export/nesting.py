@@ -117,7 +117,7 @@ class _Nesting:
         self._source = source
         self._names = names
         self._inputs = {info.name for info in source.input}
-        self._given = (_ANSWER, _CONFIDENCE, _EXIT) if with_exits else (_ANSWER,)
+        self._given = (_ANSWER, _EXIT, _CONFIDENCE) if with_exits else (_ANSWER,)
         (answer,) = (info for info in source.output if info.name == specs[-1].answer)
         self._answer = answer
         self._types = {info.name: info for info in source.input}
