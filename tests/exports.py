@@ -10,8 +10,6 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 from numpy.typing import NDArray
-from tests.engines import engine_bundle
-from tests.sliced import inputs_of, sliced
 
 from offramp.bundle import ActiveExit, Bundle
 from offramp.compiler.export.export import ExportOptions, export_bundle
@@ -19,6 +17,8 @@ from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import make_plan
 from offramp.tools.gpu.staged import REPLAY, plain_bundle
+from tests.engines import engine_bundle
+from tests.sliced import inputs_of, sliced
 
 Arrays = dict[str, NDArray[Any]]
 

@@ -165,6 +165,9 @@ def _check(bundle: Bundle, plan: Plan, options: ExportOptions) -> None:
         raise ExportError(
             f"{options.output} is inside the bundle, which it would damage; choose another --output"
         )
+    for folder in options.output.parents:
+        if folder.exists() and not folder.is_dir():
+            raise ExportError(f"{folder} is not a folder; choose another --output")
     if options.output.is_dir():
         raise ExportError(f"{options.output} is a folder; --output names a file, as fast.onnx")
     if not options.overwrite and (options.output.exists() or options.output.is_symlink()):
@@ -177,10 +180,7 @@ def _read_data(bundle: Bundle, options: ExportOptions) -> Dataset:
             "an export is verified on the calibration data before it is written, and a bundle "
             f"does not hold them: add --data NPZ, the file that {options.bundle} was compiled with"
         )
-    dataset = read_dataset(options.data, bundle.manifest.inputs)
-    if not len(dataset):
-        raise ExportError(f"{options.data} has no samples to verify an export with; give some")
-    return dataset
+    return read_dataset(options.data, bundle.manifest.inputs)
 
 
 def _write(options: ExportOptions, content: bytes) -> None:

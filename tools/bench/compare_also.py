@@ -1,4 +1,4 @@
-"""Further ONNX models in ``eebench compare``: an exported bundle, a smaller or a quantised model."""
+"""Further models in ``eebench compare``: an exported bundle, a smaller or a quantised model."""
 
 from __future__ import annotations
 
