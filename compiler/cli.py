@@ -26,6 +26,7 @@ from offramp.compiler.build_command import (
     run_build,
     seed,
 )
+from offramp.compiler.export.command import export_parser, run_export
 
 if TYPE_CHECKING:
     from offramp.compiler.build import BuildOptions
@@ -39,6 +40,7 @@ within --max-disagreement.
   eecompile inspect model.onnx                    lists the cut points
   eecompile rehearse model.ee --data new.npz      adapts a bundle to a load that has changed
   eecompile build model.ee --device cuda:0        builds its TensorRT engines, where the GPU is
+  eecompile export model.ee --output fast.onnx    makes one ONNX file of it, for any ONNX Runtime
 """
 
 
@@ -360,6 +362,7 @@ COMMANDS = {
     "inspect": Command(_inspect_parser, _inspect),
     "rehearse": Command(_rehearse_parser, _rehearse),
     "build": Command(build_parser, run_build),
+    "export": Command(export_parser, run_export),
 }
 """By name; anything else compiles a model. A model file called like one is given as ./NAME."""
 

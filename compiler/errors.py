@@ -6,7 +6,8 @@
     ├── ModelError              the file is no ONNX model, or one that is not supported
     ├── NoCutPointError         nowhere does a single tensor carry everything onward
     ├── UnknownCutPointError    a cut point that was asked for does not exist
-    ├── VerificationError       the chained segments do not compute what the source model does
+    ├── VerificationError       segments, or an exported file, compute something else
+    ├── ExportError             a bundle cannot be exported, or not to that file
     ├── EngineOptionsError      ranges, buckets or parts that were asked for make no sense here
     ├── EnginesUnavailableError engines cannot be built on this machine
     └── EngineBuildError        an engine cannot be built, or computes something else
@@ -30,7 +31,11 @@ class UnknownCutPointError(CompileError):
 
 
 class VerificationError(CompileError):
-    """A segment computes something else than the source model at the same place."""
+    """Segments compute something else than the source model, or an export than its bundle."""
+
+
+class ExportError(CompileError):
+    """The bundle cannot be exported as it is, or the target cannot be written."""
 
 
 class EngineOptionsError(CompileError):

@@ -160,7 +160,8 @@ def compare(
         batch_sizes: To measure at; an incomplete last batch is left out.
         rounds: Parts of the data; figures are medians over them.
         samples: How many of the data to use, at most.
-        others: Further ways to run the source model, by name, measured along.
+        others: Further systems that answer the same samples, by name, measured along: other ways
+            to run the source model, or other models.
         progress: Called with the number of samples of each batch.
 
     Raises:

@@ -15,8 +15,10 @@ from rich.table import Table
 from offramp.bundle import Bundle
 from offramp.calibration.dataset import read_dataset
 from offramp.engine.backends import BACKENDS, make_backend
+from offramp.engine.backends.factory import CPU
 from offramp.engine.tensorrt.probe import parse_device
 from offramp.tools.bench.compare import OFFRAMP, SOURCE, Row, baseline_of, batches_of, compare
+from offramp.tools.bench.compare_also import AlsoRunner, describe_also, parse_also
 from offramp.tools.bench.environment import check_outputs, describe_environment, write_json
 from offramp.tools.bench.numbers import positive, positives
 
@@ -56,6 +58,15 @@ def add_parser(commands: Any) -> None:
         action="store_false",
         help="enqueue every kernel of a stage by itself, for tensorrt",
     )
+    command.add_argument(
+        "--also",
+        action="append",
+        default=[],
+        metavar="NAME=FILE.onnx",
+        help="a further model to measure in the same rounds, with the same inputs and an answer "
+        "of the same name and shape: an exported bundle, a smaller or a quantised model; runs on "
+        "the CPU; may be repeated",
+    )
     command.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     command.set_defaults(run=run)
 
@@ -64,6 +75,7 @@ def run(options: argparse.Namespace) -> int:
     """Compare, and tell of it; gives the exit status."""
     console = Console()
     check_outputs(options.json)
+    also = parse_also(options.also)
     bundle = Bundle.open(options.bundle)
     dataset = read_dataset(options.data, bundle.manifest.inputs)
     backend = make_backend(
@@ -74,6 +86,13 @@ def run(options: argparse.Namespace) -> int:
         max_rows=max(options.batch_sizes),
         bundles=(options.bundle,),
     )
+    if also and backend.name != CPU:
+        backend.close()
+        raise ValueError(
+            f"--also runs on the CPU, the bundle on {backend.name}: not to be compared; add "
+            "--backend onnxruntime"
+        )
+    others = {model.name: AlsoRunner(model, bundle, options.threads) for model in also}
     total = sum(
         batches_of(dataset, size, options.rounds, options.samples) * options.rounds * size
         for size in options.batch_sizes
@@ -88,6 +107,7 @@ def run(options: argparse.Namespace) -> int:
             batch_sizes=options.batch_sizes,
             rounds=options.rounds,
             samples=options.samples,
+            others=others,
             progress=lambda amount: bars.advance(task, amount),
         )
     backend.close()
@@ -106,6 +126,7 @@ def run(options: argparse.Namespace) -> int:
         threads=options.threads,
         rounds=options.rounds,
         data=options.data.name,
+        also=describe_also(also),
     )
     title = f"{options.bundle}: measured on {backend.name}"
     print_rows(console, rows, title=title, baseline=baseline)

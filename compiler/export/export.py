@@ -1,0 +1,203 @@
+"""Write a bundle as one ONNX file: the same answers at the same exits, with no Offramp at run time.
+
+The steps: read the bundle, nest its stages (:mod:`offramp.compiler.export.nesting`), compare with
+the bundle on every sample (:mod:`offramp.compiler.export.verification`), write.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+
+from offramp import __version__
+from offramp.bundle import Bundle
+from offramp.bundle.bundle import REPORT
+from offramp.calibration.dataset import Dataset, read_dataset
+from offramp.compiler.errors import ExportError
+from offramp.compiler.export.naming import Names
+from offramp.compiler.export.nesting import nest
+from offramp.compiler.export.verification import Verified, verify
+from offramp.compiler.model import MAX_BYTES
+from offramp.compiler.progress import Progress, SilentProgress
+from offramp.engine.errors import BackendError
+from offramp.engine.plan import Plan, make_plan
+
+METADATA = "offramp."
+"""What the keys of an exported file's metadata begin with."""
+_SILENT = SilentProgress()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    """What is asked for."""
+
+    bundle: Path
+    data: Path | None
+    """Samples to verify with: the bundle's calibration data."""
+    output: Path
+    overwrite: bool = False
+    with_exits: bool = False
+    """Whether exit index and confidence are outputs too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What was written."""
+
+    path: Path
+    size_bytes: int
+    plan: Plan
+    names: Names
+    with_exits: bool
+    verified: Verified
+    calibration_data: bool
+    """Whether the bundle was calibrated on the data that it was verified with."""
+
+
+def export_bundle(options: ExportOptions, progress: Progress = _SILENT) -> Exported:
+    """Export a bundle, verify the file, and write it.
+
+    Raises:
+        BundleError: There is no bundle, or it is damaged.
+        ExportError: No exit is active, no data are given, or the target may not be written.
+        DataError: The data do not fit the model.
+        VerificationError: The file would not do what the bundle does; nothing is written.
+    """
+    bundle = Bundle.open(options.bundle)
+    plan = make_plan(bundle)
+    _check(bundle, plan, options)
+    dataset = _read_data(bundle, options)
+    names = Names.of(bundle.manifest, plan)
+    explained = make_model(bundle, plan, names, with_exits=True)
+    models = {"the export with exits": explained}
+    if not options.with_exits:
+        models["the export"] = make_model(bundle, plan, names, with_exits=False)
+    *_, model = models.values()
+    try:
+        with progress.step("Compare with the bundle", len(dataset)) as advance:
+            verified = verify(
+                plan,
+                models,
+                names,
+                dataset,
+                tolerance=bundle.manifest.verified_tolerance,
+                progress=advance,
+            )
+    except BackendError as error:
+        raise ExportError(f"{options.bundle} cannot be run: {error}") from error
+    content = model.SerializeToString(deterministic=True)
+    _write(options, content)
+    return Exported(
+        path=options.output,
+        size_bytes=len(content),
+        plan=plan,
+        names=names,
+        with_exits=options.with_exits,
+        verified=verified,
+        calibration_data=dataset.sha256 == bundle.manifest.calibration.data_sha256,
+    )
+
+
+def make_model(bundle: Bundle, plan: Plan, names: Names, *, with_exits: bool) -> onnx.ModelProto:
+    """Make the model that is exported, checked by ONNX's checker.
+
+    Raises:
+        ExportError: It is too large for one file.
+    """
+    size = sum(len(stage.load()) for stage in plan.stages)
+    if size > MAX_BYTES:
+        raise ExportError(
+            f"the stages have {size / 2**30:.1f} GiB together; a file holds 2 GiB: use fewer exits"
+        )
+    source = onnx.load_model_from_string(bundle.read(bundle.manifest.source.file))
+    model = nest(plan, source, names, with_exits=with_exits)
+    model.producer_name, model.producer_version = "offramp", __version__
+    kept = {p.key: p.value for p in source.metadata_props if not p.key.startswith(METADATA)}
+    onnx.helper.set_model_props(
+        model, {**kept, **_metadata(bundle, plan, names, with_exits=with_exits)}
+    )
+    onnx.checker.check_model(model)
+    return model
+
+
+def _metadata(bundle: Bundle, plan: Plan, names: Names, *, with_exits: bool) -> dict[str, str]:
+    """What a file says of itself; values of JSON where they are more than a word."""
+    manifest, promise = bundle.manifest, bundle.policy.promise
+    exits = [
+        {
+            "exit": stage.exit,
+            "after_segment": stage.last_segment,
+            "threshold": stage.threshold,
+            "threshold_input": name,
+        }
+        for stage, name in zip(plan.stages[:-1], names.thresholds, strict=True)
+    ]
+    said = {
+        "version": __version__,
+        "source": manifest.source.original_name,
+        "source_sha256": manifest.source.original_sha256,
+        "policy_version": str(bundle.policy.version),
+        "exits": json.dumps(exits),
+    }
+    if promise is not None:
+        said["promise"] = json.dumps(
+            {"max_disagreement": promise.max_disagreement, "confidence": promise.confidence}
+        )
+    if with_exits:
+        said |= {"exit_output": names.exit, "confidence_output": names.confidence}
+    return {f"{METADATA}{key}": value for key, value in said.items()}
+
+
+def _check(bundle: Bundle, plan: Plan, options: ExportOptions) -> None:
+    """Refuse what cannot be exported or written, before any long work."""
+    if len(plan.stages) == 1:
+        raise ExportError(
+            f"{options.bundle} has no active exit, so that an export would be the source model: "
+            f"compile it with more data or another --max-disagreement; {REPORT} in it says what "
+            "limits it"
+        )
+    if options.output.resolve().is_relative_to(bundle.path.resolve()):
+        raise ExportError(
+            f"{options.output} is inside the bundle, which it would damage; choose another --output"
+        )
+    for folder in options.output.parents:
+        if folder.exists() and not folder.is_dir():
+            raise ExportError(f"{folder} is not a folder; choose another --output")
+    if options.output.is_dir():
+        raise ExportError(f"{options.output} is a folder; --output names a file, as fast.onnx")
+    if not options.overwrite and (options.output.exists() or options.output.is_symlink()):
+        raise ExportError(f"{options.output} exists; choose another --output, or add --overwrite")
+
+
+def _read_data(bundle: Bundle, options: ExportOptions) -> Dataset:
+    if options.data is None:
+        raise ExportError(
+            "an export is verified on the calibration data before it is written, and a bundle "
+            f"does not hold them: add --data NPZ, the file that {options.bundle} was compiled with"
+        )
+    return read_dataset(options.data, bundle.manifest.inputs)
+
+
+def _write(options: ExportOptions, content: bytes) -> None:
+    """Write beside the target and rename, so that it is whole or absent."""
+    target = options.output
+    scratch: str | None = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, scratch = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        Path(scratch).chmod(0o644)
+        Path(scratch).replace(target)
+    except OSError as error:
+        raise ExportError(
+            f"{target} cannot be written: {error}; free the space or choose another --output"
+        ) from error
+    finally:
+        if scratch is not None:
+            Path(scratch).unlink(missing_ok=True)

@@ -1,0 +1,196 @@
+"""Proof that an exported file does what its bundle does, on every sample of some data."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from offramp.calibration.dataset import Dataset
+from offramp.compiler.errors import VerificationError
+from offramp.compiler.export.naming import Names
+from offramp.compiler.export.nesting import AT_END
+from offramp.compiler.runtime import relative_difference
+from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
+from offramp.engine.pipeline import Pipeline
+from offramp.engine.plan import Plan, exit_label
+
+BATCH_SIZES = (1, 7, 32, 2, 19, 64, 3, 11)
+"""Batches are cut from the data in these sizes, over and over."""
+
+Tensors = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """What was said of a batch of b rows."""
+
+    answer: NDArray[Any]
+    """[b, classes]."""
+    exit: NDArray[np.int32]
+    """[b]; :data:`AT_END` is the model's own answer."""
+    confidence: NDArray[np.float32]
+    """[b]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """What was compared, and what was found."""
+
+    samples: int
+    largest_difference: float
+    """Of answers, relative to the largest value of their batch; 0: bit for bit the same."""
+    exit_shares: dict[int, float]
+    """Share of the samples that each exit answered, by exit index."""
+
+
+def verify(
+    plan: Plan,
+    models: Mapping[str, onnx.ModelProto],
+    names: Names,
+    dataset: Dataset,
+    *,
+    tolerance: float,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Verified:
+    """Run bundle and exported models over all samples, in the same batches of several sizes.
+
+    Args:
+        plan: The bundle's, in ``leave`` mode.
+        models: Exported, by what they are called in messages; those that give exits are compared
+            in these too.
+        names: Of the added outputs.
+        dataset: The samples.
+        tolerance: Allowed difference of answers, relative to the largest of the batch.
+        progress: Called with the number of samples of each batch.
+
+    Raises:
+        VerificationError: A model cannot be run, answers another sample at another exit than the
+            bundle does, or answers otherwise.
+        BackendError: A stage of the bundle cannot be run.
+    """
+    bundle = _Staged(plan)
+    exported = {what: _Exported(model, plan, names) for what, model in models.items()}
+    largest, exits = 0.0, []
+    for rows in _batches(len(dataset)):
+        tensors = dataset.take(rows)
+        wanted = bundle.run(tensors)
+        for what, model in exported.items():
+            given = model.run(tensors)
+            where = f"{what} on samples {rows.start} to {rows.stop - 1}"
+            if isinstance(given, Answers):
+                _compare_exits(given, wanted, plan, f"{what} on sample", rows.start)
+                given = given.answer
+            largest = max(largest, _difference(given, wanted.answer, tolerance, where))
+        exits.append(wanted.exit)
+        progress(rows.stop - rows.start)
+    found, counts = np.unique(np.concatenate(exits), return_counts=True)
+    shares = {int(e): int(n) / len(dataset) for e, n in zip(found, counts, strict=True)}
+    return Verified(samples=len(dataset), largest_difference=largest, exit_shares=shares)
+
+
+class _Staged:
+    """The bundle's stages, as the server runs them."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._pipeline = Pipeline(OnnxRuntimeBackend(threads=1), plan)
+        self._slot = self._pipeline.backend.open_slot()
+        self._exits = [AT_END if s.exit is None else s.exit for s in plan.stages]
+
+    def run(self, tensors: Tensors) -> Answers:
+        size = len(next(iter(tensors.values())))
+        departures = list(self._pipeline.run(self._slot, tensors))
+        first = departures[0].answer
+        answer = np.empty((size, *first.shape[1:]), first.dtype)
+        exit_, confidence = np.empty(size, np.int32), np.empty(size, np.float32)
+        for departure in departures:
+            answer[departure.rows] = departure.answer
+            exit_[departure.rows] = self._exits[departure.stage]
+            confidence[departure.rows] = departure.confidence
+        return Answers(answer=answer, exit=exit_, confidence=confidence)
+
+
+class _Exported:
+    """An exported model in a session as ONNX Runtime makes it by default, on one thread."""
+
+    def __init__(self, model: onnx.ModelProto, plan: Plan, names: Names) -> None:
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = 1
+        options.log_severity_level = 3
+        if _has_half_precision(model.graph):
+            # ONNX Runtime 1.30 and 1.31 crashed in blocked layouts of float16 convolutions.
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+        try:
+            self._session = ort.InferenceSession(
+                model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+            )
+        except Exception as error:  # ONNX Runtime's own classes derive from Exception only
+            raise VerificationError(f"ONNX Runtime cannot load the export: {error}") from error
+        given = {output.name for output in self._session.get_outputs()}
+        self._outputs = [str(plan.stages[-1].answer)]
+        self._tells_exits = names.exit in given
+        if self._tells_exits:
+            self._outputs += [names.exit, names.confidence]
+
+    def run(self, tensors: Tensors) -> Answers | NDArray[Any]:
+        """Give the answers, with their exits if the model tells them."""
+        try:
+            answer, *rest = self._session.run(self._outputs, tensors)
+        except Exception as error:
+            raise VerificationError(f"the export fails: {error}") from error
+        if not self._tells_exits:
+            return np.asarray(answer)
+        return Answers(answer=answer, exit=rest[0], confidence=rest[1])
+
+
+def _batches(samples: int) -> Iterator[slice]:
+    start = 0
+    for size in itertools.cycle(BATCH_SIZES):
+        if start >= samples:
+            return
+        stop = min(start + size, samples)
+        yield slice(start, stop)
+        start = stop
+
+
+def _compare_exits(given: Answers, wanted: Answers, plan: Plan, where: str, start: int) -> None:
+    wrong = np.flatnonzero(given.exit != wanted.exit)
+    if not wrong.size:
+        return
+    row = int(wrong[0])
+    thresholds = {s.exit: s.threshold for s in plan.stages if s.exit is not None}
+    raise VerificationError(
+        f"{where} {start + row}: it leaves at {_label(given.exit[row])} with confidence "
+        f"{given.confidence[row]:.7f}, in the bundle at {_label(wanted.exit[row])} with "
+        f"{wanted.confidence[row]:.7f} (thresholds {thresholds}); nothing was written"
+    )
+
+
+def _label(index: int) -> str:
+    return exit_label(None if index == AT_END else int(index))
+
+
+def _difference(given: NDArray[Any], wanted: NDArray[Any], tolerance: float, where: str) -> float:
+    if given.dtype == wanted.dtype and np.array_equal(given, wanted, equal_nan=True):
+        return 0.0
+    difference = relative_difference(given, wanted)
+    if given.dtype != wanted.dtype or not difference <= tolerance:
+        raise VerificationError(
+            f"{where}: answers differ from the bundle's by {difference:.1e} of the largest, "
+            f"allowed are {tolerance:.1e}; nothing was written"
+        )
+    return difference
+
+
+def _has_half_precision(graph: onnx.GraphProto) -> bool:
+    """Whether any weight of a graph, or of a body in it, is float16."""
+    if any(weight.data_type == onnx.TensorProto.FLOAT16 for weight in graph.initializer):
+        return True
+    bodies = (b for n in graph.node for a in n.attribute for b in (a.g, *a.graphs))
+    return any(_has_half_precision(body) for body in bodies)
