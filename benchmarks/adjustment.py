@@ -85,7 +85,7 @@ def situation_of(rng: np.random.Generator, samples: int, active: list[int]) -> d
     costs = CostModel(
         source_ms=float(EXITS + 1),
         segments_ms=(1.0,) * (EXITS + 1),
-        stage_ms=0.01,
+        stages_ms=(0.01,) * EXITS,
         after_segment=tuple(range(EXITS)),
         exits_ms=tuple(rng.uniform(0.001, 0.3, EXITS).tolist()),
     )

@@ -12,7 +12,7 @@ from offramp.bundle.errors import (
 )
 from offramp.bundle.manifest import Answer, AnswerForm, Exit, Head, Manifest, Segment, TensorSpec
 from offramp.bundle.policy import NEVER, ActiveExit, ExitPolicy, Promise
-from offramp.bundle.profile import Profile
+from offramp.bundle.profile import Profile, Spread
 
 __all__ = [
     "NEVER",
@@ -34,6 +34,7 @@ __all__ = [
     "Profile",
     "Promise",
     "Segment",
+    "Spread",
     "TensorSpec",
     "write_bundle",
 ]

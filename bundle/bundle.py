@@ -26,7 +26,7 @@ from offramp.bundle.errors import (
 from offramp.bundle.files import dump, entry_of, inside, parse_json, read_checked, read_regular
 from offramp.bundle.manifest import SCHEMA_VERSION, FileEntry, Manifest
 from offramp.bundle.policy import ExitPolicy
-from offramp.bundle.profile import Profile
+from offramp.bundle.profile import Profile, upgraded
 from offramp.bundle.serde import from_plain
 
 MANIFEST = "manifest.json"
@@ -83,7 +83,7 @@ class Bundle:
     def profile(self, device: str = "cpu") -> Profile:
         """Read the latencies measured on a device."""
         name = f"profiles/{device}.json"
-        return _parse(Profile, self.read(name), name)
+        return from_plain(Profile, upgraded(parse_json(self.read(name), name)), name)
 
     def records(self) -> dict[str, NDArray[Any]]:
         """Read what the exits said on the calibration data.

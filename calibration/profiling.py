@@ -1,7 +1,6 @@
 """Measure latencies on this machine: the inference times that every prediction starts from.
 
-Each round runs every graph once, so that what else the machine does hits all of them alike. The
-lower quartile over rounds is taken: a machine that also does other things only ever adds time.
+How rounds are run, and what is made of them, is in :mod:`offramp.calibration.timing`.
 """
 
 from __future__ import annotations
@@ -17,15 +16,26 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from offramp.calibration.timing import (
+    Effort,
+    Load,
+    Rounds,
+    Sweeps,
+    Timer,
+    disturbances,
+    fit_borders,
+    repeats_of,
+    rising,
+)
 from offramp.engine.backends import Slot
-from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend, make_session
+from offramp.engine.backends.onnxruntime import HostBatch, OnnxRuntimeBackend, make_session
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, StageSpec
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
-ROUNDS = 15
-QUANTILE = 0.25
 WARM_UP_ROUNDS = 2
+HEAD_EFFORT = Effort(least=16, most=16)
+"""Heads are short: this many sweeps take a fraction of a second."""
 
 Tensors = Mapping[str, NDArray[Any]]
 
@@ -52,11 +62,59 @@ class TimedGraph:
         return (time.perf_counter() - started) * 1e3
 
 
-def time_calls(timers: Sequence[Callable[[], float]], *, rounds: int = ROUNDS) -> list[float]:
-    """Milliseconds of each, interleaved; a timer runs once and gives its milliseconds."""
-    times = [[timer() for timer in timers] for _ in range(rounds + WARM_UP_ROUNDS)]
-    typical: list[float] = np.quantile(times[WARM_UP_ROUNDS:], QUANTILE, axis=0).tolist()
-    return typical
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Timed:
+    """Rounds by batch size, and what the machine did meanwhile."""
+
+    rounds: tuple[Rounds, ...]
+    load: Load
+
+
+def time_rounds(
+    timers: Sequence[Sequence[Timer]],
+    repeats: Sequence[int],
+    effort: Effort,
+    half_widths: Callable[[Sequence[Rounds]], float],
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    cpu_clock: Callable[[], float] = time.process_time,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Timed:
+    """Run interleaved rounds until what is wanted is narrow enough, or time is up.
+
+    Args:
+        timers: [batch sizes][systems]; the first system is what others are compared with.
+        repeats: [batch sizes]: rounds in a sweep.
+        effort: How long.
+        half_widths: Of what is wanted, the widest, as a share; given the rounds so far.
+        clock: Seconds.
+        cpu_clock: Seconds of this process.
+        progress: Called with 1 after each of the sweeps that are run at least.
+    """
+    sweeps = Sweeps(systems=len(timers[0]), repeats=repeats, effort=effort)
+    for each in timers:
+        for _ in range(WARM_UP_ROUNDS):
+            for timer in each:
+                timer()
+    times: list[list[list[float]]] = [[] for _ in timers]
+    rounds: list[Rounds] = []
+    started_s, started_cpu_s = clock(), cpu_clock()
+    while not sweeps.enough(clock() - started_s, rounds, half_widths):
+        for size, order in sweeps.order():
+            found = [0.0] * len(order)
+            for system in order:
+                found[system] = timers[size][system]()
+            times[size].append(found)
+        rounds = [Rounds(times_ms=np.array(of_size)) for of_size in times]
+        if sweeps.done <= effort.least:
+            progress(1)
+    load = Load(wall_s=clock() - started_s, own_cpu_s=cpu_clock() - started_cpu_s)
+    return Timed(rounds=tuple(rounds), load=load)
+
+
+def widest_ratio(rounds: Sequence[Rounds]) -> float:
+    """Half width of the ratio to the first system that is known least, over all batch sizes."""
+    return max((e.half_width for of_size in rounds for e in of_size.ratios()), default=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +123,17 @@ class BackboneTimes:
 
     batch_sizes: tuple[int, ...]
     source_ms: tuple[float, ...]
-    """By batch size."""
+    """By batch size: medians over rounds."""
     segments_ms: tuple[tuple[float, ...], ...]
     """[segments][batch sizes], scaled to add up to ``source_ms``."""
+    source_widths: tuple[float, ...] = ()
+    """By batch size: half of the interval of ``source_ms``, as a share of it."""
+    segment_widths: tuple[float, ...] = ()
+    """By batch size: half of the widest interval of a segment, as a share of ``source_ms``."""
+    rounds: tuple[int, ...] = ()
+    """By batch size."""
+    disturbed: tuple[str, ...] = ()
+    """In what ways the machine was disturbed meanwhile."""
 
 
 def profile_backbone(
@@ -77,6 +143,7 @@ def profile_backbone(
     *,
     threads: int,
     batch_sizes: Sequence[int] = BATCH_SIZES,
+    effort: Effort | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> BackboneTimes:
     """Time the source model and its segments.
@@ -89,66 +156,118 @@ def profile_backbone(
         segments: Its segments, in order.
         samples: Gives model inputs of a batch size.
         threads: Of ONNX Runtime.
-        batch_sizes: To measure at.
-        progress: Called with 1 per batch size.
+        batch_sizes: To measure at, rising.
+        effort: How long to measure.
+        progress: Called with 1 per sweep, ``effort.least`` times.
     """
     graphs = [TimedGraph(segment, threads) for segment in segments]
     timed = [TimedGraph(source, threads), *graphs]
-    totals: list[float] = []
-    columns: list[list[float]] = []
-    for size in batch_sizes:
-        tensors = _all_tensors(graphs, samples(size))
-        total, *times = time_calls([partial(graph.time_ms, tensors) for graph in timed])
-        totals.append(total)
-        columns.append([t * total / sum(times) for t in times])
-        progress(1)
+    tensors = _all_tensors(graphs, samples(batch_sizes[-1]))
+    found = time_rounds(
+        [[partial(g.time_ms, _first(tensors, size)) for g in timed] for size in batch_sizes],
+        repeats_of(batch_sizes),
+        effort or Effort(),
+        widest_ratio,
+        progress=progress,
+    )
+    wholes = [of_size.base() for of_size in found.rounds]
+    columns = []
+    for of_size, whole in zip(found.rounds, wholes, strict=True):
+        shares = np.array([ratio.value for ratio in of_size.ratios()])
+        columns.append((whole.value * shares / shares.sum()).tolist())
     return BackboneTimes(
         batch_sizes=tuple(batch_sizes),
-        source_ms=tuple(totals),
+        source_ms=tuple(whole.value for whole in wholes),
         segments_ms=tuple(zip(*columns, strict=True)),
+        source_widths=tuple(whole.half_width / whole.value for whole in wholes),
+        segment_widths=tuple(widest_ratio([of_size]) for of_size in found.rounds),
+        rounds=tuple(of_size.count for of_size in found.rounds),
+        disturbed=disturbances("segments", found.load, found.rounds),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCosts:
+    """What borders cost, and how sure it is what all exits add."""
+
+    stages_ms: tuple[tuple[float, ...], ...]
+    """[exits][batch sizes]: at least 0, by a model of all sizes and exits (:func:`fit_borders`)."""
+    added_widths: tuple[float, ...]
+    """By batch size: half of the interval of what all exits add, as a share of the source's."""
+    rounds: tuple[int, ...]
+    """By batch size."""
+    disturbed: tuple[str, ...] = ()
+    """In what ways the machine was disturbed meanwhile."""
 
 
 def profile_stages(
     source: bytes,
-    stages: Sequence[StageSpec],
+    plan: Callable[[Sequence[int]], Sequence[StageSpec]],
     samples: Callable[[int], Tensors],
     *,
     exits_ms: Sequence[Sequence[float]],
     threads: int,
     batch_sizes: Sequence[int],
-) -> tuple[float, ...]:
-    """Time what one more stage costs, by batch size.
+    effort: Effort | None = None,
+    progress: Callable[[int], None] = lambda _: None,
+) -> StageCosts:
+    """Time what borders cost, exit by exit.
 
-    All exits run as they will be served, with thresholds that nobody reaches. What that takes
-    beyond the source model and the heads is the cost of the borders: layout changes, lost fusion,
-    calls, exit checks, and caches that went cold.
+    Several sets of exits run as they will be served, with thresholds that nobody reaches. What
+    one takes beyond the source model in the same round and the heads is the cost of its borders:
+    layout changes, lost fusion, calls, exit checks, and caches that went cold.
 
     Args:
         source: The whole model.
-        stages: Of a plan with every exit active at ``NEVER``.
+        plan: Gives the stages of a plan with the given exits active at ``NEVER``.
         samples: Gives model inputs of a batch size.
         exits_ms: [exits][batch sizes]: the heads' own times.
         threads: Of ONNX Runtime.
-        batch_sizes: To measure at.
-
-    Returns:
-        Milliseconds per batch and border, at least 0; zeros where there is no exit.
+        batch_sizes: To measure at, rising.
+        effort: How long to measure.
+        progress: Called with 1 per sweep, ``effort.least`` times.
     """
-    if len(stages) < 2:
-        return (0.0,) * len(batch_sizes)
+    sets = sets_of_exits(len(exits_ms))
+    if not sets:
+        nothing = (0,) * len(batch_sizes)
+        return StageCosts(stages_ms=(), added_widths=(0.0,) * len(nothing), rounds=nothing)
     backend = OnnxRuntimeBackend(threads=threads)
-    pipeline = Pipeline(backend, Plan(stages=tuple(stages), policy_version=0, mode=Mode.LEAVE))
-    slot, graph = backend.open_slot(), TimedGraph(source, threads)
-    result = []
-    for column, size in enumerate(batch_sizes):
-        tensors = samples(size)
-        timers = [partial(graph.time_ms, tensors), partial(_staged_ms, pipeline, slot, tensors)]
-        whole, staged = time_calls(timers)
-        heads = sum(row[column] for row in exits_ms)
-        result.append(max(staged - whole - heads, 0.0) / (len(stages) - 1))
+    whole, slot = TimedGraph(source, threads), backend.open_slot()
+    staged = [
+        Pipeline(backend, Plan(stages=tuple(plan(set_)), policy_version=0, mode=Mode.LEAVE))
+        for set_ in sets
+    ]
+    inputs = samples(batch_sizes[-1])
+    timers: list[list[Timer]] = []
+    for size in batch_sizes:
+        rows = _first(inputs, size)
+        chained = [partial(_staged_ms, pipeline, slot, rows) for pipeline in staged]
+        timers.append([partial(whole.time_ms, rows), *chained])
+    found = time_rounds(
+        timers, repeats_of(batch_sizes), effort or Effort(), widest_ratio, progress=progress
+    )
+    crossing = _crossing_bytes(staged[0], slot, inputs)
     slot.close()
-    return tuple(result)
+    source_ms = np.array([of_size.base().value for of_size in found.rounds])
+    ratios = [of_size.ratios() for of_size in found.rounds]
+    heads = np.array([[sum(exits_ms[e][column] for e in set_) for set_ in sets]
+                      for column in range(len(batch_sizes))])  # fmt: skip
+    beyond = np.array([[r.value - 1 for r in row] for row in ratios]) * source_ms[:, None] - heads
+    costs = fit_borders(beyond, batch_sizes, sets, crossing, source_ms)
+    return StageCosts(
+        stages_ms=tuple(zip(*(costs.at(b, crossing).tolist() for b in batch_sizes), strict=True)),
+        added_widths=tuple(row[0].half_width for row in ratios),
+        rounds=tuple(of_size.count for of_size in found.rounds),
+        disturbed=disturbances("stages", found.load, found.rounds),
+    )
+
+
+def sets_of_exits(exits: int) -> list[tuple[int, ...]]:
+    """Sets that tell what a call costs from what a tensor does: all, the early, the late exits."""
+    everything = tuple(range(exits))
+    if exits < 2:
+        return [everything] if exits else []
+    return [everything, everything[: exits // 2], everything[exits // 2 :]]
 
 
 def _staged_ms(pipeline: Pipeline, slot: Slot, tensors: Tensors) -> float:
@@ -156,6 +275,17 @@ def _staged_ms(pipeline: Pipeline, slot: Slot, tensors: Tensors) -> float:
     started = time.perf_counter()
     collections.deque(pipeline.run(slot, tensors), maxlen=0)
     return (time.perf_counter() - started) * 1e3
+
+
+def _crossing_bytes(pipeline: Pipeline, slot: Slot, inputs: Tensors) -> NDArray[np.float64]:
+    """Bytes a sample of the tensors that cross each border: float64[exits]."""
+    batch, found = slot.upload(inputs), []
+    for index in range(len(pipeline.plan.stages) - 1):
+        carry = pipeline.step(slot, index, batch).result.carry
+        assert isinstance(carry, HostBatch)
+        found.append(sum(tensor.nbytes for tensor in carry.tensors.values()) / len(carry))
+        batch = carry
+    return np.array(found)
 
 
 def profile_heads(
@@ -166,6 +296,7 @@ def profile_heads(
     *,
     threads: int,
     batch_sizes: Sequence[int],
+    effort: Effort | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[list[list[float]]]:
     """Time heads on the cut tensors that they read.
@@ -173,29 +304,39 @@ def profile_heads(
     Args:
         heads: Per candidate, the exits' graphs to compare.
         empty: Per candidate, a graph that reads the same tensors and does next to nothing; its
-            time is taken off.
+            time in the same round is taken off.
         segments: Those that end at the candidates come first.
         samples: Gives model inputs of a batch size.
         threads: Of ONNX Runtime.
-        batch_sizes: To measure at.
-        progress: Called with 1 per batch size and candidate.
+        batch_sizes: To measure at, rising.
+        effort: How long to measure each candidate's.
+        progress: Called with 1 per candidate.
 
     Returns:
-        Milliseconds [candidates][heads][batch_sizes], at least 0.
+        Milliseconds [candidates][heads][batch_sizes]: rising with the batch size, at least 0.
     """
-    graphs = [TimedGraph(segment, threads) for segment in segments]
-    loaded = [[TimedGraph(h, threads) for h in (nothing, *per_exit)]
-              for nothing, per_exit in zip(empty, heads, strict=True)]  # fmt: skip
-    result: list[list[list[float]]] = [[[] for _ in per_exit] for per_exit in heads]
-    for size in batch_sizes:
-        tensors = _all_tensors(graphs, samples(size))
-        for index, candidates in enumerate(loaded):
-            timers = [partial(graph.time_ms, tensors) for graph in candidates]
-            base, *times = time_calls(timers, rounds=2 * ROUNDS)
-            for times_of_head, value in zip(result[index], times, strict=True):
-                times_of_head.append(max(value - base, 0.0))
-            progress(1)
+    if not heads:
+        return []
+    tensors = _all_tensors([TimedGraph(s, threads) for s in segments], samples(batch_sizes[-1]))
+    views = [_first(tensors, size) for size in batch_sizes]
+    result: list[list[list[float]]] = []
+    for nothing, per_exit in zip(empty, heads, strict=True):
+        loaded = [TimedGraph(graph, threads) for graph in (nothing, *per_exit)]
+        found = time_rounds(
+            [[partial(graph.time_ms, view) for graph in loaded] for view in views],
+            repeats_of(batch_sizes),
+            effort or HEAD_EFFORT,
+            lambda _: 0.0,
+        )
+        beyond = np.array([[d.value for d in of_size.differences()] for of_size in found.rounds])
+        result.append([rising(row).tolist() for row in beyond.T])
+        progress(1)
     return result
+
+
+def _first(tensors: Tensors, rows: int) -> dict[str, NDArray[Any]]:
+    """A smaller batch: the first rows of every tensor, not copied."""
+    return {name: array[:rows] for name, array in tensors.items()}
 
 
 def _all_tensors(graphs: Sequence[TimedGraph], inputs: Tensors) -> dict[str, NDArray[Any]]:

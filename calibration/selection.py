@@ -26,6 +26,9 @@ from offramp.engine.control.thresholds import count_allowed
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 
+MIN_GAIN = 0.003
+"""Share of the source model's time that every further exit must save: what is within the noise of
+a profile adds or drops no exit."""
 _NO_EXITS = ExitPolicy(version=1, active=())
 
 
@@ -69,6 +72,73 @@ def certifiable_errors(samples: int, max_disagreement: float, confidence_level: 
     )
 
 
+class Candidates:
+    """What sets of exits would do on the tuning split; whatever costs do not change is kept."""
+
+    def __init__(
+        self,
+        confidence: NDArray[np.float32],
+        agrees: BoolArray,
+        *,
+        max_disagreement: float,
+        confidence_level: float,
+    ) -> None:
+        """Take records of the tuning split.
+
+        Args:
+            confidence: float32[exits, samples].
+            agrees: bool[exits, samples].
+            max_disagreement: The constraint.
+            confidence_level: Of the certificate.
+        """
+        self.exits, samples = confidence.shape
+        self._confidence, self._agrees = confidence, agrees
+        self._allowed = certifiable_errors(samples, max_disagreement, confidence_level)
+        # each exit's column of the common path is its own, whatever exits are beside it
+        self._path = tuning_path(confidence, agrees) if self.exits else np.empty((0, 0))
+        self._counts: dict[tuple[int, ...], NDArray[np.int64]] = {}
+
+    def counts(self, active: tuple[int, ...]) -> NDArray[np.int64]:
+        """int64[levels, active + 1]: answers at each place, at levels that may be certified."""
+        if active not in self._counts:
+            rows = list(active)
+            walked = walk(self._path[:, rows], self._confidence[rows], self._agrees[rows])
+            self._counts[active] = walked.counts[walked.errors <= self._allowed]
+        return self._counts[active]
+
+    def savings(self, active: tuple[int, ...], cost: CostModel) -> float:
+        """Most savings of a policy on the common path of some exits, as a share."""
+        if not active:
+            return 0.0
+        saved = savings_of(self.counts(active), cost.latency_ms(list(active)), cost.source_ms)
+        return float(saved.max(initial=0.0))
+
+    def choose(
+        self, cost: CostModel, *, max_overhead: float | None = None, min_gain: float = MIN_GAIN
+    ) -> tuple[int, ...]:
+        """Find the exits that save most time together; see :func:`choose_active`."""
+
+        @cache
+        def worth(active: tuple[int, ...]) -> float:
+            return self.savings(active, cost) - min_gain * len(active)
+
+        def fits(active: tuple[int, ...]) -> bool:
+            return max_overhead is None or cost.sure_overhead(active) <= max_overhead
+
+        active = tuple(range(self.exits))
+        while active:
+            fewer = max((active[:i] + active[i + 1 :] for i in range(len(active))), key=worth)
+            if fits(active) and worth(fewer) < worth(active):
+                break
+            active = fewer
+        while neighbours := [s for s in _neighbours(active, self.exits) if fits(s)]:
+            best = max(neighbours, key=worth)
+            if worth(best) <= worth(active):
+                break
+            active = best
+        return active if worth(active) > 0 else ()
+
+
 def choose_active(
     confidence: NDArray[np.float32],
     agrees: BoolArray,
@@ -76,77 +146,43 @@ def choose_active(
     *,
     max_disagreement: float,
     confidence_level: float,
-    max_overhead: float,
-    everywhere: Sequence[CostModel] = (),
+    max_overhead: float | None = None,
 ) -> tuple[int, ...]:
-    """Drop exits while that raises the predicted savings, the most useful drop first.
+    """Find the exits that are expected to save most time together.
 
-    Then drop the least useful ones until the model's end comes at most ``max_overhead`` later
-    than it would without exits (Apparate's ramp budget, 3.1), and exchange single exits while
-    that helps: what was dropped early may suit a small set better.
+    What exits cost where none is taken is a part of that sum, at the share of the samples that
+    take none: a price, not a limit, so that noise in what was measured moves the choice to one
+    that saves nearly as much. Each exit must add :data:`MIN_GAIN` to it.
 
-    Sets are judged by :func:`_promised_savings`.
+    All exits are there to begin with; the least useful one is dropped while that helps. Then
+    single exits are dropped, added and exchanged while that helps: what was dropped early may
+    suit a small set better.
 
     Args:
         confidence: [exits, samples] of the tuning split.
         agrees: [exits, samples].
-        cost: Of all exits.
+        cost: Of all exits, at the reference batch size.
         max_disagreement: The constraint.
         confidence_level: Of the certificate.
-        max_overhead: Share of the source model's time that all exits together may cost.
-        everywhere: Costs at other batch sizes, where ``max_overhead`` holds too.
+        max_overhead: Share of the source model's time that exits may be sure to add where none
+            is taken (Apparate's ramp budget, 3.1); ``None`` is no limit.
 
     Returns:
         Indices of the exits to keep, in depth order; may be empty.
     """
-    allowed = certifiable_errors(confidence.shape[1], max_disagreement, confidence_level)
-
-    @cache
-    def savings(active: tuple[int, ...]) -> float:
-        return _promised_savings(active, confidence, agrees, cost, allowed=allowed)
-
-    def fits(active: tuple[int, ...]) -> bool:
-        return all(c.overhead(active) <= max_overhead for c in (cost, *everywhere))
-
-    active = tuple(range(len(confidence)))
-    best = savings(active)
-    while active:
-        fewer = max((active[:i] + active[i + 1 :] for i in range(len(active))), key=savings)
-        if fits(active) and savings(fewer) < best:
-            break
-        active, best = fewer, savings(fewer)
-    while swaps := [s for s in _swapped(active, len(confidence)) if fits(s)]:
-        swap = max(swaps, key=savings)
-        if savings(swap) <= best:
-            break
-        active, best = swap, savings(swap)
-    return active if best > 0 else ()
+    candidates = Candidates(
+        confidence, agrees, max_disagreement=max_disagreement, confidence_level=confidence_level
+    )
+    return candidates.choose(cost, max_overhead=max_overhead)
 
 
-def _promised_savings(
-    active: tuple[int, ...],
-    confidence: NDArray[np.float32],
-    agrees: BoolArray,
-    cost: CostModel,
-    *,
-    allowed: int,
-) -> float:
-    """Most savings on the tuning split of a policy on the common path of some exits.
-
-    Only levels with at most ``allowed`` errors count (:func:`certifiable_errors`).
-    """
-    if not active:
-        return 0.0
-    rows = list(active)
-    walked = walk(tuning_path(confidence[rows], agrees[rows]), confidence[rows], agrees[rows])
-    saved = savings_of(walked.counts, cost.latency_ms(rows), cost.source_ms)
-    return float(saved[walked.errors <= allowed].max(initial=0.0))
-
-
-def _swapped(active: tuple[int, ...], exits: int) -> list[tuple[int, ...]]:
-    """Every set that has one exit of ``active`` replaced by one that is not in it."""
+def _neighbours(active: tuple[int, ...], exits: int) -> list[tuple[int, ...]]:
+    """Every set that has one exit less, one more, or one exchanged; smaller ones first."""
     others = [index for index in range(exits) if index not in active]
-    return [tuple(sorted({*active, other} - {index})) for index in active for other in others]
+    fewer = [tuple(e for e in active if e != index) for index in active]
+    more = [tuple(sorted({*active, other})) for other in others]
+    swaps = [tuple(sorted({*active, other} - {index})) for index in active for other in others]
+    return [*fewer, *swaps, *more]
 
 
 def certified_policy(

@@ -177,8 +177,23 @@ def summarise(bundle: Bundle, console: Console) -> None:
             f"Predicted savings of time: {promise.predicted_savings:.1%} (from profiled times; "
             "measure with eebench compare)."
         )
+        say(f"Where nothing exits, an answer comes later by {_added(bundle)} (profiled).")
+    for note in bundle.profile().disturbed:
+        say(f"[yellow]Disturbed while profiling[/yellow]: {escape(note)}")
     say(f"Report: {path}/{REPORT}")
     say(f"Serve:  eeserve {path}")
+
+
+def _added(bundle: Bundle) -> str:
+    """What the exits in use add where none is taken, at batch 1 and at the reference size."""
+    from offramp.engine.control.costs import CostModel  # noqa: PLC0415
+
+    profile, active = bundle.profile(), [a.exit for a in bundle.policy.active]
+    sizes = sorted({profile.batch_sizes[0], bundle.manifest.calibration.reference_batch_size})
+    costs = [CostModel.of(bundle.manifest, profile, size) for size in sizes]
+    shares = [f"{cost.overhead(active):.1%} at batch {size}"
+              for size, cost in zip(sizes, costs, strict=True)]  # fmt: skip
+    return ", ".join(shares)
 
 
 def _inspect(options: argparse.Namespace, console: Console) -> int:
@@ -305,9 +320,10 @@ def _compile_parser() -> argparse.ArgumentParser:
                        help="cut points to build exits at, as inspect lists them")  # fmt: skip
     exits.add_argument("--candidates", type=_positive, default=12, metavar="N",
                        help="most exits that are built, if --exits is not given")  # fmt: skip
-    exits.add_argument("--max-overhead", type=_share, default=0.1, metavar="SHARE",
-                       help="time that exits may add where none is taken; with --selection "
-                       "savings")  # fmt: skip
+    exits.add_argument("--max-overhead", type=_share, metavar="SHARE",
+                       help="hard limit on the time that exits may add where none is taken, at the "
+                       "reference batch size; not given, that time is a price in the savings "
+                       "(with --selection savings)")  # fmt: skip
     exits.add_argument("--mask", metavar="NAME", help="input that says which tokens count")
     exits.add_argument("--epochs", type=_positive, default=12, metavar="N", help="of training")
     rehearsal = parser.add_argument_group("choosing the exits in use")

@@ -12,13 +12,21 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle import NEVER, ActiveExit, AnswerForm, ExitPolicy, Profile
+from offramp.bundle import NEVER, ActiveExit, AnswerForm, ExitPolicy, Profile, Spread
 from offramp.calibration.dataset import Dataset, Parts
 from offramp.calibration.families import family_of
 from offramp.calibration.features import Recording, record
+from offramp.calibration.limits import (
+    Asked,
+    Limit,
+    limit_of_certificate,
+    limit_of_choice,
+    limit_of_heads,
+)
 from offramp.calibration.profiling import (
     BATCH_SIZES,
     BackboneTimes,
+    StageCosts,
     profile_backbone,
     profile_stages,
 )
@@ -28,6 +36,7 @@ from offramp.calibration.selection import (
     certified_policy,
     choose_active,
 )
+from offramp.calibration.timing import Effort
 from offramp.calibration.training import TrainedHead, count_steps, train_heads
 from offramp.compiler.exits import ExitTrials, Samples, Workbench, exit_prefix
 from offramp.compiler.heads import CONFIDENCE
@@ -76,7 +85,7 @@ class Compilation:
 
     def measure_times(self) -> BackboneTimes:
         """Profile the source model and its segments."""
-        with self.progress.step("Profile the segments", len(self.batch_sizes)) as advance:
+        with self.progress.step("Profile the segments", Effort().least) as advance:
             return profile_backbone(
                 self.sliced.model.proto.SerializeToString(),
                 self.sliced.graphs,
@@ -128,25 +137,18 @@ class Compilation:
         files: Mapping[str, bytes],
     ) -> Profile:
         """Time the chosen exits too, and all of them at work together."""
-        everything = [ActiveExit(exit=e.index, threshold=NEVER) for e in anatomy.exits]
         exits_ms = self._workbench().time_exits(exits, times.batch_sizes)
-        stages_ms = profile_stages(
-            self.sliced.model.proto.SerializeToString(),
-            plan_stages(anatomy, files.__getitem__, everything),
-            self._sampler(),
-            exits_ms=exits_ms,
-            threads=self.options.threads,
-            batch_sizes=times.batch_sizes,
-        )
-        return Profile(
-            device="cpu",
-            threads=self.options.threads,
-            batch_sizes=times.batch_sizes,
-            source_ms=times.source_ms,
-            segments_ms=times.segments_ms,
-            exits_ms=tuple(exits_ms),
-            stages_ms=stages_ms,
-        )
+        with self.progress.step("Profile the stages", Effort().least) as advance:
+            stages = profile_stages(
+                self.sliced.model.proto.SerializeToString(),
+                lambda used: plan_stages(anatomy, files.__getitem__, _at_never(used)),
+                self._sampler(),
+                exits_ms=exits_ms,
+                threads=self.options.threads,
+                batch_sizes=times.batch_sizes,
+                progress=advance,
+            )
+        return profile_of(times, exits_ms, stages, threads=self.options.threads)
 
     def record_answers(
         self, title: str, exits: Sequence[ExitTrials], dataset: Dataset
@@ -166,8 +168,7 @@ class Compilation:
         self, exits: Sequence[ExitTrials], tune: ExitRecords, profile: Profile
     ) -> FixedPath:
         """Choose active exits and the path of their thresholds, by the tuning split alone."""
-        costs = _cost_models(exits, profile)
-        cost = costs[profile.column(self.options.reference_batch_size)]
+        cost = _cost_models(exits, profile)[self.options.reference_batch_size]
         rehearsal = None
         if self.options.selection == "pame" and exits:
             rehearsal = self._rehearse(exits, tune, profile)
@@ -180,7 +181,6 @@ class Compilation:
                 max_disagreement=self.options.max_disagreement,
                 confidence_level=self.options.confidence,
                 max_overhead=self.options.max_overhead,
-                everywhere=costs,
             )
         rows = list(active)
         thresholds = np.empty((0, 0))
@@ -199,6 +199,31 @@ class Compilation:
             max_disagreement=self.options.max_disagreement,
             confidence_level=self.options.confidence,
         )
+
+    def limit(
+        self,
+        trained: Sequence[TrainedHead],
+        truth: NDArray[np.int32],
+        exits: Sequence[ExitTrials],
+        path: FixedPath,
+        *,
+        profile: Profile,
+        tune: ExitRecords,
+        certify: ExitRecords,
+    ) -> Limit:
+        """Find what kept all exits out of use, where no policy was certified."""
+        options = self.options
+        asked = Asked(
+            max_disagreement=options.max_disagreement,
+            confidence=options.confidence,
+            max_overhead=options.max_overhead,
+            batch_size=options.reference_batch_size,
+        )
+        if not exits:
+            return limit_of_heads([float((t.prediction == truth).mean()) for t in trained], asked)
+        if not path.active:
+            return limit_of_choice(tune, _cost_models(exits, profile), asked)
+        return limit_of_certificate(path.active, path.thresholds, certify, asked)
 
     def forecast(
         self, path: FixedPath, policy: ExitPolicy, certify: ExitRecords, profile: Profile
@@ -258,13 +283,43 @@ class Compilation:
         return lambda size: train.take(np.arange(size) % len(train))
 
 
-def _cost_models(exits: Sequence[ExitTrials], profile: Profile) -> list[CostModel]:
+def profile_of(
+    times: BackboneTimes,
+    exits_ms: Sequence[tuple[float, ...]],
+    stages: StageCosts,
+    *,
+    threads: int,
+) -> Profile:
+    """Put a CPU's profile together."""
+    return Profile(
+        device="cpu",
+        threads=threads,
+        batch_sizes=times.batch_sizes,
+        source_ms=times.source_ms,
+        segments_ms=times.segments_ms,
+        exits_ms=tuple(exits_ms),
+        stages_ms=stages.stages_ms,
+        spread=Spread(
+            rounds=tuple(map(min, times.rounds, stages.rounds)) if exits_ms else times.rounds,
+            source=times.source_widths,
+            segments=times.segment_widths,
+            added=stages.added_widths,
+        ),
+        disturbed=times.disturbed + stages.disturbed,
+    )
+
+
+def _at_never(exits: Sequence[int]) -> list[ActiveExit]:
+    return [ActiveExit(exit=index, threshold=NEVER) for index in exits]
+
+
+def _cost_models(exits: Sequence[ExitTrials], profile: Profile) -> dict[int, CostModel]:
     """By profiled batch size."""
     after = [e.candidate for e in exits]
-    return [
-        CostModel.at(profile, size, after, [row[column] for row in profile.exits_ms])
+    return {
+        size: CostModel.at(profile, size, after, [row[column] for row in profile.exits_ms])
         for column, size in enumerate(profile.batch_sizes)
-    ]
+    }
 
 
 def _probabilities(answers: NDArray[np.float32], form: AnswerForm) -> NDArray[np.float32]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from offramp.bundle import Bundle, ExitPolicy, write_bundle
+from offramp.bundle import Bundle, write_bundle
 from offramp.bundle.bundle import check_target
 from offramp.calibration.dataset import read_dataset, split
 from offramp.calibration.errors import DataError
@@ -68,7 +68,16 @@ def compile_model(options: CompileOptions, progress: Progress = _SILENT) -> Bund
     certify = compilation.record_answers("Certify the policy", exits, parts.certify)
     policy = compilation.certify(path, certify)
     rehearsed = compilation.forecast(path, policy, certify, profile)
-    _warn_without_exits(policy, options)
+    limit = None
+    if not policy.active:
+        limit = compilation.limit(
+            trained, truth, exits, path, profile=profile, tune=tune, certify=certify
+        )
+        _log.warning(
+            "NO EXIT IS ACTIVE, the bundle will serve the unmodified model: %s.", limit.message
+        )
+    for note in profile.disturbed:
+        _log.warning("The machine was disturbed while it was measured: %s.", note)
     warn_of_violations(rehearsed)
 
     manifest = make_manifest(sliced, anatomy, certify, parts, options)
@@ -81,21 +90,9 @@ def compile_model(options: CompileOptions, progress: Progress = _SILENT) -> Bund
         tune=tune,
         certify=certify,
         rehearsed=rehearsed,
+        limit=limit,
     )
     return write_bundle(options.output, manifest, policy, content, overwrite=options.overwrite)
-
-
-def _warn_without_exits(policy: ExitPolicy, options: CompileOptions) -> None:
-    if not policy.active:
-        _log.warning(
-            "NO EXIT IS ACTIVE: no policy kept disagreement within %g with confidence %g, saved "
-            "time, and kept within the overhead of %g. The bundle will serve the unmodified model. "
-            "More calibration data helps most; a larger --max-disagreement or --max-overhead "
-            "allows more; a model this fast may have nothing to save.",
-            options.max_disagreement,
-            options.confidence,
-            options.max_overhead,
-        )
 
 
 def warn_of_violations(rehearsed: Rehearsed | None) -> None:

@@ -174,7 +174,7 @@ def _cost_alone(
     return CostModel(
         source_ms=backbone.source_ms[reference],
         segments_ms=tuple(row[reference] for row in backbone.segments_ms),
-        stage_ms=0.0,  # the same for every head, and measured once the heads are chosen
+        stages_ms=(0.0,),  # the same for every head, and measured once the heads are chosen
         after_segment=(candidate,),
         exits_ms=(cost_ms,),
     )

@@ -30,11 +30,12 @@ class CompileOptions:
     """Most exits that are built."""
     max_disagreement: float = 0.01
     confidence: float = 0.95
-    max_overhead: float = 0.1
-    """Share of the source model's time that the exits may add for a sample that takes none, at
-    any batch size (Apparate's ramp budget). With ``savings`` only."""
+    max_overhead: float | None = None
+    """Share of the source model's time that the exits may add for a sample that takes none
+    (Apparate's ramp budget), at the reference batch size, where the measurement is sure of it.
+    ``None`` is no limit: what exits add is a price in the savings. With ``savings`` only."""
     selection: Selection = "savings"
-    """``savings``: what saves most time, within ``max_overhead``. ``pame``: what a rehearsal on
+    """``savings``: what is expected to save most time. ``pame``: what a rehearsal on
     batches of the tuning split finds, which keeps batches from becoming late."""
     rehearsal_batch: int = 32
     """Rows of a rehearsed batch. With ``pame`` only."""

@@ -13,6 +13,7 @@ from offramp.bundle.bundle import RECORDS, REPORT, dump_profile
 from offramp.bundle.manifest import SCHEMA_VERSION, Calibration, Source
 from offramp.calibration.dataset import Parts
 from offramp.calibration.families import mask_of
+from offramp.calibration.limits import Limit
 from offramp.calibration.records import ExitRecords, dump_records
 from offramp.compiler.exits import ExitTrials, exit_prefix
 from offramp.compiler.heads import CONFIDENCE
@@ -73,12 +74,14 @@ def pack(
     tune: ExitRecords,
     certify: ExitRecords,
     rehearsed: Rehearsed | None,
+    limit: Limit | None = None,
 ) -> dict[str, bytes]:
     """Give the content of every file but manifest and policy, by path.
 
-    ``files`` are those of segments and exits; ``rehearsed`` is how exits were chosen, if so.
+    ``files`` are those of segments and exits; ``rehearsed`` is how exits were chosen, if so, and
+    ``limit`` what kept all of them out of use, if so.
     """
-    report = render_report(manifest, policy, profile, certify, rehearsed)
+    report = render_report(manifest, policy, profile, certify, rehearsed, limit=limit)
     return {
         manifest.source.file: sliced.model.proto.SerializeToString(),
         **files,

@@ -82,7 +82,7 @@ def measure_profile(
         source_ms=tuple(column.source for column in columns),
         segments_ms=tuple(zip(*(column.segments for column in columns), strict=True)),
         exits_ms=tuple(zip(*(column.exits for column in columns), strict=True)),
-        stages_ms=tuple(column.border for column in columns),
+        stages_ms=tuple(zip(*(column.borders for column in columns), strict=True)),
     )
 
 
@@ -92,7 +92,7 @@ class _Column(NamedTuple):
     source: float
     segments: list[float]
     exits: list[float]
-    border: float
+    borders: list[float]
 
 
 def _column(compiled: Profile, size: int, whole: float, parts: list[float]) -> _Column:
@@ -101,10 +101,12 @@ def _column(compiled: Profile, size: int, whole: float, parts: list[float]) -> _
     exits = [row[column] * ratio for row in compiled.exits_ms]
     if not parts:
         segments = [row[column] * ratio for row in compiled.segments_ms]
-        return _Column(whole, segments, exits, compiled.stages_ms[column] * ratio)
+        borders = [row[column] * ratio for row in compiled.stages_ms]
+        return _Column(whole, segments, exits, borders)
     chained = sum(parts)
     border = max(chained - whole, 0.0) / max(len(parts) - 1, 1)
-    return _Column(whole, [part * whole / chained for part in parts], exits, border)
+    borders = [border] * len(exits)
+    return _Column(whole, [part * whole / chained for part in parts], exits, borders)
 
 
 def _chained(bundle: Bundle, backend: Backend) -> Pipeline | None:

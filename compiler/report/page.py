@@ -8,6 +8,7 @@ from functools import cache
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from offramp.bundle import Exit, ExitPolicy, Manifest, Profile
+from offramp.calibration.limits import Limit
 from offramp.calibration.records import ExitRecords
 from offramp.compiler.report import numbers, words
 from offramp.compiler.report.charts import latency_chart, latency_rows, savings_chart
@@ -15,6 +16,7 @@ from offramp.compiler.report.curves import exit_curves
 from offramp.compiler.report.rehearsal import rehearsal_view
 from offramp.compiler.report.route import route
 from offramp.compiler.report.survey import Survey, survey
+from offramp.engine.control.costs import CostModel
 from offramp.engine.control.rehearsal_result import Rehearsed
 
 
@@ -40,7 +42,9 @@ class ExitRow:
     agreement: float
     accuracy: float | None
     cost_ms: float
-    """Profiled, per batch of the reference size."""
+    """Of bridge and head: profiled, per batch of the reference size."""
+    border_ms: float
+    """Of the border behind it, if it is in use: profiled likewise."""
     threshold: float | None
     """``None`` for an exit that is not in use."""
     share: float
@@ -54,6 +58,8 @@ def render_report(
     profile: Profile,
     certify: ExitRecords,
     rehearsed: Rehearsed | None = None,
+    *,
+    limit: Limit | None = None,
 ) -> str:
     """Render the bundle's ``report.html``: one page that needs nothing beside it.
 
@@ -63,6 +69,7 @@ def render_report(
         profile: Times of the parts, on the device that the savings were predicted for.
         certify: What the exits say on the certify split.
         rehearsed: How the exits in use were chosen, if by a rehearsal.
+        limit: What kept all exits out of use, if it is known.
 
     Raises:
         ValueError: The parts do not belong together.
@@ -74,11 +81,10 @@ def render_report(
         summary=words.summary(found),
         promise=words.promise(found),
         promise_notes=words.promise_notes(found),
-        warning=words.warning(found),
+        warning=words.warning(found, limit),
         headlines=words.headlines(found),
         route=route(found),
         rows=exit_rows(found),
-        stage_ms=found.cost(found.reference).stage_ms,
         curves=exit_curves(found),
         savings=savings_chart(found),
         latency=latency_chart(found),
@@ -92,11 +98,11 @@ def render_report(
 
 def exit_rows(found: Survey) -> list[ExitRow]:
     """Describe every exit that was built, in depth order."""
-    costs = found.cost(found.reference).exits_ms
-    return [_row(found, exit_, costs[exit_.index]) for exit_ in found.manifest.exits]
+    cost = found.cost(found.reference)
+    return [_row(found, exit_, cost) for exit_ in found.manifest.exits]
 
 
-def _row(found: Survey, exit_: Exit, cost_ms: float) -> ExitRow:
+def _row(found: Survey, exit_: Exit, cost: CostModel) -> ExitRow:
     trials = sorted(exit_.trials, key=lambda trial: -trial.net_savings)
     return ExitRow(
         index=exit_.index,
@@ -105,7 +111,8 @@ def _row(found: Survey, exit_: Exit, cost_ms: float) -> ExitRow:
         head=exit_.head.describe(),
         agreement=exit_.agreement,
         accuracy=exit_.accuracy,
-        cost_ms=cost_ms,
+        cost_ms=cost.exits_ms[exit_.index],
+        border_ms=cost.stages_ms[exit_.index],
         threshold=found.thresholds.get(exit_.index),
         share=float(found.shares[exit_.index]),
         trials=tuple(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from offramp.calibration.limits import Limit
 from offramp.compiler.report import numbers
 from offramp.compiler.report.survey import Survey
 from offramp.engine.control.rehearsal_result import Rehearsed
@@ -66,7 +67,7 @@ def promise_notes(found: Survey) -> str | None:
     )
 
 
-def warning(found: Survey) -> tuple[str, str] | None:
+def warning(found: Survey, limit: Limit | None = None) -> tuple[str, str] | None:
     """Say loudly what is wrong, and what to do; ``None`` if all is well."""
     if found.active and found.policy.promise is None:
         remedy = "Compile again, or hold the agreement counted below against your own bound."
@@ -74,6 +75,9 @@ def warning(found: Survey) -> tuple[str, str] | None:
         return "This policy was not certified.", why
     if found.active:
         return None
+    title = "No exit is active: this bundle serves the unmodified model."
+    if limit is not None:
+        return title, f"{limit.message[0].upper()}{limit.message[1:]}."
     built = len(found.manifest.exits)
     if not built:
         why = "No exit was worth building: none saved more time on the tuning split than it cost."
@@ -83,8 +87,8 @@ def warning(found: Survey) -> tuple[str, str] | None:
             f"{one} built, but no policy both saved time and kept disagreement within the "
             f"constraint with the confidence asked for."
         )
-    remedy = "More calibration data helps most; a larger --max-disagreement allows more."
-    return "No exit is active: this bundle serves the unmodified model.", f"{why} {remedy}"
+    remedy = "More data can certify more; a larger --max-disagreement allows more."
+    return title, f"{why} {remedy}"
 
 
 def headlines(found: Survey) -> list[Headline]:
@@ -145,6 +149,8 @@ def facts(found: Survey, rehearsed: Rehearsed | None) -> list[tuple[str, list[Fa
         ("Threads", str(found.profile.threads)),
         ("Batch sizes", sizes),
         ("Reference batch", f"{found.reference} (of predicted savings)"),
+        *_how_sure(found),
+        *(("Disturbed", note) for note in found.profile.disturbed),
     ]
     return [
         ("Model", model),
@@ -152,3 +158,19 @@ def facts(found: Survey, rehearsed: Rehearsed | None) -> list[tuple[str, list[Fa
         ("Profile", machine),
         ("Tools", sorted(manifest.tools.items())),
     ]
+
+
+def _how_sure(found: Survey) -> list[Fact]:
+    """The spread at the reference batch size, and what is paid where nothing exits."""
+    rows = []
+    if (spread := found.profile.spread) is not None:
+        column = found.profile.column(found.reference)
+        sure = numbers.plain_percent(round(spread.added[column], 4))
+        known = f"what exits add is known to ±{sure} of the model's time (95 % interval)"
+        rows.append(("Rounds", f"{spread.rounds[column]}; {known}"))
+    if found.active:
+        sizes = sorted({found.profile.batch_sizes[0], found.reference})
+        added = ", ".join(f"{numbers.percent(found.cost(size).overhead(found.active))} at batch "
+                          f"{size}" for size in sizes)  # fmt: skip
+        rows.append(("Where nothing exits", f"the answer comes later by {added} (profiled)"))
+    return rows

@@ -18,12 +18,14 @@ class CostModel:
     source_ms: float
     """The unmodified model."""
     segments_ms: tuple[float, ...]
-    stage_ms: float
-    """Of one more stage: border, dispatch, exit check."""
+    stages_ms: tuple[float, ...]
+    """Per exit: border, dispatch, exit check."""
     after_segment: tuple[int, ...]
     """Per exit."""
     exits_ms: tuple[float, ...]
     """Per exit: bridge and head."""
+    unsure: float = 0.0
+    """Half of the interval of what all exits add, as a share of ``source_ms``."""
 
     @classmethod
     def at(
@@ -34,9 +36,10 @@ class CostModel:
         return cls(
             source_ms=profile.source_ms[column],
             segments_ms=tuple(row[column] for row in profile.segments_ms),
-            stage_ms=profile.stages_ms[column],
+            stages_ms=tuple(row[column] for row in profile.stages_ms),
             after_segment=tuple(after),
             exits_ms=tuple(exits_ms),
+            unsure=profile.spread.added[column] if profile.spread else 0.0,
         )
 
     @classmethod
@@ -59,6 +62,14 @@ class CostModel:
         """How much later the model's end comes than without exits, as a share."""
         return float(self.latency_ms(active)[-1]) / self.source_ms - 1
 
+    def sure_overhead(self, active: Sequence[int]) -> float:
+        """The least that :meth:`overhead` may be, by the spread of what was measured."""
+        everything = sum(self.exits_ms) + sum(self.stages_ms)
+        if not everything:
+            return 0.0
+        share = self.overhead(active)
+        return max(share * (1 - self.unsure * self.source_ms / everything), 0.0)
+
     def until_ms(self) -> FloatArray:
         """[exits]: time of the model itself up to each exit, no exit's own cost counted."""
         until: FloatArray = np.cumsum(self.segments_ms)[list(self.after_segment)]
@@ -73,6 +84,6 @@ class CostModel:
         until = np.cumsum(self.segments_ms)
         times, exits_so_far = [], 0.0
         for index in active:
-            exits_so_far += self.exits_ms[index] + self.stage_ms
+            exits_so_far += self.exits_ms[index] + self.stages_ms[index]
             times.append(until[self.after_segment[index]] + exits_so_far)
         return np.array([*times, self.source_ms + exits_so_far])

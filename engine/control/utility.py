@@ -64,7 +64,7 @@ def measure_utilities(
 
 def upper_bound_ms(candidate: int, leaving: int, reaching: int, costs: CostModel) -> float:
     """Utility of an exit not in use if ``leaving`` of the ``reaching`` samples left there."""
-    added = costs.exits_ms[candidate] + costs.stage_ms
+    added = costs.exits_ms[candidate] + costs.stages_ms[candidate]
     return float(leaving * avoided_ms(costs)[candidate] - (reaching - leaving) * added)
 
 
@@ -75,4 +75,4 @@ def avoided_ms(costs: CostModel) -> FloatArray:
 
 def added_ms(costs: CostModel) -> FloatArray:
     """float64[K]: what each exit costs a sample that passes it: bridge, head and border."""
-    return np.asarray(costs.exits_ms, dtype=np.float64) + costs.stage_ms
+    return np.add(costs.exits_ms, costs.stages_ms, dtype=np.float64)

@@ -59,7 +59,7 @@ def stage_seconds(
     for stage in stages:
         rows = [profile.segments_ms[i] for i in range(stage.first_segment, stage.last_segment + 1)]
         if stage.exit is not None:
-            rows += [profile.exits_ms[stage.exit], profile.stages_ms]
+            rows += [profile.exits_ms[stage.exit], profile.stages_ms[stage.exit]]
         row = _at_sizes(profile.batch_sizes, np.sum(rows, axis=0) / 1e3, sizes)
         table.append((0.0, *(seconds + overhead_s for seconds in row[1:])))
     return tuple(table)

@@ -189,7 +189,7 @@ def _made_up_profile(segments: Sequence[Segment], exits: int) -> Profile:
         source_ms=source,
         segments_ms=tuple(tuple(s.flops_share * ms for ms in source) for s in segments),
         exits_ms=tuple(tuple(0.01 * ms for ms in source) for _ in range(exits)),
-        stages_ms=(0.01,) * len(sizes),
+        stages_ms=((0.01,) * len(sizes),) * exits,
     )
 
 

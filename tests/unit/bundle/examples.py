@@ -88,7 +88,7 @@ PROFILE = Profile(
     source_ms=(4.0, 20.0),
     segments_ms=((1.0, 5.0), (3.0, 15.0)),
     exits_ms=((0.25, 0.5),),
-    stages_ms=(0.125, 0.25),
+    stages_ms=((0.125, 0.25),),
 )
 
 FILES = {

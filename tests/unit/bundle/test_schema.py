@@ -101,6 +101,7 @@ def test_a_whole_number_is_a_fine_threshold(tmp_path: Path) -> None:
         ({"batch_sizes": []}, "must rise"),
         ({"source_ms": [1.0]}, "every row needs 2 columns"),
         ({"segments_ms": [[1.0, 5.0], [3.0]]}, "every row needs 2 columns"),
+        ({"stages_ms": []}, "stages_ms has 0 rows, expected one for each of the 1 exits"),
     ],
 )
 def test_a_profile_with_ragged_tables_is_refused(tmp_path: Path, change, message: str) -> None:
@@ -109,3 +110,15 @@ def test_a_profile_with_ragged_tables_is_refused(tmp_path: Path, change, message
     replace_file(root, "profiles/cpu.json", json.dumps({**plain, **change}).encode())
     with pytest.raises(BundleSchemaError, match=f"profiles/cpu.json.*{message}"):
         Bundle.open(root).profile()
+
+
+def test_a_profile_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    """It had one row of borders for all exits, and no spread."""
+    root = write(tmp_path).path
+    plain = json.loads((root / "profiles/cpu.json").read_text())
+    del plain["spread"], plain["disturbed"]
+    plain["stages_ms"] = [0.5, 0.75]
+    replace_file(root, "profiles/cpu.json", json.dumps(plain).encode())
+    profile = Bundle.open(root).profile()
+    assert profile.stages_ms == ((0.5, 0.75),)
+    assert (profile.spread, profile.disturbed) == (None, ())

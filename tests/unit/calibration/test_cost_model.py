@@ -14,7 +14,7 @@ from offramp.engine.control.costs import CostModel
 COST = CostModel(
     source_ms=10.0,
     segments_ms=(2.0, 3.0, 5.0),
-    stage_ms=0.25,
+    stages_ms=(0.25, 0.25),
     after_segment=(0, 1),
     exits_ms=(0.5, 1.0),
 )
@@ -37,7 +37,11 @@ def test_latency_until_each_exit_pays_for_all_exits_before(active, latency: list
 def test_a_column_of_the_profile() -> None:
     cost = CostModel.at(PROFILE, 8, [0], [0.5])
     assert cost == CostModel(
-        source_ms=20.0, segments_ms=(5.0, 15.0), stage_ms=0.25, after_segment=(0,), exits_ms=(0.5,)
+        source_ms=20.0,
+        segments_ms=(5.0, 15.0),
+        stages_ms=(0.25,),
+        after_segment=(0,),
+        exits_ms=(0.5,),
     )
     assert CostModel.at(PROFILE, 3, [0], [0.5]) == cost  # the next larger size
     assert CostModel.at(PROFILE, 1, [0], [0.25]).source_ms == 4.0
@@ -45,7 +49,7 @@ def test_a_column_of_the_profile() -> None:
 
 # One exit after half of a model of 8 ms, at 1 ms: 5 ms for who leaves, 9 ms for who stays.
 ALONE = CostModel(
-    source_ms=8.0, segments_ms=(4.0, 4.0), stage_ms=0.25, after_segment=(0,), exits_ms=(0.75,)
+    source_ms=8.0, segments_ms=(4.0, 4.0), stages_ms=(0.25,), after_segment=(0,), exits_ms=(0.75,)
 )
 
 

@@ -102,7 +102,7 @@ def synthetic_costs(exits: int = 3) -> CostModel:
     return CostModel(
         source_ms=10.0,
         segments_ms=(step,) * (exits + 1),
-        stage_ms=0.05,
+        stages_ms=(0.05,) * exits,
         after_segment=tuple(range(exits)),
         exits_ms=(0.05,) * exits,
     )

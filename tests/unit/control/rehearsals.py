@@ -36,7 +36,7 @@ def times(exits_ms: tuple[float, ...] = (1.0, 1.0, 3.0)) -> StageTimes:
             source_ms=tuple(4 * ms for ms in segment),
             segments_ms=(segment,) * 4,
             exits_ms=tuple((ms,) * 4 for ms in exits_ms),
-            stages_ms=(0.0,) * 4,
+            stages_ms=((0.0,) * 4,) * len(exits_ms),
         ),
         after_segment=(0, 1, 2),
     )

@@ -18,7 +18,7 @@ from offramp.engine.control.observations import UNKNOWN, Observations
 COSTS = CostModel(
     source_ms=8.0,
     segments_ms=(2.0, 2.0, 2.0, 2.0),
-    stage_ms=0.05,
+    stages_ms=(0.05,) * 3,
     after_segment=(0, 1, 2),
     exits_ms=(0.05, 0.05, 0.05),
 )

@@ -19,7 +19,7 @@ from offramp.engine.control.utility import measure_utilities, upper_bound_ms
 COSTS = CostModel(
     source_ms=80.0,
     segments_ms=(10.0,) * 8,
-    stage_ms=0.5,
+    stages_ms=(0.5,) * 7,
     after_segment=tuple(range(7)),
     exits_ms=(0.5,) * 7,
 )
@@ -291,7 +291,7 @@ def situations(draw: st.DrawFn) -> dict[str, Any]:
         "costs": CostModel(
             source_ms=sum(segments),
             segments_ms=tuple(segments),
-            stage_ms=draw(ms),
+            stages_ms=(draw(ms),) * exits,
             after_segment=tuple(range(exits)),
             exits_ms=tuple(draw(st.lists(ms, min_size=exits, max_size=exits))),
         ),

@@ -22,7 +22,7 @@ from offramp.engine.control.thresholds import tune
 COSTS = CostModel(
     source_ms=40.0,
     segments_ms=(10.0,) * 4,
-    stage_ms=0.5,
+    stages_ms=(0.5,) * 3,
     after_segment=(0, 1, 2),
     exits_ms=(0.5,) * 3,
 )
@@ -356,7 +356,7 @@ def stream(window: int) -> tuple[ApparateController, float, float]:
     costs = CostModel(
         source_ms=11.0,
         segments_ms=(1.0,) * 11,
-        stage_ms=0.01,
+        stages_ms=(0.01,) * 10,
         after_segment=tuple(range(10)),
         exits_ms=(0.02,) * 10,
     )

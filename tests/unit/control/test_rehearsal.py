@@ -211,7 +211,7 @@ def test_errors_that_the_first_exit_made_are_not_there_for_the_second() -> None:
             source_ms=profile.source_ms,
             segments_ms=profile.segments_ms,
             exits_ms=profile.exits_ms[:2],
-            stages_ms=profile.stages_ms,
+            stages_ms=profile.stages_ms[:2],
         ),
         after_segment=(0, 1),
     )
@@ -239,7 +239,7 @@ def random_times(seed: int, exits: int, rows: int) -> StageTimes:
             source_ms=tuple(segments.sum(axis=0).tolist()),
             segments_ms=tuple(map(tuple, segments.tolist())),
             exits_ms=tuple(map(tuple, heads.tolist())),
-            stages_ms=tuple((0.02 * shape).tolist()),
+            stages_ms=(tuple((0.02 * shape).tolist()),) * len(heads),
         ),
         after_segment=tuple(range(exits)),
     )

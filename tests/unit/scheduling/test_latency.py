@@ -22,7 +22,7 @@ PROFILE = Profile(
     source_ms=(10.0, 30.0),
     segments_ms=((4.0, 8.0), (6.0, 22.0)),
     exits_ms=((1.0, 2.0),),
-    stages_ms=(0.5, 1.5),
+    stages_ms=((0.5, 1.5),),
 )
 
 
@@ -46,7 +46,7 @@ def test_below_the_smallest_size_that_was_profiled_the_line_goes_to_nothing() ->
         source_ms=(8.0,),
         segments_ms=((8.0,),),
         exits_ms=(),
-        stages_ms=(0.0,),
+        stages_ms=(),
     )
     (row,) = stage_seconds(profile, [span(0, 0)], 6)
     assert row == pytest.approx((0.0, 2e-3, 4e-3, 6e-3, 8e-3, 10e-3, 12e-3))
@@ -60,7 +60,7 @@ def test_a_profile_that_falls_is_taken_as_level() -> None:
         source_ms=(5.0, 4.0, 6.0),
         segments_ms=((5.0, 4.0, 6.0),),
         exits_ms=(),
-        stages_ms=(0.0, 0.0, 0.0),
+        stages_ms=(),
     )
     (row,) = stage_seconds(profile, [span(0, 0)], 5)
     assert row == pytest.approx((0.0, 5e-3, 5e-3, 5.5e-3, 6e-3, 6.5e-3))

@@ -17,7 +17,7 @@ from offramp.tools.bench.adapt.sequence import Population, Segment, Sequence, Sp
 COSTS = CostModel(
     source_ms=10.0,
     segments_ms=(2.0, 3.0, 5.0),
-    stage_ms=0.5,
+    stages_ms=(0.5, 0.5),
     after_segment=(0, 1),
     exits_ms=(0.5, 0.5),
 )

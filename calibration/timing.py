@@ -1,0 +1,286 @@
+"""Times that hold on a busy machine: paired rounds, estimates with a spread, border costs.
+
+Nothing here reads a clock. Everything that is compared runs once a round, and is compared within
+the round: with the model timed a moment before or after, at the same clock rate and beside the
+same neighbours. Medians over rounds then ignore rounds in which something else got in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import comb
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+Timer = Callable[[], float]
+"""Runs something once; gives its milliseconds."""
+
+LEVEL = 0.95
+"""Of every interval."""
+_HUBER = 1.345
+"""Deviations, in robust standard deviations, from which on an observation counts less."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How long to measure: until it is narrow enough, or time is up."""
+
+    least: int = 6
+    """Sweeps over all batch sizes that are always run."""
+    most: int = 40
+    """Sweeps that are never passed."""
+    seconds: float = 2.0
+    """After which no sweep begins, once there are ``least``."""
+    half_width: float = 0.004
+    """What is narrow enough: half of an interval, as a share of the scale it is judged by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rounds:
+    """Milliseconds of some systems at one batch size, all of them in every round."""
+
+    times_ms: FloatArray
+    """float64[rounds, systems]; the first system is the one that others are compared with."""
+
+    @property
+    def count(self) -> int:
+        """Number of rounds."""
+        return len(self.times_ms)
+
+    def base(self) -> Estimate:
+        """The first system's own time, in ms; its width is that of its median over rounds."""
+        return estimate(self.times_ms[:, 0])
+
+    def ratios(self) -> list[Estimate]:
+        """[systems - 1]: time over the first system's in the same round."""
+        ratio = self.times_ms[:, 1:] / self.times_ms[:, :1]
+        return [estimate(column) for column in ratio.T]
+
+    def differences(self) -> list[Estimate]:
+        """[systems - 1]: ms beyond the first system's in the same round."""
+        beyond = self.times_ms[:, 1:] - self.times_ms[:, :1]
+        return [estimate(column) for column in beyond.T]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A median over rounds, and how sure it is."""
+
+    value: float
+    half_width: float
+    """Half of the interval of order statistics that holds the median with :data:`LEVEL`, in the
+    unit of ``value``; with too few rounds for that, half of their range."""
+    rounds: int
+
+
+def estimate(values: FloatArray) -> Estimate:
+    """Take the median of float64[rounds], with the interval that order statistics give it.
+
+    The interval assumes nothing of how times are spread: the number of rounds below the true
+    median is binomial (David and Nagaraja, Order Statistics, 7.1).
+    """
+    ordered = np.sort(values)
+    rank = _rank(len(ordered))
+    return Estimate(
+        value=float(np.median(ordered)),
+        half_width=float(ordered[len(ordered) - 1 - rank] - ordered[rank]) / 2,
+        rounds=len(ordered),
+    )
+
+
+def _rank(rounds: int) -> int:
+    """Largest r so that the r-th smallest and r-th largest hold the median with LEVEL."""
+    below, rank = 0.0, 0
+    for r in range(rounds // 2):
+        below += comb(rounds, r) / 2**rounds
+        if 2 * below > 1 - LEVEL:
+            break
+        rank = r
+    return rank
+
+
+@dataclass(slots=True)
+class Sweeps:
+    """Decides which system runs next, and when there was enough of it.
+
+    A sweep visits every batch size, so that whatever disturbs the machine for a while does so at
+    all of them. Within a round the systems take turns in being first, since whoever is first
+    finds cold caches.
+    """
+
+    systems: int
+    repeats: Sequence[int]
+    """Rounds of each batch size in a sweep; more of the short ones, which noise hits harder."""
+    effort: Effort
+    done: int = 0
+    _turn: int = field(default=0, init=False)
+
+    def order(self) -> Iterator[tuple[int, list[int]]]:
+        """Give the rounds of the next sweep: batch size's index, and systems in running order."""
+        for size, repeats in enumerate(self.repeats):
+            for _ in range(repeats):
+                first = self._turn % self.systems
+                self._turn += 1
+                yield size, [(first + place) % self.systems for place in range(self.systems)]
+        self.done += 1
+
+    def enough(
+        self,
+        elapsed_s: float,
+        rounds: Sequence[Rounds],
+        half_widths: Callable[[Sequence[Rounds]], float],
+    ) -> bool:
+        """Whether to stop: ``half_widths`` gives the widest of what is wanted, as a share."""
+        if self.done < self.effort.least:
+            return False
+        if self.done >= self.effort.most or elapsed_s >= self.effort.seconds:
+            return True
+        return half_widths(rounds) <= self.effort.half_width
+
+
+def repeats_of(batch_sizes: Sequence[int], most: int = 4) -> list[int]:
+    """Rounds of each batch size in a sweep: about as long at each, at most ``most``."""
+    return [max(1, min(most, batch_sizes[-1] // (2 * size))) for size in batch_sizes]
+
+
+def rising(values: FloatArray) -> FloatArray:
+    """Nearest row that never falls and is nowhere negative: float64[batch sizes].
+
+    What grows with the batch is estimated at all sizes together (pool adjacent violators), so
+    that an estimate below 0 at one size takes from its neighbours what it lacks, instead of
+    being cut off: cutting off single values would make their mean too large.
+    """
+    pools: list[tuple[float, int]] = []
+    for value in values.tolist():
+        pools.append((value, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (left, n), (right, m) = pools[-2:]
+            pools[-2:] = [((left * n + right * m) / (n + m), n + m)]
+    row = np.concatenate([[value] * count for value, count in pools])
+    result: FloatArray = np.maximum(row, 0.0)
+    return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BorderCosts:
+    """What a border costs: a call, and the tensors that cross it."""
+
+    call_ms: float
+    """A call of the backend and an exit check, whatever crosses."""
+    ms_per_byte: float
+    """Layout changes, copies and fusions lost: they grow with the tensors."""
+
+    def at(self, batch_size: int, sample_bytes: FloatArray) -> FloatArray:
+        """Milliseconds of borders that so many bytes a sample cross."""
+        return self.call_ms + self.ms_per_byte * batch_size * sample_bytes
+
+
+def fit_borders(
+    added_ms: FloatArray,
+    batch_sizes: Sequence[int],
+    sets: Sequence[Sequence[int]],
+    sample_bytes: FloatArray,
+    scale_ms: FloatArray,
+) -> BorderCosts:
+    """Find the border costs that explain best what sets of exits add at all batch sizes.
+
+    Weighted least squares under the constraint that nothing is negative, with Huber's weights,
+    so that a batch size that was disturbed throughout does not decide.
+
+    Args:
+        added_ms: float64[batch sizes, sets]: beyond the source model and the heads; may be
+            negative, as noise makes it.
+        batch_sizes: Rows of it.
+        sets: Columns of it: the exits at work.
+        sample_bytes: float64[exits]: of the tensors that cross each exit's border, a sample.
+        scale_ms: float64[batch sizes]: the source model's time; noise is a share of it.
+    """
+    calls = [len(set_) for set_ in sets]
+    crossing = [float(sample_bytes[list(set_)].sum()) for set_ in sets]
+    design = np.array([[n, size * c] for size in batch_sizes for n, c in zip(calls, crossing,
+                       strict=True)], np.float64)  # fmt: skip
+    weights = np.repeat(1.0 / scale_ms, len(sets))
+    observed = added_ms.ravel()
+    trust = np.ones_like(weights)
+    for _ in range(20):
+        found = _least_squares(design, observed, weights * np.sqrt(trust))
+        off = np.abs(weights * (observed - design @ found))
+        deviation = max(float(np.median(off)) / 0.6745, 1e-9)
+        trust = 1.0 / np.maximum(off / (_HUBER * deviation), 1.0)
+    return BorderCosts(call_ms=float(found[0]), ms_per_byte=float(found[1]))
+
+
+def _least_squares(design: FloatArray, observed: FloatArray, weights: FloatArray) -> FloatArray:
+    """Solve for coefficients of at least 0, by trying which of them are 0: there are few."""
+    best, least = np.zeros(design.shape[1]), np.inf
+    scale = np.maximum(np.abs(design).max(axis=0), 1e-300)
+    weighted = design / scale * weights[:, None]
+    for used in product((True, False), repeat=design.shape[1]):
+        columns = np.flatnonzero(used)
+        found = np.zeros(design.shape[1])
+        if len(columns):
+            found[columns] = np.linalg.lstsq(weighted[:, columns], observed * weights)[0]
+        loss = float(((weighted @ found - observed * weights) ** 2).sum())
+        if (found >= 0).all() and loss < least:
+            best, least = found / scale, loss
+    return best
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What the machine did during some sweeps."""
+
+    wall_s: float
+    own_cpu_s: float
+    """Of this process, all threads."""
+
+    @property
+    def own_share(self) -> float:
+        """Cores that this process had in the mean; below 1 something else had them."""
+        return self.own_cpu_s / self.wall_s if self.wall_s else 1.0
+
+
+LEAST_OWN_SHARE = 0.9
+MOST_SPREAD = 0.05
+MOST_DRIFT = 0.05
+
+
+def disturbances(what: str, load: Load, rounds: Sequence[Rounds]) -> tuple[str, ...]:
+    """Say in what ways a machine was disturbed while it was measured; empty if it was not.
+
+    Args:
+        what: Was measured.
+        load: Of the machine meanwhile.
+        rounds: By batch size; the first system is looked at.
+    """
+    notes = []
+    if load.own_share < LEAST_OWN_SHARE:
+        notes.append(
+            f"{what}: this process had {load.own_share:.0%} of a core (at least "
+            f"{LEAST_OWN_SHARE:.0%} expected): the machine was busy with something else"
+        )
+    spread = float(np.median([_relative(r.base()) for r in rounds]))
+    if spread > MOST_SPREAD:
+        notes.append(f"{what}: times are sure to ±{spread:.0%} only (±{MOST_SPREAD:.0%} expected)")
+    drift = float(np.median([_drift(r.times_ms[:, 0]) for r in rounds]))
+    if abs(drift) > MOST_DRIFT:
+        notes.append(f"{what}: the machine became {abs(drift):.0%} "
+                     f"{'slower' if drift > 0 else 'faster'} meanwhile")  # fmt: skip
+    return tuple(notes)
+
+
+def _relative(found: Estimate) -> float:
+    return found.half_width / found.value if found.value > 0 else 0.0
+
+
+def _drift(times_ms: FloatArray) -> float:
+    """How much slower the second half was, as a share."""
+    half = len(times_ms) // 2
+    if not half:
+        return 0.0
+    before, after = np.median(times_ms[:half]), np.median(times_ms[half:])
+    return float(after / before) - 1 if before > 0 else 0.0

@@ -1,0 +1,105 @@
+"""Where no exit is active, the message names what kept it out, its value, and the remedy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from offramp.calibration.limits import (
+    Asked,
+    limit_of_certificate,
+    limit_of_choice,
+    limit_of_heads,
+)
+from offramp.calibration.records import ExitRecords
+from offramp.engine.control.agreement import tuning_path
+from offramp.engine.control.binomial import allowed_errors
+from offramp.engine.control.costs import CostModel
+
+ASKED = Asked(max_disagreement=0.05, confidence=0.9, max_overhead=None, batch_size=8)
+COST = CostModel(
+    source_ms=10.0,
+    segments_ms=(2.0, 3.0, 5.0),
+    stages_ms=(0.1, 0.1),
+    after_segment=(0, 1),
+    exits_ms=(0.2, 0.2),
+)
+
+
+def records(shares_known: list[float], *, count: int = 2000, wrong: float = 0.5) -> ExitRecords:
+    """Exits that are sure and right on a share of the samples, else guess."""
+    rng = np.random.default_rng(0)
+    hardness = rng.random(count)
+    confidence, agrees = [], []
+    for share in shares_known:
+        easy = hardness < share
+        confidence.append(np.where(easy, rng.uniform(0.9, 1, count), rng.uniform(0.4, 0.6, count)))
+        agrees.append(easy | (rng.random(count) < 1 - wrong))
+    return ExitRecords(
+        confidence=np.array(confidence, np.float32),
+        prediction=np.array(agrees, np.int32),
+        final_prediction=np.ones(count, np.int32),
+        final_confidence=np.ones(count, np.float32),
+        labels=None,
+    )
+
+
+def test_heads_that_agree_too_little() -> None:
+    limit = limit_of_heads([0.4, 0.783], ASKED)
+    assert limit.kind == "agreement"
+    assert "none of the 2 heads" in limit.message
+    assert "78.3%" in limit.message
+    assert "0.05 disagree (--max-disagreement)" in limit.message
+    assert "--exits" in limit_of_heads([], ASKED).message
+
+
+def test_exits_that_agree_too_little() -> None:
+    limit = limit_of_choice(records([0.0, 0.0], wrong=0.6), {8: COST}, ASKED)
+    assert limit.kind == "agreement"
+    assert "even if exits cost nothing, 0.0%" in limit.message
+    assert "--max-disagreement" in limit.message
+
+
+def test_exits_that_cost_too_much() -> None:
+    dear = replace(COST, exits_ms=(8.0, 8.0), stages_ms=(1.5, 1.5))
+    limit = limit_of_choice(records([0.3, 0.8]), {1: dear, 8: dear}, ASKED)
+    assert limit.kind == "costs"
+    assert "of the model's 10 ms" in limit.message
+    assert "head takes 8 ms and its border 1.5 ms (95.0%)" in limit.message
+    assert "--reference-batch-size" not in limit.message
+    elsewhere = limit_of_choice(records([0.3, 0.8]), {8: dear, 32: COST}, ASKED)
+    assert elsewhere.message.endswith("--reference-batch-size 32")
+
+
+def test_an_overhead_that_was_not_allowed() -> None:
+    limit = limit_of_choice(records([0.3, 0.8]), {8: COST}, replace(ASKED, max_overhead=0.01))
+    assert limit.kind == "overhead"
+    assert limit.message.startswith("--max-overhead 0.01: exits 0, 1 would save ")
+    assert "add 6.0% (surely 6.0%) at batch 8" in limit.message
+    assert "cheapest exit alone surely adds 3.0%" in limit.message
+    assert "with --max-overhead 0.06," in limit.message
+
+
+def test_data_that_certifies_nothing() -> None:
+    tune, certify = records([0.3, 0.8]), records([0.0, 0.0], count=300, wrong=0.6)
+    certify = replace(certify, confidence=records([0.3, 0.8], count=300).confidence)
+    path = tuning_path(tune.confidence, tune.agrees)
+    limit = limit_of_certificate((0, 1), path, certify, ASKED)
+    assert limit.kind == "data"
+    allowed = allowed_errors(300, 0.05, 0.9)
+    assert f"at most {allowed} may" in limit.message
+    assert "disagreement ≤ 0.05 with confidence 0.9" in limit.message
+    assert "more --data" in limit.message
+
+
+@pytest.mark.parametrize(("errors", "samples"), [(0.0, 100), (0.03, 542)])
+def test_the_samples_that_would_do_are_named(errors: float, samples: int) -> None:
+    from offramp.calibration.limits import _samples_for
+
+    found = _samples_for(errors, ASKED)
+    assert found is not None
+    assert errors * found <= allowed_errors(found, 0.05, 0.9)
+    assert found <= samples
+    assert _samples_for(0.06, ASKED) is None

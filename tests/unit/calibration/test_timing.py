@@ -1,0 +1,154 @@
+"""Estimates are right where machines are busy, and say how sure they are; no clock is read."""
+
+from __future__ import annotations
+
+from math import comb
+
+import numpy as np
+import pytest
+
+from offramp.calibration.timing import (
+    Effort,
+    Load,
+    Rounds,
+    Sweeps,
+    disturbances,
+    estimate,
+    fit_borders,
+    repeats_of,
+    rising,
+)
+
+
+def rounds_of(rng: np.random.Generator, count: int, *factors: float, sigma: float = 0.2) -> Rounds:
+    """A machine whose speed changes from round to round, and noise of 2 % a run."""
+    speed = rng.lognormal(0, sigma, (count, 1))
+    noise = rng.lognormal(0, 0.02, (count, 1 + len(factors)))
+    return Rounds(times_ms=10.0 * speed * noise * np.array([1.0, *factors]))
+
+
+def test_ratios_are_of_the_same_round() -> None:
+    rounds = rounds_of(np.random.default_rng(0), 200, 1.1, 0.5)
+    slower, faster = rounds.ratios()
+    assert slower.value == pytest.approx(1.1, abs=0.005)  # 2 % √2 √(π/2) / √200 = 0.25 %
+    assert faster.value == pytest.approx(0.5, abs=0.003)
+    assert slower.half_width < 0.01 < rounds.base().half_width / rounds.base().value
+
+
+def test_spikes_move_no_median() -> None:
+    quiet = np.full((21, 2), [10.0, 11.0])
+    spiky = quiet.copy()
+    spiky[::3, 1] *= 3
+    spiky[1::5, 0] *= 3
+    (ratio,) = Rounds(times_ms=spiky).ratios()
+    assert ratio.value == pytest.approx(1.1)
+    (beyond,) = Rounds(times_ms=spiky).differences()
+    assert beyond.value == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("count", [6, 7, 15, 40])
+def test_the_interval_holds_the_median_as_often_as_it_says(count: int) -> None:
+    """The order statistics' coverage, by the binomial distribution."""
+    values = np.arange(count, dtype=float)
+    found = estimate(values)
+    rank = (count - 1) / 2 - found.half_width
+    outside = 2 * sum(comb(count, r) for r in range(int(rank) + 1)) / 2**count
+    assert outside <= 0.05
+    assert outside + 2 * comb(count, int(rank) + 1) / 2**count > 0.05, "the narrowest that does"
+    assert (found.value, found.rounds) == ((count - 1) / 2, count)
+
+
+def test_few_rounds_give_their_range() -> None:
+    assert estimate(np.array([3.0, 1.0])).half_width == 1.0
+    assert estimate(np.array([3.0])).half_width == 0.0
+
+
+def test_a_sweep_visits_all_sizes_and_systems_take_turns() -> None:
+    sweeps = Sweeps(systems=3, repeats=[2, 1], effort=Effort())
+    assert list(sweeps.order()) == [(0, [0, 1, 2]), (0, [1, 2, 0]), (1, [2, 0, 1])]
+    assert next(iter(sweeps.order())) == (0, [0, 1, 2])
+    assert sweeps.done == 1
+
+
+def test_short_batches_are_repeated() -> None:
+    assert repeats_of([1, 2, 4, 8, 16, 32]) == [4, 4, 4, 2, 1, 1]
+    assert repeats_of([8]) == [1]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]),
+        ([2.0, 1.0, 3.0], [1.5, 1.5, 3.0]),
+        ([-0.5, 1.5, 1.0], [0.0, 1.25, 1.25]),
+        ([3.0, 2.0, 1.0], [2.0, 2.0, 2.0]),
+        ([1.0, -1.0], [0.0, 0.0]),
+    ],
+)
+def test_costs_rise_with_the_batch(values: list[float], expected: list[float]) -> None:
+    assert rising(np.array(values)).tolist() == pytest.approx(expected)
+
+
+SIZES = (1, 2, 4, 8, 16, 32)
+SETS = [(0, 1, 2, 3), (0, 1), (2, 3)]
+BYTES = np.array([4000.0, 4000.0, 2000.0, 1000.0])
+SCALE = np.array([1.5 * b for b in SIZES])
+
+
+def added(call: float, per_byte: float) -> np.ndarray:
+    return np.array([[len(s) * call + per_byte * b * BYTES[list(s)].sum() for s in SETS]
+                     for b in SIZES])  # fmt: skip
+
+
+def test_borders_are_found_exactly_without_noise() -> None:
+    found = fit_borders(added(0.02, 1e-6), SIZES, SETS, BYTES, SCALE)
+    assert (found.call_ms, found.ms_per_byte) == (pytest.approx(0.02), pytest.approx(1e-6))
+    assert found.at(8, BYTES).tolist() == pytest.approx([0.052, 0.052, 0.036, 0.028])
+
+
+def test_borders_are_unbiased_and_surer_than_a_single_size() -> None:
+    rng = np.random.default_rng(1)
+    truth = added(0.02, 4e-7)
+    noise = rng.normal(0, 0.01, (100, *truth.shape)) * SCALE[:, None]
+    fits = [fit_borders(truth + n, SIZES, SETS, BYTES, SCALE).at(8, BYTES).sum() for n in noise]
+    assert truth[3, 0] / SCALE[3] == pytest.approx(0.0095, abs=1e-4)  # as large as the noise
+    assert np.mean(fits) == pytest.approx(truth[3, 0], rel=0.1)  # at least 0 each
+    assert np.std(fits) < 0.5 * np.std(noise[:, 3, 0])
+
+
+def test_a_batch_size_that_was_disturbed_does_not_decide() -> None:
+    clean = added(0.02, 1e-6) * (1 + np.random.default_rng(2).normal(0, 0.02, (6, 3)))
+    bad = clean.copy()
+    bad[3] += 0.3 * SCALE[3]
+    assert fit_borders(bad, SIZES, SETS, BYTES, SCALE).at(8, BYTES).sum() == pytest.approx(
+        added(0.02, 1e-6)[3, 0], rel=0.2
+    )
+
+
+def test_nothing_is_negative() -> None:
+    found = fit_borders(-added(0.02, 1e-6), SIZES, SETS, BYTES, SCALE)
+    assert (found.call_ms, found.ms_per_byte) == (0.0, 0.0)
+    one = fit_borders(np.full((6, 3), 0.3) * SCALE[:, None] ** 0, SIZES, SETS, BYTES, SCALE)
+    assert one.call_ms > 0
+    assert one.ms_per_byte == 0.0
+
+
+def test_a_quiet_machine_is_not_called_disturbed() -> None:
+    quiet = rounds_of(np.random.default_rng(3), 30, 1.1, sigma=0.01)
+    assert disturbances("stages", Load(wall_s=2.0, own_cpu_s=1.99), [quiet]) == ()
+
+
+def test_a_disturbed_machine_is_noticed() -> None:
+    quiet = rounds_of(np.random.default_rng(3), 30, 1.1, sigma=0.01)
+    (note,) = disturbances("stages", Load(wall_s=2.0, own_cpu_s=1.0), [quiet])
+    assert note.startswith("stages: this process had 50% of a core (at least 90% expected)")
+    restless = Rounds(times_ms=np.array([[10.0], [15.0], [12.0]] * 10))
+    (note,) = disturbances("stages", Load(wall_s=2.0, own_cpu_s=2.0), [restless])
+    assert "times are sure to ±" in note
+    drifting = Rounds(times_ms=quiet.times_ms * np.linspace(1.0, 1.06, 30)[:, None] ** 4)
+    (*_, note) = disturbances("stages", Load(wall_s=2.0, own_cpu_s=2.0), [drifting])
+    assert "slower meanwhile" in note
+    (*_, note) = disturbances(
+        "stages", Load(wall_s=2.0, own_cpu_s=2.0), [Rounds(times_ms=drifting.times_ms[::-1])]
+    )
+    assert "faster meanwhile" in note
