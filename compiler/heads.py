@@ -154,12 +154,15 @@ def build_exit(
         features = tensor
     else:
         features = _pool_tokens(part, cut, tensor, head, weights)
-    logits = _layers(part, features, weights)
-    probabilities = part.add("Softmax", [logits], axis=-1)
+    # Whatever has the answer's type gets its name: a Cast to the same type would be carried out.
+    names = {answer.form: answer.output} if answer_dtype == "float32" else {}
+    logits = _layers(part, features, weights, names.get("logits", ""))
+    probabilities = part.add("Softmax", [logits], names.get("probabilities", ""), axis=-1)
     part.reduce("ReduceMax", probabilities, 1, CONFIDENCE)
-    onnx_type = helper.np_dtype_to_tensor_dtype(np.dtype(answer_dtype))
-    answered = probabilities if answer.form == "probabilities" else logits
-    part.add("Cast", [answered], answer.output, to=onnx_type)
+    if not names:
+        answered = probabilities if answer.form == "probabilities" else logits
+        onnx_type = helper.np_dtype_to_tensor_dtype(np.dtype(answer_dtype))
+        part.add("Cast", [answered], answer.output, to=onnx_type)
     inputs: list[tuple[str, str, Sequence[int | str]]] = [(cut.name, cut.dtype, cut.shape)]
     mask = mask_of(cut, head)
     if mask is not None:
@@ -184,18 +187,25 @@ def _as_float32(part: PartBuilder, cut: CutTensor) -> str:
     return part.add("Cast", [cut.name], to=TensorProto.FLOAT)
 
 
-def _layers(part: PartBuilder, features: str, weights: Mapping[str, NDArray[np.float32]]) -> str:
-    """One or two dense layers; weights as [inputs, outputs]."""
+def _layers(
+    part: PartBuilder, features: str, weights: Mapping[str, NDArray[np.float32]], name: str = ""
+) -> str:
+    """One or two dense layers, of which the last is named; weights as [inputs, outputs]."""
     if "hidden_weight" in weights:
         hidden = _dense(part, features, weights["hidden_weight"], weights["hidden_bias"])
         features = part.add("Relu", [hidden])
-    return _dense(part, features, weights["weight"], weights["bias"])
+    return _dense(part, features, weights["weight"], weights["bias"], name)
 
 
 def _dense(
-    part: PartBuilder, tensor: str, weight: NDArray[np.float32], bias: NDArray[np.float32]
+    part: PartBuilder,
+    tensor: str,
+    weight: NDArray[np.float32],
+    bias: NDArray[np.float32],
+    name: str = "",
 ) -> str:
-    return part.add("Gemm", [tensor, part.weight("weight", weight), part.weight("bias", bias)])
+    inputs = [tensor, part.weight("weight", weight), part.weight("bias", bias)]
+    return part.add("Gemm", inputs, name)
 
 
 def _pool_tokens(

@@ -7,6 +7,7 @@ those that are served (what the executor adds around them is in a served request
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,6 @@ from numpy.typing import NDArray
 
 from offramp.bundle import NEVER
 from offramp.engine.backends.base import Backend, Rows, Slot, Stage, StageResult, TensorBatch
-from offramp.engine.exit_check import exits
 from offramp.engine.plan import Mode, Plan, StageSpec
 
 
@@ -66,31 +66,42 @@ class Pipeline:
         self._leaving = tuple(
             NEVER if plan.mode is Mode.RELEASE else spec.threshold for spec in plan.stages
         )
+        self._at_least = tuple(np.float32(spec.threshold) for spec in plan.stages)
+        self._thresholds = tuple(float(threshold) for threshold in self._at_least)
 
     def step(self, slot: Slot, index: int, batch: TensorBatch) -> Step:
         """Run stage ``index`` on a batch and check who exits."""
         result = slot.run(self._stages[index], batch, self._leaving[index])
-        return Step(result, self._exited(self.plan.stages[index], result, len(batch)))
+        if self.plan.stages[index].final:
+            return Step(result, _same(len(batch), value=True))
+        if result.answer is None:
+            return Step(result, _same(len(batch), value=False))
+        return Step(result, result.confidence >= self._at_least[index])
 
     def run(self, slot: Slot, tensors: Mapping[str, NDArray[Any]]) -> Iterator[Departure]:
         """Run one batch to its end, giving the rows that leave as they leave."""
         batch = slot.upload(tensors)
-        rows = np.arange(len(batch), dtype=np.intp)
-        for index in range(len(self._stages)):
-            step = self.step(slot, index, batch)
-            result = step.result
-            leaving = np.count_nonzero(step.exited)
-            if leaving == len(rows):
-                assert result.answer is not None
-                yield Departure(index, rows, result.answer, result.confidence)
+        rows = _first(len(batch))
+        for index, stage in enumerate(self._stages):
+            result = slot.run(stage, batch, self._leaving[index])
+            answer, confidence, carry = result
+            if carry is None:
+                assert answer is not None
+                yield Departure(index, rows, answer, confidence)
                 return
-            assert result.carry is not None
-            batch = result.carry
-            if leaving:
-                assert result.answer is not None
-                left = step.exited
-                yield Departure(index, rows[left], result.answer[left], result.confidence[left])
-                staying = np.flatnonzero(~left)
+            batch = carry
+            # That nobody leaves Python sees sooner than numpy, whose first call after a stage is
+            # slow. A NaN is never the largest, or is the first: then numpy decides below.
+            if answer is None or max(confidence.tolist(), default=0.0) < self._thresholds[index]:
+                continue
+            exited = confidence >= self._at_least[index]
+            (left,) = exited.nonzero()
+            if len(left) == len(rows):
+                yield Departure(index, rows, answer, confidence)
+                return
+            if len(left):
+                yield Departure(index, rows[left], answer[left], confidence[left])
+                (staying,) = (~exited).nonzero()
                 rows, batch = rows[staying], slot.select(batch, staying)
 
     def warm_up(self, slot: Slot, tensors: Mapping[str, NDArray[Any]]) -> None:
@@ -101,10 +112,18 @@ class Pipeline:
             if carry is not None:
                 batch = carry
 
-    @staticmethod
-    def _exited(spec: StageSpec, result: StageResult, count: int) -> NDArray[np.bool_]:
-        if spec.final:
-            return np.ones(count, np.bool_)
-        if result.answer is None:
-            return np.zeros(count, np.bool_)
-        return exits(result.confidence, spec.threshold)
+
+@lru_cache(maxsize=256)
+def _first(count: int) -> Rows:
+    """The first row numbers; whoever wants to change them copies them."""
+    rows = np.arange(count, dtype=np.intp)
+    rows.flags.writeable = False
+    return rows
+
+
+@lru_cache(maxsize=256)
+def _same(count: int, *, value: bool) -> NDArray[np.bool_]:
+    """As often the same; whoever wants to change it copies it."""
+    full = np.full(count, value, np.bool_)
+    full.flags.writeable = False
+    return full
