@@ -15,14 +15,19 @@ _PACKAGE = "offramp.onnx_subset"
 _REPEATED = descriptor_pb2.FieldDescriptorProto.LABEL_REPEATED
 _OPTIONAL = descriptor_pb2.FieldDescriptorProto.LABEL_OPTIONAL
 
-FLOAT32, FLOAT16 = 1, 10
-"""``TensorProto.DataType`` of single and of half precision."""
-INTS = 7
-"""``AttributeProto.AttributeType`` of a list of integers."""
+FLOAT32, INT64, FLOAT16 = 1, 7, 10
+"""``TensorProto.DataType``."""
+INT, INTS = 2, 7
+"""``AttributeProto.AttributeType`` of an integer, and of a list of them."""
 
 _FIELDS: dict[str, tuple[tuple[str, int, str, bool], ...]] = {
     # message: (field, number, type, repeated)
-    "TensorProto": (("data_type", 2, "int32", False), ("name", 8, "string", False)),
+    "TensorProto": (
+        ("dims", 1, "int64", True),
+        ("data_type", 2, "int32", False),
+        ("int64_data", 7, "int64", True),
+        ("name", 8, "string", False),
+    ),
     "DimensionProto": (("dim_value", 1, "int64", False),),
     "ShapeProto": (("dim", 1, "DimensionProto", True),),
     "TensorTypeProto": (("elem_type", 1, "int32", False), ("shape", 2, "ShapeProto", False)),
@@ -30,6 +35,7 @@ _FIELDS: dict[str, tuple[tuple[str, int, str, bool], ...]] = {
     "ValueInfoProto": (("name", 1, "string", False), ("type", 2, "TypeProto", False)),
     "AttributeProto": (
         ("name", 1, "string", False),
+        ("i", 3, "int64", False),
         ("ints", 8, "int64", True),
         ("type", 20, "int32", False),
     ),
@@ -49,7 +55,11 @@ _FIELDS: dict[str, tuple[tuple[str, int, str, bool], ...]] = {
         ("output", 12, "ValueInfoProto", True),
         ("value_info", 13, "ValueInfoProto", True),
     ),
-    "ModelProto": (("graph", 7, "GraphProto", False),),
+    "OperatorSetIdProto": (("domain", 1, "string", False), ("version", 2, "int64", False)),
+    "ModelProto": (
+        ("graph", 7, "GraphProto", False),
+        ("opset_import", 8, "OperatorSetIdProto", True),
+    ),
 }
 
 

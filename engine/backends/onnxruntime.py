@@ -15,6 +15,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from offramp.engine.assembly import CONFIDENCE, with_confidence
 from offramp.engine.backends.base import Rows, StageResult, TensorBatch
 from offramp.engine.errors import BackendError
 from offramp.engine.exit_check import confidence_of
@@ -23,6 +24,7 @@ from offramp.engine.onnx_subset import has_half_precision
 from offramp.engine.plan import StageSpec
 
 _EMPTY = np.empty(0, np.float32)
+_ZERO = np.float32(0)
 
 
 @dataclass(slots=True)  # not frozen: one is made every stage, and that takes four times as long
@@ -42,6 +44,8 @@ class _Session:
     spec: StageSpec
     execute: Callable[[Sequence[str], Mapping[str, NDArray[Any]], None], list[Any]]
     """Takes the names of outputs, and inputs by name."""
+    added: bool
+    """Whether the graph gives a confidence that was added when it was prepared."""
     inputs: tuple[str, ...]
     fetched: tuple[str, ...]
     """Outputs of the graph: answer and confidence first, if there are any, then ``computed``."""
@@ -95,16 +99,22 @@ class OnnxRuntimeBackend:
 
     def prepare(self, spec: StageSpec) -> _Session:
         """Load a stage; see :class:`Backend`."""
+        added = False
         try:
-            session = make_session(spec.load(), self._threads)
+            model = spec.load()
+            if spec.answer and not spec.confidence and spec.form == "logits":
+                with_it = with_confidence(model, spec.answer)
+                model, added = with_it or model, with_it is not None
+            session = make_session(model, self._threads)
         except Exception as error:  # ONNX Runtime's own classes derive from Exception only
             raise BackendError(f"ONNX Runtime cannot load stage {spec.index}: {error}") from error
         given = {output.name for output in session.get_outputs()}
         computed = tuple(name for name in spec.carried if name in given)
-        answered = tuple(name for name in (spec.answer, spec.confidence) if name)
+        confidence = CONFIDENCE if added else spec.confidence
+        answered = tuple(name for name in (spec.answer, confidence) if name)
         fetched = answered + computed
         passed = tuple(name for name in spec.carried if name not in given)
-        return _Session(spec, _run_of(session), spec.inputs, fetched, computed, passed)
+        return _Session(spec, _run_of(session), added, spec.inputs, fetched, computed, passed)
 
     def open_slot(self) -> OnnxRuntimeSlot:
         """Open a slot; CPU slots hold nothing."""
@@ -140,6 +150,9 @@ class OnnxRuntimeSlot:
         answer, confidence = None, _EMPTY
         if spec.confidence is not None:
             answer, confidence, *outputs = outputs
+        elif stage.added:
+            answer, confidence, *outputs = outputs
+            confidence = np.fmax(confidence, _ZERO)  # in place of NaN
         elif spec.answer is not None:
             answer, *outputs = outputs
             confidence = confidence_of(answer, spec.form)

@@ -9,14 +9,16 @@ import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from onnx import TensorProto, helper
 from tests.sliced import BUILDERS, Sliced, inputs_of, sliced
 
 from offramp.bundle import Answer, Head
 from offramp.calibration.families import CutTensor, mask_of
 from offramp.compiler.heads import build_exit
 from offramp.compiler.runtime import relative_difference
-from offramp.engine.assembly import assemble
+from offramp.engine.assembly import CONFIDENCE, assemble, with_confidence
 from offramp.engine.backends.onnxruntime import make_session
+from offramp.engine.exit_check import confidence_of
 
 TOLERANCE = 1e-5
 """Float32 sums in another order, as layouts and fusions differ at borders (the compiler's own)."""
@@ -163,3 +165,38 @@ def test_an_output_that_nobody_gives() -> None:
     pieces = sliced("mlp")
     with pytest.raises(ValueError, match=r"no part gives \['nothing'\]; they give .*'hidden0'"):
         assemble(pieces.graphs[:2], ["hidden0", "nothing"])
+
+
+def answering(*, opset: int, dtype: int = TensorProto.FLOAT) -> bytes:
+    """Gives its input back as the answer."""
+    graph = helper.make_graph(
+        [helper.make_node("Identity", ["x"], ["answer"])],
+        "identity",
+        [helper.make_tensor_value_info("x", dtype, ["batch", 3])],
+        [helper.make_tensor_value_info("answer", dtype, ["batch", 3])],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+    return bytes(model.SerializeToString())
+
+
+@pytest.mark.parametrize("opset", [13, 17, 18, 22])
+def test_the_confidence_in_the_graph_is_that_of_the_exit_check(opset: int) -> None:
+    """Up to the rounding of the exponential; where there is none it is NaN, not 0."""
+    model = with_confidence(answering(opset=opset), "answer")
+    assert model is not None
+    onnx.checker.check_model(onnx.load_from_string(model), full_check=True)
+    nan, inf = np.nan, np.inf
+    rows = [[2, 5, 3], [nan, 0.5, 0.5], [0.5, 0.5, nan], [inf, 0, 0], [-inf, 0, -inf], [-inf] * 3]
+    x = np.array(rows, np.float32)
+    found = run(model, {"x": x})
+    np.testing.assert_array_equal(found["answer"], x)
+    nothing = np.array([False, True, True, True, False, True])
+    assert np.isnan(found[CONFIDENCE]).tolist() == nothing.tolist()
+    expected = confidence_of(x, "logits")
+    np.testing.assert_allclose(np.fmax(found[CONFIDENCE], 0), expected, rtol=1e-6)
+    assert run(model, {"x": x[:0]})[CONFIDENCE].shape == (0,)
+
+
+def test_confidence_is_left_to_numpy_where_a_graph_is_not_understood() -> None:
+    assert with_confidence(answering(opset=12), "answer") is None
+    assert with_confidence(answering(opset=17, dtype=TensorProto.FLOAT16), "answer") is None
