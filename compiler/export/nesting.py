@@ -190,9 +190,9 @@ class _Nesting:
         # "Not leaves", as "confidence < threshold" is false for NaN, and that must stay.
         leaves = level.add("GreaterOrEqual", [confidence, self._names.thresholds[index]], "leaves")
         stays = level.add("NonZero", [level.add("Not", [leaves], "stays")], "stays_by_axis")
-        rows = level.add("Reshape", [stays, level.weight("flat", np.array([-1]))], "rows")
+        rows = level.add("Reshape", [stays, level.weight("flat", np.array([-1], np.int64))], "rows")
         number = level.add("Size", [rows], "number")
-        some = level.add("Greater", [number, level.weight("none", np.array(0))], "some")
+        some = level.add("Greater", [number, level.weight("none", np.array(0, np.int64))], "some")
         node = helper.make_node(
             "If",
             [some],
@@ -206,7 +206,7 @@ class _Nesting:
     def _go_on(self, index: int, here: dict[str, str], rows: str) -> onnx.GraphProto:
         """Run the rest on the rows that stay, and put its results in the places of theirs."""
         level = self._level(index + 1)
-        column = level.weight("column", np.array([-1, 1]))
+        column = level.weight("column", np.array([-1, 1], np.int64))
         places = level.add("Reshape", [rows, column], "places")
         merged = {
             kind: level.add("ScatterND", [here[kind], places, deeper], f"merged/{kind}")
