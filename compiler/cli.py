@@ -40,7 +40,8 @@ within --max-disagreement.
   eecompile inspect model.onnx                    lists the cut points
   eecompile rehearse model.ee --data new.npz      adapts a bundle to a load that has changed
   eecompile build model.ee --device cuda:0        builds its TensorRT engines, where the GPU is
-  eecompile export model.ee --output fast.onnx    makes one ONNX file of it, for any ONNX Runtime
+  eecompile export model.ee --data calibration.npz --output fast.onnx
+                                                  makes one ONNX file of it, for any ONNX Runtime
 """
 
 

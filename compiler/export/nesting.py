@@ -20,6 +20,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from offramp.compiler.export.naming import Names
 from offramp.compiler.export.renaming import rename_graph, rename_symbol
+from offramp.compiler.shapes import BATCH
+from offramp.engine.layouts import enter_blocked
 from offramp.engine.plan import Plan, StageSpec
 
 AT_END = -1
@@ -49,8 +51,8 @@ def nest(plan: Plan, source: onnx.ModelProto, names: Names, *, with_exits: bool)
 
 
 def stage_graph(stage: StageSpec) -> bytes:
-    """Give a stage's graph as it goes into the file: the one place to rewrite it in."""
-    return stage.load()
+    """Give a stage's graph as the engine runs it: with what keeps ONNX Runtime's layouts."""
+    return enter_blocked(stage.load())
 
 
 @dataclass(slots=True)
@@ -123,7 +125,6 @@ class _Nesting:
         self._types = {info.name: info for info in source.input}
         for stage in stages:
             self._types |= {i.name: i for i in (*stage.graph.input, *stage.graph.output)}
-        self._batch = answer.type.tensor_type.shape.dim[0].dim_param
         self._opset = max(o.version for o in stages[0].opset_import if o.domain in ("", "ai.onnx"))
 
     def graph(self) -> onnx.GraphProto:
@@ -175,8 +176,7 @@ class _Nesting:
         level.sparse_weights += graph.sparse_initializer
         level.described += graph.value_info
         level.described += (o for o in graph.output if o.name != self._answer.name)
-        if self._batch:
-            rename_symbol(level.described, self._batch, self._rows(index))
+        rename_symbol(level.described, BATCH, self._rows(index))
 
     def _leave_or_go_on(self, level: _Level, index: int) -> None:
         """Add the exit's decision, and the rest of the model inside it."""
@@ -190,9 +190,9 @@ class _Nesting:
         # "Not leaves", as "confidence < threshold" is false for NaN, and that must stay.
         leaves = level.add("GreaterOrEqual", [confidence, self._names.thresholds[index]], "leaves")
         stays = level.add("NonZero", [level.add("Not", [leaves], "stays")], "stays_by_axis")
-        rows = level.add("Reshape", [stays, level.weight("flat", np.array([-1]))], "rows")
+        rows = level.add("Reshape", [stays, level.weight("flat", np.array([-1], np.int64))], "rows")
         number = level.add("Size", [rows], "number")
-        some = level.add("Greater", [number, level.weight("none", np.array(0))], "some")
+        some = level.add("Greater", [number, level.weight("none", np.array(0, np.int64))], "some")
         node = helper.make_node(
             "If",
             [some],
@@ -206,7 +206,7 @@ class _Nesting:
     def _go_on(self, index: int, here: dict[str, str], rows: str) -> onnx.GraphProto:
         """Run the rest on the rows that stay, and put its results in the places of theirs."""
         level = self._level(index + 1)
-        column = level.weight("column", np.array([-1, 1]))
+        column = level.weight("column", np.array([-1, 1], np.int64))
         places = level.add("Reshape", [rows, column], "places")
         merged = {
             kind: level.add("ScatterND", [here[kind], places, deeper], f"merged/{kind}")
@@ -274,14 +274,14 @@ class _Nesting:
             info = onnx.ValueInfoProto()
             info.CopyFrom(self._answer)
             info.name = name
-            rename_symbol([info], self._batch, rows)
+            rename_symbol([info], BATCH, rows)
             return info
         element = TensorProto.INT32 if kind == _EXIT else TensorProto.FLOAT
         return helper.make_tensor_value_info(name, element, [rows])
 
     def _rows(self, index: int) -> str:
         """Symbolic number of rows at a level: other than outside it, so none is taken for equal."""
-        return self._batch if not index else f"{self._batch}_{index}"
+        return f"{self._names.inner}rows_{index}" if index else BATCH
 
 
 def _filled(level: _Level, like: str, value: int | None, output: str = "") -> str:

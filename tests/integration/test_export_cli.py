@@ -15,7 +15,7 @@ from onnx import TensorProto
 from tests import models
 from tests.bundles import compile_tiny
 from tests.exports import run_bundle, run_file, stock_session
-from tests.integration.test_compile_tiny import images
+from tests.integration.test_compile_tiny import images, vectors
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy, write_bundle
 from offramp.calibration import profiling
@@ -23,38 +23,45 @@ from offramp.compiler.cli import main
 from offramp.compiler.export import export, nesting
 
 
-def double_answers() -> onnx.ModelProto:
-    """The residual network with opset 18, its answers float64."""
-    model = models.residual_cnn()
-    model.opset_import[0].version = 18
+def answering(model: onnx.ModelProto, elem_type: int, *, opset: int = 17) -> onnx.ModelProto:
+    """A model whose answers are of another type."""
+    model.opset_import[0].version = opset
     (answer,) = model.graph.output
     model.graph.node[-1].output[0] = "single"
-    model.graph.node.append(
-        onnx.helper.make_node("Cast", ["single"], [answer.name], to=TensorProto.DOUBLE)
-    )
-    answer.type.tensor_type.elem_type = TensorProto.DOUBLE
+    model.graph.node.append(onnx.helper.make_node("Cast", ["single"], [answer.name], to=elem_type))
+    answer.type.tensor_type.elem_type = elem_type
     return model
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bundle]:
-    """A bundle with two exits, at thresholds that some samples reach and others do not."""
-    folder = tmp_path_factory.mktemp("export")
+def equal_times() -> Iterator[None]:
+    """Whatever is timed takes 1 ms: what is compiled does not depend on the machine."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(profiling.TimedGraph, "time_ms", lambda _self, _tensors: 1.0)
         patched.setattr(profiling, "_staged_ms", lambda _pipeline, _slot, _tensors: 1.0)
-        bundle = compile_tiny(double_answers(), images(), folder, candidates=2, epochs=2)
-    confidence = np.median(bundle.records()["confidence"], axis=1)
-    active = [ActiveExit(exit=i, threshold=float(c)) for i, c in enumerate(confidence)]
-    with_policy(bundle, active, folder / "two.ee")
+        yield
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory, equal_times: None) -> Bundle:
+    """A bundle of opset 18 with float64 answers; samples leave at both exits, and at none."""
+    folder = tmp_path_factory.mktemp("export")
+    model = answering(models.residual_cnn(), TensorProto.DOUBLE, opset=18)
+    bundle = compile_tiny(model, images(), folder, candidates=2, epochs=2)
     with_policy(bundle, [], folder / "none.ee")
-    yield Bundle.open(folder / "two.ee")
+    return with_policy(bundle, half_leave(bundle), folder / "two.ee")
 
 
-def with_policy(bundle: Bundle, active: list[ActiveExit], path: Path) -> None:
+def half_leave(bundle: Bundle) -> list[ActiveExit]:
+    """Every exit, at thresholds that half of the recorded samples reach."""
+    confidence = np.median(bundle.records()["confidence"], axis=1)
+    return [ActiveExit(exit=i, threshold=float(c)) for i, c in enumerate(confidence)]
+
+
+def with_policy(bundle: Bundle, active: list[ActiveExit], path: Path) -> Bundle:
     files = {e.path: bundle.read(e.path) for e in bundle.manifest.files if e.path != "policy.json"}
     policy = ExitPolicy(version=7, active=tuple(active), promise=bundle.policy.promise)
-    write_bundle(path, replace(bundle.manifest, files=()), policy, files)
+    return write_bundle(path, replace(bundle.manifest, files=()), policy, files)
 
 
 @pytest.fixture
@@ -91,6 +98,22 @@ def test_a_compiled_bundle_becomes_one_file(
     assert metadata["offramp.policy_version"] == "7"
     assert metadata["offramp.source_sha256"] == bundle.manifest.source.original_sha256
     assert [p.name for p in Path("out").iterdir()] == ["fast.onnx"]
+
+
+def test_half_precision_answers_and_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, equal_times: None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = answering(models.mlp(), TensorProto.FLOAT16)
+    bundle = compile_tiny(model, vectors(), tmp_path, candidates=2, epochs=2)
+    bundle = with_policy(bundle, half_leave(bundle), tmp_path / "half.ee")
+    assert run("half.ee", "--data", "data.npz", "--output", "half.onnx", "--with-exits") == 0
+    unseen = vectors(60, seed=5)
+    given, wanted = run_file(Path("half.onnx"), unseen), run_bundle(bundle, unseen)
+    assert given.answer.dtype == np.float16
+    assert set(given.exit) == {0, 1, -1}
+    assert given.exit.tolist() == wanted.exit.tolist()
+    np.testing.assert_array_equal(given.answer, wanted.answer)
 
 
 def test_other_data_verify_too_and_it_is_said(

@@ -26,13 +26,14 @@ def node_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("node")
     (folder / "package.json").write_text('{"private": true}')
     shutil.copy(SCRIPT, folder)
-    command = [npm, "install", "--no-audit", "--no-fund", "--ignore-scripts", PACKAGE]
+    command = [npm, "install", "--no-audit", "--no-fund", "--ignore-scripts"]
+    command += ["--fetch-retries=0", "--fetch-timeout=20000", PACKAGE]
     try:
         done = subprocess.run(
-            command, check=False, cwd=folder, capture_output=True, text=True, timeout=120
+            command, check=False, cwd=folder, capture_output=True, text=True, timeout=60
         )
     except subprocess.TimeoutExpired:
-        pytest.skip(f"npm did not install {PACKAGE} within two minutes")
+        pytest.skip(f"npm did not install {PACKAGE} within a minute")
     if done.returncode:
         pytest.skip(f"npm cannot install {PACKAGE}: {done.stderr.strip().splitlines()[-1:]}")
     return folder

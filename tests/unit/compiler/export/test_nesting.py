@@ -28,6 +28,7 @@ from tests.sliced import inputs_of
 from offramp.bundle import ActiveExit, Bundle
 from offramp.compiler.export.export import make_model
 from offramp.compiler.export.naming import Names
+from offramp.engine.layouts import enter_blocked
 from offramp.engine.plan import make_plan
 
 MODELS = ["residual", "vgg", "bert", "bert with types", "towers", "mlp", "dense", "conditional"]
@@ -277,3 +278,20 @@ def test_inputs_are_only_read(model: str, file: Path) -> None:
     run_file(file, inputs)
     for name, array in before.items():
         np.testing.assert_array_equal(inputs[name], array)
+
+
+def test_stages_enter_blocked_layouts_as_the_engine_makes_them(tmp_path: Path) -> None:
+    bundle = replayed_bundle("residual", tmp_path, exits_after=(0, 1))
+    file = exported(bundle, tmp_path, replayed_inputs("residual", some_sure(5)))
+    staged = [
+        len(entering_pools(onnx.load_model_from_string(enter_blocked(stage.load())).graph))
+        for stage in make_plan(bundle).stages
+    ]
+    assert staged[0] == 0
+    assert len(entering_pools(onnx.load(file).graph)) == sum(staged) > 0
+
+
+def entering_pools(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
+    """Poolings that change nothing but the layout."""
+    pools = [node for node in nodes_of(graph) if node.op_type == "MaxPool"]
+    return [p for p in pools if onnx.helper.get_node_attr_value(p, "kernel_shape") == [1, 1]]
