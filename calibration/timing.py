@@ -1,4 +1,4 @@
-"""Times that hold on a busy machine: paired rounds, estimates with a spread, border costs.
+"""Times that hold on a busy machine: paired rounds, and estimates with a spread.
 
 Nothing here reads a clock. Everything that is compared runs once a round, and is compared within
 the round: with the model timed a moment before or after, at the same clock rate and beside the
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from math import comb
 
 import numpy as np
@@ -21,8 +20,6 @@ Timer = Callable[[], float]
 
 LEVEL = 0.95
 """Of every interval."""
-_HUBER = 1.345
-"""Deviations, in robust standard deviations, from which on an observation counts less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,89 +142,6 @@ class Sweeps:
 def repeats_of(batch_sizes: Sequence[int], most: int = 4) -> list[int]:
     """Rounds of each batch size in a sweep: about as long at each, at most ``most``."""
     return [max(1, min(most, batch_sizes[-1] // (2 * size))) for size in batch_sizes]
-
-
-def rising(values: FloatArray) -> FloatArray:
-    """Nearest row that never falls and is nowhere negative: float64[batch sizes].
-
-    What grows with the batch is estimated at all sizes together (pool adjacent violators), so
-    that an estimate below 0 at one size takes from its neighbours what it lacks, instead of
-    being cut off: cutting off single values would make their mean too large.
-    """
-    pools: list[tuple[float, int]] = []
-    for value in values.tolist():
-        pools.append((value, 1))
-        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-            (left, n), (right, m) = pools[-2:]
-            pools[-2:] = [((left * n + right * m) / (n + m), n + m)]
-    row = np.concatenate([[value] * count for value, count in pools])
-    result: FloatArray = np.maximum(row, 0.0)
-    return result
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BorderCosts:
-    """What a border costs: a call, and the tensors that cross it."""
-
-    call_ms: float
-    """A call of the backend and an exit check, whatever crosses."""
-    ms_per_byte: float
-    """Layout changes, copies and fusions lost: they grow with the tensors."""
-
-    def at(self, batch_size: int, sample_bytes: FloatArray) -> FloatArray:
-        """Milliseconds of borders that so many bytes a sample cross."""
-        return self.call_ms + self.ms_per_byte * batch_size * sample_bytes
-
-
-def fit_borders(
-    added_ms: FloatArray,
-    batch_sizes: Sequence[int],
-    sets: Sequence[Sequence[int]],
-    sample_bytes: FloatArray,
-    scale_ms: FloatArray,
-) -> BorderCosts:
-    """Find the border costs that explain best what sets of exits add at all batch sizes.
-
-    Weighted least squares under the constraint that nothing is negative, with Huber's weights,
-    so that a batch size that was disturbed throughout does not decide.
-
-    Args:
-        added_ms: float64[batch sizes, sets]: beyond the source model and the heads; may be
-            negative, as noise makes it.
-        batch_sizes: Rows of it.
-        sets: Columns of it: the exits at work.
-        sample_bytes: float64[exits]: of the tensors that cross each exit's border, a sample.
-        scale_ms: float64[batch sizes]: the source model's time; noise is a share of it.
-    """
-    calls = [len(set_) for set_ in sets]
-    crossing = [float(sample_bytes[list(set_)].sum()) for set_ in sets]
-    design = np.array([[n, size * c] for size in batch_sizes for n, c in zip(calls, crossing,
-                       strict=True)], np.float64)  # fmt: skip
-    weights = np.repeat(1.0 / scale_ms, len(sets))
-    observed = added_ms.ravel()
-    trust = np.ones_like(weights)
-    for _ in range(20):
-        found = _least_squares(design, observed, weights * np.sqrt(trust))
-        off = np.abs(weights * (observed - design @ found))
-        deviation = max(float(np.median(off)) / 0.6745, 1e-9)
-        trust = 1.0 / np.maximum(off / (_HUBER * deviation), 1.0)
-    return BorderCosts(call_ms=float(found[0]), ms_per_byte=float(found[1]))
-
-
-def _least_squares(design: FloatArray, observed: FloatArray, weights: FloatArray) -> FloatArray:
-    """Solve for coefficients of at least 0, by trying which of them are 0: there are few."""
-    best, least = np.zeros(design.shape[1]), np.inf
-    scale = np.maximum(np.abs(design).max(axis=0), 1e-300)
-    weighted = design / scale * weights[:, None]
-    for used in product((True, False), repeat=design.shape[1]):
-        columns = np.flatnonzero(used)
-        found = np.zeros(design.shape[1])
-        if len(columns):
-            found[columns] = np.linalg.lstsq(weighted[:, columns], observed * weights)[0]
-        loss = float(((weighted @ found - observed * weights) ** 2).sum())
-        if (found >= 0).all() and loss < least:
-            best, least = found / scale, loss
-    return best
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

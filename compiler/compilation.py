@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, ActiveExit, AnswerForm, ExitPolicy, Profile, Spread
 from offramp.calibration.dataset import Dataset, Parts
+from offramp.calibration.estimates import BackboneTimes, StageCosts
 from offramp.calibration.families import family_of
 from offramp.calibration.features import Recording, record
 from offramp.calibration.limits import (
@@ -25,8 +26,6 @@ from offramp.calibration.limits import (
 )
 from offramp.calibration.profiling import (
     BATCH_SIZES,
-    BackboneTimes,
-    StageCosts,
     profile_backbone,
     profile_stages,
 )

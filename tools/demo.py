@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+from offramp.bundle import Bundle
 from offramp.client import Client
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,6 +26,11 @@ CLASSES = ("T-shirt", "trouser", "pullover", "dress", "coat",
            "sandal", "shirt", "sneaker", "bag", "ankle boot")  # fmt: skip
 READY = re.compile(r"ready: gRPC on (\S+), status page on (\S+)/, serving")
 START_LIMIT_S = 120.0
+
+NO_EXIT = f"""\
+{BUNDLE} has no active exit: it serves the unmodified model, and there is nothing to show. What kept
+the exits out of use was said when it was compiled, and stands at the top of
+{BUNDLE / "report.html"}. Remove {BUNDLE} to compile again."""
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -37,11 +43,14 @@ def main() -> int:
     started_s = time.monotonic()
 
     _title("1  Compile: slice the model, train exits, certify a policy")
-    if BUNDLE.exists():
+    if (ROOT / BUNDLE).exists():
         console.print(f"{BUNDLE} is there already; remove it to compile again")
     else:
         model, data = EXAMPLE / "fashion_resnet56.onnx", EXAMPLE / "calibration.npz"
         _run("offramp.compiler.cli", "eecompile", model, "--data", data, "--output", BUNDLE)
+    if not Bundle.open(ROOT / BUNDLE).policy.active:
+        console.print(NO_EXIT, style="bold red")
+        return 1
 
     _title("2  Serve, and call it")
     with _serving() as (address, url):

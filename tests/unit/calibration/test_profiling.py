@@ -10,11 +10,11 @@ import pytest
 from tests.sliced import inputs_of, sliced
 
 from offramp.calibration import profiling
+from offramp.calibration.estimates import sets_of_exits
 from offramp.calibration.profiling import (
     profile_backbone,
     profile_heads,
     profile_stages,
-    sets_of_exits,
     time_rounds,
 )
 from offramp.calibration.timing import Effort

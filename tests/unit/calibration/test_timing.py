@@ -7,6 +7,7 @@ from math import comb
 import numpy as np
 import pytest
 
+from offramp.calibration.estimates import fit_borders, rising
 from offramp.calibration.timing import (
     Effort,
     Load,
@@ -14,9 +15,7 @@ from offramp.calibration.timing import (
     Sweeps,
     disturbances,
     estimate,
-    fit_borders,
     repeats_of,
-    rising,
 )
 
 
