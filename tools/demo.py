@@ -27,11 +27,6 @@ CLASSES = ("T-shirt", "trouser", "pullover", "dress", "coat",
 READY = re.compile(r"ready: gRPC on (\S+), status page on (\S+)/, serving")
 START_LIMIT_S = 120.0
 
-NO_EXIT = f"""\
-{BUNDLE} has no active exit: it serves the unmodified model, and there is nothing to show. What kept
-the exits out of use was said when it was compiled, and stands at the top of
-{BUNDLE / "report.html"}. Remove {BUNDLE} to compile again."""
-
 console = Console(highlight=False, soft_wrap=True)
 
 
@@ -49,7 +44,7 @@ def main() -> int:
         model, data = EXAMPLE / "fashion_resnet56.onnx", EXAMPLE / "calibration.npz"
         _run("offramp.compiler.cli", "eecompile", model, "--data", data, "--output", BUNDLE)
     if not Bundle.open(ROOT / BUNDLE).policy.active:
-        console.print(NO_EXIT, style="bold red")
+        console.print(_why_not(), style="bold red")
         return 1
 
     _title("2  Serve, and call it")
@@ -74,6 +69,14 @@ def main() -> int:
     console.print(f"status page:  eeserve {BUNDLE}, then the HTTP port; or make demo KEEP=1")
     console.print(f"{time.monotonic() - started_s:.0f} s in all")
     return 0
+
+
+def _why_not() -> str:
+    return (
+        f"{BUNDLE} has no active exit: it serves the unmodified model, and there is nothing to "
+        "show. What kept the exits out of use was said when it was compiled, and stands at the top "
+        f"of {BUNDLE / 'report.html'}. Remove {BUNDLE} to compile again."
+    )
 
 
 def _title(text: str) -> None:
