@@ -12,7 +12,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.calibration.timing import Rounds
+from offramp.engine.timing import Rounds
 
 FloatArray = NDArray[np.float64]
 

@@ -1,6 +1,6 @@
 """Measure latencies on this machine: the inference times that every prediction starts from.
 
-How rounds are run, and what is made of them, is in :mod:`offramp.calibration.timing`.
+How rounds are run, and what is made of them, is in :mod:`offramp.engine.timing`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,22 +25,13 @@ from offramp.calibration.estimates import (
     stages_of,
     widest_ratio,
 )
-from offramp.calibration.timing import (
-    Effort,
-    Load,
-    Rounds,
-    Sweeps,
-    Timer,
-    disturbances,
-    repeats_of,
-)
 from offramp.engine.backends import Slot
 from offramp.engine.backends.onnxruntime import HostBatch, OnnxRuntimeBackend, make_session
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, StageSpec
+from offramp.engine.timing import Effort, Timer, disturbances, repeats_of, time_rounds
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
-WARM_UP_ROUNDS = 2
 HEAD_EFFORT = Effort(least=16, most=16)
 """Heads are short: this many sweeps take a fraction of a second."""
 
@@ -67,56 +58,6 @@ class TimedGraph:
         started = time.perf_counter()
         self.session.run(self._outputs, feed)
         return (time.perf_counter() - started) * 1e3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Timed:
-    """Rounds by batch size, and what the machine did meanwhile."""
-
-    rounds: tuple[Rounds, ...]
-    load: Load
-
-
-def time_rounds(
-    timers: Sequence[Sequence[Timer]],
-    repeats: Sequence[int],
-    effort: Effort,
-    half_widths: Callable[[Sequence[Rounds]], float],
-    *,
-    clock: Callable[[], float] = time.perf_counter,
-    cpu_clock: Callable[[], float] = time.process_time,
-    progress: Callable[[int], None] = lambda _: None,
-) -> Timed:
-    """Run interleaved rounds until what is wanted is narrow enough, or time is up.
-
-    Args:
-        timers: [batch sizes][systems]; the first system is what others are compared with.
-        repeats: [batch sizes]: rounds in a sweep.
-        effort: How long.
-        half_widths: Of what is wanted, the widest, as a share; given the rounds so far.
-        clock: Seconds.
-        cpu_clock: Seconds of this process.
-        progress: Called with 1 after each of the sweeps that are run at least.
-    """
-    sweeps = Sweeps(systems=len(timers[0]), repeats=repeats, effort=effort)
-    for each in timers:
-        for _ in range(WARM_UP_ROUNDS):
-            for timer in each:
-                timer()
-    times: list[list[list[float]]] = [[] for _ in timers]
-    rounds: list[Rounds] = []
-    started_s, started_cpu_s = clock(), cpu_clock()
-    while not sweeps.enough(clock() - started_s, rounds, half_widths):
-        for size, order in sweeps.order():
-            found = [0.0] * len(order)
-            for system in order:
-                found[system] = timers[size][system]()
-            times[size].append(found)
-        rounds = [Rounds(times_ms=np.array(of_size)) for of_size in times]
-        if sweeps.done <= effort.least:
-            progress(1)
-    load = Load(wall_s=clock() - started_s, own_cpu_s=cpu_clock() - started_cpu_s)
-    return Timed(rounds=tuple(rounds), load=load)
 
 
 def profile_backbone(

@@ -35,7 +35,6 @@ from offramp.calibration.selection import (
     certified_policy,
     choose_active,
 )
-from offramp.calibration.timing import Effort
 from offramp.calibration.training import TrainedHead, count_steps, train_heads
 from offramp.compiler.exits import ExitTrials, Samples, Workbench, exit_prefix
 from offramp.compiler.heads import CONFIDENCE
@@ -49,6 +48,7 @@ from offramp.engine.control.costs import CostModel
 from offramp.engine.control.rehearsal_result import Rehearsal, RehearsalSettings, Rehearsed
 from offramp.engine.control.two_stage import StageTimes
 from offramp.engine.plan import Anatomy, plan_stages
+from offramp.engine.timing import Effort
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

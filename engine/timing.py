@@ -1,12 +1,13 @@
 """Times that hold on a busy machine: paired rounds, and estimates with a spread.
 
-Nothing here reads a clock. Everything that is compared runs once a round, and is compared within
+Everything that is compared runs once a round, and is compared within
 the round: with the model timed a moment before or after, at the same clock rate and beside the
 same neighbours. Medians over rounds then ignore rounds in which something else got in between.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import comb
@@ -18,6 +19,7 @@ FloatArray = NDArray[np.float64]
 Timer = Callable[[], float]
 """Runs something once; gives its milliseconds."""
 
+WARM_UP_ROUNDS = 2
 LEVEL = 0.95
 """Of every interval."""
 
@@ -156,6 +158,56 @@ class Load:
     def own_share(self) -> float:
         """Cores that this process had in the mean; below 1 something else had them."""
         return self.own_cpu_s / self.wall_s if self.wall_s else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Timed:
+    """Rounds by batch size, and what the machine did meanwhile."""
+
+    rounds: tuple[Rounds, ...]
+    load: Load
+
+
+def time_rounds(
+    timers: Sequence[Sequence[Timer]],
+    repeats: Sequence[int],
+    effort: Effort,
+    half_widths: Callable[[Sequence[Rounds]], float],
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    cpu_clock: Callable[[], float] = time.process_time,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Timed:
+    """Run interleaved rounds until what is wanted is narrow enough, or time is up.
+
+    Args:
+        timers: [batch sizes][systems]; the first system is what others are compared with.
+        repeats: [batch sizes]: rounds in a sweep.
+        effort: How long.
+        half_widths: Of what is wanted, the widest, as a share; given the rounds so far.
+        clock: Seconds.
+        cpu_clock: Seconds of this process.
+        progress: Called with 1 after each of the sweeps that are run at least.
+    """
+    sweeps = Sweeps(systems=len(timers[0]), repeats=repeats, effort=effort)
+    for each in timers:
+        for _ in range(WARM_UP_ROUNDS):
+            for timer in each:
+                timer()
+    times: list[list[list[float]]] = [[] for _ in timers]
+    rounds: list[Rounds] = []
+    started_s, started_cpu_s = clock(), cpu_clock()
+    while not sweeps.enough(clock() - started_s, rounds, half_widths):
+        for size, order in sweeps.order():
+            found = [0.0] * len(order)
+            for system in order:
+                found[system] = timers[size][system]()
+            times[size].append(found)
+        rounds = [Rounds(times_ms=np.array(of_size)) for of_size in times]
+        if sweeps.done <= effort.least:
+            progress(1)
+    load = Load(wall_s=clock() - started_s, own_cpu_s=cpu_clock() - started_cpu_s)
+    return Timed(rounds=tuple(rounds), load=load)
 
 
 LEAST_OWN_SHARE = 0.9
