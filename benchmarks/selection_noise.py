@@ -315,6 +315,7 @@ def measure(case: Case, draws: int) -> dict[str, Any]:
     }  # fmt: skip
     for number, (name, noise) in enumerate(KINDS.items()):
         saved: dict[str, list[float]] = {"new": [], "old": []}
+        chosen: dict[str, set[tuple[int, ...]]] = {"new": set(), "old": set()}
         for draw in range(draws):
             seen = draw_rounds(case, noise, np.random.default_rng([number, draw]))
             for rule, profile_of, choice in (
@@ -322,8 +323,13 @@ def measure(case: Case, draws: int) -> dict[str, Any]:
                 ("old", old_profile, old_choice),
             ):
                 profile = profile_of(case, seen)
-                saved[rule].append(case.true_savings(choice(case, profile), profile))
-        result[name] = {rule: summary(np.array(row), best) for rule, row in saved.items()}
+                active = choice(case, profile)
+                chosen[rule].add(active)
+                saved[rule].append(case.true_savings(active, profile))
+        result[name] = {
+            rule: {**summary(np.array(row), best), "choices": len(chosen[rule])}
+            for rule, row in saved.items()
+        }
     return result
 
 
@@ -352,14 +358,13 @@ def main() -> None:
     started_s = time.monotonic()
     result = measure(case, arguments.draws)
     print(f"noiseless: new {result['noiseless']['new']}, old {result['noiseless']['old']}")
-    print(
-        f"{'noise':<10} {'rule':<4} {'within 3 points':>15} {'no exit':>8} {'mean':>7} {'1st %':>7}"
-    )
+    print("noise      rule within 3 points  no exit    mean   1st %  choices")
     for name in KINDS:
         for rule in ("new", "old"):
             row = result[name][rule]
             print(f"{name:<10} {rule:<4} {row['within_3_points']:15.1%} {row['no_exit']:8.1%} "
-                  f"{row['mean']:7.3f} {row['first_percentile']:7.3f}")  # fmt: skip
+                  f"{row['mean']:7.3f} {row['first_percentile']:7.3f} "
+                  f"{row['choices']:8d}")  # fmt: skip
     print(f"{time.monotonic() - started_s:.0f} s")
     settings = {"draws": arguments.draws, "seeds": "[kind, draw]", "sigma": SIGMA, "wander": WANDER,
                 "spikes": [SPIKES, SPIKE], "bad_round": BAD_ROUND, "bad_size": BAD_SIZE,

