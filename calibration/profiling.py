@@ -1,6 +1,6 @@
 """Measure latencies on this machine: the inference times that every prediction starts from.
 
-How rounds are run, and what is made of them, is in :mod:`offramp.calibration.timing`.
+How rounds are run, and what is made of them, is in :mod:`offramp.engine.timing`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,24 +16,22 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from offramp.calibration.timing import (
-    Effort,
-    Load,
-    Rounds,
-    Sweeps,
-    Timer,
-    disturbances,
-    fit_borders,
-    repeats_of,
-    rising,
+from offramp.calibration.estimates import (
+    BackboneTimes,
+    StageCosts,
+    backbone_of,
+    heads_of,
+    sets_of_exits,
+    stages_of,
+    widest_ratio,
 )
 from offramp.engine.backends import Slot
 from offramp.engine.backends.onnxruntime import HostBatch, OnnxRuntimeBackend, make_session
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, StageSpec
+from offramp.engine.timing import Effort, Timer, disturbances, repeats_of, time_rounds
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
-WARM_UP_ROUNDS = 2
 HEAD_EFFORT = Effort(least=16, most=16)
 """Heads are short: this many sweeps take a fraction of a second."""
 
@@ -60,80 +58,6 @@ class TimedGraph:
         started = time.perf_counter()
         self.session.run(self._outputs, feed)
         return (time.perf_counter() - started) * 1e3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Timed:
-    """Rounds by batch size, and what the machine did meanwhile."""
-
-    rounds: tuple[Rounds, ...]
-    load: Load
-
-
-def time_rounds(
-    timers: Sequence[Sequence[Timer]],
-    repeats: Sequence[int],
-    effort: Effort,
-    half_widths: Callable[[Sequence[Rounds]], float],
-    *,
-    clock: Callable[[], float] = time.perf_counter,
-    cpu_clock: Callable[[], float] = time.process_time,
-    progress: Callable[[int], None] = lambda _: None,
-) -> Timed:
-    """Run interleaved rounds until what is wanted is narrow enough, or time is up.
-
-    Args:
-        timers: [batch sizes][systems]; the first system is what others are compared with.
-        repeats: [batch sizes]: rounds in a sweep.
-        effort: How long.
-        half_widths: Of what is wanted, the widest, as a share; given the rounds so far.
-        clock: Seconds.
-        cpu_clock: Seconds of this process.
-        progress: Called with 1 after each of the sweeps that are run at least.
-    """
-    sweeps = Sweeps(systems=len(timers[0]), repeats=repeats, effort=effort)
-    for each in timers:
-        for _ in range(WARM_UP_ROUNDS):
-            for timer in each:
-                timer()
-    times: list[list[list[float]]] = [[] for _ in timers]
-    rounds: list[Rounds] = []
-    started_s, started_cpu_s = clock(), cpu_clock()
-    while not sweeps.enough(clock() - started_s, rounds, half_widths):
-        for size, order in sweeps.order():
-            found = [0.0] * len(order)
-            for system in order:
-                found[system] = timers[size][system]()
-            times[size].append(found)
-        rounds = [Rounds(times_ms=np.array(of_size)) for of_size in times]
-        if sweeps.done <= effort.least:
-            progress(1)
-    load = Load(wall_s=clock() - started_s, own_cpu_s=cpu_clock() - started_cpu_s)
-    return Timed(rounds=tuple(rounds), load=load)
-
-
-def widest_ratio(rounds: Sequence[Rounds]) -> float:
-    """Half width of the ratio to the first system that is known least, over all batch sizes."""
-    return max((e.half_width for of_size in rounds for e in of_size.ratios()), default=0.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackboneTimes:
-    """Milliseconds of the source model and of its segments."""
-
-    batch_sizes: tuple[int, ...]
-    source_ms: tuple[float, ...]
-    """By batch size: medians over rounds."""
-    segments_ms: tuple[tuple[float, ...], ...]
-    """[segments][batch sizes], scaled to add up to ``source_ms``."""
-    source_widths: tuple[float, ...] = ()
-    """By batch size: half of the interval of ``source_ms``, as a share of it."""
-    segment_widths: tuple[float, ...] = ()
-    """By batch size: half of the widest interval of a segment, as a share of ``source_ms``."""
-    rounds: tuple[int, ...] = ()
-    """By batch size."""
-    disturbed: tuple[str, ...] = ()
-    """In what ways the machine was disturbed meanwhile."""
 
 
 def profile_backbone(
@@ -170,34 +94,10 @@ def profile_backbone(
         widest_ratio,
         progress=progress,
     )
-    wholes = [of_size.base() for of_size in found.rounds]
-    columns = []
-    for of_size, whole in zip(found.rounds, wholes, strict=True):
-        shares = np.array([ratio.value for ratio in of_size.ratios()])
-        columns.append((whole.value * shares / shares.sum()).tolist())
-    return BackboneTimes(
-        batch_sizes=tuple(batch_sizes),
-        source_ms=tuple(whole.value for whole in wholes),
-        segments_ms=tuple(zip(*columns, strict=True)),
-        source_widths=tuple(whole.half_width / whole.value for whole in wholes),
-        segment_widths=tuple(widest_ratio([of_size]) for of_size in found.rounds),
-        rounds=tuple(of_size.count for of_size in found.rounds),
+    return replace(
+        backbone_of(found.rounds, batch_sizes),
         disturbed=disturbances("segments", found.load, found.rounds),
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageCosts:
-    """What borders cost, and how sure it is what all exits add."""
-
-    stages_ms: tuple[tuple[float, ...], ...]
-    """[exits][batch sizes]: at least 0, by a model of all sizes and exits (:func:`fit_borders`)."""
-    added_widths: tuple[float, ...]
-    """By batch size: half of the interval of what all exits add, as a share of the source's."""
-    rounds: tuple[int, ...]
-    """By batch size."""
-    disturbed: tuple[str, ...] = ()
-    """In what ways the machine was disturbed meanwhile."""
 
 
 def profile_stages(
@@ -248,26 +148,10 @@ def profile_stages(
     )
     crossing = _crossing_bytes(staged[0], slot, inputs)
     slot.close()
-    source_ms = np.array([of_size.base().value for of_size in found.rounds])
-    ratios = [of_size.ratios() for of_size in found.rounds]
-    heads = np.array([[sum(exits_ms[e][column] for e in set_) for set_ in sets]
-                      for column in range(len(batch_sizes))])  # fmt: skip
-    beyond = np.array([[r.value - 1 for r in row] for row in ratios]) * source_ms[:, None] - heads
-    costs = fit_borders(beyond, batch_sizes, sets, crossing, source_ms)
-    return StageCosts(
-        stages_ms=tuple(zip(*(costs.at(b, crossing).tolist() for b in batch_sizes), strict=True)),
-        added_widths=tuple(row[0].half_width for row in ratios),
-        rounds=tuple(of_size.count for of_size in found.rounds),
+    return replace(
+        stages_of(found.rounds, batch_sizes, sets, crossing, exits_ms),
         disturbed=disturbances("stages", found.load, found.rounds),
     )
-
-
-def sets_of_exits(exits: int) -> list[tuple[int, ...]]:
-    """Sets that tell what a call costs from what a tensor does: all, the early, the late exits."""
-    everything = tuple(range(exits))
-    if exits < 2:
-        return [everything] if exits else []
-    return [everything, everything[: exits // 2], everything[exits // 2 :]]
 
 
 def _staged_ms(pipeline: Pipeline, slot: Slot, tensors: Tensors) -> float:
@@ -328,8 +212,7 @@ def profile_heads(
             effort or HEAD_EFFORT,
             lambda _: 0.0,
         )
-        beyond = np.array([[d.value for d in of_size.differences()] for of_size in found.rounds])
-        result.append([rising(row).tolist() for row in beyond.T])
+        result.append(heads_of(found.rounds))
         progress(1)
     return result
 

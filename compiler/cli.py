@@ -39,6 +39,7 @@ within --max-disagreement.
   eecompile model.onnx --data calibration.npz     writes model.ee
   eecompile inspect model.onnx                    lists the cut points
   eecompile rehearse model.ee --data new.npz      adapts a bundle to a load that has changed
+  eecompile profile model.ee                      measures its profile anew on this machine
   eecompile build model.ee --device cuda:0        builds its TensorRT engines, where the GPU is
   eecompile export model.ee --data calibration.npz --output fast.onnx
                                                   makes one ONNX file of it, for any ONNX Runtime
@@ -235,6 +236,29 @@ def _rehearse(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
+def _profile(options: argparse.Namespace, console: Console) -> int:
+    from offramp.compiler.profile import (  # noqa: PLC0415
+        ProfileOptions,
+        print_profiled,
+        profile_bundle,
+    )
+    from offramp.compiler.progress import TerminalProgress  # noqa: PLC0415
+
+    with TerminalProgress(console) as progress:
+        done = profile_bundle(
+            ProfileOptions(
+                bundle=options.bundle,
+                output=options.output,
+                overwrite=options.overwrite,
+                dry_run=options.dry_run,
+                threads=options.threads,
+            ),
+            progress,
+        )
+    print_profiled(done, Console())
+    return 0
+
+
 def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="MODEL.onnx", help="the model to slice")
     parser.add_argument(
@@ -284,6 +308,24 @@ def _rehearse_parser() -> argparse.ArgumentParser:
     _add_rehearsing(parser.add_argument_group("rehearsing"), None, None)
     parser.add_argument("--seed", type=seed, default=0, metavar="N",
                         help="of split and batches")  # fmt: skip
+    return parser
+
+
+def _profile_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="eecompile profile",
+        description="Measure a bundle's profile anew on this machine, say what its policy is "
+        "predicted to save here, and write it. Graphs, policy and promise stay.",
+    )
+    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="the bundle to measure")
+    parser.add_argument("--output", type=Path, metavar="DIR",
+                        help="write there; BUNDLE is replaced if not given")  # fmt: skip
+    parser.add_argument("--overwrite", action="store_true",
+                        help="replace a bundle that is at --output")  # fmt: skip
+    parser.add_argument("--dry-run", action="store_true",
+                        help="only print what was measured")  # fmt: skip
+    parser.add_argument("--threads", type=_positive, metavar="N",
+                        help="of each graph; as the bundle was profiled if not given")  # fmt: skip
     return parser
 
 
@@ -378,6 +420,7 @@ _COMPILE = Command(_compile_parser, _compile)
 COMMANDS = {
     "inspect": Command(_inspect_parser, _inspect),
     "rehearse": Command(_rehearse_parser, _rehearse),
+    "profile": Command(_profile_parser, _profile),
     "build": Command(build_parser, run_build),
     "export": Command(export_parser, run_export),
 }

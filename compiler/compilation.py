@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, ActiveExit, AnswerForm, ExitPolicy, Profile, Spread
 from offramp.calibration.dataset import Dataset, Parts
+from offramp.calibration.estimates import BackboneTimes, StageCosts
 from offramp.calibration.families import family_of
 from offramp.calibration.features import Recording, record
 from offramp.calibration.limits import (
@@ -25,8 +26,6 @@ from offramp.calibration.limits import (
 )
 from offramp.calibration.profiling import (
     BATCH_SIZES,
-    BackboneTimes,
-    StageCosts,
     profile_backbone,
     profile_stages,
 )
@@ -36,7 +35,6 @@ from offramp.calibration.selection import (
     certified_policy,
     choose_active,
 )
-from offramp.calibration.timing import Effort
 from offramp.calibration.training import TrainedHead, count_steps, train_heads
 from offramp.compiler.exits import ExitTrials, Samples, Workbench, exit_prefix
 from offramp.compiler.heads import CONFIDENCE
@@ -50,6 +48,7 @@ from offramp.engine.control.costs import CostModel
 from offramp.engine.control.rehearsal_result import Rehearsal, RehearsalSettings, Rehearsed
 from offramp.engine.control.two_stage import StageTimes
 from offramp.engine.plan import Anatomy, plan_stages
+from offramp.engine.timing import Effort
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

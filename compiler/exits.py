@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Head
 from offramp.bundle.manifest import HeadTrial
+from offramp.calibration.estimates import BackboneTimes
 from offramp.calibration.families import CutTensor
-from offramp.calibration.profiling import BackboneTimes, profile_heads
+from offramp.calibration.profiling import profile_heads
 from offramp.calibration.selection import net_savings_alone
 from offramp.calibration.training import TrainedHead
 from offramp.compiler.heads import build_empty, build_exit

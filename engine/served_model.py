@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle import Answer, Bundle, ExitPolicy, Manifest, TensorSpec
+from offramp.bundle import Answer, Bundle, ExitPolicy, Manifest, Profile, TensorSpec
 from offramp.bundle.engines import list_targets
 from offramp.engine.backends import Backend, Slot
 from offramp.engine.control.controller import Controller
@@ -24,6 +24,7 @@ from offramp.engine.generation import BundleGenerations, Generation, Generations
 from offramp.engine.options import ModelOptions
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode
+from offramp.engine.profile_check import profile_here, say_what_exits_bring
 from offramp.engine.recorder import Recorder
 from offramp.engine.scheduling import (
     Latencies,
@@ -91,7 +92,9 @@ class ServedModel:
             OptionsError: The scheduling policy does not fit the model.
         """
         profile = bundle.profile()
-        if not backend.on_cpu:
+        if backend.name == "onnxruntime-cpu" and mode is not Mode.OFF:
+            profile = _profile_here(name, bundle, backend, profile, options, keep=keep_state)
+        elif not backend.on_cpu:
             try:
                 profile = measure_profile(
                     bundle, backend, profile, max_batch_size=options.max_batch_size
@@ -156,6 +159,27 @@ class ServedModel:
             rows = {name: array.repeat(size, axis=0) for name, array in self.good_inputs.items()}
             for _ in range(2):
                 generation.pipeline.warm_up(slot, rows)
+
+
+def _profile_here(
+    name: str,
+    bundle: Bundle,
+    backend: Backend,
+    compiled: Profile,
+    options: ModelOptions,
+    *,
+    keep: bool,
+) -> Profile:
+    """Check the profile on this CPU, and say what exits bring here."""
+    try:
+        here = profile_here(
+            bundle, backend, compiled, max_batch_size=options.max_batch_size, keep=keep
+        )
+    except BackendError as error:
+        _log.warning("%s: scheduled by the profile of where it was compiled: %s", name, error)
+        return compiled
+    say_what_exits_bring(name, bundle, here, compiled)
+    return here
 
 
 def warm_slots(backend: Backend, models: Mapping[str, ServedModel], streams: int) -> list[Slot]:

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+from offramp.bundle import Bundle
 from offramp.client import Client
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,11 +38,14 @@ def main() -> int:
     started_s = time.monotonic()
 
     _title("1  Compile: slice the model, train exits, certify a policy")
-    if BUNDLE.exists():
+    if (ROOT / BUNDLE).exists():
         console.print(f"{BUNDLE} is there already; remove it to compile again")
     else:
         model, data = EXAMPLE / "fashion_resnet56.onnx", EXAMPLE / "calibration.npz"
         _run("offramp.compiler.cli", "eecompile", model, "--data", data, "--output", BUNDLE)
+    if not Bundle.open(ROOT / BUNDLE).policy.active:
+        console.print(_why_not(), style="bold red")
+        return 1
 
     _title("2  Serve, and call it")
     with _serving() as (address, url):
@@ -65,6 +69,14 @@ def main() -> int:
     console.print(f"status page:  eeserve {BUNDLE}, then the HTTP port; or make demo KEEP=1")
     console.print(f"{time.monotonic() - started_s:.0f} s in all")
     return 0
+
+
+def _why_not() -> str:
+    return (
+        f"{BUNDLE} has no active exit: it serves the unmodified model, and there is nothing to "
+        "show. What kept the exits out of use was said when it was compiled, and stands at the top "
+        f"of {BUNDLE / 'report.html'}. Remove {BUNDLE} to compile again."
+    )
 
 
 def _title(text: str) -> None:

@@ -69,6 +69,7 @@ def equal_times() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(profiling.TimedGraph, "time_ms", lambda _self, _tensors: 1.0)
         patched.setattr(profiling, "_staged_ms", lambda _pipeline, _slot, _tensors: 1.0)
+        patched.setattr(profiling, "disturbances", lambda *_: ())
         yield
 
 
@@ -239,6 +240,9 @@ def test_a_hopeless_problem_is_served_without_exits(
     (record,) = [r for r in caplog.records if r.name == "offramp.compiler.compile"]
     assert record.levelno == logging.WARNING
     assert "NO EXIT IS ACTIVE" in record.getMessage()
+    assert "--max-disagreement" in record.getMessage(), "the flag that would lift the limit"
+    said = record.getMessage().partition("model: ")[2]
+    assert said[1:60] in (bundle.path / "report.html").read_text()
     (stage,) = make_plan(bundle).stages
     assert (stage.first_segment, stage.exit, stage.final) == (0, None, True)
     found = answers(make_plan(bundle), {"x": x[:90]})

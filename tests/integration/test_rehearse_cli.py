@@ -33,6 +33,7 @@ def steady_times() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(profiling.TimedGraph, "time_ms", time_ms)
         patched.setattr(profiling, "_staged_ms", lambda _pipeline, _slot, tensors: 0.0)
+        patched.setattr(profiling, "disturbances", lambda *_: ())
         yield
 
 
@@ -270,7 +271,6 @@ def test_a_bundle_without_exits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("offramp.compiler.compilation.profile_stages", lambda *_a, **_k: (0.0,) * 6)
     monkeypatch.setattr("offramp.compiler.exits.net_savings_alone", lambda *_: 0.0)
     x = np.random.default_rng(0).standard_normal((1400, 16)).astype(np.float32)
     bundle = compile_tiny(models.mlp(), {"x": x}, Path(), epochs=1, selection="pame")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 
 import numpy as np
@@ -10,19 +9,18 @@ import pytest
 from tests.sliced import inputs_of, sliced
 
 from offramp.calibration import profiling
+from offramp.calibration.estimates import sets_of_exits
 from offramp.calibration.profiling import (
     profile_backbone,
     profile_heads,
     profile_stages,
-    sets_of_exits,
-    time_rounds,
 )
-from offramp.calibration.timing import Effort
 from offramp.compiler.heads import build_empty
 from offramp.compiler.packing import draft
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, chain_stages
+from offramp.engine.timing import Effort
 
 SIZES = (1, 3)
 
@@ -135,67 +133,6 @@ def test_no_heads() -> None:
     pieces = sliced("mlp")
     sampler = lambda size: inputs_of(pieces, size)  # noqa: E731
     assert profile_heads([], [], pieces.graphs, sampler, threads=1, batch_sizes=SIZES) == []
-
-
-def test_systems_take_turns_in_every_round_and_warm_ups_are_forgotten() -> None:
-    calls: list[str] = []
-
-    def timer(name: str, warm: float, hot: float):
-        times = itertools.chain([warm] * profiling.WARM_UP_ROUNDS, itertools.repeat(hot))
-
-        def once() -> float:
-            calls.append(name)
-            return next(times)
-
-        return once
-
-    found = time_rounds(
-        [[timer("a", 100.0, 2.0), timer("b", 50.0, 3.0)]], [2], Effort(least=2, most=2), lambda _: 0
-    )
-    assert found.rounds[0].times_ms.tolist() == [[2.0, 3.0]] * 4
-    warm = ["a", "b"] * profiling.WARM_UP_ROUNDS
-    assert calls == [*warm, "a", "b", "b", "a", "a", "b", "b", "a"]
-
-
-def measured(widths: list[float], *, seconds: float) -> int:
-    """Sweeps of a second each, with these widths after each of them."""
-    clock = itertools.count()
-    return (
-        time_rounds(
-            [[lambda: 1.0]],
-            [1],
-            Effort(least=2, most=6, seconds=seconds, half_width=0.01),
-            lambda rounds: widths[rounds[0].count - 1],
-            clock=lambda: float(next(clock)),
-            cpu_clock=lambda: 0.0,
-        )
-        .rounds[0]
-        .count
-    )
-
-
-def test_measuring_ends_when_it_is_narrow_enough_or_time_is_up() -> None:
-    wide = [1.0] * 6
-    assert measured([0.0] * 6, seconds=100) == 2, "never less than the least"
-    assert measured([1.0, 1.0, 1.0, 0.01, 1.0, 1.0], seconds=100) == 4
-    assert measured(wide, seconds=100) == 6, "never more than the most"
-    assert measured(wide, seconds=3) == 2  # the clock is read once before the first sweep
-    assert measured(wide, seconds=5) == 4
-    assert measured(wide, seconds=0) == 2
-
-
-def test_what_the_machine_did_is_kept() -> None:
-    wall, cpu = itertools.count(), itertools.count(step=0.25)
-    found = time_rounds(
-        [[lambda: 1.0]],
-        [1],
-        Effort(least=3, most=3),
-        lambda _: 0.0,
-        clock=lambda: float(next(wall)),
-        cpu_clock=lambda: float(next(cpu)),
-    )
-    assert found.load.own_cpu_s == 0.25
-    assert found.load.own_share == pytest.approx(0.25 / found.load.wall_s)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,15 @@
-"""Times that hold on a busy machine: paired rounds, estimates with a spread, border costs.
+"""Times that hold on a busy machine: paired rounds, and estimates with a spread.
 
-Nothing here reads a clock. Everything that is compared runs once a round, and is compared within
+Everything that is compared runs once a round, and is compared within
 the round: with the model timed a moment before or after, at the same clock rate and beside the
 same neighbours. Medians over rounds then ignore rounds in which something else got in between.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from math import comb
 
 import numpy as np
@@ -19,10 +19,9 @@ FloatArray = NDArray[np.float64]
 Timer = Callable[[], float]
 """Runs something once; gives its milliseconds."""
 
+WARM_UP_ROUNDS = 2
 LEVEL = 0.95
 """Of every interval."""
-_HUBER = 1.345
-"""Deviations, in robust standard deviations, from which on an observation counts less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,89 +146,6 @@ def repeats_of(batch_sizes: Sequence[int], most: int = 4) -> list[int]:
     return [max(1, min(most, batch_sizes[-1] // (2 * size))) for size in batch_sizes]
 
 
-def rising(values: FloatArray) -> FloatArray:
-    """Nearest row that never falls and is nowhere negative: float64[batch sizes].
-
-    What grows with the batch is estimated at all sizes together (pool adjacent violators), so
-    that an estimate below 0 at one size takes from its neighbours what it lacks, instead of
-    being cut off: cutting off single values would make their mean too large.
-    """
-    pools: list[tuple[float, int]] = []
-    for value in values.tolist():
-        pools.append((value, 1))
-        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-            (left, n), (right, m) = pools[-2:]
-            pools[-2:] = [((left * n + right * m) / (n + m), n + m)]
-    row = np.concatenate([[value] * count for value, count in pools])
-    result: FloatArray = np.maximum(row, 0.0)
-    return result
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BorderCosts:
-    """What a border costs: a call, and the tensors that cross it."""
-
-    call_ms: float
-    """A call of the backend and an exit check, whatever crosses."""
-    ms_per_byte: float
-    """Layout changes, copies and fusions lost: they grow with the tensors."""
-
-    def at(self, batch_size: int, sample_bytes: FloatArray) -> FloatArray:
-        """Milliseconds of borders that so many bytes a sample cross."""
-        return self.call_ms + self.ms_per_byte * batch_size * sample_bytes
-
-
-def fit_borders(
-    added_ms: FloatArray,
-    batch_sizes: Sequence[int],
-    sets: Sequence[Sequence[int]],
-    sample_bytes: FloatArray,
-    scale_ms: FloatArray,
-) -> BorderCosts:
-    """Find the border costs that explain best what sets of exits add at all batch sizes.
-
-    Weighted least squares under the constraint that nothing is negative, with Huber's weights,
-    so that a batch size that was disturbed throughout does not decide.
-
-    Args:
-        added_ms: float64[batch sizes, sets]: beyond the source model and the heads; may be
-            negative, as noise makes it.
-        batch_sizes: Rows of it.
-        sets: Columns of it: the exits at work.
-        sample_bytes: float64[exits]: of the tensors that cross each exit's border, a sample.
-        scale_ms: float64[batch sizes]: the source model's time; noise is a share of it.
-    """
-    calls = [len(set_) for set_ in sets]
-    crossing = [float(sample_bytes[list(set_)].sum()) for set_ in sets]
-    design = np.array([[n, size * c] for size in batch_sizes for n, c in zip(calls, crossing,
-                       strict=True)], np.float64)  # fmt: skip
-    weights = np.repeat(1.0 / scale_ms, len(sets))
-    observed = added_ms.ravel()
-    trust = np.ones_like(weights)
-    for _ in range(20):
-        found = _least_squares(design, observed, weights * np.sqrt(trust))
-        off = np.abs(weights * (observed - design @ found))
-        deviation = max(float(np.median(off)) / 0.6745, 1e-9)
-        trust = 1.0 / np.maximum(off / (_HUBER * deviation), 1.0)
-    return BorderCosts(call_ms=float(found[0]), ms_per_byte=float(found[1]))
-
-
-def _least_squares(design: FloatArray, observed: FloatArray, weights: FloatArray) -> FloatArray:
-    """Solve for coefficients of at least 0, by trying which of them are 0: there are few."""
-    best, least = np.zeros(design.shape[1]), np.inf
-    scale = np.maximum(np.abs(design).max(axis=0), 1e-300)
-    weighted = design / scale * weights[:, None]
-    for used in product((True, False), repeat=design.shape[1]):
-        columns = np.flatnonzero(used)
-        found = np.zeros(design.shape[1])
-        if len(columns):
-            found[columns] = np.linalg.lstsq(weighted[:, columns], observed * weights)[0]
-        loss = float(((weighted @ found - observed * weights) ** 2).sum())
-        if (found >= 0).all() and loss < least:
-            best, least = found / scale, loss
-    return best
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """What the machine did during some sweeps."""
@@ -242,6 +158,56 @@ class Load:
     def own_share(self) -> float:
         """Cores that this process had in the mean; below 1 something else had them."""
         return self.own_cpu_s / self.wall_s if self.wall_s else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Timed:
+    """Rounds by batch size, and what the machine did meanwhile."""
+
+    rounds: tuple[Rounds, ...]
+    load: Load
+
+
+def time_rounds(
+    timers: Sequence[Sequence[Timer]],
+    repeats: Sequence[int],
+    effort: Effort,
+    half_widths: Callable[[Sequence[Rounds]], float],
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    cpu_clock: Callable[[], float] = time.process_time,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Timed:
+    """Run interleaved rounds until what is wanted is narrow enough, or time is up.
+
+    Args:
+        timers: [batch sizes][systems]; the first system is what others are compared with.
+        repeats: [batch sizes]: rounds in a sweep.
+        effort: How long.
+        half_widths: Of what is wanted, the widest, as a share; given the rounds so far.
+        clock: Seconds.
+        cpu_clock: Seconds of this process.
+        progress: Called with 1 after each of the sweeps that are run at least.
+    """
+    sweeps = Sweeps(systems=len(timers[0]), repeats=repeats, effort=effort)
+    for each in timers:
+        for _ in range(WARM_UP_ROUNDS):
+            for timer in each:
+                timer()
+    times: list[list[list[float]]] = [[] for _ in timers]
+    rounds: list[Rounds] = []
+    started_s, started_cpu_s = clock(), cpu_clock()
+    while not sweeps.enough(clock() - started_s, rounds, half_widths):
+        for size, order in sweeps.order():
+            found = [0.0] * len(order)
+            for system in order:
+                found[system] = timers[size][system]()
+            times[size].append(found)
+        rounds = [Rounds(times_ms=np.array(of_size)) for of_size in times]
+        if sweeps.done <= effort.least:
+            progress(1)
+    load = Load(wall_s=clock() - started_s, own_cpu_s=cpu_clock() - started_cpu_s)
+    return Timed(rounds=tuple(rounds), load=load)
 
 
 LEAST_OWN_SHARE = 0.9

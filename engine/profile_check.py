@@ -1,0 +1,324 @@
+"""Does a bundle's profile hold on this CPU? Checked when a bundle is loaded, and kept by CPU.
+
+A bundle is profiled where it is compiled. Another CPU is not only faster or slower: what borders
+and heads cost beside the model differs, and so whether exits pay. So source model and stages run
+in turns for a second or two, at a few batch sizes with nobody leaving, and the profile is scaled
+part by part to what was seen. What was measured is kept beside the bundle (it is no part of it).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import Bundle, BundleError, Profile
+from offramp.bundle.bundle import CERTIFY
+from offramp.bundle.serde import from_plain, to_plain
+from offramp.engine.backends.base import Backend, Slot, TensorBatch
+from offramp.engine.control.costs import CostModel
+from offramp.engine.control.records import first_exit, savings_of
+from offramp.engine.control_state import identity_of
+from offramp.engine.generation import zeros
+from offramp.engine.options import available_cores
+from offramp.engine.pipeline import Pipeline
+from offramp.engine.plan import Mode, Plan, make_plan
+from offramp.engine.timing import Effort, Estimate, Timer, repeats_of, time_rounds
+
+_log = logging.getLogger(__name__)
+
+SUFFIX = ".measured.json"
+"""Of the file beside a bundle that keeps what was measured."""
+LIMIT_S = 1.5
+"""Time that the rounds of a model may take; its sessions are loaded besides."""
+_EFFORT = Effort(least=4, most=40, seconds=0.5 * LIMIT_S, half_width=0.01)
+_RUNS = 2.5 * (_EFFORT.least + 3)
+"""Runs of the source model that the least effort takes at a batch size, warming up included; a
+round runs it, and the stages, which take somewhat longer."""
+_KEPT = 16
+"""Machines that are remembered."""
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """Medians at one batch size."""
+
+    batch_size: int
+    source_ms: float
+    stages: tuple[float, ...]
+    """Time of each stage, as a share of the source model's in the same round."""
+
+
+def profile_here(
+    bundle: Bundle, backend: Backend, compiled: Profile, *, max_batch_size: int, keep: bool
+) -> Profile:
+    """Give the profile of a bundle on this CPU, measured if it is not known yet.
+
+    Args:
+        bundle: Whose active exits are run.
+        backend: ONNX Runtime on the CPU.
+        compiled: The bundle's own profile.
+        max_batch_size: Of those that will be served.
+        keep: Whether to read and write the file beside the bundle.
+
+    Raises:
+        BackendError: A stage cannot be run.
+    """
+    path = bundle.path.resolve()
+    path = path.with_name(path.name + SUFFIX)
+    here = fingerprint(bundle, backend, max_batch_size)
+    if keep and (known := read_kept(path, here)) is not None:
+        return known
+    plan = make_plan(bundle, bundle.policy, Mode.LEAVE)
+    profile = scaled(compiled, plan, measure(bundle, backend, plan, compiled, max_batch_size))
+    if keep:
+        write_kept(path, here, profile)
+    return profile
+
+
+def fingerprint(bundle: Bundle, backend: Backend, max_batch_size: int) -> dict[str, str]:
+    """What a measurement holds for."""
+    return {
+        **identity_of(bundle),
+        "cpu": _cpu_model(),
+        "cores": str(available_cores()),
+        "backend": backend.name,
+        "runtime": getattr(backend, "runtime", ""),
+        "max_batch_size": str(max_batch_size),
+    }
+
+
+def measure(
+    bundle: Bundle,
+    backend: Backend,
+    plan: Plan,
+    compiled: Profile,
+    max_batch_size: int,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[Seen]:
+    """Run the source model and the stages of a plan in turns, at a few batch sizes."""
+    source = Pipeline(backend, make_plan(bundle, mode=Mode.OFF))
+    staged = Pipeline(backend, plan)
+    slot = backend.open_slot()
+    try:
+        one = slot.upload(zeros(bundle.manifest, 1))
+        whole_ms = min(_step_ms(source, slot, 0, one, clock) for _ in range(3))
+        slowness = whole_ms / compiled.source_ms[compiled.column(1)]
+        sizes = sizes_within(compiled, max_batch_size, slowness, LIMIT_S)
+        batches = [zeros(bundle.manifest, size) for size in sizes]
+        timers = [_timers(source, staged, slot, inputs, clock) for inputs in batches]
+        found = time_rounds(
+            timers,
+            repeats_of(sizes),
+            _EFFORT,
+            lambda rounds: max(e.half_width for r in rounds for e in r.ratios()),
+            clock=clock,
+        )
+    finally:
+        slot.close()
+    return [
+        Seen(batch_size=size, source_ms=r.base().value, stages=tuple(map(_value, r.ratios())))
+        for size, r in zip(sizes, found.rounds, strict=True)
+    ]
+
+
+def _value(found: Estimate) -> float:
+    return found.value
+
+
+def sizes_within(
+    compiled: Profile, max_batch_size: int, slowness: float, limit_s: float
+) -> list[int]:
+    """Batch sizes that there is time for: 1, and of a middle and the largest one those that fit."""
+    sizes = sorted({1, min(8, max_batch_size), max_batch_size})
+
+    def takes_s(size: int) -> float:
+        column = compiled.column(size)
+        per_row = compiled.source_ms[column] / compiled.batch_sizes[column]
+        return _RUNS * slowness * per_row * size / 1e3
+
+    while len(sizes) > 1 and sum(map(takes_s, sizes)) > limit_s:
+        sizes.pop()
+    return sizes
+
+
+def _timers(
+    source: Pipeline,
+    staged: Pipeline,
+    slot: Slot,
+    inputs: Mapping[str, NDArray[Any]],
+    clock: Callable[[], float],
+) -> list[Timer]:
+    """The source model, then the stages, each on the tensors that it gets if nobody leaves."""
+    batch: TensorBatch = slot.upload(inputs)
+    timers: list[Timer] = [partial(_step_ms, source, slot, 0, batch, clock)]
+    for index in range(len(staged.plan.stages)):
+        timers.append(partial(_step_ms, staged, slot, index, batch, clock))
+        carry = staged.step(slot, index, batch).result.carry
+        if carry is not None:
+            batch = carry
+    return timers
+
+
+def _step_ms(
+    pipeline: Pipeline, slot: Slot, index: int, batch: TensorBatch, clock: Callable[[], float]
+) -> float:
+    started_s = clock()
+    pipeline.step(slot, index, batch)
+    return (clock() - started_s) * 1e3
+
+
+def scaled(compiled: Profile, plan: Plan, seen: Sequence[Seen]) -> Profile:
+    """Scale a profile, part by part, to what was seen of a plan's stages.
+
+    At each size seen: the source model by its own time, segments by how their stage's share of it
+    differs. Between the sizes seen, factors are interpolated over the logarithm of the size; beyond
+    them the nearest one's hold. Heads and borders: by what all stages take beyond the model at all
+    sizes together, since that is a small difference of large times.
+    """
+    sizes = np.log2(compiled.batch_sizes)
+    known = np.log2([s.batch_size for s in seen])
+    factors = [_factors(compiled, plan, s) for s in seen]
+    source = np.interp(sizes, known, [f.source for f in factors])
+    expected, beyond = sum(f.expected for f in factors), sum(f.beyond for f in factors)
+    added = max(beyond, 0.0) / expected if expected else 1.0
+    source_ms = np.array(compiled.source_ms) * source
+    segments = np.array(compiled.segments_ms)
+    for index, stage in enumerate(plan.stages):
+        rows = slice(stage.first_segment, stage.last_segment + 1)
+        segments[rows] *= np.interp(sizes, known, [f.stages[index] for f in factors])
+    segments *= source_ms / segments.sum(axis=0)
+    return replace(
+        compiled,
+        source_ms=tuple(source_ms.tolist()),
+        segments_ms=_rows(segments),
+        exits_ms=_rows(np.array(compiled.exits_ms) * source * added),
+        stages_ms=_rows(np.array(compiled.stages_ms) * source * added),
+        spread=None,
+        disturbed=(),
+    )
+
+
+def _rows(table: FloatArray) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(row) for row in table.tolist())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Factors:
+    """What was seen over what the profile says, at one batch size."""
+
+    source: float
+    stages: tuple[float, ...]
+    """Of the segments of each stage, as shares of the source model's time."""
+    expected: float
+    """What heads and borders take by the profile, as a share of the source model's time."""
+    beyond: float
+    """What all stages took beyond the source model; noise can make it negative."""
+
+
+def _factors(compiled: Profile, plan: Plan, seen: Seen) -> _Factors:
+    column = compiled.column(seen.batch_size)
+    rows = seen.batch_size / compiled.batch_sizes[column]
+    whole = compiled.source_ms[column]
+    model, extra = [], []
+    for stage in plan.stages:
+        segments = compiled.segments_ms[stage.first_segment : stage.last_segment + 1]
+        model.append(sum(row[column] for row in segments) / whole)
+        own = (compiled.exits_ms, compiled.stages_ms) if stage.exit is not None else ()
+        extra.append(sum(table[stage.exit][column] for table in own if stage.exit is not None)
+                     / whole)  # fmt: skip
+    predicted = np.array(model) + extra
+    part = np.array(seen.stages) * model / predicted
+    return _Factors(
+        source=seen.source_ms / (whole * rows),
+        stages=tuple((part / part.sum() / model).tolist()),
+        expected=sum(extra),
+        beyond=sum(seen.stages) - 1.0,
+    )
+
+
+def say_what_exits_bring(name: str, bundle: Bundle, here: Profile, compiled: Profile) -> None:
+    """Log what the policy is predicted to save on this CPU, loudly if that is nothing."""
+    if not bundle.policy.active:
+        return
+    reference = bundle.manifest.calibration.reference_batch_size
+    size = here.batch_sizes[here.column(reference)]
+    saved, promised = (predicted_savings(bundle, p, size) for p in (here, compiled))
+    if saved > 0:
+        _log.info(
+            "%s: exits are predicted to save %.1f %% of the model's time at batch %d on this CPU "
+            "(where it was compiled: %.1f %%)", name, 100 * saved, size, 100 * promised
+        )  # fmt: skip
+        return
+    _log.warning(
+        "%s: EXITS DO NOT PAY HERE: at batch %d they are predicted to make answers %.1f %% later "
+        "in the mean on this CPU; where the bundle was compiled they saved %.1f %%. Compile it "
+        "again on a machine like this one, or serve it with --mode off",
+        name, size, -100 * saved, 100 * promised,
+    )  # fmt: skip
+
+
+def predicted_savings(bundle: Bundle, profile: Profile, batch_size: int) -> float:
+    """Share of the source model's time that the policy saves: certify split, profiled times."""
+    records = bundle.records()
+    rows = [a.exit for a in bundle.policy.active]
+    if not rows:
+        return 0.0
+    confidence = records["confidence"][rows][:, records["split"] == CERTIFY]
+    first = first_exit(confidence, np.array([a.threshold for a in bundle.policy.active]))
+    cost = CostModel.of(bundle.manifest, profile, batch_size)
+    counts = np.bincount(first, minlength=len(rows) + 1)
+    return float(savings_of(counts, cost.latency_ms(rows), cost.source_ms))
+
+
+def read_kept(path: Path, here: dict[str, str]) -> Profile | None:
+    """A profile measured before on a machine like this one; ``None`` if there is none to read."""
+    try:
+        plain = json.loads(path.read_text())[_key(here)]["profile"]
+        return from_plain(Profile, plain, path.name)
+    except (OSError, ValueError, KeyError, TypeError, BundleError):
+        return None
+
+
+def write_kept(path: Path, here: dict[str, str], profile: Profile) -> None:
+    """Keep a measurement, in place of the file and whole; where that fails, it is made again."""
+    try:
+        kept = json.loads(path.read_text())
+        kept = dict(list(kept.items())[-_KEPT + 1 :])
+    except (OSError, ValueError, AttributeError):
+        kept = {}
+    kept[_key(here)] = {"machine": here, "profile": to_plain(profile)}
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as scratch:
+            json.dump(kept, scratch)
+        os.replace(scratch.name, path)  # noqa: PTH105 - as Path.replace, for a name
+    except OSError as error:
+        _log.debug("%s is not kept: %s", path, error)
+
+
+def _key(here: dict[str, str]) -> str:
+    return hashlib.sha256(json.dumps(here, sort_keys=True).encode()).hexdigest()
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

@@ -1,0 +1,179 @@
+"""A profile is scaled, part by part, to the CPU that serves; what was measured is kept by CPU."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.unit.bundle.examples import PROFILE, write
+
+from offramp.bundle import Bundle, Profile
+from offramp.engine import profile_check
+from offramp.engine.plan import Mode, Plan, make_plan
+from offramp.engine.profile_check import (
+    Seen,
+    predicted_savings,
+    read_kept,
+    say_what_exits_bring,
+    scaled,
+    sizes_within,
+    write_kept,
+)
+
+COMPILED = replace(  # two stages: 1 + 0.25 + 0.125 ms, and 3 ms, of a model of 4 ms at batch 1
+    PROFILE,
+    batch_sizes=(1, 4),
+    source_ms=(4.0, 16.0),
+    segments_ms=((1.0, 4.0), (3.0, 12.0)),
+    exits_ms=((0.25, 1.0),),
+    stages_ms=((0.125, 0.5),),
+)
+HERE = {"cpu": "fast", "cores": "2"}
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Bundle:
+    return write(tmp_path)
+
+
+@pytest.fixture
+def plan(bundle: Bundle) -> Plan:
+    return make_plan(bundle, bundle.policy, Mode.LEAVE)
+
+
+def test_a_machine_that_is_as_the_compilers_changes_nothing(plan: Plan) -> None:
+    seen = [Seen(batch_size=b, source_ms=4.0 * b, stages=(1.375 / 4, 3 / 4)) for b in (1, 4)]
+    found = scaled(COMPILED, plan, seen)
+    for field in ("source_ms", "segments_ms", "exits_ms", "stages_ms"):
+        assert np.array(getattr(found, field)) == pytest.approx(np.array(getattr(COMPILED, field)))
+
+
+def test_a_slower_machine_is_slower_in_all_parts(plan: Plan) -> None:
+    seen = [Seen(batch_size=1, source_ms=8.0, stages=(1.375 / 4, 3 / 4))]
+    found = scaled(COMPILED, plan, seen)
+    assert found.source_ms == pytest.approx((8.0, 32.0))  # one size speaks for all
+    assert found.segments_ms[0] == pytest.approx((2.0, 8.0))
+    assert found.exits_ms[0] == pytest.approx((0.5, 2.0))
+    assert found.stages_ms[0] == pytest.approx((0.25, 1.0))
+
+
+def test_borders_that_cost_more_here_do_so_in_the_profile(plan: Plan) -> None:
+    """All stages take 1.28125 of the model instead of 1.09375: three times as much beyond it."""
+    seen = [Seen(batch_size=1, source_ms=4.0, stages=(1.375 / 4 * 1.28125 / 1.09375,
+                                                      0.75 * 1.28125 / 1.09375))]  # fmt: skip
+    found = scaled(COMPILED, plan, seen)
+    assert found.exits_ms[0][0] + found.stages_ms[0][0] == pytest.approx(3 * 0.375)
+    assert found.segments_ms[0][0] == pytest.approx(1.0)
+    free = [Seen(batch_size=1, source_ms=4.0, stages=(0.2, 0.7))]
+    assert scaled(COMPILED, plan, free).stages_ms[0] == (0.0, 0.0)
+
+
+def test_a_stage_that_takes_more_of_the_model_here(plan: Plan) -> None:
+    seen = [Seen(batch_size=1, source_ms=4.0, stages=(1.375 / 2, 3 / 4))]  # the first twice as much
+    found = scaled(COMPILED, plan, seen)
+    assert found.segments_ms[0][0] == pytest.approx(4.0 * 0.5 / 1.25)
+    assert sum(row[1] for row in found.segments_ms) == pytest.approx(16.0)
+
+
+def test_between_sizes_factors_are_interpolated(plan: Plan) -> None:
+    middle = replace(COMPILED, batch_sizes=(1, 2, 4), source_ms=(4.0, 8.0, 16.0),
+                     segments_ms=((1.0, 2.0, 4.0), (3.0, 6.0, 12.0)),
+                     exits_ms=((0.25, 0.5, 1.0),), stages_ms=((0.125, 0.25, 0.5),))  # fmt: skip
+    seen = [
+        Seen(batch_size=1, source_ms=4.0, stages=(1.375 / 4, 3 / 4)),
+        Seen(batch_size=4, source_ms=32.0, stages=(1.375 / 4, 3 / 4)),
+    ]
+    assert scaled(middle, plan, seen).source_ms == pytest.approx((4.0, 12.0, 32.0))
+
+
+def test_only_sizes_that_there_is_time_for_are_measured() -> None:
+    runs = profile_check._RUNS * 4.0 / 1e3  # seconds a row
+    assert sizes_within(COMPILED, 16, 1.0, 25 * runs) == [1, 8, 16]
+    assert sizes_within(COMPILED, 16, 1.0, 24 * runs) == [1, 8]
+    assert sizes_within(COMPILED, 16, 1.0, 8 * runs) == [1]
+    assert sizes_within(COMPILED, 16, 4.0, 25 * runs) == [1]
+    assert sizes_within(COMPILED, 4, 1.0, 25 * runs) == [1, 4]
+
+
+def test_what_was_measured_is_kept_by_machine(tmp_path: Path) -> None:
+    path = tmp_path / "model.ee.measured.json"
+    other = {**HERE, "cpu": "slow"}
+    assert read_kept(path, HERE) is None
+    write_kept(path, HERE, COMPILED)
+    write_kept(path, other, PROFILE)
+    assert (read_kept(path, HERE), read_kept(path, other)) == (COMPILED, PROFILE)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    for number in range(40):
+        write_kept(path, {"cpu": str(number)}, PROFILE)
+    assert read_kept(path, HERE) is None
+    assert len(json.loads(path.read_text())) == 16
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", "\x00"])
+def test_a_file_that_cannot_be_read_is_measured_anew(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "kept.json"
+    path.write_text(content)
+    assert read_kept(path, HERE) is None
+    write_kept(path, HERE, COMPILED)
+    assert read_kept(path, HERE) == COMPILED
+    plain = json.loads(path.read_text())
+    for entry in plain.values():
+        entry["profile"]["source_ms"] = "fast"
+    path.write_text(json.dumps(plain))
+    assert read_kept(path, HERE) is None
+
+
+def test_where_nothing_can_be_written_nothing_fails(tmp_path: Path) -> None:
+    write_kept(tmp_path / "nowhere" / "kept.json", HERE, COMPILED)
+    assert list(tmp_path.iterdir()) == []
+
+
+def saving(monkeypatch: pytest.MonkeyPatch, here: float, compiled: float, bundle: Bundle,
+           caplog: pytest.LogCaptureFixture) -> logging.LogRecord:  # fmt: skip
+    slow: Profile = replace(PROFILE, threads=7)
+    monkeypatch.setattr(
+        profile_check,
+        "predicted_savings",
+        lambda _bundle, profile, _size: here if profile is slow else compiled,
+    )
+    with caplog.at_level(logging.INFO):
+        say_what_exits_bring("small", bundle, slow, PROFILE)
+    (record,) = caplog.records
+    return record
+
+
+def test_it_is_said_loudly_when_exits_do_not_pay(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = saving(monkeypatch, -0.031, 0.4, bundle, caplog)
+    assert record.levelno == logging.WARNING
+    said = record.getMessage()
+    assert "small: EXITS DO NOT PAY HERE: at batch 8 " in said
+    assert "3.1 % later" in said
+    assert "they saved 40.0 %" in said
+    assert "--mode off" in said
+
+
+def test_what_exits_bring_is_said(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = saving(monkeypatch, 0.35, 0.4, bundle, caplog)
+    assert record.levelno == logging.INFO
+    assert "save 35.0 % of the model's time at batch 8 on this CPU" in record.getMessage()
+
+
+def test_savings_are_those_of_the_certify_split(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = {
+        "confidence": np.array([[0.99, 0.99, 0.1, 0.99]], np.float32),
+        "split": np.array([1, 2, 2, 2], np.uint8),
+    }
+    monkeypatch.setattr(Bundle, "records", lambda _self: records)
+    # two of three leave after 1.375 ms, one after 4.375, of a model of 4 ms
+    expected = 1 - (2 * 1.375 + 4.375) / 3 / 4
+    assert predicted_savings(bundle, COMPILED, 1) == pytest.approx(expected)
