@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Answer
+from offramp.calibration.augmentation import MadeSamples
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.running import check_answers, run_over
 
@@ -37,6 +38,14 @@ class Recording:
     answers: NDArray[np.float32]
     """[n, classes]: the source model's."""
 
+    def subset(self, rows: slice | NDArray[np.intp]) -> Recording:
+        """Give some samples; of a slice nothing is copied."""
+        return Recording(
+            features=tuple({key: v[rows] for key, v in e.items()} for e in self.features),
+            masks={name: mask[rows] for name, mask in self.masks.items()},
+            answers=self.answers[rows],
+        )
+
 
 def record(
     model: bytes,
@@ -44,6 +53,7 @@ def record(
     answer: Answer,
     dataset: Dataset,
     *,
+    made: MadeSamples | None = None,
     threads: int,
     directory: Path,
     progress: Callable[[int], None] = lambda _: None,
@@ -55,6 +65,8 @@ def record(
         outputs: Per candidate, the graph's outputs by grid.
         answer: The source model's.
         dataset: Samples; all of them are recorded.
+        made: More samples, recorded behind those; the ones that the source model has no finite
+            answer to are left out.
         threads: Of ONNX Runtime.
         directory: Where to put the files; the caller removes it.
         progress: Called with the number of samples of each finished batch.
@@ -63,20 +75,29 @@ def record(
         DataError: The source model fails on a sample, or its answers are not finite.
     """
     names = [name for per_exit in outputs for name in per_exit.values()]
+    total = len(dataset) + (0 if made is None else len(made))
     stores: dict[str, NDArray[np.float16]] = {}
-    answers = np.empty((len(dataset), answer.classes), np.float32)
+    answers = np.empty((total, answer.classes), np.float32)
     wanted = [answer.output, *names]
-    for rows, (answered, *values) in run_over(model, wanted, dataset, threads=threads):
-        check_answers(answered, dataset.rows[rows])
-        answers[rows] = answered
-        for name, value in zip(names, values, strict=True):
-            if name not in stores:
-                directory.mkdir(exist_ok=True)
-                stores[name] = _allocate(directory, len(stores), (len(dataset), *value.shape[1:]))
-            stores[name][rows] = np.clip(value, -_FLOAT16_MAX, _FLOAT16_MAX)
-        progress(len(answered))
+    for part, start in ((dataset, 0), (made, len(dataset))):
+        if part is None:
+            continue
+        for rows, (answered, *values) in run_over(model, wanted, part, threads=threads):
+            if part is dataset:
+                check_answers(answered, dataset.rows[rows])
+            place = slice(start + rows.start, start + rows.stop)
+            answers[place] = answered
+            for name, value in zip(names, values, strict=True):
+                if name not in stores:
+                    directory.mkdir(exist_ok=True)
+                    shape = (total, *value.shape[1:])
+                    stores[name] = _allocate(directory, len(stores), shape)
+                stores[name][place] = np.clip(value, -_FLOAT16_MAX, _FLOAT16_MAX)
+            progress(len(answered))
     features = tuple({grid: stores[name] for grid, name in e.items()} for e in outputs)
-    return Recording(features=features, masks=_masks(dataset), answers=answers)
+    recording = Recording(features=features, masks=_masks(dataset, made), answers=answers)
+    finite = np.isfinite(answers).all(axis=1)
+    return recording if finite.all() else recording.subset(np.flatnonzero(finite))
 
 
 def _allocate(directory: Path, number: int, shape: tuple[int, ...]) -> NDArray[np.float16]:
@@ -86,5 +107,8 @@ def _allocate(directory: Path, number: int, shape: tuple[int, ...]) -> NDArray[n
     return store
 
 
-def _masks(dataset: Dataset) -> dict[str, NDArray[Any]]:
-    return {name: array for name, array in dataset.inputs.items() if array.ndim == 2}
+def _masks(dataset: Dataset, made: MadeSamples | None) -> dict[str, NDArray[Any]]:
+    names = [name for name, array in dataset.inputs.items() if array.ndim == 2]
+    if made is None:
+        return {name: dataset.inputs[name] for name in names}
+    return {name: np.concatenate([dataset.inputs[name], made.column(name)]) for name in names}

@@ -9,6 +9,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from offramp.calibration.augmentation import MadeSamples
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.errors import DataError
 from offramp.engine.backends.onnxruntime import make_session
@@ -17,7 +18,7 @@ BATCH_SIZE = 64
 
 
 def run_over(
-    model: bytes, outputs: Sequence[str], dataset: Dataset, *, threads: int
+    model: bytes, outputs: Sequence[str], dataset: Dataset | MadeSamples, *, threads: int
 ) -> Iterator[tuple[slice, list[NDArray[Any]]]]:
     """Give the rows of each batch, and the graph's ``outputs`` for them.
 

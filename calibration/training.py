@@ -1,48 +1,55 @@
-"""Train heads: backbone frozen, every head of every exit on every sample, at once.
+"""Train heads on the frozen model's features, each exit for itself.
 
-Apparate 3.1: ramps are trained independently of each other on a frozen model, so their losses
-are summed and one backward pass serves them all. The targets are the source model's
-probabilities (self-distillation), so no labels are needed. The only module that names torch.
+Apparate 3.1: ramps are trained independently of each other on a frozen model. The targets are the
+source model's probabilities (self-distillation), so no labels are needed. Exits are dealt to
+threads, one core each: that keeps its pace beside a busy neighbour, where threads that share one
+matrix product wait for each other. The only module that names torch.
 """
 
 from __future__ import annotations
 
-import copy
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from offramp.bundle import Head
 from offramp.calibration.families import CutTensor
 from offramp.calibration.features import WHOLE, Recording
+from offramp.calibration.preconditioning import Preconditioner, moments
 
 _FAR_BELOW = -1e9
-_POOLED = -1
-"""Key of the fixed poolings of tokens among an exit's features."""
+_EVALUATED = 512
+"""Samples that are answered at once."""
+_FEWEST_STEPS = 24
+"""Of an epoch: little data is taken in smaller batches, or heads would hardly be trained."""
+_SMALLEST_BATCH = 32
+_WARM_UP = 0.1
+"""Share of the steps in which the learning rate rises."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOptions:
     """How heads are trained."""
 
-    epochs: int = 12
-    batch_size: int = 256
-    learning_rate: float = 2e-3
-    decay: float = 0.8
-    """Factor on the learning rate after each epoch."""
+    epochs: int = 8
+    batch_size: int = 512
+    """At most."""
+    learning_rate: float = 4e-3
+    """At its peak; it rises over the first tenth of the steps, then falls along a cosine."""
     weight_decay: float = 1e-4
     dropout: float = 0.1
-    """On the pooled features."""
-    holdout: float = 0.15
-    """Share of the training split that picks each head's best epoch."""
+    """On the hidden layer, or on the features of a linear head."""
     threads: int = 1
+    """Exits that are trained at once."""
     seed: int = 0
 
 
@@ -54,7 +61,7 @@ class TrainedHead:
     head: Head
     weights: Mapping[str, NDArray[np.float32]]
     """``weight`` [inputs, classes], ``bias`` [classes]; ``hidden_weight``, ``hidden_bias`` of
-    the hidden layer; ``queries`` [queries, width]. Standardisation is folded in."""
+    the hidden layer; ``queries`` [queries, width]. Preconditioning is folded in."""
     confidence: NDArray[np.float32]
     """[tune samples]."""
     prediction: NDArray[np.int32]
@@ -71,287 +78,374 @@ def train_heads(
     options: TrainingOptions,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[TrainedHead]:
-    """Train every head of every candidate.
+    """Train heads of every candidate.
 
     Args:
         train: Features to train on.
-        tune: Features to answer with the trained heads.
+        tune: Features to answer with the trained heads; they also pick each head's best epoch.
         cuts: Per candidate.
-        families: Per candidate, the heads to train.
+        families: Per candidate, the heads to train; may be none.
         probabilities: [train samples, classes], the source model's.
         options: How.
-        progress: Called with 1 after every step of :func:`count_steps`.
+        progress: Called with 1 after every step of :func:`count_steps`, from several threads.
 
     Returns:
-        All trained heads.
+        All trained heads, in the order of ``families``; the same in every run, however many
+        threads there are.
     """
-    torch.manual_seed(options.seed)
-    torch.set_num_threads(options.threads)
-    order = np.random.default_rng(options.seed).permutation(len(probabilities))
-    held = max(round(len(order) * options.holdout), 1)
-    held_rows, fit_rows = np.sort(order[:held]), np.sort(order[held:])
-    exits = [
-        _ExitHeads(index, cut, family, train, fit_rows=fit_rows, dropout=options.dropout)
-        for index, (cut, family) in enumerate(zip(cuts, families, strict=True))
-        if family
-    ]
-    if not exits:
-        return []
+    torch.set_num_threads(1)
     targets = torch.from_numpy(probabilities)
-    parameters = [p for e in exits for p in e.modules.parameters()]
-    optimiser = torch.optim.AdamW(
-        parameters, lr=options.learning_rate, weight_decay=options.weight_decay
-    )
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimiser, options.decay)
-    shuffler = np.random.default_rng(options.seed)
-    for _ in range(options.epochs):
-        for rows in _batches(shuffler.permutation(fit_rows), options.batch_size):
-            optimiser.zero_grad(set_to_none=True)
-            for exit_ in exits:
-                exit_.backward(rows, targets[rows])
-            optimiser.step()
-            progress(1)
-        schedule.step()
-        for exit_ in exits:
-            exit_.keep_best(held_rows, targets, options.batch_size)
-    return [trained for exit_ in exits for trained in exit_.finish(tune)]
+
+    def run(item: tuple[int, Sequence[Head]]) -> list[TrainedHead]:
+        candidate, heads = item
+        reader = _reader(heads, cuts[candidate], candidate, train, options)
+        _fit(reader, train, tune, targets=targets, options=options, progress=progress)
+        return _answered(reader, candidate, tune)
+
+    with ThreadPoolExecutor(options.threads) as pool:
+        groups = list(pool.map(run, _groups(families)))
+    trained = {(t.candidate, t.head): t for group in groups for t in group}
+    return [trained[c, head] for c, family in enumerate(families) for head in family]
 
 
-def count_steps(train_samples: int, options: TrainingOptions) -> int:
-    """How often :func:`train_heads` reports progress."""
-    fitted = train_samples - max(round(train_samples * options.holdout), 1)
-    return options.epochs * math.ceil(fitted / options.batch_size)
+def count_steps(families: Sequence[Sequence[Head]], options: TrainingOptions) -> int:
+    """How often :func:`train_heads` reports progress: once an epoch of heads on one view."""
+    return options.epochs * len(_groups(families))
 
 
-def _batches(rows: NDArray[np.intp], size: int) -> list[NDArray[np.intp]]:
-    return [np.sort(rows[start : start + size]) for start in range(0, len(rows), size)]
+def _groups(families: Sequence[Sequence[Head]]) -> list[tuple[int, list[Head]]]:
+    """Heads that see the same of a cut tensor, which is read once for all of them."""
+    groups: dict[tuple[int, str, int], list[Head]] = {}
+    for candidate, family in enumerate(families):
+        for head in family:
+            groups.setdefault((candidate, head.kind, head.grid), []).append(head)
+    return [(candidate, heads) for (candidate, _, _), heads in groups.items()]
 
 
-class _HeadModule(nn.Module):
-    """One head; standardises its features, so that one learning rate suits all."""
+class _Layers:
+    """One or two dense layers behind features [b, inputs]."""
 
-    def __init__(self, head: Head, cut: CutTensor, classes: int, dropout: float) -> None:
-        super().__init__()
-        assert cut.width is not None
-        self.head, self.width = head, cut.width
-        features = self.width * _multiplier(head)
-        self.mean: Tensor
-        self.scale: Tensor
-        self.register_buffer("mean", torch.zeros(features))
-        self.register_buffer("scale", torch.ones(features))
-        if head.kind == "attention":
-            self.queries = nn.Parameter(torch.randn(head.queries, self.width) * 0.02)
-        self.dropout = nn.Dropout(dropout)
-        self.hidden = nn.Linear(features, head.hidden) if head.hidden else None
-        self.output = nn.Linear(head.hidden or features, classes)
+    def __init__(
+        self, head: Head, inputs: int, classes: int, *, dropout: float, random: torch.Generator
+    ) -> None:
+        self.head, self._dropout, self._random = head, dropout, random
+        sizes = [inputs, head.hidden, classes] if head.hidden else [inputs, classes]
+        self.weights = [
+            _uniform((size, to), random, 1 / math.sqrt(size))
+            for size, to in itertools.pairwise(sizes)
+        ]
+        self.biases = [
+            _uniform((to,), random, 1 / math.sqrt(size)) for size, to in itertools.pairwise(sizes)
+        ]
 
-    def pick(self, values: Tensor) -> Tensor:
-        """Give [b, features] of the fixed poolings stored under :attr:`key`."""
-        if self.head.kind == "first":
-            return values[:, : self.width]
-        if self.head.kind == "mean":
-            return values[:, self.width : 2 * self.width]
-        return values
+    def parameters(self) -> list[Tensor]:
+        return [*self.weights, *self.biases]
 
-    def scaled_queries(self) -> Tensor:
-        """The learned queries [queries, width], for tokens that are not standardised."""
-        return self.queries / self._token_scale()
+    def __call__(self, features: Tensor, *, training: bool) -> Tensor:
+        """Give logits [b, classes]."""
+        x = features
+        if self.head.hidden:
+            x = torch.addmm(self.biases[0], x, self.weights[0]).relu()
+        if training and self._dropout:
+            kept = torch.empty_like(x).bernoulli_(1 - self._dropout, generator=self._random)
+            x = x * kept / (1 - self._dropout)
+        return torch.addmm(self.biases[-1], x, self.weights[-1])
 
-    @property
-    def key(self) -> int:
-        """Which of the exit's features the head reads."""
-        if self.head.kind in ("first", "mean", "mean_max"):
-            return _POOLED
-        return self.head.grid or WHOLE
-
-    def _token_scale(self) -> Tensor:
-        """Scale of one token's values, and the usual root of the width."""
-        return self.scale[: self.width] * math.sqrt(self.width)
-
-    def forward(self, pooled: Tensor) -> Tensor:
-        """Give logits [b, classes] of pooled features [b, features]."""
-        x = self.dropout((pooled - self.mean) / self.scale)
-        if self.hidden is not None:
-            x = self.hidden(x).relu()
-        logits: Tensor = self.output(x)
-        return logits
-
-    @torch.no_grad()
-    def standardise(self, values: Tensor, keep: Tensor | None) -> None:
-        """Set mean and scale from a sample of the features."""
-        if self.head.kind == "attention":
-            flat = values.flatten(0, 1) if keep is None else values[keep > 0]
-            mean, scale = _moments(flat)
-            self.mean.copy_(mean.repeat(self.head.queries))
-            self.scale.copy_(scale.repeat(self.head.queries))
-            return
-        mean, scale = _moments(self.pick(values))
-        self.mean.copy_(mean)
-        self.scale.copy_(scale)
-
-    @torch.no_grad()
-    def folded(self) -> dict[str, NDArray[np.float32]]:
-        """Give the weights with the standardisation folded into the first layer."""
-        first = self.hidden or self.output
-        weight = (first.weight.double() / self.scale).T
-        bias = first.bias - self.mean.double() @ weight  # in float64: large terms may cancel
-        layers = {"weight": weight, "bias": bias}
-        if self.hidden is not None:
-            layers = {"hidden_weight": weight, "hidden_bias": bias}
-            layers |= {"weight": self.output.weight.T, "bias": self.output.bias}
-        if self.head.kind == "attention":
-            layers["queries"] = self.scaled_queries()
-        return {n: np.ascontiguousarray(v.float().numpy()) for n, v in layers.items()}
+    def folded(self, preconditioner: Preconditioner) -> dict[str, NDArray[np.float32]]:
+        """Give the weights as served, on plain features."""
+        weights = [w.detach().numpy() for w in self.weights]
+        biases = [b.detach().numpy() for b in self.biases]
+        first, bias = preconditioner.fold(weights[0], biases[0])
+        named = {"weight": first, "bias": bias}
+        if self.head.hidden:
+            named = {"hidden_weight": first, "hidden_bias": bias}
+            named |= {"weight": weights[1], "bias": biases[1]}
+        return {name: np.ascontiguousarray(v, np.float32) for name, v in named.items()}
 
 
-def _attend(
-    tokens: Tensor, keep: Tensor | None, heads: Sequence[_HeadModule]
-) -> tuple[Tensor, ...]:
-    """Pool tokens [b, tokens, width] by the queries of several heads, each [b, features].
+class _Reader(Protocol):
+    """What a group of heads learns, and the features that it learns from."""
 
-    All at once: the tokens are large, and reading them is what takes the time.
-    """
-    queries = torch.cat([head.scaled_queries() for head in heads])
-    scores = tokens @ queries.T
-    if keep is not None:
-        scores = scores + ((1 - keep) * _FAR_BELOW)[..., None]
-    pooled = scores.softmax(1).transpose(1, 2) @ tokens
-    parts = torch.split(pooled, [head.head.queries for head in heads], dim=1)
-    return tuple(part.flatten(1) for part in parts)
+    layers: Sequence[_Layers]
 
+    def parameters(self, index: int) -> list[Tensor]:
+        """Give what a head learns."""
+        ...
 
-def _pool_tokens(tokens: NDArray[np.float16], mask: NDArray[Any] | None) -> NDArray[np.float32]:
-    """First token, masked mean and masked maximum of [n, tokens, width]: [n, 3 · width].
+    def load(self, recording: Recording) -> Any:
+        """Give a recording in the form that :meth:`pool` takes rows from."""
+        ...
 
-    Fixed poolings are computed once; only learned queries have to see the tokens every epoch.
-    """
-    pooled = np.empty((len(tokens), 3 * tokens.shape[2]), np.float32)
-    for start in range(0, len(tokens), 256):
-        rows = slice(start, start + 256)
-        values = tokens[rows].astype(np.float32)
-        keep = np.ones(values.shape[:2], np.float32) if mask is None else mask[rows]
-        keep = keep.astype(np.float32)[..., None]
-        mean = (values * keep).sum(axis=1) / np.maximum(keep.sum(axis=1), 1)
-        largest = (values + (1 - keep) * np.float32(_FAR_BELOW)).max(axis=1)
-        pooled[rows] = np.concatenate([values[:, 0], mean, largest], axis=1)
-    return pooled
+    def pool(self, loaded: Any, rows: Tensor) -> list[Tensor]:
+        """Give each head's features [b, inputs] of some rows."""
+        ...
+
+    def folded(self, index: int) -> dict[str, NDArray[np.float32]]:
+        """Give a head's weights as served."""
+        ...
 
 
-def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and scale to standardise by, of [samples, features].
-
-    A feature that hardly varies keeps a scale of 1/256 of its mean, as features are recorded in
-    float16 (steps of 1/1024 and less): what is rounding there must not become a signal.
-    """
-    mean = values.mean(0)
-    scale = values.std(0, correction=0).clamp(min=1e-3)
-    return mean, torch.maximum(scale, mean.abs() / 256)
-
-
-def _multiplier(head: Head) -> int:
-    """Pooled features per channel."""
-    if head.kind == "grid":
-        return head.grid**2
-    return {"attention": head.queries, "mean_max": 3}.get(head.kind, 1)
+def _reader(
+    heads: Sequence[Head],
+    cut: CutTensor,
+    candidate: int,
+    train: Recording,
+    options: TrainingOptions,
+) -> _Reader:
+    kind = heads[0].kind
+    # A generator of its own: what a head becomes must not depend on what else is trained.
+    seed = (options.seed, candidate, sum(kind.encode()), heads[0].grid)
+    random = torch.Generator().manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
+    reader = _Attention if kind == "attention" else _Fixed
+    mask = cut.mask if cut.rank == 3 else None
+    return reader(heads, candidate, mask, train=train, dropout=options.dropout, random=random)
 
 
-class _ExitHeads:
-    """The heads of one candidate exit, on their features."""
+class _Fixed:
+    """Heads on features that no learning changes: grids, vectors, fixed poolings of tokens."""
 
     def __init__(
         self,
+        heads: Sequence[Head],
         candidate: int,
-        cut: CutTensor,
-        family: Sequence[Head],
-        recording: Recording,
+        mask: str | None,
         *,
-        fit_rows: NDArray[np.intp],
+        train: Recording,
         dropout: float,
+        random: torch.Generator,
     ) -> None:
-        classes = recording.answers.shape[1]
-        self.candidate = candidate
-        self._mask_name = cut.mask if cut.rank == 3 else None
-        self.modules = nn.ModuleList(_HeadModule(head, cut, classes, dropout) for head in family)
-        self._see(recording)
-        sample = fit_rows[:: max(1, len(fit_rows) // 2048)]
-        values, keep = self._read(sample)
-        for module in self._heads():
-            module.standardise(values[module.key], keep)
-        self._best_loss = [math.inf] * len(family)
-        self._best_state: list[Any] = [None] * len(family)
-
-    def _see(self, recording: Recording) -> None:
-        """Take features and mask from a recording; keep those that the heads read."""
-        self.mask = recording.masks[self._mask_name] if self._mask_name else None
-        available: dict[int, NDArray[Any]] = dict(recording.features[self.candidate])
-        wanted = {module.key for module in self._heads()}
-        if _POOLED in wanted:
-            available[_POOLED] = _pool_tokens(available[WHOLE], self.mask)
-        self.features = {key: available[key] for key in sorted(wanted)}
-
-    def _heads(self) -> list[_HeadModule]:
-        return [m for m in self.modules if isinstance(m, _HeadModule)]
-
-    def _read(self, rows: NDArray[np.intp]) -> tuple[dict[int, Tensor], Tensor | None]:
-        """Features by key, each read once, and the mask."""
-        values = {
-            key: torch.from_numpy(stored[rows].astype(np.float32))
-            for key, stored in self.features.items()
-        }
-        if self.mask is None:
-            return values, None
-        return values, torch.from_numpy(self.mask[rows].astype(np.float32))
-
-    def _grouped(self, rows: NDArray[np.intp]) -> list[Tensor]:
-        """Logits of every head."""
-        values, keep = self._read(rows)
-        attending = [module for module in self._heads() if module.head.kind == "attention"]
-        attended = iter(_attend(values[WHOLE], keep, attending) if attending else ())
-        return [
-            module(next(attended) if module in attending else module.pick(values[module.key]))
-            for module in self._heads()
+        self._head, self._candidate, self._mask = heads[0], candidate, mask
+        self._preconditioner = Preconditioner.fit(self._view(train))
+        classes, inputs = train.answers.shape[1], self._preconditioner.width
+        self.layers = [
+            _Layers(head, inputs, classes, dropout=dropout, random=random) for head in heads
         ]
 
-    def backward(self, rows: NDArray[np.intp], targets: Tensor) -> None:
-        """Add the gradients of all heads on a batch."""
-        self.modules.train()
-        losses = [functional.cross_entropy(logits, targets) for logits in self._grouped(rows)]
-        torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+    def parameters(self, index: int) -> list[Tensor]:
+        return self.layers[index].parameters()
+
+    def load(self, recording: Recording) -> Tensor:
+        return torch.from_numpy(self._preconditioner.apply(self._view(recording)))
+
+    def pool(self, loaded: Tensor, rows: Tensor) -> list[Tensor]:
+        return [loaded[rows]] * len(self.layers)
+
+    def folded(self, index: int) -> dict[str, NDArray[np.float32]]:
+        return self.layers[index].folded(self._preconditioner)
+
+    def _view(self, recording: Recording) -> NDArray[np.floating]:
+        features = recording.features[self._candidate]
+        if self._head.kind in ("first", "mean", "mean_max"):
+            mask = recording.masks[self._mask] if self._mask else None
+            return _pool_tokens(features[WHOLE], mask, self._head.kind)
+        return features[self._head.grid or WHOLE]
+
+
+class _Attention:
+    """Heads that pool tokens by learned queries.
+
+    All at once: the tokens are large, and reading them is what takes the time.
+    """
+
+    def __init__(
+        self,
+        heads: Sequence[Head],
+        candidate: int,
+        mask: str | None,
+        *,
+        train: Recording,
+        dropout: float,
+        random: torch.Generator,
+    ) -> None:
+        self._candidate, self._mask = candidate, mask
+        tokens, keep = self.load(train)
+        rows = torch.arange(0, len(tokens), max(1, len(tokens) // 1024))
+        values, kept = _take(tokens, keep, rows)
+        flat = values.flatten(0, 1) if kept is None else values[kept > 0]
+        mean, scale = moments(flat.numpy())
+        self._token_scale = torch.from_numpy(scale) * math.sqrt(len(scale))
+        self._preconditioners = [
+            Preconditioner(mean=np.tile(mean, h.queries), matrix=np.tile(1 / scale, h.queries))
+            for h in heads
+        ]
+        self._means = [torch.from_numpy(p.mean) for p in self._preconditioners]
+        self._matrices = [torch.from_numpy(p.matrix) for p in self._preconditioners]
+        width, classes = len(scale), train.answers.shape[1]
+        self.queries = [_uniform((h.queries, width), random, 0.035) for h in heads]
+        self.layers = [
+            _Layers(h, h.queries * width, classes, dropout=dropout, random=random) for h in heads
+        ]
+
+    def parameters(self, index: int) -> list[Tensor]:
+        return [self.queries[index], *self.layers[index].parameters()]
+
+    def load(self, recording: Recording) -> tuple[NDArray[np.float16], NDArray[Any] | None]:
+        mask = recording.masks[self._mask] if self._mask else None
+        return recording.features[self._candidate][WHOLE], mask
+
+    def pool(
+        self, loaded: tuple[NDArray[np.float16], NDArray[Any] | None], rows: Tensor
+    ) -> list[Tensor]:
+        tokens, keep = _take(*loaded, rows)
+        scores = tokens @ (torch.cat(self.queries) / self._token_scale).T
+        if keep is not None:
+            scores = scores + ((1 - keep) * _FAR_BELOW)[..., None]
+        pooled = scores.softmax(1).transpose(1, 2) @ tokens
+        parts = torch.split(pooled, [len(queries) for queries in self.queries], dim=1)
+        scaled = zip(parts, self._means, self._matrices, strict=True)
+        return [(part.flatten(1) - mean) * matrix for part, mean, matrix in scaled]
+
+    def folded(self, index: int) -> dict[str, NDArray[np.float32]]:
+        queries = (self.queries[index] / self._token_scale).detach().numpy()
+        return self.layers[index].folded(self._preconditioners[index]) | {"queries": queries}
+
+
+def _fit(
+    reader: _Reader,
+    train: Recording,
+    tune: Recording,
+    *,
+    targets: Tensor,
+    options: TrainingOptions,
+    progress: Callable[[int], None],
+) -> None:
+    """Train a group of heads, and leave each as it was after its best epoch."""
+    loaded, judged = reader.load(train), reader.load(tune)
+    wanted = torch.from_numpy(tune.answers.argmax(axis=1))
+    shuffler = np.random.default_rng(options.seed)
+    size = max(min(options.batch_size, len(targets) // _FEWEST_STEPS), _SMALLEST_BATCH)
+    steps = options.epochs * math.ceil(len(targets) / size)
+    learned = [reader.parameters(index) for index in range(len(reader.layers))]
+    optimiser = torch.optim.AdamW(
+        [p for parameters in learned for p in parameters],
+        lr=options.learning_rate,
+        weight_decay=options.weight_decay,
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate(step / steps))
+    best = [_Best(parameters) for parameters in learned]
+    for _ in range(options.epochs):
+        for rows in _batches(torch.from_numpy(shuffler.permutation(len(targets))), size):
+            optimiser.zero_grad(set_to_none=True)
+            pooled = zip(reader.layers, reader.pool(loaded, rows), strict=True)
+            losses = [
+                functional.cross_entropy(layers(x, training=True), targets[rows])
+                for layers, x in pooled
+            ]
+            torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+            schedule.step()
+        for kept, loss in zip(best, _losses(reader, judged, wanted), strict=True):
+            kept.offer(loss)
+        progress(1)
+    for kept in best:
+        kept.restore()
+
+
+def _rate(progress: float) -> float:
+    """Factor on the learning rate after a share of the steps."""
+    if progress < _WARM_UP:
+        return (progress + 1e-3) / _WARM_UP
+    return 0.5 * (1 + math.cos(math.pi * min((progress - _WARM_UP) / (1 - _WARM_UP), 1)))
+
+
+class _Best:
+    """A head's parameters at the lowest loss so far."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters, self._loss = parameters, math.inf
+        self._values: list[Tensor] = []
+
+    def offer(self, loss: float) -> None:
+        if loss < self._loss:
+            self._loss, self._values = loss, [p.detach().clone() for p in self._parameters]
 
     @torch.no_grad()
-    def keep_best(self, rows: NDArray[np.intp], targets: Tensor, batch_size: int) -> None:
-        """Remember each head as it is now if the held-out loss never was lower."""
-        self.modules.eval()
-        totals = [0.0] * len(self.modules)
-        for batch in _batches(rows, batch_size):
-            for index, logits in enumerate(self._grouped(batch)):
-                loss = functional.cross_entropy(logits, targets[batch], reduction="sum")
-                totals[index] += loss.item()
-        for index, (total, module) in enumerate(zip(totals, self._heads(), strict=True)):
-            if total < self._best_loss[index]:
-                self._best_loss[index] = total
-                self._best_state[index] = copy.deepcopy(module.state_dict())
+    def restore(self) -> None:
+        for parameter, value in zip(self._parameters, self._values, strict=False):
+            parameter.copy_(value)
 
-    @torch.no_grad()
-    def finish(self, tune: Recording) -> list[TrainedHead]:
-        """Restore the best of each head and answer the tuning split with it."""
-        self._see(tune)
-        for module, state in zip(self._heads(), self._best_state, strict=True):
-            if state is not None:
-                module.load_state_dict(state)
-        self.modules.eval()
-        chunks = [self._grouped(rows) for rows in _batches(np.arange(len(tune.answers)), 512)]
-        trained = []
-        for index, module in enumerate(self._heads()):
-            probabilities = torch.cat([chunk[index] for chunk in chunks]).softmax(1)
-            confidence, prediction = probabilities.max(1)
-            trained.append(
-                TrainedHead(
-                    candidate=self.candidate,
-                    head=module.head,
-                    weights=module.folded(),
-                    confidence=confidence.numpy(),
-                    prediction=prediction.numpy().astype(np.int32),
-                )
+
+@torch.no_grad()
+def _logits(reader: _Reader, loaded: Any, samples: int) -> list[Tensor]:
+    """Every head's logits [samples, classes]."""
+    chunks = [
+        [
+            layers(x, training=False)
+            for layers, x in zip(reader.layers, reader.pool(loaded, rows), strict=True)
+        ]
+        for rows in _batches(torch.arange(samples), _EVALUATED)
+    ]
+    return [torch.cat(parts) for parts in zip(*chunks, strict=True)]
+
+
+def _losses(reader: _Reader, loaded: Any, wanted: Tensor) -> list[float]:
+    """Every head's loss against the source model's predictions [samples]."""
+    logits = _logits(reader, loaded, len(wanted))
+    return [functional.cross_entropy(values, wanted).item() for values in logits]
+
+
+def _answered(reader: _Reader, candidate: int, tune: Recording) -> list[TrainedHead]:
+    """Answer the tuning split with the trained heads."""
+    trained = []
+    for index, logits in enumerate(_logits(reader, reader.load(tune), len(tune.answers))):
+        confidence, prediction = logits.softmax(1).max(1)
+        trained.append(
+            TrainedHead(
+                candidate=candidate,
+                head=reader.layers[index].head,
+                weights=reader.folded(index),
+                confidence=confidence.numpy(),
+                prediction=prediction.numpy().astype(np.int32),
             )
-        return trained
+        )
+    return trained
+
+
+def _batches(rows: Tensor, size: int) -> Iterator[Tensor]:
+    return iter(torch.split(rows, size))
+
+
+def _uniform(shape: tuple[int, ...], random: torch.Generator, bound: float) -> Tensor:
+    """A parameter, drawn between minus and plus ``bound``."""
+    values = torch.empty(shape).uniform_(-bound, bound, generator=random)
+    return values.requires_grad_()
+
+
+def _take(
+    tokens: NDArray[np.float16], mask: NDArray[Any] | None, rows: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Give tokens and mask of some rows as float32; read in order, as they lie in a file."""
+    places = rows.numpy()
+    values = torch.from_numpy(tokens[places]).float()
+    return values, None if mask is None else torch.from_numpy(mask[places].astype(np.float32))
+
+
+def _pool_tokens(
+    tokens: NDArray[np.float16], mask: NDArray[Any] | None, kind: str
+) -> NDArray[np.float32]:
+    """Pool [n, tokens, width] by a fixed rule: first token, masked mean, or those and maximum.
+
+    Computed once; only learned queries have to see the tokens every epoch.
+    """
+    if kind == "first":
+        return tokens[:, 0].astype(np.float32)
+    parts = [
+        _pool_chunk(
+            tokens[start : start + 256], None if mask is None else mask[start : start + 256], kind
+        )
+        for start in range(0, len(tokens), 256)
+    ]
+    return np.concatenate(parts)
+
+
+def _pool_chunk(
+    tokens: NDArray[np.float16], mask: NDArray[Any] | None, kind: str
+) -> NDArray[np.float32]:
+    values = tokens.astype(np.float32)
+    keep = np.ones(values.shape[:2], np.float32) if mask is None else mask.astype(np.float32)
+    keep = keep[..., None]
+    mean: NDArray[np.float32] = (values * keep).sum(axis=1) / np.maximum(keep.sum(axis=1), 1)
+    if kind == "mean":
+        return mean
+    largest = (values + (1 - keep) * np.float32(_FAR_BELOW)).max(axis=1)
+    return np.concatenate([values[:, 0], mean, largest], axis=1)

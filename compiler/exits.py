@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -105,6 +105,37 @@ class Workbench:
                     best=int(np.argmax([trial.net_savings for trial in trials])),
                 )
             )
+        return result
+
+    def finish(
+        self,
+        tried: Sequence[ExitTrials],
+        trained: Sequence[TrainedHead],
+        truth: NDArray[np.int32],
+        *,
+        backbone: BackboneTimes,
+        reference: int,
+        max_disagreement: float,
+    ) -> list[ExitTrials]:
+        """Put the heads that were trained to the end in the place of those that were tried.
+
+        Args:
+            tried: The exits.
+            trained: Their best heads, in the same order.
+            truth: The source model's predictions on the tuning split.
+            backbone: Times of the segments.
+            reference: Index of the batch size to judge at.
+            max_disagreement: The constraint.
+        """
+        result = []
+        for exit_, head in zip(tried, trained, strict=True):
+            cost = _cost_alone(
+                backbone, reference, exit_.candidate, exit_.trials[exit_.best].cost_ms
+            )
+            graphs, trials = list(exit_.graphs), list(exit_.trials)
+            graphs[exit_.best] = self._build(head)
+            trials[exit_.best] = _judge(head, truth, cost, max_disagreement)
+            result.append(replace(exit_, graphs=tuple(graphs), trials=tuple(trials)))
         return result
 
     def time_exits(

@@ -17,7 +17,7 @@ def truth(made: Problem) -> np.ndarray:
 @pytest.mark.parametrize("kind", ["map", "tokens", "masked tokens", "vector"])
 def test_a_separable_problem_is_learned_by_every_head(kind: str) -> None:
     made = problem(kind, samples=600)
-    for head in made.train(epochs=12, learning_rate=1e-2):
+    for head in made.train(epochs=20, learning_rate=1e-2):
         agreement = (head.prediction == truth(made)).mean()
         # class centres lie several deviations apart, but less so in a global average; padding
         # hides most tokens of some samples
@@ -41,7 +41,7 @@ def test_attention_finds_the_token_that_means_something() -> None:
         (head.head.kind, head.head.queries, head.head.hidden): (
             head.prediction == truth(made)
         ).mean()
-        for head in made.train(epochs=25, learning_rate=3e-2, decay=0.95, batch_size=64)
+        for head in made.train(epochs=25, learning_rate=3e-2, batch_size=64)
     }
     assert agreement["attention", 1, 0] > 0.9
     assert agreement["attention", 1, 0] > agreement["mean", 0, 0] + 0.1
@@ -59,9 +59,9 @@ def test_the_same_seed_gives_the_same_heads_and_another_other_ones() -> None:
 
 
 def test_a_diverging_head_keeps_its_best_epoch() -> None:
-    """A learning rate that grows without bound ruins the last epochs, not the result."""
+    """A learning rate that ruins the epochs at its peak does not ruin the result."""
     made = problem("vector", samples=600)
-    for head in made.train(epochs=14, learning_rate=1e-2, decay=4.0):
+    for head in made.train(epochs=40, learning_rate=3.0):
         assert (head.prediction == truth(made)).mean() > 0.9, head.head
 
 
@@ -125,11 +125,11 @@ def test_no_heads_to_train() -> None:
     assert trained == []
 
 
-@pytest.mark.parametrize(("samples", "batch_size"), [(180, 32), (100, 7), (3, 256)])
-def test_progress_adds_up(samples: int, batch_size: int) -> None:
-    made = problem("vector", samples=samples)
+@pytest.mark.parametrize("kind", ["map", "tokens", "vector"])
+def test_progress_adds_up(kind: str) -> None:
+    made = problem(kind, samples=30)
     recording = made.recording(slice(None))
-    options = TrainingOptions(epochs=2, batch_size=batch_size)
+    options = TrainingOptions(epochs=2)
     steps: list[int] = []
     train_heads(
         recording,
@@ -140,4 +140,4 @@ def test_progress_adds_up(samples: int, batch_size: int) -> None:
         options=options,
         progress=steps.append,
     )
-    assert sum(steps) == count_steps(samples, options)
+    assert sum(steps) == count_steps([made.heads], options)

@@ -1,0 +1,91 @@
+"""Features in coordinates in which heads learn fast: principal components, partly whitened.
+
+Neighbouring cells of a pooled map say nearly the same, so a head on the plain features spends its
+epochs on a few directions. On the Fashion-MNIST example heads on these coordinates reached in five
+epochs what took eight without, at a quarter of the time, and the first exit agreed more often
+(90.3 % instead of 89.5 %).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float32]
+
+COMPONENTS = 512
+"""Principal components that are kept, at most."""
+LARGEST = 2048
+"""Features beyond which they are only standardised: the decomposition grows with their cube."""
+SAMPLES = 4096
+"""That moments and components are estimated from, at most."""
+LEAST_DEVIATION = 0.05
+"""Of a component, in standard deviations of a feature: what varies less is rounding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Preconditioner:
+    """An affine map of features [n, f] to coordinates [n, k]; heads are trained behind it."""
+
+    mean: FloatArray
+    """[f]."""
+    matrix: FloatArray
+    """[f, k]; [f] where features are only scaled."""
+
+    @classmethod
+    def fit(cls, features: NDArray[np.floating]) -> Preconditioner:
+        """Fit to features [n, f].
+
+        A component of standard deviation s is scaled by s^-1/2, half way between leaving it as
+        it is and whitening: whitening fully gave the many weak components too much say (−3 points
+        of time saved).
+        """
+        step = max(1, len(features) // SAMPLES)
+        sample = features[::step].astype(np.float32)
+        mean, scale = moments(sample)
+        if features.shape[1] > LARGEST:
+            return cls(mean=mean, matrix=1 / scale)
+        standard = (sample - mean) / scale
+        variance, directions = np.linalg.eigh(standard.T @ standard / len(standard))
+        deviation = np.sqrt(np.maximum(variance, 0))
+        kept = np.flatnonzero(deviation >= min(LEAST_DEVIATION, deviation.max()))[-COMPONENTS:]
+        matrix = directions[:, kept] / np.sqrt(np.maximum(deviation[kept], LEAST_DEVIATION))
+        return cls(mean=mean, matrix=(matrix / scale[:, None]).astype(np.float32))
+
+    @property
+    def width(self) -> int:
+        """k."""
+        return self.matrix.shape[-1]
+
+    def apply(self, features: NDArray[np.floating]) -> FloatArray:
+        """Give the coordinates [n, k] of features [n, f]."""
+        result = np.empty((len(features), self.width), np.float32)
+        for start in range(0, len(features), SAMPLES):
+            rows = slice(start, start + SAMPLES)
+            centred = features[rows].astype(np.float32) - self.mean
+            result[rows] = centred * self.matrix if self.matrix.ndim == 1 else centred @ self.matrix
+        return result
+
+    def fold(
+        self, weight: FloatArray, bias: FloatArray
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Give the layer on plain features that equals ``weight`` [k, m], ``bias`` [m] on these.
+
+        In float64: large terms may cancel.
+        """
+        exact = self.matrix.astype(np.float64)
+        plain = exact[:, None] * weight if exact.ndim == 1 else exact @ weight
+        return plain, bias - self.mean.astype(np.float64) @ plain
+
+
+def moments(features: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Mean and scale to standardise by, of [samples, features].
+
+    A feature that hardly varies keeps a scale of 1/256 of its mean, as features are recorded in
+    float16 (steps of 1/1024 and less): what is rounding there must not become a signal.
+    """
+    mean = features.mean(0)
+    scale = np.maximum(features.std(0), np.maximum(1e-3, np.abs(mean) / 256))
+    return mean, scale.astype(np.float32)
