@@ -115,6 +115,7 @@ class MadeSamples:
 
     def _lengths(self, rows: slice | NDArray[np.intp]) -> NDArray[np.intp]:
         """[n]: tokens up to the last that any input has beside padding, which is 0."""
-        used = np.stack([array[rows] != 0 for array in self.base.inputs.values()]).any(axis=0)
+        inputs = np.stack([array[rows] for array in self.base.inputs.values()])
+        used: NDArray[np.bool_] = np.any(inputs != 0, axis=0)
         lengths: NDArray[np.intp] = used.shape[1] - used[:, ::-1].argmax(axis=1)
         return lengths

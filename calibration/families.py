@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from offramp.bundle import Head
 
-HIDDEN = 64
+HIDDEN = 128
 """Width of the hidden layer."""
 QUERIES = (1, 4)
 """Numbers of learned attention queries that are tried."""
@@ -67,9 +67,11 @@ def family_of(cut: CutTensor) -> tuple[Head, ...]:
 
 
 def _map_heads(cut: CutTensor) -> Sequence[Head]:
-    grids = grids_of(cut)
-    linear = [Head(kind="grid", grid=grid) for grid in grids]
-    return linear + [Head(kind="grid", grid=grid, hidden=HIDDEN) for grid in grids[-2:]]
+    return [
+        Head(kind="grid", grid=grid, hidden=hidden)
+        for grid in grids_of(cut)
+        for hidden in (0, HIDDEN)
+    ]
 
 
 def _token_heads() -> Sequence[Head]:
@@ -79,7 +81,10 @@ def _token_heads() -> Sequence[Head]:
 
 
 def grids_of(cut: CutTensor) -> tuple[int, ...]:
-    """Grids to pool a map to: 1, 2, 4 and the map's own seventh or eighth part."""
+    """Grids to pool a map to: the two finest of 1, 2, 4 and the map's own seventh or eighth part.
+
+    Coarser ones were never chosen but at the very end of a model, where they net the same.
+    """
     height, width = cut.shape[2], cut.shape[3]
     assert cut.width is not None
     if not isinstance(height, int) or not isinstance(width, int):
@@ -87,7 +92,7 @@ def grids_of(cut: CutTensor) -> tuple[int, ...]:
     side = min(height, width)
     finest = 7 if side % 7 == 0 else 8
     fitting = [g for g in (1, 2, 4, finest) if g <= side and cut.width * g * g <= MAX_FEATURES]
-    return tuple(fitting) or (1,)
+    return tuple(fitting[-2:]) or (1,)
 
 
 def pooling_window(size: int, grid: int) -> tuple[int, int]:

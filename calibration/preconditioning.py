@@ -46,7 +46,7 @@ class Preconditioner:
         sample = features[::step].astype(np.float32)
         mean, scale = moments(sample)
         if features.shape[1] > LARGEST:
-            return cls(mean=mean, matrix=1 / scale)
+            return cls(mean=mean, matrix=np.reciprocal(scale))
         standard = (sample - mean) / scale
         variance, directions = np.linalg.eigh(standard.T @ standard / len(standard))
         deviation = np.sqrt(np.maximum(variance, 0))
@@ -56,8 +56,8 @@ class Preconditioner:
 
     @property
     def width(self) -> int:
-        """k."""
-        return self.matrix.shape[-1]
+        """Coordinates k."""
+        return int(self.matrix.shape[-1])
 
     def apply(self, features: NDArray[np.floating]) -> FloatArray:
         """Give the coordinates [n, k] of features [n, f]."""

@@ -166,7 +166,7 @@ class _Layers:
 class _Reader(Protocol):
     """What a group of heads learns, and the features that it learns from."""
 
-    layers: Sequence[_Layers]
+    layers: list[_Layers]
 
     def parameters(self, index: int) -> list[Tensor]:
         """Give what a head learns."""

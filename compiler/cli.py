@@ -91,8 +91,8 @@ def _missing(error: ImportError) -> int:
 
 
 def _compile(options: argparse.Namespace, console: Console) -> int:
+    from offramp.calibration.running import all_threads  # noqa: PLC0415
     from offramp.calibration.training import TrainingOptions  # noqa: PLC0415
-    from offramp.compiler.compilation import all_threads  # noqa: PLC0415
     from offramp.compiler.compile import compile_model  # noqa: PLC0415
     from offramp.compiler.options import CompileOptions  # noqa: PLC0415
     from offramp.compiler.progress import TerminalProgress  # noqa: PLC0415
@@ -120,6 +120,7 @@ def _compile(options: argparse.Namespace, console: Console) -> int:
                 reference_batch_size=options.reference_batch_size,
                 threads=options.threads,
                 simplify=not options.no_simplify,
+                augment=options.augment,
                 training=TrainingOptions(
                     epochs=options.epochs, threads=all_threads(), seed=options.seed
                 ),
@@ -368,7 +369,10 @@ def _compile_parser() -> argparse.ArgumentParser:
                        "reference batch size; not given, that time is a price in the savings "
                        "(with --selection savings)")  # fmt: skip
     exits.add_argument("--mask", metavar="NAME", help="input that says which tokens count")
-    exits.add_argument("--epochs", type=_positive, default=12, metavar="N", help="of training")
+    exits.add_argument("--epochs", type=_positive, default=8, metavar="N", help="of training")
+    exits.add_argument("--augment", choices=["auto", "off"], default="auto",
+                       help="auto: heads train on samples made from the data too, labelled by the "
+                       "model: mixed images and vectors, spliced texts")  # fmt: skip
     rehearsal = parser.add_argument_group("choosing the exits in use")
     rehearsal.add_argument("--selection", choices=["savings", "pame"], default="savings",
                            help="savings: those that save most time together; pame: one by one, "

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle import NEVER, ActiveExit, AnswerForm, ExitPolicy, Profile, Spread
+from offramp.bundle import NEVER, ActiveExit, ExitPolicy, Profile, Spread
 from offramp.calibration.dataset import Dataset, Parts
 from offramp.calibration.estimates import BackboneTimes, StageCosts
-from offramp.calibration.families import family_of
-from offramp.calibration.features import Recording, record
 from offramp.calibration.limits import (
     Asked,
     Limit,
@@ -31,15 +26,15 @@ from offramp.calibration.profiling import (
 )
 from offramp.calibration.records import ExitRecords, record_answers
 from offramp.calibration.rehearsing import forecast_policy, rehearse_records
+from offramp.calibration.running import all_threads
 from offramp.calibration.selection import (
     certified_policy,
     choose_active,
 )
-from offramp.calibration.training import TrainedHead, count_steps, train_heads
 from offramp.compiler.exits import ExitTrials, Samples, Workbench, exit_prefix
+from offramp.compiler.head_search import FoundExits, find_exits
 from offramp.compiler.heads import CONFIDENCE
 from offramp.compiler.options import CompileOptions
-from offramp.compiler.poolings import attach_poolings
 from offramp.compiler.progress import Progress
 from offramp.compiler.slicing import Sliced
 from offramp.engine.assembly import assemble
@@ -94,39 +89,16 @@ class Compilation:
                 progress=advance,
             )
 
-    def train_heads(self) -> tuple[list[TrainedHead], NDArray[np.int32]]:
-        """Train all heads; gives them, and the source's predictions on the tuning split."""
-        families = [family_of(cut) for cut in self.sliced.cuts]
-        with tempfile.TemporaryDirectory(prefix="offramp-features-") as directory:
-            train, tune = self._record_features(Path(directory))
-            steps = count_steps(len(self.parts.train), self.options.training)
-            heads = sum(map(len, families))
-            with self.progress.step(f"Train {heads} heads", steps) as advance:
-                trained = train_heads(
-                    train,
-                    tune,
-                    cuts=self.sliced.cuts,
-                    families=families,
-                    probabilities=_probabilities(train.answers, self.sliced.model.answer.form),
-                    options=self.options.training,
-                    progress=advance,
-                )
-            return trained, tune.answers.argmax(axis=1).astype(np.int32)
-
-    def choose_heads(
-        self, trained: Sequence[TrainedHead], truth: NDArray[np.int32], times: BackboneTimes
-    ) -> list[ExitTrials]:
-        """Pick the head that nets most at each candidate; who nets nothing is not built."""
-        with self.progress.step("Choose heads", len(self.sliced.cuts)) as advance:
-            tried = self._workbench().try_heads(
-                trained,
-                truth,
-                backbone=times,
-                reference=self.batch_sizes.index(self.options.reference_batch_size),
-                max_disagreement=self.options.max_disagreement,
-                progress=advance,
-            )
-        return [trials for trials in tried if trials.net_savings > 0]
+    def find_exits(self, times: BackboneTimes) -> FoundExits:
+        """Train heads; gives the exits worth building."""
+        return find_exits(
+            self.sliced,
+            self.parts,
+            self.options,
+            times,
+            workbench=self._workbench(),
+            progress=self.progress,
+        )
 
     def profile(
         self,
@@ -201,9 +173,7 @@ class Compilation:
 
     def limit(
         self,
-        trained: Sequence[TrainedHead],
-        truth: NDArray[np.int32],
-        exits: Sequence[ExitTrials],
+        found: FoundExits,
         path: FixedPath,
         *,
         profile: Profile,
@@ -218,10 +188,10 @@ class Compilation:
             max_overhead=options.max_overhead,
             batch_size=options.reference_batch_size,
         )
-        if not exits:
-            return limit_of_heads([float((t.prediction == truth).mean()) for t in trained], asked)
+        if not found.exits:
+            return limit_of_heads(found.agreements, asked)
         if not path.active:
-            return limit_of_choice(tune, _cost_models(exits, profile), asked)
+            return limit_of_choice(tune, _cost_models(found.exits, profile), asked)
         return limit_of_certificate(path.active, path.thresholds, certify, asked)
 
     def forecast(
@@ -252,26 +222,6 @@ class Compilation:
         return rehearse_records(
             tune, times, settings, confidence_level=options.confidence, seed=options.seed
         )
-
-    def _record_features(self, directory: Path) -> tuple[Recording, Recording]:
-        """Features of the training and the tuning split."""
-        sliced, parts = self.sliced, self.parts
-        graph, outputs = attach_poolings(sliced.model, sliced.graphs, sliced.cuts)
-        samples = len(parts.train) + len(parts.tune)
-        with self.progress.step("Record features", samples) as advance:
-            train, tune = (
-                record(
-                    graph,
-                    outputs,
-                    sliced.model.answer,
-                    part,
-                    threads=all_threads(),
-                    directory=directory / name,
-                    progress=advance,
-                )
-                for name, part in (("train", parts.train), ("tune", parts.tune))
-            )
-        return train, tune
 
     def _workbench(self) -> Workbench:
         return Workbench(sliced=self.sliced, samples=self._sampler(), threads=self.options.threads)
@@ -319,16 +269,3 @@ def _cost_models(exits: Sequence[ExitTrials], profile: Profile) -> dict[int, Cos
         size: CostModel.at(profile, size, after, [row[column] for row in profile.exits_ms])
         for column, size in enumerate(profile.batch_sizes)
     }
-
-
-def _probabilities(answers: NDArray[np.float32], form: AnswerForm) -> NDArray[np.float32]:
-    if form == "probabilities":
-        return answers
-    shifted = np.exp(answers - answers.max(axis=1, keepdims=True))
-    result: NDArray[np.float32] = shifted / shifted.sum(axis=1, keepdims=True)
-    return result
-
-
-def all_threads() -> int:
-    """Every core: what is recorded does not depend on how many compute it."""
-    return os.cpu_count() or 1

@@ -59,8 +59,8 @@ def compile_model(options: CompileOptions, progress: Progress = _SILENT) -> Bund
 
     compilation = Compilation(sliced, parts, options, progress)
     times = compilation.measure_times()
-    trained, truth = compilation.train_heads()
-    exits = compilation.choose_heads(trained, truth, times)
+    found = compilation.find_exits(times)
+    exits = found.exits
     anatomy, files = draft(sliced, exits)
     profile = compilation.profile(exits, times, anatomy, files)
     tune = compilation.record_answers("Tune the exits", exits, parts.tune)
@@ -70,9 +70,7 @@ def compile_model(options: CompileOptions, progress: Progress = _SILENT) -> Bund
     rehearsed = compilation.forecast(path, policy, certify, profile)
     limit = None
     if not policy.active:
-        limit = compilation.limit(
-            trained, truth, exits, path, profile=profile, tune=tune, certify=certify
-        )
+        limit = compilation.limit(found, path, profile=profile, tune=tune, certify=certify)
         _log.warning(
             "NO EXIT IS ACTIVE, the bundle will serve the unmodified model: %s.", limit.message
         )

@@ -52,6 +52,43 @@ class ExitTrials:
         return self.graphs[self.best]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judge:
+    """What a head is worth: the time that it would save with no other exit beside it."""
+
+    truth: NDArray[np.int32]
+    """[tune samples], the source model's predictions."""
+    backbone: BackboneTimes
+    batch_size: int
+    """Of those that were profiled."""
+    max_disagreement: float
+    """The constraint."""
+
+    def __call__(self, trained: TrainedHead, cost_ms: float) -> HeadTrial:
+        """Judge a head that takes ``cost_ms`` a batch."""
+        agrees = trained.prediction == self.truth
+        cost = self._cost(trained.candidate, cost_ms)
+        return HeadTrial(
+            head=trained.head,
+            agreement=float(agrees.mean()),
+            cost_ms=cost_ms,
+            net_savings=net_savings_alone(
+                trained.confidence, agrees, cost, 0, self.max_disagreement
+            ),
+        )
+
+    def _cost(self, candidate: int, cost_ms: float) -> CostModel:
+        """Costs with a single exit."""
+        column = self.backbone.batch_sizes.index(self.batch_size)
+        return CostModel(
+            source_ms=self.backbone.source_ms[column],
+            segments_ms=tuple(row[column] for row in self.backbone.segments_ms),
+            stages_ms=(0.0,),  # the same for every head, and measured once the heads are chosen
+            after_segment=(candidate,),
+            exits_ms=(cost_ms,),
+        )
+
+
 def exit_prefix(candidate: int) -> str:
     """What the names of a candidate's exit begin with; unique in the joined graph."""
     return f"offramp_exit_{candidate:02d}/"
@@ -69,33 +106,23 @@ class Workbench:
     def try_heads(
         self,
         trained: Sequence[TrainedHead],
-        truth: NDArray[np.int32],
-        *,
-        backbone: BackboneTimes,
-        reference: int,
-        max_disagreement: float,
-        progress: Callable[[int], None],
+        judge: Judge,
+        progress: Callable[[int], None] = lambda _: None,
     ) -> list[ExitTrials]:
         """Build and time every trained head, and judge it by what it nets alone.
 
         Args:
             trained: All heads of all candidates.
-            truth: The source model's predictions on the tuning split.
-            backbone: Times of the segments.
-            reference: Index of the batch size to judge at.
-            max_disagreement: The constraint.
+            judge: By what.
             progress: Called with 1 per candidate.
         """
         candidates = sorted({t.candidate for t in trained})
         heads = [[t for t in trained if t.candidate == c] for c in candidates]
         graphs = [[self._build(t) for t in per_exit] for per_exit in heads]
-        costs = self._time(candidates, graphs, [backbone.batch_sizes[reference]], progress=progress)
+        costs = self._time(candidates, graphs, [judge.batch_size], progress=progress)
         result = []
         for candidate, tried, built, cost in zip(candidates, heads, graphs, costs, strict=True):
-            trials = tuple(
-                _judge(t, truth, _cost_alone(backbone, reference, candidate, ms), max_disagreement)
-                for t, (ms,) in zip(tried, cost, strict=True)
-            )
+            trials = tuple(judge(t, ms) for t, (ms,) in zip(tried, cost, strict=True))
             result.append(
                 ExitTrials(
                     candidate=candidate,
@@ -108,33 +135,20 @@ class Workbench:
         return result
 
     def finish(
-        self,
-        tried: Sequence[ExitTrials],
-        trained: Sequence[TrainedHead],
-        truth: NDArray[np.int32],
-        *,
-        backbone: BackboneTimes,
-        reference: int,
-        max_disagreement: float,
+        self, tried: Sequence[ExitTrials], trained: Sequence[TrainedHead], judge: Judge
     ) -> list[ExitTrials]:
         """Put the heads that were trained to the end in the place of those that were tried.
 
         Args:
             tried: The exits.
             trained: Their best heads, in the same order.
-            truth: The source model's predictions on the tuning split.
-            backbone: Times of the segments.
-            reference: Index of the batch size to judge at.
-            max_disagreement: The constraint.
+            judge: By what.
         """
         result = []
         for exit_, head in zip(tried, trained, strict=True):
-            cost = _cost_alone(
-                backbone, reference, exit_.candidate, exit_.trials[exit_.best].cost_ms
-            )
             graphs, trials = list(exit_.graphs), list(exit_.trials)
             graphs[exit_.best] = self._build(head)
-            trials[exit_.best] = _judge(head, truth, cost, max_disagreement)
+            trials[exit_.best] = judge(head, trials[exit_.best].cost_ms)
             result.append(replace(exit_, graphs=tuple(graphs), trials=tuple(trials)))
         return result
 
@@ -184,29 +198,3 @@ class Workbench:
             opset=model.opset,
             ir_version=model.proto.ir_version,
         )
-
-
-def _judge(
-    trained: TrainedHead, truth: NDArray[np.int32], cost: CostModel, max_disagreement: float
-) -> HeadTrial:
-    agrees = trained.prediction == truth
-    net = net_savings_alone(trained.confidence, agrees, cost, 0, max_disagreement)
-    return HeadTrial(
-        head=trained.head,
-        agreement=float(agrees.mean()),
-        cost_ms=cost.exits_ms[0],
-        net_savings=net,
-    )
-
-
-def _cost_alone(
-    backbone: BackboneTimes, reference: int, candidate: int, cost_ms: float
-) -> CostModel:
-    """Costs with a single exit."""
-    return CostModel(
-        source_ms=backbone.source_ms[reference],
-        segments_ms=tuple(row[reference] for row in backbone.segments_ms),
-        stages_ms=(0.0,),  # the same for every head, and measured once the heads are chosen
-        after_segment=(candidate,),
-        exits_ms=(cost_ms,),
-    )

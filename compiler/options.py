@@ -48,5 +48,8 @@ class CompileOptions:
     threads: int = 1
     """Of ONNX Runtime while profiling."""
     simplify: bool = True
+    augment: Literal["auto", "off"] = "auto"
+    """``auto``: heads train on made samples too, where a way to make them fits the inputs
+    (:mod:`offramp.calibration.augmentation`)."""
     training: TrainingOptions = field(default_factory=TrainingOptions)
     seed: int = 0

@@ -21,8 +21,8 @@ from offramp.calibration.dataset import CERTIFY_SHARE, TUNE_SHARE, Dataset, read
 from offramp.calibration.errors import DataError
 from offramp.calibration.records import ExitRecords, dump_records, record_answers
 from offramp.calibration.rehearsing import draw_load, forecast_policy, rehearse_records
+from offramp.calibration.running import all_threads
 from offramp.calibration.selection import certifiable_errors, certified_policy
-from offramp.compiler.compilation import all_threads
 from offramp.compiler.errors import CompileError
 from offramp.compiler.packing import judged
 from offramp.compiler.progress import Progress, SilentProgress

@@ -1,0 +1,158 @@
+"""Which head at which candidate: all are trained a little, the best of each candidate to its end.
+
+Successive halving with one step: what tells good heads from bad ones shows early, so a short
+training on a part of the real samples chooses, by what each head would net. Only the chosen ones
+are trained on all samples, made ones included.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import AnswerForm, Head
+from offramp.calibration.augmentation import MadeSamples, method_for
+from offramp.calibration.dataset import Parts
+from offramp.calibration.families import family_of
+from offramp.calibration.features import Recording, record
+from offramp.calibration.profiling import BackboneTimes
+from offramp.calibration.running import all_threads
+from offramp.calibration.training import (
+    TrainedHead,
+    TrainingOptions,
+    count_steps,
+    train_heads,
+)
+from offramp.compiler.exits import ExitTrials, Judge, Workbench
+from offramp.compiler.options import CompileOptions
+from offramp.compiler.poolings import attach_poolings
+from offramp.compiler.progress import Progress
+from offramp.compiler.slicing import Sliced
+
+TRIAL_SAMPLES = 6000
+"""Real samples that heads are tried on, at most."""
+TRIAL_VISITS = 12_000
+"""Samples, counted with their repetitions, that a trial shows to a head where it can."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundExits:
+    """Exits worth building, and how near the others came."""
+
+    exits: tuple[ExitTrials, ...]
+    agreements: tuple[float, ...]
+    """Of all heads that were trained to the end: shares of the tuning split."""
+
+
+def find_exits(
+    sliced: Sliced,
+    parts: Parts,
+    options: CompileOptions,
+    times: BackboneTimes,
+    *,
+    workbench: Workbench,
+    progress: Progress,
+) -> FoundExits:
+    """Record features, choose a head for every candidate, and train it; who nets nothing is out."""
+    with tempfile.TemporaryDirectory(prefix="offramp-features-") as directory:
+        train, tune = _record(sliced, parts, options, Path(directory), progress)
+        search = _Search(sliced, train, tune, options, progress)
+        judge = Judge(
+            truth=tune.answers.argmax(axis=1).astype(np.int32),
+            backbone=times,
+            batch_size=options.reference_batch_size,
+            max_disagreement=options.max_disagreement,
+        )
+        tried = workbench.try_heads(search.tried(len(parts.train)), judge)
+        exits = workbench.finish(tried, search.trained(tried), judge)
+    return FoundExits(
+        exits=tuple(exit_ for exit_ in exits if exit_.net_savings > 0),
+        agreements=tuple(exit_.trials[exit_.best].agreement for exit_ in exits),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    sliced: Sliced
+    train: Recording
+    """Real samples first, then made ones."""
+    tune: Recording
+    options: CompileOptions
+    progress: Progress
+
+    def tried(self, real_samples: int) -> list[TrainedHead]:
+        """Train all heads a little, on real samples alone."""
+        samples = min(real_samples, TRIAL_SAMPLES)
+        epochs = min(max(round(TRIAL_VISITS / samples), 1), self.options.training.epochs)
+        families = [family_of(cut) for cut in self.sliced.cuts]
+        options = replace(self.options.training, epochs=epochs)
+        heads = sum(map(len, families))
+        return self._train(
+            f"Try {heads} heads", families, self.train.subset(slice(samples)), options
+        )
+
+    def trained(self, tried: Sequence[ExitTrials]) -> list[TrainedHead]:
+        """Train the best head of every exit on all samples."""
+        chosen = {exit_.candidate: exit_.head for exit_ in tried}
+        families = [
+            [chosen[candidate]] if candidate in chosen else []
+            for candidate in range(len(self.sliced.cuts))
+        ]
+        title = f"Train {len(chosen)} heads"
+        return self._train(title, families, self.train, self.options.training)
+
+    def _train(
+        self,
+        title: str,
+        families: Sequence[Sequence[Head]],
+        train: Recording,
+        options: TrainingOptions,
+    ) -> list[TrainedHead]:
+        with self.progress.step(title, count_steps(families, options)) as advance:
+            return train_heads(
+                train,
+                self.tune,
+                cuts=self.sliced.cuts,
+                families=families,
+                probabilities=_probabilities(train.answers, self.sliced.model.answer.form),
+                options=options,
+                progress=advance,
+            )
+
+
+def _record(
+    sliced: Sliced, parts: Parts, options: CompileOptions, directory: Path, progress: Progress
+) -> tuple[Recording, Recording]:
+    """Features of the training split, with made samples if wanted, and of the tuning split."""
+    graph, outputs = attach_poolings(sliced.model, sliced.graphs, sliced.cuts)
+    method = method_for(sliced.model.inputs) if options.augment == "auto" else None
+    made = None if method is None else MadeSamples.draw(parts.train, method, seed=options.seed)
+    samples = len(parts.train) + len(parts.tune) + (0 if made is None else len(made))
+    with progress.step("Record features", samples) as advance:
+        train, tune = (
+            record(
+                graph,
+                outputs,
+                sliced.model.answer,
+                part,
+                made=more,
+                threads=all_threads(),
+                directory=directory / name,
+                progress=advance,
+            )
+            for name, part, more in (("train", parts.train, made), ("tune", parts.tune, None))
+        )
+    return train, tune
+
+
+def _probabilities(answers: NDArray[np.float32], form: AnswerForm) -> NDArray[np.float32]:
+    if form == "probabilities":
+        return answers
+    shifted = np.exp(answers - answers.max(axis=1, keepdims=True))
+    result: NDArray[np.float32] = shifted / shifted.sum(axis=1, keepdims=True)
+    return result
