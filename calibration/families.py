@@ -67,10 +67,12 @@ def family_of(cut: CutTensor) -> tuple[Head, ...]:
 
 
 def _map_heads(cut: CutTensor) -> Sequence[Head]:
+    coarsest, finest = grids_of(cut)[0], grids_of(cut)[-1]
+    cheap = [] if coarsest == finest else [Head(kind="grid", grid=coarsest)]
     return [
-        Head(kind="grid", grid=grid, hidden=hidden)
-        for grid in grids_of(cut)
-        for hidden in (0, HIDDEN)
+        *cheap,
+        Head(kind="grid", grid=finest),
+        Head(kind="grid", grid=finest, hidden=HIDDEN),
     ]
 
 
@@ -81,9 +83,9 @@ def _token_heads() -> Sequence[Head]:
 
 
 def grids_of(cut: CutTensor) -> tuple[int, ...]:
-    """Grids to pool a map to: the two finest of 1, 2, 4 and the map's own seventh or eighth part.
+    """Grids to pool a map to: all of it, and the finest of 2, 4 and its own seventh or eighth part.
 
-    Coarser ones were never chosen but at the very end of a model, where they net the same.
+    Those between were chosen only at the very end of a model, where they net the same.
     """
     height, width = cut.shape[2], cut.shape[3]
     assert cut.width is not None
@@ -92,7 +94,7 @@ def grids_of(cut: CutTensor) -> tuple[int, ...]:
     side = min(height, width)
     finest = 7 if side % 7 == 0 else 8
     fitting = [g for g in (1, 2, 4, finest) if g <= side and cut.width * g * g <= MAX_FEATURES]
-    return tuple(fitting[-2:]) or (1,)
+    return (1, fitting[-1]) if len(fitting) > 1 else (1,)
 
 
 def pooling_window(size: int, grid: int) -> tuple[int, int]:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -53,6 +53,23 @@ class TrainingOptions:
     seed: int = 0
 
 
+class View(NamedTuple):
+    """What heads see of a cut tensor."""
+
+    candidate: int
+    kind: str
+    """Of head."""
+    grid: int
+
+
+def view_of(candidate: int, head: Head) -> View:
+    """What a head sees of a candidate's cut tensor."""
+    return View(candidate, head.kind, head.grid)
+
+
+Preconditioners: TypeAlias = dict[View, Preconditioner]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedHead:
     """A head for a candidate exit."""
@@ -76,6 +93,7 @@ def train_heads(
     families: Sequence[Sequence[Head]],
     probabilities: NDArray[np.float32],
     options: TrainingOptions,
+    known: Preconditioners | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[TrainedHead]:
     """Train heads of every candidate.
@@ -87,6 +105,7 @@ def train_heads(
         families: Per candidate, the heads to train; may be none.
         probabilities: [train samples, classes], the source model's.
         options: How.
+        known: Preconditioners by view, to be used where there is one; new ones are added.
         progress: Called with 1 after every step of :func:`count_steps`, from several threads.
 
     Returns:
@@ -94,16 +113,23 @@ def train_heads(
         threads there are.
     """
     torch.set_num_threads(1)
+    known = {} if known is None else known
     targets = torch.from_numpy(probabilities)
 
-    def run(item: tuple[int, Sequence[Head]]) -> list[TrainedHead]:
-        candidate, heads = item
-        reader = _reader(heads, cuts[candidate], candidate, train, options)
+    def run(item: tuple[View, Sequence[Head]]) -> list[TrainedHead]:
+        view, heads = item
+        cut = cuts[view.candidate]
+        mask = cut.mask if cut.rank == 3 else None
+        reader: _Reader
+        if view.kind == "attention":
+            reader = _Attention(heads, view, mask, train=train, options=options)
+        else:
+            reader = _Fixed(heads, view, mask, train=train, options=options, known=known)
         _fit(reader, train, tune, targets=targets, options=options, progress=progress)
-        return _answered(reader, candidate, tune)
+        return _answered(reader, view.candidate, tune)
 
     with ThreadPoolExecutor(options.threads) as pool:
-        groups = list(pool.map(run, _groups(families)))
+        groups = list(pool.map(run, _groups(families).items()))
     trained = {(t.candidate, t.head): t for group in groups for t in group}
     return [trained[c, head] for c, family in enumerate(families) for head in family]
 
@@ -113,13 +139,13 @@ def count_steps(families: Sequence[Sequence[Head]], options: TrainingOptions) ->
     return options.epochs * len(_groups(families))
 
 
-def _groups(families: Sequence[Sequence[Head]]) -> list[tuple[int, list[Head]]]:
-    """Heads that see the same of a cut tensor, which is read once for all of them."""
-    groups: dict[tuple[int, str, int], list[Head]] = {}
+def _groups(families: Sequence[Sequence[Head]]) -> dict[View, list[Head]]:
+    """Heads by what they see of a cut tensor, which is read once for all of them."""
+    groups: dict[View, list[Head]] = {}
     for candidate, family in enumerate(families):
         for head in family:
-            groups.setdefault((candidate, head.kind, head.grid), []).append(head)
-    return [(candidate, heads) for (candidate, _, _), heads in groups.items()]
+            groups.setdefault(view_of(candidate, head), []).append(head)
+    return groups
 
 
 class _Layers:
@@ -185,20 +211,10 @@ class _Reader(Protocol):
         ...
 
 
-def _reader(
-    heads: Sequence[Head],
-    cut: CutTensor,
-    candidate: int,
-    train: Recording,
-    options: TrainingOptions,
-) -> _Reader:
-    kind = heads[0].kind
-    # A generator of its own: what a head becomes must not depend on what else is trained.
-    seed = (options.seed, candidate, sum(kind.encode()), heads[0].grid)
-    random = torch.Generator().manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
-    reader = _Attention if kind == "attention" else _Fixed
-    mask = cut.mask if cut.rank == 3 else None
-    return reader(heads, candidate, mask, train=train, dropout=options.dropout, random=random)
+def _random(view: View, seed: int) -> torch.Generator:
+    """A generator of a view's own: its heads must not depend on what else is trained."""
+    entropy = (seed, view.candidate, sum(view.kind.encode()), view.grid)
+    return torch.Generator().manual_seed(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
 
 
 class _Fixed:
@@ -207,25 +223,28 @@ class _Fixed:
     def __init__(
         self,
         heads: Sequence[Head],
-        candidate: int,
+        view: View,
         mask: str | None,
         *,
         train: Recording,
-        dropout: float,
-        random: torch.Generator,
+        options: TrainingOptions,
+        known: Preconditioners,
     ) -> None:
-        self._head, self._candidate, self._mask = heads[0], candidate, mask
-        self._preconditioner = Preconditioner.fit(self._view(train))
+        self._view, self._mask = view, mask
+        if view not in known:
+            known[view] = Preconditioner.fit(self._seen(train))
+        self._preconditioner = known[view]
         classes, inputs = train.answers.shape[1], self._preconditioner.width
+        random = _random(view, options.seed)
         self.layers = [
-            _Layers(head, inputs, classes, dropout=dropout, random=random) for head in heads
+            _Layers(head, inputs, classes, dropout=options.dropout, random=random) for head in heads
         ]
 
     def parameters(self, index: int) -> list[Tensor]:
         return self.layers[index].parameters()
 
     def load(self, recording: Recording) -> Tensor:
-        return torch.from_numpy(self._preconditioner.apply(self._view(recording)))
+        return torch.from_numpy(self._preconditioner.apply(self._seen(recording)))
 
     def pool(self, loaded: Tensor, rows: Tensor) -> list[Tensor]:
         return [loaded[rows]] * len(self.layers)
@@ -233,12 +252,12 @@ class _Fixed:
     def folded(self, index: int) -> dict[str, NDArray[np.float32]]:
         return self.layers[index].folded(self._preconditioner)
 
-    def _view(self, recording: Recording) -> NDArray[np.floating]:
-        features = recording.features[self._candidate]
-        if self._head.kind in ("first", "mean", "mean_max"):
+    def _seen(self, recording: Recording) -> NDArray[np.floating]:
+        features = recording.features[self._view.candidate]
+        if self._view.kind in ("first", "mean", "mean_max"):
             mask = recording.masks[self._mask] if self._mask else None
-            return _pool_tokens(features[WHOLE], mask, self._head.kind)
-        return features[self._head.grid or WHOLE]
+            return _pool_tokens(features[WHOLE], mask, self._view.kind)
+        return features[self._view.grid or WHOLE]
 
 
 class _Attention:
@@ -250,14 +269,13 @@ class _Attention:
     def __init__(
         self,
         heads: Sequence[Head],
-        candidate: int,
+        view: View,
         mask: str | None,
         *,
         train: Recording,
-        dropout: float,
-        random: torch.Generator,
+        options: TrainingOptions,
     ) -> None:
-        self._candidate, self._mask = candidate, mask
+        self._candidate, self._mask = view.candidate, mask
         tokens, keep = self.load(train)
         rows = torch.arange(0, len(tokens), max(1, len(tokens) // 1024))
         values, kept = _take(tokens, keep, rows)
@@ -271,6 +289,7 @@ class _Attention:
         self._means = [torch.from_numpy(p.mean) for p in self._preconditioners]
         self._matrices = [torch.from_numpy(p.matrix) for p in self._preconditioners]
         width, classes = len(scale), train.answers.shape[1]
+        random, dropout = _random(view, options.seed), options.dropout
         self.queries = [_uniform((h.queries, width), random, 0.035) for h in heads]
         self.layers = [
             _Layers(h, h.queries * width, classes, dropout=dropout, random=random) for h in heads

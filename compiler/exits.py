@@ -137,19 +137,25 @@ class Workbench:
     def finish(
         self, tried: Sequence[ExitTrials], trained: Sequence[TrainedHead], judge: Judge
     ) -> list[ExitTrials]:
-        """Put the heads that were trained to the end in the place of those that were tried.
+        """Choose among the heads that were trained to the end, in the place of their trials.
 
         Args:
             tried: The exits.
-            trained: Their best heads, in the same order.
+            trained: At least one head of each.
             judge: By what.
         """
         result = []
-        for exit_, head in zip(tried, trained, strict=True):
+        for exit_ in tried:
             graphs, trials = list(exit_.graphs), list(exit_.trials)
-            graphs[exit_.best] = self._build(head)
-            trials[exit_.best] = judge(head, trials[exit_.best].cost_ms)
-            result.append(replace(exit_, graphs=tuple(graphs), trials=tuple(trials)))
+            places = {trial.head: place for place, trial in enumerate(trials)}
+            ended = []
+            for head in (t for t in trained if t.candidate == exit_.candidate):
+                place = places[head.head]
+                graphs[place] = self._build(head)
+                trials[place] = judge(head, trials[place].cost_ms)
+                ended.append(place)
+            best = max(ended, key=lambda place: trials[place].net_savings)
+            result.append(replace(exit_, graphs=tuple(graphs), trials=tuple(trials), best=best))
         return result
 
     def time_exits(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +23,12 @@ from offramp.calibration.features import Recording, record
 from offramp.calibration.profiling import BackboneTimes
 from offramp.calibration.running import all_threads
 from offramp.calibration.training import (
+    Preconditioners,
     TrainedHead,
     TrainingOptions,
     count_steps,
     train_heads,
+    view_of,
 )
 from offramp.compiler.exits import ExitTrials, Judge, Workbench
 from offramp.compiler.options import CompileOptions
@@ -84,6 +86,7 @@ class _Search:
     tune: Recording
     options: CompileOptions
     progress: Progress
+    preconditioners: Preconditioners = field(default_factory=dict)
 
     def tried(self, real_samples: int) -> list[TrainedHead]:
         """Train all heads a little, on real samples alone."""
@@ -97,13 +100,16 @@ class _Search:
         )
 
     def trained(self, tried: Sequence[ExitTrials]) -> list[TrainedHead]:
-        """Train the best head of every exit on all samples."""
-        chosen = {exit_.candidate: exit_.head for exit_ in tried}
+        """Train all heads on the best view of every exit, on all samples.
+
+        Heads on one view share the reading; and whether a hidden layer pays shows late.
+        """
+        views = {exit_.candidate: view_of(exit_.candidate, exit_.head) for exit_ in tried}
         families = [
-            [chosen[candidate]] if candidate in chosen else []
-            for candidate in range(len(self.sliced.cuts))
+            [head for head in family_of(cut) if view_of(candidate, head) == views.get(candidate)]
+            for candidate, cut in enumerate(self.sliced.cuts)
         ]
-        title = f"Train {len(chosen)} heads"
+        title = f"Train {sum(map(len, families))} heads"
         return self._train(title, families, self.train, self.options.training)
 
     def _train(
@@ -121,6 +127,7 @@ class _Search:
                 families=families,
                 probabilities=_probabilities(train.answers, self.sliced.model.answer.form),
                 options=options,
+                known=self.preconditioners,
                 progress=advance,
             )
 
