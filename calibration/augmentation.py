@@ -50,7 +50,7 @@ def _is_continuous(spec: TensorSpec) -> bool:
 
 
 def _is_tokens(spec: TensorSpec) -> bool:
-    return np.dtype(spec.dtype).kind in "iu" and len(spec.shape) == 2
+    return np.dtype(spec.dtype).kind == "i" and len(spec.shape) == 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

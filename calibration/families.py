@@ -19,8 +19,9 @@ HIDDEN = 128
 """Width of the hidden layer."""
 QUERIES = (1, 4)
 """Numbers of learned attention queries that are tried."""
-MAX_FEATURES = 8192
-"""Grids with more pooled values than this are not tried."""
+MAX_FEATURES = 2048
+"""Grids with more pooled values than this are not tried: a hidden layer behind them has a megabyte
+of weights, and a batch of one waits for all of them to be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

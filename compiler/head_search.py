@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from offramp.bundle import AnswerForm, Head
 from offramp.calibration.augmentation import MadeSamples, method_for
 from offramp.calibration.dataset import Parts
+from offramp.calibration.estimates import BackboneTimes
 from offramp.calibration.families import family_of
 from offramp.calibration.features import Recording, record
-from offramp.calibration.profiling import BackboneTimes
 from offramp.calibration.running import all_threads
 from offramp.calibration.training import (
     Preconditioners,

@@ -11,7 +11,12 @@ from numpy.typing import NDArray
 from offramp.bundle import Answer, AnswerForm, Head
 from offramp.calibration.families import CutTensor
 from offramp.calibration.features import WHOLE, Recording
-from offramp.calibration.training import TrainedHead, TrainingOptions, train_heads
+from offramp.calibration.training import (
+    Preconditioners,
+    TrainedHead,
+    TrainingOptions,
+    train_heads,
+)
 
 CLASSES = 3
 CHANNELS, SIDE = 4, 14
@@ -55,7 +60,7 @@ class Problem:
             answers=self.answers[rows],
         )
 
-    def train(self, **options: Any) -> list[TrainedHead]:
+    def train(self, *, known: Preconditioners | None = None, **options: Any) -> list[TrainedHead]:
         """Train on the first two thirds, answer the others."""
         part = len(self.answers) * 2 // 3
         settings = {"epochs": 3, "batch_size": 32, **options}
@@ -66,6 +71,7 @@ class Problem:
             families=[self.heads],
             probabilities=self.answers[:part],
             options=TrainingOptions(**settings),
+            known=known,
         )
 
 

@@ -13,6 +13,7 @@ from tests.unit.calibration.test_families import pool_by_hand
 
 from offramp.bundle import Answer
 from offramp.bundle.bundle import CERTIFY, TUNE
+from offramp.calibration.augmentation import MadeSamples
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.errors import DataError
 from offramp.calibration.families import CutTensor, grids_of
@@ -123,6 +124,42 @@ def test_answers_that_are_no_numbers_are_told_with_their_sample(tmp_path: Path) 
     x[70, 1] = 1e38
     with pytest.raises(DataError, match="answers calibration sample 70 with NaN or infinity"):
         record_scaled(1e5, x, tmp_path)
+
+
+def test_made_samples_come_behind_the_real_ones(tmp_path: Path) -> None:
+    pieces = sliced("bert")
+    data = dataset_of(pieces, 70)
+    graph, outputs = attach_poolings(pieces.model, pieces.graphs, pieces.cuts)
+    made = MadeSamples.draw(data, "splice", seed=3)
+    steps: list[int] = []
+    recording = record(
+        graph, outputs, pieces.model.answer, data, made=made, threads=1,
+        directory=tmp_path / "f", progress=steps.append,
+    )  # fmt: skip
+    whole = cut_values(pieces, data)[pieces.model.answer.output]
+    spliced = Dataset(inputs=made.take(slice(None)), labels=None, sha256="0")
+    more = cut_values(pieces, spliced)[pieces.model.answer.output]
+    assert sum(steps) == 140
+    np.testing.assert_allclose(recording.answers, np.concatenate([whole, more]), rtol=0, atol=1e-5)
+    mask = recording.masks["attention_mask"]
+    np.testing.assert_array_equal(mask[:70], data.inputs["attention_mask"])
+    np.testing.assert_array_equal(mask[70:], spliced.inputs["attention_mask"])
+    assert all(len(store) == 140 for e in recording.features for store in e.values())
+
+
+def test_made_samples_without_a_finite_answer_are_left_out(tmp_path: Path) -> None:
+    x = np.array([[1e37, 2.0], [1e38, 1.0]], np.float32)
+    data = Dataset(inputs={"x": x}, labels=None, sha256="0")
+    made = MadeSamples(
+        base=data, method="mixup", partner=np.array([1, 0]), share=np.float32([-1.0, 0.5])
+    )  # a share of −1 stands for whatever makes a model overflow: 3 · (−1e37 + 2e38)
+    recording = record(
+        scaling(3.0), ({WHOLE: "cut"},), Answer(output="a", classes=2, form="logits"), data,
+        made=made, threads=1, directory=tmp_path / "f",
+    )  # fmt: skip
+    kept = np.concatenate([x, made.take(slice(1, 2))["x"]])
+    np.testing.assert_allclose(recording.answers, 3 * kept, rtol=1e-6)
+    assert len(recording.features[0][WHOLE]) == 3
 
 
 def test_a_model_that_fails_on_some_samples_says_on_which(tmp_path: Path) -> None:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from tests.unit.calibration.heads_to_try import CLASSES, Problem, problem
 
+from offramp.bundle import Head
 from offramp.calibration.features import WHOLE
-from offramp.calibration.training import TrainingOptions, count_steps, train_heads
+from offramp.calibration.training import (
+    Preconditioners,
+    TrainingOptions,
+    count_steps,
+    train_heads,
+)
 
 
 def truth(made: Problem) -> np.ndarray:
@@ -56,6 +64,36 @@ def test_the_same_seed_gives_the_same_heads_and_another_other_ones() -> None:
         for name in a.weights:
             np.testing.assert_array_equal(a.weights[name], b.weights[name])
     assert any((a.confidence != c.confidence).any() for a, c in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["map", "masked tokens"])
+def test_threads_change_nothing(kind: str) -> None:
+    made = problem(kind)
+    for one, two in zip(made.train(threads=1), made.train(threads=3), strict=True):
+        assert one.head == two.head
+        np.testing.assert_array_equal(one.confidence, two.confidence)
+        for name in one.weights:
+            np.testing.assert_array_equal(one.weights[name], two.weights[name])
+
+
+def test_a_head_does_not_depend_on_what_else_is_trained() -> None:
+    made = problem("map")
+    together = {head.head: head for head in made.train()}
+    wanted = Head(kind="grid", grid=7)
+    alone = replace(made, heads=(wanted, Head(kind="grid", grid=7, hidden=5))).train()
+    np.testing.assert_array_equal(alone[0].confidence, together[wanted].confidence)
+
+
+def test_preconditioners_are_used_again() -> None:
+    made = problem("map")
+    known: Preconditioners = {}
+    first = made.train(known=known)
+    assert {view.grid for view in known} == {1, 2, 4, 7, 14}
+    fitted = dict(known)
+    second = made.train(known=known)
+    assert all(known[view] is fitted[view] for view in fitted)
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a.confidence, b.confidence)
 
 
 def test_a_diverging_head_keeps_its_best_epoch() -> None:

@@ -34,8 +34,9 @@ def test_few_cut_points_are_all_kept():
     assert chosen(0.1, 0.5, 0.9) == [0, 1, 2]
 
 
-def test_thinning_is_equidistant_in_cost_not_in_number():
-    assert chosen(0.02, 0.04, 0.06, 0.24, 0.26, 0.5, 0.52, 0.76, 0.9, limit=3) == [3, 5, 7]
+def test_thinning_goes_by_cost_not_by_number_and_is_denser_towards_the_start():
+    # marks at 0.125, 0.354 and 0.650 of the cost
+    assert chosen(0.02, 0.04, 0.06, 0.12, 0.24, 0.35, 0.5, 0.6, 0.76, 0.9, limit=3) == [3, 5, 7]
 
 
 def test_thinning_keeps_exactly_as_many_even_if_they_crowd():
