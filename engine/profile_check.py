@@ -35,7 +35,7 @@ from offramp.engine.generation import zeros
 from offramp.engine.options import available_cores
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, make_plan
-from offramp.engine.timing import Effort, Estimate, Timer, repeats_of, time_rounds
+from offramp.engine.timing import Effort, Estimate, Timer, disturbances, repeats_of, time_rounds
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +47,8 @@ _EFFORT = Effort(least=4, most=40, seconds=0.5 * LIMIT_S, half_width=0.01)
 _RUNS = 2.5 * (_EFFORT.least + 3)
 """Runs of the source model that the least effort takes at a batch size, warming up included; a
 round runs it, and the stages, which take somewhat longer."""
+_LEAST_SHARE = 1e-6
+"""Of the model's time that a stage is taken to have, so that its share can be scaled."""
 _KEPT = 16
 """Machines that are remembered."""
 
@@ -84,8 +86,9 @@ def profile_here(
     if keep and (known := read_kept(path, here)) is not None:
         return known
     plan = make_plan(bundle, bundle.policy, Mode.LEAVE)
-    profile = scaled(compiled, plan, measure(bundle, backend, plan, compiled, max_batch_size))
-    if keep:
+    seen, disturbed = measure(bundle, backend, plan, compiled, max_batch_size)
+    profile = replace(scaled(compiled, plan, seen), disturbed=disturbed)
+    if keep and not disturbed:  # what a busy machine showed must not be believed for good
         write_kept(path, here, profile)
     return profile
 
@@ -110,8 +113,13 @@ def measure(
     max_batch_size: int,
     *,
     clock: Callable[[], float] = time.perf_counter,
-) -> list[Seen]:
-    """Run the source model and the stages of a plan in turns, at a few batch sizes."""
+    cpu_clock: Callable[[], float] = time.process_time,
+) -> tuple[list[Seen], tuple[str, ...]]:
+    """Run the source model and the stages of a plan in turns, at a few batch sizes.
+
+    Returns:
+        What was seen, and in what ways the machine was disturbed meanwhile.
+    """
     source = Pipeline(backend, make_plan(bundle, mode=Mode.OFF))
     staged = Pipeline(backend, plan)
     slot = backend.open_slot()
@@ -128,13 +136,15 @@ def measure(
             _EFFORT,
             lambda rounds: max(e.half_width for r in rounds for e in r.ratios()),
             clock=clock,
+            cpu_clock=cpu_clock,
         )
     finally:
         slot.close()
-    return [
+    seen = [
         Seen(batch_size=size, source_ms=r.base().value, stages=tuple(map(_value, r.ratios())))
         for size, r in zip(sizes, found.rounds, strict=True)
     ]
+    return seen, disturbances("stages", found.load, found.rounds)
 
 
 def _value(found: Estimate) -> float:
@@ -238,7 +248,7 @@ def _factors(compiled: Profile, plan: Plan, seen: Seen) -> _Factors:
     model, extra = [], []
     for stage in plan.stages:
         segments = compiled.segments_ms[stage.first_segment : stage.last_segment + 1]
-        model.append(sum(row[column] for row in segments) / whole)
+        model.append(max(sum(row[column] for row in segments) / whole, _LEAST_SHARE))
         own = (compiled.exits_ms, compiled.stages_ms) if stage.exit is not None else ()
         extra.append(sum(table[stage.exit][column] for table in own if stage.exit is not None)
                      / whole)  # fmt: skip
@@ -268,8 +278,9 @@ def say_what_exits_bring(name: str, bundle: Bundle, here: Profile, compiled: Pro
     _log.warning(
         "%s: EXITS DO NOT PAY HERE: at batch %d they are predicted to make answers %.1f %% later "
         "in the mean on this CPU; where the bundle was compiled they saved %.1f %%. Compile it "
-        "again on a machine like this one, or serve it with --mode off",
+        "again on a machine like this one, or serve it with --mode off%s",
         name, size, -100 * saved, 100 * promised,
+        f" (the machine was disturbed: {'; '.join(here.disturbed)})" if here.disturbed else "",
     )  # fmt: skip
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.engines import engine_bundle
 from tests.unit.bundle.examples import PROFILE, write
+from tests.unit.engine.test_device_profile import TimedBackend
 
 from offramp.bundle import Bundle, Profile
 from offramp.engine import profile_check
@@ -177,3 +179,50 @@ def test_savings_are_those_of_the_certify_split(
     # two of three leave after 1.375 ms, one after 4.375, of a model of 4 ms
     expected = 1 - (2 * 1.375 + 4.375) / 3 / 4
     assert predicted_savings(bundle, COMPILED, 1) == pytest.approx(expected)
+
+
+def quick(tmp_path: Path) -> tuple[Bundle, TimedBackend]:
+    """A bundle of four segments, and a backend on which each takes 1 ms, the model 4 ms."""
+    made = engine_bundle("mlp", tmp_path / "made.ee")
+    alone = {(first, last): (0.001 * (last - first + 1), 0.0)
+             for first in range(4) for last in range(first, 4)}  # fmt: skip
+    return made, TimedBackend(alone)
+
+
+def test_stages_are_timed_beside_the_source_model(tmp_path: Path) -> None:
+    made, backend = quick(tmp_path)
+    plan = make_plan(made, made.policy, Mode.LEAVE)
+
+    def clock() -> float:
+        return backend.now_s
+
+    seen, disturbed = profile_check.measure(
+        made, backend, plan, made.profile(), 4, clock=clock, cpu_clock=clock
+    )
+    assert seen[0].source_ms == pytest.approx(4.0)
+    lengths = [stage.last_segment - stage.first_segment + 1 for stage in plan.stages]
+    assert seen[0].stages == pytest.approx([length / 4 for length in lengths])
+    assert (disturbed, backend.open) == ((), 0)
+
+
+@pytest.mark.parametrize("disturbed", [(), ("busy",)])
+def test_what_a_disturbed_machine_showed_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disturbed: tuple[str, ...]
+) -> None:
+    made, backend = quick(tmp_path)
+    stages = make_plan(made, made.policy, Mode.LEAVE).stages
+    seen = [Seen(batch_size=1, source_ms=4.0, stages=(1 / len(stages),) * len(stages))]
+    calls = []
+
+    def measure(*_: object) -> tuple[list[Seen], tuple[str, ...]]:
+        calls.append(1)
+        return seen, disturbed
+
+    monkeypatch.setattr(profile_check, "measure", measure)
+    settings = {"max_batch_size": 4, "keep": True}
+    first = profile_check.profile_here(made, backend, made.profile(), **settings)
+    again = profile_check.profile_here(made, backend, made.profile(), **settings)
+    assert first == again
+    assert first.disturbed == disturbed
+    assert len(calls) == (2 if disturbed else 1)
+    assert (tmp_path / "made.ee.measured.json").exists() == (not disturbed)
