@@ -1,16 +1,17 @@
 """What heads are trained on, recorded once.
 
-Maps are pooled to grids by ONNX Runtime with the very operators that will be served; tokens and
-vectors are kept whole. Stored as float16 in files that are mapped into memory, since tokens of a
-real data set run to gigabytes; values beyond float16's range are clipped.
+Maps are pooled to grids by ONNX Runtime with the very operators that will be served; vectors are
+kept whole, tokens in their principal components, which heads learn from as well and which the
+head's first layer and queries take back. Stored as float16 in files that are mapped into memory,
+since tokens of a real data set run to gigabytes; values beyond float16's range are clipped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +19,23 @@ from numpy.typing import NDArray
 from offramp.bundle import Answer
 from offramp.calibration.augmentation import MadeSamples
 from offramp.calibration.dataset import Dataset
+from offramp.calibration.families import CutTensor
+from offramp.calibration.preconditioning import LARGEST, Preconditioner
 from offramp.calibration.running import check_answers, run_over
 
 _FLOAT16_MAX = 65504.0
 
 WHOLE = 0
 """In place of a grid: the tensor as it is."""
+
+
+TOKEN_COMPONENTS = 128
+"""Principal components of tokens that are stored, at most."""
+_PROJECTED_SAMPLES = 256
+"""That components of tokens are estimated from, at most."""
+
+Projections: TypeAlias = Mapping[int, Preconditioner]
+"""By candidate, how its tokens become coordinates; others are stored as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +49,8 @@ class Recording:
     """The masks that heads use, by graph input: [n, tokens]."""
     answers: NDArray[np.float32]
     """[n, classes]: the source model's."""
+    projections: Projections = field(default_factory=dict)
+    """By candidate, where its tokens are stored as coordinates."""
 
     def subset(self, rows: slice | NDArray[np.intp]) -> Recording:
         """Give some samples; of a slice nothing is copied."""
@@ -44,6 +58,7 @@ class Recording:
             features=tuple({key: v[rows] for key, v in e.items()} for e in self.features),
             masks={name: mask[rows] for name, mask in self.masks.items()},
             answers=self.answers[rows],
+            projections=self.projections,
         )
 
 
@@ -54,6 +69,7 @@ def record(
     dataset: Dataset,
     *,
     made: MadeSamples | None = None,
+    projections: Projections | None = None,
     threads: int,
     directory: Path,
     progress: Callable[[int], None] = lambda _: None,
@@ -67,6 +83,7 @@ def record(
         dataset: Samples; all of them are recorded.
         made: More samples, recorded behind those; the ones that the source model has no finite
             answer to are left out.
+        projections: As :func:`fit_projections` found them.
         threads: Of ONNX Runtime.
         directory: Where to put the files; the caller removes it.
         progress: Called with the number of samples of each finished batch.
@@ -75,6 +92,8 @@ def record(
         DataError: The source model fails on a sample, or its answers are not finite.
     """
     names = [name for per_exit in outputs for name in per_exit.values()]
+    projections = projections or {}
+    projected = {outputs[candidate][WHOLE]: p for candidate, p in projections.items()}
     total = len(dataset) + (0 if made is None else len(made))
     stores: dict[str, NDArray[np.float16]] = {}
     answers = np.empty((total, answer.classes), np.float32)
@@ -87,7 +106,8 @@ def record(
                 check_answers(answered, dataset.rows[rows])
             place = slice(start + rows.start, start + rows.stop)
             answers[place] = answered
-            for name, value in zip(names, values, strict=True):
+            for name, plain in zip(names, values, strict=True):
+                value = _projected(plain, projected.get(name))
                 if name not in stores:
                     directory.mkdir(exist_ok=True)
                     shape = (total, *value.shape[1:])
@@ -95,9 +115,62 @@ def record(
                 stores[name][place] = np.clip(value, -_FLOAT16_MAX, _FLOAT16_MAX)
             progress(len(answered))
     features = tuple({grid: stores[name] for grid, name in e.items()} for e in outputs)
-    recording = Recording(features=features, masks=_masks(dataset, made), answers=answers)
+    recording = Recording(
+        features=features,
+        masks=_masks(dataset, made),
+        answers=answers,
+        projections=projections,
+    )
     finite = np.isfinite(answers).all(axis=1)
     return recording if finite.all() else recording.subset(np.flatnonzero(finite))
+
+
+def fit_projections(
+    model: bytes,
+    outputs: tuple[Mapping[int, str], ...],
+    cuts: Sequence[CutTensor],
+    dataset: Dataset,
+    *,
+    threads: int,
+) -> Projections:
+    """Find the principal components of wide tokens.
+
+    Args:
+        model: As in :func:`record`.
+        outputs: As in :func:`record`.
+        cuts: Per candidate.
+        dataset: Samples that :func:`record` will be given too.
+        threads: Of ONNX Runtime.
+    """
+    wide = [
+        candidate
+        for candidate, (cut, names) in enumerate(zip(cuts, outputs, strict=True))
+        if cut.rank == 3 and names and cut.width and TOKEN_COMPONENTS < cut.width <= LARGEST
+    ]
+    if not wide:
+        return {}
+    step = max(1, len(dataset) // _PROJECTED_SAMPLES)
+    part = dataset.subset(np.arange(0, len(dataset), step, dtype=np.intp))
+    names = [outputs[candidate][WHOLE] for candidate in wide]
+    tokens: dict[int, list[NDArray[np.float32]]] = {candidate: [] for candidate in wide}
+    for rows, values in run_over(model, names, part, threads=threads):
+        for candidate, value in zip(wide, values, strict=True):
+            mask = cuts[candidate].mask
+            kept = value.reshape(-1, value.shape[2])
+            if mask is not None:
+                kept = value[part.inputs[mask][rows] > 0]
+            tokens[candidate].append(kept.astype(np.float32))
+    return {
+        candidate: Preconditioner.fit(np.concatenate(parts), components=TOKEN_COMPONENTS)
+        for candidate, parts in tokens.items()
+    }
+
+
+def _projected(value: NDArray[Any], projection: Preconditioner | None) -> NDArray[Any]:
+    """Tokens [b, tokens, width] as coordinates, if they are stored so."""
+    if projection is None:
+        return value
+    return projection.apply(value.reshape(-1, value.shape[2])).reshape(*value.shape[:2], -1)
 
 
 def _allocate(directory: Path, number: int, shape: tuple[int, ...]) -> NDArray[np.float16]:

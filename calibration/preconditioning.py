@@ -35,8 +35,8 @@ class Preconditioner:
     """[f, k]; [f] where features are only scaled."""
 
     @classmethod
-    def fit(cls, features: NDArray[np.floating]) -> Preconditioner:
-        """Fit to features [n, f].
+    def fit(cls, features: NDArray[np.floating], *, components: int = COMPONENTS) -> Preconditioner:
+        """Fit to features [n, f], keeping at most so many components.
 
         A component of standard deviation s is scaled by s^-1/2, half way between leaving it as
         it is and whitening: whitening fully gave the many weak components too much say (−3 points
@@ -50,7 +50,7 @@ class Preconditioner:
         standard = (sample - mean) / scale
         variance, directions = np.linalg.eigh(standard.T @ standard / len(standard))
         deviation = np.sqrt(np.maximum(variance, 0))
-        kept = np.flatnonzero(deviation >= min(LEAST_DEVIATION, deviation.max()))[-COMPONENTS:]
+        kept = np.flatnonzero(deviation >= min(LEAST_DEVIATION, deviation.max()))[-components:]
         matrix = directions[:, kept] / np.sqrt(np.maximum(deviation[kept], LEAST_DEVIATION))
         return cls(mean=mean, matrix=(matrix / scale[:, None]).astype(np.float32))
 
@@ -60,7 +60,7 @@ class Preconditioner:
         return int(self.matrix.shape[-1])
 
     def apply(self, features: NDArray[np.floating]) -> FloatArray:
-        """Give the coordinates [n, k] of features [n, f]."""
+        """Give the coordinates [n, k] of features [n, f], float32."""
         result = np.empty((len(features), self.width), np.float32)
         for start in range(0, len(features), SAMPLES):
             rows = slice(start, start + SAMPLES)
@@ -69,15 +69,18 @@ class Preconditioner:
         return result
 
     def fold(
-        self, weight: FloatArray, bias: FloatArray
+        self, weight: NDArray[np.floating], bias: NDArray[np.floating]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Give the layer on plain features that equals ``weight`` [k, m], ``bias`` [m] on these.
+        """Give the layer on plain features that equals ``weight`` [j·k, m], ``bias`` [m] on these.
 
-        In float64: large terms may cancel.
+        The layer reads the coordinates of j vectors, one after another. In float64: large terms
+        may cancel.
         """
         exact = self.matrix.astype(np.float64)
-        plain = exact[:, None] * weight if exact.ndim == 1 else exact @ weight
-        return plain, bias - self.mean.astype(np.float64) @ plain
+        blocks = weight.astype(np.float64).reshape(-1, self.width, weight.shape[1])
+        plain = exact[:, None] * blocks if exact.ndim == 1 else exact @ blocks
+        shift = self.mean.astype(np.float64) @ plain.sum(axis=0)
+        return plain.reshape(-1, weight.shape[1]), bias - shift
 
 
 def moments(features: FloatArray) -> tuple[FloatArray, FloatArray]:

@@ -177,11 +177,13 @@ class _Layers:
             x = x * kept / (1 - self._dropout)
         return torch.addmm(self.biases[-1], x, self.weights[-1])
 
-    def folded(self, preconditioner: Preconditioner) -> dict[str, NDArray[np.float32]]:
-        """Give the weights as served, on plain features."""
+    def folded(self, *preconditioners: Preconditioner) -> dict[str, NDArray[np.float32]]:
+        """Give the weights as served, on plain features; the last preconditioner came first."""
         weights = [w.detach().numpy() for w in self.weights]
         biases = [b.detach().numpy() for b in self.biases]
-        first, bias = preconditioner.fold(weights[0], biases[0])
+        first, bias = weights[0], biases[0]
+        for preconditioner in preconditioners:
+            first, bias = preconditioner.fold(first, bias)
         named = {"weight": first, "bias": bias}
         if self.head.hidden:
             named = {"hidden_weight": first, "hidden_bias": bias}
@@ -217,6 +219,11 @@ def _random(view: View, seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
 
 
+def _projection(train: Recording, view: View) -> tuple[Preconditioner, ...]:
+    """How the tokens that a view reads were stored; nothing where they were stored plain."""
+    return tuple(p for candidate, p in train.projections.items() if candidate == view.candidate)
+
+
 class _Fixed:
     """Heads on features that no learning changes: grids, vectors, fixed poolings of tokens."""
 
@@ -231,6 +238,9 @@ class _Fixed:
         known: Preconditioners,
     ) -> None:
         self._view, self._mask = view, mask
+        self._projection = _projection(train, view)
+        # the maximum of coordinates is no coordinate of the maximum
+        assert not (self._projection and view.kind == "mean_max")
         if view not in known:
             known[view] = Preconditioner.fit(self._seen(train))
         self._preconditioner = known[view]
@@ -250,7 +260,7 @@ class _Fixed:
         return [loaded[rows]] * len(self.layers)
 
     def folded(self, index: int) -> dict[str, NDArray[np.float32]]:
-        return self.layers[index].folded(self._preconditioner)
+        return self.layers[index].folded(self._preconditioner, *self._projection)
 
     def _seen(self, recording: Recording) -> NDArray[np.floating]:
         features = recording.features[self._view.candidate]
@@ -276,24 +286,28 @@ class _Attention:
         options: TrainingOptions,
     ) -> None:
         self._candidate, self._mask = view.candidate, mask
-        tokens, keep = self.load(train)
-        rows = torch.arange(0, len(tokens), max(1, len(tokens) // 1024))
-        values, kept = _take(tokens, keep, rows)
-        flat = values.flatten(0, 1) if kept is None else values[kept > 0]
-        mean, scale = moments(flat.numpy())
-        self._token_scale = torch.from_numpy(scale) * math.sqrt(len(scale))
-        self._preconditioners = [
-            Preconditioner(mean=np.tile(mean, h.queries), matrix=np.tile(1 / scale, h.queries))
-            for h in heads
-        ]
-        self._means = [torch.from_numpy(p.mean) for p in self._preconditioners]
-        self._matrices = [torch.from_numpy(p.matrix) for p in self._preconditioners]
-        width, classes = len(scale), train.answers.shape[1]
+        self._projection = _projection(train, view)
+        self._standard = self._standardise(train)
+        self._mean = torch.from_numpy(self._standard.mean)
+        self._scaling = torch.from_numpy(self._standard.matrix)
+        width, classes = len(self._mean), train.answers.shape[1]
+        self._query_scaling = self._scaling / math.sqrt(width)
         random, dropout = _random(view, options.seed), options.dropout
         self.queries = [_uniform((h.queries, width), random, 0.035) for h in heads]
         self.layers = [
             _Layers(h, h.queries * width, classes, dropout=dropout, random=random) for h in heads
         ]
+
+    def _standardise(self, train: Recording) -> Preconditioner:
+        """Of single tokens; coordinates have their scale already."""
+        tokens, keep = self.load(train)
+        rows = torch.arange(0, len(tokens), max(1, len(tokens) // 1024))
+        values, kept = _take(tokens, keep, rows)
+        flat = values.flatten(0, 1) if kept is None else values[kept > 0]
+        mean, scale = moments(flat.numpy())
+        if self._projection:
+            scale = np.ones_like(scale)
+        return Preconditioner(mean=mean, matrix=np.reciprocal(scale))
 
     def parameters(self, index: int) -> list[Tensor]:
         return [self.queries[index], *self.layers[index].parameters()]
@@ -306,17 +320,20 @@ class _Attention:
         self, loaded: tuple[NDArray[np.float16], NDArray[Any] | None], rows: Tensor
     ) -> list[Tensor]:
         tokens, keep = _take(*loaded, rows)
-        scores = tokens @ (torch.cat(self.queries) / self._token_scale).T
+        scores = tokens @ (torch.cat(self.queries) * self._query_scaling).T
         if keep is not None:
             scores = scores + ((1 - keep) * _FAR_BELOW)[..., None]
         pooled = scores.softmax(1).transpose(1, 2) @ tokens
         parts = torch.split(pooled, [len(queries) for queries in self.queries], dim=1)
-        scaled = zip(parts, self._means, self._matrices, strict=True)
-        return [(part.flatten(1) - mean) * matrix for part, mean, matrix in scaled]
+        return [((part - self._mean) * self._scaling).flatten(1) for part in parts]
 
     def folded(self, index: int) -> dict[str, NDArray[np.float32]]:
-        queries = (self.queries[index] / self._token_scale).detach().numpy()
-        return self.layers[index].folded(self._preconditioners[index]) | {"queries": queries}
+        queries = (self.queries[index] * self._query_scaling).detach().numpy()
+        for projection in self._projection:
+            # The tokens' mean shifts all scores of a sample alike, which softmax does not see.
+            queries = queries @ projection.matrix.T
+        layers = self.layers[index].folded(self._standard, *self._projection)
+        return layers | {"queries": np.ascontiguousarray(queries)}
 
 
 def _fit(

@@ -20,7 +20,7 @@ from offramp.calibration.augmentation import MadeSamples, method_for
 from offramp.calibration.dataset import Parts
 from offramp.calibration.estimates import BackboneTimes
 from offramp.calibration.families import family_of
-from offramp.calibration.features import Recording, record
+from offramp.calibration.features import Recording, fit_projections, record
 from offramp.calibration.running import all_threads
 from offramp.calibration.training import (
     Preconditioners,
@@ -140,6 +140,8 @@ def _record(
     method = method_for(sliced.model.inputs) if options.augment == "auto" else None
     made = None if method is None else MadeSamples.draw(parts.train, method, seed=options.seed)
     samples = len(parts.train) + len(parts.tune) + (0 if made is None else len(made))
+    threads = all_threads()
+    projections = fit_projections(graph, outputs, sliced.cuts, parts.train, threads=threads)
     with progress.step("Record features", samples) as advance:
         train, tune = (
             record(
@@ -148,7 +150,8 @@ def _record(
                 sliced.model.answer,
                 part,
                 made=more,
-                threads=all_threads(),
+                projections=projections,
+                threads=threads,
                 directory=directory / name,
                 progress=advance,
             )

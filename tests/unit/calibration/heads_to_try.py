@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Answer, AnswerForm, Head
 from offramp.calibration.families import CutTensor
-from offramp.calibration.features import WHOLE, Recording
+from offramp.calibration.features import WHOLE, Projections, Recording
+from offramp.calibration.preconditioning import Preconditioner
 from offramp.calibration.training import (
     Preconditioners,
     TrainedHead,
@@ -21,6 +22,7 @@ from offramp.calibration.training import (
 CLASSES = 3
 CHANNELS, SIDE = 4, 14
 TOKENS, WIDTH = 6, 8
+COMPONENTS = 6
 
 MAP_HEADS = tuple(
     Head(kind="grid", grid=grid, hidden=hidden) for grid in (1, 2, 4, 7, SIDE) for hidden in (0, 5)
@@ -52,12 +54,14 @@ class Problem:
     inputs: dict[str, NDArray[Any]]
     """The mask, where there is one."""
     answers: NDArray[np.float32]
+    projections: Projections = field(default_factory=dict)
 
     def recording(self, rows: slice) -> Recording:
         return Recording(
             features=({key: value[rows] for key, value in self.features.items()},),
             masks={name: mask[rows] for name, mask in self.inputs.items()},
             answers=self.answers[rows],
+            projections=self.projections,
         )
 
     def train(self, *, known: Preconditioners | None = None, **options: Any) -> list[TrainedHead]:
@@ -76,7 +80,7 @@ class Problem:
 
 
 def problem(kind: str, *, samples: int = 180, dtype: str = "float32", seed: int = 0) -> Problem:
-    """Make a problem: ``map``, ``tokens``, ``masked tokens`` or ``vector``.
+    """Make a problem: ``map``, ``vector`` or ``tokens``, ``masked`` and ``projected`` or not.
 
     The values are of float16's precision, so that what heads are trained on is what they see.
     """
@@ -92,12 +96,20 @@ def problem(kind: str, *, samples: int = 180, dtype: str = "float32", seed: int 
     if masked:
         lengths = rng.integers(1, TOKENS + 1, samples)
         inputs["mask"] = (np.arange(TOKENS) < lengths[:, None]).astype(np.int64)
+    features, projections = _pooled(values) if kind == "map" else {WHOLE: values}, {}
+    heads = {"map": MAP_HEADS, "vector": VECTOR_HEADS}.get(kind, TOKEN_HEADS)
+    if "projected" in kind:
+        made = Preconditioner.fit(values.reshape(-1, WIDTH), components=COMPONENTS)
+        coordinates = made.apply(values.reshape(-1, WIDTH)).reshape(samples, TOKENS, -1)
+        features, projections = {WHOLE: coordinates.astype(np.float16)}, {0: made}
+        heads = tuple(head for head in heads if head.kind != "mean_max")
     certain = np.eye(CLASSES, dtype=np.float32)[classes]
     return Problem(
         cut=cut,
-        heads={"map": MAP_HEADS, "vector": VECTOR_HEADS}.get(kind, TOKEN_HEADS),
+        heads=heads,
         values=values.astype(dtype),
-        features=_pooled(values) if kind == "map" else {WHOLE: values},
+        features=features,
+        projections=projections,
         inputs=inputs,
         answers=certain * np.float32(0.94) + np.float32(0.02),
     )

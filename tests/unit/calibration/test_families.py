@@ -62,7 +62,6 @@ def test_tokens_get_pooled_and_attended() -> None:
     assert family_of(cut("sequence", 32)) == (
         Head(kind="first"),
         Head(kind="mean"),
-        Head(kind="mean_max"),
         Head(kind="attention", queries=1),
         Head(kind="attention", queries=4),
         Head(kind="attention", queries=1, hidden=HIDDEN),
@@ -83,7 +82,7 @@ def test_no_head_fits_unknown_widths_and_other_ranks(shape: tuple[int | str, ...
 def test_only_heads_that_pool_tokens_read_the_mask() -> None:
     tokens = cut("sequence", 32, mask="attention_mask")
     readers = {head.kind for head in family_of(tokens) if mask_of(tokens, head)}
-    assert readers == {"mean", "mean_max", "attention"}
+    assert readers == {"mean", "attention"}
     assert not any(mask_of(cut("sequence", 32), head) for head in family_of(tokens))
 
 

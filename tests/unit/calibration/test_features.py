@@ -13,11 +13,12 @@ from tests.unit.calibration.test_families import pool_by_hand
 
 from offramp.bundle import Answer
 from offramp.bundle.bundle import CERTIFY, TUNE
+from offramp.calibration import features as features_module
 from offramp.calibration.augmentation import MadeSamples
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.errors import DataError
 from offramp.calibration.families import CutTensor, grids_of
-from offramp.calibration.features import WHOLE, Recording, record
+from offramp.calibration.features import WHOLE, Recording, fit_projections, record
 from offramp.calibration.records import dump_records, record_answers
 from offramp.compiler.poolings import attach_poolings
 from offramp.compiler.runtime import Runner
@@ -124,6 +125,39 @@ def test_answers_that_are_no_numbers_are_told_with_their_sample(tmp_path: Path) 
     x[70, 1] = 1e38
     with pytest.raises(DataError, match="answers calibration sample 70 with NaN or infinity"):
         record_scaled(1e5, x, tmp_path)
+
+
+def test_wide_tokens_are_stored_as_coordinates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(features_module, "TOKEN_COMPONENTS", 5)
+    pieces = sliced("bert")
+    graph, outputs = attach_poolings(pieces.model, pieces.graphs, pieces.cuts)
+    data = dataset_of(pieces, 80)
+    projections = fit_projections(graph, outputs, pieces.cuts, data, threads=1)
+    assert sorted(projections) == list(range(len(pieces.cuts)))
+    recording = record(
+        graph, outputs, pieces.model.answer, data, projections=projections, threads=1,
+        directory=tmp_path / "f",
+    )  # fmt: skip
+    assert recording.projections == projections
+    values = cut_values(pieces, data)
+    for candidate, cut in enumerate(pieces.cuts):
+        stored = recording.features[candidate][WHOLE]
+        plain = values[cut.name]
+        assert stored.shape == (*plain.shape[:2], 5)
+        wanted = (plain - projections[candidate].mean) @ projections[candidate].matrix
+        np.testing.assert_allclose(stored, wanted, rtol=2**-9, atol=2e-3)
+        kept = plain[data.inputs["attention_mask"] > 0]  # padding says nothing of what varies
+        np.testing.assert_allclose(projections[candidate].mean, kept.mean(0), rtol=0, atol=1e-4)
+
+
+def test_narrow_tokens_and_maps_are_stored_as_they_are() -> None:
+    for name in ("bert", "residual"):
+        pieces = sliced(name)
+        graph, outputs = attach_poolings(pieces.model, pieces.graphs, pieces.cuts)
+        data = dataset_of(pieces, 10)
+        assert fit_projections(graph, outputs, pieces.cuts, data, threads=1) == {}
 
 
 def test_made_samples_come_behind_the_real_ones(tmp_path: Path) -> None:

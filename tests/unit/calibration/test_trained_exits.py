@@ -16,7 +16,14 @@ from offramp.calibration.training import TrainedHead
 from offramp.compiler.heads import build_exit
 from offramp.engine.exit_check import confidence_of
 
-KINDS = ("map", "tokens", "masked tokens", "vector")
+KINDS = (
+    "map",
+    "tokens",
+    "masked tokens",
+    "projected tokens",
+    "masked projected tokens",
+    "vector",
+)
 
 TOLERANCE = 2e-3
 """Of a confidence: pooled maps are rounded to float16 (1/2048 relative) when they are recorded,
