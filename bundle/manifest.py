@@ -95,7 +95,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadTrial:
-    """One head that was trained for an exit, and what it brought there."""
+    """One head that was trained for an exit to the end, and what it brought there."""
 
     head: Head
     agreement: float
@@ -125,7 +125,7 @@ class Exit:
     accuracy: float | None = None
     """The same against the labels of the data, where there were any."""
     trials: tuple[HeadTrial, ...] = ()
-    """The heads that were tried; the chosen one is among them."""
+    """The heads that were trained to the end; the chosen one is among them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

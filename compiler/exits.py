@@ -137,7 +137,7 @@ class Workbench:
     def finish(
         self, tried: Sequence[ExitTrials], trained: Sequence[TrainedHead], judge: Judge
     ) -> list[ExitTrials]:
-        """Choose among the heads that were trained to the end, in the place of their trials.
+        """Choose among the heads that were trained to the end; the others are dropped.
 
         Args:
             tried: The exits.
@@ -146,16 +146,17 @@ class Workbench:
         """
         result = []
         for exit_ in tried:
-            graphs, trials = list(exit_.graphs), list(exit_.trials)
-            places = {trial.head: place for place, trial in enumerate(trials)}
-            ended = []
-            for head in (t for t in trained if t.candidate == exit_.candidate):
-                place = places[head.head]
-                graphs[place] = self._build(head)
-                trials[place] = judge(head, trials[place].cost_ms)
-                ended.append(place)
-            best = max(ended, key=lambda place: trials[place].net_savings)
-            result.append(replace(exit_, graphs=tuple(graphs), trials=tuple(trials), best=best))
+            costs = {trial.head: trial.cost_ms for trial in exit_.trials}
+            ended = [t for t in trained if t.candidate == exit_.candidate]
+            trials = tuple(judge(t, costs[t.head]) for t in ended)
+            result.append(
+                replace(
+                    exit_,
+                    graphs=tuple(self._build(t) for t in ended),
+                    trials=trials,
+                    best=int(np.argmax([trial.net_savings for trial in trials])),
+                )
+            )
         return result
 
     def time_exits(
