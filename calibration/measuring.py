@@ -10,7 +10,7 @@ import collections
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,29 +129,29 @@ def measure_runners(
     progress: Callable[[int], None] = lambda _: None,
 ) -> Measured:
     """Measure whatever answers batches; see :func:`measure_policy`."""
-    sizes, rounds, agrees, notes = [], [], [], []
+    sizes, rounds, agrees = [], [], []
     used: set[int] = set()
     started_s, started_cpu_s = clock(), cpu_clock()
     for size in batch_sizes:
-        batches = _prepare(compared, dataset, stage, size, budget or Budget(), clock)
+        seconds = _warm_up(compared, dataset.take(np.arange(size) % len(dataset)), clock)
+        batches = deal(stage, *(budget or Budget()).batches(seconds), size)
+        _run_once(compared.bundle, dataset, batches)
         systems = [System(name, r, clock) for name, r in compared._asdict().items()]
         _run(systems, dataset, batches)
         used |= set(batches.ravel().tolist())
         sizes.append(_measured_size(systems, size))
         rounds.append(_busy(systems))
-        agrees.append(
-            np.concatenate(systems[0].prediction) == np.concatenate(systems[1].prediction)
-        )
+        source, bundle = (np.concatenate(s.prediction) for s in systems[:2])
+        agrees.append(source == bundle)
         progress(1)
     load = Load(wall_s=clock() - started_s, own_cpu_s=cpu_clock() - started_cpu_s)
-    notes = disturbances("policy", load, rounds)
     return Measured(
         device="cpu",
         threads=threads,
         samples=len(used),
         agreement=float(np.concatenate(agrees).mean()),
         sizes=tuple(sizes),
-        disturbed=notes,
+        disturbed=disturbances("policy", load, rounds),
     )
 
 
@@ -183,29 +183,23 @@ def deal(
     return np.stack(each).reshape(rounds, batches, size)
 
 
-def _prepare(
-    compared: Compared,
-    dataset: Dataset,
-    stage: NDArray[np.int64],
-    size: int,
-    budget: Budget,
-    clock: Clock,
-) -> NDArray[np.int64]:
-    """Choose batches by how long one takes, and warm up what they need and nothing else.
-
-    Survivors come in many sizes, and each is slower the first time. Those that occur are found
-    by running the batches once, which costs less than every size that could occur.
-    """
-    first = dataset.take(np.arange(size) % len(dataset))
+def _warm_up(compared: Compared, first: Tensors, clock: Clock) -> float:
+    """Warm up at a batch size; gives about how many seconds all that is done to a batch takes."""
     seconds = 0.0
     for runner in (compared.source, compared.nothing_exits):
         runner.warm_up(first)
         seconds += _seconds(runner, first, clock)
-    # The bundle takes less than the model does; it runs twice, once to warm up.
-    batches = deal(stage, *budget.batches(1.5 * seconds), size)
-    for rows in batches.reshape(-1, size):
-        collections.deque(compared.bundle.run(dataset.take(rows)), maxlen=0)
-    return batches
+    return 1.5 * seconds  # the bundle takes less than the model does, but runs twice
+
+
+def _run_once(runner: Runner, dataset: Dataset, batches: NDArray[np.int64]) -> None:
+    """Warm up what some batches need, and nothing else.
+
+    Survivors come in many sizes, and each is slower the first time. Those that occur are found
+    by running the batches, which costs less than every size that could occur.
+    """
+    for rows in batches.reshape(-1, batches.shape[-1]):
+        collections.deque(runner.run(dataset.take(rows)), maxlen=0)
 
 
 def _seconds(runner: Runner, tensors: Tensors, clock: Clock) -> float:
@@ -242,15 +236,16 @@ def _measured_size(systems: Sequence[System], size: int) -> MeasuredSize:
 
 def _busy(systems: Sequence[System]) -> Rounds:
     """Each system's mean time of a batch, by round."""
-    return _rounds([[np.mean(batches) for batches in s.busy_ms] for s in systems])
+    return _rounds([[float(np.mean(batches)) for batches in s.busy_ms] for s in systems])
 
 
-def _latency(systems: Sequence[System], statistic: Callable[..., np.floating]) -> Rounds:  # type: ignore[type-arg]
-    return _rounds([[statistic(np.concatenate(b)) for b in s.latency_ms] for s in systems])
+def _latency(systems: Sequence[System], statistic: Callable[[NDArray[np.float64]], Any]) -> Rounds:
+    """A statistic of each system's latencies, by round."""
+    return _rounds([[float(statistic(np.concatenate(b))) for b in s.latency_ms] for s in systems])
 
 
-def _rounds(by_system: Sequence[Sequence[np.floating]]) -> Rounds:  # type: ignore[type-arg]
-    return Rounds(times_ms=np.array(by_system, np.float64).T)
+def _rounds(by_system: Sequence[Sequence[float]]) -> Rounds:
+    return Rounds(times_ms=np.array(by_system).T)
 
 
 def _ratio(found: Estimate) -> Ratio:
