@@ -50,9 +50,14 @@ class Budget:
     least_rounds: int = 6
     """Fewest that give a median an interval of 95 %."""
 
-    def batches(self, seconds_a_batch: float) -> tuple[int, int]:
-        """Rounds, and batches in each of them."""
-        affordable = int(self.seconds / max(seconds_a_batch, 1e-9))
+    def batches(self, seconds_a_batch: float, available: float) -> tuple[int, int]:
+        """Rounds, and batches in each of them.
+
+        Args:
+            seconds_a_batch: For all that is done with it.
+            available: Batches that the data has.
+        """
+        affordable = int(min(self.seconds / max(seconds_a_batch, 1e-9), available))
         rounds = min(max(affordable, self.least_rounds), self.rounds)
         return rounds, max(1, affordable // rounds)
 
@@ -134,7 +139,8 @@ def measure_runners(
     started_s, started_cpu_s = clock(), cpu_clock()
     for size in batch_sizes:
         seconds = _warm_up(compared, dataset.take(np.arange(size) % len(dataset)), clock)
-        batches = deal(stage, *(budget or Budget()).batches(seconds), size)
+        how_many = (budget or Budget()).batches(seconds, len(stage) / size)
+        batches = deal(stage, *how_many, size)
         _run_once(compared.bundle, dataset, batches)
         systems = [System(name, r, clock) for name, r in compared._asdict().items()]
         _run(systems, dataset, batches)
