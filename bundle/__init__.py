@@ -11,6 +11,7 @@ from offramp.bundle.errors import (
     BundleWriteError,
 )
 from offramp.bundle.manifest import Answer, AnswerForm, Exit, Head, Manifest, Segment, TensorSpec
+from offramp.bundle.measured import Measured, MeasuredSize, Ratio
 from offramp.bundle.policy import NEVER, ActiveExit, ExitPolicy, Promise
 from offramp.bundle.profile import Profile, Spread
 
@@ -31,8 +32,11 @@ __all__ = [
     "ExitPolicy",
     "Head",
     "Manifest",
+    "Measured",
+    "MeasuredSize",
     "Profile",
     "Promise",
+    "Ratio",
     "Segment",
     "Spread",
     "TensorSpec",

@@ -25,6 +25,7 @@ from offramp.bundle.errors import (
 )
 from offramp.bundle.files import dump, entry_of, inside, parse_json, read_checked, read_regular
 from offramp.bundle.manifest import SCHEMA_VERSION, FileEntry, Manifest
+from offramp.bundle.measured import MEASURED, Measured
 from offramp.bundle.policy import ExitPolicy
 from offramp.bundle.profile import Profile, upgraded
 from offramp.bundle.serde import from_plain
@@ -84,6 +85,12 @@ class Bundle:
         """Read the latencies measured on a device."""
         name = f"profiles/{device}.json"
         return from_plain(Profile, upgraded(parse_json(self.read(name), name)), name)
+
+    def measured(self) -> Measured | None:
+        """Read what the policy was measured to bring; ``None`` where it was not measured."""
+        if MEASURED not in {entry.path for entry in self.manifest.files}:
+            return None
+        return _parse(Measured, self.read(MEASURED), MEASURED)
 
     def records(self) -> dict[str, NDArray[Any]]:
         """Read what the exits said on the calibration data.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
 
-from offramp.bundle import Bundle, BundleError
+from offramp.bundle import Bundle, BundleError, Promise
 from offramp.bundle.bundle import REPORT
 from offramp.calibration.errors import DataError
 from offramp.compiler.build_command import (
@@ -176,15 +176,38 @@ def summarise(bundle: Bundle, console: Console) -> None:
             f"unseen data like the calibration set, with {100 * promise.confidence:g}% confidence "
             f"({promise.certify_errors} of {promise.certify_samples} certify samples disagreed)."
         )
-        say(
-            f"Predicted savings of time: {promise.predicted_savings:.1%} (from profiled times; "
-            "measure with eebench compare)."
-        )
-        say(f"Where nothing exits, an answer comes later by {_added(bundle)} (profiled).")
+        for line in _brought(bundle, promise):
+            say(line)
     for note in bundle.profile().disturbed:
         say(f"[yellow]Disturbed while profiling[/yellow]: {escape(note)}")
     say(f"Report: {path}/{REPORT}")
     say(f"Serve:  eeserve {path}")
+
+
+def _brought(bundle: Bundle, promise: Promise) -> Iterator[str]:
+    """What the exits bring: as it was measured, or as it is predicted where it was not."""
+    from offramp.compiler.report import measured as words  # noqa: PLC0415
+    from offramp.engine.profile_check import predicted_savings  # noqa: PLC0415
+
+    measured, profile = bundle.measured(), bundle.profile()
+    if measured is None:
+        yield (
+            f"Predicted savings of time: {promise.predicted_savings:.1%} (from profiled times; "
+            "measure with eebench compare)."
+        )
+        yield f"Where nothing exits, an answer comes later by {_added(bundle)} (profiled)."
+        return
+    at = measured.nearest(bundle.manifest.calibration.reference_batch_size)
+    saved = predicted_savings(bundle, profile, at.batch_size)
+    judged = words.Judged(measured=measured, at=at, predicted_savings=saved, profile=profile)
+    yield words.figures(measured)
+    yield words.savings(judged)
+    if differs := words.difference(judged):
+        yield f"[yellow]{differs}[/yellow]"
+    for note in measured.disturbed:
+        yield f"[yellow]Disturbed while measuring[/yellow]: {escape(note)}"
+    if nothing := words.warning(judged):
+        yield f"[bold red]THE EXITS IN USE SAVE NOTHING HERE[/bold red]: {nothing}"
 
 
 def _added(bundle: Bundle) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle import NEVER, ActiveExit, ExitPolicy, Profile, Spread
+from offramp.bundle import NEVER, ActiveExit, ExitPolicy, Measured, Profile, Spread
 from offramp.calibration.dataset import Dataset, Parts
 from offramp.calibration.estimates import BackboneTimes, StageCosts
 from offramp.calibration.limits import (
@@ -18,6 +18,11 @@ from offramp.calibration.limits import (
     limit_of_certificate,
     limit_of_choice,
     limit_of_heads,
+)
+from offramp.calibration.measuring import (
+    MEASURED_BATCH_SIZES,
+    measure_policy,
+    stages_of_samples,
 )
 from offramp.calibration.profiling import (
     BATCH_SIZES,
@@ -42,7 +47,7 @@ from offramp.engine.control.agreement import tuning_path
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.rehearsal_result import Rehearsal, RehearsalSettings, Rehearsed
 from offramp.engine.control.two_stage import StageTimes
-from offramp.engine.plan import Anatomy, plan_stages
+from offramp.engine.plan import Anatomy, Mode, Plan, plan_stages
 from offramp.engine.timing import Effort
 
 
@@ -170,6 +175,24 @@ class Compilation:
             max_disagreement=self.options.max_disagreement,
             confidence_level=self.options.confidence,
         )
+
+    def measure(
+        self, policy: ExitPolicy, certify: ExitRecords, anatomy: Anatomy, files: Mapping[str, bytes]
+    ) -> Measured | None:
+        """Measure what the policy brings on the certify split; ``None`` if no exit is in use."""
+        if not policy.active:
+            return None
+        stages = plan_stages(anatomy, files.__getitem__, policy.active)
+        with self.progress.step("Measure the policy", len(MEASURED_BATCH_SIZES)) as advance:
+            return measure_policy(
+                self.sliced.model.proto.SerializeToString(),
+                Plan(stages=stages, policy_version=policy.version, mode=Mode.LEAVE),
+                self.parts.certify,
+                stages_of_samples(policy, certify),
+                answer=self.sliced.model.answer,
+                threads=self.options.threads,
+                progress=advance,
+            )
 
     def limit(
         self,

@@ -68,6 +68,7 @@ def compile_model(options: CompileOptions, progress: Progress = _SILENT) -> Bund
     certify = compilation.record_answers("Certify the policy", exits, parts.certify)
     policy = compilation.certify(path, certify)
     rehearsed = compilation.forecast(path, policy, certify, profile)
+    measured = compilation.measure(policy, certify, anatomy, files)
     limit = None
     if not policy.active:
         limit = compilation.limit(found, path, profile=profile, tune=tune, certify=certify)
@@ -89,6 +90,7 @@ def compile_model(options: CompileOptions, progress: Progress = _SILENT) -> Bund
         certify=certify,
         rehearsed=rehearsed,
         limit=limit,
+        measured=measured,
     )
     return write_bundle(options.output, manifest, policy, content, overwrite=options.overwrite)
 

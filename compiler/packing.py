@@ -8,9 +8,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
-from offramp.bundle import Answer, Exit, ExitPolicy, Manifest, Profile, Segment, TensorSpec
+from offramp.bundle import (
+    Answer,
+    Exit,
+    ExitPolicy,
+    Manifest,
+    Measured,
+    Profile,
+    Segment,
+    TensorSpec,
+)
 from offramp.bundle.bundle import RECORDS, REPORT, dump_profile
+from offramp.bundle.files import dump
 from offramp.bundle.manifest import SCHEMA_VERSION, Calibration, Source
+from offramp.bundle.measured import MEASURED
 from offramp.calibration.dataset import Parts
 from offramp.calibration.families import mask_of
 from offramp.calibration.limits import Limit
@@ -75,13 +86,16 @@ def pack(
     certify: ExitRecords,
     rehearsed: Rehearsed | None,
     limit: Limit | None = None,
+    measured: Measured | None = None,
 ) -> dict[str, bytes]:
     """Give the content of every file but manifest and policy, by path.
 
     ``files`` are those of segments and exits; ``rehearsed`` is how exits were chosen, if so, and
-    ``limit`` what kept all of them out of use, if so.
+    ``limit`` what kept all of them out of use, if so; ``measured`` is what the policy brings.
     """
-    report = render_report(manifest, policy, profile, certify, rehearsed, limit=limit)
+    report = render_report(
+        manifest, policy, profile, certify, rehearsed, limit=limit, measured=measured
+    )
     return {
         manifest.source.file: sliced.model.proto.SerializeToString(),
         **files,
@@ -89,6 +103,7 @@ def pack(
         RECORDS: dump_records(tune, certify),
         REPORT: report.encode(),
         **({} if rehearsed is None else {REHEARSAL: rehearsed.dump()}),
+        **({} if measured is None else {MEASURED: dump(measured)}),
     }
 
 

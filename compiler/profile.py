@@ -17,6 +17,7 @@ from rich.table import Table
 
 from offramp.bundle import NEVER, ActiveExit, Bundle, Exit, ExitPolicy, Profile, write_bundle
 from offramp.bundle.bundle import CERTIFY, POLICY, REPORT, check_target, dump_profile
+from offramp.bundle.measured import MEASURED
 from offramp.calibration.families import CutTensor
 from offramp.calibration.profiling import profile_backbone, profile_heads, profile_stages
 from offramp.calibration.records import ExitRecords
@@ -139,7 +140,9 @@ def _empty(exit_: Exit, graph: bytes) -> bytes:
 
 
 def _write(bundle: Bundle, target: Path, profile: Profile, *, overwrite: bool) -> None:
-    names = [entry.path for entry in bundle.manifest.files if entry.path != POLICY]
+    # What was measured belongs to the times that are replaced, and there is no data to measure on.
+    stale = (POLICY, MEASURED)
+    names = [entry.path for entry in bundle.manifest.files if entry.path not in stale]
     files = {name: bundle.read(name) for name in names}
     rehearsed = Rehearsed.parse(files[REHEARSAL]) if REHEARSAL in files else None
     policy = predicted_anew(bundle, profile)

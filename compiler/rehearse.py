@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, ExitPolicy, Manifest, Profile, write_bundle
 from offramp.bundle.bundle import POLICY, RECORDS, REPORT, check_target
+from offramp.bundle.measured import MEASURED
 from offramp.calibration.dataset import CERTIFY_SHARE, TUNE_SHARE, Dataset, read_dataset
 from offramp.calibration.errors import DataError
 from offramp.calibration.records import ExitRecords, dump_records, record_answers
@@ -270,7 +271,7 @@ def renew_bundle(
         REPORT: report.encode(),
         REHEARSAL: done.rehearsed.dump(),
     }
-    names = [entry.path for entry in bundle.manifest.files if entry.path != POLICY]
+    names = [entry.path for entry in bundle.manifest.files if entry.path not in (POLICY, MEASURED)]
     files = {name: bundle.read(name) for name in names if name not in renewed}
     return write_bundle(
         target,

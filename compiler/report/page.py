@@ -7,12 +7,13 @@ from functools import cache
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from offramp.bundle import Exit, ExitPolicy, Manifest, Profile
+from offramp.bundle import Exit, ExitPolicy, Manifest, Measured, Profile
 from offramp.calibration.limits import Limit
 from offramp.calibration.records import ExitRecords
 from offramp.compiler.report import numbers, words
 from offramp.compiler.report.charts import latency_chart, latency_rows, savings_chart
 from offramp.compiler.report.curves import exit_curves
+from offramp.compiler.report.measured import judge, measured_view
 from offramp.compiler.report.rehearsal import rehearsal_view
 from offramp.compiler.report.route import route
 from offramp.compiler.report.survey import Survey, survey
@@ -60,6 +61,7 @@ def render_report(
     rehearsed: Rehearsed | None = None,
     *,
     limit: Limit | None = None,
+    measured: Measured | None = None,
 ) -> str:
     """Render the bundle's ``report.html``: one page that needs nothing beside it.
 
@@ -70,19 +72,21 @@ def render_report(
         certify: What the exits say on the certify split.
         rehearsed: How the exits in use were chosen, if by a rehearsal.
         limit: What kept all exits out of use, if it is known.
+        measured: What the policy brings, if it was measured.
 
     Raises:
         ValueError: The parts do not belong together.
     """
     found = survey(manifest, policy, profile, certify)
+    judged = None if measured is None else judge(found, measured)
     page = _template().render(
         found=found,
         manifest=manifest,
         summary=words.summary(found),
         promise=words.promise(found),
         promise_notes=words.promise_notes(found),
-        warning=words.warning(found, limit),
-        headlines=words.headlines(found),
+        warning=words.warning(found, limit, judged),
+        headlines=words.headlines(found, judged),
         route=route(found),
         rows=exit_rows(found),
         curves=exit_curves(found),
@@ -91,6 +95,7 @@ def render_report(
         latency_rows=latency_rows(found),
         rehearsal=rehearsal_view(rehearsed),
         facts=words.facts(found, rehearsed),
+        measured=None if judged is None else measured_view(judged),
     )
     # file names may hold bytes that are no text; the page is written as UTF-8
     return page.encode("utf-8", "replace").decode("utf-8")

@@ -67,12 +67,16 @@ class Survey:
         times = self.cost(batch_size).latency_ms(rows)
         return float(times @ self.shares[[*rows, len(self.manifest.exits)]])
 
+    def savings_at(self, batch_size: int) -> float:
+        """Share of the source model's time that is predicted to be saved at a batch size."""
+        return 1 - self.predicted_ms(batch_size) / self.cost(batch_size).source_ms
+
     @property
     def predicted_savings(self) -> float:
         """Share of the source model's time; as the promise says, where there is one."""
         if self.policy.promise is not None:
             return self.policy.promise.predicted_savings
-        return 1 - self.predicted_ms(self.reference) / self.cost(self.reference).source_ms
+        return self.savings_at(self.reference)
 
     @property
     def disagreement(self) -> float:

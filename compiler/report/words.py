@@ -7,6 +7,8 @@ from typing import TypeAlias
 
 from offramp.calibration.limits import Limit
 from offramp.compiler.report import numbers
+from offramp.compiler.report.measured import Judged
+from offramp.compiler.report.measured import warning as no_savings
 from offramp.compiler.report.survey import Survey
 from offramp.engine.control.rehearsal_result import Rehearsed
 
@@ -21,7 +23,7 @@ class Headline:
     value: str
     means: str
     kind: str
-    """How it came to be: predicted, certified, counted."""
+    """How it came to be: predicted, measured, certified, counted."""
 
 
 def summary(found: Survey) -> str:
@@ -67,8 +69,12 @@ def promise_notes(found: Survey) -> str | None:
     )
 
 
-def warning(found: Survey, limit: Limit | None = None) -> tuple[str, str] | None:
+def warning(
+    found: Survey, limit: Limit | None = None, judged: Judged | None = None
+) -> tuple[str, str] | None:
     """Say loudly what is wrong, and what to do; ``None`` if all is well."""
+    if judged is not None and (nothing := no_savings(judged)):
+        return "The exits in use save nothing on the machine that measured them.", nothing
     if found.active and found.policy.promise is None:
         remedy = "Compile again, or hold the agreement counted below against your own bound."
         why = f"Exits are in use, but nothing is promised about agreement. {remedy}"
@@ -91,7 +97,7 @@ def warning(found: Survey, limit: Limit | None = None) -> tuple[str, str] | None
     return title, f"{why} {remedy}"
 
 
-def headlines(found: Survey) -> list[Headline]:
+def headlines(found: Survey, judged: Judged | None = None) -> list[Headline]:
     """Pick the few figures that come first."""
     shown = []
     made = found.policy.promise
@@ -99,6 +105,10 @@ def headlines(found: Survey) -> list[Headline]:
     if found.active:
         saved = numbers.percent(found.predicted_savings)
         shown.append(Headline(value=saved, means="of the model's time saved", kind="predicted"))
+    if judged is not None:
+        means = f"of the model's time saved, batch {judged.at.batch_size}"
+        saved = numbers.percent(judged.savings)
+        shown.append(Headline(value=saved, means=means, kind="measured on this machine"))
     if found.active and made is not None:
         bound = f"≤\u202f{numbers.plain_percent(made.max_disagreement)}"
         level = f"disagreement, {numbers.plain_percent(made.confidence)} confidence"

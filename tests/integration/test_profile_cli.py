@@ -77,7 +77,9 @@ def test_the_profile_is_this_machine_s_and_the_policy_stays(
     assert f"{saved:.1%} of the model's time at batch 8" in out
     changed = {"profiles/cpu.json", "report.html", "policy.json"}
     hashes = [{f.path: f.sha256 for f in b.manifest.files} for b in (bundle, found)]
-    assert {name for name in hashes[0] if hashes[0][name] != hashes[1][name]} == changed
+    assert hashes[0].keys() - hashes[1].keys() == {"measured.json"}  # it was measured elsewhere
+    assert found.measured() is None
+    assert {name for name in hashes[1] if hashes[0][name] != hashes[1][name]} == changed
 
 
 def test_a_dry_run_writes_nothing_and_says_where_exits_do_not_pay(

@@ -11,21 +11,27 @@ over all of it.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
-from offramp.bundle import NEVER, Bundle
+from offramp.bundle import Bundle
 from offramp.calibration.dataset import Dataset
-from offramp.engine.backends import Backend, Slot
+from offramp.calibration.paired import (
+    PlainModel,
+    Runner,
+    StagedModel,
+    System,
+    measure_in_turn,
+    never_exiting,
+)
+from offramp.engine.backends import Backend
 from offramp.engine.backends.factory import CPU
-from offramp.engine.pipeline import Departure, Pipeline
-from offramp.engine.plan import Mode, Plan, StageSpec, exit_label, make_plan
+from offramp.engine.pipeline import Pipeline
+from offramp.engine.plan import Mode, Plan, exit_label, make_plan
 
 SOURCE, OFFRAMP, NO_EXIT = "source", "offramp", "offramp-no-exit"
 _RUNS_UNTIL_STEADY = 3
@@ -52,90 +58,6 @@ class Row:
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
         return asdict(self)
-
-
-Tensors = Mapping[str, NDArray[Any]]
-
-
-class Runner(Protocol):
-    """Answers batches."""
-
-    def run(self, tensors: Tensors) -> Iterator[Departure]:
-        """Give the rows that leave as they leave."""
-        ...
-
-    def warm_up(self, tensors: Tensors) -> None:
-        """Allocate for a batch size."""
-        ...
-
-
-class _Staged:
-    """A plan's stages, as the server runs them."""
-
-    def __init__(self, pipeline: Pipeline, slot: Slot) -> None:
-        self._pipeline = pipeline
-        self._slot = slot
-
-    def run(self, tensors: Tensors) -> Iterator[Departure]:
-        return self._pipeline.run(self._slot, tensors)
-
-    def warm_up(self, tensors: Tensors) -> None:
-        on_cpu = self._pipeline.backend.name == CPU
-        for _ in range(1 if on_cpu else _RUNS_UNTIL_STEADY):
-            self._pipeline.warm_up(self._slot, tensors)
-
-
-class _Plain:
-    """The source model in a session as ONNX Runtime makes it by default."""
-
-    def __init__(self, bundle: Bundle, threads: int) -> None:
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = threads
-        options.log_severity_level = 3
-        model = bundle.read(bundle.manifest.source.file)
-        providers = ["CPUExecutionProvider"]
-        self._session = ort.InferenceSession(model, options, providers=providers)
-        self._outputs = [bundle.manifest.answer.output]
-
-    def run(self, tensors: Tensors) -> Iterator[Departure]:
-        (answer,) = self._session.run(self._outputs, tensors)
-        yield Departure(0, np.arange(len(answer)), answer, np.empty(0, np.float32))
-
-    def warm_up(self, tensors: Tensors) -> None:
-        self._session.run(self._outputs, tensors)
-
-
-@dataclass(slots=True)
-class _System:
-    """One of the compared, and what was measured of it at a batch size."""
-
-    name: str
-    runner: Runner
-    latency_ms: list[list[NDArray[np.float64]]] = field(default_factory=list)
-    """[rounds][batches]."""
-    busy_ms: list[list[float]] = field(default_factory=list)
-    prediction: list[NDArray[np.int64]] = field(default_factory=list)
-    stage: list[NDArray[np.int64]] = field(default_factory=list)
-
-    def begin_round(self) -> None:
-        self.latency_ms.append([])
-        self.busy_ms.append([])
-
-    def measure(self, tensors: Tensors, size: int) -> None:
-        latency = np.empty(size)
-        departures = []
-        started = time.perf_counter()
-        for departure in self.runner.run(tensors):
-            latency[departure.rows] = time.perf_counter() - started
-            departures.append(departure)
-        self.busy_ms[-1].append((time.perf_counter() - started) * 1e3)
-        self.latency_ms[-1].append(latency * 1e3)
-        prediction, stage = np.empty(size, np.int64), np.empty(size, np.int64)
-        for departure in departures:
-            prediction[departure.rows] = departure.answer.argmax(axis=1)
-            stage[departure.rows] = departure.stage
-        self.prediction.append(prediction)
-        self.stage.append(stage)
 
 
 def compare(
@@ -171,7 +93,7 @@ def compare(
     plans = {
         SOURCE: make_plan(bundle, mode=Mode.OFF),
         OFFRAMP: plan,
-        NO_EXIT: replace(plan, stages=tuple(_never(stage) for stage in plan.stages)),
+        NO_EXIT: never_exiting(plan),
     }
     pipelines = {
         name: Pipeline(backend, plan)
@@ -180,14 +102,19 @@ def compare(
     }
     slot = backend.open_slot()
     try:
-        runners: dict[str, Runner] = (
-            {} if SOURCE in pipelines else {SOURCE: _Plain(bundle, threads)}
-        )
-        runners |= {name: _Staged(pipeline, slot) for name, pipeline in pipelines.items()}
+        runners: dict[str, Runner] = {}
+        if SOURCE not in pipelines:
+            source, output = bundle.manifest.source.file, bundle.manifest.answer.output
+            runners[SOURCE] = PlainModel(bundle.read(source), output, threads)
+        until_steady = 1 if backend.name == CPU else _RUNS_UNTIL_STEADY
+        runners |= {
+            name: StagedModel(pipeline, slot, warm_up_runs=until_steady)
+            for name, pipeline in pipelines.items()
+        }
         runners |= others or {}
         rows: list[Row] = []
         for size in batch_sizes:
-            systems = [_System(name, runner) for name, runner in runners.items()]
+            systems = [System(name, runner) for name, runner in runners.items()]
             used = _measure_size(
                 systems, dataset, size, rounds=rounds, samples=samples, progress=progress
             )
@@ -222,7 +149,7 @@ def batches_of(dataset: Dataset, size: int, rounds: int, samples: int) -> int:
 
 
 def _measure_size(
-    systems: Sequence[_System],
+    systems: Sequence[System],
     dataset: Dataset,
     size: int,
     *,
@@ -241,15 +168,14 @@ def _measure_size(
             system.begin_round()
         for batch in range(per_round):
             tensors = dataset.take(slice(start, start + size))
-            for offset in range(len(systems)):
-                systems[(batch + offset) % len(systems)].measure(tensors, size)
+            measure_in_turn(systems, tensors, size, turn=batch)
             start += size
             progress(size)
     return start
 
 
 def _row(
-    system: _System,
+    system: System,
     plan: Plan,
     size: int,
     truth: NDArray[np.int64],
@@ -275,7 +201,3 @@ def _row(
             exit_label(spec.exit): float((stage == spec.index).mean()) for spec in plan.stages
         },
     )
-
-
-def _never(stage: StageSpec) -> StageSpec:
-    return stage if stage.final else replace(stage, threshold=NEVER)

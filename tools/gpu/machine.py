@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
 from offramp.bundle.engines import Precision
+from offramp.calibration.paired import Runner
 from offramp.compiler.engines.ranges import SizeRange, parse_batches
 from offramp.engine.backends.factory import kernels_for, make_backend
 from offramp.engine.cuda.backend import CudaBackend
@@ -21,7 +22,6 @@ from offramp.engine.cuda.executable import ExecutableFactory
 from offramp.engine.pipeline import Departure
 from offramp.engine.plan import Mode, make_plan
 from offramp.engine.tensorrt import probe
-from offramp.tools.bench.compare import Runner
 from offramp.tools.gpu.timing import PyCudaTimer, TimedDriver, TimedFactory, Timer
 
 Tensors = Mapping[str, NDArray[Any]]

@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
+from offramp.calibration.paired import Runner
 from offramp.engine.backends.base import Slot
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, make_plan
-from offramp.tools.bench.compare import Runner, baseline_of, compare
+from offramp.tools.bench.compare import baseline_of, compare
 from offramp.tools.gpu.machine import Machine
 from offramp.tools.gpu.models import GOES_ON, BenchModel, Recorded
 from offramp.tools.gpu.staged import REPLAY

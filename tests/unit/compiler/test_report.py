@@ -368,6 +368,18 @@ def test_table_has_exits_and_trials() -> None:
     assert "0.0800 0.0400" in text  # head and border of an exit, at batch 8
 
 
+def test_rows_have_a_cell_for_every_column() -> None:
+    source = make(3).page()
+    table = source[source.index("<h2>Exits</h2>") :]
+    heads = re.findall(r"<thead>(.*?)</thead>", table, re.DOTALL)
+    trial = re.search(r'<tr class="chosen">(.*?)</tr>', table, re.DOTALL)
+    end = re.search(r'<tr class="total">(.*?)</tr>', table, re.DOTALL)
+    assert trial is not None
+    assert end is not None
+    cells = [len(re.findall(r"<t[dh]\b", row)) for row in (*heads[:2], end[1], trial[1])]
+    assert cells == [9, 4, 9, 4]
+
+
 def test_every_kind_of_figure_is_labelled() -> None:
     text = Page(make(3).page()).text
     for words in (

@@ -38,7 +38,7 @@ def test_on_a_gpu_the_source_model_is_a_stage_of_the_same_backend(
     def never(*_: object) -> None:
         raise AssertionError("a session on the CPU was made")
 
-    monkeypatch.setattr(module, "_Plain", never)
+    monkeypatch.setattr(module, "PlainModel", never)
     whole: list[int] = []
 
     def note(spec: StageSpec, rows: int) -> None:

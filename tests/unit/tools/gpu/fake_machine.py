@@ -9,8 +9,8 @@ from pathlib import Path
 from tests.cuda_fakes import FakeExecutables
 
 from offramp.bundle import Bundle
+from offramp.calibration.paired import Runner
 from offramp.engine.cuda.fake_driver import FakeDriver
-from offramp.tools.bench.compare import Runner
 from offramp.tools.gpu.machine import Ingredients
 from offramp.tools.gpu.timing import FakeTimer
 

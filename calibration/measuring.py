@@ -1,0 +1,258 @@
+"""Measure what a policy brings: its stages as they are served, beside the unmodified model.
+
+What is predicted rests on times of parts, and on the assumption that a sample that leaves saves
+its share of the batch. Here nothing is assumed: both run the same batches in turn.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import NEVER, Answer, ExitPolicy, Measured, MeasuredSize, Ratio
+from offramp.calibration.dataset import Dataset
+from offramp.calibration.paired import (
+    PlainModel,
+    Runner,
+    StagedModel,
+    System,
+    Tensors,
+    measure_in_turn,
+    never_exiting,
+)
+from offramp.calibration.records import ExitRecords
+from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
+from offramp.engine.control.records import first_exit
+from offramp.engine.pipeline import Pipeline
+from offramp.engine.plan import Plan
+from offramp.engine.timing import Estimate, Load, Rounds, disturbances
+
+MEASURED_BATCH_SIZES = (1, 16)
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """How long to measure at a batch size.
+
+    About ``seconds``. A model so large that ``least_rounds`` batches take longer is measured for
+    as long as those take: some 25 passes of it at that size, loading and warm-up included.
+    """
+
+    seconds: float = 1.8
+    rounds: int = 12
+    least_rounds: int = 6
+    """Fewest that give a median an interval of 95 %."""
+
+    def batches(self, seconds_a_batch: float, available: float) -> tuple[int, int]:
+        """Rounds, and batches in each of them.
+
+        Args:
+            seconds_a_batch: For all that is done with it.
+            available: Batches that the data has.
+        """
+        affordable = int(min(self.seconds / max(seconds_a_batch, 1e-9), available))
+        rounds = min(max(affordable, self.least_rounds), self.rounds)
+        return rounds, max(1, affordable // rounds)
+
+
+class Compared(NamedTuple):
+    """What is measured."""
+
+    source: Runner
+    bundle: Runner
+    nothing_exits: Runner
+    """The bundle, with thresholds that nobody reaches."""
+
+
+def measure_policy(
+    source: bytes,
+    plan: Plan,
+    dataset: Dataset,
+    stage: NDArray[np.int64],
+    *,
+    answer: Answer,
+    threads: int,
+    batch_sizes: Sequence[int] = MEASURED_BATCH_SIZES,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Measured:
+    """Measure a policy on the CPU.
+
+    Args:
+        source: The unmodified model, run in a plain session of ONNX Runtime.
+        plan: The policy's stages, run as the engine runs them.
+        dataset: The certify split.
+        stage: [samples]: where each sample leaves (:func:`stages_of_samples`).
+        answer: The model's output.
+        threads: Of ONNX Runtime.
+        batch_sizes: To measure at, rising.
+        progress: Called with 1 after each of them.
+    """
+    backend = OnnxRuntimeBackend(threads=threads)
+    slot = backend.open_slot()
+    try:
+        compared = Compared(
+            source=PlainModel(source, answer.output, threads),
+            bundle=StagedModel(Pipeline(backend, plan), slot),
+            nothing_exits=StagedModel(Pipeline(backend, never_exiting(plan)), slot),
+        )
+        return measure_runners(
+            compared,
+            dataset,
+            stage,
+            batch_sizes=batch_sizes,
+            threads=threads,
+            progress=progress,
+        )
+    finally:
+        slot.close()
+
+
+def stages_of_samples(policy: ExitPolicy, records: ExitRecords) -> NDArray[np.int64]:
+    """Which of the policy's stages answers each sample of some records: int64[samples]."""
+    active = [a for a in policy.active if a.threshold < NEVER]
+    thresholds = np.array([a.threshold for a in active])
+    return first_exit(records.confidence[[a.exit for a in active]], thresholds)
+
+
+def measure_runners(
+    compared: Compared,
+    dataset: Dataset,
+    stage: NDArray[np.int64],
+    *,
+    batch_sizes: Sequence[int],
+    threads: int,
+    budget: Budget | None = None,
+    clock: Clock = time.perf_counter,
+    cpu_clock: Clock = time.process_time,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Measured:
+    """Measure whatever answers batches; see :func:`measure_policy`."""
+    sizes, rounds, agrees = [], [], []
+    used: set[int] = set()
+    started_s, started_cpu_s = clock(), cpu_clock()
+    for size in batch_sizes:
+        seconds = _warm_up(compared, dataset.take(np.arange(size) % len(dataset)), clock)
+        how_many = (budget or Budget()).batches(seconds, len(stage) / size)
+        batches = deal(stage, *how_many, size)
+        _run_once(compared.bundle, dataset, batches)
+        systems = [System(name, r, clock) for name, r in compared._asdict().items()]
+        _run(systems, dataset, batches)
+        used |= set(batches.ravel().tolist())
+        sizes.append(_measured_size(systems, size))
+        rounds.append(_busy(systems))
+        source, bundle = (np.concatenate(s.prediction) for s in systems[:2])
+        agrees.append(source == bundle)
+        progress(1)
+    load = Load(wall_s=clock() - started_s, own_cpu_s=cpu_clock() - started_cpu_s)
+    return Measured(
+        device="cpu",
+        threads=threads,
+        samples=len(used),
+        agreement=float(np.concatenate(agrees).mean()),
+        sizes=tuple(sizes),
+        disturbed=disturbances("policy", load, rounds),
+    )
+
+
+def deal(
+    stage: NDArray[np.int64], rounds: int, batches: int, size: int, *, seed: int = 0
+) -> NDArray[np.int64]:
+    """Choose samples for all rounds, such that each round has the mix of the whole split.
+
+    Samples are sorted by where they leave and taken at even distances, so that chance in who is
+    measured does not pass for a difference in time; within a round, batches are random. Samples
+    repeat where there are too few.
+
+    Args:
+        stage: [samples]: where each leaves.
+        rounds: How many.
+        batches: Of each round.
+        size: Of each batch.
+        seed: Of the choice.
+
+    Returns:
+        int64[rounds, batches, size]: rows of the split.
+    """
+    rng = np.random.default_rng(seed)
+    shuffled = rng.permutation(len(stage))
+    ordered = shuffled[np.argsort(stage[shuffled], kind="stable")]
+    wanted = rounds * batches * size
+    picked = ordered[((np.arange(wanted) + 0.5) * len(stage) / wanted).astype(np.int64)]
+    each = [rng.permutation(picked[round_::rounds]) for round_ in range(rounds)]
+    return np.stack(each).reshape(rounds, batches, size)
+
+
+def _warm_up(compared: Compared, first: Tensors, clock: Clock) -> float:
+    """Warm up at a batch size; gives about how many seconds all that is done to a batch takes."""
+    seconds = 0.0
+    for runner in (compared.source, compared.nothing_exits):
+        runner.warm_up(first)
+        seconds += _seconds(runner, first, clock)
+    return 1.5 * seconds  # the bundle takes less than the model does, but runs twice
+
+
+def _run_once(runner: Runner, dataset: Dataset, batches: NDArray[np.int64]) -> None:
+    """Warm up what some batches need, and nothing else.
+
+    Survivors come in many sizes, and each is slower the first time. Those that occur are found
+    by running the batches, which costs less than every size that could occur.
+    """
+    for rows in batches.reshape(-1, batches.shape[-1]):
+        collections.deque(runner.run(dataset.take(rows)), maxlen=0)
+
+
+def _seconds(runner: Runner, tensors: Tensors, clock: Clock) -> float:
+    started = clock()
+    collections.deque(runner.run(tensors), maxlen=0)
+    return clock() - started
+
+
+def _run(systems: Sequence[System], dataset: Dataset, batches: NDArray[np.int64]) -> None:
+    """Have all systems answer all batches, int64[rounds, batches, size]."""
+    turn = 0
+    for of_round in batches:
+        for system in systems:
+            system.begin_round()
+        for rows in of_round:
+            measure_in_turn(systems, dataset.take(rows), len(rows), turn)
+            turn += 1
+
+
+def _measured_size(systems: Sequence[System], size: int) -> MeasuredSize:
+    busy, nothing_exits = _busy(systems).ratios()
+    mean, _ = _latency(systems, np.mean).ratios()
+    median, _ = _latency(systems, np.median).ratios()
+    return MeasuredSize(
+        batch_size=size,
+        rounds=busy.rounds,
+        samples=sum(map(len, systems[0].prediction)),
+        mean=_ratio(mean),
+        median=_ratio(median),
+        busy=_ratio(busy),
+        nothing_exits=_ratio(nothing_exits),
+    )
+
+
+def _busy(systems: Sequence[System]) -> Rounds:
+    """Each system's mean time of a batch, by round."""
+    return _rounds([[float(np.mean(batches)) for batches in s.busy_ms] for s in systems])
+
+
+def _latency(systems: Sequence[System], statistic: Callable[[NDArray[np.float64]], Any]) -> Rounds:
+    """A statistic of each system's latencies, by round."""
+    return _rounds([[float(statistic(np.concatenate(b))) for b in s.latency_ms] for s in systems])
+
+
+def _rounds(by_system: Sequence[Sequence[float]]) -> Rounds:
+    return Rounds(times_ms=np.array(by_system).T)
+
+
+def _ratio(found: Estimate) -> Ratio:
+    return Ratio(value=found.value, half_width=found.half_width)

@@ -1,0 +1,127 @@
+"""Systems that answer the same batches in turn, so that what else a machine does hits all alike.
+
+A sample's latency runs from the start of its batch to the moment its own answer is there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from offramp.bundle import NEVER
+from offramp.engine.backends import Slot
+from offramp.engine.pipeline import Departure, Pipeline
+from offramp.engine.plan import Plan
+
+Tensors = Mapping[str, NDArray[Any]]
+
+
+class Runner(Protocol):
+    """Answers batches."""
+
+    def run(self, tensors: Tensors) -> Iterator[Departure]:
+        """Give the rows that leave as they leave."""
+        ...
+
+    def warm_up(self, tensors: Tensors) -> None:
+        """Allocate for a batch size."""
+        ...
+
+
+class StagedModel:
+    """A plan's stages, as the server runs them."""
+
+    def __init__(self, pipeline: Pipeline, slot: Slot, *, warm_up_runs: int = 1) -> None:
+        """Run in a slot; ``warm_up_runs`` is how many a backend takes until it is steady."""
+        self._pipeline = pipeline
+        self._slot = slot
+        self._warm_up_runs = warm_up_runs
+
+    def run(self, tensors: Tensors) -> Iterator[Departure]:
+        """Give the rows that leave as they leave."""
+        return self._pipeline.run(self._slot, tensors)
+
+    def warm_up(self, tensors: Tensors) -> None:
+        """Run all stages with nobody leaving."""
+        for _ in range(self._warm_up_runs):
+            self._pipeline.warm_up(self._slot, tensors)
+
+
+class PlainModel:
+    """The source model in a session as ONNX Runtime makes it by default."""
+
+    def __init__(self, model: bytes, output: str, threads: int) -> None:
+        """Load; ``output`` is the name of its answer."""
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.log_severity_level = 3
+        providers = ["CPUExecutionProvider"]
+        self._session = ort.InferenceSession(model, options, providers=providers)
+        self._outputs = [output]
+
+    def run(self, tensors: Tensors) -> Iterator[Departure]:
+        """Give all rows at once."""
+        (answer,) = self._session.run(self._outputs, tensors)
+        yield Departure(0, np.arange(len(answer)), answer, np.empty(0, np.float32))
+
+    def warm_up(self, tensors: Tensors) -> None:
+        """Run once."""
+        self._session.run(self._outputs, tensors)
+
+
+@dataclass(slots=True)
+class System:
+    """One of the compared, and what was measured of it at a batch size."""
+
+    name: str
+    runner: Runner
+    clock: Callable[[], float] = time.perf_counter
+    """Seconds."""
+    latency_ms: list[list[NDArray[np.float64]]] = field(default_factory=list)
+    """[rounds][batches]."""
+    busy_ms: list[list[float]] = field(default_factory=list)
+    """[rounds][batches]: from a batch's start until its last answer."""
+    prediction: list[NDArray[np.int64]] = field(default_factory=list)
+    """[batches]."""
+    stage: list[NDArray[np.int64]] = field(default_factory=list)
+    """[batches]: where each row left."""
+
+    def begin_round(self) -> None:
+        """Start a round."""
+        self.latency_ms.append([])
+        self.busy_ms.append([])
+
+    def measure(self, tensors: Tensors, size: int) -> None:
+        """Answer a batch of ``size`` rows."""
+        latency = np.empty(size)
+        departures = []
+        started = self.clock()
+        for departure in self.runner.run(tensors):
+            latency[departure.rows] = self.clock() - started
+            departures.append(departure)
+        self.busy_ms[-1].append((self.clock() - started) * 1e3)
+        self.latency_ms[-1].append(latency * 1e3)
+        prediction, stage = np.empty(size, np.int64), np.empty(size, np.int64)
+        for departure in departures:
+            prediction[departure.rows] = departure.answer.argmax(axis=1)
+            stage[departure.rows] = departure.stage
+        self.prediction.append(prediction)
+        self.stage.append(stage)
+
+
+def measure_in_turn(systems: Sequence[System], tensors: Tensors, size: int, turn: int) -> None:
+    """Have all systems answer a batch; ``turn`` says which of them is first."""
+    for offset in range(len(systems)):
+        systems[(turn + offset) % len(systems)].measure(tensors, size)
+
+
+def never_exiting(plan: Plan) -> Plan:
+    """The plan's stages, with thresholds that nobody reaches."""
+    stages = tuple(s if s.final else replace(s, threshold=NEVER) for s in plan.stages)
+    return replace(plan, stages=stages)
