@@ -55,8 +55,9 @@ def bundle(compiled: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     shutil.copytree(compiled.path, "tiny.ee")
     np.savez("same.npz", **images(1000, seed=5))
     harder = images(1000, seed=6)
-    noise = np.random.default_rng(7).standard_normal(harder["image"].shape) * 4
-    harder["image"] = (harder["image"] + noise).astype(np.float32)
+    patches = np.random.default_rng(7).standard_normal((1000, 3, 4, 4)) * 1.2
+    blotted = harder["image"] + patches.repeat(4, axis=2).repeat(4, axis=3)
+    harder["image"] = blotted.astype(np.float32)
     np.savez("harder.npz", **harder)
     return Bundle.open("tiny.ee")
 
