@@ -8,8 +8,9 @@ as long at random, one round is bad for everyone, or one batch size is bad in al
 rounds the profile is estimated, exits are chosen on the tuning split and certified on the certify
 split, as compiling does. What a policy truly saves is computed with the bundle's own profile.
 
-The same rounds are given to the rule of Offramp 1.0 (quartiles of each part alone, one cost for all
-borders that is cut off at 0, exits dropped while they add more than 10 % at any batch size).
+The same rounds are given to the rule that this one replaced (quartiles of each part alone, one cost
+for all borders that is cut off at 0, exits dropped while they add more than 10 % at any batch
+size).
 """
 
 from __future__ import annotations

@@ -1,0 +1,95 @@
+"""How often does a certified policy break its promise on what it has not seen?
+
+    python -m benchmarks.promise BUNDLE --data TEST.npz [--draws 1000] [--json FILE]
+
+The population is the bundle's certify split and the test data together: samples that neither
+trained nor tuned anything. Each draw takes as many of them as the certify split has, with
+replacement, certifies along the path of the tuning split as compiling does, and looks up how often
+the policy disagrees with the unmodified model in the whole population. The promise allows a share
+of 1 - confidence of the draws to be above the bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+
+from offramp.bundle import Bundle
+from offramp.bundle.bundle import CERTIFY, TUNE
+from offramp.calibration.dataset import read_dataset
+from offramp.calibration.running import all_threads
+from offramp.calibration.selection import certified_policy
+from offramp.engine.control.agreement import tuning_path
+from offramp.engine.control.costs import CostModel
+from offramp.engine.control.records import evaluate
+from offramp.tools.bench.adapt.recording import Recorder
+from offramp.tools.bench.environment import check_outputs, describe_environment, write_json
+
+
+def main() -> None:
+    """Draw, certify, look up, print."""
+    parser = argparse.ArgumentParser(description="Resample what certifies a bundle's policy.")
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--data", type=Path, required=True, help="test data, unseen in compiling")
+    parser.add_argument("--draws", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    check_outputs(options.json)
+    found = resample(options.bundle, options.data, draws=options.draws, seed=options.seed)
+    for name, value in found.items():
+        print(f"{name}: {value:.5g}")
+    write_json(options.json, {**found, "environment": describe_environment(seed=options.seed)})
+
+
+def resample(path: Path, data: Path, *, draws: int, seed: int) -> dict[str, float]:
+    """Give the share of draws above the bound, and quantiles of the true disagreement."""
+    bundle = Bundle.open(path)
+    records, promise = bundle.records(), bundle.policy.promise
+    if promise is None:
+        raise SystemExit(f"{path} has no certified policy to look at")
+    rows = [active.exit for active in bundle.policy.active]
+    agrees = records["prediction"] == records["final_prediction"]
+    tune, certify = records["split"] == TUNE, records["split"] == CERTIFY
+    thresholds = tuning_path(records["confidence"][rows][:, tune], agrees[rows][:, tune])
+
+    test = Recorder(bundle, threads=all_threads()).record(
+        read_dataset(data, bundle.manifest.inputs)
+    )
+    confidence = np.concatenate([records["confidence"][:, certify], test.confidence], axis=1)
+    agreed = np.concatenate([agrees[:, certify], test.prediction == test.final], axis=1)
+    cost = CostModel.of(
+        bundle.manifest, bundle.profile(), bundle.manifest.calibration.reference_batch_size
+    )
+    rng, size = np.random.default_rng(seed), int(certify.sum())
+    true, saved = [], []
+    for _ in range(draws):
+        drawn = rng.integers(0, confidence.shape[1], size)
+        policy = certified_policy(
+            rows, thresholds, confidence[:, drawn], agreed[:, drawn], cost,
+            max_disagreement=promise.max_disagreement, confidence_level=promise.confidence,
+        )  # fmt: skip
+        used = [active.exit for active in policy.active]
+        outcome = evaluate(
+            confidence[used], agreed[used], cost.latency_ms(used),
+            np.array([active.threshold for active in policy.active]), vanilla_ms=cost.source_ms,
+        )  # fmt: skip
+        true.append(outcome.errors / confidence.shape[1])
+        saved.append(outcome.savings)
+    return {
+        "draws": draws,
+        "population": confidence.shape[1],
+        "certify_samples": size,
+        "bound": promise.max_disagreement,
+        "allowed_share_above": 1 - promise.confidence,
+        "share_above": float(np.mean(np.array(true) > promise.max_disagreement)),
+        "median_disagreement": float(np.median(true)),
+        "largest_disagreement": float(np.max(true)),
+        "median_predicted_savings": float(np.median(saved)),
+    }
+
+
+if __name__ == "__main__":
+    main()
