@@ -19,11 +19,11 @@ import numpy as np
 from offramp.bundle import Bundle
 from offramp.bundle.bundle import CERTIFY, TUNE
 from offramp.calibration.dataset import read_dataset
-from offramp.calibration.running import all_threads
 from offramp.calibration.selection import certified_policy
 from offramp.engine.control.agreement import tuning_path
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.records import evaluate
+from offramp.engine.options import available_cores
 from offramp.tools.bench.adapt.recording import Recorder
 from offramp.tools.bench.environment import check_outputs, describe_environment, write_json
 
@@ -55,7 +55,7 @@ def resample(path: Path, data: Path, *, draws: int, seed: int) -> dict[str, floa
     tune, certify = records["split"] == TUNE, records["split"] == CERTIFY
     thresholds = tuning_path(records["confidence"][rows][:, tune], agrees[rows][:, tune])
 
-    test = Recorder(bundle, threads=all_threads()).record(
+    test = Recorder(bundle, threads=available_cores()).record(
         read_dataset(data, bundle.manifest.inputs)
     )
     confidence = np.concatenate([records["confidence"][:, certify], test.confidence], axis=1)

@@ -44,6 +44,12 @@ def method_for(specs: Sequence[TensorSpec]) -> Method | None:
     return None
 
 
+def makes_sense(method: Method, dataset: Dataset) -> bool:
+    """Whether samples of a data set can be joined: inputs that are spliced have one length."""
+    widths = {array.shape[1] for array in dataset.inputs.values() if array.ndim == 2}
+    return len(dataset) > 1 and (method == "mixup" or len(widths) == 1)
+
+
 def _is_continuous(spec: TensorSpec) -> bool:
     dtype = np.dtype(spec.dtype)
     return dtype.kind == "f" or (dtype == np.uint8 and len(spec.shape) > 2)

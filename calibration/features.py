@@ -8,6 +8,7 @@ since tokens of a real data set run to gigabytes; values beyond float16's range 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +20,12 @@ from numpy.typing import NDArray
 from offramp.bundle import Answer
 from offramp.calibration.augmentation import MadeSamples
 from offramp.calibration.dataset import Dataset
+from offramp.calibration.errors import DataError
 from offramp.calibration.families import CutTensor
 from offramp.calibration.preconditioning import LARGEST, Preconditioner
 from offramp.calibration.running import check_answers, run_over
+
+_log = logging.getLogger(__name__)
 
 _FLOAT16_MAX = 65504.0
 
@@ -81,8 +85,8 @@ def record(
         outputs: Per candidate, the graph's outputs by grid.
         answer: The source model's.
         dataset: Samples; all of them are recorded.
-        made: More samples, recorded behind those; the ones that the source model has no finite
-            answer to are left out.
+        made: More samples, recorded behind those; where the source model fails or has no finite
+            answer, the sample that one was made of is there once more.
         projections: As :func:`fit_projections` found them.
         threads: Of ONNX Runtime.
         directory: Where to put the files; the caller removes it.
@@ -94,35 +98,43 @@ def record(
     names = [name for per_exit in outputs for name in per_exit.values()]
     projections = projections or {}
     projected = {outputs[candidate][WHOLE]: p for candidate, p in projections.items()}
-    total = len(dataset) + (0 if made is None else len(made))
+    real, total = len(dataset), len(dataset) + (0 if made is None else len(made))
     stores: dict[str, NDArray[np.float16]] = {}
-    answers = np.empty((total, answer.classes), np.float32)
+    answers = np.full((total, answer.classes), np.nan, np.float32)
     wanted = [answer.output, *names]
-    for part, start in ((dataset, 0), (made, len(dataset))):
-        if part is None:
-            continue
-        for rows, (answered, *values) in run_over(model, wanted, part, threads=threads):
-            if part is dataset:
-                check_answers(answered, dataset.rows[rows])
-            place = slice(start + rows.start, start + rows.stop)
-            answers[place] = answered
-            for name, plain in zip(names, values, strict=True):
-                value = _projected(plain, projected.get(name))
-                if name not in stores:
-                    directory.mkdir(exist_ok=True)
-                    shape = (total, *value.shape[1:])
-                    stores[name] = _allocate(directory, len(stores), shape)
-                stores[name][place] = np.clip(value, -_FLOAT16_MAX, _FLOAT16_MAX)
-            progress(len(answered))
-    features = tuple({grid: stores[name] for grid, name in e.items()} for e in outputs)
-    recording = Recording(
-        features=features,
-        masks=_masks(dataset, made),
+
+    def keep(start: int, rows: slice, answered: NDArray[Any], values: list[NDArray[Any]]) -> None:
+        place = slice(start + rows.start, start + rows.stop)
+        answers[place] = answered
+        for name, plain in zip(names, values, strict=True):
+            value = _projected(plain, projected.get(name))
+            if name not in stores:
+                directory.mkdir(exist_ok=True)
+                shape = (total, *value.shape[1:])
+                stores[name] = _allocate(directory, len(stores), shape)
+            stores[name][place] = np.clip(value, -_FLOAT16_MAX, _FLOAT16_MAX)
+        progress(len(answered))
+
+    for rows, (answered, *values) in run_over(model, wanted, dataset, threads=threads):
+        check_answers(answered, dataset.rows[rows])
+        keep(0, rows, answered, values)
+    if made is not None:
+        try:
+            for rows, (answered, *values) in run_over(model, wanted, made, threads=threads):
+                keep(real, rows, answered, values)
+        except DataError as error:
+            _log.warning("Heads train without some of the made samples: %s.", error)
+    masks = _masks(dataset, made)
+    # In the place of what the model cannot answer stands, once more, the sample it was made of.
+    bad = np.flatnonzero(~np.isfinite(answers).all(axis=1))
+    for array in (answers, *stores.values(), *(masks.values() if len(bad) else ())):
+        array[bad] = array[bad - real]
+    return Recording(
+        features=tuple({grid: stores[name] for grid, name in e.items()} for e in outputs),
+        masks=masks,
         answers=answers,
         projections=projections,
     )
-    finite = np.isfinite(answers).all(axis=1)
-    return recording if finite.all() else recording.subset(np.flatnonzero(finite))
 
 
 def fit_projections(
@@ -149,7 +161,7 @@ def fit_projections(
     ]
     if not wide:
         return {}
-    step = max(1, len(dataset) // _PROJECTED_SAMPLES)
+    step = -(-len(dataset) // _PROJECTED_SAMPLES)
     part = dataset.subset(np.arange(0, len(dataset), step, dtype=np.intp))
     names = [outputs[candidate][WHOLE] for candidate in wide]
     tokens: dict[int, list[NDArray[np.float32]]] = {candidate: [] for candidate in wide}
@@ -160,10 +172,11 @@ def fit_projections(
             if mask is not None:
                 kept = value[part.inputs[mask][rows] > 0]
             tokens[candidate].append(kept.astype(np.float32))
-    return {
+    fitted = {
         candidate: Preconditioner.fit(np.concatenate(parts), components=TOKEN_COMPONENTS)
         for candidate, parts in tokens.items()
     }
+    return {candidate: found for candidate, found in fitted.items() if found.matrix.ndim == 2}
 
 
 def _projected(value: NDArray[Any], projection: Preconditioner | None) -> NDArray[Any]:

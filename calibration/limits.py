@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from offramp.bundle.manifest import HeadTrial
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.selection import MIN_GAIN, Candidates
 from offramp.engine.control.binomial import allowed_errors
@@ -39,25 +40,51 @@ class Asked:
     """That savings are predicted at."""
 
 
-def limit_of_heads(agreement: Sequence[float], asked: Asked) -> Limit:
+def limit_of_heads(best: Sequence[HeadTrial], source_ms: float, asked: Asked) -> Limit:
     """Say why no exit was built: no head saves, alone, more than it costs.
 
     Args:
-        agreement: Of every head that was tried, on the tuning split.
+        best: Of every candidate, the head that nets most.
+        source_ms: The model's time at the batch size of ``asked``.
         asked: Of the policy.
     """
-    if not agreement:
+    if not best:
         return Limit(
             kind="agreement",
             message="no cut point's tensor has a shape that a head could read; eecompile inspect "
             "lists them, --exits names others",
         )
+    dearest = max(best, key=lambda trial: _if_free(trial, source_ms))
+    if _if_free(dearest, source_ms) >= MIN_GAIN:
+        return Limit(
+            kind="costs",
+            message=f"heads cost more than they save: at batch {asked.batch_size} the best one "
+            f"would save {_if_free(dearest, source_ms):.1%} of the model's {source_ms:.3g} ms if "
+            f"it cost nothing, but takes {dearest.cost_ms:.3g} ms "
+            f"({dearest.cost_ms / source_ms:.1%}); a larger model has more to save",
+        )
     return Limit(
         kind="agreement",
-        message=f"none of the {len(agreement)} heads tried saves time: the best one agrees with "
-        f"the model on {max(agreement):.1%} of the tuning samples, and too few samples can leave "
-        f"while at most {asked.max_disagreement:g} disagree (--max-disagreement); more --data or "
-        "--epochs make better heads, and a larger --max-disagreement lets more samples leave",
+        message=f"none of the {len(best)} candidate exits saves time: the best one agrees with "
+        f"the model on {max(trial.agreement for trial in best):.1%} of the tuning samples, and too "
+        f"few samples can leave while at most {asked.max_disagreement:g} disagree "
+        "(--max-disagreement); more --data or --epochs make better heads, and a larger "
+        "--max-disagreement lets more samples leave",
+    )
+
+
+def _if_free(trial: HeadTrial, source_ms: float) -> float:
+    """Share of the model's time that a head would save if it took none."""
+    return trial.net_savings + trial.cost_ms / source_ms
+
+
+def limit_of_rehearsal(max_violations: float) -> Limit:
+    """Say why a rehearsal kept no exit."""
+    return Limit(
+        kind="overhead",
+        message="every exit made too many of the rehearsed batches later than the unmodified model "
+        f"would (--max-violations {max_violations:g}); a larger one, or --selection savings, keeps "
+        "exits",
     )
 
 

@@ -42,8 +42,13 @@ class Preconditioner:
         it is and whitening: whitening fully gave the many weak components too much say (−3 points
         of time saved).
         """
-        step = max(1, len(features) // SAMPLES)
+        step = -(-len(features) // SAMPLES)
         sample = features[::step].astype(np.float32)
+        # A model may have NaN where it is masked; nothing can be learned from that.
+        sample = sample[np.isfinite(sample).all(axis=1)]
+        if not len(sample):
+            width = features.shape[1]
+            return cls(mean=np.zeros(width, np.float32), matrix=np.ones(width, np.float32))
         mean, scale = moments(sample)
         if features.shape[1] > LARGEST:
             return cls(mean=mean, matrix=np.reciprocal(scale))

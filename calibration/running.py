@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,11 +15,6 @@ from offramp.calibration.errors import DataError
 from offramp.engine.backends.onnxruntime import make_session
 
 BATCH_SIZE = 64
-
-
-def all_threads() -> int:
-    """Give every core that this process may use: what is recorded does not depend on how many."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def run_over(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -114,6 +115,7 @@ def train_heads(
     """
     torch.set_num_threads(1)
     known = {} if known is None else known
+    stop = threading.Event()
     targets = torch.from_numpy(probabilities)
 
     def run(item: tuple[View, Sequence[Head]]) -> list[TrainedHead]:
@@ -125,11 +127,15 @@ def train_heads(
             reader = _Attention(heads, view, mask, train=train, options=options)
         else:
             reader = _Fixed(heads, view, mask, train=train, options=options, known=known)
-        _fit(reader, train, tune, targets=targets, options=options, progress=progress)
+        _fit(reader, train, tune, targets=targets, options=options, progress=progress, stop=stop)
         return _answered(reader, view.candidate, tune)
 
     with ThreadPoolExecutor(options.threads) as pool:
-        groups = list(pool.map(run, _groups(families).items()))
+        try:
+            groups = list(pool.map(run, _groups(families).items()))
+        except BaseException:  # an interrupt must not wait until the others are trained
+            stop.set()
+            raise
     trained = {(t.candidate, t.head): t for group in groups for t in group}
     return [trained[c, head] for c, family in enumerate(families) for head in family]
 
@@ -344,6 +350,7 @@ def _fit(
     targets: Tensor,
     options: TrainingOptions,
     progress: Callable[[int], None],
+    stop: threading.Event,
 ) -> None:
     """Train a group of heads, and leave each as it was after its best epoch."""
     loaded, judged = reader.load(train), reader.load(tune)
@@ -360,6 +367,8 @@ def _fit(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate(step / steps))
     best = [_Best(parameters) for parameters in learned]
     for _ in range(options.epochs):
+        if stop.is_set():
+            return
         for rows in _batches(torch.from_numpy(shuffler.permutation(len(targets))), size):
             optimiser.zero_grad(set_to_none=True)
             pooled = zip(reader.layers, reader.pool(loaded, rows), strict=True)

@@ -91,11 +91,11 @@ def _missing(error: ImportError) -> int:
 
 
 def _compile(options: argparse.Namespace, console: Console) -> int:
-    from offramp.calibration.running import all_threads  # noqa: PLC0415
     from offramp.calibration.training import TrainingOptions  # noqa: PLC0415
     from offramp.compiler.compile import compile_model  # noqa: PLC0415
     from offramp.compiler.options import CompileOptions  # noqa: PLC0415
     from offramp.compiler.progress import TerminalProgress  # noqa: PLC0415
+    from offramp.engine.options import available_cores  # noqa: PLC0415
 
     output = options.output or options.model.with_suffix(".ee")
     engines = _engines_to_build(options, output)
@@ -122,7 +122,7 @@ def _compile(options: argparse.Namespace, console: Console) -> int:
                 simplify=not options.no_simplify,
                 augment=options.augment,
                 training=TrainingOptions(
-                    epochs=options.epochs, threads=all_threads(), seed=options.seed
+                    epochs=options.epochs, threads=available_cores(), seed=options.seed
                 ),
                 seed=options.seed,
             ),

@@ -18,6 +18,7 @@ from offramp.calibration.limits import (
     limit_of_certificate,
     limit_of_choice,
     limit_of_heads,
+    limit_of_rehearsal,
 )
 from offramp.calibration.measuring import (
     MEASURED_BATCH_SIZES,
@@ -31,7 +32,6 @@ from offramp.calibration.profiling import (
 )
 from offramp.calibration.records import ExitRecords, record_answers
 from offramp.calibration.rehearsing import forecast_policy, rehearse_records
-from offramp.calibration.running import all_threads
 from offramp.calibration.selection import (
     certified_policy,
     choose_active,
@@ -47,6 +47,7 @@ from offramp.engine.control.agreement import tuning_path
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.rehearsal_result import Rehearsal, RehearsalSettings, Rehearsed
 from offramp.engine.control.two_stage import StageTimes
+from offramp.engine.options import available_cores
 from offramp.engine.plan import Anatomy, Mode, Plan, plan_stages
 from offramp.engine.timing import Effort
 
@@ -137,7 +138,7 @@ class Compilation:
         graph = assemble(parts, [*itertools.chain(*outputs), answer.output])
         with self.progress.step(title, len(dataset)) as advance:
             return record_answers(
-                graph, outputs, answer, dataset, threads=all_threads(), progress=advance
+                graph, outputs, answer, dataset, threads=available_cores(), progress=advance
             )
 
     def fix_path(
@@ -212,7 +213,10 @@ class Compilation:
             batch_size=options.reference_batch_size,
         )
         if not found.exits:
-            return limit_of_heads(found.agreements, asked)
+            column = profile.column(asked.batch_size)
+            return limit_of_heads(found.best, profile.source_ms[column], asked)
+        if not path.active and options.selection == "pame":
+            return limit_of_rehearsal(options.max_violations)
         if not path.active:
             return limit_of_choice(tune, _cost_models(found.exits, profile), asked)
         return limit_of_certificate(path.active, path.thresholds, certify, asked)

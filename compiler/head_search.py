@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import AnswerForm, Head
-from offramp.calibration.augmentation import MadeSamples, method_for
+from offramp.bundle.manifest import HeadTrial
+from offramp.calibration.augmentation import MadeSamples, makes_sense, method_for
 from offramp.calibration.dataset import Parts
 from offramp.calibration.estimates import BackboneTimes
 from offramp.calibration.families import family_of
 from offramp.calibration.features import Recording, fit_projections, record
-from offramp.calibration.running import all_threads
 from offramp.calibration.training import (
     Preconditioners,
     TrainedHead,
@@ -35,6 +35,7 @@ from offramp.compiler.options import CompileOptions
 from offramp.compiler.poolings import attach_poolings
 from offramp.compiler.progress import Progress
 from offramp.compiler.slicing import Sliced
+from offramp.engine.options import available_cores
 
 TRIAL_SAMPLES = 6000
 """Real samples that heads are tried on, at most."""
@@ -47,8 +48,8 @@ class FoundExits:
     """Exits worth building, and how near the others came."""
 
     exits: tuple[ExitTrials, ...]
-    agreements: tuple[float, ...]
-    """Of all heads that were trained to the end: shares of the tuning split."""
+    best: tuple[HeadTrial, ...]
+    """Of every candidate with a head, the one that nets most, whether that is anything or not."""
 
 
 def find_exits(
@@ -74,7 +75,7 @@ def find_exits(
         exits = workbench.finish(tried, search.trained(tried), judge)
     return FoundExits(
         exits=tuple(exit_ for exit_ in exits if exit_.net_savings > 0),
-        agreements=tuple(exit_.trials[exit_.best].agreement for exit_ in exits),
+        best=tuple(exit_.trials[exit_.best] for exit_ in exits),
     )
 
 
@@ -138,9 +139,11 @@ def _record(
     """Features of the training split, with made samples if wanted, and of the tuning split."""
     graph, outputs = attach_poolings(sliced.model, sliced.graphs, sliced.cuts)
     method = method_for(sliced.model.inputs) if options.augment == "auto" else None
-    made = None if method is None else MadeSamples.draw(parts.train, method, seed=options.seed)
+    made = None
+    if method is not None and makes_sense(method, parts.train):
+        made = MadeSamples.draw(parts.train, method, seed=options.seed)
     samples = len(parts.train) + len(parts.tune) + (0 if made is None else len(made))
-    threads = all_threads()
+    threads = available_cores()
     projections = fit_projections(graph, outputs, sliced.cuts, parts.train, threads=threads)
     with progress.step("Record features", samples) as advance:
         train, tune = (

@@ -22,7 +22,6 @@ from offramp.calibration.dataset import CERTIFY_SHARE, TUNE_SHARE, Dataset, read
 from offramp.calibration.errors import DataError
 from offramp.calibration.records import ExitRecords, dump_records, record_answers
 from offramp.calibration.rehearsing import draw_load, forecast_policy, rehearse_records
-from offramp.calibration.running import all_threads
 from offramp.calibration.selection import certifiable_errors, certified_policy
 from offramp.compiler.errors import CompileError
 from offramp.compiler.packing import judged
@@ -41,6 +40,7 @@ from offramp.engine.control.rehearsal_result import (
     Rehearsed,
 )
 from offramp.engine.control.two_stage import StageTimes
+from offramp.engine.options import available_cores
 
 DEFAULT_BATCH = 32
 """Rows of a rehearsed batch, where they were profiled."""
@@ -250,7 +250,7 @@ def record_load(bundle: Bundle, dataset: Dataset, title: str, progress: Progress
     graph = assemble([bundle.read(file) for file in files], wanted)
     with progress.step(title, len(dataset)) as advance:
         return record_answers(
-            graph, outputs, manifest.answer, dataset, threads=all_threads(), progress=advance
+            graph, outputs, manifest.answer, dataset, threads=available_cores(), progress=advance
         )
 
 

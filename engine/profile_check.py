@@ -2,8 +2,9 @@
 
 A bundle is profiled where it is compiled. Another CPU is not only faster or slower: what borders
 and heads cost beside the model differs, and so whether exits pay. So source model and stages run
-in turns for a second or two, at a few batch sizes with nobody leaving, and the profile is scaled
-part by part to what was seen. What was measured is kept beside the bundle (it is no part of it).
+in turns for a second or two (a few times at least, which takes longer where the model does), at a
+few batch sizes with nobody leaving, and the profile is scaled part by part to what was seen. What
+was measured is kept beside the bundle (it is no part of it).
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import platform
 import tempfile
 import time
@@ -314,12 +314,16 @@ def write_kept(path: Path, here: dict[str, str], profile: Profile) -> None:
     except (OSError, ValueError, AttributeError):
         kept = {}
     kept[_key(here)] = {"machine": here, "profile": to_plain(profile)}
+    scratch: Path | None = None
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as scratch:
-            json.dump(kept, scratch)
-        os.replace(scratch.name, path)  # noqa: PTH105 - as Path.replace, for a name
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            scratch = Path(file.name)
+            json.dump(kept, file)
+        scratch.replace(path)
     except OSError as error:
         _log.debug("%s is not kept: %s", path, error)
+        if scratch is not None:
+            scratch.unlink(missing_ok=True)
 
 
 def _key(here: dict[str, str]) -> str:
@@ -331,5 +335,8 @@ def _cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    named = [line for line in lines if line.startswith("model name")]
+    # where there is no name, as on ARM, implementer and part tell CPUs apart
+    named = named[:1] or sorted({line for line in lines if line.startswith("CPU ")})
+    words = " ".join(line.partition(":")[2].strip() for line in named)
+    return words or platform.processor() or platform.machine()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import comb
 
 import numpy as np
@@ -116,14 +116,13 @@ class Sweeps:
     """Rounds of each batch size in a sweep; more of the short ones, which noise hits harder."""
     effort: Effort
     done: int = 0
-    _turn: int = field(default=0, init=False)
 
     def order(self) -> Iterator[tuple[int, list[int]]]:
         """Give the rounds of the next sweep: batch size's index, and systems in running order."""
         for size, repeats in enumerate(self.repeats):
-            for _ in range(repeats):
-                first = self._turn % self.systems
-                self._turn += 1
+            for repeat in range(repeats):
+                # counted for each size: a count over all of them may fit the number of systems
+                first = (self.done * repeats + repeat) % self.systems
                 yield size, [(first + place) % self.systems for place in range(self.systems)]
         self.done += 1
 

@@ -77,7 +77,12 @@ class Twin:
         )
         self.stages += 1
         self._compare(ours.result.answer, cpu.result.answer)
-        self._compare(ours.result.confidence, cpu.result.confidence)
+        if cpu.result.carry is None and not self.tolerance:
+            # of the model's own answer: nothing is decided by it, and on the CPU it is a softmax
+            # of ONNX Runtime's, which sums in another order than the kernel
+            np.testing.assert_array_max_ulp(ours.result.confidence, cpu.result.confidence, maxulp=4)
+        else:
+            self._compare(ours.result.confidence, cpu.result.confidence)
         if not self.tolerance:
             np.testing.assert_array_equal(ours.exited, cpu.exited)
         rows = self._going_on(cpu.exited, last=cpu.result.carry is None)

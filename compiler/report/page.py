@@ -23,7 +23,7 @@ from offramp.engine.control.rehearsal_result import Rehearsed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRow:
-    """A head that was tried."""
+    """A head that was trained to the end."""
 
     head: str
     chosen: bool

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from offramp.bundle import TensorSpec
-from offramp.calibration.augmentation import MadeSamples, method_for
+from offramp.calibration.augmentation import MadeSamples, makes_sense, method_for
 from offramp.calibration.dataset import Dataset
 
 
@@ -86,3 +86,11 @@ def test_batches_are_parts_of_the_whole_and_seeds_matter(method: str) -> None:
     np.testing.assert_array_equal(made.take(np.array([3, 11]))["x"], whole[[3, 11]])
     assert len(made) == 20
     assert made.rows.tolist() == list(range(20))
+
+
+def test_texts_are_spliced_if_their_inputs_have_one_length() -> None:
+    ids = np.ones((4, 6), np.int64)
+    assert makes_sense("splice", dataset(ids=ids, mask=ids))
+    assert not makes_sense("splice", dataset(ids=ids, facts=ids[:, :2]))
+    assert makes_sense("mixup", dataset(a=ids[:, :2] * 0.5, b=ids * 0.5))
+    assert not makes_sense("mixup", dataset(x=np.ones((1, 3))))

@@ -181,7 +181,7 @@ def test_made_samples_come_behind_the_real_ones(tmp_path: Path) -> None:
     assert all(len(store) == 140 for e in recording.features for store in e.values())
 
 
-def test_made_samples_without_a_finite_answer_are_left_out(tmp_path: Path) -> None:
+def test_a_made_sample_without_a_finite_answer_is_the_one_it_was_made_of(tmp_path: Path) -> None:
     x = np.array([[1e37, 2.0], [1e38, 1.0]], np.float32)
     data = Dataset(inputs={"x": x}, labels=None, sha256="0")
     made = MadeSamples(
@@ -191,9 +191,33 @@ def test_made_samples_without_a_finite_answer_are_left_out(tmp_path: Path) -> No
         scaling(3.0), ({WHOLE: "cut"},), Answer(output="a", classes=2, form="logits"), data,
         made=made, threads=1, directory=tmp_path / "f",
     )  # fmt: skip
-    kept = np.concatenate([x, made.take(slice(1, 2))["x"]])
+    kept = np.concatenate([x, x[:1], made.take(slice(1, 2))["x"]])
     np.testing.assert_allclose(recording.answers, 3 * kept, rtol=1e-6)
-    assert len(recording.features[0][WHOLE]) == 3
+    features = recording.features[0][WHOLE]
+    np.testing.assert_array_equal(features[2], features[0])
+
+
+def test_made_samples_that_the_model_fails_on_are_done_without(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pieces = sliced("bert")
+    data = dataset_of(pieces, 70)
+    graph, outputs = attach_poolings(pieces.model, pieces.graphs, pieces.cuts)
+    made = MadeSamples.draw(data, "splice", seed=3)
+    alone = record(graph, outputs, pieces.model.answer, data, threads=1, directory=tmp_path / "a")
+    with pytest.MonkeyPatch.context() as patched:
+        wrong = {name: array + 4000 for name, array in data.inputs.items()}
+        patched.setattr(
+            MadeSamples, "take", lambda _, rows: {name: a[rows] for name, a in wrong.items()}
+        )
+        recording = record(
+            graph, outputs, pieces.model.answer, data, made=made, threads=1,
+            directory=tmp_path / "f",
+        )  # fmt: skip
+    assert "without some of the made samples" in caplog.text
+    np.testing.assert_array_equal(recording.answers, np.tile(alone.answers, (2, 1)))
+    mask = data.inputs["attention_mask"]
+    np.testing.assert_array_equal(recording.masks["attention_mask"], np.tile(mask, (2, 1)))
 
 
 def test_a_model_that_fails_on_some_samples_says_on_which(tmp_path: Path) -> None:

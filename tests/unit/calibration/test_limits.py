@@ -7,11 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from offramp.bundle import Head
+from offramp.bundle.manifest import HeadTrial
 from offramp.calibration.limits import (
     Asked,
     limit_of_certificate,
     limit_of_choice,
     limit_of_heads,
+    limit_of_rehearsal,
 )
 from offramp.calibration.records import ExitRecords
 from offramp.engine.control.agreement import tuning_path
@@ -47,12 +50,30 @@ def records(shares_known: list[float], *, count: int = 2000, wrong: float = 0.5)
 
 
 def test_heads_that_agree_too_little() -> None:
-    limit = limit_of_heads([0.4, 0.783], ASKED)
+    limit = limit_of_heads([trial(0.4, -0.02), trial(0.783, -0.018)], 10.0, ASKED)
     assert limit.kind == "agreement"
-    assert "none of the 2 heads" in limit.message
+    assert "none of the 2 candidate exits" in limit.message
     assert "78.3%" in limit.message
     assert "0.05 disagree (--max-disagreement)" in limit.message
-    assert "--exits" in limit_of_heads([], ASKED).message
+    assert "--exits" in limit_of_heads([], 10.0, ASKED).message
+
+
+def trial(agreement: float, net_savings: float, cost_ms: float = 0.2) -> HeadTrial:
+    head = Head(kind="vector")
+    return HeadTrial(head=head, agreement=agreement, cost_ms=cost_ms, net_savings=net_savings)
+
+
+def test_heads_that_cost_more_than_they_save() -> None:
+    limit = limit_of_heads([trial(0.999, -0.1, cost_ms=4.0), trial(0.9, -0.02)], 10.0, ASKED)
+    assert limit.kind == "costs"
+    assert "would save 30.0% of the model's 10 ms" in limit.message
+    assert "takes 4 ms (40.0%)" in limit.message
+
+
+def test_a_rehearsal_that_keeps_nothing_names_its_own_limit() -> None:
+    limit = limit_of_rehearsal(0.02)
+    assert limit.kind == "overhead"
+    assert "--max-violations 0.02" in limit.message
 
 
 def test_exits_that_agree_too_little() -> None:

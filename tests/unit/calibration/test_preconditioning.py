@@ -58,3 +58,17 @@ def test_features_that_never_vary_at_all_keep_a_coordinate() -> None:
     assert np.isfinite(made.apply(np.ones((2, 3), np.float32))).all()
     assert np.isfinite(made.matrix).all()
     assert np.abs(made.matrix).max() <= 1 / np.sqrt(LEAST_DEVIATION) / 1e-3 + 1
+
+
+def test_samples_that_are_no_numbers_are_passed_over() -> None:
+    values = correlated(300, 5)
+    clean = Preconditioner.fit(values[100:])
+    values[:100, 3] = np.nan
+    made = Preconditioner.fit(values)
+    np.testing.assert_array_equal(made.mean, clean.mean)
+    np.testing.assert_array_equal(made.matrix, clean.matrix)
+
+
+def test_features_without_any_number_are_left_as_they_are() -> None:
+    made = Preconditioner.fit(np.full((10, 3), np.inf, np.float32))
+    np.testing.assert_array_equal(made.apply(np.eye(3, dtype=np.float32)), np.eye(3))

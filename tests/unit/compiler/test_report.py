@@ -362,7 +362,7 @@ def test_table_has_exits_and_trials() -> None:
         assert f"E{exit_.index}" in text
     for active in parts.policy.active:
         assert numbers.threshold(active.threshold) in text
-    assert text.count("2 heads tried") == 3
+    assert text.count("2 heads trained to the end") == 3
     assert text.count("4×4 grid, hidden 64 · chosen") == 3
     assert "81.25\u202f% 0.0123 33.3\u202f%" in text
     assert "0.0800 0.0400" in text  # head and border of an exit, at batch 8

@@ -67,9 +67,18 @@ def test_few_rounds_give_their_range() -> None:
 
 def test_a_sweep_visits_all_sizes_and_systems_take_turns() -> None:
     sweeps = Sweeps(systems=3, repeats=[2, 1], effort=Effort())
-    assert list(sweeps.order()) == [(0, [0, 1, 2]), (0, [1, 2, 0]), (1, [2, 0, 1])]
-    assert next(iter(sweeps.order())) == (0, [0, 1, 2])
+    assert list(sweeps.order()) == [(0, [0, 1, 2]), (0, [1, 2, 0]), (1, [0, 1, 2])]
+    assert next(iter(sweeps.order())) == (0, [2, 0, 1])
     assert sweeps.done == 1
+
+
+@pytest.mark.parametrize("systems", [2, 3, 4, 5])
+def test_every_system_is_first_as_often_at_every_size(systems: int) -> None:
+    repeats = repeats_of([1, 2, 4, 8, 16, 32])
+    sweeps = Sweeps(systems=systems, repeats=repeats, effort=Effort())
+    first = [(size, order[0]) for _ in range(systems) for size, order in sweeps.order()]
+    for size, often in enumerate(repeats):
+        assert [first.count((size, system)) for system in range(systems)] == [often] * systems
 
 
 def test_short_batches_are_repeated() -> None:
