@@ -26,7 +26,7 @@ from offramp.engine.control.thresholds import count_allowed
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 
-MIN_GAIN = 0.005
+MIN_GAIN = 0.01
 """Share of the source model's time that each exit in use has to add to what is saved.
 
 An exit costs more at a batch of one than at the reference size (some 4 % of a small CNN against
@@ -127,17 +127,21 @@ class Candidates:
         def fits(active: tuple[int, ...]) -> bool:
             return max_overhead is None or cost.sure_overhead(active) <= max_overhead
 
-        active = tuple(range(self.exits))
+        def improved(active: tuple[int, ...]) -> tuple[int, ...]:
+            while neighbours := [s for s in _neighbours(active, self.exits) if fits(s)]:
+                best = max(neighbours, key=worth)
+                if worth(best) <= worth(active):
+                    break
+                active = best
+            return active
+
+        fewest, active = improved(()), tuple(range(self.exits))
         while active:
             fewer = max((active[:i] + active[i + 1 :] for i in range(len(active))), key=worth)
             if fits(active) and worth(fewer) < worth(active):
                 break
             active = fewer
-        while neighbours := [s for s in _neighbours(active, self.exits) if fits(s)]:
-            best = max(neighbours, key=worth)
-            if worth(best) <= worth(active):
-                break
-            active = best
+        active = max(fewest, improved(active), key=worth)
         return active if worth(active) > 0 else ()
 
 
@@ -156,9 +160,9 @@ def choose_active(
     take none: a price, not a limit, so that noise in what was measured moves the choice to one
     that saves nearly as much. Each exit must add :data:`MIN_GAIN` to it.
 
-    All exits are there to begin with; the least useful one is dropped while that helps. Then
-    single exits are dropped, added and exchanged while that helps: what was dropped early may
-    suit a small set better.
+    Single exits are dropped, added and exchanged while that helps, once from no exit on, and once
+    from what is left of all when the least useful one is dropped while that helps; the better
+    result counts, the smaller set where they are equal.
 
     Args:
         confidence: [exits, samples] of the tuning split.
