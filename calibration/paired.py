@@ -53,16 +53,23 @@ class StagedModel:
             self._pipeline.warm_up(self._slot, tensors)
 
 
+def plain_session(model: bytes | str, threads: int) -> ort.InferenceSession:
+    """Load a model, or the file of one, as ONNX Runtime does by default on the CPU.
+
+    What is compared with the source model is loaded by the same lines as the source model.
+    """
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
 class PlainModel:
     """The source model in a session as ONNX Runtime makes it by default."""
 
     def __init__(self, model: bytes, output: str, threads: int) -> None:
         """Load; ``output`` is the name of its answer."""
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = threads
-        options.log_severity_level = 3
-        providers = ["CPUExecutionProvider"]
-        self._session = ort.InferenceSession(model, options, providers=providers)
+        self._session = plain_session(model, threads)
         self._outputs = [output]
 
     def run(self, tensors: Tensors) -> Iterator[Departure]:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, TensorSpec
+from offramp.calibration.paired import plain_session
 from offramp.engine.pipeline import Departure
 from offramp.tools.bench.compare import NO_EXIT, OFFRAMP, SOURCE
 
@@ -71,14 +71,9 @@ class AlsoRunner:
         Raises:
             ValueError: It does not, gives no such answer, or cannot be loaded.
         """
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = threads
-        options.log_severity_level = 3
         where = f"--also {also.name}={also.path}"
         try:
-            self._session = ort.InferenceSession(
-                str(also.path), options, providers=["CPUExecutionProvider"]
-            )
+            self._session = plain_session(str(also.path), threads)
         except Exception as error:  # ONNX Runtime's own classes derive from Exception only
             reason = str(error).splitlines()[0]
             raise ValueError(f"{where}: ONNX Runtime cannot load it: {reason}") from error
