@@ -27,8 +27,8 @@ from offramp.calibration.paired import (
     never_exiting,
 )
 from offramp.calibration.records import ExitRecords
+from offramp.certify.records import first_exit
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
-from offramp.engine.control.records import first_exit
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Plan
 from offramp.engine.timing import Estimate, Load, Rounds, disturbances

@@ -31,11 +31,13 @@ from offramp.calibration.profiling import (
     profile_stages,
 )
 from offramp.calibration.records import ExitRecords, record_answers
-from offramp.calibration.rehearsing import forecast_policy, rehearse_records
+from offramp.calibration.rehearsal.recorded import forecast_policy, rehearse_records
+from offramp.calibration.rehearsal.result import Rehearsal, RehearsalSettings, Rehearsed
 from offramp.calibration.selection import (
     certified_policy,
     choose_active,
 )
+from offramp.certify.agreement import tuning_path
 from offramp.compiler.exits import ExitTrials, Samples, Workbench, exit_prefix
 from offramp.compiler.head_search import FoundExits, find_exits
 from offramp.compiler.heads import CONFIDENCE
@@ -43,10 +45,8 @@ from offramp.compiler.options import CompileOptions
 from offramp.compiler.progress import Progress
 from offramp.compiler.slicing import Sliced
 from offramp.engine.assembly import assemble
-from offramp.engine.control.agreement import tuning_path
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.rehearsal_result import Rehearsal, RehearsalSettings, Rehearsed
-from offramp.engine.control.two_stage import StageTimes
+from offramp.engine.control.published.two_stage import StageTimes
 from offramp.engine.options import available_cores
 from offramp.engine.plan import Anatomy, Mode, Plan, plan_stages
 from offramp.engine.timing import Effort

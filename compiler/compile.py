@@ -8,6 +8,8 @@ from offramp.bundle import Bundle, write_bundle
 from offramp.bundle.bundle import check_target
 from offramp.calibration.dataset import read_dataset, split
 from offramp.calibration.errors import DataError
+from offramp.calibration.rehearsal.result import Rehearsed
+from offramp.certify.learn_then_test import samples_needed
 from offramp.compiler.compilation import Compilation
 from offramp.compiler.model import read_model
 from offramp.compiler.options import CompileOptions
@@ -15,8 +17,6 @@ from offramp.compiler.packing import draft, make_manifest, pack
 from offramp.compiler.progress import Progress, SilentProgress
 from offramp.compiler.segments import verify
 from offramp.compiler.slicing import slice_model
-from offramp.engine.control.certify import samples_needed
-from offramp.engine.control.rehearsal_result import Rehearsed
 
 _log = logging.getLogger(__name__)
 

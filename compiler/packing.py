@@ -26,12 +26,12 @@ from offramp.calibration.dataset import Parts
 from offramp.calibration.families import mask_of
 from offramp.calibration.limits import Limit
 from offramp.calibration.records import ExitRecords, dump_records
+from offramp.calibration.rehearsal.result import REHEARSAL, Rehearsed
 from offramp.compiler.exits import ExitTrials, exit_prefix
 from offramp.compiler.heads import CONFIDENCE
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.report import render_report
 from offramp.compiler.slicing import Sliced
-from offramp.engine.control.rehearsal_result import REHEARSAL, Rehearsed
 
 _TOOLS = ("offramp", "onnx", "onnx-graphsurgeon", "onnxslim", "onnxruntime", "torch", "numpy")
 

@@ -21,13 +21,13 @@ from offramp.bundle.measured import MEASURED
 from offramp.calibration.families import CutTensor
 from offramp.calibration.profiling import profile_backbone, profile_heads, profile_stages
 from offramp.calibration.records import ExitRecords
+from offramp.calibration.rehearsal.result import REHEARSAL, Rehearsed
 from offramp.compiler.compilation import profile_of
 from offramp.compiler.heads import build_empty
 from offramp.compiler.progress import Progress, SilentProgress
 from offramp.compiler.report import render_report
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.rehearsal_result import REHEARSAL, Rehearsed
-from offramp.engine.generation import zeros
+from offramp.engine.deployment import zeros
 from offramp.engine.plan import plan_stages
 from offramp.engine.profile_check import predicted_savings
 from offramp.engine.timing import Effort

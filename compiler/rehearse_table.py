@@ -11,10 +11,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from offramp.bundle import ExitPolicy
+from offramp.calibration.rehearsal.adaptation import Move
+from offramp.calibration.rehearsal.load import Forecast
 from offramp.compiler.rehearse import Rehearsing
 from offramp.compiler.report import numbers
-from offramp.engine.control.adaptation import Move
-from offramp.engine.control.load import Forecast
 
 
 def print_rehearsing(done: Rehearsing, console: Console) -> None:

@@ -20,8 +20,8 @@ from typing import Any, Final
 from offramp.bundle import NEVER, ActiveExit, ExitPolicy
 from offramp.engine.control.controller import ControlStatus, Job
 from offramp.engine.control_state import load_state, save_state
+from offramp.engine.deployment import Generation
 from offramp.engine.executor import Executor
-from offramp.engine.generation import Generation
 from offramp.engine.job_runner import JobError, JobRunner
 from offramp.engine.options import ModelOptions
 from offramp.engine.scheduling import make_policy

@@ -26,6 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.engine.backends.base import Backend, Rows, Slot, TensorBatch
+from offramp.engine.completion_queue import Outbox
+from offramp.engine.deployment import Generation
 from offramp.engine.errors import (
     BackendError,
     DrainingError,
@@ -33,12 +35,10 @@ from offramp.engine.errors import (
     OutOfServiceError,
     QueueFullError,
 )
-from offramp.engine.generation import Generation
 from offramp.engine.hosting import HostedModel, neighbours
-from offramp.engine.ledger import Ledger, copy_of
-from offramp.engine.outbox import Outbox
 from offramp.engine.pipeline import Step
 from offramp.engine.recorder import Recorder
+from offramp.engine.request_table import Ledger, copy_of
 from offramp.engine.requests import PendingRequest
 from offramp.engine.scheduling import (
     Assignment,

@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.engine.backends.base import Rows, TensorBatch
+from offramp.engine.deployment import Generation
 from offramp.engine.errors import BackendError, EngineError
-from offramp.engine.generation import Generation
-from offramp.engine.ledger import Given, Ledger
 from offramp.engine.pipeline import Step
 from offramp.engine.recorder import Recorder
+from offramp.engine.request_table import Given, Ledger
 from offramp.engine.requests import FINAL
 from offramp.engine.scheduling import (
     DropCause,

@@ -24,8 +24,8 @@ from offramp.bundle import (
     TensorSpec,
 )
 from offramp.bundle.policy import NEVER
+from offramp.certify.agreement import float32_at_least
 from offramp.engine.assembly import assemble
-from offramp.engine.control.agreement import float32_at_least
 
 
 class Mode(StrEnum):

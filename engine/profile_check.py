@@ -27,11 +27,11 @@ from numpy.typing import NDArray
 from offramp.bundle import Bundle, BundleError, Profile
 from offramp.bundle.bundle import CERTIFY
 from offramp.bundle.serde import from_plain, to_plain
+from offramp.certify.records import first_exit, savings_of
 from offramp.engine.backends.base import Backend, Slot, TensorBatch
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.records import first_exit, savings_of
 from offramp.engine.control_state import identity_of
-from offramp.engine.generation import zeros
+from offramp.engine.deployment import zeros
 from offramp.engine.options import available_cores
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, make_plan

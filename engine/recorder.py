@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.engine.control.observations import UNKNOWN, Observations
+from offramp.certify.observations import UNKNOWN, Observations
 
 CAPACITY: Final = 1 << 14
 """Samples remembered; a power of two."""

@@ -18,9 +18,9 @@ from offramp.engine.backends import Backend, Slot
 from offramp.engine.control.controller import Controller
 from offramp.engine.control_state import state_path_of
 from offramp.engine.controllers import make_controller
+from offramp.engine.deployment import BundleGenerations, Generation, Generations, zeros
 from offramp.engine.device_profile import measure_profile
 from offramp.engine.errors import BackendError, OptionsError
-from offramp.engine.generation import BundleGenerations, Generation, Generations, zeros
 from offramp.engine.options import ModelOptions
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode

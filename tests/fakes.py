@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from offramp.bundle import NEVER, ActiveExit, Answer, ExitPolicy, TensorSpec
-from offramp.engine.backends.fake import SCRIPT, FakeBackend
+from offramp.certify.observations import Observations
 from offramp.engine.control.controller import ControlStatus, Event, Evidence, Job
-from offramp.engine.control.observations import Observations
-from offramp.engine.generation import Generation
+from offramp.engine.deployment import Generation
 from offramp.engine.options import ModelOptions
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, StageSpec
@@ -25,6 +24,7 @@ from offramp.engine.scheduling import (
     make_scheduler,
 )
 from offramp.engine.served_model import Observed, ServedModel
+from offramp.testing.backend import SCRIPT, FakeBackend
 
 
 def fake_plan(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from offramp.compiler.report import numbers, svg
-from offramp.compiler.report.survey import Survey, savings_curve
+from offramp.compiler.report.analysis import Survey, savings_curve
 from offramp.compiler.report.svg import Scale
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 500.0, 300.0, 54.0, 18.0, 26.0, 44.0

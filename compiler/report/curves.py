@@ -11,7 +11,7 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from offramp.compiler.report import numbers, svg
-from offramp.compiler.report.survey import FloatArray, Survey, thin
+from offramp.compiler.report.analysis import FloatArray, Survey, thin
 from offramp.compiler.report.svg import Scale, Tick
 
 _WIDTH, _LEFT, _RIGHT = 300.0, 46.0, 12.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offramp.bundle import Measured, MeasuredSize, Profile, Ratio
-from offramp.compiler.report.survey import Survey
+from offramp.compiler.report.analysis import Survey
 
 TOLERATED_DIFFERENCE = 0.05
 """Share of the model's time by which measured savings may differ from predicted ones unsaid."""

@@ -10,15 +10,15 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from offramp.bundle import Exit, ExitPolicy, Manifest, Measured, Profile
 from offramp.calibration.limits import Limit
 from offramp.calibration.records import ExitRecords
+from offramp.calibration.rehearsal.result import Rehearsed
 from offramp.compiler.report import numbers, words
+from offramp.compiler.report.analysis import Survey, survey
 from offramp.compiler.report.charts import latency_chart, latency_rows, savings_chart
 from offramp.compiler.report.curves import exit_curves
 from offramp.compiler.report.measured import judge, measured_view
 from offramp.compiler.report.rehearsal import rehearsal_view
 from offramp.compiler.report.route import route
-from offramp.compiler.report.survey import Survey, survey
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.rehearsal_result import Rehearsed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

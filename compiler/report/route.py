@@ -13,7 +13,7 @@ import numpy as np
 from markupsafe import Markup
 
 from offramp.compiler.report import numbers, svg
-from offramp.compiler.report.survey import Survey
+from offramp.compiler.report.analysis import Survey
 from offramp.compiler.report.svg import Scale
 
 _WIDTH, _LEFT, _RIGHT = 1080.0, 62.0, 20.0

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from offramp.calibration.limits import Limit
+from offramp.calibration.rehearsal.result import Rehearsed
 from offramp.compiler.report import numbers
+from offramp.compiler.report.analysis import Survey
 from offramp.compiler.report.measured import Judged
 from offramp.compiler.report.measured import warning as no_savings
-from offramp.compiler.report.survey import Survey
-from offramp.engine.control.rehearsal_result import Rehearsed
 
 Fact: TypeAlias = tuple[str, str]
 """A name and what is so."""

@@ -25,21 +25,21 @@ from numpy.typing import NDArray
 from offramp.bundle import ActiveExit, ExitPolicy
 from offramp.bundle.bundle import TUNE
 from offramp.bundle.policy import NEVER
-from offramp.engine.control.agreement import AgreementCurve, fit_curves
-from offramp.engine.control.betting import UpperBound
-from offramp.engine.control.certified_settings import CertifiedSettings
+from offramp.certify.agreement import AgreementCurve, fit_curves
+from offramp.certify.betting import UpperBound
+from offramp.certify.observations import Observations
+from offramp.certify.records import FloatArray
+from offramp.certify.threshold_path import Ladder, alpha_of
+from offramp.certify.window import Weighted, Window
+from offramp.engine.control.candidate_test import Trials
 from offramp.engine.control.controller import ControlStatus, Event, Evidence, Job
 from offramp.engine.control.costs import CostModel
+from offramp.engine.control.counters import Tally
 from offramp.engine.control.drift import DriftAlarm
-from offramp.engine.control.ladder import Ladder, alpha_of
-from offramp.engine.control.observations import Observations
-from offramp.engine.control.prospects import Prospects
-from offramp.engine.control.records import FloatArray
+from offramp.engine.control.policy_metrics import Standing
 from offramp.engine.control.refit import Fitted, lay_path
-from offramp.engine.control.standing import Standing
-from offramp.engine.control.tally import Tally
-from offramp.engine.control.trials import Trials
-from offramp.engine.control.window import Weighted, Window
+from offramp.engine.control.savings import Prospects
+from offramp.engine.control.settings import CertifiedSettings
 
 __all__ = ["CertifiedController", "CertifiedSettings"]
 

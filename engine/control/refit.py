@@ -14,14 +14,14 @@ from typing import Final
 import numpy as np
 
 from offramp.bundle.policy import NEVER
-from offramp.engine.control.agreement import (
+from offramp.certify.agreement import (
     AgreementCurve,
     common_path,
     path_levels,
 )
-from offramp.engine.control.ladder import Outlook, outlook
-from offramp.engine.control.records import BoolArray, Float32Array, FloatArray
-from offramp.engine.control.window import Weighted
+from offramp.certify.records import BoolArray, Float32Array, FloatArray
+from offramp.certify.threshold_path import Outlook, outlook
+from offramp.certify.window import Weighted
 
 LEVELS: Final = 60
 _CAUTIOUS, _BOLD = 0.02, 8.0

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from offramp.certify.records import Float32Array, FloatArray, IntArray, first_exit
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.records import Float32Array, FloatArray, IntArray, first_exit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

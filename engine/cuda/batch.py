@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.engine.cuda.arena import Region
+from offramp.engine.cuda.buffering import ParkedMemory
 from offramp.engine.cuda.layout import Layout
-from offramp.engine.cuda.parking import ParkedMemory
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

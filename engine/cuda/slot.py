@@ -28,13 +28,13 @@ from numpy.typing import NDArray
 from offramp.engine.backends.base import Rows, StageResult, TensorBatch
 from offramp.engine.cuda.arena import Arena
 from offramp.engine.cuda.batch import CudaBatch, ParkedBatch
+from offramp.engine.cuda.buffering import ParkingPool
 from offramp.engine.cuda.driver import DeviceLostError, DeviceMemoryError, Driver
 from offramp.engine.cuda.executable import ExecutableFactory, SlotResources
 from offramp.engine.cuda.kernels import DeviceKernels
 from offramp.engine.cuda.layout import Layout, Layouts, Placed
 from offramp.engine.cuda.moves import Moves, Queue
 from offramp.engine.cuda.opened import OpenStages
-from offramp.engine.cuda.parking import ParkingPool
 from offramp.engine.cuda.runs import StageRun, StageRuns, scratch_of
 from offramp.engine.cuda.stages import CudaStage, StageFacts, StageRegistry
 from offramp.engine.errors import BackendError

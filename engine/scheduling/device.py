@@ -24,8 +24,8 @@ from offramp.engine.scheduling.base import (
     Transition,
     Wait,
 )
+from offramp.engine.scheduling.hot_swap import SuccessiveScheduler
 from offramp.engine.scheduling.scheduler import ModelScheduler
-from offramp.engine.scheduling.succession import SuccessiveScheduler
 
 
 class Assignment(NamedTuple):

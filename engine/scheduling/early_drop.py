@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-from offramp.engine.scheduling.lanes import Lane
+from offramp.engine.scheduling.buckets import Lane
 from offramp.engine.scheduling.queue import SampleQueue
 
 _HORIZON = 4.0

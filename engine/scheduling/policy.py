@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
 from offramp.engine.scheduling.base import Idle, Wait, wait_until
-from offramp.engine.scheduling.lanes import Lane
-from offramp.engine.scheduling.parked import ParkedLane, ParkedQueue
+from offramp.engine.scheduling.buckets import Lane
+from offramp.engine.scheduling.buffered import ParkedLane, ParkedQueue
 from offramp.engine.scheduling.queue import SampleQueue
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.engine.scheduling.base import DropCause, Dropped, SchedulerFullError, Submission
-from offramp.engine.scheduling.lanes import Entry, Lane, LaneIndex, Taken
+from offramp.engine.scheduling.buckets import Entry, Lane, LaneIndex, Taken
 from offramp.engine.scheduling.ordering import SortedQueue
 from offramp.engine.scheduling.rowset import RowSet
 

@@ -33,10 +33,10 @@ from offramp.engine.scheduling.base import (
     Wait,
     wait_until,
 )
-from offramp.engine.scheduling.lanes import Lane
+from offramp.engine.scheduling.buckets import Lane
+from offramp.engine.scheduling.buffered import ParkedQueue
 from offramp.engine.scheduling.latency import Latencies
 from offramp.engine.scheduling.parallel import ParallelLimit
-from offramp.engine.scheduling.parked import ParkedQueue
 from offramp.engine.scheduling.policy import Fuse, Policy, Shed, Start, Waiting
 from offramp.engine.scheduling.queue import SampleQueue
 from offramp.engine.scheduling.rowset import RowSet

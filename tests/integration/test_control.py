@@ -18,7 +18,7 @@ from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy
 from offramp.engine.backends import make_backend
 from offramp.engine.control.controller import Evidence
 from offramp.engine.core import AnswerKind, Engine
-from offramp.engine.generation import BundleGenerations, zeros
+from offramp.engine.deployment import BundleGenerations, zeros
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
 from offramp.bundle.bundle import CERTIFY
-from offramp.engine.generation import points_of
+from offramp.engine.deployment import points_of
 from offramp.engine.options import ModelOptions
 from offramp.engine.plan import Mode, make_plan
 from offramp.engine.scheduling import (

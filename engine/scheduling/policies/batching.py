@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from offramp.engine.scheduling.buckets import Lane
 from offramp.engine.scheduling.early_drop import EarlyDrop
-from offramp.engine.scheduling.lanes import Lane
 from offramp.engine.scheduling.latency import Latencies, Shrinking
 from offramp.engine.scheduling.policy import (
     Choice,

@@ -13,8 +13,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from offramp.engine.scheduling.buckets import Lane
 from offramp.engine.scheduling.early_drop import EarlyDrop
-from offramp.engine.scheduling.lanes import Lane
 from offramp.engine.scheduling.points import OperatingPoint, OperatingPoints
 from offramp.engine.scheduling.policy import (
     Choice,

@@ -28,13 +28,13 @@ from offramp.bundle import (
 from offramp.bundle.manifest import Calibration, HeadTrial, Source
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.selection import certified_policy
+from offramp.certify.agreement import tuning_path
 from offramp.compiler.report import numbers, render_report
+from offramp.compiler.report.analysis import savings_curve, survey
 from offramp.compiler.report.charts import latency_rows
 from offramp.compiler.report.curves import coverage
 from offramp.compiler.report.route import segment_edges, spread
-from offramp.compiler.report.survey import savings_curve, survey
 from offramp.compiler.report.svg import Scale, element, nice_values
-from offramp.engine.control.agreement import tuning_path
 
 HOSTILE = """<script>alert("1")</script>'&amp;{{ 7 * 7 }}\u202e"""
 BATCH_SIZES = (1, 4, 8)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import ActiveExit, ExitPolicy
-from offramp.engine.control.observations import UNKNOWN, Observations
+from offramp.certify.observations import UNKNOWN, Observations
 
 RIGHT, WRONG = 1, 2
 """Predictions; the source model always answers RIGHT."""

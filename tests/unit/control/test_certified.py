@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.unit.control.population import (
+from tests.unit.certify.population import (
     Population,
     feed,
     policy_of,

@@ -14,12 +14,12 @@ from tests.sliced import inputs_of, sliced
 from offramp.bundle import Bundle
 from offramp.engine.backends.base import Backend
 from offramp.engine.cuda.arena import Arena, Needs, Outcome, Region, mib
+from offramp.engine.cuda.buffering import ParkingPool
 from offramp.engine.cuda.driver import DeviceMemoryError
-from offramp.engine.cuda.fake_driver import FakeDriver, MisuseError
 from offramp.engine.cuda.layout import Layouts
-from offramp.engine.cuda.parking import ParkingPool
 from offramp.engine.errors import BackendError
 from offramp.engine.plan import StageSpec, make_plan
+from offramp.testing.cuda_driver import FakeDriver, MisuseError
 
 
 @pytest.fixture(scope="module")

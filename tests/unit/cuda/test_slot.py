@@ -17,12 +17,12 @@ from offramp.bundle import NEVER
 from offramp.engine.backends.base import TensorBatch
 from offramp.engine.cuda.backend import CudaBackend
 from offramp.engine.cuda.driver import DeviceLostError
-from offramp.engine.cuda.fake_driver import FakeDriver
 from offramp.engine.cuda.layout import Placed
 from offramp.engine.cuda.slot import CudaSlot, _fill
 from offramp.engine.cuda.stages import CudaStage
 from offramp.engine.errors import BackendError
 from offramp.engine.plan import StageSpec
+from offramp.testing.cuda_driver import FakeDriver
 
 CLASSES = 4
 WIDTH = 6

@@ -13,11 +13,11 @@ from tests.sliced import inputs_of, sliced
 from offramp.bundle import Bundle
 from offramp.engine.backends.base import StageResult
 from offramp.engine.cuda.driver import Stream
-from offramp.engine.cuda.fake_handles import FakeGraph
 from offramp.engine.cuda.slot import CudaSlot
 from offramp.engine.cuda.stages import CudaStage
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import make_plan
+from offramp.testing.cuda_handles import FakeGraph
 
 
 @pytest.fixture(scope="module")

@@ -18,11 +18,11 @@ from tests.cuda_fakes import fake_cuda
 from offramp.bundle import NEVER
 from offramp.engine.backends import Backend, make_backend
 from offramp.engine.backends.base import Slot, TensorBatch
-from offramp.engine.backends.fake import SCRIPT, FakeBackend
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.errors import BackendError
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, StageSpec
+from offramp.testing.backend import SCRIPT, FakeBackend
 
 
 def stage_graph(index: int, *, final: bool) -> bytes:

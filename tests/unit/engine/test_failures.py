@@ -14,10 +14,10 @@ from tests.fakes import script
 from tests.unit.engine.serving import LIMIT_S, Gate, until, with_engine
 
 from offramp.engine.backends.base import Rows, StageResult, TensorBatch
-from offramp.engine.backends.fake import SCRIPT, FakeBackend, FakeBatch, FakeSlot
 from offramp.engine.core import Engine, InferResult
 from offramp.engine.errors import BackendError, DeadlineExceededError
 from offramp.engine.scheduling import PolicyName
+from offramp.testing.backend import SCRIPT, FakeBackend, FakeBatch, FakeSlot
 
 REFILL = PolicyName("refill")
 BAD = 0.123

@@ -14,12 +14,12 @@ from tests.fakes import FakeGenerations, ScriptedController, fake_model, policy_
 from tests.unit.engine.serving import LIMIT_S, Gate, until, with_engine
 
 from offramp.bundle import NEVER
-from offramp.engine.backends.fake import SCRIPT, FakeBackend
+from offramp.certify.observations import Observations
 from offramp.engine.control.controller import ControlStatus, Job
-from offramp.engine.control.observations import Observations
 from offramp.engine.control_state import load_state
 from offramp.engine.core import AnswerKind, Engine, StreamedResult
 from offramp.engine.errors import BackendError
+from offramp.testing.backend import SCRIPT, FakeBackend
 
 TWO_EXITS = (0.9, 0.9)
 

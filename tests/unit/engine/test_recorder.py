@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offramp.engine.control.observations import UNKNOWN
+from offramp.certify.observations import UNKNOWN
 from offramp.engine.recorder import Recorder
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from offramp.engine.scheduling import SampleQueue, Submission
+from offramp.engine.scheduling.buckets import Lane
 from offramp.engine.scheduling.early_drop import EarlyDrop
-from offramp.engine.scheduling.lanes import Lane
 
 PAYS = [(1.0, 1.0), (2.0, 2.0)]
 """One row a second after a second, or two a second after two."""

@@ -15,7 +15,7 @@ from offramp.engine.scheduling import (
     SchedulerFullError,
     Submission,
 )
-from offramp.engine.scheduling.lanes import Lane
+from offramp.engine.scheduling.buckets import Lane
 from offramp.engine.scheduling.ordering import SortedQueue
 
 NEVER = float("inf")

@@ -30,11 +30,11 @@ from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.backends.tensorrt import TensorRTFactory, TensorRTRun, TensorRTStage
 from offramp.engine.cuda.backend import CudaBackend
 from offramp.engine.cuda.executable import SlotResources
-from offramp.engine.cuda.fake_driver import FakeDriver
 from offramp.engine.errors import BackendError
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, StageSpec, make_chained_plan, make_plan
 from offramp.engine.tensorrt import messages
+from offramp.testing.cuda_driver import FakeDriver
 
 BUCKETS = {"bert": ("sequence=8,20",)}
 

@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, ExitPolicy
+from offramp.certify.observations import UNKNOWN, Observations
+from offramp.certify.records import BoolArray, FloatArray, IntArray
 from offramp.engine.control.controller import Controller, ControlStatus, Event, Job
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.observations import UNKNOWN, Observations
-from offramp.engine.control.records import BoolArray, FloatArray, IntArray
 from offramp.engine.plan import Mode
 from offramp.tools.bench.adapt.sequence import Population, Sequence, answering_places
 

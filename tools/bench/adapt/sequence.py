@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from offramp.bundle import ExitPolicy
 from offramp.bundle.policy import NEVER
-from offramp.engine.control.agreement import float32_at_least
-from offramp.engine.control.records import (
+from offramp.certify.agreement import float32_at_least
+from offramp.certify.records import (
     BoolArray,
     Float32Array,
     FloatArray,

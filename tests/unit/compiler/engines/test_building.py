@@ -25,12 +25,12 @@ from offramp.compiler.build import (
     parse_parts,
 )
 from offramp.compiler.engines.building import Planned, PlannedEngine, outermost
-from offramp.compiler.engines.fake import FakeBuilder
 from offramp.compiler.engines.ranges import parse_batches
 from offramp.compiler.errors import EngineBuildError, EngineOptionsError, ModelError
 from offramp.engine.kernels.compilation import source_hash
 from offramp.engine.kernels.errors import KernelCompileError, KernelCompilerNotFoundError
 from offramp.engine.tensorrt.probe import Device
+from offramp.testing.builder import FakeBuilder
 
 UNITS = ["00-03", "00-01-exit1", "02-03", "00-00-exit0", "01-01-exit1", "02-02", "03-03"]
 SOURCE_FIRST = EngineOptions(batches=parse_batches("1,2-4"))
