@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from offramp.bundle import Answer, ExitPolicy, TensorSpec
 from offramp.engine.backends.base import StageResult, TensorBatch
 from offramp.engine.core import Engine
-from offramp.engine.deployment import Generation
+from offramp.engine.deployment import Deployment
 from offramp.engine.options import ModelOptions
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, StageSpec
@@ -173,7 +173,7 @@ def fake_model(backend: FakeBackend) -> ServedModel:
         answer=Answer(output="answer", classes=2, form="probabilities"),
         mode=Mode.LEAVE,
         options=ModelOptions(max_batch_size=BATCH, max_queue_samples=REQUESTS),
-        generation=Generation(
+        deployment=Deployment(
             number=0,
             policy=ExitPolicy(version=1, active=()),
             pipeline=Pipeline(backend, Plan(stages=specs, policy_version=1, mode=Mode.LEAVE)),

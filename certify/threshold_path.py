@@ -1,6 +1,6 @@
 """A path of policies from cautious to bold, each tested on everything that is served.
 
-Anytime-valid Learn then Test. Let the levels of a ladder be fixed before the samples that they are
+Anytime-valid Learn then Test. Let the levels of a threshold path be fixed before the samples that they are
 tested on are observed. Whenever a sample ran to the end, all its exits' answers and the source
 model's are known, and with them what *every* level would have answered. So level j has the loss
 X^j = ℓ^j / π if the sample ran to the end, else 0, where ℓ^j says whether level j answers it unlike
@@ -14,12 +14,12 @@ With probability at least 1 − α, at no time has a level passed whose risk is 
 Why: let j be the first level whose risk is ε or more. A wrong one can pass only if W^j reached 1/α,
 and the probability that it ever does is at most α (Ville). So neither looking at any time nor the
 number of levels costs anything (fixed sequence testing, as in :mod:`.certify`). A controller's k-th
-ladder is tested at α / (k (k + 1)), which sums to α: over its whole life, with any number of
+threshold path is tested at α / (k (k + 1)), which sums to α: over its whole life, with any number of
 retunings and of sets of exits, every level that ever passed is right with probability 1 − α.
 
-Assumptions: while a ladder is in use, samples are exchangeable (a level's risk does not change;
-drift ends a ladder, see :mod:`.drift`), q was fixed before a sample was started and audits are
-drawn by it alone, and every exit of the ladder was in use for each sample counted. Samples that are
+Assumptions: while a threshold path is in use, samples are exchangeable (a level's risk does not change;
+drift ends a threshold path, see :mod:`.drift`), q was fixed before a sample was started and audits are
+drawn by it alone, and every exit of the threshold path was in use for each sample counted. Samples that are
 started and then dropped, late or withdrawn, are none: where many are, and hard ones more often than
 easy ones, bolder levels look better than they are. Answers that
 were forced below their threshold are not counted.
@@ -48,7 +48,7 @@ def alpha_of(number: int, alpha: float) -> float:
     return alpha / (number * (number + 1))
 
 
-class Ladder:
+class ThresholdPath:
     """Levels, and what is known of them."""
 
     def __init__(
@@ -136,7 +136,7 @@ class Ladder:
         if passed > self._certified:
             self._certified, self.effort = passed, 0.0
 
-    def without(self, exits: Sequence[int]) -> Ladder:
+    def without(self, exits: Sequence[int]) -> ThresholdPath:
         """Leave exits out, and the levels at which one of them answers; evidence goes on.
 
         As thresholds only fall, the levels left are the first ones, and answer as before.
@@ -145,7 +145,7 @@ class Ladder:
         gone = [i for i, e in enumerate(self.exits) if e in exits]
         silent = (self.thresholds[:, gone] > 1).all(axis=1)
         end = self.levels if silent.all() else int(silent.argmin())
-        shorter = Ladder(
+        shorter = ThresholdPath(
             [self.exits[i] for i in kept],
             self.thresholds[:end][:, kept],
             self.shares[:end][:, [*kept, len(self.exits)]],
@@ -172,26 +172,29 @@ class Ladder:
         }
 
     @classmethod
-    def restored(cls, state: Mapping[str, Any]) -> Ladder:
+    def restored(cls, state: Mapping[str, Any]) -> ThresholdPath:
         """Make the one that was kept; its evidence counts on.
 
         Raises:
             ValueError: It is none.
         """
         exits = [int(e) for e in state["exits"]]
-        ladder = cls(
+        threshold_path = cls(
             exits,
             np.asarray(state["thresholds"], dtype=np.float64),
             np.asarray(state["shares"], dtype=np.float64),
             bound=float(state["bound"]),
             alpha=float(state["alpha"]),
         )
-        ladder.wealth.restore(state["wealth"])
-        ladder.samples, ladder.effort = int(state["samples"]), float(state["effort"])
-        ladder._certified = int(state["certified"])
-        if not 0 <= ladder._certified <= ladder._passed():
-            raise ValueError(f"state: level {ladder._certified} did not pass")
-        return ladder
+        threshold_path.wealth.restore(state["wealth"])
+        threshold_path.samples, threshold_path.effort = (
+            int(state["samples"]),
+            float(state["effort"]),
+        )
+        threshold_path._certified = int(state["certified"])
+        if not 0 <= threshold_path._certified <= threshold_path._passed():
+            raise ValueError(f"state: level {threshold_path._certified} did not pass")
+        return threshold_path
 
     def _losses(
         self, confidence: Float32Array, wrong: BoolArray, weight: FloatArray

@@ -48,7 +48,7 @@ from offramp.engine.assembly import assemble
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.published.two_stage import StageTimes
 from offramp.engine.options import available_cores
-from offramp.engine.plan import Anatomy, Mode, Plan, plan_stages
+from offramp.engine.plan import Mode, ModelStructure, Plan, plan_stages
 from offramp.engine.timing import Effort
 
 
@@ -110,7 +110,7 @@ class Compilation:
         self,
         exits: Sequence[ExitTrials],
         times: BackboneTimes,
-        anatomy: Anatomy,
+        structure: ModelStructure,
         files: Mapping[str, bytes],
     ) -> Profile:
         """Time the chosen exits too, and all of them at work together."""
@@ -118,7 +118,7 @@ class Compilation:
         with self.progress.step("Profile the stages", Effort().least) as advance:
             stages = profile_stages(
                 self.sliced.model.proto.SerializeToString(),
-                lambda used: plan_stages(anatomy, files.__getitem__, _at_never(used)),
+                lambda used: plan_stages(structure, files.__getitem__, _at_never(used)),
                 self._sampler(),
                 exits_ms=exits_ms,
                 threads=self.options.threads,
@@ -178,12 +178,16 @@ class Compilation:
         )
 
     def measure(
-        self, policy: ExitPolicy, certify: ExitRecords, anatomy: Anatomy, files: Mapping[str, bytes]
+        self,
+        policy: ExitPolicy,
+        certify: ExitRecords,
+        structure: ModelStructure,
+        files: Mapping[str, bytes],
     ) -> Measured | None:
         """Measure what the policy brings on the certify split; ``None`` if no exit is in use."""
         if not policy.active:
             return None
-        stages = plan_stages(anatomy, files.__getitem__, policy.active)
+        stages = plan_stages(structure, files.__getitem__, policy.active)
         with self.progress.step("Measure the policy", len(MEASURED_BATCH_SIZES)) as advance:
             return measure_policy(
                 self.sliced.model.proto.SerializeToString(),

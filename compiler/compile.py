@@ -61,14 +61,14 @@ def compile_model(options: CompileOptions, progress: Progress = _SILENT) -> Bund
     times = compilation.measure_times()
     found = compilation.find_exits(times)
     exits = found.exits
-    anatomy, files = draft(sliced, exits)
-    profile = compilation.profile(exits, times, anatomy, files)
+    structure, files = draft(sliced, exits)
+    profile = compilation.profile(exits, times, structure, files)
     tune = compilation.record_answers("Tune the exits", exits, parts.tune)
     path = compilation.fix_path(exits, tune, profile)
     certify = compilation.record_answers("Certify the policy", exits, parts.certify)
     policy = compilation.certify(path, certify)
     rehearsed = compilation.forecast(path, policy, certify, profile)
-    measured = compilation.measure(policy, certify, anatomy, files)
+    measured = compilation.measure(policy, certify, structure, files)
     limit = None
     if not policy.active:
         limit = compilation.limit(found, path, profile=profile, tune=tune, certify=certify)
@@ -79,7 +79,7 @@ def compile_model(options: CompileOptions, progress: Progress = _SILENT) -> Bund
         _log.warning("The machine was disturbed while it was measured: %s.", note)
     warn_of_violations(rehearsed)
 
-    manifest = make_manifest(sliced, anatomy, certify, parts, options)
+    manifest = make_manifest(sliced, structure, certify, parts, options)
     content = pack(
         manifest,
         policy,

@@ -16,7 +16,7 @@ _MEMORY = 1 / 32
 _MOST, _LEAST_BOUND_S = 2.0, 1e-3
 
 
-class Outbox:
+class CompletionQueue:
     """Finished requests on their way; filled and woken under the executor's lock."""
 
     def __init__(self, lock: threading.Lock, clock: Callable[[], float]) -> None:

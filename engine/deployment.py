@@ -35,7 +35,7 @@ _Key: TypeAlias = tuple[int, int, int | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
+class Deployment:
     """What batches that start under a policy are run with, to their end."""
 
     number: int
@@ -51,8 +51,8 @@ class Generation:
         return tuple(s.exit for s in self.pipeline.plan.stages if s.exit is not None)
 
 
-class Generations(Protocol):
-    """Makes the generations of a model, one after another; used by one thread at a time."""
+class Deployments(Protocol):
+    """Makes the deployments of a model, one after another; used by one thread at a time."""
 
     def prepared(self, exits: Sequence[int]) -> bool:
         """Whether all stages for these exits in use are there."""
@@ -72,7 +72,7 @@ class Generations(Protocol):
         """Leave off preparing, now and for good; called by any thread."""
         ...
 
-    def make(self, policy: ExitPolicy, before: Generation | None = None) -> Generation:
+    def make(self, policy: ExitPolicy, before: Deployment | None = None) -> Deployment:
         """Put a policy into force on paper; fast once its stages are prepared.
 
         Args:
@@ -82,8 +82,8 @@ class Generations(Protocol):
         ...
 
 
-class BundleGenerations:
-    """Of a bundle; see :class:`Generations`."""
+class BundleDeployments:
+    """Of a bundle; see :class:`Deployments`."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class BundleGenerations:
         return all(_key(spec) in self._stages for spec in self._plan(_looking_on(exits)).stages)
 
     def prepare(self, exits: Sequence[int]) -> None:
-        """Load the stages that are missing; see :meth:`Generations.prepare`."""
+        """Load the stages that are missing; see :meth:`Deployments.prepare`."""
         plan = self._plan(_looking_on(exits))
         pipeline = Pipeline(self._backend, plan, prepare=self._stage)
         self._evict(plan)
@@ -137,18 +137,18 @@ class BundleGenerations:
             slot.close()
 
     def cancel(self) -> None:
-        """Leave off; see :meth:`Generations.cancel`."""
+        """Leave off; see :meth:`Deployments.cancel`."""
         self._cancelled.set()
 
-    def make(self, policy: ExitPolicy, before: Generation | None = None) -> Generation:
-        """Make the next generation; see :meth:`Generations.make`."""
+    def make(self, policy: ExitPolicy, before: Deployment | None = None) -> Deployment:
+        """Make the next deployment; see :meth:`Deployments.make`."""
         plan = self._plan(policy)
         pipeline = Pipeline(self._backend, plan, prepare=self._stage)
         points = points_from(self._profile, self._records, plan, self._options)
         if before is not None:
             points = _as_before(points, pipeline, before)
         self._number += 1
-        return Generation(number=self._number, policy=policy, pipeline=pipeline, points=points)
+        return Deployment(number=self._number, policy=policy, pipeline=pipeline, points=points)
 
     def _plan(self, policy: ExitPolicy) -> Plan:
         return make_plan(self._bundle, policy, self._mode)
@@ -212,7 +212,7 @@ def zeros(manifest: Manifest, batch_size: int) -> dict[str, NDArray[Any]]:
     return {t.name: np.zeros((batch_size, *shapes[t.name]), t.dtype) for t in manifest.inputs}
 
 
-def _as_before(points: OperatingPoints, pipeline: Pipeline, before: Generation) -> OperatingPoints:
+def _as_before(points: OperatingPoints, pipeline: Pipeline, before: Deployment) -> OperatingPoints:
     """Take over what was observed of the same stages, or of the machine's speed at least."""
     same = [_key(s) for s in pipeline.plan.stages] == [_key(s) for s in before.pipeline.plan.stages]
     if same:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.engine.completion_queue import Outbox
+from offramp.engine.completion_queue import CompletionQueue
 from offramp.engine.errors import BackendError, DeadlineExceededError, EngineError
 from offramp.engine.requests import PendingRequest
 from offramp.engine.scheduling import DropCause, Dropped
@@ -37,15 +37,19 @@ class Given(NamedTuple):
     """How many of the rows run on."""
 
 
-class Ledger:
-    """Open requests by number; what is finished goes into the outbox."""
+class RequestTable:
+    """Open requests by number; what is finished goes into the completions."""
 
     def __init__(
-        self, name: str, counters: Counters, outbox: Outbox, clock: Callable[[], float]
+        self,
+        name: str,
+        counters: Counters,
+        completions: CompletionQueue,
+        clock: Callable[[], float],
     ) -> None:
         """Start empty; ``name`` is the model's, for messages."""
         self.counters = counters
-        self._outbox = outbox
+        self._completions = completions
         self._name = name
         self._clock = clock
         self._open: dict[int, PendingRequest] = {}
@@ -158,24 +162,24 @@ class Ledger:
             self.fail(request, error)
         followed, self._followed = self._followed, {}
         for request in followed.values():  # they have their answers, and get no second ones
-            self._outbox.add_followup(request)
+            self._completions.add_followup(request)
         return list(requests)
 
     def _conclude(self, request: PendingRequest) -> None:
         """Hand over the final answers once all are there."""
         if request.following == 0 and self._followed.pop(request.number, None) is not None:
-            self._outbox.add_followup(request)
+            self._completions.add_followup(request)
 
     def _finish(self, request: PendingRequest) -> None:
         if request.withdrawn:
             return
         if request.error is None:
             self.counters.latency_s.observe(self._clock() - request.submitted_s)
-        self._outbox.add(request)
+        self._completions.add(request)
 
     def _too_late(self, request: PendingRequest, cause: DropCause) -> EngineError:
         given = f"{(request.deadline_s - request.submitted_s) * 1e3:.1f} ms that there were"
-        if cause is DropCause.HOPELESS:
+        if cause is DropCause.INFEASIBLE:
             return DeadlineExceededError(
                 f"{self._name}: given up early, as no answer can be expected within the {given}"
             )

@@ -21,7 +21,7 @@ from offramp.engine.plan import StageSpec
 SCRIPT = "script"
 """Name of the fake model's input."""
 
-PARKED = -1
+BUFFERED = -1
 """Epoch of a batch that belongs to no slot."""
 
 
@@ -31,7 +31,7 @@ class FakeBatch:
 
     script: NDArray[Any]
     epoch: int
-    """Counts the slot's uploads; :data:`PARKED` outlives them all."""
+    """Counts the slot's uploads; :data:`BUFFERED` outlives them all."""
 
     def __len__(self) -> int:
         """Rows."""
@@ -103,18 +103,18 @@ class FakeSlot:
         """Keep rows."""
         return FakeBatch(self._current(batch)[rows], self._epoch)
 
-    def park(self, batch: TensorBatch, rows: Rows) -> FakeBatch:
+    def buffer(self, batch: TensorBatch, rows: Rows) -> FakeBatch:
         """Copy rows, for any slot."""
-        return FakeBatch(self._current(batch)[rows], PARKED)
+        return FakeBatch(self._current(batch)[rows], BUFFERED)
 
-    def join(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> FakeBatch:
-        """Concatenate parked rows; batches of earlier uploads become invalid."""
+    def merge(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> FakeBatch:
+        """Concatenate buffered rows; batches of earlier uploads become invalid."""
         self._epoch += 1
         scripts = []
         for batch, rows in parts:
             assert isinstance(batch, FakeBatch)
-            if batch.epoch != PARKED:
-                raise BackendError("only parked batches can be joined")
+            if batch.epoch != BUFFERED:
+                raise BackendError("only buffered batches can be joined")
             scripts.append(batch.script[rows])
         return FakeBatch(np.concatenate(scripts), self._epoch)
 

@@ -25,7 +25,7 @@ _COARSEST = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Survey:
+class Analysis:
     """Everything the page is drawn from."""
 
     manifest: Manifest
@@ -86,9 +86,9 @@ class Survey:
         return 1 - self.agreement
 
 
-def survey(
+def analysis(
     manifest: Manifest, policy: ExitPolicy, profile: Profile, certify: ExitRecords
-) -> Survey:
+) -> Analysis:
     """Count what the policy does on the certify split.
 
     Raises:
@@ -111,7 +111,7 @@ def survey(
     answers = np.concatenate([certify.prediction, certify.final_prediction[None]])
     answer = answers[first, np.arange(len(first))]
     labels = certify.labels
-    return Survey(
+    return Analysis(
         manifest=manifest,
         policy=policy,
         profile=profile,
@@ -123,7 +123,7 @@ def survey(
     )
 
 
-def savings_curve(found: Survey, exits: Sequence[int]) -> tuple[FloatArray, FloatArray]:
+def savings_curve(found: Analysis, exits: Sequence[int]) -> tuple[FloatArray, FloatArray]:
     """Disagreement and predicted savings along the common path of ``exits``.
 
     The path is fitted on the very samples it is judged by, so this describes and certifies

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from offramp.compiler.report import numbers, svg
-from offramp.compiler.report.analysis import Survey, savings_curve
+from offramp.compiler.report.analysis import Analysis, savings_curve
 from offramp.compiler.report.svg import Scale
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 500.0, 300.0, 54.0, 18.0, 26.0, 44.0
@@ -32,7 +32,7 @@ class LatencyRow:
     """Predicted share of the source model's time."""
 
 
-def savings_chart(found: Survey) -> Markup | None:
+def savings_chart(found: Analysis) -> Markup | None:
     """Draw the descriptive curve and mark the shipped policy; nothing without exits."""
     exits = found.active or [e.index for e in found.manifest.exits]
     if not exits or not found.certify.final_prediction.size:
@@ -63,7 +63,7 @@ def savings_chart(found: Survey) -> Markup | None:
     )
 
 
-def latency_rows(found: Survey) -> list[LatencyRow]:
+def latency_rows(found: Analysis) -> list[LatencyRow]:
     """Compute what source and policy take at every profiled batch size."""
     rows = []
     for size, source in zip(found.profile.batch_sizes, found.profile.source_ms, strict=True):
@@ -80,7 +80,7 @@ def latency_rows(found: Survey) -> list[LatencyRow]:
     return rows
 
 
-def latency_chart(found: Survey) -> Markup:
+def latency_chart(found: Analysis) -> Markup:
     """Draw milliseconds per sample by batch size: profiled solid, predicted dashed."""
     rows = latency_rows(found)
     top = max(max(r.source_sample_ms, r.predicted_sample_ms) for r in rows)
@@ -117,7 +117,7 @@ def _titles(y_title: str, x_title: str) -> Markup:
     )
 
 
-def _constraint(found: Survey, x: Scale, y: Scale) -> Markup:
+def _constraint(found: Analysis, x: Scale, y: Scale) -> Markup:
     """Shade what the constraint forbids."""
     if (promise := found.policy.promise) is None:
         return Markup("")
@@ -132,7 +132,7 @@ def _constraint(found: Survey, x: Scale, y: Scale) -> Markup:
     )
 
 
-def _shipped(found: Survey, x: Scale, y: Scale) -> Markup:
+def _shipped(found: Analysis, x: Scale, y: Scale) -> Markup:
     if not found.active:
         return Markup("")
     at, height = x(found.disagreement), y(found.predicted_savings)

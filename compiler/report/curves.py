@@ -11,7 +11,7 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from offramp.compiler.report import numbers, svg
-from offramp.compiler.report.analysis import FloatArray, Survey, thin
+from offramp.compiler.report.analysis import Analysis, FloatArray, thin
 from offramp.compiler.report.svg import Scale, Tick
 
 _WIDTH, _LEFT, _RIGHT = 300.0, 46.0, 12.0
@@ -33,7 +33,7 @@ class ExitCurves:
     confidence: Markup
 
 
-def exit_curves(found: Survey) -> list[ExitCurves]:
+def exit_curves(found: Analysis) -> list[ExitCurves]:
     """Draw every exit, all on the same axes so that they compare."""
     records = found.certify
     if not len(records.confidence) or not records.final_prediction.size:
@@ -90,7 +90,7 @@ def logit_span(confidence: NDArray[np.float32]) -> tuple[float, float]:
 
 
 def _agreement(
-    found: Survey, index: int, cover: tuple[FloatArray, FloatArray], bottom: float
+    found: Analysis, index: int, cover: tuple[FloatArray, FloatArray], bottom: float
 ) -> Markup:
     x = Scale(low=0, high=1, start=_LEFT, end=_WIDTH - _RIGHT)
     y = Scale(low=bottom, high=1, start=_CURVE_HEIGHT - 36, end=20)
@@ -114,7 +114,7 @@ def _agreement(
     )
 
 
-def _operating_point(found: Survey, index: int, x: Scale, y: Scale) -> Markup:
+def _operating_point(found: Analysis, index: int, x: Scale, y: Scale) -> Markup:
     threshold = found.thresholds.get(index)
     leaves = found.certify.confidence[index] >= (2.0 if threshold is None else threshold)
     if threshold is None or not leaves.any():
@@ -130,7 +130,7 @@ def _operating_point(found: Survey, index: int, x: Scale, y: Scale) -> Markup:
     )
 
 
-def _confidence(found: Survey, index: int, span: tuple[float, float]) -> Markup:
+def _confidence(found: Analysis, index: int, span: tuple[float, float]) -> Markup:
     edges = np.linspace(*span, _BINS + 1)
     values = np.clip(logit(found.certify.confidence[index]), *span)
     agrees = found.certify.agrees[index]
@@ -187,7 +187,7 @@ def _confidence_ticks(x: Scale) -> list[Tick]:
     return ticks
 
 
-def _threshold_line(found: Survey, index: int, x: Scale, y: Scale) -> Markup:
+def _threshold_line(found: Analysis, index: int, x: Scale, y: Scale) -> Markup:
     threshold = found.thresholds.get(index)
     if threshold is None:
         return Markup("")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offramp.bundle import Measured, MeasuredSize, Profile, Ratio
-from offramp.compiler.report.analysis import Survey
+from offramp.compiler.report.analysis import Analysis
 
 TOLERATED_DIFFERENCE = 0.05
 """Share of the model's time by which measured savings may differ from predicted ones unsaid."""
@@ -111,7 +111,7 @@ def _reasons(judged: Judged) -> list[str]:
     return ["the parts take another time together than they took when they were profiled"]
 
 
-def judge(found: Survey, measured: Measured) -> Judged:
+def judge(found: Analysis, measured: Measured) -> Judged:
     """Set a measurement beside what is predicted at the same batch size."""
     at = measured.nearest(found.reference)
     return Judged(

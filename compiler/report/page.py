@@ -12,7 +12,7 @@ from offramp.calibration.limits import Limit
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.rehearsal.result import Rehearsed
 from offramp.compiler.report import numbers, words
-from offramp.compiler.report.analysis import Survey, survey
+from offramp.compiler.report.analysis import Analysis, analysis
 from offramp.compiler.report.charts import latency_chart, latency_rows, savings_chart
 from offramp.compiler.report.curves import exit_curves
 from offramp.compiler.report.measured import judge, measured_view
@@ -77,7 +77,7 @@ def render_report(
     Raises:
         ValueError: The parts do not belong together.
     """
-    found = survey(manifest, policy, profile, certify)
+    found = analysis(manifest, policy, profile, certify)
     judged = None if measured is None else judge(found, measured)
     page = _template().render(
         found=found,
@@ -101,13 +101,13 @@ def render_report(
     return page.encode("utf-8", "replace").decode("utf-8")
 
 
-def exit_rows(found: Survey) -> list[ExitRow]:
+def exit_rows(found: Analysis) -> list[ExitRow]:
     """Describe every exit that was built, in depth order."""
     cost = found.cost(found.reference)
     return [_row(found, exit_, cost) for exit_ in found.manifest.exits]
 
 
-def _row(found: Survey, exit_: Exit, cost: CostModel) -> ExitRow:
+def _row(found: Analysis, exit_: Exit, cost: CostModel) -> ExitRow:
     trials = sorted(exit_.trials, key=lambda trial: -trial.net_savings)
     return ExitRow(
         index=exit_.index,

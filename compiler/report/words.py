@@ -8,7 +8,7 @@ from typing import TypeAlias
 from offramp.calibration.limits import Limit
 from offramp.calibration.rehearsal.result import Rehearsed
 from offramp.compiler.report import numbers
-from offramp.compiler.report.analysis import Survey
+from offramp.compiler.report.analysis import Analysis
 from offramp.compiler.report.measured import Judged
 from offramp.compiler.report.measured import warning as no_savings
 
@@ -26,7 +26,7 @@ class Headline:
     """How it came to be: predicted, measured, certified, counted."""
 
 
-def summary(found: Survey) -> str:
+def summary(found: Analysis) -> str:
     """Say in one sentence what the exits are predicted to bring."""
     model = numbers.percent(float(found.shares[-1]))
     exits = numbers.plural(len(found.active), "exit")
@@ -41,7 +41,7 @@ def summary(found: Survey) -> str:
     )
 
 
-def promise(found: Survey) -> str | None:
+def promise(found: Analysis) -> str | None:
     """Say what was certified, in plain words; ``None`` where nothing was."""
     made = found.policy.promise
     if made is None or not found.active:
@@ -55,7 +55,7 @@ def promise(found: Survey) -> str | None:
     )
 
 
-def promise_notes(found: Survey) -> str | None:
+def promise_notes(found: Analysis) -> str | None:
     """Say how the promise was tested, and where it ends."""
     made = found.policy.promise
     if made is None or not found.active:
@@ -70,7 +70,7 @@ def promise_notes(found: Survey) -> str | None:
 
 
 def warning(
-    found: Survey, limit: Limit | None = None, judged: Judged | None = None
+    found: Analysis, limit: Limit | None = None, judged: Judged | None = None
 ) -> tuple[str, str] | None:
     """Say loudly what is wrong, and what to do; ``None`` if all is well."""
     if judged is not None and (nothing := no_savings(judged)):
@@ -97,7 +97,7 @@ def warning(
     return title, f"{why} {remedy}"
 
 
-def headlines(found: Survey, judged: Judged | None = None) -> list[Headline]:
+def headlines(found: Analysis, judged: Judged | None = None) -> list[Headline]:
     """Pick the few figures that come first."""
     shown = []
     made = found.policy.promise
@@ -128,7 +128,7 @@ def headlines(found: Survey, judged: Judged | None = None) -> list[Headline]:
     return shown
 
 
-def facts(found: Survey, rehearsed: Rehearsed | None) -> list[tuple[str, list[Fact]]]:
+def facts(found: Analysis, rehearsed: Rehearsed | None) -> list[tuple[str, list[Fact]]]:
     """Give what the figures rest on, in groups."""
     manifest, data = found.manifest, found.manifest.calibration
     sizes = ", ".join(map(str, found.profile.batch_sizes))
@@ -170,7 +170,7 @@ def facts(found: Survey, rehearsed: Rehearsed | None) -> list[tuple[str, list[Fa
     ]
 
 
-def _how_sure(found: Survey) -> list[Fact]:
+def _how_sure(found: Analysis) -> list[Fact]:
     """The spread at the reference batch size, and what is paid where nothing exits."""
     rows = []
     if (spread := found.profile.spread) is not None:

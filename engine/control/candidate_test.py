@@ -1,6 +1,6 @@
 """Other thresholds, or other exits, on their way into force: fitted, tested, adopted or dropped.
 
-One at a time, beside the ladder in force, on the same samples. A path is fitted elsewhere (a job),
+One at a time, beside the threshold path in force, on the same samples. A path is fitted elsewhere (a job),
 and costs a share of α and audits only if it promises to save more.
 """
 
@@ -12,15 +12,15 @@ from typing import Final
 
 from offramp.certify.agreement import AgreementCurve
 from offramp.certify.observations import Observations
-from offramp.certify.threshold_path import Ladder
+from offramp.certify.threshold_path import ThresholdPath
 from offramp.certify.window import Window
 from offramp.engine.control.controller import Job
 from offramp.engine.control.refit import Fitted, refit
-from offramp.engine.control.savings import Prospects
+from offramp.engine.control.savings import SavingsEstimator
 from offramp.engine.control.settings import CertifiedSettings
 
 _AT_THE_END: Final = 4
-"""Times the samples that tuning takes: the wait for a new path where the ladder's last level
+"""Times the samples that tuning takes: the wait for a new path where the threshold path's last level
 passed."""
 _MOST_DOUBLINGS: Final = 6
 """Of the wait for the next path to be fitted."""
@@ -32,16 +32,16 @@ class Trial:
 
     exits: tuple[int, ...]
     purpose: str
-    ladder: Ladder | None = None
+    threshold_path: ThresholdPath | None = None
     """``None`` while samples are collected that it is fitted on."""
     samples: int = 0
     """Seen since it began."""
 
     def describe(self) -> str:
         """Where it stands."""
-        if self.ladder is None:
+        if self.threshold_path is None:
             return f"{self.purpose}: collecting, {self.samples} samples"
-        return f"{self.purpose}: on trial, {self.ladder.samples} samples"
+        return f"{self.purpose}: on trial, {self.threshold_path.samples} samples"
 
 
 class Trials:
@@ -50,28 +50,28 @@ class Trials:
     def __init__(
         self,
         window: Window,
-        prospects: Prospects,
+        savings: SavingsEstimator,
         curves: Sequence[AgreementCurve],
         settings: CertifiedSettings,
-        new_ladder: Callable[[tuple[int, ...], Fitted], Ladder],
+        new_path: Callable[[tuple[int, ...], Fitted], ThresholdPath],
     ) -> None:
         """Start without one.
 
         Args:
             window: Samples to fit on.
-            prospects: Judges whether something is worth a trial.
+            savings: Judges whether something is worth a trial.
             curves: Of all K exits; renewed with every path that comes on trial.
             settings: How many samples to fit on, and how long to wait.
-            new_ladder: Makes a ladder at the next share of α.
+            new_path: Makes a threshold path at the next share of α.
         """
         self.current: Trial | None = None
         self.curves = tuple(curves)
         self.tunings = 0
         """Paths fitted."""
         self._window = window
-        self._prospects = prospects
+        self._savings = savings
         self._settings = settings
-        self._new_ladder = new_ladder
+        self._new_path = new_path
         self._job: Job | None = None
         self._out: int | None = None
         """Number of the job that is being computed."""
@@ -93,57 +93,70 @@ class Trials:
         self._unfitted += len(seen)
         if self.current is not None:
             self.current.samples += len(seen)
-            if self.current.ladder is not None:
-                self.current.ladder.add(seen)
+            if self.current.threshold_path is not None:
+                self.current.threshold_path.add(seen)
 
     def begin(self, exits: tuple[int, ...], purpose: str) -> None:
         """Try these; there must be no other trial under way."""
         self.current = Trial(exits=exits, purpose=purpose)
 
-    def seek(self, ladder: Ladder) -> None:
-        """Ask for a new path after an alarm, where the ladder ends, and now and then."""
-        if self.current is not None or not ladder.exits:
+    def seek(self, threshold_path: ThresholdPath) -> None:
+        """Ask for a new path after an alarm, where the threshold path ends, and now and then."""
+        if self.current is not None or not threshold_path.exits:
             return
         settings = self._settings
-        at_the_end = ladder.certified == ladder.levels - 1
+        at_the_end = threshold_path.certified == threshold_path.levels - 1
         wait = _AT_THE_END * settings.tune_samples if at_the_end else settings.retune_every
         due = self._drifted or self._unfitted >= wait << self._fruitless
-        if due and self._has_enough(ladder.exits):
-            self.begin(ladder.exits, "tuning after the drift alarm" if self._drifted else "tuning")
+        if due and self._has_enough(threshold_path.exits):
+            self.begin(
+                threshold_path.exits, "tuning after the drift alarm" if self._drifted else "tuning"
+            )
             self._ask_for_path(self.exits)
 
-    def advance(self, ladder: Ladder, level: int, audit_probability: float) -> int | str | None:
+    def advance(
+        self, threshold_path: ThresholdPath, level: int, audit_probability: float
+    ) -> int | str | None:
         """Carry the trial on against the level in force.
 
         Returns:
-            The level of its ladder that should come into force; or why the trial should end; or
+            The level of its threshold path that should come into force; or why the trial should end; or
             ``None`` while it goes on.
         """
         trial = self.current
         if trial is None:
             return None
-        if trial.ladder is None:
+        if trial.threshold_path is None:
             if self._out is None and self._has_enough(trial.exits):
                 self._ask_for_path(trial.exits)
             elif trial.samples * audit_probability > self._settings.patience:
                 return "too few samples passed them"
             return None
-        theirs, ours = self._prospects.outlook(trial.ladder), self._prospects.outlook(ladder)
-        goal = self._prospects.best_certified(trial.ladder, theirs)
-        mean_ms = self._prospects.mean_ms(trial.exits, theirs.shares)[goal]
-        if goal > 0 and self._prospects.is_gain(
-            mean_ms, self._prospects.mean_ms(ladder.exits, ours.shares)[level]
+        theirs, ours = (
+            self._savings.outlook(trial.threshold_path),
+            self._savings.outlook(threshold_path),
+        )
+        goal = self._savings.best_certified(trial.threshold_path, theirs)
+        mean_ms = self._savings.mean_ms(trial.exits, theirs.shares)[goal]
+        if goal > 0 and self._savings.is_gain(
+            mean_ms, self._savings.mean_ms(threshold_path.exits, ours.shares)[level]
         ):
             return goal
-        return "nothing better passed" if trial.ladder.effort > self._settings.patience else None
+        return (
+            "nothing better passed"
+            if trial.threshold_path.effort > self._settings.patience
+            else None
+        )
 
     def take_job(self) -> Job | None:
         """A path to be fitted, once."""
         job, self._job = self._job, None
         return job
 
-    def finish(self, job: Job, fitted: Fitted | None, *, ladder: Ladder) -> str | None:
-        """Test a path from now on, if it promises to save more than the ladder in force.
+    def finish(
+        self, job: Job, fitted: Fitted | None, *, threshold_path: ThresholdPath
+    ) -> str | None:
+        """Test a path from now on, if it promises to save more than the threshold path in force.
 
         Returns:
             Why the trial should end; ``None`` if it goes on, or the job is not waited for.
@@ -157,11 +170,11 @@ class Trials:
         if fitted is None:
             return "fitting failed"
         self.tunings += 1
-        if not self._prospects.promises_more(fitted, trial.exits, ladder):
+        if not self._savings.promises_more(fitted, trial.exits, threshold_path):
             return "would save no more"
         known = dict(zip(trial.exits, fitted.curves, strict=True))
         self.curves = tuple(known.get(e, curve) for e, curve in enumerate(self.curves))
-        trial.ladder = self._new_ladder(trial.exits, fitted)
+        trial.threshold_path = self._new_path(trial.exits, fitted)
         return None
 
     def end(self, *, adopted: bool = False) -> None:

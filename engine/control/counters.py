@@ -12,7 +12,7 @@ from offramp.certify.observations import Observations
 _KEPT = ("observed", "audited", "disagreed")
 
 
-class Tally:
+class AgreementCounters:
     """Samples seen since the start, and a running estimate for one policy's life.
 
     The estimate is a plain mean, without any statement about its error. Forced answers are

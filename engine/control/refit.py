@@ -1,4 +1,4 @@
-"""Where a ladder comes from: agreement curves, renewed from few samples, and levels chosen on them.
+"""Where a threshold path comes from: agreement curves, renewed from few samples, and levels chosen on them.
 
 The levels lie on one smooth path, thresholds at which every exit agrees equally surely, since a
 path fitted closely to few samples is never certified (findings 5). They are dense where the

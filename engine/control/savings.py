@@ -1,4 +1,4 @@
-"""What levels of a ladder would bring, judged by the samples seen of late."""
+"""What levels of a threshold path would bring, judged by the samples seen of late."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from offramp.certify.records import FloatArray
-from offramp.certify.threshold_path import Ladder, Outlook, look_ahead
+from offramp.certify.threshold_path import Outlook, ThresholdPath, look_ahead
 from offramp.certify.window import Weighted, Window
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.refit import Fitted, expect
@@ -23,7 +23,7 @@ _HOPEFUL: Final = 0.8
 """Estimated risk, as a share of the bound, up to which a level is worth testing."""
 
 
-class Prospects:
+class SavingsEstimator:
     """Judges by a window of samples that someone else fills."""
 
     def __init__(
@@ -46,21 +46,21 @@ class Prospects:
         """Of the newest samples, those that all these exits looked at."""
         return self._window.seen_by(exits, _JUDGED)
 
-    def outlook(self, ladder: Ladder) -> Outlook:
+    def outlook(self, threshold_path: ThresholdPath) -> Outlook:
         """What levels would have done of late; what is expected of them while little is known."""
-        recent = self.recent(ladder.exits)
+        recent = self.recent(threshold_path.exits)
         if len(recent.weight) < _FEWEST:
-            return Outlook(risk=ladder.risk, shares=ladder.shares)
-        return look_ahead(ladder.thresholds, recent)
+            return Outlook(risk=threshold_path.risk, shares=threshold_path.shares)
+        return look_ahead(threshold_path.thresholds, recent)
 
     def mean_ms(self, exits: Sequence[int], shares: FloatArray) -> FloatArray:
         """float64[levels]: mean time until the answer, with these exits in use."""
         mean_ms: FloatArray = shares @ self._costs.latency_ms(exits)
         return mean_ms
 
-    def best_certified(self, ladder: Ladder, outlook: Outlook) -> int:
+    def best_certified(self, threshold_path: ThresholdPath, outlook: Outlook) -> int:
         """The boldest level that passed and did not do worse than the bound of late."""
-        fine = outlook.risk[: ladder.certified + 1] <= self._bound
+        fine = outlook.risk[: threshold_path.certified + 1] <= self._bound
         return int(np.flatnonzero(fine)[-1])
 
     def hopeful(self, risk: FloatArray) -> int:
@@ -71,11 +71,11 @@ class Prospects:
         """Whether the first is enough less than the second for a change."""
         return mean_ms <= than_ms * (1 - self._min_gain)
 
-    def promises_more(self, fitted: Fitted, exits: Sequence[int], than: Ladder) -> bool:
-        """Whether a path may end where it saves more than a ladder, as far as curves tell.
+    def promises_more(self, fitted: Fitted, exits: Sequence[int], than: ThresholdPath) -> bool:
+        """Whether a path may end where it saves more than a threshold path, as far as curves tell.
 
         Both are judged by the same curves, which are smooth: errors counted on a window would
-        differ by chance. A ladder with other exits is judged by what was counted, for want of
+        differ by chance. A threshold path with other exits is judged by what was counted, for want of
         curves.
         """
         goal = self.mean_ms(exits, fitted.shares)[self.hopeful(fitted.risk)]

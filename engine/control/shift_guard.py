@@ -45,7 +45,7 @@ _Answering: TypeAlias = tuple[tuple[int, float], ...]
 """Exits with their thresholds."""
 
 
-class Doubting(Considering, Protocol):
+class Invalidatable(Considering, Protocol):
     """A controller whose evidence can be called into question."""
 
     @property
@@ -53,16 +53,16 @@ class Doubting(Considering, Protocol):
         """Whether audits could still bring bolder thresholds, or confirm those in force."""
         ...
 
-    def doubt(self, why: str) -> None:
+    def invalidate(self, why: str) -> None:
         """Give up all evidence, answer nothing early, and test afresh."""
         ...
 
 
-class WatchfulController(DelegatingController[Doubting]):
+class WatchfulController(DelegatingController[Invalidatable]):
     """A controller, and a look at its inputs; see :class:`.controller.Controller`."""
 
     def __init__(
-        self, inner: Doubting, calibration: Float32Array, *, recovery: int = RECOVERY
+        self, inner: Invalidatable, calibration: Float32Array, *, recovery: int = RECOVERY
     ) -> None:
         """Watch.
 
@@ -103,7 +103,7 @@ class WatchfulController(DelegatingController[Doubting]):
         if self._has_alarmed():
             return
         if self._has_shifted(seen) and self._patience.allows():
-            self._inner.doubt("inputs are not what they were")
+            self._inner.invalidate("inputs are not what they were")
             self._has_alarmed()
             return
         self._seen = np.concatenate([self._seen, seen.confidence], axis=1)[:, -REMEMBERED:]

@@ -1,4 +1,4 @@
-"""Device memory of parked batches: taken by any slot, given back by whoever lets go last."""
+"""Device memory of buffered batches: taken by any slot, given back by whoever lets go last."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from offramp.engine.cuda.driver import DeviceMemoryError, Driver
 _LEAST_BYTES = 1 << 16
 
 
-class ParkedMemory:
+class BufferedMemory:
     """A piece of the pool; goes back to it with the last reference."""
 
     __slots__ = ("_returned", "address", "size_bytes")
@@ -43,7 +43,7 @@ class ParkingPool:
         self.allocations = 0
         """From the driver, so far."""
 
-    def take(self, size_bytes: int) -> ParkedMemory:
+    def take(self, size_bytes: int) -> BufferedMemory:
         """Take memory; the driver must be current.
 
         Raises:
@@ -54,10 +54,10 @@ class ParkingPool:
             self._collect()
             idle = self._idle[size_bytes]
             address = idle.pop() if idle else self._allocate(size_bytes)
-        return ParkedMemory(address, size_bytes, self._returned)
+        return BufferedMemory(address, size_bytes, self._returned)
 
     def close(self) -> None:
-        """Free everything, parked batches that are still referred to as well."""
+        """Free everything, buffered batches that are still referred to as well."""
         with self._lock:
             for address in self._all:
                 self._driver.free(address)

@@ -1,4 +1,4 @@
-"""Waiting samples in lanes: those of one lane can share a batch."""
+"""Waiting samples in buckets: those of one bucket can share a batch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,18 @@ from offramp.engine.scheduling.ordering import Key, SortedQueue
 class Entry:
     """A submission, less the samples that were taken already."""
 
-    __slots__ = ("count", "deadline_s", "key", "lane", "left", "priority", "request", "submitted_s")
+    __slots__ = (
+        "bucket",
+        "count",
+        "deadline_s",
+        "key",
+        "left",
+        "priority",
+        "request",
+        "submitted_s",
+    )
 
-    def __init__(self, submission: Submission, now_s: float, key: Key, lane: Lane) -> None:
+    def __init__(self, submission: Submission, now_s: float, key: Key, bucket: Bucket) -> None:
         """Nothing is taken yet."""
         self.request, self.count, self.deadline_s, self.priority, _ = submission
         self.left = self.count
@@ -24,36 +33,36 @@ class Entry:
         self.submitted_s = now_s
         self.key = key
         """Priority (negated), deadline, order of arrival: the smallest goes first."""
-        self.lane = lane
+        self.bucket = bucket
 
 
 class Taken(NamedTuple):
-    """Neighbouring samples of a submission, taken from a lane."""
+    """Neighbouring samples of a submission, taken from a bucket."""
 
     entry: Entry
     first: int
     size: int
 
 
-class Lane:
-    """Samples of one signature, most urgent first."""
+class Bucket:
+    """Samples of one batch key, most urgent first."""
 
     __slots__ = (
         "_by_age",
         "_by_urgency",
+        "batch_key",
         "bound",
         "latest_s",
         "lowest_priority",
-        "ripe",
-        "serial",
-        "signature",
+        "ready",
         "size",
+        "stamp",
         "timed",
     )
 
-    def __init__(self, signature: Hashable, *, aged: bool) -> None:
+    def __init__(self, batch_key: Hashable, *, aged: bool) -> None:
         """Start empty; ``aged`` if :meth:`oldest_s` will be asked for."""
-        self.signature = signature
+        self.batch_key = batch_key
         self.size = 0
         """Samples that wait."""
         self.latest_s = 0.0
@@ -62,11 +71,11 @@ class Lane:
         """Of them, or lower."""
         self._by_urgency: SortedQueue[Entry] = SortedQueue()
         self._by_age: SortedQueue[Entry] | None = SortedQueue() if aged else None
-        # Marks of LaneIndex:
-        self.ripe = False
+        # Marks of BucketIndex:
+        self.ready = False
         self.timed = False
         self.bound: Key = ()
-        self.serial = -1
+        self.stamp = -1
 
     def push(self, entry: Entry) -> None:
         """Add an entry."""
@@ -107,25 +116,25 @@ class Lane:
             self._by_age.died(entries)
 
     def most_urgent(self) -> Entry:
-        """The entry to serve first; the lane must not be empty."""
+        """The entry to serve first; the bucket must not be empty."""
         head = self._by_urgency.head()
-        assert head is not None, "an empty lane has no most urgent entry"
+        assert head is not None, "an empty bucket has no most urgent entry"
         return head[1]
 
     def oldest_s(self) -> float:
-        """When the sample that waits longest was submitted; the lane must not be empty."""
-        assert self._by_age is not None, "this lane does not know ages"
+        """When the sample that waits longest was submitted; the bucket must not be empty."""
+        assert self._by_age is not None, "this bucket does not know ages"
         head = self._by_age.head()
-        assert head is not None, "an empty lane has no oldest entry"
+        assert head is not None, "an empty bucket has no oldest entry"
         return head[1].submitted_s
 
 
-class LaneIndex:
-    """Which lane a batch is formed of next, in O(log lanes).
+class BucketIndex:
+    """Which bucket a batch is formed of next, in O(log buckets).
 
-    A lane is ripe once it holds a full batch, or once its oldest sample has waited long enough;
-    of the ripe ones the lane with the most urgent sample is served. A heap keeps a lower bound
-    of each ripe lane's key; a bound that turns out too low when it surfaces is put right then.
+    A bucket is ready once it holds a full batch, or once its oldest sample has waited long enough;
+    of the ready ones the bucket with the most urgent sample is served. A heap keeps a lower bound
+    of each ready bucket's key; a bound that turns out too low when it surfaces is put right then.
     """
 
     def __init__(self, *, full: int, max_delay_s: float) -> None:
@@ -137,95 +146,95 @@ class LaneIndex:
         """
         self._full = full
         self._max_delay_s = max_delay_s
-        self._ripe: list[tuple[Key, int, Lane]] = []
-        self._ripe_limit = 64
-        self._timers: list[tuple[float, int, Lane]] = []
+        self._ready: list[tuple[Key, int, Bucket]] = []
+        self._ready_limit = 64
+        self._timers: list[tuple[float, int, Bucket]] = []
         self._timers_limit = 64
-        self._serials = itertools.count()
+        self._stamps = itertools.count()
 
     def flush(self) -> None:
-        """Let whatever waits be ripe, from now on."""
+        """Let whatever waits be ready, from now on."""
         self._max_delay_s = 0.0
         timers, self._timers = self._timers, []
-        for _, _, lane in timers:
-            lane.timed = False
-            self._ripen(lane)
+        for _, _, bucket in timers:
+            bucket.timed = False
+            self._make_ready(bucket)
 
-    def pushed(self, lane: Lane, key: Key) -> None:
-        """Note that an entry with this key came into the lane."""
-        if lane.ripe:
-            if key < lane.bound:
-                self._bound(lane, key)
-        elif self._max_delay_s <= 0.0 or lane.size >= self._full:
-            self._ripen(lane)
+    def pushed(self, bucket: Bucket, key: Key) -> None:
+        """Note that an entry with this key came into the bucket."""
+        if bucket.ready:
+            if key < bucket.bound:
+                self._bound(bucket, key)
+        elif self._max_delay_s <= 0.0 or bucket.size >= self._full:
+            self._make_ready(bucket)
         else:
-            self._time(lane)
+            self._time(bucket)
 
-    def taken(self, lane: Lane) -> None:
-        """Note that a batch was formed of the lane: what is left of it ripens anew."""
-        if self._max_delay_s <= 0.0 or not lane.ripe:
+    def taken(self, bucket: Bucket) -> None:
+        """Note that a batch was formed of the bucket: what is left of it becomes ready anew."""
+        if self._max_delay_s <= 0.0 or not bucket.ready:
             return
-        lane.ripe = False
-        if lane.size >= self._full:
-            self._ripen(lane)
-        elif lane.size:
-            self._time(lane)
+        bucket.ready = False
+        if bucket.size >= self._full:
+            self._make_ready(bucket)
+        elif bucket.size:
+            self._time(bucket)
 
-    def next(self, now_s: float) -> Lane | float:
-        """The lane to serve, or when the next one ripens (infinity: none waits)."""
+    def next(self, now_s: float) -> Bucket | float:
+        """The bucket to serve, or when the next one becomes ready (infinity: none waits)."""
         timers = self._timers
         while timers and timers[0][0] <= now_s:
-            _, _, lane = heapq.heappop(timers)
-            lane.timed = False
-            if lane.ripe or not lane.size:
+            _, _, bucket = heapq.heappop(timers)
+            bucket.timed = False
+            if bucket.ready or not bucket.size:
                 continue
-            if lane.oldest_s() + self._max_delay_s <= now_s:
-                self._ripen(lane)
+            if bucket.oldest_s() + self._max_delay_s <= now_s:
+                self._make_ready(bucket)
             else:
-                self._time(lane)
+                self._time(bucket)
         return self._most_urgent() or (timers[0][0] if timers else float("inf"))
 
-    def _most_urgent(self) -> Lane | None:
-        heap = self._ripe
+    def _most_urgent(self) -> Bucket | None:
+        heap = self._ready
         while heap:
-            bound, serial, lane = heap[0]
-            if serial != lane.serial or not lane.ripe:
+            bound, stamp, bucket = heap[0]
+            if stamp != bucket.stamp or not bucket.ready:
                 heapq.heappop(heap)
-            elif not lane.size:
-                lane.ripe = False
+            elif not bucket.size:
+                bucket.ready = False
                 heapq.heappop(heap)
             else:
-                key = lane.most_urgent().key
+                key = bucket.most_urgent().key
                 if key == bound:
-                    return lane
-                lane.bound = key
-                heapq.heapreplace(heap, (key, serial, lane))
+                    return bucket
+                bucket.bound = key
+                heapq.heapreplace(heap, (key, stamp, bucket))
         return None
 
-    def _ripen(self, lane: Lane) -> None:
-        if lane.size and not lane.ripe:
-            lane.ripe = True
-            self._bound(lane, lane.most_urgent().key)
+    def _make_ready(self, bucket: Bucket) -> None:
+        if bucket.size and not bucket.ready:
+            bucket.ready = True
+            self._bound(bucket, bucket.most_urgent().key)
 
-    def _bound(self, lane: Lane, key: Key) -> None:
-        lane.bound, lane.serial = key, next(self._serials)
-        heapq.heappush(self._ripe, (key, lane.serial, lane))
-        if len(self._ripe) > self._ripe_limit:
-            for _, _, other in self._ripe:
-                other.ripe = other.ripe and other.size > 0
-            self._ripe = [i for i in self._ripe if i[2].ripe and i[1] == i[2].serial]
-            heapq.heapify(self._ripe)
-            self._ripe_limit = 2 * len(self._ripe) + 64
+    def _bound(self, bucket: Bucket, key: Key) -> None:
+        bucket.bound, bucket.stamp = key, next(self._stamps)
+        heapq.heappush(self._ready, (key, bucket.stamp, bucket))
+        if len(self._ready) > self._ready_limit:
+            for _, _, other in self._ready:
+                other.ready = other.ready and other.size > 0
+            self._ready = [i for i in self._ready if i[2].ready and i[1] == i[2].stamp]
+            heapq.heapify(self._ready)
+            self._ready_limit = 2 * len(self._ready) + 64
 
-    def _time(self, lane: Lane) -> None:
-        """Set the lane's one timer; where it has one, that goes off early and is set again."""
-        if not lane.timed:
-            lane.timed = True
-            due_s = lane.oldest_s() + self._max_delay_s
-            heapq.heappush(self._timers, (due_s, next(self._serials), lane))
+    def _time(self, bucket: Bucket) -> None:
+        """Set the bucket's one timer; where it has one, that goes off early and is set again."""
+        if not bucket.timed:
+            bucket.timed = True
+            due_s = bucket.oldest_s() + self._max_delay_s
+            heapq.heappush(self._timers, (due_s, next(self._stamps), bucket))
             if len(self._timers) > self._timers_limit:
                 for _, _, other in self._timers:
-                    other.timed = other.size > 0 and not other.ripe
+                    other.timed = other.size > 0 and not other.ready
                 self._timers[:] = [item for item in self._timers if item[2].timed]
                 heapq.heapify(self._timers)
                 self._timers_limit = 2 * len(self._timers) + 64

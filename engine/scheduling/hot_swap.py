@@ -130,7 +130,7 @@ class SuccessiveScheduler:
     ) -> Transition:
         """The run of ``stream`` ended; see :meth:`ModelScheduler.done`."""
         transition = self._running[stream].done(stream, exited, now_s, runs_on)
-        if not len(transition.survivors) or transition.parked is not None:
+        if not len(transition.survivors) or transition.buffered is not None:
             del self._running[stream]
         return transition
 
@@ -163,7 +163,7 @@ class SuccessiveScheduler:
         return [item for scheduler in self._all() for item in scheduler.take_lost()]
 
     def take_discarded(self) -> list[int]:
-        """Parked batches that nothing will ask for; the numbers are unique over all plans.
+        """Buffered batches that nothing will ask for; the numbers are unique over all plans.
 
         What is left of an old plan is looked after here, as this is asked for all the time.
         """

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("bundle", "calibration", "certify", "client", "compiler", "engine", "proto", "server", "testing", "tools")  # fmt: skip
+PACKAGES = ("bundle", "calibration", "certify", "client", "compiler",
+            "engine", "proto", "server", "testing", "tools")  # fmt: skip
 PURE = ("offramp.bundle", "offramp.certify", "offramp.engine.scheduling", "offramp.engine.control",
         "offramp.engine.exit_check")  # fmt: skip
 """Only the standard library and numpy, and each other."""

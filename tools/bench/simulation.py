@@ -167,10 +167,10 @@ def simulate(  # noqa: PLR0915 - one loop, and few calls in it: it is what a req
             run = running.pop(stream)
             exited = leaves_at[run.requests] == run.stage
             audited = None if runs_on is None else runs_on[run.requests]
-            released, _, survivors, parked, _ = scheduler.done(stream, exited, now_s, audited)
+            released, _, survivors, buffered, _ = scheduler.done(stream, exited, now_s, audited)
             if len(released):
                 log.answered(run, released, now_s)
-            goes_on = parked is None and len(survivors) > 0
+            goes_on = buffered is None and len(survivors) > 0
             idle.append(stream)
         else:
             now_s = wake_s
@@ -235,7 +235,7 @@ class _Log:
             batch_size[np.concatenate(self._first)] = sizes
         status[self.rejected] = Status.REJECTED
         for item in dropped:
-            late = item.cause in {DropCause.EXPIRED, DropCause.HOPELESS}
+            late = item.cause in {DropCause.EXPIRED, DropCause.INFEASIBLE}
             status[item.request] = Status.EXPIRED if late else Status.FAILED
         return Outcomes(
             intended_s=load.arrivals_s,

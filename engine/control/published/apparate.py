@@ -32,7 +32,7 @@ from offramp.certify.records import BoolArray, Float32Array, FloatArray
 from offramp.engine.control.adjustment import DEFAULT_MAX_OVERHEAD, Adjustment, adjust
 from offramp.engine.control.controller import ControlStatus, Event, Evidence, Job
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.counters import Tally
+from offramp.engine.control.counters import AgreementCounters
 from offramp.engine.control.published.recent import RecentSamples
 from offramp.engine.control.published.thresholds import METHODS, Tuning, count_allowed, tune
 
@@ -160,7 +160,7 @@ class ApparateController:
         self._settings = settings or ApparateSettings()
         self._costs = costs
         self._policy = policy
-        self._tally = Tally()
+        self._counters = AgreementCounters()
         self._recent = RecentSamples(
             exits=costs.exits,
             capacity=max(self._settings.tuning_window, self._settings.adjust_every),
@@ -192,7 +192,7 @@ class ApparateController:
 
     def observe(self, seen: Observations) -> None:
         """Record what is complete, and watch the agreement of what the policy in force served."""
-        self._tally.add(seen, version=self._policy.version)
+        self._counters.add(seen, version=self._policy.version)
         self._recent.add(seen)
         self._since_adjustment += len(seen)
         served = seen.complete & ~seen.forced & (seen.policy_version == self._policy.version)
@@ -230,12 +230,12 @@ class ApparateController:
             max_disagreement=self._settings.max_disagreement,
             confidence=self._settings.confidence,
             evidence=Evidence.NONE,
-            disagreement=self._tally.estimate(self._policy.version),
+            disagreement=self._counters.estimate(self._policy.version),
             disagreement_upper_bound=1.0,
             audit_probability=1.0,
-            observed=self._tally.observed,
-            audited=self._tally.audited,
-            disagreed=self._tally.disagreed,
+            observed=self._counters.observed,
+            audited=self._counters.audited,
+            disagreed=self._counters.disagreed,
             alarms=0,
             tunings=self._tunings,
             adjustments=self._adjustments,
@@ -255,7 +255,7 @@ class ApparateController:
             "thresholds": np.array(self._thresholds, dtype=np.float64),
             "tunings": self._tunings,
             "adjustments": self._adjustments,
-            "tally": self._tally.state(),
+            "tally": self._counters.state(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -275,7 +275,7 @@ class ApparateController:
                 f"state: exit {policy.active[-1].exit} is in use, "
                 f"but the bundle has {self._costs.exits} exits"
             )
-        self._tally.restore(counts)
+        self._counters.restore(counts)
         self._policy, self._tunings, self._adjustments = policy, tunings, adjustments
         self._out, self._violated = None, False
         self._wrong = self._wrong[:0]

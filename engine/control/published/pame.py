@@ -30,7 +30,7 @@ from offramp.bundle import NEVER, ActiveExit, ExitPolicy
 from offramp.certify.observations import Observations
 from offramp.certify.records import BoolArray, IntArray, first_exit
 from offramp.engine.control.controller import ControlStatus, Event, Evidence, Job
-from offramp.engine.control.counters import Tally
+from offramp.engine.control.counters import AgreementCounters
 from offramp.engine.control.published.two_stage import StageTimes
 
 _ROUNDING: Final = 1e-9
@@ -89,7 +89,7 @@ class PameController:
         self._settings = settings or PameSettings()
         self._own = False
         """Whether the policy in force is not the one given."""
-        self._tally = Tally()
+        self._counters = AgreementCounters()
         self._recent: list[Observations] = []
         self._moves = self._raises = 0
         self._events: list[Event] = []
@@ -111,7 +111,7 @@ class PameController:
 
     def observe(self, seen: Observations) -> None:
         """Count, and look at a period once it is full: what the policy in force served."""
-        self._tally.add(seen, version=self._policy.version)
+        self._counters.add(seen, version=self._policy.version)
         self._recent.append(seen.take(seen.policy_version == self._policy.version))
         if sum(map(len, self._recent)) >= self._settings.period:
             period, self._recent = _join(self._recent), []
@@ -131,12 +131,12 @@ class PameController:
             max_disagreement=self._settings.max_disagreement,
             confidence=self._settings.confidence,
             evidence=self._evidence(),
-            disagreement=self._tally.estimate(self._policy.version),
+            disagreement=self._counters.estimate(self._policy.version),
             disagreement_upper_bound=1.0,
             audit_probability=self.audit_probability,
-            observed=self._tally.observed,
-            audited=self._tally.audited,
-            disagreed=self._tally.disagreed,
+            observed=self._counters.observed,
+            audited=self._counters.audited,
+            disagreed=self._counters.disagreed,
             alarms=0,
             tunings=self._raises,
             adjustments=self._moves,
@@ -157,7 +157,7 @@ class PameController:
             "thresholds": np.array([a.threshold for a in self._policy.active], dtype=np.float64),
             "moves": self._moves,
             "raises": self._raises,
-            "tally": self._tally.state(),
+            "tally": self._counters.state(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -180,7 +180,7 @@ class PameController:
                 f"state: exit {active[-1].exit} is in use, "
                 f"but the bundle has {self._times.exits} exits"
             )
-        self._tally.restore(counts)
+        self._counters.restore(counts)
         if own or active != self._policy.active:
             self._policy, self._own = policy, True
         self._moves, self._raises, self._recent = moves, raises, []

@@ -14,7 +14,7 @@ from offramp.bundle.policy import NEVER, ActiveExit, ExitPolicy
 from offramp.certify.observations import Observations
 from offramp.certify.records import FloatArray, Records
 from offramp.engine.control.controller import ControlStatus, Event, Evidence, Job
-from offramp.engine.control.counters import Tally
+from offramp.engine.control.counters import AgreementCounters
 from offramp.engine.control.published.thresholds import Tuning, tune
 
 
@@ -66,7 +66,7 @@ class StaticController:
         self._max_disagreement = max_disagreement
         self._confidence = confidence
         self._audit_probability = audit_probability
-        self._tally = Tally()
+        self._counters = AgreementCounters()
 
     @property
     def name(self) -> str:
@@ -85,7 +85,7 @@ class StaticController:
 
     def observe(self, seen: Observations) -> None:
         """Count."""
-        self._tally.add(seen, version=self._policy.version)
+        self._counters.add(seen, version=self._policy.version)
 
     def take_job(self) -> Job | None:
         """Ask for nothing."""
@@ -101,12 +101,12 @@ class StaticController:
             max_disagreement=self._max_disagreement,
             confidence=self._confidence,
             evidence=self._evidence(),
-            disagreement=self._tally.estimate(self._policy.version),
+            disagreement=self._counters.estimate(self._policy.version),
             disagreement_upper_bound=1.0,
             audit_probability=self._audit_probability,
-            observed=self._tally.observed,
-            audited=self._tally.audited,
-            disagreed=self._tally.disagreed,
+            observed=self._counters.observed,
+            audited=self._counters.audited,
+            disagreed=self._counters.disagreed,
             alarms=0,
             tunings=0,
             adjustments=0,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from offramp.engine.scheduling.buckets import Lane
+from offramp.engine.scheduling.buckets import Bucket
 from offramp.engine.scheduling.latency import Latencies
 from offramp.engine.scheduling.policies.batching import BatchFormer
-from offramp.engine.scheduling.policy import Choice, Fuse, Waiting, ripe_lane
+from offramp.engine.scheduling.policy import Choice, Fuse, Waiting, ready_bucket
 
 SLACK = 0.2
-"""Share by which the time that parked samples still need is taken longer (E3 4)."""
+"""Share by which the time that buffered samples still need is taken longer (E3 4)."""
 
 CROWD = 4
-"""Batches' worth of samples at a split from which on the fullest lane goes, full or not: with
-many signatures none may ever be full, and what waits holds memory."""
+"""Batches' worth of samples at a split from which on the fullest bucket goes, full or not: with
+many batch keys none may ever be full, and what waits holds memory."""
 
 
 class Refill:
@@ -35,23 +35,23 @@ class Refill:
 
     def choose(self, waiting: Waiting, now_s: float) -> Choice:
         """Fuse what is full or urgent, else start what is new, else fuse what there is."""
-        occupied = [s for s in reversed(range(len(waiting.parked))) if waiting.parked[s].size]
+        occupied = [s for s in reversed(range(len(waiting.buffered))) if waiting.buffered[s].size]
         for stage in occupied:
-            size = waiting.parked[stage].size
+            size = waiting.buffered[stage].size
             if size >= self._max_batch_size:
-                lane = waiting.parked[stage].fullest()
-                if lane.size >= self._max_batch_size or size >= CROWD * self._max_batch_size:
-                    return Fuse(stage, lane, self._max_batch_size)
+                bucket = waiting.buffered[stage].fullest()
+                if bucket.size >= self._max_batch_size or size >= CROWD * self._max_batch_size:
+                    return Fuse(stage, bucket, self._max_batch_size)
         for stage in occupied:
-            lane = waiting.parked[stage].most_urgent()
-            if lane.due_s - self._needed_s(stage, lane.size) <= now_s:
-                return Fuse(stage, lane, self._max_batch_size)
-        fresh = ripe_lane(waiting, now_s)
-        if isinstance(fresh, Lane):
+            bucket = waiting.buffered[stage].most_urgent()
+            if bucket.due_s - self._needed_s(stage, bucket.size) <= now_s:
+                return Fuse(stage, bucket, self._max_batch_size)
+        fresh = ready_bucket(waiting, now_s)
+        if isinstance(fresh, Bucket):
             return self._former.form(waiting.queue, fresh, now_s)
         if occupied:
-            stage = max(occupied, key=lambda s: waiting.parked[s].size)
-            return Fuse(stage, waiting.parked[stage].fullest(), self._max_batch_size)
+            stage = max(occupied, key=lambda s: waiting.buffered[s].size)
+            return Fuse(stage, waiting.buffered[stage].fullest(), self._max_batch_size)
         return fresh
 
     def runs_on(self, stage: int, before: int, survivors: int) -> bool:  # noqa: ARG002

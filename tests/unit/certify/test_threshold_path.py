@@ -1,4 +1,4 @@
-"""Ladders: each level's wealth equals a plain loop; wrong levels pass as rarely as promised."""
+"""Threshold paths: each level's wealth equals a plain loop; wrong levels pass as rarely as promised."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from offramp.certify.agreement import AgreementCurve, fit_curves
 from offramp.certify.betting import Wealth
 from offramp.certify.observations import Observations
 from offramp.certify.records import evaluate
-from offramp.certify.threshold_path import Ladder, alpha_of, look_ahead
+from offramp.certify.threshold_path import ThresholdPath, alpha_of, look_ahead
 from offramp.certify.window import Weighted, Window
 from offramp.engine.control.refit import LEVELS, lay_path, refit
 
@@ -26,35 +26,35 @@ def path_of(levels: list[float], exits: int) -> np.ndarray:
     return np.repeat(np.array([NEVER, *levels])[:, None], exits, axis=1)
 
 
-def ladder_of(
+def levels_under_test(
     thresholds: np.ndarray, exits: tuple[int, ...] | None = None, *, alpha: float = 0.05
-) -> Ladder:
+) -> ThresholdPath:
     exits = tuple(range(thresholds.shape[1])) if exits is None else exits
     shares = np.full((len(thresholds), len(exits) + 1), 1 / (len(exits) + 1))
-    return Ladder(exits, thresholds, shares, bound=EPSILON, alpha=alpha)
+    return ThresholdPath(exits, thresholds, shares, bound=EPSILON, alpha=alpha)
 
 
-def loss_by_loop(ladder: Ladder, seen: Observations) -> np.ndarray:
+def loss_by_loop(threshold_path: ThresholdPath, seen: Observations) -> np.ndarray:
     """float64[levels, n], by the definition."""
-    loss = np.zeros((ladder.levels, len(seen)))
-    for level in range(ladder.levels):
+    loss = np.zeros((threshold_path.levels, len(seen)))
+    for level in range(threshold_path.levels):
         for i in range(len(seen)):
             if seen.final[i] < 0:
                 continue
             ran_with = seen.audit_probability[i] if seen.answered_at[i] < seen.exits else 1.0
-            for place, exit_ in enumerate(ladder.exits):
-                if seen.confidence[exit_, i] >= ladder.thresholds[level, place]:
+            for place, exit_ in enumerate(threshold_path.exits):
+                if seen.confidence[exit_, i] >= threshold_path.thresholds[level, place]:
                     wrong = seen.prediction[exit_, i] != seen.final[i]
                     loss[level, i] = wrong / ran_with
                     break
     return loss
 
 
-def ready(ladder: Ladder, population: Population, q: float = 1.0) -> None:
+def ready(threshold_path: ThresholdPath, population: Population, q: float = 1.0) -> None:
     """Show it a sample that ran to the end, which does not count yet."""
     never = policy_of(dict.fromkeys(range(len(population.confidence)), NEVER))
-    ladder.add(population.serve(never, np.arange(1), q=q, rng=np.random.default_rng(0)))
-    assert ladder.samples == 0
+    threshold_path.add(population.serve(never, np.arange(1), q=q, rng=np.random.default_rng(0)))
+    assert threshold_path.samples == 0
 
 
 @settings(deadline=None, max_examples=25)
@@ -64,18 +64,20 @@ def test_wealth_of_every_level_equals_the_loop(seed: int, q: float, some: bool) 
     rng = np.random.default_rng(seed)
     exits = (0, 2) if some else (0, 1, 2)
     path = np.sort(rng.random((8, len(exits))), axis=0)[::-1]
-    ladder = ladder_of(np.concatenate([np.full((1, len(exits)), NEVER), path]), exits)
-    ready(ladder, population, q)
-    log = np.zeros(ladder.levels)
+    threshold_path = levels_under_test(
+        np.concatenate([np.full((1, len(exits)), NEVER), path]), exits
+    )
+    ready(threshold_path, population, q)
+    log = np.zeros(threshold_path.levels)
     served = policy_of({0: 0.9, 1: 0.95, 2: 0.8})
     for size in (40, 64):
         seen = population.serve(served, rng.integers(600, size=size), q=q, rng=rng)
-        bets = ladder.wealth.bets(1 / q)
-        loss = loss_by_loop(ladder, seen)
+        bets = threshold_path.wealth.bets(1 / q)
+        loss = loss_by_loop(threshold_path, seen)
         log += np.log(1 + bets[:, None] * (EPSILON - loss)).sum(axis=1)
-        ladder.add(seen)
-        np.testing.assert_allclose(ladder.wealth.log, log, rtol=1e-9, atol=1e-12)
-    assert ladder.samples == 104
+        threshold_path.add(seen)
+        np.testing.assert_allclose(threshold_path.wealth.log, log, rtol=1e-9, atol=1e-12)
+    assert threshold_path.samples == 104
 
 
 def test_losses_have_the_mean_of_the_risk_whoever_serves() -> None:
@@ -83,13 +85,13 @@ def test_losses_have_the_mean_of_the_risk_whoever_serves() -> None:
     every estimate within 5 standard errors of the true risk."""
     population = synthetic(0, hardness=1.0)
     levels = [0.99, 0.95, 0.9, 0.8]
-    ladder = ladder_of(path_of(levels, 3))
+    threshold_path = levels_under_test(path_of(levels, 3))
     rng = np.random.default_rng(0)
     served, total, n = policy_of({0: 0.95, 1: 0.95, 2: 0.95}), np.zeros(5), 0
     for _ in range(100):
         seen = population.serve(served, rng.integers(population.size, size=3_000), q=0.1, rng=rng)
         rows = np.flatnonzero(seen.complete)
-        found = ladder._losses(
+        found = threshold_path._losses(
             seen.confidence[:, rows],
             seen.prediction[:, rows] != seen.final[rows],
             seen.weight[rows],
@@ -107,20 +109,20 @@ def test_levels_pass_in_order_and_for_good() -> None:
     confidence = np.array([[0.95, 0.75, 0.2]], dtype=np.float32).repeat(200, axis=1)
     agrees = np.array([[True, False, True]]).repeat(200, axis=1)
     population = Population(confidence=confidence, agrees=agrees)
-    ladder = ladder_of(path_of([0.9, 0.7, 0.5], 1))
-    ready(ladder, population)
+    threshold_path = levels_under_test(path_of([0.9, 0.7, 0.5], 1))
+    ready(threshold_path, population)
     never, rng = policy_of({0: NEVER}), np.random.default_rng(0)
-    assert ladder.certified == 0
+    assert threshold_path.certified == 0
     for _ in range(20):
-        ladder.add(population.serve(never, np.arange(600), q=1.0, rng=rng))
-    assert ladder.certified == 1
-    assert ladder.wealth.highest[2] < math.log(20)
-    assert ladder.risk[2] == pytest.approx(1 / 3, rel=0.01)
+        threshold_path.add(population.serve(never, np.arange(600), q=1.0, rng=rng))
+    assert threshold_path.certified == 1
+    assert threshold_path.wealth.highest[2] < math.log(20)
+    assert threshold_path.risk[2] == pytest.approx(1 / 3, rel=0.01)
 
 
 @pytest.mark.parametrize("q", [1.0, 0.05])
 def test_a_wrong_level_rarely_ever_passes(q: float) -> None:
-    """Levels of risk 0.2 %, just above ε, and 3 %; 400 ladders of 8,000 audited samples each, the
+    """Levels of risk 0.2 %, just above ε, and 3 %; 400 threshold paths of 8,000 audited samples each, the
     policy served being the second. Passing the second is wrong: at most 5 % may, and three standard
     errors of 400 draws are 3.3 %."""
     rng = np.random.default_rng(7)
@@ -139,83 +141,83 @@ def test_a_wrong_level_rarely_ever_passes(q: float) -> None:
 
 def test_what_lacks_an_exit_is_no_evidence() -> None:
     population = synthetic(0, size=1_000)
-    ladder = ladder_of(path_of([0.9], 3))
+    threshold_path = levels_under_test(path_of([0.9], 3))
     rng = np.random.default_rng(0)
     without, within = policy_of({0: 0.9, 2: 0.9}), policy_of({0: 0.9, 1: NEVER, 2: 0.9})
     rows = np.arange(50)
     for policy, counted in ((without, 0), (within, 0), (within, 50), (without, 50), (within, 50)):
-        ladder.add(population.serve(policy, rows, q=0.5, rng=rng))
-        assert ladder.samples == counted
-    ladder.add(population.serve(within, rows, q=0.5, rng=rng))
-    assert ladder.samples == 100
+        threshold_path.add(population.serve(policy, rows, q=0.5, rng=rng))
+        assert threshold_path.samples == counted
+    threshold_path.add(population.serve(within, rows, q=0.5, rng=rng))
+    assert threshold_path.samples == 100
 
 
 def test_nothing_counts_while_nothing_ran_to_the_end() -> None:
     """Of samples that left early nobody knows which exits were in use."""
     confidence = np.ones((2, 10), dtype=np.float32)
     population = Population(confidence=confidence, agrees=np.ones((2, 10), dtype=np.bool_))
-    ladder = ladder_of(path_of([0.9], 2))
+    threshold_path = levels_under_test(path_of([0.9], 2))
     policy = policy_of({0: 0.9, 1: 0.9})
     rng = np.random.default_rng(0)
-    ladder.add(population.serve(policy, np.arange(10), q=1e-12, rng=rng))
-    assert ladder.samples == 0
+    threshold_path.add(population.serve(policy, np.arange(10), q=1e-12, rng=rng))
+    assert threshold_path.samples == 0
 
 
 def test_without_an_exit_the_first_levels_stay() -> None:
     thresholds = np.array([[NEVER, NEVER], [0.9, NEVER], [0.8, NEVER], [0.7, 0.9]])
-    ladder = ladder_of(thresholds, (1, 4))
+    threshold_path = levels_under_test(thresholds, (1, 4))
     population = synthetic(0, exits=5, size=500)
     never = policy_of(dict.fromkeys(range(5), NEVER))
     rng = np.random.default_rng(0)
     for _ in range(3):
-        ladder.add(population.serve(never, np.arange(500), q=1.0, rng=rng))
-    shorter = ladder.without([4])
+        threshold_path.add(population.serve(never, np.arange(500), q=1.0, rng=rng))
+    shorter = threshold_path.without([4])
     assert shorter.exits == (1,)
     assert shorter.thresholds.tolist() == [[NEVER], [0.9], [0.8]]
     assert shorter.shares.shape == (3, 2)
-    assert shorter.wealth.log.tolist() == ladder.wealth.log[:3].tolist()
-    assert shorter.certified == min(ladder.certified, 2)
+    assert shorter.wealth.log.tolist() == threshold_path.wealth.log[:3].tolist()
+    assert shorter.certified == min(threshold_path.certified, 2)
     shorter.add(population.serve(never, np.arange(500), q=1.0, rng=rng))
-    assert shorter.samples == ladder.samples + 500
+    assert shorter.samples == threshold_path.samples + 500
 
 
 def test_state_goes_on_with_the_evidence() -> None:
     population = synthetic(0, size=2_000)
-    ladder = ladder_of(path_of([0.999, 0.9, 0.5], 3))
+    threshold_path = levels_under_test(path_of([0.999, 0.9, 0.5], 3))
     rng = np.random.default_rng(0)
     policy = policy_of(dict.fromkeys(range(3), 0.99))
     for _ in range(3):
-        ladder.add(population.serve(policy, np.arange(2_000), q=0.5, rng=rng))
-    again = Ladder.restored(ladder.state())
-    assert again.exits == ladder.exits
-    assert again.certified == ladder.certified > 0
-    assert again.samples == ladder.samples
+        threshold_path.add(population.serve(policy, np.arange(2_000), q=0.5, rng=rng))
+    again = ThresholdPath.restored(threshold_path.state())
+    assert again.exits == threshold_path.exits
+    assert again.certified == threshold_path.certified > 0
+    assert again.samples == threshold_path.samples
     seen = population.serve(policy, np.arange(500), q=0.5, rng=rng)
-    ladder.add(seen)
+    threshold_path.add(seen)
     again.add(seen)  # not known yet whether all exits are in use
     again.add(seen)
-    np.testing.assert_array_equal(again.wealth.log, ladder.wealth.log)
+    np.testing.assert_array_equal(again.wealth.log, threshold_path.wealth.log)
 
 
 def test_a_state_that_claims_too_much_is_refused() -> None:
-    state = ladder_of(path_of([0.9], 1)).state()
+    state = levels_under_test(path_of([0.9], 1)).state()
     with pytest.raises(ValueError, match="did not pass"):
-        Ladder.restored({**state, "certified": 1})
+        ThresholdPath.restored({**state, "certified": 1})
 
 
-def test_alpha_is_shared_by_all_ladders() -> None:
+def test_alpha_is_shared_by_all_paths() -> None:
     assert alpha_of(1, 0.05) == 0.025
     assert sum(alpha_of(k, 0.05) for k in range(1, 10_000)) == pytest.approx(0.05, rel=1e-3)
 
 
 def test_the_first_level_must_answer_nothing() -> None:
     with pytest.raises(ValueError, match="answer nothing"):
-        ladder_of(np.array([[0.9], [0.8]]))
+        levels_under_test(np.array([[0.9], [0.8]]))
 
 
 def test_shares_must_fit() -> None:
     with pytest.raises(ValueError, match="shares"):
-        Ladder((0,), path_of([0.9], 1), np.ones((2, 3)), bound=EPSILON, alpha=0.05)
+        ThresholdPath((0,), path_of([0.9], 1), np.ones((2, 3)), bound=EPSILON, alpha=0.05)
 
 
 @settings(deadline=None, max_examples=25)
@@ -277,7 +279,10 @@ def test_no_exits_make_a_path_of_one_level() -> None:
     samples = weighted(synthetic(0), np.arange(10)).of(())
     fitted = lay_path((), samples, bound=EPSILON)
     assert fitted.thresholds.shape == (1, 0)
-    assert Ladder((), fitted.thresholds, fitted.shares, bound=EPSILON, alpha=0.05).certified == 0
+    assert (
+        ThresholdPath((), fitted.thresholds, fitted.shares, bound=EPSILON, alpha=0.05).certified
+        == 0
+    )
 
 
 def test_refitting_follows_drift_with_few_samples() -> None:

@@ -25,7 +25,7 @@ class Doubted(ScriptedController):
         self.wants_evidence = True
         self.reasons: list[str] = []
 
-    def doubt(self, why: str) -> None:
+    def invalidate(self, why: str) -> None:
         self.reasons.append(why)
         self.alarms += 1
         self.policy = policy_of(self.policy.version + 1, e0=NEVER, e1=NEVER)

@@ -83,7 +83,7 @@ def test_what_is_joined_finds_the_graph_of_what_goes_straight_on(bundle: Bundle)
     launches = driver.calls["launch_graph"]
     carry = run_first(slot, stages[0], 5).carry
     assert carry is not None
-    slot.run(stages[1], slot.join([(slot.park(carry, np.array([1, 4])), np.arange(2))]))
+    slot.run(stages[1], slot.merge([(slot.buffer(carry, np.array([1, 4])), np.arange(2))]))
     assert driver.calls["launch_graph"] == launches + 1
     slot.close()
     backend.close()

@@ -200,9 +200,9 @@ def test_what_is_left_of_a_failed_request_does_not_run() -> None:
 
 
 @pytest.mark.parametrize("streams", [1, 2])
-def test_survivors_that_cannot_be_parked_are_tried_again(streams: int) -> None:
+def test_survivors_that_cannot_be_buffered_are_tried_again(streams: int) -> None:
     class CannotPark(FakeSlot):
-        def park(self, batch: TensorBatch, rows: Rows) -> FakeBatch:
+        def buffer(self, batch: TensorBatch, rows: Rows) -> FakeBatch:
             raise MemoryError
 
     class Backend(FakeBackend):

@@ -8,16 +8,18 @@ import threading
 import numpy as np
 import pytest
 
-from offramp.engine.completion_queue import Outbox
+from offramp.engine.completion_queue import CompletionQueue
 from offramp.engine.errors import BackendError, DeadlineExceededError, EngineError
-from offramp.engine.request_table import Given, Ledger
+from offramp.engine.request_table import Given, RequestTable
 from offramp.engine.requests import PendingRequest
 from offramp.engine.scheduling import DropCause, Dropped
 from offramp.engine.statistics import Counters, Place, StageCounters
 
 
-def ledger() -> Ledger:
-    return Ledger("m", Counters(), Outbox(threading.Lock(), lambda: 2.0), lambda: 2.0)
+def table() -> RequestTable:
+    return RequestTable(
+        "m", Counters(), CompletionQueue(threading.Lock(), lambda: 2.0), lambda: 2.0
+    )
 
 
 def request(count: int) -> PendingRequest:
@@ -36,7 +38,7 @@ def request(count: int) -> PendingRequest:
     )
 
 
-def answer(book: Ledger, *rows: int) -> None:
+def answer(book: RequestTable, *rows: int) -> None:
     n = len(rows)
     given = Given(
         3,
@@ -49,13 +51,13 @@ def answer(book: Ledger, *rows: int) -> None:
     book.answer(1, stage(book), given)
 
 
-def stage(book: Ledger) -> StageCounters:
+def stage(book: RequestTable) -> StageCounters:
     """Of exit 3."""
     return book.counters.under([Place(3, "exit 3", 0.9)])[0]
 
 
 def test_answers_are_gathered_from_batches_in_any_order() -> None:
-    book, asked = ledger(), request(3)
+    book, asked = table(), request(3)
     book.accept(asked)
     answer(book, 2)
     assert (len(book), asked.remaining) == (1, 2)
@@ -71,14 +73,14 @@ def test_answers_are_gathered_from_batches_in_any_order() -> None:
     ("cause", "counted", "error", "message"),
     [
         (DropCause.EXPIRED, "expired", DeadlineExceededError, "m: no answer within the 500.0 ms"),
-        (DropCause.HOPELESS, "expired", DeadlineExceededError, "m: given up early"),
+        (DropCause.INFEASIBLE, "expired", DeadlineExceededError, "m: given up early"),
         (DropCause.FAILED, "backend_error", BackendError, "m: execution failed"),
     ],
 )
 def test_an_answer_that_comes_after_its_request_was_given_up_is_counted_as_that(
     cause: DropCause, counted: str, error: type[EngineError], message: str
 ) -> None:
-    book, asked = ledger(), request(5)
+    book, asked = table(), request(5)
     book.accept(asked)
     book.drop([Dropped(1, 2, cause)])
     answer(book, 0, 1, 2)
@@ -93,7 +95,7 @@ def test_an_answer_that_comes_after_its_request_was_given_up_is_counted_as_that(
 
 
 def test_a_withdrawn_request_is_counted_as_cancelled() -> None:
-    book, asked = ledger(), request(2)
+    book, asked = table(), request(2)
     book.accept(asked)
     asked.withdrawn = True
     book.drop([Dropped(1, 1, DropCause.CANCELLED)])
@@ -103,7 +105,7 @@ def test_a_withdrawn_request_is_counted_as_cancelled() -> None:
 
 
 def test_the_first_reason_counts() -> None:
-    book, asked = ledger(), request(2)
+    book, asked = table(), request(2)
     book.accept(asked)
     book.drop([Dropped(1, 1, DropCause.FAILED)], BackendError("device lost"))
     book.drop([Dropped(1, 1, DropCause.EXPIRED)])
@@ -112,7 +114,7 @@ def test_the_first_reason_counts() -> None:
 
 
 def test_failing_all_closes_every_request() -> None:
-    book, asked = ledger(), request(3)
+    book, asked = table(), request(3)
     book.accept(asked)
     answer(book, 0)
     assert book.fail_all(BackendError("out of service"), "backend_error") == [1]

@@ -53,9 +53,9 @@ def test_hope_ends_when_every_stream_has_failed_often_enough() -> None:
         health.start_failed(0)
     for _ in range(GIVE_UP_AFTER - 1):
         health.start_failed(1)
-        assert not health.hopeless
+        assert not health.infeasible
     health.start_failed(1)
-    assert health.hopeless
+    assert health.infeasible
 
 
 class Device(FakeBackend):

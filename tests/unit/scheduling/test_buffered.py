@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offramp.engine.scheduling.base import Piece
-from offramp.engine.scheduling.buffered import ParkedQueue
+from offramp.engine.scheduling.buffered import BufferedQueue
 from offramp.engine.scheduling.rowset import RowSet
 
 NEVER = float("inf")
@@ -25,8 +25,8 @@ def rows(*samples: tuple[int, float] | tuple[int, float, int]) -> RowSet:
     )
 
 
-def taken(queue: ParkedQueue, limit: int) -> tuple[list[int], list[tuple[int, list[int]]]]:
-    """Requests, and pieces as (number, positions), of the fullest lane."""
+def taken(queue: BufferedQueue, limit: int) -> tuple[list[int], list[tuple[int, list[int]]]]:
+    """Requests, and pieces as (number, positions), of the fullest bucket."""
     samples, pieces = queue.take(queue.fullest(), limit)
     return samples.requests.tolist(), plain(pieces)
 
@@ -35,24 +35,24 @@ def plain(pieces: tuple[Piece, ...]) -> list[tuple[int, list[int]]]:
     return [(piece.number, piece.positions.tolist()) for piece in pieces]
 
 
-def discarded(queue: ParkedQueue) -> list[int]:
+def discarded(queue: BufferedQueue) -> list[int]:
     numbers, queue.discarded = queue.discarded, []
     return numbers
 
 
 def test_all_that_fit_are_taken_batch_after_batch() -> None:
-    queue = ParkedQueue()
-    queue.park(rows((1, 9.0), (2, 5.0)), "a", 10, 0.0)
-    queue.park(rows((3, 1.0)), "a", 11, 0.0)
+    queue = BufferedQueue()
+    queue.buffer(rows((1, 9.0), (2, 5.0)), "a", 10, 0.0)
+    queue.buffer(rows((3, 1.0)), "a", 11, 0.0)
     assert taken(queue, 3) == ([1, 2, 3], [(10, [0, 1]), (11, [0])])
-    assert (queue.size, queue.lanes) == (0, {})
+    assert (queue.size, queue.buckets) == (0, {})
     assert discarded(queue) == [10, 11]
 
 
 def test_if_not_all_fit_the_most_urgent_are_taken() -> None:
-    queue = ParkedQueue()
-    queue.park(rows((1, 0.9), (2, 0.5), (3, 0.7)), "a", 10, 0.0)
-    queue.park(rows((4, 0.6), (5, 0.8)), "a", 11, 0.0)
+    queue = BufferedQueue()
+    queue.buffer(rows((1, 0.9), (2, 0.5), (3, 0.7)), "a", 10, 0.0)
+    queue.buffer(rows((4, 0.6), (5, 0.8)), "a", 11, 0.0)
     assert taken(queue, 3) == ([2, 3, 4], [(10, [1, 2]), (11, [0])])
     assert discarded(queue) == []
     assert queue.size == 2
@@ -61,53 +61,53 @@ def test_if_not_all_fit_the_most_urgent_are_taken() -> None:
 
 
 def test_a_batch_of_which_nobody_is_urgent_is_no_piece() -> None:
-    queue = ParkedQueue()
-    queue.park(rows((1, 0.9), (2, 0.8)), "a", 10, 0.0)
-    queue.park(rows((3, 0.1), (4, 0.2)), "a", 11, 0.0)
+    queue = BufferedQueue()
+    queue.buffer(rows((1, 0.9), (2, 0.8)), "a", 10, 0.0)
+    queue.buffer(rows((3, 0.1), (4, 0.2)), "a", 11, 0.0)
     assert taken(queue, 2) == ([3, 4], [(11, [0, 1])])
     assert discarded(queue) == [11]
 
 
 def test_a_higher_priority_goes_before_an_earlier_deadline() -> None:
-    queue = ParkedQueue()
-    queue.park(rows((1, 0.1), (2, 0.9, 1), (3, 0.8, 1)), "a", 10, 0.0)
+    queue = BufferedQueue()
+    queue.buffer(rows((1, 0.1), (2, 0.9, 1), (3, 0.8, 1)), "a", 10, 0.0)
     assert taken(queue, 1) == ([3], [(10, [2])])
     assert taken(queue, 1) == ([2], [(10, [1])])
 
 
-def test_without_a_deadline_a_sample_is_due_a_second_after_it_was_parked() -> None:
-    queue = ParkedQueue()
-    queue.park(rows((1, NEVER)), "a", 10, 5.0)
-    queue.park(rows((2, 5.9), (3, 6.1)), "a", 11, 5.5)
-    lane = queue.most_urgent()
-    assert lane.due_s == 5.9
+def test_without_a_deadline_a_sample_is_due_a_second_after_it_was_buffered() -> None:
+    queue = BufferedQueue()
+    queue.buffer(rows((1, NEVER)), "a", 10, 5.0)
+    queue.buffer(rows((2, 5.9), (3, 6.1)), "a", 11, 5.5)
+    bucket = queue.most_urgent()
+    assert bucket.due_s == 5.9
     assert taken(queue, 2) == ([1, 2], [(10, [0]), (11, [0])])
     assert queue.most_urgent().due_s == 6.1
 
 
-def test_the_fullest_lane_and_the_most_urgent_one_are_found() -> None:
-    queue = ParkedQueue()
-    queue.park(rows((1, 0.9), (2, 0.9)), "a", 10, 0.0)
-    queue.park(rows((3, 0.5)), "b", 11, 0.0)
-    assert queue.fullest().signature == "a"
-    assert queue.most_urgent().signature == "b"
+def test_the_fullest_bucket_and_the_most_urgent_one_are_found() -> None:
+    queue = BufferedQueue()
+    queue.buffer(rows((1, 0.9), (2, 0.9)), "a", 10, 0.0)
+    queue.buffer(rows((3, 0.5)), "b", 11, 0.0)
+    assert queue.fullest().batch_key == "a"
+    assert queue.most_urgent().batch_key == "b"
 
 
 def test_exactly_those_expire_whose_deadline_is_reached() -> None:
-    queue = ParkedQueue()
-    queue.park(rows((1, 3.0), (2, 4.0), (1, 3.0)), "a", 10, 0.0)
-    queue.park(rows((3, 3.5)), "b", 11, 0.0)
+    queue = BufferedQueue()
+    queue.buffer(rows((1, 3.0), (2, 4.0), (1, 3.0)), "a", 10, 0.0)
+    queue.buffer(rows((3, 3.5)), "b", 11, 0.0)
     assert queue.expire(2.999) == []
     assert [samples.requests.tolist() for samples in queue.expire(3.5)] == [[1, 1], [3]]
     assert discarded(queue) == [11]
-    assert (queue.size, queue.deadline_s, list(queue.lanes)) == (1, 4.0, ["a"])
+    assert (queue.size, queue.deadline_s, list(queue.buckets)) == (1, 4.0, ["a"])
     assert taken(queue, 4) == ([2], [(10, [1])])
 
 
 def test_a_request_is_removed_from_every_batch_that_it_is_in() -> None:
-    queue = ParkedQueue()
-    queue.park(rows((1, 9.0), (2, 9.0)), "a", 10, 0.0)
-    queue.park(rows((1, 9.0)), "a", 11, 0.0)
+    queue = BufferedQueue()
+    queue.buffer(rows((1, 9.0), (2, 9.0)), "a", 10, 0.0)
+    queue.buffer(rows((1, 9.0)), "a", 11, 0.0)
     assert [samples.requests.tolist() for samples in queue.remove(1)] == [[1], [1]]
     assert discarded(queue) == [11]
     assert queue.remove(1) == []
@@ -129,11 +129,11 @@ def test_a_request_is_removed_from_every_batch_that_it_is_in() -> None:
 def test_everybody_is_taken_once_in_order_of_urgency(
     batches: list[list[tuple[int, int, int]]], limits: list[int]
 ) -> None:
-    queue = ParkedQueue()
+    queue = BufferedQueue()
     waiting: dict[tuple[int, int], tuple[int, float]] = {}
     for number, samples in enumerate(batches):
         given_ = [(request, due / 40, priority) for request, due, priority in samples]
-        queue.park(rows(*given_), "a", number, 0.0)
+        queue.buffer(rows(*given_), "a", number, 0.0)
         for position, (_, deadline_s, priority) in enumerate(given_):
             waiting[number, position] = (-priority, deadline_s)
     gone: list[int] = []

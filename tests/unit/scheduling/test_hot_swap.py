@@ -1,4 +1,4 @@
-"""Plans that succeed each other while samples wait, run and are parked."""
+"""Plans that succeed each other while samples wait, run and are buffered."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_plan_is_kept_until_what_it_lost_was_told() -> None:
     s = first("refill")
     s.submit(Submission(1, 3), 0.0)
     run = started(s.next(0, 0.0))
-    number = s.done(0, np.array([True, False, False]), 0.0).parked
+    number = s.done(0, np.array([True, False, False]), 0.0).buffered
     assert number == run.batch
     s.cancel(1)
     succeed(s, 1, 3, "refill")
@@ -124,7 +124,7 @@ def test_a_plan_is_kept_until_what_it_lost_was_told() -> None:
     assert s.take_discarded() == [number]
     assert s.plans == {0, 1}
     assert s.take_dropped() == [Dropped(1, 2, DropCause.CANCELLED)]
-    assert [samples.serials.tolist() for samples in s.take_lost()] == [[1, 2]]
+    assert [samples.sample_ids.tolist() for samples in s.take_lost()] == [[1, 2]]
     assert s.take_discarded() == []
     assert s.plans == {1}
 
@@ -132,15 +132,15 @@ def test_a_plan_is_kept_until_what_it_lost_was_told() -> None:
 def test_who_waits_at_a_split_goes_on_under_the_old_plan() -> None:
     s = first("refill")
     s.submit(Submission(1, 2), 0.0)
-    parked = nobody_exits(s, 0, started(s.next(0, 0.0))).parked
+    buffered = nobody_exits(s, 0, started(s.next(0, 0.0))).buffered
     succeed(s, 1, 2, "refill")
     s.submit(Submission(2, 1), 0.0)
     # The new samples would make a batch of three with them, but under another plan.
     run = started(s.next(0, 0.0))
     assert (run.plan, run.stage, pairs(run)) == (0, 1, [(1, 0), (1, 1)])
-    assert [piece.number for piece in run.pieces] == [parked]
-    assert s.take_discarded() == [parked]
-    assert nobody_exits(s, 0, run).parked == run.batch
+    assert [piece.number for piece in run.pieces] == [buffered]
+    assert s.take_discarded() == [buffered]
+    assert nobody_exits(s, 0, run).buffered == run.batch
     assert stages_of_a_batch(s) == [(0, 2)]
     run = started(s.next(0, 0.0))
     assert (run.plan, run.stage, pairs(run)) == (1, 0, [(2, 0)])
@@ -172,17 +172,17 @@ def test_survivors_of_different_plans_are_never_fused() -> None:
     succeed(s, 1, 3, "refill", streams=2)
     s.submit(Submission(2, 2), 0.0)
     new = started(s.next(1, 0.0))
-    numbers = [nobody_exits(s, 1, new).parked, nobody_exits(s, 0, old).parked]
+    numbers = [nobody_exits(s, 1, new).buffered, nobody_exits(s, 0, old).buffered]
     assert len(set(numbers)) == 2
     assert s.in_flight == 4
-    # Four wait before stage 1 with equal signatures; the oldest plan goes first.
+    # Four wait before stage 1 with equal batch keys; the oldest plan goes first.
     for stream, plan, request in ((0, 0, 1), (1, 1, 2)):
         run = started(s.next(stream, 0.0))
         assert (run.plan, run.stage, pairs(run)) == (plan, 1, [(request, 0), (request, 1)])
     assert s.take_discarded() == [numbers[1], numbers[0]]
 
 
-def test_parked_numbers_are_unique_over_plans() -> None:
+def test_buffered_numbers_are_unique_over_plans() -> None:
     s = first("refill", streams=5)
     runs = []
     for plan in range(5):
@@ -190,8 +190,8 @@ def test_parked_numbers_are_unique_over_plans() -> None:
         runs.append(started(s.next(plan, 0.0)))
         succeed(s, plan + 1, 3, "refill", streams=5)
     assert [run.plan for run in runs] == [0, 1, 2, 3, 4]
-    parked = {nobody_exits(s, stream, run).parked for stream, run in enumerate(runs)}
-    assert len(parked) == 5
+    buffered = {nobody_exits(s, stream, run).buffered for stream, run in enumerate(runs)}
+    assert len(buffered) == 5
     assert s.plans == {0, 1, 2, 3, 4, 5}
 
 
@@ -203,7 +203,7 @@ def test_a_retry_runs_under_the_plan_that_it_was_started_under() -> None:
     s.failed(0, 0.0)
     again = started(s.next(0, 0.0))
     assert (again.plan, again.stage, again.deepest) == (0, 0, 1)
-    assert (again.serials.tolist(), s.retried) == ([0, 1], 2)
+    assert (again.sample_ids.tolist(), s.retried) == ([0, 1], 2)
     nobody_exits(s, 0, again)
     assert stages_of_a_batch(s) == [(0, 1)]
     s.take_discarded()
@@ -230,23 +230,23 @@ def test_waiting_samples_keep_their_order_and_the_numbering_goes_on() -> None:
     s = first()
     s.submit(Submission(1, 3), 0.0)
     run = started(s.next(0, 0.0))
-    assert run.serials.tolist() == [0, 1, 2]
+    assert run.sample_ids.tolist() == [0, 1, 2]
     s.submit(Submission(2, 3, deadline_s=9.0), 0.0)
     s.submit(Submission(3, 1, deadline_s=8.0), 0.0)
     s.submit(Submission(4, 1, priority=1), 0.0)
-    s.submit(Submission(5, 2, deadline_s=7.0, signature="other"), 0.0)
+    s.submit(Submission(5, 2, deadline_s=7.0, batch_key="other"), 0.0)
     succeed(s, 1, 2)
     assert (s.queued, s.in_flight) == (7, 3)
     s.done(0, all_exit(run), 0.0)
-    order, serials = [], []
+    order, sample_ids = [], []
     while s.queued:
         run = started(s.next(0, 0.0))
         assert run.plan == 1
         order.append(pairs(run))
-        serials += run.serials.tolist()
+        sample_ids += run.sample_ids.tolist()
         s.done(0, all_exit(run), 0.0)
     assert order == [[(4, 0), (3, 0), (2, 0), (2, 1)], [(5, 0), (5, 1)], [(2, 2)]]
-    assert serials == [3, 4, 5, 6, 7, 8, 9]
+    assert sample_ids == [3, 4, 5, 6, 7, 8, 9]
 
 
 def test_a_stream_waits_for_what_comes_first_under_any_plan() -> None:
@@ -315,7 +315,7 @@ def test_counts_are_those_of_all_plans() -> None:
     assert [(run.plan, len(run.requests)) for run in (old, new)] == [(0, 3), (1, 3)]
     assert s.done(1, none_exit(new), 0.0, none_exit(new)).ended.tolist() == [0]
     s.failed(0, 0.0)  # an answered row is lost, two are tried again
-    assert [samples.serials.tolist() for samples in s.take_lost()] == [[0]]
+    assert [samples.sample_ids.tolist() for samples in s.take_lost()] == [[0]]
     assert (s.in_flight, s.auditing, s.retried, s.busy, s.waiting) == (2, 0, 2, True, True)
 
 
@@ -406,11 +406,11 @@ def test_every_plan_learns_from_its_own_batches() -> None:
 def test_what_expires_under_an_old_plan_is_told() -> None:
     s = first("refill")
     s.submit(Submission(1, 2, deadline_s=2.0), 0.0)
-    number = nobody_exits(s, 0, started(s.next(0, 0.0))).parked
+    number = nobody_exits(s, 0, started(s.next(0, 0.0))).buffered
     succeed(s, 1, 2, "refill")
     assert isinstance(s.next(0, 2.0), Idle)
     assert s.take_dropped() == [Dropped(1, 2, DropCause.EXPIRED)]
-    assert [samples.serials.tolist() for samples in s.take_lost()] == [[0, 1]]
+    assert [samples.sample_ids.tolist() for samples in s.take_lost()] == [[0, 1]]
     assert s.take_discarded() == [number]
     assert s.plans == {1}
 
@@ -440,7 +440,7 @@ def test_however_many_plans_there_were_few_are_remembered(policy: str) -> None:
         plans.append(len(s.plans))
         retiring = [size for old in s._retiring for size in sizes(old).values()]
         largest = max([largest, *retiring])
-    # What runs, is parked or tried again goes before anything new, on both streams.
+    # What runs, is buffered or tried again goes before anything new, on both streams.
     assert 3 <= max(plans) <= 8
     assert 1 <= largest <= 8
 

@@ -139,18 +139,18 @@ def test_doubt_leads_back_to_the_usual_speed() -> None:
     latencies.observe(0, 1, 10.0)
     assert latencies.speed == 2.25
     for _ in range(256):
-        latencies.doubt()
+        latencies.invalidate()
     assert latencies.speed == 2.25, "as long as stages may be running, nothing is doubted"
-    latencies.doubt()
+    latencies.invalidate()
     assert latencies.speed == 2.25 - 0.25 / 32
     latencies.observe(0, 1, 2.25)
     spoken_for = latencies.speed
-    latencies.doubt()
+    latencies.invalidate()
     assert latencies.speed == spoken_for, "an observation ends the doubt"
     for _ in range(256):
-        latencies.doubt()
+        latencies.invalidate()
     for _ in range(1000):
-        latencies.doubt()
+        latencies.invalidate()
     assert latencies.speed == pytest.approx(2.0)
 
 

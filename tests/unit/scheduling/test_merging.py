@@ -7,7 +7,7 @@ import pytest
 from tests.unit.scheduling.helpers import none_exit, pairs, scheduler, started, table
 
 from offramp.engine.scheduling import Idle, SampleQueue, Submission, Wait
-from offramp.engine.scheduling.buffered import ParkedQueue
+from offramp.engine.scheduling.buffered import BufferedQueue
 from offramp.engine.scheduling.policies.merging import Rebatch, Refill
 from offramp.engine.scheduling.policy import Fuse, Start, Waiting
 from offramp.engine.scheduling.rowset import RowSet
@@ -20,34 +20,36 @@ class Scene:
 
     def __init__(self, *, fresh: int = 0, max_delay_s: float = 0.0) -> None:
         self.queue = SampleQueue(64, full=4, max_delay_s=max_delay_s)
-        self.parked = (ParkedQueue(), ParkedQueue(), ParkedQueue())
+        self.buffered = (BufferedQueue(), BufferedQueue(), BufferedQueue())
         self.policy = Refill(4, table(first_s=0.25, more_s=0.0))
         if fresh:
             self.queue.push(Submission(1000, fresh), 0.0)
 
-    def park(self, stage: int, count: int, signature: object = None, due_s: float = NEVER) -> Scene:
+    def buffer(
+        self, stage: int, count: int, batch_key: object = None, due_s: float = NEVER
+    ) -> Scene:
         requests = np.arange(count)
         due = np.full(count, due_s)
         zeros = np.zeros(count, np.int64)
         samples = RowSet(requests, zeros, due, zeros, requests, zeros.astype(np.bool_))
-        self.parked[stage].park(samples, signature, len(self.parked[stage].lanes), 0.0)
+        self.buffered[stage].buffer(samples, batch_key, len(self.buffered[stage].buckets), 0.0)
         return self
 
     def choice(self, now_s: float = 0.0) -> str:
-        choice = self.policy.choose(Waiting(self.queue, self.parked), now_s)
+        choice = self.policy.choose(Waiting(self.queue, self.buffered), now_s)
         if isinstance(choice, Fuse):
             assert choice.limit == 4
-            return f"fuse {choice.stage} {choice.lane.signature}"
+            return f"fuse {choice.stage} {choice.bucket.batch_key}"
         return "start" if isinstance(choice, Start) else str(choice)
 
 
 def test_a_split_that_can_fill_a_batch_goes_first_the_deepest_first() -> None:
-    assert Scene(fresh=4).park(1, 4).park(2, 4).choice() == "fuse 2 None"
-    assert Scene(fresh=4).park(1, 4).park(2, 3).choice() == "fuse 1 None"
+    assert Scene(fresh=4).buffer(1, 4).buffer(2, 4).choice() == "fuse 2 None"
+    assert Scene(fresh=4).buffer(1, 4).buffer(2, 3).choice() == "fuse 1 None"
 
 
-def test_a_full_lane_goes_before_an_urgent_one() -> None:
-    assert Scene().park(1, 4).park(2, 1, due_s=0.1).choice() == "fuse 1 None"
+def test_a_full_bucket_goes_before_an_urgent_one() -> None:
+    assert Scene().buffer(1, 4).buffer(2, 1, due_s=0.1).choice() == "fuse 1 None"
 
 
 @pytest.mark.parametrize(
@@ -58,31 +60,31 @@ def test_an_urgent_split_goes_when_there_is_just_time_for_what_it_needs_and_a_fi
     stage: int, now_s: float, choice: str
 ) -> None:
     """Due at 1.0: 0.25 s and 0.05 s before that, or twice as much where two stages are left."""
-    assert Scene(fresh=1).park(stage, 1, due_s=1.0).choice(now_s) == choice
-    assert Scene(fresh=1).park(stage, 1).choice(now_s) == choice  # patience is a second, too
+    assert Scene(fresh=1).buffer(stage, 1, due_s=1.0).choice(now_s) == choice
+    assert Scene(fresh=1).buffer(stage, 1).choice(now_s) == choice  # patience is a second, too
 
 
 def test_new_samples_go_before_a_batch_that_is_not_full() -> None:
-    assert Scene(fresh=1).park(1, 3).park(2, 3).choice() == "start"
+    assert Scene(fresh=1).buffer(1, 3).buffer(2, 3).choice() == "start"
 
 
 def test_where_nothing_is_new_the_split_that_holds_most_goes() -> None:
-    assert Scene().park(1, 3).park(2, 2).choice() == "fuse 1 None"
-    assert Scene().park(1, 2, "a").park(1, 3, "b").choice() == "fuse 1 b"
+    assert Scene().buffer(1, 3).buffer(2, 2).choice() == "fuse 1 None"
+    assert Scene().buffer(1, 2, "a").buffer(1, 3, "b").choice() == "fuse 1 b"
 
 
-def test_a_stream_does_not_wait_for_mates_of_new_samples_while_something_is_parked() -> None:
-    assert Scene(fresh=1, max_delay_s=9.0).park(2, 1).choice() == "fuse 2 None"
+def test_a_stream_does_not_wait_for_mates_of_new_samples_while_something_is_buffered() -> None:
+    assert Scene(fresh=1, max_delay_s=9.0).buffer(2, 1).choice() == "fuse 2 None"
     assert Scene(fresh=1, max_delay_s=9.0).choice() == str(Wait(9.0))
     assert Scene().choice() == str(Idle())
 
 
-def test_a_crowd_of_lanes_of_which_none_is_full_goes_at_four_batches_worth() -> None:
+def test_a_crowd_of_buckets_of_which_none_is_full_goes_at_four_batches_worth() -> None:
     crowd = Scene(fresh=1)
-    for signature in range(15):
-        crowd.park(2, 1, signature)
+    for batch_key in range(15):
+        crowd.buffer(2, 1, batch_key)
     assert crowd.choice() == "start"
-    assert crowd.park(2, 1, "last").choice().startswith("fuse 2")
+    assert crowd.buffer(2, 1, "last").choice().startswith("fuse 2")
 
 
 def test_a_batch_that_is_still_full_runs_on() -> None:
@@ -122,7 +124,7 @@ def test_survivors_of_two_batches_become_a_full_one() -> None:
     for exited in ([True, False, True, False], [False, True, False, True]):
         started(s.next(0, 0.0))
         transition = s.done(0, np.array(exited), 0.0)
-        numbers.append(transition.parked)
+        numbers.append(transition.buffered)
     assert s.in_flight == 4
     fused = started(s.next(0, 0.0))
     assert (fused.stage, fused.deepest) == (1, 2)
@@ -132,7 +134,7 @@ def test_survivors_of_two_batches_become_a_full_one() -> None:
         (numbers[1], [0, 1]),
     ]
     assert s.take_discarded() == numbers
-    assert s.done(0, none_exit(fused), 0.0).parked is None  # still full: it runs on
+    assert s.done(0, none_exit(fused), 0.0).buffered is None  # still full: it runs on
     assert (started(s.next(0, 0.0)).stage, s.in_flight) == (2, 4)
 
 
@@ -140,8 +142,8 @@ def test_what_expires_at_a_split_is_told_and_its_batch_discarded() -> None:
     s = scheduler("refill")
     s.submit(Submission(1, 2, 2.0), 0.0)
     run = started(s.next(0, 0.0))
-    parked = s.done(0, none_exit(run), 1.0).parked
+    buffered = s.done(0, none_exit(run), 1.0).buffered
     s.submit(Submission(2), 2.0)
     assert [(d.request, d.count, d.cause.value) for d in s.take_dropped()] == [(1, 2, "expired")]
-    assert s.take_discarded() == [parked]
+    assert s.take_discarded() == [buffered]
     assert s.in_flight == 0
