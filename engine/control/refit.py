@@ -13,7 +13,6 @@ from typing import Final
 
 import numpy as np
 
-from offramp.bundle.policy import NEVER
 from offramp.certify.agreement import (
     AgreementCurve,
     common_path,
@@ -91,7 +90,6 @@ def lay_path(
         path = np.concatenate(
             [np.maximum(path, through), through[None, :], np.minimum(path, through)]
         )
-        path[0] = NEVER
     found = expect(path, curves, samples)
     risk = np.maximum.accumulate(found.risk)
     targets = np.geomspace(_CAUTIOUS, _BOLD, LEVELS - 1) * bound

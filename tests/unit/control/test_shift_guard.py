@@ -170,3 +170,16 @@ def test_state_is_kept_and_checked() -> None:
         controller.restore({"inner": {}, "patience": {"wait": 1, "since": 0}})
     with pytest.raises(ValueError, match="no policy in it"):
         controller.restore({"inner": {}, "patience": state["patience"]})
+
+
+def test_a_policy_is_watched_by_what_was_seen_before_it() -> None:
+    """Calibration data are forgotten, and the inputs shift as soon as the policy changes."""
+    inner, controller, stream = watched(e0=0.8, e1=0.8)
+    inner.alarms = 1  # of the drift alarm, say
+    for _ in range(40):
+        controller.observe(stream.serve(inner, 50))
+    inner.policy = policy_of(2, e0=0.7, e1=0.8)
+    controller.observe(stream.serve(inner, 50))
+    for _ in range(40):
+        controller.observe(stream.serve(inner, 50, hardness=2.0))
+    assert inner.reasons == ["inputs are not what they were"]

@@ -122,3 +122,20 @@ def test_failing_all_closes_every_request() -> None:
     assert (len(book), str(asked.error)) == (0, "out of service")
     assert book.counters.failed == {"backend_error": 2}
     assert stage(book).answered == 1
+
+
+def test_who_no_longer_waits_for_final_answers_gets_none() -> None:
+    book, asked = table(), request(1)
+    loop = asyncio.new_event_loop()
+    asked.followup = loop.create_future()
+    loop.close()
+    book.accept(asked)
+    rows, values, sure = np.array([0]), np.full((1, 2), 0.5), np.full(1, 0.5, np.float32)
+    first = Given(3, rows, values, sure, np.zeros(1, np.bool_), following=1)
+    book.answer(1, stage(book), first)
+    assert (len(book), book.awaited) == (0, 1)
+    book.forget(1)
+    assert book.awaited == 0
+    book.confirm(1, rows, values, sure)
+    assert asked.final is not None
+    assert not asked.final.filled.any()
