@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 .PHONY: demo test lint typecheck format bench clean
 
 demo: $(INSTALLED)  ## compile the shipped example, serve it, call it, compare it
-	$(BIN)/python -m offramp.tools.demo $(if $(KEEP),--keep)
+	$(BIN)/python -m examples.demo $(if $(KEEP),--keep)
 
 test: $(INSTALLED)  ## all tests
 	$(BIN)/python -m pytest
