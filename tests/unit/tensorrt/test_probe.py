@@ -94,10 +94,11 @@ def test_no_driver(packages: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_packages_only(driver: FakeDriver, packages: set[str]) -> None:
-    assert probe.missing() == [
+    (line,) = probe.missing()
+    assert line == (
         "the Python packages lack tensorrt and pycuda: "
         "pip install '.[tensorrt]' (for the dot: Offramp's source folder or wheel)"
-    ]
+    )
 
 
 @pytest.mark.parametrize(
