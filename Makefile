@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+CONSTRAINTS ?= constraints.txt
 
 .PHONY: demo test lint typecheck format bench clean
 
 demo: $(INSTALLED)  ## compile the shipped example, serve it, call it, compare it
-	$(BIN)/python -m offramp.tools.demo $(if $(KEEP),--keep)
+	$(BIN)/python -m examples.demo $(if $(KEEP),--keep)
 
 test: $(INSTALLED)  ## all tests
 	$(BIN)/python -m pytest
@@ -32,7 +33,7 @@ bench: $(INSTALLED)  ## measure: the example against its source model, and the t
 clean:
 	rm -rf $(VENV) demo build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $@
