@@ -4,14 +4,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CONSTRAINTS ?= constraints.txt
+PROCESSES ?= 2
+# A file's tests stay together: they share what its fixtures make.
+IN_PROCESSES := --numprocesses=$(PROCESSES) --dist=loadfile
 
-.PHONY: demo test lint typecheck format bench clean
+.PHONY: demo test test-all lint typecheck format bench clean
 
 demo: $(INSTALLED)  ## compile the shipped example, serve it, call it, compare it
 	$(BIN)/python -m examples.demo $(if $(KEEP),--keep)
 
-test: $(INSTALLED)  ## all tests
-	$(BIN)/python -m pytest
+test: $(INSTALLED)  ## the tests but those marked slow, in PROCESSES processes
+	$(BIN)/python -m pytest -m "not slow" $(IN_PROCESSES)
+
+test-all: $(INSTALLED)  ## all tests, and which 20 of them took longest
+	$(BIN)/python -m pytest --durations=20 $(IN_PROCESSES)
 
 lint: $(INSTALLED)  ## ruff: rules and format
 	$(BIN)/ruff check .
