@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PROCESSES ?= 2
-# A file's tests stay together: they share what its fixtures make.
-IN_PROCESSES := --numprocesses=$(PROCESSES) --dist=loadfile
+# The tests of a file stay together, as they share its fixtures; what is slow comes first.
+IN_PROCESSES := --numprocesses=$(PROCESSES) --dist=loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-all lint typecheck format bench clean
 
