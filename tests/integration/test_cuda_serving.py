@@ -15,7 +15,7 @@ from offramp.engine.core import Engine, EngineOptions
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, make_plan
 
-REQUESTS = 60
+REQUESTS = 24
 
 
 @pytest.mark.parametrize("mode", [Mode.LEAVE, Mode.AUDIT, Mode.RELEASE, Mode.OFF])
