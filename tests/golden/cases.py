@@ -23,7 +23,7 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent.parent
-BUNDLE, FRESH = FOLDER / "recorded.ee", FOLDER / "fresh.npz"
+BUNDLE, FRESH = FOLDER / "bundle", FOLDER / "fresh.npz"
 RECORDED = FOLDER / "recorded"
 VOLATILE = {
     "environment": "names machine, versions and time",

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 FOLDER = Path(__file__).parent
-BUNDLE = FOLDER / "recorded.ee"
+BUNDLE = FOLDER / "bundle"
 FRESH = FOLDER / "fresh.npz"
 """Samples that the bundle's records do not have."""
 EXITS = (0, 3, 6, 8, 10)
