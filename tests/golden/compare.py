@@ -27,19 +27,19 @@ import numpy as np
 
 EXAMPLE = "examples/fashion"
 MODEL = f"{EXAMPLE}/fashion_resnet56.onnx"
-COMPILED = "--epochs 3 --max-disagreement 0.02"
+COMPILED = "--epochs 2 --max-disagreement 0.02"
 """Options of both compilations."""
 COMMANDS = (
-    f"""eecompile {MODEL} --data {{out}}/long.npz --output {{out}}/saves.ee --candidates 5
+    f"""eecompile {MODEL} --data {{out}}/long.npz --output {{out}}/saves.ee --candidates 3
         {COMPILED}""",
-    f"""eecompile {MODEL} --data {{out}}/short.npz --output {{out}}/pame.ee --candidates 3
+    f"""eecompile {MODEL} --data {{out}}/short.npz --output {{out}}/pame.ee --candidates 2
         {COMPILED} --selection pame --rehearsal-batch 16 --max-violations 0.2 --augment off
         --seed 1""",
     "eecompile export {out}/saves.ee --output {out}/export.onnx",
     f"""eebench compare {{out}}/saves.ee --data {EXAMPLE}/test.npz --samples 96 --rounds 2
         --batch-sizes 1,8 --json {{out}}/compare.json""",
 )
-SAMPLES = {"long": 3000, "short": 1500}
+SAMPLES = {"long": 1600, "short": 1000}
 VOLATILE = {
     "manifest.sha256": "the hash of what names the time",
     "manifest.json: created_utc": "the time",
