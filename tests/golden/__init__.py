@@ -1,0 +1,1 @@
+"""What "behaviour unchanged" means: recorded figures, and a comparison of two checkouts."""
