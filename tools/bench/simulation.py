@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
 from offramp.bundle.bundle import CERTIFY
+from offramp.certify.decision import leaves
 from offramp.engine.deployment import points_of
 from offramp.engine.options import ModelOptions
 from offramp.engine.plan import Mode, make_plan
@@ -84,7 +85,8 @@ def model_of(
     agrees = np.ones((len(plan.stages), count), np.bool_)
     for stage in reversed(plan.stages):
         if stage.exit is not None:
-            sure = records["confidence"][stage.exit][chosen] >= np.float32(stage.threshold)
+            confidence = records["confidence"][stage.exit][chosen]
+            sure = leaves(confidence, np.float32(stage.threshold))
             leaves_at[sure] = stage.index
             agrees[stage.index] = records["prediction"][stage.exit][chosen] == final
     exits = tuple(FINAL if s.exit is None else s.exit for s in plan.stages)

@@ -14,6 +14,7 @@ from tests.fakes import FakeDeployments, ScriptedController, fake_model, policy_
 from tests.unit.engine.serving import LIMIT_S, Gate, until, with_engine
 
 from offramp.bundle import NEVER
+from offramp.certify.decision import MODEL_END
 from offramp.certify.observations import Observations
 from offramp.engine.control.controller import ControlStatus, Job
 from offramp.engine.control_state import load_state
@@ -62,7 +63,7 @@ def test_in_release_mode_everything_runs_on_and_is_recorded() -> None:
         assert result.policy_version == 3
         seen = await told(controller, 4)
         assert backend.runs == [(0, 4), (1, 4), (2, 4)]
-        assert seen.answered_at.tolist() == [0, 1, 2, 0]
+        assert seen.answered_at.tolist() == [0, 1, MODEL_END, 0]
         assert seen.final.tolist() == [1, 0, 0, 0]
         assert seen.prediction.tolist() == [[0, 0, 0, 1], [1, 0, 0, 1]]
         np.testing.assert_allclose(
