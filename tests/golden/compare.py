@@ -29,7 +29,8 @@ EXAMPLE = "examples/fashion"
 TINY = "--epochs 3 --candidates 3 --max-disagreement 0.05"
 REHEARSED = "--selection pame --rehearsal-batch 16 --max-violations 0.2"
 QUICK = (
-    f"eecompile {{given}}/images.onnx --data {{given}}/images.npz --output {{out}}/images.ee {TINY}",
+    f"""eecompile {{given}}/images.onnx --data {{given}}/images.npz --output {{out}}/images.ee
+        {TINY}""",
     f"""eecompile {{given}}/sentences.onnx --data {{given}}/sentences.npz
         --output {{out}}/sentences.ee {TINY} {REHEARSED} --seed 1""",
     "eecompile export {out}/images.ee --output {out}/images.onnx",
