@@ -1,10 +1,10 @@
 """Hold one checkout against another, to the last bit, on this machine.
 
-    python -m tests.golden.compare OLD NEW [--keep FOLDER] [--ignore report.html]
+    python -m tests.golden.compare OLD NEW [--quick] [--keep FOLDER] [--ignore report.html]
 
-In both checkouts the recorded cases run (``tests.golden.cases``), and the shipped example, on a
-part of its data, is compiled, compiled by rehearsal, exported and compared with its source model,
-on a virtual clock (``tests.golden.virtual_clock``), from the same seed. Then all that they wrote is
+In both checkouts the recorded cases run (``tests.golden.cases``), and tiny models and the shipped
+example, on a part of its data, are compiled, exported and compared with their source models, on a
+virtual clock (``tests.golden.virtual_clock``), from the same seed. Then all that they wrote is
 compared byte by byte, but for what :data:`VOLATILE` lists. Each checkout runs its own
 ``tests/golden``, since modules may have moved. The exit status is 0 if nothing differs.
 """
@@ -19,34 +19,50 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 EXAMPLE = "examples/fashion"
-MODEL = f"{EXAMPLE}/fashion_resnet56.onnx"
-COMPILED = "--epochs 2 --max-disagreement 0.02"
-"""Options of both compilations."""
-COMMANDS = (
-    f"""eecompile {MODEL} --data {{out}}/long.npz --output {{out}}/saves.ee --candidates 3
-        {COMPILED}""",
-    f"""eecompile {MODEL} --data {{out}}/short.npz --output {{out}}/pame.ee --candidates 2
-        {COMPILED} --selection pame --rehearsal-batch 16 --max-violations 0.2 --augment off
-        --seed 1""",
-    "eecompile export {out}/saves.ee --output {out}/export.onnx",
-    f"""eebench compare {{out}}/saves.ee --data {EXAMPLE}/test.npz --samples 96 --rounds 2
-        --batch-sizes 1,8 --json {{out}}/compare.json""",
+TINY = "--epochs 3 --candidates 3 --max-disagreement 0.05"
+REHEARSED = "--selection pame --rehearsal-batch 16 --max-violations 0.2"
+QUICK = (
+    f"""eecompile {{given}}/images.onnx --data {{given}}/images.npz --output {{out}}/images.ee
+        {TINY}""",
+    f"""eecompile {{given}}/sentences.onnx --data {{given}}/sentences.npz
+        --output {{out}}/sentences.ee {TINY} {REHEARSED} --seed 1""",
+    "eecompile export {out}/images.ee --output {out}/images.onnx",
+    """eebench compare {out}/sentences.ee --data {given}/sentences.npz --samples 96 --rounds 2
+        --batch-sizes 1,8 --json {out}/compare-sentences.json""",
 )
-SAMPLES = {"long": 1600, "short": 1000}
+"""Commands on tiny models."""
+SHIPPED = (
+    f"""eecompile {EXAMPLE}/fashion_resnet56.onnx --data {{given}}/shipped.npz
+        --output {{out}}/shipped.ee --candidates 3 --epochs 2 --max-disagreement 0.02""",
+    "eecompile export {out}/shipped.ee --output {out}/shipped.onnx",
+    f"""eebench compare {{out}}/shipped.ee --data {EXAMPLE}/test.npz --samples 96 --rounds 2
+        --batch-sizes 1,8 --json {{out}}/compare-shipped.json""",
+)
+"""Commands on the shipped example; some minutes."""
+SAMPLES = 1600
+"""Of the shipped example's data."""
+MAKE_TINY = """
+import numpy, onnx, sys
+from tests.integration.test_compile_tiny import images, sentences
+from tests.models import bert_like, residual_cnn
+for name, model, data in (("images", residual_cnn, images), ("sentences", bert_like, sentences)):
+    onnx.save(model(), f"{sys.argv[1]}/{name}.onnx")
+    numpy.savez(f"{sys.argv[1]}/{name}.npz", **data())
+"""
 VOLATILE = {
     "manifest.sha256": "the hash of what names the time",
     "manifest.json: created_utc": "the time",
     "manifest.json: tools.offramp": "the version",
     "manifest.json: files[report.html]": "the hash of what names the time",
     "report.html: dates and times": "the time",
-    "compare.json: environment": "machine, versions and time",
+    "compare-*.json: environment": "machine, versions and time",
 }
 
 
@@ -55,14 +71,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
+    parser.add_argument("--quick", action="store_true", help="leave the shipped example out")
     parser.add_argument("--keep", type=Path, help="write what is compared there, and keep it")
     parser.add_argument("--ignore", action="append", default=[], metavar="NAME", help="of a file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         place = (options.keep or Path(folder)).resolve()
         sides = [place / "old", place / "new"]
+        commands = QUICK if options.quick else QUICK + SHIPPED
+        make_inputs(options.old.resolve(), place / "given")
         for side, checkout in zip(sides, (options.old, options.new), strict=True):
-            run_all(checkout.resolve(), side)
+            run_all(checkout.resolve(), commands, given=place / "given", out=side)
         compared, differing = 0, 0
         for name, words in differences(*sides, ignored=set(options.ignore)):
             compared += 1
@@ -75,7 +94,15 @@ def main() -> int:
     return int(differing > 0)
 
 
-def run_all(checkout: Path, out: Path) -> None:
+def make_inputs(checkout: Path, folder: Path) -> None:
+    """Write the models and data that both compile."""
+    folder.mkdir(parents=True)
+    _python(checkout, "-c", MAKE_TINY, str(folder))
+    with np.load(checkout / EXAMPLE / "calibration.npz") as archive:
+        np.savez(folder / "shipped.npz", **{k: archive[k][:SAMPLES] for k in archive.files})
+
+
+def run_all(checkout: Path, commands: Sequence[str], *, given: Path, out: Path) -> None:
     """Run everything in a checkout.
 
     Raises:
@@ -85,13 +112,10 @@ def run_all(checkout: Path, out: Path) -> None:
         raise FileNotFoundError(
             f"{checkout} has no tests/golden; take one of its later commits, or copy them there"
         )
-    out.mkdir(parents=True)
-    with np.load(checkout / EXAMPLE / "calibration.npz") as archive:
-        for name, count in SAMPLES.items():
-            np.savez(out / f"{name}.npz", **{k: archive[k][:count] for k in archive.files})
-    _python(checkout, "tests.golden.cases", "write", str(out / "cases"))
-    for line in COMMANDS:
-        _python(checkout, "tests.golden.virtual_clock", *line.format(out=out).split())
+    for line in commands:
+        arguments = line.format(given=given, out=out).split()
+        _python(checkout, "-m", "tests.golden.virtual_clock", *arguments)
+    _python(checkout, "-m", "tests.golden.cases", "write", str(out / "cases"))
 
 
 def differences(old: Path, new: Path, *, ignored: set[str]) -> Iterator[tuple[str, str]]:
@@ -120,7 +144,7 @@ def comparable(path: Path) -> bytes:
         document["tools"].pop("offramp")
         document["files"] = [f for f in document["files"] if f["path"] != "report.html"]
         return _dump(document)
-    if path.name == "compare.json":
+    if path.name.startswith("compare-"):
         return _dump({k: v for k, v in json.loads(content).items() if k != "environment"})
     return content
 
@@ -143,7 +167,7 @@ def _python(checkout: Path, *arguments: str) -> None:
     """Run a module of a checkout with its own code."""
     paths = os.pathsep.join([str(checkout / "src"), str(checkout)])
     subprocess.run(
-        [sys.executable, "-m", *arguments],
+        [sys.executable, *arguments],
         cwd=checkout,
         env={**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "0"},
         stdout=subprocess.DEVNULL,
