@@ -87,7 +87,7 @@ def find_cuts(model: SourceModel) -> CutAnalysis:
         model: A model as :func:`~offramp.compiler.model.read_model` returns it.
 
     Returns:
-        The cut points, none if there are none: :func:`~offramp.compiler.candidates.
+        The cut points, none if there are none: :func:`~offramp.compiler.slicing.
         choose_candidates` is what raises then.
     """
     analysis = Analysis.of(model.proto)

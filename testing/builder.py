@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from offramp.bundle.engines import ShapeProfile
 from offramp.bundle.serde import to_plain
-from offramp.compiler.engines.builder import BuildProgress, BuildSettings, Built
+from offramp.compiler.engines.builder import BuildProgress, Built
+from offramp.compiler.engines.options import BuildSettings
 from offramp.compiler.errors import EngineBuildError
 from offramp.compiler.runtime import Runner
 

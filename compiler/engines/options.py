@@ -1,12 +1,20 @@
-"""Ranges of sizes that an engine is built for, as the command line gives them."""
+"""What can be asked of engines: sizes, parts of the bundle, precision; and how that is written."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
+from offramp.bundle.engines import Precision
 from offramp.compiler.errors import EngineOptionsError
+
+Part: TypeAlias = Literal["source", "stages", "segments"]
+"""What engines are built of: the unmodified model; the exit policy's stages; every segment."""
+PARTS: tuple[Part, ...] = get_args(Part)
+OPTIMIZATION_LEVELS = range(6)
+"""TensorRT's: from building fast to running fast."""
 
 DEFAULT_BATCHES = "1,2-8,9-32"
 """A sample alone, small batches and large ones are best served by different tactics."""
@@ -107,3 +115,51 @@ def _rising(ranges: Sequence[SizeRange], where: str) -> tuple[SizeRange, ...]:
                 "not overlap, so that each size has one profile"
             )
     return tuple(ranges)
+
+
+def parse_parts(text: str) -> tuple[Part, ...]:
+    """Read ``source,stages,segments``, or some of them.
+
+    Raises:
+        EngineOptionsError: There is no such part.
+    """
+    asked = [item.strip() for item in text.split(",")]
+    unknown = [item for item in asked if item not in PARTS]
+    if unknown:
+        raise EngineOptionsError(
+            f"--parts {text!r}: there is no part {unknown[0]!r}; choose of {', '.join(PARTS)}"
+        )
+    return tuple(part for part in PARTS if part in asked)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildSettings:
+    """How an engine is built."""
+
+    precision: Precision
+    """It is in the graph already; here it says which arithmetic TensorRT may choose from."""
+    workspace_bytes: int | None = None
+    """Most device memory for scratch; ``None`` is all that is free."""
+    optimization_level: int = 3
+    """0 to 5: how long TensorRT looks for a faster engine."""
+
+    def __post_init__(self) -> None:
+        """Refuse what TensorRT would."""
+        if self.optimization_level not in OPTIMIZATION_LEVELS:
+            raise ValueError(f"optimization level {self.optimization_level} is not in 0 to 5")
+        if self.workspace_bytes is not None and self.workspace_bytes < 1:
+            raise ValueError(f"workspace of {self.workspace_bytes} bytes is not positive")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineBuildOptions(BuildSettings):
+    """What engines are built for, and how; the same after a compile and for a bundle."""
+
+    precision: Precision = "fp32"
+    device: str = "cuda:0"
+    batches: tuple[SizeRange, ...] = parse_batches(DEFAULT_BATCHES)
+    buckets: tuple[tuple[str, tuple[SizeRange, ...]], ...] = ()
+    """Ranges of other symbolic sizes, by the model's name."""
+    parts: tuple[Part, ...] = PARTS
+    accept_disagreement: bool = False
+    """Build although the precision breaks the bundle's promise."""

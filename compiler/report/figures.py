@@ -1,4 +1,4 @@
-"""What the report says in figures: the policy's outcome, and costs by batch size.
+"""The figures of the report: what the exit policy does on the certify split, and what it costs.
 
 Two kinds of figures meet here and are kept apart. *Counted*: answers on the certify split.
 *Profiled*: times of parts, each alone. Whatever joins the two is *predicted*.
@@ -21,13 +21,13 @@ from offramp.certify.records import savings_of
 from offramp.engine.control.costs import CostModel
 
 FloatArray = NDArray[np.float64]
-_COARSEST = 400
-"""Most points of the descriptive curve."""
+_MOST_POINTS = 400
+"""Of the descriptive curve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Analysis:
-    """Everything the page is drawn from."""
+class PolicyFigures:
+    """What an exit policy does on the certify split, and what the parts of the model take."""
 
     manifest: Manifest
     policy: ExitPolicy
@@ -42,6 +42,43 @@ class Analysis:
     accuracy: float | None
     """The policy's, against the labels of the certify split."""
 
+    @classmethod
+    def of(
+        cls, manifest: Manifest, policy: ExitPolicy, profile: Profile, certify: ExitRecords
+    ) -> PolicyFigures:
+        """Count what a policy does on the certify split.
+
+        Raises:
+            ValueError: The records or the profile belong to other exits or segments.
+        """
+        exits = len(manifest.exits)
+        if len(certify.confidence) != exits or len(profile.exits_ms) != exits:
+            raise ValueError(
+                f"the manifest has {exits} exits, the records {len(certify.confidence)}, "
+                f"the profile {len(profile.exits_ms)}"
+            )
+        if len(profile.segments_ms) != len(manifest.segments):
+            raise ValueError(
+                f"the manifest has {len(manifest.segments)} segments, "
+                f"the profile {len(profile.segments_ms)}"
+            )
+        thresholds = {a.exit: a.threshold for a in policy.active if a.threshold <= 1}
+        row = np.array([thresholds.get(i, NEVER) for i in range(exits)])
+        first = first_exit(certify.confidence, row)
+        answers = np.concatenate([certify.prediction, certify.final_prediction[None]])
+        answer = answers[first, np.arange(len(first))]
+        labels = certify.labels
+        return cls(
+            manifest=manifest,
+            policy=policy,
+            profile=profile,
+            certify=certify,
+            thresholds=thresholds,
+            shares=count_answers(first, exits) / max(len(first), 1),
+            agreement=_mean(answer == certify.final_prediction),
+            accuracy=None if labels is None else _mean(answer == labels),
+        )
+
     @property
     def active(self) -> list[int]:
         """Indices of the exits in use, in depth order."""
@@ -54,13 +91,7 @@ class Analysis:
 
     def cost(self, batch_size: int) -> CostModel:
         """Profiled milliseconds per batch."""
-        column = self.profile.column(batch_size)
-        return CostModel.at(
-            self.profile,
-            batch_size,
-            [e.after_segment for e in self.manifest.exits],
-            [row[column] for row in self.profile.exits_ms],
-        )
+        return CostModel.of(self.manifest, self.profile, batch_size)
 
     def predicted_ms(self, batch_size: int) -> float:
         """Mean milliseconds per batch: profiled times weighted by the shares counted."""
@@ -87,58 +118,21 @@ class Analysis:
         return 1 - self.agreement
 
 
-def analysis(
-    manifest: Manifest, policy: ExitPolicy, profile: Profile, certify: ExitRecords
-) -> Analysis:
-    """Count what the policy does on the certify split.
-
-    Raises:
-        ValueError: The records or the profile belong to other exits or segments.
-    """
-    exits = len(manifest.exits)
-    if len(certify.confidence) != exits or len(profile.exits_ms) != exits:
-        raise ValueError(
-            f"the manifest has {exits} exits, the records {len(certify.confidence)}, "
-            f"the profile {len(profile.exits_ms)}"
-        )
-    if len(profile.segments_ms) != len(manifest.segments):
-        raise ValueError(
-            f"the manifest has {len(manifest.segments)} segments, "
-            f"the profile {len(profile.segments_ms)}"
-        )
-    thresholds = {a.exit: a.threshold for a in policy.active if a.threshold <= 1}
-    row = np.array([thresholds.get(i, NEVER) for i in range(exits)])
-    first = first_exit(certify.confidence, row)
-    answers = np.concatenate([certify.prediction, certify.final_prediction[None]])
-    answer = answers[first, np.arange(len(first))]
-    labels = certify.labels
-    return Analysis(
-        manifest=manifest,
-        policy=policy,
-        profile=profile,
-        certify=certify,
-        thresholds=thresholds,
-        shares=count_answers(first, exits) / max(len(first), 1),
-        agreement=_mean(answer == certify.final_prediction),
-        accuracy=None if labels is None else _mean(answer == labels),
-    )
-
-
-def savings_curve(found: Analysis, exits: Sequence[int]) -> tuple[FloatArray, FloatArray]:
+def savings_curve(found: PolicyFigures, exits: Sequence[int]) -> tuple[FloatArray, FloatArray]:
     """Disagreement and predicted savings along the common path of ``exits``.
 
     The path is fitted on the very samples it is judged by, so this describes and certifies
     nothing (the shipped path was fitted on the tuning split).
 
     Returns:
-        float64[points] each, from cautious to bold; both are shares.
+        float64[points] each, from conservative to aggressive; both are shares.
     """
     rows = list(exits)
     confidence, agrees = found.certify.confidence[rows], found.certify.agrees[rows]
     walked = walk(tuning_path(confidence, agrees), confidence, agrees)
     cost = found.cost(found.reference)
     saved = savings_of(walked.counts, cost.latency_ms(rows), cost.source_ms)
-    keep = thin(len(saved), _COARSEST)
+    keep = thin(len(saved), _MOST_POINTS)
     return walked.errors[keep] / agrees.shape[1], saved[keep]
 
 
