@@ -35,9 +35,8 @@ class Names:
         the model have one of these as well, ``offramp_`` is put in front once more.
         """
         taken = {tensor.name for tensor in (*manifest.inputs, *manifest.outputs)}
-        exits = [stage.exit for stage in plan.stages if stage.exit is not None]
         shown = _free((EXIT, CONFIDENCE), taken)
-        thresholds = _free([f"{_OURS}threshold_{index}" for index in exits], taken)
+        thresholds = _free([f"{_OURS}threshold_{index}" for index in plan.exits], taken)
         inner = _OURS
         while any(name.startswith(inner) for name in (*taken, *shown, *thresholds)):
             inner = f"{inner}_"

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from offramp.calibration.dataset import Dataset
 from offramp.compiler.errors import VerificationError
 from offramp.compiler.export.naming import Names
-from offramp.compiler.export.nesting import AT_END
 from offramp.compiler.runtime import relative_difference
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.pipeline import Pipeline
@@ -101,7 +100,7 @@ class _Staged:
     def __init__(self, plan: Plan) -> None:
         self._pipeline = Pipeline(OnnxRuntimeBackend(threads=1), plan)
         self._slot = self._pipeline.backend.open_slot()
-        self._exits = [AT_END if s.exit is None else s.exit for s in plan.stages]
+        self._exits = [s.answered_by for s in plan.stages]
 
     def run(self, tensors: Tensors) -> Answers:
         size = len(next(iter(tensors.values())))
@@ -164,7 +163,7 @@ def _compare_exits(given: Answers, wanted: Answers, plan: Plan, where: str, star
     if not wrong.size:
         return
     row = int(wrong[0])
-    thresholds = {s.exit: s.threshold for s in plan.stages if s.exit is not None}
+    thresholds = {s.exit: s.threshold for s in plan.stages if not s.final}
     raise VerificationError(
         f"{where} {start + row}: it leaves at {_label(given.exit[row])} with confidence "
         f"{given.confidence[row]:.7f}, in the bundle at {_label(wanted.exit[row])} with "
@@ -173,7 +172,7 @@ def _compare_exits(given: Answers, wanted: Answers, plan: Plan, where: str, star
 
 
 def _label(index: int) -> str:
-    return exit_label(None if index == AT_END else int(index))
+    return exit_label(int(index))
 
 
 def _difference(given: NDArray[Any], wanted: NDArray[Any], tolerance: float, where: str) -> float:

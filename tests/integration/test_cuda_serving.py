@@ -63,6 +63,6 @@ def answers_of(bundle: Bundle, samples: dict[str, np.ndarray]) -> dict[int, np.n
     for index, stage in enumerate(plan.stages):
         result = pipeline.step(slot, index, batch).result
         assert result.answer is not None
-        answers[-1 if stage.exit is None else stage.exit] = result.answer
+        answers[stage.answered_by] = result.answer
         batch = result.carry or batch
     return answers
