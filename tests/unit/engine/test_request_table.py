@@ -124,15 +124,16 @@ def test_failing_all_closes_every_request() -> None:
     assert stage(book).answered == 1
 
 
-def test_who_no_longer_waits_for_final_answers_gets_none() -> None:
+def test_a_caller_who_no_longer_waits_for_final_answers_gets_none() -> None:
     book, asked = table(), request(1)
     loop = asyncio.new_event_loop()
     asked.followup = loop.create_future()
     loop.close()
     book.accept(asked)
     rows, values, sure = np.array([0]), np.full((1, 2), 0.5), np.full(1, 0.5, np.float32)
-    first = Given(3, rows, values, sure, np.zeros(1, np.bool_), following=1)
-    book.answer(1, stage(book), first)
+    stage(book)
+    forced = np.zeros(1, np.bool_)
+    book.answer(1, rows, values, sure, exit_index=3, forced=forced, policy_version=0, following=1)
     assert (len(book), book.awaited) == (0, 1)
     book.forget(1)
     assert book.awaited == 0
