@@ -22,6 +22,7 @@ from offramp.compiler.engines.building import (
     explain,
     target_of,
 )
+from offramp.compiler.engines.options import EngineBuildOptions
 from offramp.compiler.engines.precision import Parts, measure_precision, part_data
 from offramp.compiler.engines.profiles import ModelShapes, profile_notes, profile_sizes
 from offramp.compiler.engines.units import UnitGraphs, ranges_of, units_of
