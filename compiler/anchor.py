@@ -94,10 +94,7 @@ def _carried(analysis: Analysis, flow: Flow, first_cut: int) -> list[str]:
 
 
 def _spares(
-    op: Operator,
-    sizes: Sequence[int | str],
-    sources: Mapping[str, _Source],
-    carried: Sequence[str],
+    op: Operator, sizes: Sequence[int | str], sources: Mapping[str, _Source], carried: Sequence[str]
 ) -> bool:
     """Whether measuring other inputs saves later segments from taking this one along."""
     used = {sources[size][0] for size in sizes if isinstance(size, str)}

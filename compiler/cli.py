@@ -138,9 +138,10 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
 
 
 def _rehearse(options: argparse.Namespace, console: Console) -> int:
+    from offramp.compiler.options import RehearseOptions  # noqa: PLC0415
     from offramp.compiler.printing import print_rehearsing  # noqa: PLC0415
     from offramp.compiler.progress import TerminalProgress  # noqa: PLC0415
-    from offramp.compiler.rehearse import RehearseOptions, rehearse_bundle  # noqa: PLC0415
+    from offramp.compiler.rehearse import rehearse_bundle  # noqa: PLC0415
 
     with TerminalProgress(console) as progress:
         done = rehearse_bundle(_read(RehearseOptions, options), progress)
@@ -149,8 +150,9 @@ def _rehearse(options: argparse.Namespace, console: Console) -> int:
 
 
 def _profile(options: argparse.Namespace, console: Console) -> int:
+    from offramp.compiler.options import ProfileOptions  # noqa: PLC0415
     from offramp.compiler.printing import print_profiled  # noqa: PLC0415
-    from offramp.compiler.profile import ProfileOptions, profile_bundle  # noqa: PLC0415
+    from offramp.compiler.profile import profile_bundle  # noqa: PLC0415
     from offramp.compiler.progress import TerminalProgress  # noqa: PLC0415
 
     with TerminalProgress(console) as progress:

@@ -1,4 +1,9 @@
-"""Exits of a model: which head at each candidate, built as ONNX graphs."""
+"""Which head at which candidate: all are trained a little, the best of each candidate to its end.
+
+Successive halving with one step: what tells good heads from bad ones shows early, so a short
+training on a part of the real samples chooses, by what each head would net. Only the chosen ones
+are trained on all samples, made ones included.
+"""
 
 from __future__ import annotations
 
@@ -35,73 +40,36 @@ from offramp.compiler.slicing import Sliced
 from offramp.engine.control.costs import CostModel
 from offramp.engine.options import available_cores
 
+SCREENING_SAMPLES = 6000
+"""Most real samples of the short training that heads are chosen by."""
+SCREENING_VISITS = 12_000
+"""Samples, counted with their repetitions, that the short training shows to a head."""
+
 Samples = Callable[[int], Mapping[str, NDArray[Any]]]
 """Gives model inputs of a batch size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExitTrials:
-    """The heads tried at one candidate."""
+class BuiltExit:
+    """An exit as an ONNX graph: the head chosen for a candidate, and the heads that it beat."""
 
     candidate: int
     """The segment that the exit follows."""
     cut: CutTensor
-    graphs: tuple[bytes, ...]
-    trials: tuple[HeadTrial, ...]
-    best: int
-    """Of ``trials``, by what it nets."""
-
-    @property
-    def head(self) -> Head:
-        """The head that nets most."""
-        return self.trials[self.best].head
-
-    @property
-    def net_savings(self) -> float:
-        """What it nets with no other exit beside it."""
-        return self.trials[self.best].net_savings
-
-    @property
-    def graph(self) -> bytes:
-        """Its exit."""
-        return self.graphs[self.best]
+    graph: bytes
+    heads: tuple[HeadTrial, ...]
+    """All heads that were trained to the end."""
+    best: HeadTrial
+    """Of ``heads``, the one that nets most with no other exit beside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judge:
-    """What a head is worth: the time that it would save with no other exit beside it."""
+class FoundExits:
+    """Exits worth building, and how near the others came."""
 
-    truth: NDArray[np.int32]
-    """[tune samples], the source model's predictions."""
-    backbone: BackboneTimes
-    batch_size: int
-    """Of those that were profiled."""
-    max_disagreement: float
-    """The constraint."""
-
-    def __call__(self, trained: TrainedHead, cost_ms: float) -> HeadTrial:
-        """Judge a head that takes ``cost_ms`` a batch."""
-        agrees = trained.prediction == self.truth
-        cost = self._cost(trained.candidate, cost_ms)
-        return HeadTrial(
-            head=trained.head,
-            agreement=float(agrees.mean()),
-            cost_ms=cost_ms,
-            net_savings=net_savings_alone(
-                trained.confidence, agrees, cost, 0, self.max_disagreement
-            ),
-        )
-
-    def _cost(self, candidate: int, cost_ms: float) -> CostModel:
-        """Costs with a single exit."""
-        column = self.backbone.batch_sizes.index(self.batch_size)
-        return CostModel(
-            source_ms=self.backbone.source_ms[column],
-            segments_ms=tuple(row[column] for row in self.backbone.segments_ms),
-            stages_ms=(0.0,),  # the same for every head, and measured once the heads are chosen
-            after_segment=(candidate,),
-            exits_ms=(cost_ms,),
-        )
+    exits: tuple[BuiltExit, ...]
+    best: tuple[HeadTrial, ...]
+    """Of every candidate with a head, the one that nets most, whether that is anything or not."""
 
 
 def exit_prefix(candidate: int) -> str:
@@ -109,194 +77,121 @@ def exit_prefix(candidate: int) -> str:
     return f"offramp_exit_{candidate:02d}/"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workbench:
-    """What exits are built for and timed with."""
-
-    sliced: Sliced
-    samples: Samples
-    threads: int
-    """Of ONNX Runtime."""
-
-    def try_heads(
-        self,
-        trained: Sequence[TrainedHead],
-        judge: Judge,
-        progress: Callable[[int], None] = lambda _: None,
-    ) -> list[ExitTrials]:
-        """Build and time every trained head, and judge it by what it nets alone.
-
-        Args:
-            trained: All heads of all candidates.
-            judge: By what.
-            progress: Called with 1 per candidate.
-        """
-        candidates = sorted({t.candidate for t in trained})
-        heads = [[t for t in trained if t.candidate == c] for c in candidates]
-        graphs = [[self._build(t) for t in per_exit] for per_exit in heads]
-        costs = self._time(candidates, graphs, [judge.batch_size], progress=progress)
-        result = []
-        for candidate, tried, built, cost in zip(candidates, heads, graphs, costs, strict=True):
-            trials = tuple(judge(t, ms) for t, (ms,) in zip(tried, cost, strict=True))
-            result.append(
-                ExitTrials(
-                    candidate=candidate,
-                    cut=self.sliced.cuts[candidate],
-                    graphs=tuple(built),
-                    trials=trials,
-                    best=int(np.argmax([trial.net_savings for trial in trials])),
-                )
-            )
-        return result
-
-    def finish(
-        self, tried: Sequence[ExitTrials], trained: Sequence[TrainedHead], judge: Judge
-    ) -> list[ExitTrials]:
-        """Choose among the heads that were trained to the end; the others are dropped.
-
-        Args:
-            tried: The exits.
-            trained: At least one head of each.
-            judge: By what.
-        """
-        result = []
-        for exit_ in tried:
-            costs = {trial.head: trial.cost_ms for trial in exit_.trials}
-            ended = [t for t in trained if t.candidate == exit_.candidate]
-            trials = tuple(judge(t, costs[t.head]) for t in ended)
-            result.append(
-                replace(
-                    exit_,
-                    graphs=tuple(self._build(t) for t in ended),
-                    trials=trials,
-                    best=int(np.argmax([trial.net_savings for trial in trials])),
-                )
-            )
-        return result
-
-    def time_exits(
-        self, exits: Sequence[ExitTrials], batch_sizes: Sequence[int]
-    ) -> list[tuple[float, ...]]:
-        """Time the chosen exits at every batch size: milliseconds [exits][batch sizes]."""
-        times = self._time([e.candidate for e in exits], [[e.graph] for e in exits], batch_sizes)
-        return [tuple(per_exit[0]) for per_exit in times]
-
-    def _time(
-        self,
-        candidates: Sequence[int],
-        graphs: Sequence[Sequence[bytes]],
-        batch_sizes: Sequence[int],
-        progress: Callable[[int], None] = lambda _: None,
-    ) -> list[list[list[float]]]:
-        return profile_heads(
-            graphs,
-            [self._empty(candidate) for candidate in candidates],
-            self.sliced.graphs,
-            self.samples,
-            threads=self.threads,
-            batch_sizes=batch_sizes,
-            progress=progress,
-        )
-
-    def _build(self, trained: TrainedHead) -> bytes:
-        model = self.sliced.model
-        return build_exit(
-            self.sliced.cuts[trained.candidate],
-            trained.head,
-            trained.weights,
-            model.answer,
-            exit_prefix(trained.candidate),
-            answer_dtype=model.outputs[0].dtype,
-            opset=model.opset,
-            ir_version=model.proto.ir_version,
-        )
-
-    def _empty(self, candidate: int) -> bytes:
-        """A graph that reads a cut tensor and does next to nothing, to be timed against."""
-        model = self.sliced.model
-        return build_empty(
-            self.sliced.cuts[candidate],
-            "offramp_empty/",
-            opset=model.opset,
-            ir_version=model.proto.ir_version,
-        )
-
-
-TRIAL_SAMPLES = 6000
-"""Real samples that heads are tried on, at most."""
-TRIAL_VISITS = 12_000
-"""Samples, counted with their repetitions, that a trial shows to a head where it can."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundExits:
-    """Exits worth building, and how near the others came."""
-
-    exits: tuple[ExitTrials, ...]
-    best: tuple[HeadTrial, ...]
-    """Of every candidate with a head, the one that nets most, whether that is anything or not."""
-
-
 def find_exits(
     sliced: Sliced,
     parts: Parts,
     options: CompileOptions,
-    times: BackboneTimes,
+    backbone: BackboneTimes,
     *,
-    workbench: Workbench,
+    samples: Samples,
     progress: Progress,
 ) -> FoundExits:
-    """Record features, choose a head for every candidate, and train it; who nets nothing is out."""
+    """Record features, choose a head for every candidate, and train it.
+
+    Exits that net nothing are left out.
+    """
     with tempfile.TemporaryDirectory(prefix="offramp-features-") as directory:
         train, tune = _record(sliced, parts, options, Path(directory), progress)
-        search = _Search(sliced, train, tune, options, progress)
-        judge = Judge(
-            truth=tune.answers.argmax(axis=1).astype(np.int32),
-            backbone=times,
-            batch_size=options.reference_batch_size,
-            max_disagreement=options.max_disagreement,
+        search = _HeadSearch(
+            sliced=sliced,
+            train=train,
+            tune=tune,
+            truth=tune.answers.argmax(axis=1),
+            options=options,
+            backbone=backbone,
+            samples=samples,
+            progress=progress,
         )
-        tried = workbench.try_heads(search.tried(len(parts.train)), judge)
-        exits = workbench.finish(tried, search.trained(tried), judge)
+        exits = search.build(search.screen(len(parts.train)))
     return FoundExits(
-        exits=tuple(exit_ for exit_ in exits if exit_.net_savings > 0),
-        best=tuple(exit_.trials[exit_.best] for exit_ in exits),
+        exits=tuple(exit_ for exit_ in exits if exit_.best.net_savings > 0),
+        best=tuple(exit_.best for exit_ in exits),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Search:
+def time_exits(
+    sliced: Sliced,
+    exits: Sequence[BuiltExit],
+    samples: Samples,
+    *,
+    threads: int,
+    batch_sizes: Sequence[int],
+) -> list[tuple[float, ...]]:
+    """Time exits at every batch size: milliseconds [exits][batch sizes]."""
+    graphs = {exit_.candidate: [exit_.graph] for exit_ in exits}
+    times = _time_heads(sliced, graphs, samples, threads=threads, batch_sizes=batch_sizes)
+    return [tuple(per_exit[0]) for per_exit in times]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HeadSearch:
+    """Trains heads, and judges each by the time that it would save with no other exit beside it."""
+
     sliced: Sliced
     train: Recording
     """Real samples first, then made ones."""
     tune: Recording
+    truth: NDArray[np.int64]
+    """[tune samples], the source model's predictions."""
     options: CompileOptions
+    backbone: BackboneTimes
+    samples: Samples
     progress: Progress
     preconditioners: Preconditioners = field(default_factory=dict)
 
-    def tried(self, real_samples: int) -> list[TrainedHead]:
-        """Train all heads a little, on real samples alone."""
-        samples = min(real_samples, TRIAL_SAMPLES)
-        epochs = min(max(round(TRIAL_VISITS / samples), 1), self.options.training.epochs)
+    def screen(self, real_samples: int) -> dict[int, list[HeadTrial]]:
+        """Train all heads a little, on real samples alone; time and judge them, by candidate."""
+        samples = min(real_samples, SCREENING_SAMPLES)
+        epochs = min(max(round(SCREENING_VISITS / samples), 1), self.options.training.epochs)
         families = [family_of(cut) for cut in self.sliced.cuts]
         options = replace(self.options.training, epochs=epochs)
-        heads = sum(map(len, families))
-        return self._train(
-            f"Try {heads} heads", families, self.train.subset(slice(samples)), options
+        title = f"Try {sum(map(len, families))} heads"
+        trained = self._train(title, families, self.train.subset(slice(samples)), options)
+        heads: dict[int, list[TrainedHead]] = {
+            c: [] for c in sorted({t.candidate for t in trained})
+        }
+        for head in trained:
+            heads[head.candidate].append(head)
+        times = _time_heads(
+            self.sliced,
+            {candidate: [self._build(t) for t in tried] for candidate, tried in heads.items()},
+            self.samples,
+            threads=self.options.threads,
+            batch_sizes=[self.options.reference_batch_size],
         )
+        return {
+            candidate: [self._judge(t, ms) for t, (ms,) in zip(tried, costs, strict=True)]
+            for (candidate, tried), costs in zip(heads.items(), times, strict=True)
+        }
 
-    def trained(self, tried: Sequence[ExitTrials]) -> list[TrainedHead]:
-        """Train all heads on the best view of every exit, on all samples.
+    def build(self, screened: Mapping[int, Sequence[HeadTrial]]) -> list[BuiltExit]:
+        """Train all heads on the best view of every candidate, on all samples, and build the best.
 
         Heads on one view share the reading; and whether a hidden layer pays shows late.
         """
-        views = {exit_.candidate: view_of(exit_.candidate, exit_.head) for exit_ in tried}
+        views = {c: view_of(c, _best(heads).head) for c, heads in screened.items()}
         families = [
             [head for head in family_of(cut) if view_of(candidate, head) == views.get(candidate)]
             for candidate, cut in enumerate(self.sliced.cuts)
         ]
         title = f"Train {sum(map(len, families))} heads"
-        return self._train(title, families, self.train, self.options.training)
+        trained = self._train(title, families, self.train, self.options.training)
+        exits = []
+        for candidate, briefly in screened.items():
+            costs = {tried.head: tried.cost_ms for tried in briefly}
+            ended = {t.head: t for t in trained if t.candidate == candidate}
+            heads = [self._judge(t, costs[head]) for head, t in ended.items()]
+            best = _best(heads)
+            exits.append(
+                BuiltExit(
+                    candidate=candidate,
+                    cut=self.sliced.cuts[candidate],
+                    graph=self._build(ended[best.head]),
+                    heads=tuple(heads),
+                    best=best,
+                )
+            )
+        return exits
 
     def _train(
         self,
@@ -316,6 +211,71 @@ class _Search:
                 known=self.preconditioners,
                 progress=advance,
             )
+
+    def _build(self, trained: TrainedHead) -> bytes:
+        model = self.sliced.model
+        return build_exit(
+            self.sliced.cuts[trained.candidate],
+            trained.head,
+            trained.weights,
+            model.answer,
+            exit_prefix(trained.candidate),
+            answer_dtype=model.outputs[0].dtype,
+            opset=model.opset,
+            ir_version=model.proto.ir_version,
+        )
+
+    def _judge(self, trained: TrainedHead, cost_ms: float) -> HeadTrial:
+        """Judge a head that takes ``cost_ms`` a batch, by the answers of the tuning split."""
+        agrees = trained.prediction == self.truth
+        column = self.backbone.batch_sizes.index(self.options.reference_batch_size)
+        cost = CostModel(
+            source_ms=self.backbone.source_ms[column],
+            segments_ms=tuple(row[column] for row in self.backbone.segments_ms),
+            stages_ms=(0.0,),  # the same for every head, and measured once the heads are chosen
+            after_segment=(trained.candidate,),
+            exits_ms=(cost_ms,),
+        )
+        bound = self.options.max_disagreement
+        return HeadTrial(
+            head=trained.head,
+            agreement=float(agrees.mean()),
+            cost_ms=cost_ms,
+            net_savings=net_savings_alone(trained.confidence, agrees, cost, 0, bound),
+        )
+
+
+def _best(heads: Sequence[HeadTrial]) -> HeadTrial:
+    return max(heads, key=lambda head: head.net_savings)
+
+
+def _time_heads(
+    sliced: Sliced,
+    graphs: Mapping[int, Sequence[bytes]],
+    samples: Samples,
+    *,
+    threads: int,
+    batch_sizes: Sequence[int],
+) -> list[list[list[float]]]:
+    """Time exits by candidate, against a graph that reads the same tensor and does nothing."""
+    model = sliced.model
+    empty = [
+        build_empty(
+            sliced.cuts[candidate],
+            "offramp_empty/",
+            opset=model.opset,
+            ir_version=model.proto.ir_version,
+        )
+        for candidate in graphs
+    ]
+    return profile_heads(
+        list(graphs.values()),
+        empty,
+        sliced.graphs,
+        samples,
+        threads=threads,
+        batch_sizes=batch_sizes,
+    )
 
 
 def _record(

@@ -164,8 +164,5 @@ class _SideSweep:
     def gate(self, tensor: str, step: int) -> Gate:
         """Describe a gate given all steps after it."""
         return Gate(
-            tensor=tensor,
-            step=step,
-            side_inputs=frozenset(self._inputs),
-            side_flops=self._flops,
+            tensor=tensor, step=step, side_inputs=frozenset(self._inputs), side_flops=self._flops
         )

@@ -67,10 +67,7 @@ _DENSITY = 1.5
 
 
 def choose_candidates(
-    analysis: CutAnalysis,
-    *,
-    limit: int = DEFAULT_LIMIT,
-    exits: Sequence[str | int] | None = None,
+    analysis: CutAnalysis, *, limit: int = DEFAULT_LIMIT, exits: Sequence[str | int] | None = None
 ) -> tuple[CutPoint, ...]:
     """Choose the cut points to build exits at.
 

@@ -77,9 +77,7 @@ def symbols_of(manifest: Manifest) -> dict[str, SizeRange]:
 
 
 def profile_sizes(
-    manifest: Manifest,
-    batches: Sequence[SizeRange],
-    buckets: Mapping[str, Sequence[SizeRange]],
+    manifest: Manifest, batches: Sequence[SizeRange], buckets: Mapping[str, Sequence[SizeRange]]
 ) -> tuple[Sizes, ...]:
     """Combine every batch range with every bucket.
 
