@@ -222,8 +222,13 @@ def _wait(child: int, limit_s: float) -> int | None:
     return None
 
 
-def preload(names: Sequence[str]) -> None:
+def preload() -> None:
     """Import what takes long to import and is not of the tree, once for all runs."""
-    for name in names:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
+    with contextlib.suppress(ImportError):  # in this order, as far as they are installed
+        importlib.import_module("pytest")
+        importlib.import_module("numpy")
+        importlib.import_module("hypothesis")
+        importlib.import_module("grpc")
+        importlib.import_module("onnxruntime")
+        importlib.import_module("onnx")
+        importlib.import_module("torch")
