@@ -132,7 +132,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=int, default=4, help="test files per mutant")
     parser.add_argument("--slowest", type=float, default=60.0, help="seconds a test file may take")
     parser.add_argument("--grace", type=float, default=30.0, help="seconds more for a mutant")
-    parser.add_argument("--bare", action="store_true", help="import no packages beforehand")
     parser.add_argument("--map", type=Path, help="where to keep what tests enter")
     parser.add_argument("--json", type=Path, help="where to write the results")
     parser.add_argument("--at-least", type=float, default=0.0, help="share that must be killed")
@@ -144,8 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print(*map(describe, mutants), sep="\n")
         return 0
-    if not options.bare:
-        preload()
+    preload()
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
         workshop = Workshop(options.root, Path(folder) / "tree", files, grace_s=options.grace)
         nearness = Nearness(options.root, files, test_files(files, options.tests))

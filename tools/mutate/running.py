@@ -228,7 +228,5 @@ def preload() -> None:
         importlib.import_module("pytest")
         importlib.import_module("numpy")
         importlib.import_module("hypothesis")
-        importlib.import_module("grpc")
         importlib.import_module("onnxruntime")
         importlib.import_module("onnx")
-        importlib.import_module("torch")
