@@ -25,9 +25,8 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Answer, ExitPolicy, TensorSpec
 from offramp.engine.backends.base import StageResult, TensorBatch
-from offramp.engine.backends.fake import SCRIPT, FakeBackend, FakeSlot
 from offramp.engine.core import Engine
-from offramp.engine.generation import Generation
+from offramp.engine.deployment import Deployment
 from offramp.engine.options import ModelOptions
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, StageSpec
@@ -41,6 +40,7 @@ from offramp.engine.scheduling import (
     make_scheduler,
 )
 from offramp.engine.served_model import ServedModel
+from offramp.testing.backend import SCRIPT, FakeBackend, FakeSlot
 from offramp.tools.bench.environment import describe_environment, write_json
 
 BATCH = 8
@@ -173,7 +173,7 @@ def fake_model(backend: FakeBackend) -> ServedModel:
         answer=Answer(output="answer", classes=2, form="probabilities"),
         mode=Mode.LEAVE,
         options=ModelOptions(max_batch_size=BATCH, max_queue_samples=REQUESTS),
-        generation=Generation(
+        deployment=Deployment(
             number=0,
             policy=ExitPolicy(version=1, active=()),
             pipeline=Pipeline(backend, Plan(stages=specs, policy_version=1, mode=Mode.LEAVE)),

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tests.unit.control.population import (
+from tests.unit.certify.population import (
     Population,
     feed,
     policy_of,
@@ -35,7 +35,7 @@ from tests.unit.control.population import (
 )
 
 from offramp.bundle import Bundle, ExitPolicy
-from offramp.engine.control.betting import Wealth
+from offramp.certify.betting import Wealth
 from offramp.engine.control.certified import CertifiedController, CertifiedSettings
 from offramp.engine.control.controller import Evidence
 from offramp.engine.control.costs import CostModel

@@ -33,7 +33,7 @@ import uvloop
 from benchmarks.policies import MAX_BATCH, Bench
 
 from offramp.bundle import Bundle
-from offramp.engine.generation import STAGE_OVERHEAD_S
+from offramp.engine.deployment import STAGE_OVERHEAD_S
 from offramp.engine.options import ModelOptions
 from offramp.engine.served_model import scheduler_of
 from offramp.tools.bench.environment import describe_environment, write_json

@@ -18,17 +18,17 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.unit.control.problems import greedy_loops, realistic, tree_optimum, unstructured
+from tests.unit.certify.problems import greedy_loops, realistic, tree_optimum, unstructured
 
-from offramp.engine.control import Records, common_path, evaluate, tune, walk
-from offramp.engine.control.search import beam_search
-from offramp.engine.control.thresholds import count_allowed
+from offramp.certify import Records, common_path, evaluate, walk
+from offramp.engine.control.published.search import beam_search
+from offramp.engine.control.published.thresholds import count_allowed, tune
 from offramp.tools.bench.environment import check_outputs, describe_environment, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.unit.control.problems import Problem
+    from tests.unit.certify.problems import Problem
 
 EXITS = 10
 BOUND = 0.01

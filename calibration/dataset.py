@@ -164,7 +164,7 @@ def split(dataset: Dataset, *, certify_at_least: int, seed: int) -> Parts:
     Args:
         dataset: All samples.
         certify_at_least: Samples without which not even a policy that never errs can be
-            certified (:func:`offramp.engine.control.certify.samples_needed`).
+            certified (:func:`offramp.certify.learn_then_test.samples_needed`).
         seed: Of the permutation.
 
     Raises:

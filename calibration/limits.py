@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from offramp.bundle.manifest import HeadTrial
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.selection import MIN_GAIN, Candidates
-from offramp.engine.control.binomial import allowed_errors
+from offramp.certify.binomial import allowed_errors
+from offramp.certify.path import walk
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.path import walk
 
 _MOST_SAMPLES = 200_000
 """Certify samples beyond which no number is named."""

@@ -13,15 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, ActiveExit, ExitPolicy, Promise
-from offramp.engine.control.agreement import tuning_path
-from offramp.engine.control.certify import (
+from offramp.certify.agreement import tuning_path
+from offramp.certify.learn_then_test import (
     allowed_errors,
     certify,
 )
+from offramp.certify.path import walk
+from offramp.certify.records import evaluate, savings_of
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.path import walk
-from offramp.engine.control.records import evaluate, savings_of
-from offramp.engine.control.thresholds import count_allowed
+from offramp.engine.control.published.thresholds import count_allowed
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]

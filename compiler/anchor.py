@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from offramp.compiler.cuts import Survey
+from offramp.compiler.cuts import Analysis
 from offramp.compiler.flow import SHAPE_KINDS
 from offramp.compiler.shapes import annotate
 
@@ -38,21 +38,21 @@ def anchor_shapes(proto: onnx.ModelProto) -> onnx.ModelProto:
         The same function; shapes that cannot be expressed so stay, and
         :func:`~offramp.compiler.cuts.find_cuts` rejects the places that they cross.
     """
-    survey = Survey.of(proto)
+    analysis = Analysis.of(proto)
     vectors = {
         op.index: sizes
-        for op in survey.graph.operators
-        if op.kind == "Shape" and (sizes := _measured(survey, op)) is not None
+        for op in analysis.graph.operators
+        if op.kind == "Shape" and (sizes := _measured(analysis, op)) is not None
     }
-    flow, kept, _ = survey.best(free_shapes=frozenset(vectors))
+    flow, kept, _ = analysis.best(free_shapes=frozenset(vectors))
     if not kept:
         return proto
-    carried = _carried(survey, flow, kept[0].step)
-    sources = _sizes_of_inputs(survey, [*carried, *survey.graph.inputs])
+    carried = _carried(analysis, flow, kept[0].step)
+    sources = _sizes_of_inputs(analysis, [*carried, *analysis.graph.inputs])
     replaced = {
         op.writes[0]: _from_inputs(op.writes[0], vectors[op.index], sources)
-        for op in _crossing(survey, flow, kept, vectors)
-        if op.reads[0] not in survey.graph.inputs
+        for op in _crossing(analysis, flow, kept, vectors)
+        if op.reads[0] not in analysis.graph.inputs
         or _spares(op, vectors[op.index], sources, carried)
     }
     if not replaced:
@@ -64,33 +64,33 @@ def anchor_shapes(proto: onnx.ModelProto) -> onnx.ModelProto:
     return anchored
 
 
-def _measured(survey: Survey, op: Operator) -> tuple[int | str, ...] | None:
+def _measured(analysis: Analysis, op: Operator) -> tuple[int | str, ...] | None:
     """Sizes that a ``Shape`` measures, if the graph inputs tell them all."""
-    tensor = survey.types.get(op.reads[0])
+    tensor = analysis.types.get(op.reads[0])
     if tensor is None or tensor.shape is None:
         return None
     ends = {a.name: a.i for a in op.proto.attribute}
     sizes = tensor.shape[ends.get("start", 0) : ends.get("end", len(tensor.shape))]
-    known = _sizes_of_inputs(survey, survey.graph.inputs)
+    known = _sizes_of_inputs(analysis, analysis.graph.inputs)
     return sizes if all(isinstance(size, int) or size in known for size in sizes) else None
 
 
-def _sizes_of_inputs(survey: Survey, inputs: Sequence[str]) -> dict[str, _Source]:
+def _sizes_of_inputs(analysis: Analysis, inputs: Sequence[str]) -> dict[str, _Source]:
     """Symbolic sizes of graph inputs, and the first place where each is found."""
     found: dict[str, _Source] = {}
     for name in inputs:
-        for axis, size in enumerate(survey.types[name].shape or ()):
+        for axis, size in enumerate(analysis.types[name].shape or ()):
             if isinstance(size, str):
                 found.setdefault(size, (name, axis))
     return found
 
 
-def _carried(survey: Survey, flow: Flow, first_cut: int) -> list[str]:
+def _carried(analysis: Analysis, flow: Flow, first_cut: int) -> list[str]:
     """Graph inputs that segments after the first need anyway, for more than their sizes."""
-    side = [survey.graph.operators[i] for i, use in flow.side_use.items() if use > first_cut]
+    side = [analysis.graph.operators[i] for i, use in flow.side_use.items() if use > first_cut]
     readers = [op for op in side if op.kind not in SHAPE_KINDS]
     read = {t for op in (*readers, *flow.steps[first_cut + 1 :]) for t in op.reads}
-    return [name for name in survey.graph.inputs if name in read]
+    return [name for name in analysis.graph.inputs if name in read]
 
 
 def _spares(
@@ -105,14 +105,14 @@ def _spares(
 
 
 def _crossing(
-    survey: Survey, flow: Flow, kept: Sequence[Gate], vectors: Mapping[int, object]
+    analysis: Analysis, flow: Flow, kept: Sequence[Gate], vectors: Mapping[int, object]
 ) -> list[Operator]:
     """Return the ``Shape`` operators whose value is used beyond a cut after their tensor."""
     written = {t: i for i, op in enumerate(flow.steps) for t in op.writes}
-    written |= dict.fromkeys(survey.graph.inputs, -1)
+    written |= dict.fromkeys(analysis.graph.inputs, -1)
     crossing: list[Operator] = []
     for index in vectors:
-        op = survey.graph.operators[index]
+        op = analysis.graph.operators[index]
         if index in flow.side_use and op.reads[0] in written:
             cuts = [gate.step for gate in kept if gate.step > written[op.reads[0]]]
             if cuts and flow.side_use[index] > cuts[0]:

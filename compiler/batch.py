@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import numpy as np
+import onnx
+from onnx import helper, numpy_helper
 
 from offramp.compiler.errors import ModelError
-from offramp.compiler.repairs import repair
+from offramp.compiler.graph import Dataflow
 from offramp.compiler.runtime import Runner, random_inputs, relative_difference
-from offramp.compiler.shapes import BATCH, annotate, forget_shapes
-
-if TYPE_CHECKING:
-    import onnx
+from offramp.compiler.shapes import BATCH, UNKNOWN, TensorType, annotate, forget_shapes, infer_types
 
 _TOLERANCE = 1e-4
 """Between a row alone and in a batch: kernels differ by batch size, in the last bits."""
@@ -22,7 +21,7 @@ _ROWS = 3
 def free_batch(proto: onnx.ModelProto) -> None:
     """Name dimension 0 of every graph input ``batch``, in place, and repair what was fixed to it.
 
-    After the repair (:mod:`offramp.compiler.repairs`) the model is run at batch 1 and 3, which
+    After the repair (:mod:`offramp.compiler.batch`) the model is run at batch 1 and 3, which
     have to agree row by row.
 
     Raises:
@@ -90,3 +89,107 @@ def _check_rows(proto: onnx.ModelProto, old: int) -> None:
         same = all(len(row) == 1 for row in apart) and len(rows) == _ROWS
         if not same or not relative_difference(rows, np.concatenate(apart)) <= _TOLERANCE:
             raise ModelError(f"{remedy}. Output {name!r} of a sample depends on its batch")
+
+
+def repair(proto: onnx.ModelProto, batch: int) -> None:
+    """Open, in place, what is fixed to ``batch``; the caller checks that the result runs."""
+    types = infer_types(proto)
+    _free_reshapes(proto, types, batch)
+    _free_concats(proto, types)
+
+
+def _free_reshapes(proto: onnx.ModelProto, types: Mapping[str, TensorType], batch: int) -> None:
+    """Give every ``Reshape`` whose constant target holds the batch size one that does not."""
+    graph = Dataflow(proto.graph)
+    for op in graph.operators:
+        if op.kind != "Reshape" or graph.is_constant(op):
+            continue
+        target = _constant_value(proto, graph, op.proto.input[1])
+        if target is None:
+            continue
+        before, after = types.get(op.proto.input[0]), types.get(op.writes[0])
+        freed = _freed(target.tolist(), before, after, batch)
+        if freed != target.tolist():
+            name = f"{op.writes[0]}/target"
+            proto.graph.initializer.append(numpy_helper.from_array(np.array(freed, np.int64), name))
+            op.proto.input[1] = name
+
+
+def _freed(
+    target: list[int], before: TensorType | None, after: TensorType | None, batch: int
+) -> list[int]:
+    """Return a target with the batch left open.
+
+    ``0`` copies the dimension where the operand has the batch in front too; elsewhere ``-1``
+    stands for it, and what was ``-1`` becomes the size that inference found.
+    """
+    first_before = before.shape[0] if before and before.shape else None
+    if target and target[0] == batch and first_before == batch:
+        return [0, *target[1:]]
+    first_after = after.shape[0] if after and after.shape else None
+    if not target or target[0] <= 0 or not isinstance(first_after, int):
+        return target
+    if -1 not in target:
+        return [-1, *target[1:]]
+    rest = after.shape[1:] if after and after.shape else ()
+    sizes = [size for size in rest if isinstance(size, int)]
+    return [-1, *sizes] if len(sizes) == len(rest) else target
+
+
+def _constant_value(
+    proto: onnx.ModelProto, graph: Dataflow, name: str
+) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]] | None:
+    """Value of an initializer or of a ``Constant`` node; None for anything else."""
+    for tensor in proto.graph.initializer:
+        if tensor.name == name:
+            return numpy_helper.to_array(tensor)
+    op = graph.producers.get(name)
+    if op is not None and op.kind == "Constant":
+        for attribute in op.proto.attribute:
+            if attribute.name == "value":
+                return numpy_helper.to_array(attribute.t)
+            if attribute.name == "value_ints":
+                return np.array(attribute.ints, np.int64)
+    return None
+
+
+def _free_concats(proto: onnx.ModelProto, types: Mapping[str, TensorType]) -> None:
+    """Repeat constants of one row over the batch where they are joined to data."""
+    graph = Dataflow(proto.graph)
+    added: dict[str, list[onnx.NodeProto]] = {}
+    for op in graph.operators:
+        axis = next((a.i for a in op.proto.attribute if a.name == "axis"), 0)
+        data = next((t for t in op.proto.input if t in graph.variable), None)
+        front = types.get(op.writes[0]) if op.kind == "Concat" else None
+        if data is None or front is None or not front.shape or axis % len(front.shape) == 0:
+            continue
+        for i, tensor in enumerate(op.proto.input):
+            shape = types[tensor].shape if tensor in types else None
+            if tensor not in graph.variable and shape and shape[0] in {1, UNKNOWN}:
+                name = f"{op.writes[0]}/row{i}"
+                added.setdefault(op.writes[0], []).extend(
+                    _repeat(proto, tensor, data, name, len(shape))
+                )
+                op.proto.input[i] = name
+    nodes = [n for node in proto.graph.node for n in (*added.get(node.output[0], ()), node)]
+    del proto.graph.node[:]
+    proto.graph.node.extend(nodes)
+
+
+def _repeat(
+    proto: onnx.ModelProto, tensor: str, data: str, name: str, rank: int
+) -> tuple[onnx.NodeProto, ...]:
+    """Nodes that expand ``tensor`` along dimension 0 to the size of ``data``.
+
+    ``Expand`` takes a target of 1 in the other dimensions to mean the size that is there.
+    """
+    for suffix, values in (("first", [0]), ("ones", [1] * (rank - 1))):
+        constant = numpy_helper.from_array(np.array(values, np.int64), f"{name}/{suffix}")
+        proto.graph.initializer.append(constant)
+    shape, size, target = (f"{name}/{part}" for part in ("shape", "size", "target"))
+    return (
+        helper.make_node("Shape", [data], [shape], name=shape),
+        helper.make_node("Gather", [shape, f"{name}/first"], [size], name=size),
+        helper.make_node("Concat", [size, f"{name}/ones"], [target], name=target, axis=0),
+        helper.make_node("Expand", [tensor, target], [name], name=name),
+    )

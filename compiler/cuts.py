@@ -87,23 +87,23 @@ def find_cuts(model: SourceModel) -> CutAnalysis:
         model: A model as :func:`~offramp.compiler.model.read_model` returns it.
 
     Returns:
-        The cut points, none if there are none: :func:`~offramp.compiler.candidates.
+        The cut points, none if there are none: :func:`~offramp.compiler.slicing.
         choose_candidates` is what raises then.
     """
-    survey = Survey.of(model.proto)
-    flow, kept, rejected = survey.best()
-    rejected = [*rejected, *survey.shape_rejections(flow)]
+    analysis = Analysis.of(model.proto)
+    flow, kept, rejected = analysis.best()
+    rejected = [*rejected, *analysis.shape_rejections(flow)]
     step_of = {t: i for i, op in enumerate(flow.steps) for t in op.writes}
     return CutAnalysis(
-        cuts=tuple(survey.cut_point(i, flow, gate) for i, gate in enumerate(kept)),
+        cuts=tuple(analysis.cut_point(i, flow, gate) for i, gate in enumerate(kept)),
         rejected=tuple(sorted(rejected, key=lambda r: step_of.get(r.tensor, 0))),
         main_inputs=flow.main_inputs,
-        total_flops=survey.total,
+        total_flops=analysis.total,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Survey:
+class Analysis:
     """A model's graph, types and costs, and the judgement of its gates."""
 
     graph: Dataflow
@@ -112,7 +112,7 @@ class Survey:
     total: float
 
     @classmethod
-    def of(cls, proto: onnx.ModelProto) -> Survey:
+    def of(cls, proto: onnx.ModelProto) -> Analysis:
         """Look at an annotated model with a single output."""
         graph = Dataflow(proto.graph)
         costs = count_flops(proto, graph)

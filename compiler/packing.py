@@ -26,19 +26,19 @@ from offramp.calibration.dataset import Parts
 from offramp.calibration.families import mask_of
 from offramp.calibration.limits import Limit
 from offramp.calibration.records import ExitRecords, dump_records
+from offramp.calibration.rehearsal.result import REHEARSAL, Rehearsed
 from offramp.compiler.exits import ExitTrials, exit_prefix
 from offramp.compiler.heads import CONFIDENCE
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.report import render_report
 from offramp.compiler.slicing import Sliced
-from offramp.engine.control.rehearsal_result import REHEARSAL, Rehearsed
 
 _TOOLS = ("offramp", "onnx", "onnx-graphsurgeon", "onnxslim", "onnxruntime", "torch", "numpy")
 
 
 def make_manifest(
     sliced: Sliced,
-    anatomy: Draft,
+    structure: Draft,
     certify: ExitRecords,
     parts: Parts,
     options: CompileOptions,
@@ -60,8 +60,8 @@ def make_manifest(
         inputs=model.inputs,
         outputs=model.outputs,
         answer=model.answer,
-        segments=anatomy.segments,
-        exits=tuple(judged(exit_, certify) for exit_ in anatomy.exits),
+        segments=structure.segments,
+        exits=tuple(judged(exit_, certify) for exit_ in structure.exits),
         calibration=Calibration(
             data_sha256=parts.train.sha256,
             train_samples=len(parts.train),
@@ -120,7 +120,7 @@ class Draft:
 
 def draft(sliced: Sliced, exits: Sequence[ExitTrials]) -> tuple[Draft, dict[str, bytes]]:
     """Describe segments and exits; gives their files too, by path."""
-    anatomy = Draft(
+    structure = Draft(
         inputs=sliced.model.inputs,
         answer=sliced.model.answer,
         segments=tuple(segment.described() for segment in sliced.segments),
@@ -128,9 +128,9 @@ def draft(sliced: Sliced, exits: Sequence[ExitTrials]) -> tuple[Draft, dict[str,
             _exit(index, trials, sliced.model.answer.output) for index, trials in enumerate(exits)
         ),
     )
-    segments = {s.file: g for s, g in zip(anatomy.segments, sliced.graphs, strict=True)}
-    built = {e.file: t.graph for e, t in zip(anatomy.exits, exits, strict=True)}
-    return anatomy, {**segments, **built}
+    segments = {s.file: g for s, g in zip(structure.segments, sliced.graphs, strict=True)}
+    built = {e.file: t.graph for e, t in zip(structure.exits, exits, strict=True)}
+    return structure, {**segments, **built}
 
 
 def _exit(index: int, trials: ExitTrials, answer: str) -> Exit:

@@ -12,8 +12,6 @@ from typing import Any
 
 import onnx
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 
 from offramp.bundle import NEVER, ActiveExit, Bundle, Exit, ExitPolicy, Profile, write_bundle
 from offramp.bundle.bundle import CERTIFY, POLICY, REPORT, check_target, dump_profile
@@ -21,13 +19,12 @@ from offramp.bundle.measured import MEASURED
 from offramp.calibration.families import CutTensor
 from offramp.calibration.profiling import profile_backbone, profile_heads, profile_stages
 from offramp.calibration.records import ExitRecords
-from offramp.compiler.compilation import profile_of
+from offramp.calibration.rehearsal.result import REHEARSAL, Rehearsed
+from offramp.compiler.compile import profile_of
 from offramp.compiler.heads import build_empty
 from offramp.compiler.progress import Progress, SilentProgress
 from offramp.compiler.report import render_report
-from offramp.engine.control.costs import CostModel
-from offramp.engine.control.rehearsal_result import REHEARSAL, Rehearsed
-from offramp.engine.generation import zeros
+from offramp.engine.deployment import zeros
 from offramp.engine.plan import plan_stages
 from offramp.engine.profile_check import predicted_savings
 from offramp.engine.timing import Effort
@@ -171,50 +168,4 @@ def certify_records(bundle: Bundle) -> ExitRecords:
         final_prediction=kept["final_prediction"][rows],
         final_confidence=kept["final_confidence"][rows],
         labels=kept["label"][rows] if "label" in kept else None,
-    )
-
-
-def print_profiled(done: Profiled, console: Console) -> None:
-    """Print what was measured, and what the policy is predicted to save now."""
-    active = [a.exit for a in done.bundle.policy.active]
-    table = Table("batch", "model, ms", "before", "exits add", "± ", "saved", "before", "rounds")
-    for column in table.columns:
-        column.justify = "right"
-    for index, size in enumerate(done.after.batch_sizes):
-        cost = CostModel.of(done.bundle.manifest, done.after, size)
-        spread = done.after.spread
-        table.add_row(
-            str(size),
-            f"{done.after.source_ms[index]:.3g}",
-            f"{done.before.source_ms[index]:.3g}",
-            f"{cost.overhead(active):.1%}",
-            f"{cost.unsure:.1%}",
-            f"{predicted_savings(done.bundle, done.after, size):.1%}",
-            f"{predicted_savings(done.bundle, done.before, size):.1%}",
-            str(spread.rounds[index]) if spread else "",
-        )
-    console.print(table)
-    for note in done.after.disturbed:
-        console.print(f"Disturbed while profiling: {note}", markup=False, soft_wrap=True)
-    console.print(_verdict(done, active), markup=False, soft_wrap=True)
-    written = (
-        "Dry run: nothing was written." if done.written is None else f"Written: {done.written}"
-    )
-    console.print(written, markup=False, soft_wrap=True)
-
-
-def _verdict(done: Profiled, active: list[int]) -> str:
-    size = done.bundle.manifest.calibration.reference_batch_size
-    saved = predicted_savings(done.bundle, done.after, size)
-    if not active:
-        return "No exit is in use: the bundle serves the unmodified model."
-    if saved <= 0:
-        return (
-            f"The exits in use do not pay on this machine: at batch {size} answers are predicted "
-            f"to come {-saved:.1%} later in the mean; compile the model here."
-        )
-    return (
-        f"The policy stays; it is predicted to save {saved:.1%} of the model's time at batch "
-        f"{size} (profiled times; measure with eebench compare). Other exits might save more here: "
-        "compiling again chooses them."
     )

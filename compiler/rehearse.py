@@ -21,25 +21,25 @@ from offramp.bundle.measured import MEASURED
 from offramp.calibration.dataset import CERTIFY_SHARE, TUNE_SHARE, Dataset, read_dataset
 from offramp.calibration.errors import DataError
 from offramp.calibration.records import ExitRecords, dump_records, record_answers
-from offramp.calibration.rehearsing import draw_load, forecast_policy, rehearse_records
-from offramp.calibration.selection import certifiable_errors, certified_policy
-from offramp.compiler.errors import CompileError
-from offramp.compiler.packing import judged
-from offramp.compiler.progress import Progress, SilentProgress
-from offramp.compiler.report import render_report
-from offramp.engine.assembly import assemble
-from offramp.engine.control.adaptation import Move, adapt, raising_path
-from offramp.engine.control.agreement import tuning_path
-from offramp.engine.control.certify import samples_needed
-from offramp.engine.control.costs import CostModel
-from offramp.engine.control.load import Forecast
-from offramp.engine.control.rehearsal_result import (
+from offramp.calibration.rehearsal.adaptation import Move, adapt, raising_path
+from offramp.calibration.rehearsal.load import Forecast
+from offramp.calibration.rehearsal.recorded import draw_load, forecast_policy, rehearse_records
+from offramp.calibration.rehearsal.result import (
     REHEARSAL,
     Rehearsal,
     RehearsalSettings,
     Rehearsed,
 )
-from offramp.engine.control.two_stage import StageTimes
+from offramp.calibration.selection import certifiable_errors, certified_policy
+from offramp.certify.agreement import tuning_path
+from offramp.certify.learn_then_test import samples_needed
+from offramp.compiler.errors import CompileError
+from offramp.compiler.packing import judged
+from offramp.compiler.progress import Progress, SilentProgress
+from offramp.compiler.report import render_report
+from offramp.engine.assembly import assemble
+from offramp.engine.control.costs import CostModel
+from offramp.engine.control.published.two_stage import StageTimes
 from offramp.engine.options import available_cores
 
 DEFAULT_BATCH = 32

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Self
 from numpy.typing import NDArray
 
 from offramp.bundle.engines import ShapeProfile
-from offramp.compiler.engines.builder import BuildProgress, BuildSettings, Built
+from offramp.compiler.engines.builder import BuildProgress, Built
+from offramp.compiler.engines.options import BuildSettings
 from offramp.compiler.errors import EngineBuildError
 from offramp.engine.errors import BackendError
 from offramp.engine.tensorrt import compat, probe

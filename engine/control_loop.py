@@ -3,7 +3,7 @@
 One thread reads what was observed, a few dozen times a second and for all models, and puts new
 policies in force. What takes long goes elsewhere: tunings to a process of their own
 (:mod:`.job_runner`), stages for exits that were not in use to a thread that assembles and warms
-them up. No stream ever waits for either: until a generation is ready, batches start under the one
+them up. No stream ever waits for either: until a deployment is ready, batches start under the one
 in force.
 """
 
@@ -20,8 +20,8 @@ from typing import Any, Final
 from offramp.bundle import NEVER, ActiveExit, ExitPolicy
 from offramp.engine.control.controller import ControlStatus, Job
 from offramp.engine.control_state import load_state, save_state
+from offramp.engine.deployment import Deployment
 from offramp.engine.executor import Executor
-from offramp.engine.generation import Generation
 from offramp.engine.job_runner import JobError, JobRunner
 from offramp.engine.options import ModelOptions
 from offramp.engine.scheduling import make_policy
@@ -42,7 +42,7 @@ class Watched:
 
     name: str
     observed: Observed
-    generation: Generation
+    deployment: Deployment
     """In force."""
     options: ModelOptions
     streams: int
@@ -55,7 +55,7 @@ class _Control:
     """Where the control of a model stands."""
 
     model: Watched
-    generation: Generation
+    deployment: Deployment
     """In force."""
     job: tuple[Job, Future[Any]] | None = None
     building: tuple[tuple[int, ...], Future[None]] | None = None
@@ -94,7 +94,7 @@ class ControlLoop:
         self._controls = {
             name: _Control(
                 model=model,
-                generation=model.generation,
+                deployment=model.deployment,
                 status=model.observed.controller.status(),
                 saved_version=model.observed.controller.policy.version,
             )
@@ -117,7 +117,7 @@ class ControlLoop:
             self._thread.join(_STOP_S)
         for control in self._controls.values():
             self._save(control)
-            control.model.observed.generations.cancel()
+            control.model.observed.deployments.cancel()
         self._jobs.close()
         self._builder.shutdown(wait=True, cancel_futures=True)
 
@@ -127,7 +127,7 @@ class ControlLoop:
 
     def policy(self, model: str) -> ExitPolicy:
         """In force for what starts now."""
-        return self._controls[model].generation.policy
+        return self._controls[model].deployment.policy
 
     def look(self) -> None:
         """Look at every model once; what the thread does all the time."""
@@ -186,17 +186,17 @@ class ControlLoop:
 
     def _put_in_force(self, control: _Control) -> None:
         """Have batches start under the controller's policy, as soon as its stages are there."""
-        generations = control.model.observed.generations
+        deployments = control.model.observed.deployments
         wanted = control.model.observed.controller.policy
-        if wanted == control.generation.policy:
+        if wanted == control.deployment.policy:
             return
         exits = tuple(active.exit for active in wanted.active)
-        if generations.prepared(exits):
+        if deployments.prepared(exits):
             self._succeed(control, wanted)
             return
         self._build(control, exits)
-        meanwhile = with_exits(wanted, control.generation.exits)
-        if meanwhile is not None and meanwhile != control.generation.policy:
+        meanwhile = with_exits(wanted, control.deployment.exits)
+        if meanwhile is not None and meanwhile != control.deployment.policy:
             self._succeed(control, meanwhile)
 
     def _build(self, control: _Control, exits: tuple[int, ...]) -> None:
@@ -213,16 +213,16 @@ class ControlLoop:
                     "%s: exits %s cannot be put in use: %s", control.model.name, built, error
                 )
         if exits not in control.refused:
-            prepare: Callable[[tuple[int, ...]], None] = control.model.observed.generations.prepare
+            prepare: Callable[[tuple[int, ...]], None] = control.model.observed.deployments.prepare
             control.building = (exits, self._builder.submit(prepare, exits))
 
     def _succeed(self, control: _Control, policy: ExitPolicy) -> None:
         model = control.model
-        generation = model.observed.generations.make(policy, control.generation)
+        deployment = model.observed.deployments.make(policy, control.deployment)
         options = model.options
         try:
             scheduling = make_policy(
-                options.scheduling, generation.points, options.max_batch_size, model.streams
+                options.scheduling, deployment.points, options.max_batch_size, model.streams
             )
         except ValueError as error:
             exits = tuple(active.exit for active in policy.active)
@@ -230,8 +230,8 @@ class ControlLoop:
                 control.refused.add(exits)
                 _log.error("%s: exits %s do not suit scheduling: %s", model.name, exits, error)
             return
-        self._executor.succeed(model.name, generation, scheduling)
-        control.generation = generation
+        self._executor.succeed(model.name, deployment, scheduling)
+        control.deployment = deployment
 
     def _restore(self, control: _Control) -> None:
         """Go on from what was kept, if it was kept for the same."""

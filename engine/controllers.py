@@ -8,15 +8,15 @@ from typing import Any, Final
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, ExitPolicy, Profile
-from offramp.engine.control.adjusting import AdjustingController
 from offramp.engine.control.adjustment import DEFAULT_MAX_OVERHEAD
-from offramp.engine.control.apparate import ApparateController, ApparateSettings
 from offramp.engine.control.certified import CertifiedController, CertifiedSettings
 from offramp.engine.control.controller import Controller
 from offramp.engine.control.costs import CostModel
+from offramp.engine.control.exit_proposals import AdjustingController
 from offramp.engine.control.initial import certified_on, within_budget
-from offramp.engine.control.static import StaticController
-from offramp.engine.control.watchful import WatchfulController
+from offramp.engine.control.published.apparate import ApparateController, ApparateSettings
+from offramp.engine.control.published.static import StaticController
+from offramp.engine.control.shift_guard import WatchfulController
 from offramp.engine.control_state import identity_of
 from offramp.engine.options import ModelOptions
 from offramp.engine.plan import Mode

@@ -132,7 +132,7 @@ class Engine:
                 name: Watched(
                     name=name,
                     observed=model.observed,
-                    generation=model.generation,
+                    deployment=model.deployment,
                     options=model.options,
                     streams=streams,
                     state_path=model.state_path,
@@ -426,7 +426,7 @@ class Engine:
             number=next(self._numbers),
             inputs=inputs,
             count=len(next(iter(inputs.values()))),
-            signature=tuple(inputs[name].shape[1:] for name in sorted(inputs)),
+            batch_key=tuple(inputs[name].shape[1:] for name in sorted(inputs)),
             submitted_s=now_s,
             deadline_s=deadline_s,
             priority=priority,

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, Profile
 from offramp.engine.backends.base import Backend, Slot
+from offramp.engine.deployment import zeros
 from offramp.engine.errors import BackendError
-from offramp.engine.generation import zeros
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, make_chained_plan, make_plan
 

@@ -2,7 +2,7 @@
 
 One thread a stream, each with its own slot, for all models of the device; the backend releases
 the GIL while it executes. Scheduler, open requests and counts are guarded by one lock, held for
-microseconds. What is finished is handed to the event loop in batches (:mod:`.outbox`).
+microseconds. What is finished is handed to the event loop in batches (:mod:`.completions`).
 
 A stage that raises fails its own batch only: the scheduler has each of its requests tried once
 more, alone, on another stream where one is in service, and only those that fail again get an
@@ -26,6 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.engine.backends.base import Backend, Rows, Slot, TensorBatch
+from offramp.engine.completion_queue import CompletionQueue
+from offramp.engine.deployment import Deployment
 from offramp.engine.errors import (
     BackendError,
     DrainingError,
@@ -33,12 +35,10 @@ from offramp.engine.errors import (
     OutOfServiceError,
     QueueFullError,
 )
-from offramp.engine.generation import Generation
 from offramp.engine.hosting import HostedModel, neighbours
-from offramp.engine.ledger import Ledger, copy_of
-from offramp.engine.outbox import Outbox
 from offramp.engine.pipeline import Step
 from offramp.engine.recorder import Recorder
+from offramp.engine.request_table import RequestTable, copy_of
 from offramp.engine.requests import PendingRequest
 from offramp.engine.scheduling import (
     Assignment,
@@ -65,7 +65,7 @@ class Runnable(Protocol):
     """What the executor needs of a model."""
 
     @property
-    def generation(self) -> Generation:
+    def deployment(self) -> Deployment:
         """What to start with."""
         ...
 
@@ -74,11 +74,11 @@ class Runnable(Protocol):
         """Where to keep what is observed; ``None`` in modes that observe nothing."""
         ...
 
-    def probe(self, slot: Slot, generation: Generation) -> None:
+    def probe(self, slot: Slot, deployment: Deployment) -> None:
         """Run a batch that is known to be good through all stages."""
         ...
 
-    def warm_up(self, slot: Slot, generation: Generation) -> None:
+    def warm_up(self, slot: Slot, deployment: Deployment) -> None:
         """Run batches of every size, so that the slot has all that it will need."""
         ...
 
@@ -130,7 +130,7 @@ class Executor:
         self._changed = threading.Condition(self._lock)
         self._ended = threading.Condition(self._lock)
         """What a stream that pauses waits for: work is announced to those in service only."""
-        self._outbox = Outbox(self._lock, clock)
+        self._completions = CompletionQueue(self._lock, clock)
         self._models = {name: self._host(name, model) for name, model in models.items()}
         self._probes = {name: model.probe for name, model in models.items()}
         self._warm_ups = {name: model.warm_up for name, model in models.items()}
@@ -149,7 +149,7 @@ class Executor:
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start the threads; results are posted to ``loop``."""
-        self._outbox.bind(loop)
+        self._completions.bind(loop)
         for thread in self._threads:
             thread.start()
 
@@ -164,49 +164,49 @@ class Executor:
         hosted = self._models[model]
         with self._lock:
             given_s = request.deadline_s - request.submitted_s
-            way_s = min(self._outbox.delay_s, 0.5 * max(given_s, 0.0))
+            way_s = min(self._completions.delay_s, 0.5 * max(given_s, 0.0))
             submission = Submission(
                 request.number,
                 request.count,
                 request.deadline_s - way_s,
                 request.priority,
-                request.signature,
+                request.batch_key,
             )
             if self._refusal is not None:
                 raise copy_of(self._refusal)
             try:
                 self._scheduler.submit(model, submission, request.submitted_s)
             except SchedulerFullError as error:
-                hosted.ledger.counters.failed["rejected"] += request.count
+                hosted.table.counters.failed["rejected"] += request.count
                 raise QueueFullError(
                     f"{model}: the queue is full: {error}; try again later, or send less"
                 ) from error
             finally:
                 self._settle(hosted)
-            hosted.ledger.accept(request)
+            hosted.table.accept(request)
             self._changed.notify()
 
     def cancel(self, model: str, number: int) -> None:
         """Withdraw a request; nothing is posted for it any more."""
         hosted = self._models[model]
         with self._lock:
-            request = hosted.ledger.get(number)
+            request = hosted.table.get(number)
             if request is not None:
                 request.withdrawn = True
                 hosted.scheduler.cancel(number)
                 self._settle(hosted)
-            hosted.ledger.forget(number)
+            hosted.table.forget(number)
 
-    def succeed(self, model: str, generation: Generation, policy: Policy) -> None:
+    def succeed(self, model: str, deployment: Deployment, policy: Policy) -> None:
         """Run what starts from now on under another plan; what runs is not disturbed.
 
         Args:
             model: Name.
-            generation: Prepared and warmed up.
-            policy: Of scheduling, made for the generation's operating points.
+            deployment: Prepared and warmed up.
+            policy: Of scheduling, made for the deployment's operating points.
         """
         with self._lock:
-            self._models[model].succeed(generation, policy)
+            self._models[model].succeed(deployment, policy)
             self._changed.notify_all()
 
     def flush(self) -> None:
@@ -228,7 +228,7 @@ class Executor:
     def pending(self) -> int:
         """Requests that are not finished."""
         with self._lock:
-            return sum(model.ledger.awaited for model in self._models.values())
+            return sum(model.table.awaited for model in self._models.values())
 
     def snapshot(self, model: str) -> CountersSnapshot:
         """All counts of a model, of one instant."""
@@ -320,11 +320,11 @@ class Executor:
             self._health.passed(stream)
         return True
 
-    def _run_each(self, runs: Mapping[str, Callable[[Slot, Generation], None]], slot: Slot) -> None:
+    def _run_each(self, runs: Mapping[str, Callable[[Slot, Deployment], None]], slot: Slot) -> None:
         """Run batches that are known to be good, of every model."""
         try:
             for name, run in runs.items():
-                run(slot, self._models[name].current.generation)
+                run(slot, self._models[name].current.deployment)
         except Exception as error:
             raise _StartFailedError from error
 
@@ -334,7 +334,7 @@ class Executor:
             pause_s = self._health.start_failed(stream)
             _log.warning("stream %d cannot start, again in %g s: %s", stream, pause_s, error)
             self._scheduler.suspend(stream)
-            if self._health.hopeless and self._refusal is None:
+            if self._health.infeasible and self._refusal is None:
                 reason = f"out of service, no stream can start: {error}"
                 self._refuse(OutOfServiceError(reason), "backend_error")
             self._changed.notify_all()  # what failed here and was to run elsewhere may go nowhere
@@ -381,7 +381,7 @@ class Executor:
     def _task(self, name: str, run: Run) -> _Task:
         """Take what a run is fused of; the lock is held."""
         model = self._models[name]
-        pieces = tuple((model.parked[p.number], p.positions) for p in run.pieces)
+        pieces = tuple((model.buffered[p.number], p.positions) for p in run.pieces)
         model.discard()
         return _Task(model, run, pieces)
 
@@ -399,7 +399,7 @@ class Executor:
         try:
             batch = self._batch(slot, task, carry)
             started_s = self._clock()
-            step = model.under(run).generation.pipeline.step(slot, run.stage, batch)
+            step = model.under(run).deployment.pipeline.step(slot, run.stage, batch)
             runs_on = model.seen(run, step)
             transition, kept = self._conclude(stream, task, step, started_s, runs_on)
             if not len(transition.survivors):
@@ -411,14 +411,14 @@ class Executor:
             self._give_back(stream, task, error)
             raise _StageFailedError from error
         try:
-            kept.set_result(slot.park(step.result.carry, transition.survivors))
+            kept.set_result(slot.buffer(step.result.carry, transition.survivors))
         except Exception as error:
             kept.set_exception(error)
         return None
 
     def _batch(self, slot: Slot, task: _Task, carry: TensorBatch | None) -> TensorBatch:
         if task.pieces:
-            return slot.join([(future.result(), rows) for future, rows in task.pieces])
+            return slot.merge([(future.result(), rows) for future, rows in task.pieces])
         if task.run.stage == 0:
             task.model.started(task.run)
             return slot.upload(self._gather(task.model, task.run))
@@ -430,9 +430,9 @@ class Executor:
         parts: list[tuple[PendingRequest, slice | NDArray[np.int64]]] = []
         with self._lock:
             now_s = self._clock()
-            queue_s = model.ledger.counters.queue_s
+            queue_s = model.table.counters.queue_s
             for start, stop in neighbours(run.requests):
-                request = model.ledger.get(int(run.requests[start]))
+                request = model.table.get(int(run.requests[start]))
                 if request is None:
                     raise DrainingError(f"{model.name}: stopped before the answer")
                 parts.append((request, _chosen(run.rows[start:stop])))
@@ -453,14 +453,14 @@ class Executor:
         started_s: float,
         runs_on: NDArray[np.bool_] | None,
     ) -> tuple[Transition, Future[TensorBatch] | None]:
-        """Tell the scheduler, answer who leaves, count; gives where to park the survivors."""
+        """Tell the scheduler, answer who leaves, count; gives where to buffer the survivors."""
         model, run = task.model, task.run
         kept: Future[TensorBatch] | None = None
         with self._lock:
             now_s = self._clock()
             transition = self._scheduler.done(stream, step.exited, now_s, runs_on)
-            if transition.parked is not None:  # another stream may be given them at once
-                kept = model.parked[transition.parked] = Future()
+            if transition.buffered is not None:  # another stream may be given them at once
+                kept = model.buffered[transition.buffered] = Future()
             counters = model.under(run).stages[run.stage]
             counters.batch_size.observe(len(run.requests))
             counters.run_s.observe(now_s - started_s)
@@ -490,15 +490,15 @@ class Executor:
     # Under the lock
 
     def _host(self, name: str, model: Runnable) -> HostedModel:
-        ledger = Ledger(name, Counters(), self._outbox, self._clock)
+        table = RequestTable(name, Counters(), self._completions, self._clock)
         scheduler = self._scheduler.model(name)
-        return HostedModel(name, model.generation, scheduler, ledger, model.recorder)
+        return HostedModel(name, model.deployment, scheduler, table, model.recorder)
 
     def _refuse(self, refusal: EngineError, cause: str) -> None:
         """Take no more requests, and fail the open ones."""
         self._refusal = refusal
         for model in self._models.values():
-            for number in model.ledger.fail_all(refusal, cause):
+            for number in model.table.fail_all(refusal, cause):
                 model.scheduler.cancel(number)
             self._settle(model)
         self._changed.notify_all()
@@ -507,7 +507,7 @@ class Executor:
     def _settle(self, model: HostedModel) -> None:
         """Account for what the scheduler dropped, and wake who waits."""
         model.settle()
-        self._outbox.wake()
+        self._completions.wake()
 
 
 def _chosen(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:

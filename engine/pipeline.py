@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import NEVER
+from offramp.certify.decision import leaves
 from offramp.engine.backends.base import Backend, Rows, Slot, Stage, StageResult, TensorBatch
 from offramp.engine.plan import Mode, Plan, StageSpec
 
@@ -76,7 +77,7 @@ class Pipeline:
             return Step(result, _same(len(batch), value=True))
         if result.answer is None:
             return Step(result, _same(len(batch), value=False))
-        return Step(result, result.confidence >= self._at_least[index])
+        return Step(result, leaves(result.confidence, self._at_least[index]))
 
     def run(self, slot: Slot, tensors: Mapping[str, NDArray[Any]]) -> Iterator[Departure]:
         """Run one batch to its end, giving the rows that leave as they leave."""
@@ -94,7 +95,7 @@ class Pipeline:
             # slow. A NaN is never the largest, or is the first: then numpy decides below.
             if answer is None or max(confidence.tolist(), default=0.0) < self._thresholds[index]:
                 continue
-            exited = confidence >= self._at_least[index]
+            exited = leaves(confidence, self._at_least[index])
             (left,) = exited.nonzero()
             if len(left) == len(rows):
                 yield Departure(index, rows, answer, confidence)

@@ -24,8 +24,8 @@ from offramp.bundle import (
     TensorSpec,
 )
 from offramp.bundle.policy import NEVER
+from offramp.certify.agreement import float32_at_least
 from offramp.engine.assembly import assemble
-from offramp.engine.control.agreement import float32_at_least
 
 
 class Mode(StrEnum):
@@ -82,7 +82,7 @@ class StageSpec:
         return not self.carried
 
 
-class Anatomy(Protocol):
+class ModelStructure(Protocol):
     """What of a manifest matters for planning; the compiler plans before it has a manifest."""
 
     @property
@@ -136,18 +136,18 @@ def make_plan(bundle: Bundle, policy: ExitPolicy | None = None, mode: Mode = Mod
 
 
 def plan_stages(
-    anatomy: Anatomy, read: Callable[[str], bytes], active: Sequence[ActiveExit]
+    structure: ModelStructure, read: Callable[[str], bytes], active: Sequence[ActiveExit]
 ) -> tuple[StageSpec, ...]:
     """Plan the stages between some exits.
 
     Args:
-        anatomy: The model's parts.
+        structure: The model's parts.
         read: Gives the content of a part's file.
         active: In depth order.
     """
-    ends = [(anatomy.exits[a.exit].after_segment, a.exit, a.threshold) for a in active]
-    last = len(anatomy.segments) - 1
-    return tuple(_stages(anatomy, read, [*ends, (last, None, 0.0)]))
+    ends = [(structure.exits[a.exit].after_segment, a.exit, a.threshold) for a in active]
+    last = len(structure.segments) - 1
+    return tuple(_stages(structure, read, [*ends, (last, None, 0.0)]))
 
 
 def make_chained_plan(bundle: Bundle) -> Plan:
@@ -160,10 +160,10 @@ def make_chained_plan(bundle: Bundle) -> Plan:
     return Plan(stages=stages, policy_version=0, mode=Mode.OFF)
 
 
-def chain_stages(anatomy: Anatomy, read: Callable[[str], bytes]) -> tuple[StageSpec, ...]:
+def chain_stages(structure: ModelStructure, read: Callable[[str], bytes]) -> tuple[StageSpec, ...]:
     """Plan every segment as a stage of its own, without exits; see :func:`make_chained_plan`."""
-    ends = [(segment.index, None, NEVER) for segment in anatomy.segments]
-    return tuple(_stages(anatomy, read, ends))
+    ends = [(segment.index, None, NEVER) for segment in structure.segments]
+    return tuple(_stages(structure, read, ends))
 
 
 def _source_stage(bundle: Bundle) -> StageSpec:
@@ -188,36 +188,38 @@ def _of(bundle: Bundle, stages: Sequence[StageSpec]) -> tuple[StageSpec, ...]:
 
 
 def _stages(
-    anatomy: Anatomy, read: Callable[[str], bytes], ends: Sequence[tuple[int, int | None, float]]
+    structure: ModelStructure,
+    read: Callable[[str], bytes],
+    ends: Sequence[tuple[int, int | None, float]],
 ) -> Iterator[StageSpec]:
     first = 0
     for index, (last, exit_index, threshold) in enumerate(ends):
-        final = last == len(anatomy.segments) - 1
-        exit_ = None if exit_index is None else anatomy.exits[exit_index]
-        answer = anatomy.answer.output if final else None
+        final = last == len(structure.segments) - 1
+        exit_ = None if exit_index is None else structure.exits[exit_index]
+        answer = structure.answer.output if final else None
         yield StageSpec(
             index=index,
             first_segment=first,
             last_segment=last,
             exit=exit_index,
-            load=_loader(anatomy.segments[first : last + 1], exit_, read),
-            inputs=_stage_inputs(anatomy.segments[first : last + 1], exit_),
-            carried=() if final else carried_after(anatomy, last),
+            load=_loader(structure.segments[first : last + 1], exit_, read),
+            inputs=_stage_inputs(structure.segments[first : last + 1], exit_),
+            carried=() if final else carried_after(structure, last),
             answer=exit_.output if exit_ else answer,
             confidence=exit_.confidence if exit_ else None,
-            form=anatomy.answer.form,
+            form=structure.answer.form,
             threshold=0.0 if final else float(float32_at_least(np.array(threshold))),
         )
         first = last + 1
 
 
-def carried_after(anatomy: Anatomy, segment: int) -> tuple[str, ...]:
+def carried_after(structure: ModelStructure, segment: int) -> tuple[str, ...]:
     """Tensors alive after a segment: its cut tensor, then graph inputs read by what follows."""
-    graph_inputs = {tensor.name for tensor in anatomy.inputs}
-    later: dict[str, None] = {anatomy.segments[segment].output: None}
-    for follower in anatomy.segments[segment + 1 :]:
+    graph_inputs = {tensor.name for tensor in structure.inputs}
+    later: dict[str, None] = {structure.segments[segment].output: None}
+    for follower in structure.segments[segment + 1 :]:
         later.update((name, None) for name in follower.inputs if name in graph_inputs)
-    for exit_ in anatomy.exits:
+    for exit_ in structure.exits:
         if exit_.after_segment > segment:
             later.update((name, None) for name in exit_.inputs if name in graph_inputs)
     return tuple(later)

@@ -27,11 +27,12 @@ from numpy.typing import NDArray
 from offramp.bundle import Bundle, BundleError, Profile
 from offramp.bundle.bundle import CERTIFY
 from offramp.bundle.serde import from_plain, to_plain
+from offramp.certify.decision import count_answers, first_exit
+from offramp.certify.records import savings_of
 from offramp.engine.backends.base import Backend, Slot, TensorBatch
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.records import first_exit, savings_of
 from offramp.engine.control_state import identity_of
-from offramp.engine.generation import zeros
+from offramp.engine.deployment import zeros
 from offramp.engine.options import available_cores
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, make_plan
@@ -126,8 +127,8 @@ def measure(
     try:
         one = slot.upload(zeros(bundle.manifest, 1))
         whole_ms = min(_step_ms(source, slot, 0, one, clock) for _ in range(3))
-        slowness = whole_ms / compiled.source_ms[compiled.column(1)]
-        sizes = sizes_within(compiled, max_batch_size, slowness, LIMIT_S)
+        latency_margin = whole_ms / compiled.source_ms[compiled.column(1)]
+        sizes = sizes_within(compiled, max_batch_size, latency_margin, LIMIT_S)
         batches = [zeros(bundle.manifest, size) for size in sizes]
         timers = [_timers(source, staged, slot, inputs, clock) for inputs in batches]
         found = time_rounds(
@@ -152,7 +153,7 @@ def _value(found: Estimate) -> float:
 
 
 def sizes_within(
-    compiled: Profile, max_batch_size: int, slowness: float, limit_s: float
+    compiled: Profile, max_batch_size: int, latency_margin: float, limit_s: float
 ) -> list[int]:
     """Batch sizes that there is time for: 1, and of a middle and the largest one those that fit."""
     sizes = sorted({1, min(8, max_batch_size), max_batch_size})
@@ -160,7 +161,7 @@ def sizes_within(
     def takes_s(size: int) -> float:
         column = compiled.column(size)
         per_row = compiled.source_ms[column] / compiled.batch_sizes[column]
-        return _RUNS * slowness * per_row * size / 1e3
+        return _RUNS * latency_margin * per_row * size / 1e3
 
     while len(sizes) > 1 and sum(map(takes_s, sizes)) > limit_s:
         sizes.pop()
@@ -293,7 +294,7 @@ def predicted_savings(bundle: Bundle, profile: Profile, batch_size: int) -> floa
     confidence = records["confidence"][rows][:, records["split"] == CERTIFY]
     first = first_exit(confidence, np.array([a.threshold for a in bundle.policy.active]))
     cost = CostModel.of(bundle.manifest, profile, batch_size)
-    counts = np.bincount(first, minlength=len(rows) + 1)
+    counts = count_answers(first, len(rows))
     return float(savings_of(counts, cost.latency_ms(rows), cost.source_ms))
 
 

@@ -1,7 +1,7 @@
 """What becomes of every sample, kept in arrays until a controller reads it.
 
 Written by the streams' threads as samples pass, without a lock: every sample has a place of its
-own, by its serial number, in buffers that are made once. Read by one other thread, in the order in
+own, by its sample id, in buffers that are made once. Read by one other thread, in the order in
 which samples were started, up to the first that is still under way: were they read as they finish,
 those that leave would be counted before those that are audited.
 """
@@ -13,7 +13,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.engine.control.observations import UNKNOWN, Observations
+from offramp.certify.decision import MODEL_END
+from offramp.certify.observations import UNKNOWN, Observations
 
 CAPACITY: Final = 1 << 14
 """Samples remembered; a power of two."""
@@ -22,11 +23,11 @@ _MOST_AT_ONCE: Final = 1 << 12
 _NOBODY: Final = -1
 _RUNNING, _FINISHED, _LOST = np.uint8(0), np.uint8(1), np.uint8(2)
 
-Serials = NDArray[np.int64]
+SampleIds = NDArray[np.int64]
 
 
 class Recorder:
-    """A ring of samples by serial number, and the coins that say who is audited."""
+    """A ring of samples by sample id, and the coins that say who is audited."""
 
     def __init__(self, exits: int, *, seed: int | None = None, capacity: int = CAPACITY) -> None:
         """Start empty, with audits of everything.
@@ -49,12 +50,12 @@ class Recorder:
         self._random = np.random.default_rng(seed)
         self._mask = capacity - 1
         self._read = 0
-        """The first serial number that was not read."""
-        self._serial = np.full(capacity, _NOBODY, np.int64)
+        """The first sample id that was not read."""
+        self._sample_id = np.full(capacity, _NOBODY, np.int64)
         self._state = np.full(capacity, _RUNNING, np.uint8)
         self._confidence = np.full((exits, capacity), np.nan, np.float32)
         self._prediction = np.full((exits, capacity), UNKNOWN, np.int32)
-        self._answered_at = np.full(capacity, exits, np.int64)
+        self._answered_at = np.full(capacity, MODEL_END, np.int64)
         self._final = np.full(capacity, UNKNOWN, np.int32)
         self._audit_probability = np.ones(capacity)
         self._runs_on = np.ones(capacity, np.bool_)
@@ -66,63 +67,67 @@ class Recorder:
         """K."""
         return len(self._confidence)
 
-    def start(self, serials: Serials, version: int, *, forced: bool = False) -> None:
+    def start(self, sample_ids: SampleIds, version: int, *, forced: bool = False) -> None:
         """Take note of samples that start, under which policy, and toss their coins.
 
         Args:
-            serials: [n].
+            sample_ids: [n].
             version: Of the policy.
             forced: Whether they will have to leave before the model's end.
         """
-        serials = serials[self._serial[serials & self._mask] <= serials]  # tried again, too late
-        slots = serials & self._mask
-        self._state[slots] = _RUNNING  # before the serial: a reader must not take the last owner's
+        sample_ids = sample_ids[
+            self._sample_id[sample_ids & self._mask] <= sample_ids
+        ]  # tried again, too late
+        slots = sample_ids & self._mask
+        self._state[slots] = (
+            _RUNNING  # before the sample_id: a reader must not take the last owner's
+        )
         self._confidence[:, slots] = np.nan
         self._prediction[:, slots] = UNKNOWN
-        self._answered_at[slots] = self.exits
+        self._answered_at[slots] = MODEL_END
         self._final[slots] = UNKNOWN
         probability = self.audit_probability
         self._audit_probability[slots] = probability
         self._runs_on[slots] = self._random.random(len(slots)) < probability
         self._version[slots] = version
         self._forced[slots] = forced
-        self._serial[slots] = serials
+        self._sample_id[slots] = sample_ids
 
-    def runs_on(self, serials: Serials) -> NDArray[np.bool_]:
+    def runs_on(self, sample_ids: SampleIds) -> NDArray[np.bool_]:
         """[n]: whose coin says that they run on after an early answer."""
-        chosen: NDArray[np.bool_] = self._runs_on[serials & self._mask]
+        chosen: NDArray[np.bool_] = self._runs_on[sample_ids & self._mask]
         return chosen
 
     def passed(
         self,
-        serials: Serials,
+        sample_ids: SampleIds,
         exit_index: int,
         confidence: NDArray[np.float32],
         prediction: NDArray[np.int64],
     ) -> None:
         """Take note of what an exit said of samples, whether it answered them or not."""
-        slots, mine = self._own(serials)
+        slots, mine = self._own(sample_ids)
         self._confidence[exit_index, slots] = confidence[mine]
         self._prediction[exit_index, slots] = prediction[mine]
 
-    def answered(self, serials: Serials, exit_index: int, forced: NDArray[np.bool_]) -> None:
+    def answered(self, sample_ids: SampleIds, exit_index: int, forced: NDArray[np.bool_]) -> None:
         """Take note of samples that an exit answered; ``forced`` [n] are below its threshold."""
-        slots, mine = self._own(serials)
+        slots, mine = self._own(sample_ids)
         self._answered_at[slots] = exit_index
         self._forced[slots] |= forced[mine]
 
-    def final(self, serials: Serials, prediction: NDArray[np.int64]) -> None:
+    def final(self, sample_ids: SampleIds, prediction: NDArray[np.int64]) -> None:
         """Take note of what the model's end said of samples."""
-        slots, mine = self._own(serials)
+        slots, mine = self._own(sample_ids)
         self._final[slots] = prediction[mine]
 
-    def finish(self, serials: Serials) -> None:
+    def finish(self, sample_ids: SampleIds) -> None:
         """Say that no more will be known of samples."""
-        self._state[self._own(serials)[0]] = _FINISHED
+        self._state[self._own(sample_ids)[0]] = _FINISHED
 
-    def lose(self, serials: Serials) -> None:
+    def lose(self, sample_ids: SampleIds) -> None:
         """Say that samples left otherwise than they were meant to: they are no evidence."""
-        self._state[self._own(serials)[0]] = _LOST
+        self._state[self._own(sample_ids)[0]] = _LOST
 
     def take(self) -> Observations | None:
         """What is known of the next samples, in the order in which they were started.
@@ -132,7 +137,7 @@ class Recorder:
         self._skip_overwritten()
         expected = np.arange(self._read, self._read + min(_MOST_AT_ONCE, self._mask + 1))
         slots = expected & self._mask
-        ready = (self._serial[slots] == expected) & (self._state[slots] != _RUNNING)
+        ready = (self._sample_id[slots] == expected) & (self._state[slots] != _RUNNING)
         count = len(ready) if ready.all() else int(ready.argmin())
         if not count:
             return None
@@ -147,25 +152,25 @@ class Recorder:
             policy_version=self._version[known],
             forced=self._forced[known],
         )
-        torn = (self._state[slots] == _RUNNING) | (self._serial[slots] != expected[:count])
+        torn = (self._state[slots] == _RUNNING) | (self._sample_id[slots] != expected[:count])
         if torn.any():  # overwritten while it was read; the next call goes on behind it
             return None
         self._read += count
         self.lost += count - len(known)
         return seen if len(known) else None
 
-    def _own(self, serials: Serials) -> tuple[Serials, NDArray[np.bool_]]:
+    def _own(self, sample_ids: SampleIds) -> tuple[SampleIds, NDArray[np.bool_]]:
         """The slots of samples that still have theirs, and which samples that are.
 
         One that took so long that the ring came round must not write into another's.
         """
-        slots = serials & self._mask
-        mine: NDArray[np.bool_] = self._serial[slots] == serials
+        slots = sample_ids & self._mask
+        mine: NDArray[np.bool_] = self._sample_id[slots] == sample_ids
         return slots[mine], mine
 
     def _skip_overwritten(self) -> None:
         """Go on behind what was overwritten before it was read."""
-        newest = int(self._serial.max())
+        newest = int(self._sample_id.max())
         oldest = newest - self._mask
         if self._read < oldest:
             # Half of the ring ahead, so that the reader is not overrun again at once.

@@ -54,7 +54,7 @@ class PendingRequest:
     number: int
     inputs: Mapping[str, NDArray[Any]]
     count: int
-    signature: Hashable
+    batch_key: Hashable
     submitted_s: float
     deadline_s: float
     priority: int

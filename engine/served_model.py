@@ -18,9 +18,9 @@ from offramp.engine.backends import Backend, Slot
 from offramp.engine.control.controller import Controller
 from offramp.engine.control_state import state_path_of
 from offramp.engine.controllers import make_controller
+from offramp.engine.deployment import BundleDeployments, Deployment, Deployments, zeros
 from offramp.engine.device_profile import measure_profile
 from offramp.engine.errors import BackendError, OptionsError
-from offramp.engine.generation import BundleGenerations, Generation, Generations, zeros
 from offramp.engine.options import ModelOptions
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode
@@ -46,7 +46,7 @@ class Observed:
 
     controller: Controller
     recorder: Recorder
-    generations: Generations
+    deployments: Deployments
     fingerprint: Mapping[str, str]
     """What a kept state of the controller must have been made for."""
 
@@ -60,10 +60,10 @@ class ServedModel:
     answer: Answer
     mode: Mode
     options: ModelOptions
-    generation: Generation
+    deployment: Deployment
     """To start with."""
     scheduler: ModelScheduler
-    """Of that generation."""
+    """Of that deployment."""
     good_inputs: Mapping[str, NDArray[Any]]
     """A sample that is known to run."""
     observed: Observed | None = None
@@ -101,7 +101,7 @@ class ServedModel:
                 )
             except BackendError as error:
                 _log.warning("%s: scheduled by the CPU's profile: %s", name, error)
-        generations = BundleGenerations(bundle, backend, profile, mode=mode, options=options)
+        deployments = BundleDeployments(bundle, backend, profile, mode=mode, options=options)
         policy, observed = bundle.policy, None
         if mode.observed:
             controller, found_under = make_controller(bundle, profile, mode, options)
@@ -109,21 +109,21 @@ class ServedModel:
             observed = Observed(
                 controller=controller,
                 recorder=Recorder(len(bundle.manifest.exits)),
-                generations=generations,
+                deployments=deployments,
                 fingerprint={**found_under, **_arithmetic(bundle, backend)},
             )
             observed.recorder.audit_probability = controller.audit_probability
         elif mode is Mode.OFF:
             policy = replace(policy, active=(), promise=None)
-        generation = generations.make(policy)
-        points = generation.points
+        deployment = deployments.make(policy)
+        points = deployment.points
         try:
             scheduler = scheduler_of(
-                points, options, streams=streams, parallel=parallel, plan=generation.number
+                points, options, streams=streams, parallel=parallel, plan=deployment.number
             )
         except ValueError as error:
             raise OptionsError(f"{name}: {error}") from error
-        pipeline = generation.pipeline
+        pipeline = deployment.pipeline
         speed = _speed(pipeline, bundle.manifest, points.latencies, options.max_batch_size)
         points.latencies.calibrate(speed)
         return cls(
@@ -132,7 +132,7 @@ class ServedModel:
             answer=bundle.manifest.answer,
             mode=mode,
             options=options,
-            generation=generation,
+            deployment=deployment,
             scheduler=scheduler,
             good_inputs=zeros(bundle.manifest, 1),
             observed=observed,
@@ -142,23 +142,23 @@ class ServedModel:
     @property
     def policy(self) -> ExitPolicy:
         """To start with."""
-        return self.generation.policy
+        return self.deployment.policy
 
     @property
     def recorder(self) -> Recorder | None:
         """Where to keep what is observed."""
         return self.observed.recorder if self.observed else None
 
-    def probe(self, slot: Slot, generation: Generation) -> None:
+    def probe(self, slot: Slot, deployment: Deployment) -> None:
         """Run a sample that is known to be good through all stages."""
-        generation.pipeline.warm_up(slot, self.good_inputs)
+        deployment.pipeline.warm_up(slot, self.good_inputs)
 
-    def warm_up(self, slot: Slot, generation: Generation) -> None:
+    def warm_up(self, slot: Slot, deployment: Deployment) -> None:
         """Run every batch size twice, the largest first (a CUDA graph is made at the second)."""
         for size in range(self.options.max_batch_size, 0, -1):
             rows = {name: array.repeat(size, axis=0) for name, array in self.good_inputs.items()}
             for _ in range(2):
-                generation.pipeline.warm_up(slot, rows)
+                deployment.pipeline.warm_up(slot, rows)
 
 
 def _profile_here(
@@ -195,7 +195,7 @@ def warm_slots(backend: Backend, models: Mapping[str, ServedModel], streams: int
         for _ in range(streams):
             slots.append(backend.open_slot())
             for model in models.values():
-                model.warm_up(slots[-1], model.generation)
+                model.warm_up(slots[-1], model.deployment)
     except BaseException:
         for slot in slots:
             slot.close()

@@ -40,7 +40,7 @@ class StreamHealth:
         return self._failed_starts.count(0)
 
     @property
-    def hopeless(self) -> bool:
+    def infeasible(self) -> bool:
         """Whether every stream has failed to start so often that nobody should wait for them."""
         return min(self._failed_starts) >= GIVE_UP_AFTER
 

@@ -40,7 +40,7 @@ class Pair:
 
 @dataclass
 class Waiting:
-    """Parked rows, and the stage that they wait for."""
+    """Buffered rows, and the stage that they wait for."""
 
     stage: int
     pair: Pair
@@ -70,7 +70,7 @@ class Twin:
         return Pair(self.slot.upload(inputs), self.cpu_slot.upload(inputs))
 
     def step(self, stage: int, pair: Pair) -> Pair | Waiting | None:
-        """Run a stage; those that go on are kept in the slot or parked, or there are none."""
+        """Run a stage; those that go on are kept in the slot or buffered, or there are none."""
         ours, cpu = (
             self.ours.step(self.slot, stage, pair.ours),
             self.cpu.step(self.cpu_slot, stage, pair.cpu),
@@ -95,8 +95,8 @@ class Twin:
             return Waiting(
                 stage + 1,
                 Pair(
-                    self.slot.park(ours.result.carry, rows),
-                    self.cpu_slot.park(cpu.result.carry, rows),
+                    self.slot.buffer(ours.result.carry, rows),
+                    self.cpu_slot.buffer(cpu.result.carry, rows),
                 ),
             )
         return Pair(
@@ -105,15 +105,15 @@ class Twin:
         )
 
     def join(self, parts: list[Pair]) -> Pair:
-        """Some rows of parked batches, on both sides."""
+        """Some rows of buffered batches, on both sides."""
         chosen = [self._some(len(part.cpu)) for part in parts]
         return Pair(
-            self.slot.join([(p.ours, rows) for p, rows in zip(parts, chosen, strict=True)]),
+            self.slot.merge([(p.ours, rows) for p, rows in zip(parts, chosen, strict=True)]),
             self.cpu_slot.join([(p.cpu, rows) for p, rows in zip(parts, chosen, strict=True)]),
         )
 
     def run(self, inputs: Inputs, batches: int, *, rows: int) -> None:
-        """Run batches of up to so many rows, each to its end, and what was parked among them."""
+        """Run batches of up to so many rows, each to its end, and what was buffered among them."""
         waiting: list[Waiting] = []
         for _ in range(batches):
             size = int(self.rng.integers(1, rows + 1))
@@ -125,7 +125,7 @@ class Twin:
                 waiting += self.follow(stage, self.join([w.pair for w in ready]))
 
     def follow(self, stage: int, pair: Pair) -> list[Waiting]:
-        """Run a batch until nobody is left in it; gives what it parked."""
+        """Run a batch until nobody is left in it; gives what it buffered."""
         while True:
             after = self.step(stage, pair)
             if after is None:

@@ -19,9 +19,9 @@ from offramp.engine.backends.sizes import Argument, GraphShapes, dtype_of
 from offramp.engine.cuda.backend import CudaBackend
 from offramp.engine.cuda.driver import Stream
 from offramp.engine.cuda.executable import Shape, SlotResources, TensorInfo
-from offramp.engine.cuda.fake_driver import FakeDriver
 from offramp.engine.errors import BackendError
 from offramp.engine.plan import StageSpec
+from offramp.testing.cuda_driver import FakeDriver
 
 
 @dataclass(kw_only=True)

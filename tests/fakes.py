@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from offramp.bundle import NEVER, ActiveExit, Answer, ExitPolicy, TensorSpec
-from offramp.engine.backends.fake import SCRIPT, FakeBackend
+from offramp.certify.observations import Observations
 from offramp.engine.control.controller import ControlStatus, Event, Evidence, Job
-from offramp.engine.control.observations import Observations
-from offramp.engine.generation import Generation
+from offramp.engine.deployment import Deployment
 from offramp.engine.options import ModelOptions
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, StageSpec
@@ -25,6 +24,7 @@ from offramp.engine.scheduling import (
     make_scheduler,
 )
 from offramp.engine.served_model import Observed, ServedModel
+from offramp.testing.backend import SCRIPT, FakeBackend
 
 
 def fake_plan(
@@ -58,7 +58,7 @@ def fake_plan(
     return Plan(stages=tuple(stages), policy_version=7, mode=mode)
 
 
-class FakeGenerations:
+class FakeDeployments:
     """Of a model of some exits; preparing waits for as long as ``gate`` does."""
 
     def __init__(
@@ -70,7 +70,7 @@ class FakeGenerations:
         self.stage_s = stage_s
         self.there: set[tuple[int, ...]] = {tuple(range(exits))}
         self.gate: Callable[[], None] = lambda: None
-        self.made: list[Generation] = []
+        self.made: list[Deployment] = []
 
     def prepared(self, exits: Sequence[int]) -> bool:
         return tuple(exits) in self.there
@@ -82,11 +82,11 @@ class FakeGenerations:
     def cancel(self) -> None:
         pass
 
-    def make(self, policy: ExitPolicy, before: Generation | None = None) -> Generation:
+    def make(self, policy: ExitPolicy, before: Deployment | None = None) -> Deployment:
         active = {a.exit: a.threshold for a in policy.active}
         plan = fake_plan([NEVER] * self.exits, active, Mode.RELEASE)
         self.made.append(
-            Generation(
+            Deployment(
                 number=len(self.made),
                 policy=policy,
                 pipeline=Pipeline(self.backend, plan),
@@ -198,19 +198,19 @@ def fake_model(
     observed = None
     if controller is None:
         plan = fake_plan(thresholds)
-        generation = Generation(
+        deployment = Deployment(
             number=0,
             policy=ExitPolicy(version=7, active=()),
             pipeline=Pipeline(backend, plan),
             points=fake_points(plan, settings, stage_s),
         )
     else:
-        generations = FakeGenerations(backend, len(thresholds), settings, stage_s)
-        generation = generations.make(controller.policy)
+        deployments = FakeDeployments(backend, len(thresholds), settings, stage_s)
+        deployment = deployments.make(controller.policy)
         recorder = Recorder(len(thresholds), seed=0)
         recorder.audit_probability = controller.audit_probability
         observed = Observed(
-            controller=controller, recorder=recorder, generations=generations, fingerprint={}
+            controller=controller, recorder=recorder, deployments=deployments, fingerprint={}
         )
     stages = len(thresholds) + 1
     return ServedModel(
@@ -219,16 +219,16 @@ def fake_model(
         answer=Answer(output="answer", classes=classes, form="probabilities"),
         mode=Mode.LEAVE if controller is None else Mode.RELEASE,
         options=settings,
-        generation=generation,
+        deployment=deployment,
         scheduler=make_scheduler(
             settings.scheduling,
-            generation.points,
+            deployment.points,
             max_batch_size=settings.max_batch_size,
             max_delay_s=max_delay_s,
             max_queue=settings.max_queue_samples,
             streams=streams,
             parallel=parallel,
-            plan=generation.number,
+            plan=deployment.number,
         ),
         good_inputs={SCRIPT: np.zeros((1, stages, classes), np.float32)},
         observed=observed,

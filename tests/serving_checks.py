@@ -191,7 +191,7 @@ async def swapped(
             try:
                 for version in range(2, swaps + 2):
                     policies.append(another(policies[0], version, rng))
-                    made = await asyncio.to_thread(observed.generations.make, policies[-1])
+                    made = await asyncio.to_thread(observed.deployments.make, policies[-1])
                     scheduling = make_policy(
                         how.defaults.scheduling,
                         made.points,

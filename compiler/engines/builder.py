@@ -3,37 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from numpy.typing import NDArray
 
-from offramp.bundle.engines import Precision, ShapeProfile
+from offramp.bundle.engines import ShapeProfile
+from offramp.compiler.engines.options import BuildSettings
 
 BuildProgress: TypeAlias = Callable[[str, int, int], None]
 """Called with the name of a phase, its steps done, and its steps in all."""
-
-OPTIMIZATION_LEVELS = range(6)
-"""TensorRT's: from building fast to running fast."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuildSettings:
-    """How an engine is built."""
-
-    precision: Precision
-    """It is in the graph already; here it says which arithmetic TensorRT may choose from."""
-    workspace_bytes: int | None = None
-    """Most device memory for scratch; ``None`` is all that is free."""
-    optimization_level: int = 3
-    """0 to 5: how long TensorRT looks for a faster engine."""
-
-    def __post_init__(self) -> None:
-        """Refuse what TensorRT would."""
-        if self.optimization_level not in OPTIMIZATION_LEVELS:
-            raise ValueError(f"optimization level {self.optimization_level} is not in 0 to 5")
-        if self.workspace_bytes is not None and self.workspace_bytes < 1:
-            raise ValueError(f"workspace of {self.workspace_bytes} bytes is not positive")
 
 
 class Built(NamedTuple):

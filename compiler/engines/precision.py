@@ -25,11 +25,10 @@ from offramp.calibration.dataset import Dataset
 from offramp.calibration.errors import DataError
 from offramp.calibration.quantization import RANGE_SAMPLES, Ranges
 from offramp.calibration.running import BATCH_SIZE, run_over
-from offramp.compiler.engines.graphs import UnitGraphs
+from offramp.certify.binomial import binomial_cdf, upper_bound
 from offramp.compiler.engines.rounding import rounded
-from offramp.compiler.engines.units import Unit
+from offramp.compiler.engines.units import Unit, UnitGraphs
 from offramp.compiler.errors import VerificationError
-from offramp.engine.control.binomial import binomial_cdf, upper_bound
 from offramp.engine.exit_check import exits
 from offramp.engine.onnx_subset import has_half_precision
 from offramp.engine.plan import Mode, StageSpec, make_plan

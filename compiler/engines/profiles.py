@@ -11,7 +11,7 @@ import onnx
 
 from offramp.bundle import Bundle, Manifest
 from offramp.bundle.engines import ShapeProfile, ShapeRange
-from offramp.compiler.engines.ranges import SizeRange, describe_ranges
+from offramp.compiler.engines.options import SizeRange, describe_ranges
 from offramp.compiler.errors import EngineOptionsError
 from offramp.compiler.runtime import Runner, random_inputs
 from offramp.engine.assembly import assemble

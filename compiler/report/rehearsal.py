@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
+from offramp.calibration.rehearsal.result import Candidate, Rehearsal, Rehearsed, Step
 from offramp.compiler.report import numbers, svg
 from offramp.compiler.report.svg import Scale
-from offramp.engine.control.rehearsal_result import Candidate, Rehearsal, Rehearsed, Step
 
 _ROW, _TOP, _BOTTOM, _LEFT, _WIDTH, _GAP, _RIGHT = 19.0, 26.0, 40.0, 44.0, 390.0, 30.0, 176.0
 _SHADES = 12

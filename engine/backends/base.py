@@ -6,7 +6,7 @@ keeps it; scheduler and executor only know how many rows it has and which of the
 
 Ownership: ``upload`` may alias the arrays it is given; they must not change until the batch is
 done. What ``run``, ``select`` and ``join`` return is valid until the slot's next ``upload`` or
-``join``, or until the stage after next; what ``park`` returns, the answer and the confidence arrays
+``join``, or until the stage after next; what ``buffer`` returns, the answer and the confidence arrays
 belong to the caller.
 
 Kept to a handful of methods on purpose (the trait of Hugging Face TEI was the model): whatever
@@ -76,7 +76,7 @@ class Slot(Protocol):
         """Keep the given rows, in their order (survivor compaction)."""
         ...
 
-    def park(self, batch: TensorBatch, rows: Rows) -> TensorBatch:
+    def buffer(self, batch: TensorBatch, rows: Rows) -> TensorBatch:
         """Copy the given rows out of the slot's buffers.
 
         The copy lasts until the last reference to it is gone, and any slot of the backend may
@@ -84,8 +84,8 @@ class Slot(Protocol):
         """
         ...
 
-    def join(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> TensorBatch:
-        """Fuse rows of parked batches into one batch of this slot, part after part."""
+    def merge(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> TensorBatch:
+        """Fuse rows of buffered batches into one batch of this slot, part after part."""
         ...
 
     def close(self) -> None:

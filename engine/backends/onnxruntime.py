@@ -192,11 +192,11 @@ class OnnxRuntimeSlot:
         kept = {name: array.take(rows, axis=0) for name, array in batch.tensors.items()}
         return HostBatch(kept, len(rows))
 
-    def park(self, batch: TensorBatch, rows: Rows) -> HostBatch:
+    def buffer(self, batch: TensorBatch, rows: Rows) -> HostBatch:
         """Copy the given rows; host memory is every slot's."""
         return self.select(batch, rows)
 
-    def join(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> HostBatch:
+    def merge(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> HostBatch:
         """Concatenate."""
         chosen = [self.select(batch, rows).tensors for batch, rows in parts]
         joined = {name: np.concatenate([tensors[name] for tensors in chosen]) for name in chosen[0]}

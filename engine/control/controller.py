@@ -20,7 +20,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from offramp.bundle import ExitPolicy
-from offramp.engine.control.observations import Observations
+from offramp.certify.observations import Observations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from offramp.bundle import ExitPolicy
+from offramp.certify.observations import Observations
 from offramp.engine.control.controller import Controller, ControlStatus, Event, Job
-from offramp.engine.control.observations import Observations
 
 
 class Considering(Controller, Protocol):

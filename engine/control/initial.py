@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, ActiveExit, ExitPolicy, Promise
 from offramp.bundle.bundle import CERTIFY, TUNE
-from offramp.engine.control.agreement import tuning_path
-from offramp.engine.control.certify import certify
+from offramp.certify.agreement import tuning_path
+from offramp.certify.learn_then_test import certify
+from offramp.certify.path import walk
+from offramp.certify.records import evaluate
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.path import walk
-from offramp.engine.control.records import evaluate
 
 
 def within_budget(

@@ -1,4 +1,4 @@
-"""Where a ladder comes from: agreement curves, renewed from few samples, and levels chosen on them.
+"""Where a threshold path comes from: agreement curves, renewed from few samples, and levels chosen on them.
 
 The levels lie on one smooth path, thresholds at which every exit agrees equally surely, since a
 path fitted closely to few samples is never certified (findings 5). They are dense where the
@@ -13,14 +13,14 @@ from typing import Final
 
 import numpy as np
 
-from offramp.engine.control.agreement import (
+from offramp.certify.agreement import (
     AgreementCurve,
     common_path,
     path_levels,
 )
-from offramp.engine.control.ladder import Outlook, outlook
-from offramp.engine.control.records import BoolArray, Float32Array, FloatArray
-from offramp.engine.control.window import Weighted
+from offramp.certify.decision import BoolArray, Float32Array, FloatArray
+from offramp.certify.threshold_path import Outlook, outlook
+from offramp.certify.window import Weighted
 
 LEVELS: Final = 60
 _CAUTIOUS, _BOLD = 0.02, 8.0

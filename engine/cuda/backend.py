@@ -6,10 +6,10 @@ import threading
 from contextlib import ExitStack
 
 from offramp.engine.cuda.arena import mib
+from offramp.engine.cuda.buffering import ParkingPool
 from offramp.engine.cuda.driver import DeviceMemoryError, Driver
 from offramp.engine.cuda.executable import ExecutableFactory
 from offramp.engine.cuda.kernels import DeviceKernels
-from offramp.engine.cuda.parking import ParkingPool
 from offramp.engine.cuda.slot import REMEDY, CudaSlot, Shared
 from offramp.engine.cuda.stages import CudaStage, StageRegistry
 from offramp.engine.errors import BackendError

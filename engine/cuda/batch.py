@@ -1,4 +1,4 @@
-"""Batches on the device: in a slot's buffers, or parked."""
+"""Batches on the device: in a slot's buffers, or buffered."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.engine.cuda.arena import Region
+from offramp.engine.cuda.buffering import BufferedMemory
 from offramp.engine.cuda.layout import Layout
-from offramp.engine.cuda.parking import ParkedMemory
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -47,14 +47,14 @@ class CudaBatch:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class ParkedBatch:
+class BufferedBatch:
     """Rows in memory of their own; written for good."""
 
     pool: object
     """Whose memory it is."""
     rows: int
     layout: Layout
-    memory: ParkedMemory
+    memory: BufferedMemory
     area: int
     """The input area where it would have gone on, so that a graph captured there fits it."""
     capacity: int

@@ -7,7 +7,7 @@
              are enqueued; then the host waits, with the GIL released, for all of it
     select   nothing, where the stage end found the same survivors: it has brought them to the
              other input area already; else a gather
-    park     to memory of its own, and waits, so that any slot may join it at once
+    buffer     to memory of its own, and waits, so that any slot may join it at once
     join     into an input area
 
 The stage end (``engine/kernels/stage_end.cu``) writes confidences, survivors and their number
@@ -27,14 +27,14 @@ from numpy.typing import NDArray
 
 from offramp.engine.backends.base import Rows, StageResult, TensorBatch
 from offramp.engine.cuda.arena import Arena
-from offramp.engine.cuda.batch import CudaBatch, ParkedBatch
+from offramp.engine.cuda.batch import BufferedBatch, CudaBatch
+from offramp.engine.cuda.buffering import ParkingPool
 from offramp.engine.cuda.driver import DeviceLostError, DeviceMemoryError, Driver
 from offramp.engine.cuda.executable import ExecutableFactory, SlotResources
 from offramp.engine.cuda.kernels import DeviceKernels
 from offramp.engine.cuda.layout import Layout, Layouts, Placed
 from offramp.engine.cuda.moves import Moves, Queue
 from offramp.engine.cuda.opened import OpenStages
-from offramp.engine.cuda.parking import ParkingPool
 from offramp.engine.cuda.runs import StageRun, StageRuns, scratch_of
 from offramp.engine.cuda.stages import CudaStage, StageFacts, StageRegistry
 from offramp.engine.errors import BackendError
@@ -148,22 +148,22 @@ class CudaSlot:
             except Exception as error:
                 self._fail(f"{len(rows)} of {batch.rows} rows could not be selected", error)
 
-    def park(self, batch: TensorBatch, rows: Rows) -> ParkedBatch:
+    def buffer(self, batch: TensorBatch, rows: Rows) -> BufferedBatch:
         """Copy the given rows to memory of their own, and wait; see :class:`Slot`."""
         assert isinstance(batch, CudaBatch)
         with self._driver.current():
             try:
-                return self._park(batch, rows)
+                return self._buffer(batch, rows)
             except Exception as error:
-                self._fail(f"{len(rows)} rows could not be parked", error)
+                self._fail(f"{len(rows)} rows could not be buffered", error)
 
-    def join(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> CudaBatch:
-        """Enqueue copies of parked rows into an input area; see :class:`Slot`."""
+    def merge(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> CudaBatch:
+        """Enqueue copies of buffered rows into an input area; see :class:`Slot`."""
         with self._driver.current():
             try:
                 return self._join(parts)
             except Exception as error:
-                self._fail("parked rows could not be joined", error)
+                self._fail("buffered rows could not be joined", error)
 
     def close(self) -> None:
         """Release everything, whatever goes wrong on the way; may be called again."""
@@ -311,10 +311,10 @@ class CudaSlot:
         self._moves.copy(batch.layout, batch.addresses, placed.home, batch.rows)
         return placed
 
-    def _park(self, batch: CudaBatch, rows: Rows) -> ParkedBatch:
+    def _buffer(self, batch: CudaBatch, rows: Rows) -> BufferedBatch:
         self._check(batch)
         layout = self._layouts.of(batch.layout.row, len(rows))
-        parked = ParkedBatch(
+        buffered = BufferedBatch(
             pool=self._shared.pool,
             rows=len(rows),
             layout=layout,
@@ -322,7 +322,7 @@ class CudaSlot:
             area=batch.area,
             capacity=batch.layout.capacity,
         )
-        targets = layout.addresses(parked.memory.address)
+        targets = layout.addresses(buffered.memory.address)
         if len(rows) == batch.rows:
             self._moves.copy(layout, batch.addresses, targets, len(rows))
         elif _were_brought(batch, self.arena, rows):
@@ -330,21 +330,21 @@ class CudaSlot:
         else:
             self._moves.gather(layout, batch.addresses, targets, source_rows=batch.rows, rows=rows)
         self._queue.settle()
-        return parked
+        return buffered
 
     def _join(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> CudaBatch:
         self._tidy()
-        parked = [(self._own_parked(batch), rows) for batch, rows in parts]
-        first, total = parked[0][0], sum(len(rows) for _, rows in parked)
+        buffered = [(self._own_buffered(batch), rows) for batch, rows in parts]
+        first, total = buffered[0][0], sum(len(rows) for _, rows in buffered)
         row = first.layout.row
-        if other := next((b.layout.row for b, _ in parked if b.layout.row != row), None):
+        if other := next((b.layout.row for b, _ in buffered if b.layout.row != row), None):
             raise BackendError(f"rows of different tensors cannot be joined: {row}, {other}")
         layout = self._layouts.of(row, max(first.capacity, total))
         joined = self._overwrite(first.area, layout, total)
-        numbers = self._moves.send([rows for batch, rows in parked if len(rows) < batch.rows])
-        self._queue.held += (batch for batch, _ in parked)  # not before: sending may wait
+        numbers = self._moves.send([rows for batch, rows in buffered if len(rows) < batch.rows])
+        self._queue.held += (batch for batch, _ in buffered)  # not before: sending may wait
         targets = joined.home
-        for batch, rows in parked:
+        for batch, rows in buffered:
             sources = batch.layout.addresses(batch.memory.address)
             if len(rows) == batch.rows:
                 self._moves.copy(layout, sources, targets, len(rows))
@@ -388,13 +388,13 @@ class CudaSlot:
 
     def _check(self, batch: CudaBatch) -> None:
         if batch.owner is not self:
-            raise BackendError("a batch of another slot was used; only parked ones can be joined")
+            raise BackendError("a batch of another slot was used; only buffered ones can be joined")
         if not batch.valid:
             raise BackendError("a batch was used after its buffer was written again")
 
-    def _own_parked(self, batch: TensorBatch) -> ParkedBatch:
-        if not isinstance(batch, ParkedBatch) or batch.pool is not self._shared.pool:
-            raise BackendError("only parked batches of the same backend can be joined")
+    def _own_buffered(self, batch: TensorBatch) -> BufferedBatch:
+        if not isinstance(batch, BufferedBatch) or batch.pool is not self._shared.pool:
+            raise BackendError("only buffered batches of the same backend can be joined")
         return batch
 
     def _resources(self) -> SlotResources:

@@ -17,6 +17,7 @@ from offramp.engine.scheduling.base import (
 )
 from offramp.engine.scheduling.device import Assignment, DeviceScheduler
 from offramp.engine.scheduling.factory import POLICIES, PolicyName, make_policy, make_scheduler
+from offramp.engine.scheduling.hot_swap import SuccessiveScheduler
 from offramp.engine.scheduling.latency import Latencies, Span, stage_seconds
 from offramp.engine.scheduling.parallel import ParallelLimit
 from offramp.engine.scheduling.points import (
@@ -29,7 +30,6 @@ from offramp.engine.scheduling.policy import Policy
 from offramp.engine.scheduling.queue import SampleQueue
 from offramp.engine.scheduling.rowset import RowSet
 from offramp.engine.scheduling.scheduler import ModelScheduler
-from offramp.engine.scheduling.succession import SuccessiveScheduler
 
 __all__ = [
     "POLICIES",

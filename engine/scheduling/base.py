@@ -24,7 +24,7 @@ class DropCause(StrEnum):
 
     EXPIRED = "expired"
     """Its deadline passed."""
-    HOPELESS = "hopeless"
+    INFEASIBLE = "hopeless"
     """Its deadline was still ahead, but could not be met, or only at the cost of others'."""
     CANCELLED = "cancelled"
     """Its caller left."""
@@ -45,17 +45,17 @@ class Submission(NamedTuple):
     deadline_s: float = float("inf")
     priority: int = 0
     """Higher goes first."""
-    signature: Hashable = None
-    """Samples batch only with samples of equal signature (their shapes, say)."""
+    batch_key: Hashable = None
+    """Samples batch only with samples of equal batch key (their shapes, say)."""
 
 
 class Piece(NamedTuple):
-    """Rows of a batch that was parked at a split, now part of a fused one."""
+    """Rows of a batch that was buffered at a split, now part of a fused one."""
 
     number: int
-    """Names the parked batch: :attr:`Transition.parked`."""
+    """Names the buffered batch: :attr:`Transition.buffered`."""
     positions: Rows
-    """Which of its rows, as they were numbered when it was parked."""
+    """Which of its rows, as they were numbered when it was buffered."""
 
 
 class Run(NamedTuple):
@@ -70,10 +70,10 @@ class Run(NamedTuple):
     """[n]: the row within its request."""
     deepest: int
     """The stage where all that are still here must leave; beyond it none of them runs."""
-    serials: NDArray[np.int64]
+    sample_ids: NDArray[np.int64]
     """[n]: numbers of the samples, in the order in which they were started."""
     pieces: tuple[Piece, ...] = ()
-    """Of which parked batches this one is fused, in the order of its rows; empty where it is
+    """Of which buffered batches this one is fused, in the order of its rows; empty where it is
     new (stage 0) or goes on from the stage before."""
     plan: int = 0
     """Under which of successive plans."""
@@ -114,7 +114,7 @@ class Transition(NamedTuple):
     """Rows that leave without: reported by ``take_dropped`` too."""
     survivors: Rows
     """Rows that go on to the next stage, those among them that run on for feedback only."""
-    parked: int | None = None
+    buffered: int | None = None
     """If the survivors wait at the split: the number to keep their tensors under, until
     ``take_discarded`` names it."""
     ended: Rows = np.empty(0, np.intp)

@@ -24,8 +24,8 @@ from offramp.engine.scheduling.base import (
     Transition,
     Wait,
 )
+from offramp.engine.scheduling.hot_swap import SuccessiveScheduler
 from offramp.engine.scheduling.scheduler import ModelScheduler
-from offramp.engine.scheduling.succession import SuccessiveScheduler
 
 
 class Assignment(NamedTuple):
@@ -128,7 +128,7 @@ class DeviceScheduler:
         share, _ = self._running[stream]
         self._charge(stream, now_s)
         transition = share.scheduler.done(stream, exited, now_s, runs_on)
-        if not len(transition.survivors) or transition.parked is not None:
+        if not len(transition.survivors) or transition.buffered is not None:
             del self._running[stream]
         return transition
 

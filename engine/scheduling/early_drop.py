@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-from offramp.engine.scheduling.lanes import Lane
+from offramp.engine.scheduling.buckets import Bucket
 from offramp.engine.scheduling.queue import SampleQueue
 
 _HORIZON = 4.0
@@ -43,29 +43,33 @@ class EarlyDrop:
         self._rates = [0.0, *accumulate((rate * streams for _, rate in ranked), max)]
         """Best rows a second of the settings that take at most so long; the first of none."""
 
-    def wanted_rate(self, queue: SampleQueue, lane: Lane, now_s: float, slowness: float) -> float:
-        """Rows a second that serve all that waits in time, as if ``slowness`` were 1.
+    def wanted_rate(
+        self, queue: SampleQueue, bucket: Bucket, now_s: float, latency_margin: float
+    ) -> float:
+        """Rows a second that serve all that waits in time, as if ``latency_margin`` were 1.
 
         Args:
-            queue: All that waits, in whatever lane.
-            lane: That is served next.
+            queue: All that waits, in whatever bucket.
+            bucket: That is served next.
             now_s: The time.
-            slowness: What predictions are multiplied by.
+            latency_margin: What predictions are multiplied by.
         """
-        return queue.size / self._longest_slack_s(lane, now_s, slowness)
+        return queue.size / self._longest_slack_s(bucket, now_s, latency_margin)
 
-    def gives_up(self, queue: SampleQueue, lane: Lane, now_s: float, slowness: float) -> bool:
-        """Whether the most urgent sample of a lane had better not be served; as above."""
-        head = lane.most_urgent()
-        slack_s = (head.deadline_s - now_s) / slowness
-        longest_slack_s = self._longest_slack_s(lane, now_s, slowness)
-        if longest_slack_s <= slack_s or head.priority > lane.lowest_priority:
+    def gives_up(
+        self, queue: SampleQueue, bucket: Bucket, now_s: float, latency_margin: float
+    ) -> bool:
+        """Whether the most urgent sample of a bucket had better not be served; as above."""
+        head = bucket.most_urgent()
+        slack_s = (head.deadline_s - now_s) / latency_margin
+        longest_slack_s = self._longest_slack_s(bucket, now_s, latency_margin)
+        if longest_slack_s <= slack_s or head.priority > bucket.lowest_priority:
             return False
         wanted = min(queue.size / longest_slack_s, _ENOUGH * self._best(longest_slack_s))
         return self._best(slack_s) < wanted
 
-    def _longest_slack_s(self, lane: Lane, now_s: float, slowness: float) -> float:
-        return max(min((lane.latest_s - now_s) / slowness, self._horizon_s), _SHORTEST_S)
+    def _longest_slack_s(self, bucket: Bucket, now_s: float, latency_margin: float) -> float:
+        return max(min((bucket.latest_s - now_s) / latency_margin, self._horizon_s), _SHORTEST_S)
 
     def _best(self, slack_s: float) -> float:
         return self._rates[bisect_right(self._seconds, slack_s)]

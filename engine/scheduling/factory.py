@@ -10,7 +10,7 @@ from typing import Final
 from offramp.engine.scheduling.parallel import ParallelLimit
 from offramp.engine.scheduling.points import OperatingPoint, OperatingPoints
 from offramp.engine.scheduling.policies.batching import Delay, RunThrough
-from offramp.engine.scheduling.policies.fusing import Rebatch, Refill
+from offramp.engine.scheduling.policies.merging import Rebatch, Refill
 from offramp.engine.scheduling.policies.slack import (
     BareSlackFit,
     Cheapest,

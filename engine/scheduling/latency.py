@@ -132,7 +132,7 @@ class Latencies:
         """Samples given up since a stage was last observed."""
         self._usual_speed = 1.0
         self.fusing_s = 0.0
-        """What fusing a batch of parked ones costs beyond running it; a running mean."""
+        """What fusing a batch of buffered ones costs beyond running it; a running mean."""
         self._sizes = np.arange(self.max_batch_size + 1)
         self._going_on = list(going_on) if going_on is not None else [1.0] * self.stages
         self._observed = 0
@@ -144,7 +144,7 @@ class Latencies:
         return tuple(tuple(row) for row in self._stages)
 
     @property
-    def slowness(self) -> float:
+    def latency_margin(self) -> float:
         """What predictions are multiplied by where being late is worse than being early.
 
         As TCP sets its retransmission timeout (RFC 6298): the mean, and some deviations more. A
@@ -171,7 +171,7 @@ class Latencies:
 
     def largest_batch(self, last: int, slack_s: float) -> int:
         """Most rows that are through stage ``last`` within ``slack_s``; 0 if not even one is."""
-        return max(bisect_right(self._until[last], slack_s / self.slowness) - 1, 0)
+        return max(bisect_right(self._until[last], slack_s / self.latency_margin) - 1, 0)
 
     @property
     def shrinking(self) -> Shrinking:
@@ -183,7 +183,7 @@ class Latencies:
 
         A single row is tried as long as it could leave somewhere in time; 0 if it could not.
         """
-        slack_s /= self.slowness
+        slack_s /= self.latency_margin
         if slack_s < self._shrinking.earliest_s:
             return 0
         return max(bisect_right(self._shrinking.answer_s, slack_s) - 1, 1)
@@ -213,7 +213,7 @@ class Latencies:
         extra_s = max(elapsed_s - self.stage_s(stage, batch_size), 0.0)
         self.fusing_s += _MEMORY * (extra_s - self.fusing_s)
 
-    def doubt(self) -> None:
+    def invalidate(self) -> None:
         """Say that a sample was given up because of a prediction.
 
         Whoever gives up everything observes nothing; were the last observations wrong (the

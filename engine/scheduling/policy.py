@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
 from offramp.engine.scheduling.base import Idle, Wait, wait_until
-from offramp.engine.scheduling.lanes import Lane
-from offramp.engine.scheduling.parked import ParkedLane, ParkedQueue
+from offramp.engine.scheduling.buckets import Bucket
+from offramp.engine.scheduling.buffered import BufferedBucket, BufferedQueue
 from offramp.engine.scheduling.queue import SampleQueue
 
 
 class Start(NamedTuple):
     """Form a batch of waiting samples and run stage 0."""
 
-    lane: Lane
+    bucket: Bucket
     limit: int
     """Most samples of it."""
     deepest: int | None = None
@@ -27,17 +27,17 @@ class Start(NamedTuple):
 
 
 class Fuse(NamedTuple):
-    """Form a batch of parked survivors and run the stage that they wait for."""
+    """Form a batch of buffered survivors and run the stage that they wait for."""
 
     stage: int
-    lane: ParkedLane
+    bucket: BufferedBucket
     limit: int
 
 
 class Shed(NamedTuple):
-    """Give up the most urgent sample of a lane: it cannot be answered in time."""
+    """Give up the most urgent sample of a bucket: it cannot be answered in time."""
 
-    lane: Lane
+    bucket: Bucket
 
 
 Choice: TypeAlias = Start | Fuse | Shed | Wait | Idle
@@ -49,16 +49,16 @@ class Waiting:
 
     queue: SampleQueue
     """For stage 0."""
-    parked: Sequence[ParkedQueue]
+    buffered: Sequence[BufferedQueue]
     """[stages]: survivors that wait for each stage; none ever wait for stage 0 there."""
 
 
-def ripe_lane(waiting: Waiting, now_s: float) -> Lane | Wait | Idle:
-    """The lane that the next batch is formed of, or how long to wait for one."""
-    lane = waiting.queue.ready(now_s)
-    if isinstance(lane, Lane):
-        return lane
-    return wait_until(min(lane, waiting.queue.next_expiry_s()))
+def ready_bucket(waiting: Waiting, now_s: float) -> Bucket | Wait | Idle:
+    """The bucket that the next batch is formed of, or how long to wait for one."""
+    bucket = waiting.queue.ready(now_s)
+    if isinstance(bucket, Bucket):
+        return bucket
+    return wait_until(min(bucket, waiting.queue.next_expiry_s()))
 
 
 class Policy(Protocol):

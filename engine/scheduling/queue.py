@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.engine.scheduling.base import DropCause, Dropped, SchedulerFullError, Submission
-from offramp.engine.scheduling.lanes import Entry, Lane, LaneIndex, Taken
+from offramp.engine.scheduling.buckets import Bucket, BucketIndex, Entry, Taken
 from offramp.engine.scheduling.ordering import SortedQueue
 from offramp.engine.scheduling.rowset import RowSet
 
@@ -19,27 +19,27 @@ late, and neither do those with deadlines overtake it for ever."""
 
 _NEVER = float("inf")
 
-_KEPT_LANES = 64
-"""Empty lanes are kept for their next sample, up to so many; signatures are the clients' choice,
+_KEPT_BUCKETS = 64
+"""Empty buckets are kept for their next sample, up to so many; batch keys are the clients' choice,
 so there may be any number."""
 
 
 class SampleQueue:
-    """Samples in lanes by signature; O(log n) a request."""
+    """Samples in buckets by batch key; O(log n) a request."""
 
     def __init__(self, capacity: int, *, full: int, max_delay_s: float = 0.0) -> None:
         """Start empty.
 
         Args:
             capacity: Most samples that wait.
-            full: Samples of a full batch: a lane that holds so many waits no longer.
+            full: Samples of a full batch: a bucket that holds so many waits no longer.
             max_delay_s: Longest that a sample waits for batch mates.
         """
         self._capacity = capacity
         self.size = 0
         """Samples that wait."""
-        self._lanes: dict[Hashable, Lane] = {}
-        self._index = LaneIndex(full=full, max_delay_s=max_delay_s)
+        self._buckets: dict[Hashable, Bucket] = {}
+        self._index = BucketIndex(full=full, max_delay_s=max_delay_s)
         self._by_request: dict[int, Entry] = {}
         self._aged = max_delay_s > 0.0
         self._by_deadline: SortedQueue[Entry] = SortedQueue()
@@ -60,27 +60,27 @@ class SampleQueue:
         Raises:
             SchedulerFullError: There is no room.
         """
-        request, count, deadline_s, priority, signature = submission
+        request, count, deadline_s, priority, batch_key = submission
         if self.size + count > self._capacity:
             raise SchedulerFullError(
                 f"{count} samples do not fit: {self.size} of {self._capacity} wait"
             )
-        lane = self._lanes.get(signature)
-        if lane is None:
-            lane = self._open_lane(signature)
+        bucket = self._buckets.get(batch_key)
+        if bucket is None:
+            bucket = self._open_bucket(batch_key)
         self._sequence += 1
         patient = deadline_s == _NEVER
         order_s = now_s + PATIENCE_S if patient else deadline_s
         key = (-priority, order_s, self._sequence)
-        entry = Entry(submission, now_s, key, lane)
-        lane.push(entry)
+        entry = Entry(submission, now_s, key, bucket)
+        bucket.push(entry)
         if not patient:
             self._by_deadline.push((deadline_s, self._sequence), entry)
             self.first_deadline_s = min(self.first_deadline_s, deadline_s)
         self._by_request[request] = entry
         self.size += count
         self._arrived += count
-        self._index.pushed(lane, key)
+        self._index.pushed(bucket, key)
 
     def remove(self, request: int, cause: DropCause) -> Dropped | None:
         """Remove what is left of a request; ``None`` if nothing of it waits."""
@@ -89,11 +89,11 @@ class SampleQueue:
             return None
         dropped = Dropped(request, entry.left, cause)
         self.size -= entry.left
-        entry.lane.forget(entry)
+        entry.bucket.forget(entry)
         if entry.deadline_s != _NEVER:
             self._by_deadline.died()
-        if not entry.lane.size:
-            self._index.taken(entry.lane)
+        if not entry.bucket.size:
+            self._index.taken(entry.bucket)
         return dropped
 
     def expire(self, now_s: float) -> Sequence[Dropped]:
@@ -115,20 +115,20 @@ class SampleQueue:
         head = self._by_deadline.head()
         return _NEVER if head is None else float(head[0][0])
 
-    def ready(self, now_s: float) -> Lane | float:
-        """The lane of which the next batch is formed, or when there is one (maybe infinity)."""
+    def ready(self, now_s: float) -> Bucket | float:
+        """The bucket of which the next batch is formed, or when there is one (maybe infinity)."""
         return self._index.next(now_s) if self.size else _NEVER
 
-    def take(self, lane: Lane, limit: int) -> RowSet:
-        """Take up to ``limit`` samples of a lane, most urgent first."""
-        taken, timed = lane.take(limit), 0
+    def take(self, bucket: Bucket, limit: int) -> RowSet:
+        """Take up to ``limit`` samples of a bucket, most urgent first."""
+        taken, timed = bucket.take(limit), 0
         for entry, _, size in taken:
             self.size -= size
             if not entry.left:
                 del self._by_request[entry.request]
                 timed += entry.deadline_s != _NEVER
         self._by_deadline.died(timed)
-        self._index.taken(lane)
+        self._index.taken(bucket)
         first = self._started
         self._started += sum(size for _, _, size in taken)
         return _rowset(taken, np.arange(first, self._started))
@@ -137,14 +137,14 @@ class SampleQueue:
         """Wait for batch mates no longer, from now on."""
         self._index.flush()
 
-    def _open_lane(self, signature: Hashable) -> Lane:
-        if len(self._lanes) >= _KEPT_LANES + len(self._by_request):
-            self._lanes = {key: lane for key, lane in self._lanes.items() if lane.size}
-        lane = self._lanes[signature] = Lane(signature, aged=self._aged)
-        return lane
+    def _open_bucket(self, batch_key: Hashable) -> Bucket:
+        if len(self._buckets) >= _KEPT_BUCKETS + len(self._by_request):
+            self._buckets = {key: bucket for key, bucket in self._buckets.items() if bucket.size}
+        bucket = self._buckets[batch_key] = Bucket(batch_key, aged=self._aged)
+        return bucket
 
 
-def _rowset(taken: list[Taken], serials: NDArray[np.int64]) -> RowSet:
+def _rowset(taken: list[Taken], sample_ids: NDArray[np.int64]) -> RowSet:
     requests = np.array([entry.request for entry, _, _ in taken], np.int64)
     deadlines_s = np.array([entry.deadline_s for entry, _, _ in taken])
     firsts = [first for _, first, _ in taken]
@@ -154,14 +154,14 @@ def _rowset(taken: list[Taken], serials: NDArray[np.int64]) -> RowSet:
     priorities = np.array(ranks, np.int64) if any(ranks) else _zeros(len(taken))
     if max(sizes) == 1:
         rows = np.array(firsts, np.int64) if any(firsts) else _zeros(len(taken))
-        return RowSet(requests, rows, deadlines_s, priorities, serials, _none_of(len(taken)))
+        return RowSet(requests, rows, deadlines_s, priorities, sample_ids, _none_of(len(taken)))
     return RowSet(
         np.repeat(requests, sizes),
         np.concatenate([np.arange(f, f + n) for f, n in zip(firsts, sizes, strict=True)]),
         np.repeat(deadlines_s, sizes),
         np.repeat(priorities, sizes),
-        serials,
-        _none_of(len(serials)),
+        sample_ids,
+        _none_of(len(sample_ids)),
     )
 
 

@@ -20,7 +20,7 @@ class RowSet(NamedTuple):
     deadlines_s: NDArray[np.float64]
     """Infinity where there is none."""
     priorities: NDArray[np.int64]
-    serials: NDArray[np.int64]
+    sample_ids: NDArray[np.int64]
     """Numbers of the samples in the order in which they were started; unique for a model."""
     answered: NDArray[np.bool_]
     """Whether it has its answer already, and runs on for feedback: nobody waits for it."""
@@ -32,7 +32,7 @@ class RowSet(NamedTuple):
             self.rows[rows],
             self.deadlines_s[rows],
             self.priorities[rows],
-            self.serials[rows],
+            self.sample_ids[rows],
             self.answered[rows],
         )
 

@@ -33,10 +33,10 @@ from offramp.engine.scheduling.base import (
     Wait,
     wait_until,
 )
-from offramp.engine.scheduling.lanes import Lane
+from offramp.engine.scheduling.buckets import Bucket
+from offramp.engine.scheduling.buffered import BufferedQueue
 from offramp.engine.scheduling.latency import Latencies
 from offramp.engine.scheduling.parallel import ParallelLimit
-from offramp.engine.scheduling.parked import ParkedQueue
 from offramp.engine.scheduling.policy import Fuse, Policy, Shed, Start, Waiting
 from offramp.engine.scheduling.queue import SampleQueue
 from offramp.engine.scheduling.rowset import RowSet
@@ -48,6 +48,7 @@ class _Batch:
     """A batch on a stream; its samples are narrowed down as they leave."""
 
     __slots__ = (
+        "batch_key",
         "deepest",
         "earliest_s",
         "executing",
@@ -55,18 +56,17 @@ class _Batch:
         "pieces",
         "retry",
         "samples",
-        "signature",
         "stage",
         "started_s",
     )
 
     def __init__(
-        self, number: int, stage: int, samples: RowSet, signature: Hashable, deepest: int
+        self, number: int, stage: int, samples: RowSet, batch_key: Hashable, deepest: int
     ) -> None:
         self.number = number
         self.stage = stage
         self.samples = samples
-        self.signature = signature
+        self.batch_key = batch_key
         self.deepest = deepest
         self.earliest_s: float = min(samples.deadlines_s.tolist())
         """First deadline among its samples, or earlier."""
@@ -81,7 +81,7 @@ class _Retry:
     """The samples of one request in a batch that failed."""
 
     samples: RowSet
-    signature: Hashable
+    batch_key: Hashable
     deepest: int
     failed_on: int
     """The stream."""
@@ -116,8 +116,8 @@ class ModelScheduler:
         self._latencies = latencies
         self._last = latencies.stages - 1
         self._queue = queue
-        self._waiting = Waiting(queue, tuple(ParkedQueue() for _ in range(latencies.stages)))
-        self._parked = 0
+        self._waiting = Waiting(queue, tuple(BufferedQueue() for _ in range(latencies.stages)))
+        self._buffered = 0
         self._streams = frozenset(range(streams))
         self._suspended: set[int] = set()
         self._parallel = parallel or ParallelLimit(latencies.max_batch_size)
@@ -141,7 +141,7 @@ class ModelScheduler:
     @property
     def unread(self) -> bool:
         """Whether one of the ``take_…`` methods has something to give."""
-        discarded = any(parked.discarded for parked in self._waiting.parked)
+        discarded = any(buffered.discarded for buffered in self._waiting.buffered)
         return bool(self._dropped or self._lost or discarded)
 
     @property
@@ -152,7 +152,7 @@ class ModelScheduler:
     @property
     def waiting(self) -> bool:
         """Whether a stream without a batch might have something to do, now or soon."""
-        return bool(self._queue.size or self._parked or self._retries)
+        return bool(self._queue.size or self._buffered or self._retries)
 
     @property
     def busy(self) -> bool:
@@ -185,7 +185,7 @@ class ModelScheduler:
         heir._suspended = set(self._suspended)
         heir._numbers = self._numbers
         self._queue = SampleQueue(0, full=1)
-        self._waiting = Waiting(self._queue, self._waiting.parked)
+        self._waiting = Waiting(self._queue, self._waiting.buffered)
         return heir
 
     def submit(self, submission: Submission, now_s: float) -> None:
@@ -205,8 +205,8 @@ class ModelScheduler:
         dropped = self._queue.remove(request, cause)
         if dropped is not None:
             self._dropped.append(dropped)
-        if self._parked:
-            self._drop_parked(lambda parked: parked.remove(request), cause)
+        if self._buffered:
+            self._drop_buffered(lambda buffered: buffered.remove(request), cause)
         for retry in [r for r in self._retries if r.samples.requests[0] == request]:
             self._retries.remove(retry)
             self._lose(retry.samples, cause)
@@ -233,7 +233,7 @@ class ModelScheduler:
             samples.requests,
             samples.rows,
             batch.deepest,
-            samples.serials,
+            samples.sample_ids,
             batch.pieces,
             self.plan,
         )
@@ -274,9 +274,9 @@ class ModelScheduler:
         if batch.retry or self._policy.runs_on(stage, before, len(survivors)):
             self._parallel.running(stream, len(survivors))
             return transition
-        self._park(batch, now_s)
+        self._buffer(batch, now_s)
         self._finish(stream)
-        return transition._replace(parked=batch.number)
+        return transition._replace(buffered=batch.number)
 
     def _shrink(self, batch: _Batch, exited: NDArray[np.bool_], now_s: float) -> Transition:
         """What becomes of the rows where whoever is released leaves."""
@@ -344,7 +344,7 @@ class ModelScheduler:
             if batch.retry or samples.deadlines_s[0] <= now_s + needed_s:
                 self._lose(samples, DropCause.FAILED)
             else:
-                self._retries.append(_Retry(samples, batch.signature, batch.deepest, stream))
+                self._retries.append(_Retry(samples, batch.batch_key, batch.deepest, stream))
                 self.retried += len(samples.requests)
         self._finish(stream)
 
@@ -374,12 +374,12 @@ class ModelScheduler:
         return lost
 
     def take_discarded(self) -> list[int]:
-        """Parked batches that no :class:`Run` after the last one will ask for."""
+        """Buffered batches that no :class:`Run` after the last one will ask for."""
         discarded = []
-        for parked in self._waiting.parked:
-            if parked.discarded:
-                discarded += parked.discarded
-                parked.discarded = []
+        for buffered in self._waiting.buffered:
+            if buffered.discarded:
+                discarded += buffered.discarded
+                buffered.discarded = []
         return discarded
 
     def _start(self, stream: int, now_s: float) -> _Batch | Wait | Idle:
@@ -396,7 +396,7 @@ class ModelScheduler:
                 return self._fuse(choice)
             if not isinstance(choice, Shed):
                 return self._keeping_time(choice)
-            self._shed(choice.lane)
+            self._shed(choice.bucket)
 
     def _keeping_time(self, choice: Wait | Idle) -> Wait | Idle:
         """Wait no longer than a retry that is meant for another stream."""
@@ -406,15 +406,15 @@ class ModelScheduler:
         return wait_until(min([*firsts, choice.until_s] if isinstance(choice, Wait) else firsts))
 
     def _form(self, start: Start) -> _Batch:
-        samples = self._queue.take(start.lane, min(start.limit, self._latencies.max_batch_size))
+        samples = self._queue.take(start.bucket, min(start.limit, self._latencies.max_batch_size))
         deepest = self._last if start.deepest is None else start.deepest
-        return _Batch(next(self._numbers), 0, samples, start.lane.signature, deepest)
+        return _Batch(next(self._numbers), 0, samples, start.bucket.batch_key, deepest)
 
     def _fuse(self, fuse: Fuse) -> _Batch:
         limit = min(fuse.limit, self._latencies.max_batch_size)
-        samples, pieces = self._waiting.parked[fuse.stage].take(fuse.lane, limit)
-        self._parked -= len(samples.requests)
-        batch = _Batch(next(self._numbers), fuse.stage, samples, fuse.lane.signature, self._last)
+        samples, pieces = self._waiting.buffered[fuse.stage].take(fuse.bucket, limit)
+        self._buffered -= len(samples.requests)
+        batch = _Batch(next(self._numbers), fuse.stage, samples, fuse.bucket.batch_key, self._last)
         batch.pieces = pieces
         return batch
 
@@ -424,38 +424,40 @@ class ModelScheduler:
         for retry in list(self._retries):
             if retry.failed_on != stream or alone:
                 self._retries.remove(retry)
-                samples, signature, deepest = retry.samples, retry.signature, retry.deepest
-                batch = _Batch(next(self._numbers), 0, samples, signature, deepest)
+                samples, batch_key, deepest = retry.samples, retry.batch_key, retry.deepest
+                batch = _Batch(next(self._numbers), 0, samples, batch_key, deepest)
                 batch.retry = True
                 return batch
         return None
 
-    def _shed(self, lane: Lane) -> None:
-        dropped = self._queue.remove(lane.most_urgent().request, DropCause.HOPELESS)
+    def _shed(self, bucket: Bucket) -> None:
+        dropped = self._queue.remove(bucket.most_urgent().request, DropCause.INFEASIBLE)
         assert dropped is not None
         self._dropped.append(dropped)
 
-    def _park(self, batch: _Batch, now_s: float) -> None:
-        parked = self._waiting.parked[batch.stage]
-        parked.park(batch.samples, batch.signature, batch.number, now_s)
-        self._parked += len(batch.samples.requests)
+    def _buffer(self, batch: _Batch, now_s: float) -> None:
+        buffered = self._waiting.buffered[batch.stage]
+        buffered.buffer(batch.samples, batch.batch_key, batch.number, now_s)
+        self._buffered += len(batch.samples.requests)
 
     def _expire(self, now_s: float) -> None:
-        if not (self._parked or self._retries or now_s >= self._queue.first_deadline_s):
+        if not (self._buffered or self._retries or now_s >= self._queue.first_deadline_s):
             return
         self._dropped += self._queue.expire(now_s)
         for retry in [r for r in self._retries if r.samples.deadlines_s[0] <= now_s]:
             self._retries.remove(retry)
             self._lose(retry.samples, DropCause.EXPIRED)
-        if self._parked:
-            self._drop_parked(lambda parked: parked.expire(now_s), DropCause.EXPIRED)
+        if self._buffered:
+            self._drop_buffered(lambda buffered: buffered.expire(now_s), DropCause.EXPIRED)
 
-    def _drop_parked(self, drop: Callable[[ParkedQueue], list[RowSet]], cause: DropCause) -> None:
-        for parked in self._waiting.parked:
-            if parked.size:
-                for samples in drop(parked):
+    def _drop_buffered(
+        self, drop: Callable[[BufferedQueue], list[RowSet]], cause: DropCause
+    ) -> None:
+        for buffered in self._waiting.buffered:
+            if buffered.size:
+                for samples in drop(buffered):
                     self._lose(samples, cause)
-                    self._parked -= len(samples.requests)
+                    self._buffered -= len(samples.requests)
 
     def _lose(self, samples: RowSet, cause: DropCause = DropCause.FAILED) -> None:
         """Report samples that leave without what they were started for."""
@@ -466,10 +468,10 @@ class ModelScheduler:
         """All samples that were started and have not left."""
         yield from (batch.samples for batch in self._batches.values())
         yield from (retry.samples for retry in self._retries)
-        if self._parked:
-            for parked in self._waiting.parked:
-                for lane in parked.lanes.values():
-                    yield from (waiting.samples for waiting in lane.batches)
+        if self._buffered:
+            for buffered in self._waiting.buffered:
+                for bucket in buffered.buckets.values():
+                    yield from (waiting.samples for waiting in bucket.batches)
 
     def _drop_lost(self, batch: _Batch, staying: NDArray[np.bool_], now_s: float) -> Rows:
         """Report and give the staying rows that were withdrawn or whose deadline has passed."""

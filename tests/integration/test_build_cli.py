@@ -19,10 +19,10 @@ from offramp.bundle import Bundle, Promise
 from offramp.bundle.engines import EngineStore, list_targets
 from offramp.compiler import build
 from offramp.compiler.cli import main
-from offramp.compiler.engines.fake import FakeBuilder
 from offramp.compiler.engines.precision import PrecisionCheck
 from offramp.engine.errors import BackendError
 from offramp.engine.kernels.compilation import source_hash
+from offramp.testing.builder import FakeBuilder
 
 MISSING = "TensorRT cannot be used on cuda:0: there is no NVIDIA driver here"
 

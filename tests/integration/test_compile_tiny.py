@@ -17,8 +17,8 @@ from tests.bundles import compile_tiny
 from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy
 from offramp.calibration import profiling
 from offramp.calibration.training import TrainingOptions
+from offramp.certify import binomial_cdf, evaluate
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend, make_session
-from offramp.engine.control import binomial_cdf, evaluate
 from offramp.engine.exit_check import confidence_of
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, make_chained_plan, make_plan

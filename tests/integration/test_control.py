@@ -18,7 +18,7 @@ from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy
 from offramp.engine.backends import make_backend
 from offramp.engine.control.controller import Evidence
 from offramp.engine.core import AnswerKind, Engine
-from offramp.engine.generation import BundleGenerations, zeros
+from offramp.engine.deployment import BundleDeployments, zeros
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
 
@@ -143,26 +143,26 @@ def test_what_was_learned_survives_a_restart(bundle_path: Path, tmp_path: Path) 
     Bundle.open(path)  # untouched
 
 
-def test_generations_share_stages_and_speeds(fashion: Bundle) -> None:
+def test_deployments_share_stages_and_speeds(fashion: Bundle) -> None:
     backend = make_backend(threads=1)
     options = ModelOptions(max_batch_size=4)
-    generations = BundleGenerations(
+    deployments = BundleDeployments(
         fashion, backend, fashion.profile(), mode=Mode.AUDIT, options=options
     )
     everything = tuple(range(len(fashion.manifest.exits)))
-    first = generations.make(looking_on(1, everything[-1:]))
+    first = deployments.make(looking_on(1, everything[-1:]))
     first.points.latencies.calibrate(1.5)
-    assert generations.prepared(everything[-1:])
-    assert not generations.prepared(everything)
-    generations.prepare(everything)
-    assert generations.prepared(everything)
-    second = generations.make(looking_on(2, everything), first)
+    assert deployments.prepared(everything[-1:])
+    assert not deployments.prepared(everything)
+    deployments.prepare(everything)
+    assert deployments.prepared(everything)
+    second = deployments.make(looking_on(2, everything), first)
     assert (second.number, second.exits) == (first.number + 1, everything)
     assert second.points.latencies.speed == 1.5
     bolder = ExitPolicy(
         version=3, active=tuple(ActiveExit(exit=e, threshold=0.5) for e in everything)
     )
-    third = generations.make(bolder, second)
+    third = deployments.make(bolder, second)
     assert third.points.latencies is second.points.latencies
     slot = backend.open_slot()
     images = {"image": IMAGES[:8]}

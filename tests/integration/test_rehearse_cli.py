@@ -15,10 +15,10 @@ from tests.integration.test_compile_tiny import images
 
 from offramp.bundle import NEVER, Bundle, ExitPolicy
 from offramp.calibration import profiling
+from offramp.calibration.rehearsal.result import REHEARSAL, Rehearsed
+from offramp.certify import binomial_cdf, evaluate
 from offramp.compiler import rehearse
 from offramp.compiler.cli import COMMANDS, main
-from offramp.engine.control import binomial_cdf, evaluate
-from offramp.engine.control.rehearsal_result import REHEARSAL, Rehearsed
 
 MADE_WITH = ("--selection", "pame", "--rehearsal-batch", "24", "--max-violations", "0.1")
 

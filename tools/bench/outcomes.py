@@ -31,7 +31,7 @@ class Status(IntEnum):
 
     OK = 0
     EXPIRED = 1
-    """Its deadline passed, or was seen to be hopeless."""
+    """Its deadline passed, or was seen to be infeasible."""
     REJECTED = 2
     """The queue was full, or the server unavailable."""
     FAILED = 3

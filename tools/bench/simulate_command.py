@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
-from offramp.engine.generation import STAGE_OVERHEAD_S
+from offramp.engine.deployment import STAGE_OVERHEAD_S
 from offramp.engine.options import ModelOptions
 from offramp.engine.plan import Mode
 from offramp.engine.scheduling import (

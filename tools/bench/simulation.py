@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
 from offramp.bundle.bundle import CERTIFY
-from offramp.engine.generation import points_of
+from offramp.certify.decision import leaves
+from offramp.engine.deployment import points_of
 from offramp.engine.options import ModelOptions
 from offramp.engine.plan import Mode, make_plan
 from offramp.engine.scheduling import (
@@ -84,7 +85,8 @@ def model_of(
     agrees = np.ones((len(plan.stages), count), np.bool_)
     for stage in reversed(plan.stages):
         if stage.exit is not None:
-            sure = records["confidence"][stage.exit][chosen] >= np.float32(stage.threshold)
+            confidence = records["confidence"][stage.exit][chosen]
+            sure = leaves(confidence, np.float32(stage.threshold))
             leaves_at[sure] = stage.index
             agrees[stage.index] = records["prediction"][stage.exit][chosen] == final
     exits = tuple(FINAL if s.exit is None else s.exit for s in plan.stages)
@@ -167,10 +169,10 @@ def simulate(  # noqa: PLR0915 - one loop, and few calls in it: it is what a req
             run = running.pop(stream)
             exited = leaves_at[run.requests] == run.stage
             audited = None if runs_on is None else runs_on[run.requests]
-            released, _, survivors, parked, _ = scheduler.done(stream, exited, now_s, audited)
+            released, _, survivors, buffered, _ = scheduler.done(stream, exited, now_s, audited)
             if len(released):
                 log.answered(run, released, now_s)
-            goes_on = parked is None and len(survivors) > 0
+            goes_on = buffered is None and len(survivors) > 0
             idle.append(stream)
         else:
             now_s = wake_s
@@ -235,7 +237,7 @@ class _Log:
             batch_size[np.concatenate(self._first)] = sizes
         status[self.rejected] = Status.REJECTED
         for item in dropped:
-            late = item.cause in {DropCause.EXPIRED, DropCause.HOPELESS}
+            late = item.cause in {DropCause.EXPIRED, DropCause.INFEASIBLE}
             status[item.request] = Status.EXPIRED if late else Status.FAILED
         return Outcomes(
             intended_s=load.arrivals_s,

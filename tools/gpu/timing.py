@@ -24,10 +24,10 @@ from offramp.engine.cuda.executable import (
     SlotResources,
     TensorInfo,
 )
-from offramp.engine.cuda.fake_driver import FakeDriver
 from offramp.engine.cuda.pycuda_driver import PyCudaStream
 from offramp.engine.kernels.arguments import GATHER_ROWS, Launch
 from offramp.engine.plan import StageSpec
+from offramp.testing.cuda_driver import FakeDriver
 
 if TYPE_CHECKING:
     import pycuda.driver as cuda

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from offramp.engine.scheduling.buckets import Bucket
 from offramp.engine.scheduling.early_drop import EarlyDrop
-from offramp.engine.scheduling.lanes import Lane
 from offramp.engine.scheduling.latency import Latencies, Shrinking
 from offramp.engine.scheduling.policy import (
     Choice,
@@ -11,7 +11,7 @@ from offramp.engine.scheduling.policy import (
     Shed,
     Start,
     Waiting,
-    ripe_lane,
+    ready_bucket,
 )
 from offramp.engine.scheduling.queue import SampleQueue
 
@@ -30,9 +30,9 @@ class Delay(RunsThrough):
         self._max_batch_size = max_batch_size
 
     def choose(self, waiting: Waiting, now_s: float) -> Choice:
-        """Start the most urgent lane that is ripe."""
-        lane = ripe_lane(waiting, now_s)
-        return Start(lane, self._max_batch_size) if isinstance(lane, Lane) else lane
+        """Start the most urgent bucket that is ready."""
+        bucket = ready_bucket(waiting, now_s)
+        return Start(bucket, self._max_batch_size) if isinstance(bucket, Bucket) else bucket
 
 
 class RunThrough(RunsThrough):
@@ -53,9 +53,13 @@ class RunThrough(RunsThrough):
         self._former = BatchFormer(max_batch_size, latencies, streams)
 
     def choose(self, waiting: Waiting, now_s: float) -> Choice:
-        """Start the most urgent lane that is ripe."""
-        lane = ripe_lane(waiting, now_s)
-        return self._former.form(waiting.queue, lane, now_s) if isinstance(lane, Lane) else lane
+        """Start the most urgent bucket that is ready."""
+        bucket = ready_bucket(waiting, now_s)
+        return (
+            self._former.form(waiting.queue, bucket, now_s)
+            if isinstance(bucket, Bucket)
+            else bucket
+        )
 
 
 class BatchFormer:
@@ -69,17 +73,17 @@ class BatchFormer:
         self._seen: Shrinking | None = None
         self._early_drop = EarlyDrop((), streams)
 
-    def form(self, queue: SampleQueue, lane: Lane, now_s: float) -> Start | Shed:
-        """Start as many as the first sample of the lane can wait for, or give that up."""
-        slack_s = lane.most_urgent().deadline_s - now_s
+    def form(self, queue: SampleQueue, bucket: Bucket, now_s: float) -> Start | Shed:
+        """Start as many as the first sample of the bucket can wait for, or give that up."""
+        slack_s = bucket.most_urgent().deadline_s - now_s
         if slack_s == float("inf"):
-            return Start(lane, self._max_batch_size)
+            return Start(bucket, self._max_batch_size)
         size = self._latencies.largest_shrinking_batch(slack_s)
-        slowness = self._latencies.slowness
-        if not size or self._rule().gives_up(queue, lane, now_s, slowness):
-            self._latencies.doubt()
-            return Shed(lane)
-        return Start(lane, min(size, self._max_batch_size))
+        latency_margin = self._latencies.latency_margin
+        if not size or self._rule().gives_up(queue, bucket, now_s, latency_margin):
+            self._latencies.invalidate()
+            return Shed(bucket)
+        return Start(bucket, min(size, self._max_batch_size))
 
     def _rule(self) -> EarlyDrop:
         shrinking = self._latencies.shrinking

@@ -13,8 +13,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from offramp.engine.scheduling.buckets import Bucket
 from offramp.engine.scheduling.early_drop import EarlyDrop
-from offramp.engine.scheduling.lanes import Lane
 from offramp.engine.scheduling.points import OperatingPoint, OperatingPoints
 from offramp.engine.scheduling.policy import (
     Choice,
@@ -22,7 +22,7 @@ from offramp.engine.scheduling.policy import (
     Shed,
     Start,
     Waiting,
-    ripe_lane,
+    ready_bucket,
 )
 
 BUCKETS = 64
@@ -90,24 +90,24 @@ class SlackPolicy(RunsThrough, ABC):
         """
 
     def choose(self, waiting: Waiting, now_s: float) -> Choice:
-        """Start the most urgent lane as its first sample's slack allows, or give that up."""
-        lane = ripe_lane(waiting, now_s)
-        if not isinstance(lane, Lane):
-            return lane
+        """Start the most urgent bucket as its first sample's slack allows, or give that up."""
+        bucket = ready_bucket(waiting, now_s)
+        if not isinstance(bucket, Bucket):
+            return bucket
         if self._early_drop is None:
             self._early_drop = EarlyDrop(list(self._settings()), self._streams)
-        slowness = self._points.latencies.slowness
+        latency_margin = self._points.latencies.latency_margin
         queue = waiting.queue
         self._arrivals.look(queue.arrived, now_s)
         wanted_rate = max(
-            self._early_drop.wanted_rate(queue, lane, now_s, slowness),
-            self._arrivals.rate * slowness,
+            self._early_drop.wanted_rate(queue, bucket, now_s, latency_margin),
+            self._arrivals.rate * latency_margin,
         )
-        setting = self.setting(lane.most_urgent().deadline_s - now_s, wanted_rate)
-        if setting is None or self._early_drop.gives_up(queue, lane, now_s, slowness):
-            self._points.latencies.doubt()
-            return Shed(lane)
-        return Start(lane, setting.batch_size, setting.deepest)
+        setting = self.setting(bucket.most_urgent().deadline_s - now_s, wanted_rate)
+        if setting is None or self._early_drop.gives_up(queue, bucket, now_s, latency_margin):
+            self._points.latencies.invalidate()
+            return Shed(bucket)
+        return Start(bucket, setting.batch_size, setting.deepest)
 
     def _settings(self) -> Iterator[tuple[float, float]]:
         """Seconds, and rows a second, of whatever the policy would choose at any slack."""
@@ -118,7 +118,7 @@ class SlackPolicy(RunsThrough, ABC):
             for seconds in latencies.until_s(point.deepest)[1 : self._max_batch_size + 1]
         }
         for slack_s in slacks:
-            setting = self.setting(slack_s * latencies.slowness)
+            setting = self.setting(slack_s * latencies.latency_margin)
             if setting is not None:
                 yield latencies.until_s(setting.deepest)[setting.batch_size], self._rate(setting)
 
@@ -184,8 +184,8 @@ class SlackFit(SlackPolicy):
 
     def setting(self, slack_s: float, wanted_rate: float = 0.0) -> Setting | None:
         """Look into the bucket, and down from there for one that keeps up."""
-        slowness = self._points.latencies.slowness
-        slack_s /= slowness
+        latency_margin = self._points.latencies.latency_margin
+        slack_s /= latency_margin
         if slack_s < self._fastest_s:
             return None
         bucket = int(min((slack_s - self._fastest_s) / self._width_s, len(self._chosen) - 1))

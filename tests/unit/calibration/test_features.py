@@ -20,7 +20,7 @@ from offramp.calibration.errors import DataError
 from offramp.calibration.families import CutTensor, grids_of
 from offramp.calibration.features import WHOLE, Recording, fit_projections, record
 from offramp.calibration.records import dump_records, record_answers
-from offramp.compiler.poolings import attach_poolings
+from offramp.compiler.heads import attach_poolings
 from offramp.compiler.runtime import Runner
 from offramp.engine.exit_check import confidence_of
 

@@ -20,8 +20,8 @@ from offramp.calibration.measuring import (
 )
 from offramp.calibration.paired import StagedModel, never_exiting
 from offramp.calibration.records import ExitRecords
-from offramp.engine.backends.fake import SCRIPT, FakeBackend
 from offramp.engine.pipeline import Departure, Pipeline
+from offramp.testing.backend import SCRIPT, FakeBackend
 
 SOURCE_MS, FIRST_MS, SECOND_MS = 10.0, 2.0, 9.0
 """A row, in the source model and in both stages."""

@@ -77,8 +77,8 @@ def test_borders_cost_what_all_sets_of_exits_say(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("name", ["residual", "bert"])
 def test_what_crosses_a_border_is_counted_and_its_cost_is_not_negative(name: str) -> None:
     pieces = sliced(name)
-    anatomy, files = draft(pieces, [])
-    stages = chain_stages(anatomy, files.__getitem__)
+    structure, files = draft(pieces, [])
+    stages = chain_stages(structure, files.__getitem__)
     inputs = inputs_of(pieces, 3)
     backend = OnnxRuntimeBackend(threads=1)
     pipeline = Pipeline(backend, Plan(stages=stages, policy_version=0, mode=Mode.LEAVE))

@@ -11,11 +11,11 @@ import pytest
 from onnx import TensorProto, helper
 from tests import models
 
-from offramp.compiler.candidates import choose_candidates
 from offramp.compiler.cuts import find_cuts
 from offramp.compiler.errors import ModelError, NoCutPointError
 from offramp.compiler.model import read_model
 from offramp.compiler.runtime import Runner, relative_difference
+from offramp.compiler.slicing import choose_candidates
 
 
 def test_facts(tmp_path):

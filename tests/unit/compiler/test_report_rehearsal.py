@@ -6,13 +6,13 @@ import re
 from dataclasses import replace
 
 import pytest
+from tests.unit.calibration.rehearsal.rehearsals import load, settings, times
 from tests.unit.compiler.test_report import Page, make
-from tests.unit.control.rehearsals import load, settings, times
 
+from offramp.calibration.rehearsal.rehearsal import rehearse
+from offramp.calibration.rehearsal.result import Rehearsed
 from offramp.compiler.report import render_report
 from offramp.compiler.report.rehearsal import draw_step, rehearsal_view
-from offramp.engine.control.rehearsal import rehearse
-from offramp.engine.control.rehearsal_result import Rehearsed
 
 FOUND = rehearse(load(), times(), settings())
 REHEARSED = Rehearsed(rehearsal=FOUND, shipped=FOUND.forecast, data_sha256="ef" * 32)

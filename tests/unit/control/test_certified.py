@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.unit.control.population import (
+from tests.unit.certify.population import (
     Population,
     feed,
     policy_of,
@@ -57,7 +57,7 @@ def test_a_promise_that_covers_the_constraint_comes_into_force(population: Popul
     assert status.evidence is Evidence.CALIBRATED
     assert status.disagreement is None
     assert status.disagreement_upper_bound == 1.0
-    assert controller._ladder.thresholds[controller._level].tolist() == [0.99, 0.98, 0.98]
+    assert controller._path.thresholds[controller._level].tolist() == [0.99, 0.98, 0.98]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_climbs_from_nothing(population: Population) -> None:
 
 @pytest.mark.parametrize("release", [True, False])
 def test_claims_are_rarely_wrong(release: bool) -> None:
-    """200 streams without drift, each with its own calibration data and ladder. Half of them start
+    """200 streams without drift, each with its own calibration data and threshold path. Half of them start
     from a policy that disagrees on 1.1 %, though its bundle promised 1 %, and certifying it is
     wrong; the others climb from nothing, past levels whose risk is closer to ε than a tenth. A
     stream counts as wrong if at any time the policy in force was called certified though its true
@@ -188,18 +188,18 @@ def test_doubt_from_outside_is_an_alarm(population: Population) -> None:
     controller = controller_of(population)
     feed(controller, population, 3_000, rng=np.random.default_rng(18))
     controller.take_events()
-    controller.doubt("the weather changed")
+    controller.invalidate("the weather changed")
     (event,) = controller.take_events()
     assert event.warning
     assert "the weather changed" in event.text
     assert answers(controller.policy) == {}
     assert controller.status().alarms == 1
-    assert controller._ladder.samples == 0
+    assert controller._path.samples == 0
     assert controller.wants_evidence
 
 
 def test_recovers_from_drift_within_the_constraint(population: Population) -> None:
-    """The second ladder needs log(6 / 0.04) / 0.8 % = 630 samples for its first levels."""
+    """The second threshold path needs log(6 / 0.04) / 0.8 % = 630 samples for its first levels."""
     controller = controller_of(population)
     rng = np.random.default_rng(4)
     feed(controller, population, 10_000, rng=rng)
@@ -264,7 +264,7 @@ def test_forced_answers_are_outside(population: Population) -> None:
     assert status.alarms == 0
     assert status.observed == 40 * 64
     assert status.disagreement is None
-    assert controller._ladder.samples == 0
+    assert controller._path.samples == 0
 
 
 def test_observing_nothing_changes_nothing(population: Population) -> None:
@@ -292,7 +292,7 @@ def test_release_audits_everything_and_audit_mode_keeps_its_budget(population: P
 
 
 def test_audits_become_rarer_once_there_is_nothing_to_learn() -> None:
-    """Half of the data is trivial, half hopeless: the boldest useful level is soon certified."""
+    """Half of the data is trivial, half infeasible: the boldest useful level is soon certified."""
     rng = np.random.default_rng(9)
     easy = rng.random(20_000) < 0.5
     confidence = np.where(easy, 0.999, 0.3) + rng.normal(scale=1e-4, size=(3, 20_000))
@@ -313,13 +313,13 @@ def test_new_exits_look_on_first_and_are_adopted_if_they_save(population: Popula
     feed(controller, population, 6_000, rng=rng)
     assert controller.status().evidence is Evidence.CERTIFIED
     before = controller.policy
-    certified_by = controller._ladder
+    certified_by = controller._path
     assert controller.consider((0, 1, 2))
     assert controller.policy.version == before.version + 1
     assert [a.exit for a in controller.policy.active] == [0, 1, 2]
     assert answers(controller.policy) == answers(before)
     assert controller.status().evidence is Evidence.CERTIFIED
-    assert controller._ladder is certified_by
+    assert controller._path is certified_by
     assert not controller.consider((0, 2))  # one at a time
     slow = population.mean_ms(before, COSTS)
     history = feed(controller, population, 12_000, rng=rng)
@@ -353,19 +353,19 @@ def test_exits_that_answer_nothing_go_without_a_new_certificate(population: Popu
     policy = policy_of({0: NEVER, 1: 0.98, 2: 0.98}, version=1, promised=EPSILON)
     controller = controller_of(population, policy)
     feed(controller, population, 600, rng=np.random.default_rng(12))
-    samples = controller._ladder.samples
+    samples = controller._path.samples
     assert controller.consider((1, 2))
     assert controller.policy.active == policy.active[1:]
     assert controller.policy.version == 2
     assert controller.policy.promise == policy.promise
     assert controller.status().adjustments == 1
-    assert controller._ladder.samples == samples > 0
+    assert controller._path.samples == samples > 0
     assert controller.status().evidence is Evidence.CALIBRATED
 
 
 def test_nothing_is_tried_while_it_recovers(population: Population) -> None:
     controller = controller_of(population)
-    controller.doubt("the weather changed")
+    controller.invalidate("the weather changed")
     assert not controller.consider((0, 1))
     assert not controller.consider((0, 1, 2))
 
@@ -404,7 +404,7 @@ def test_an_alarm_forgets_the_job_that_is_out(population: Population) -> None:
         rows = rng.integers(population.size, size=64)
         controller.observe(population.serve(controller.policy, rows, q=1.0, rng=rng))
         job = controller.take_job()
-    controller.doubt("the weather changed")
+    controller.invalidate("the weather changed")
     controller.finish(job, job.run())
     assert controller._trials.current is None
     assert controller.status().tunings == 0
@@ -419,7 +419,7 @@ def test_state_survives_a_restart(population: Population, tmp_path: Path) -> Non
     save_state(tmp_path / "state.npz", state, fingerprint={})
     kept = load_state(tmp_path / "state.npz", fingerprint={})
     assert kept is not None
-    other = controller_of(population, seed=99)  # ladder and curves must come from the state
+    other = controller_of(population, seed=99)  # threshold path and curves must come from the state
     other.restore(kept)
     assert other.policy.version == controller.policy.version
     assert answers(other.policy) == answers(controller.policy)
@@ -430,7 +430,7 @@ def test_state_survives_a_restart(population: Population, tmp_path: Path) -> Non
     feed(other, population, 10_000, rng=rng)
     assert other.policy.version >= controller.policy.version
     assert population.risk(other.policy) <= EPSILON
-    assert other._ladders >= controller._ladders
+    assert other._paths >= controller._paths
 
 
 @pytest.mark.parametrize(

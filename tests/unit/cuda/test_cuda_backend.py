@@ -14,12 +14,12 @@ from tests.sliced import inputs_of, sliced
 from offramp.bundle import Bundle
 from offramp.engine.backends.base import Backend
 from offramp.engine.cuda.arena import Arena, Needs, Outcome, Region, mib
+from offramp.engine.cuda.buffering import ParkingPool
 from offramp.engine.cuda.driver import DeviceMemoryError
-from offramp.engine.cuda.fake_driver import FakeDriver, MisuseError
 from offramp.engine.cuda.layout import Layouts
-from offramp.engine.cuda.parking import ParkingPool
 from offramp.engine.errors import BackendError
 from offramp.engine.plan import StageSpec, make_plan
+from offramp.testing.cuda_driver import FakeDriver, MisuseError
 
 
 @pytest.fixture(scope="module")
@@ -89,14 +89,14 @@ def test_a_slot_that_only_joins_lets_go_of_stages_too(bundle: Bundle) -> None:
     for _ in range(2):
         carry = early.run(first, early.upload(samples(2))).carry
         assert carry is not None
-        late.run(second, late.join([(early.park(carry, rows), rows)]))
+        late.run(second, late.join([(early.buffer(carry, rows), rows)]))
     carry = early.run(first, early.upload(samples(2))).carry
     assert carry is not None
-    parked = early.park(carry, rows)
+    buffered = early.buffer(carry, rows)
     assert factory.open == {"stages": 2, "executables": 2}
     del second
     gc.collect()
-    late.join([(parked, rows)])
+    late.join([(buffered, rows)])
     assert factory.open == {"stages": 1, "executables": 1}
     early.close()
     late.close()

@@ -25,9 +25,9 @@ from tests.small_bert import truth as truth_of
 from offramp.bundle import Bundle
 from offramp.engine.backends import Backend
 from offramp.engine.cuda.executable import Shape
-from offramp.engine.cuda.fake_driver import FakeDriver
 from offramp.engine.errors import BackendError
 from offramp.engine.plan import Mode
+from offramp.testing.cuda_driver import FakeDriver
 
 MOST = 8
 

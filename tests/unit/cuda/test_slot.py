@@ -17,12 +17,12 @@ from offramp.bundle import NEVER
 from offramp.engine.backends.base import TensorBatch
 from offramp.engine.cuda.backend import CudaBackend
 from offramp.engine.cuda.driver import DeviceLostError
-from offramp.engine.cuda.fake_driver import FakeDriver
 from offramp.engine.cuda.layout import Placed
 from offramp.engine.cuda.slot import CudaSlot, _fill
 from offramp.engine.cuda.stages import CudaStage
 from offramp.engine.errors import BackendError
 from offramp.engine.plan import StageSpec
+from offramp.testing.cuda_driver import FakeDriver
 
 CLASSES = 4
 WIDTH = 6
@@ -346,7 +346,7 @@ def test_what_was_overwritten_is_refused(bench: Bench) -> None:
         bench.slot.select(kept, np.array([], np.intp))
     np.testing.assert_array_equal(answer_at_end(bench, other), end_of([1], 2))
     with pytest.raises(BackendError, match="after its buffer was written again"):
-        bench.slot.park(carry, np.array([0]))
+        bench.slot.buffer(carry, np.array([0]))
 
 
 def test_inputs_that_pass_through_are_void_with_the_area_they_lie_in(bench: Bench) -> None:
@@ -357,33 +357,33 @@ def test_inputs_that_pass_through_are_void_with_the_area_they_lie_in(bench: Benc
         bench.slot.select(carry, np.array([2]))
 
 
-def test_batches_stay_in_their_slot_unless_parked(bench: Bench) -> None:
+def test_batches_stay_in_their_slot_unless_buffered(bench: Bench) -> None:
     other = bench.backend.open_slot()
     carry = carry_of(bench, [0.1, 0.2])
     with pytest.raises(BackendError, match="a batch of another slot"):
         other.run(bench.stages[1], carry)
-    with pytest.raises(BackendError, match="only parked batches of the same backend"):
+    with pytest.raises(BackendError, match="only buffered batches of the same backend"):
         other.join([(carry, np.array([0]))])
     other.close()
 
 
-def test_parked_memory_is_used_again_when_nobody_refers_to_it(bench: Bench) -> None:
+def test_buffered_memory_is_used_again_when_nobody_refers_to_it(bench: Bench) -> None:
     allocated = []
     for _ in range(4):
-        kept = bench.slot.park(carry_of(bench, [0.1, 0.2, 0.3]), np.array([0, 2]))
-        joined = bench.slot.join([(kept, np.array([1]))])
+        kept = bench.slot.buffer(carry_of(bench, [0.1, 0.2, 0.3]), np.array([0, 2]))
+        joined = bench.slot.merge([(kept, np.array([1]))])
         del kept  # the gather is not done yet: the slot keeps it until then
         np.testing.assert_array_equal(answer_at_end(bench, joined), end_of([2], 2))
         allocated.append(bench.driver.calls["allocate"])
     assert len(set(allocated)) == 1
 
 
-def test_parked_memory_is_not_handed_on_while_a_join_reads_it(bench: Bench) -> None:
+def test_buffered_memory_is_not_handed_on_while_a_join_reads_it(bench: Bench) -> None:
     other = bench.backend.open_slot()
-    kept = bench.slot.park(carry_of(bench, [0.1, 0.2, 0.3]), np.array([0, 2]))
+    kept = bench.slot.buffer(carry_of(bench, [0.1, 0.2, 0.3]), np.array([0, 2]))
     joined = other.join([(kept, np.array([0]))])
     del kept
-    again = bench.slot.park(carry_of(bench, [0.3, 0.2, 0.1]), np.array([1]))
+    again = bench.slot.buffer(carry_of(bench, [0.3, 0.2, 0.1]), np.array([1]))
     carry = other.run(bench.stages[1], joined).carry
     assert carry is not None
     np.testing.assert_array_equal(other.run(bench.stages[2], carry).answer, end_of([0], 2))
@@ -392,11 +392,11 @@ def test_parked_memory_is_not_handed_on_while_a_join_reads_it(bench: Bench) -> N
 
 
 def test_rows_of_different_tensors_are_not_joined(bench: Bench) -> None:
-    first = bench.slot.park(carry_of(bench, [0.1, 0.2]), np.array([0]))
+    first = bench.slot.buffer(carry_of(bench, [0.1, 0.2]), np.array([0]))
     carry = renamed(bench, carry_of(bench, [0.1, 0.2]))
-    second = bench.slot.park(carry, np.array([0]))
+    second = bench.slot.buffer(carry, np.array([0]))
     with pytest.raises(BackendError, match="rows of different tensors cannot be joined"):
-        bench.slot.join([(first, np.array([0])), (second, np.array([0]))])
+        bench.slot.merge([(first, np.array([0])), (second, np.array([0]))])
 
 
 def test_nothing_is_allocated_after_the_warm_up(bench: Bench) -> None:
@@ -520,10 +520,10 @@ def test_memory_of_a_failed_park_is_at_rest_when_it_is_used_again(bench: Bench) 
     assert carry is not None
     mine = carry_of(bench, [0.1, 0.2, 0.3])
     bench.driver.fail_next("record")
-    with pytest.raises(BackendError, match="2 rows could not be parked: record failed"):
-        bench.slot.park(mine, np.array([0, 2]))
+    with pytest.raises(BackendError, match="2 rows could not be buffered: record failed"):
+        bench.slot.buffer(mine, np.array([0, 2]))
     gc.collect()  # the error's frames refer to the memory
-    assert len(other.park(carry, np.array([0, 2]))) == 2
+    assert len(other.buffer(carry, np.array([0, 2]))) == 2
     other.close()
 
 
@@ -543,17 +543,17 @@ def test_a_lost_device_is_told_as_such_and_everything_is_released() -> None:
     assert not +factory.open
 
 
-def test_parked_memory_is_held_until_its_copies_ran(bench: Bench) -> None:
+def test_buffered_memory_is_held_until_its_copies_ran(bench: Bench) -> None:
     """Though sending row numbers waits for others that are still on their way."""
-    parked = bench.slot.park(carry_of(bench, [0.9, 0.1, 0.2, 0.8, 0.3]), np.array([1, 2, 4]))
+    buffered = bench.slot.buffer(carry_of(bench, [0.9, 0.1, 0.2, 0.8, 0.3]), np.array([1, 2, 4]))
     bench.slot.select(carry_of(bench, [0.9, 0.1, 0.2, 0.8, 0.3]), np.array([0, 3]))
-    joined = bench.slot.join([(parked, np.array([0, 2]))])
-    del parked
+    joined = bench.slot.merge([(buffered, np.array([0, 2]))])
+    del buffered
     gc.collect()
     other = bench.backend.open_slot()  # would get that memory
     carry = other.run(bench.stages[0], other.upload(batch_of([0.1] * 3))).carry
     assert carry is not None
-    other.park(carry, np.arange(3))
+    other.buffer(carry, np.arange(3))
     other.close()
     np.testing.assert_array_equal(answer_at_end(bench, joined), end_of([1, 4], 2))
 
@@ -578,11 +578,12 @@ def test_memory_that_is_short_for_a_larger_sample_says_what_to_lower(bench: Benc
     carry = carry_of(bench, [0.1, 0.2])
     bench.driver.memory_bytes = 0
     with pytest.raises(
-        BackendError, match=r"1 rows could not be parked: .* MiB were needed .* were free: lower --"
+        BackendError,
+        match=r"1 rows could not be buffered: .* MiB were needed .* were free: lower --",
     ):
-        bench.slot.park(carry, np.array([0]))
+        bench.slot.buffer(carry, np.array([0]))
     bench.driver.memory_bytes = 1 << 30
-    assert len(bench.slot.park(carry, np.array([0]))) == 1
+    assert len(bench.slot.buffer(carry, np.array([0]))) == 1
 
 
 @pytest.mark.parametrize("threshold", [0.0, NEVER])

@@ -13,11 +13,11 @@ from tests.sliced import inputs_of, sliced
 from offramp.bundle import Bundle
 from offramp.engine.backends.base import StageResult
 from offramp.engine.cuda.driver import Stream
-from offramp.engine.cuda.fake_handles import FakeGraph
 from offramp.engine.cuda.slot import CudaSlot
 from offramp.engine.cuda.stages import CudaStage
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import make_plan
+from offramp.testing.cuda_handles import FakeGraph
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_what_is_joined_finds_the_graph_of_what_goes_straight_on(bundle: Bundle)
     launches = driver.calls["launch_graph"]
     carry = run_first(slot, stages[0], 5).carry
     assert carry is not None
-    slot.run(stages[1], slot.join([(slot.park(carry, np.array([1, 4])), np.arange(2))]))
+    slot.run(stages[1], slot.merge([(slot.buffer(carry, np.array([1, 4])), np.arange(2))]))
     assert driver.calls["launch_graph"] == launches + 1
     slot.close()
     backend.close()

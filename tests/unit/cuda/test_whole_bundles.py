@@ -75,11 +75,11 @@ def test_stages_without_exits_and_exits_that_look_on(mode: str, folder: Path) ->
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_slots_in_threads_share_what_is_parked(seed: int, folder: Path) -> None:
+def test_slots_in_threads_share_what_is_buffered(seed: int, folder: Path) -> None:
     bundle = bundle_of("residual", folder)
     backend, _, driver = fake_cuda(seed=seed, max_rows=2 * ROWS)
     plan = make_plan(bundle, random_policy(bundle, np.random.default_rng(seed)))
-    lock, parked = threading.Lock(), list[Waiting]()
+    lock, buffered = threading.Lock(), list[Waiting]()
     failures: list[BaseException] = []
 
     def serve(number: int) -> None:
@@ -89,8 +89,8 @@ def test_slots_in_threads_share_what_is_parked(seed: int, folder: Path) -> None:
             for turn in range(16):
                 left = both.follow(0, both.new(samples_of("residual")(1 + turn % 2, turn)))
                 with lock:
-                    parked.extend(left)
-                    taken = parked.pop(0) if parked else None  # most often another thread's
+                    buffered.extend(left)
+                    taken = buffered.pop(0) if buffered else None  # most often another thread's
                 if taken is not None:
                     joined: Pair = both.join([taken.pair])
                     both.follow(taken.stage, joined)
@@ -106,7 +106,7 @@ def test_slots_in_threads_share_what_is_parked(seed: int, folder: Path) -> None:
         thread.join()
     assert not failures, failures
     assert driver.calls["launch_graph"] > 0
-    parked.clear()
+    buffered.clear()
     backend.close()
 
 

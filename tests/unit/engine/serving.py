@@ -9,8 +9,8 @@ from typing import Any
 
 from tests.fakes import fake_model
 
-from offramp.engine.backends.fake import FakeBackend
 from offramp.engine.core import Engine
+from offramp.testing.backend import FakeBackend
 
 LIMIT_S = 30.0
 """Bound of everything awaited: a test hangs no longer, and asserts no time."""

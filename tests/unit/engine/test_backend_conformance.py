@@ -18,11 +18,11 @@ from tests.cuda_fakes import fake_cuda
 from offramp.bundle import NEVER
 from offramp.engine.backends import Backend, make_backend
 from offramp.engine.backends.base import Slot, TensorBatch
-from offramp.engine.backends.fake import SCRIPT, FakeBackend
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.errors import BackendError
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, StageSpec
+from offramp.testing.backend import SCRIPT, FakeBackend
 
 
 def stage_graph(index: int, *, final: bool) -> bytes:
@@ -224,13 +224,13 @@ def test_pipeline_sends_every_row_to_its_first_sure_exit(
     np.testing.assert_array_equal(found, expected)
 
 
-def parked(backend: Backend, slot: Slot, script: np.ndarray, rows: list[int]) -> TensorBatch:
-    """Rows of a script after stage 0, parked by the slot."""
+def buffered(backend: Backend, slot: Slot, script: np.ndarray, rows: list[int]) -> TensorBatch:
+    """Rows of a script after stage 0, buffered by the slot."""
     carry = slot.run(
         backend.prepare(plan((0.5, 0.5)).stages[0]), slot.upload({SCRIPT: script})
     ).carry
     assert carry is not None
-    return slot.park(carry, np.array(rows))
+    return slot.buffer(carry, np.array(rows))
 
 
 def answer_of(backend: Backend, slot: Slot, batch: TensorBatch) -> np.ndarray:
@@ -240,34 +240,34 @@ def answer_of(backend: Backend, slot: Slot, batch: TensorBatch) -> np.ndarray:
     return answer
 
 
-def test_parked_rows_are_joined_in_their_order(backend: Backend, slot: Slot) -> None:
+def test_buffered_rows_are_joined_in_their_order(backend: Backend, slot: Slot) -> None:
     script = random_script(6)
-    kept = parked(backend, slot, script, [1, 2, 4, 5])
+    kept = buffered(backend, slot, script, [1, 2, 4, 5])
     assert len(kept) == 4
-    joined = slot.join([(kept, np.array([0, 2, 3]))])
+    joined = slot.merge([(kept, np.array([0, 2, 3]))])
     assert len(joined) == 3
     np.testing.assert_array_equal(answer_of(backend, slot, joined), script[[1, 4, 5], 1])
 
 
 @pytest.mark.parametrize("rows", [[0, 2], [0, 1, 2]])
-def test_what_is_parked_outlives_uploads_and_its_slot(backend: Backend, rows: list[int]) -> None:
+def test_what_is_buffered_outlives_uploads_and_its_slot(backend: Backend, rows: list[int]) -> None:
     first, second = random_script(3, seed=1), random_script(3, seed=2)
     slot, other = backend.open_slot(), backend.open_slot()
-    kept = parked(backend, slot, first, rows)
-    parked(backend, slot, second, [0, 1, 2])
+    kept = buffered(backend, slot, first, rows)
+    buffered(backend, slot, second, [0, 1, 2])
     slot.close()
     joined = other.join([(kept, np.arange(len(rows)))])
     np.testing.assert_array_equal(answer_of(backend, other, joined), first[rows, 1])
     other.close()
 
 
-def test_several_parked_batches_are_fused_part_after_part(backend: Backend, slot: Slot) -> None:
+def test_several_buffered_batches_are_fused_part_after_part(backend: Backend, slot: Slot) -> None:
     other = backend.open_slot()
     scripts = [random_script(n, seed=n) for n in (3, 5, 1)]
-    a = parked(backend, slot, scripts[0], [0, 1, 2])
-    b = parked(backend, other, scripts[1], [1, 3, 4])
-    c = parked(backend, slot, scripts[2], [0])
-    joined = slot.join([(b, np.array([0, 2])), (c, np.array([0])), (a, np.array([1]))])
+    a = buffered(backend, slot, scripts[0], [0, 1, 2])
+    b = buffered(backend, other, scripts[1], [1, 3, 4])
+    c = buffered(backend, slot, scripts[2], [0])
+    joined = slot.merge([(b, np.array([0, 2])), (c, np.array([0])), (a, np.array([1]))])
     assert len(joined) == 4
     expected = [*scripts[1][[1, 4], 1], scripts[2][0, 1], scripts[0][1, 1]]
     np.testing.assert_array_equal(answer_of(backend, slot, joined), expected)
@@ -280,16 +280,16 @@ def test_several_parked_batches_are_fused_part_after_part(backend: Backend, slot
 def test_what_was_joined_goes_on_as_any_batch_does(backend: Backend, slot: Slot) -> None:
     stages = [backend.prepare(spec) for spec in plan((0.5, 0.5)).stages]
     script = random_script(4)
-    joined = slot.join([(parked(backend, slot, script, [0, 1, 3]), np.arange(3))])
+    joined = slot.merge([(buffered(backend, slot, script, [0, 1, 3]), np.arange(3))])
     carry = slot.run(stages[1], joined).carry
     assert carry is not None
-    again = slot.park(slot.select(carry, np.array([1, 2])), np.array([1]))
-    answer = slot.run(stages[2], slot.join([(again, np.array([0]))])).answer
+    again = slot.buffer(slot.select(carry, np.array([1, 2])), np.array([1]))
+    answer = slot.run(stages[2], slot.merge([(again, np.array([0]))])).answer
     assert answer is not None
     np.testing.assert_array_equal(answer, script[[3], 2])
 
 
-def test_a_carried_input_is_parked_with_its_rows(real: Backend) -> None:
+def test_a_carried_input_is_buffered_with_its_rows(real: Backend) -> None:
     """Stage 1 reads the model's own input besides the cut tensor."""
     backend = real
     first = dataclasses.replace(plan((0.5, 0.5)).stages[0], carried=("cut1", SCRIPT))
@@ -306,7 +306,7 @@ def test_a_carried_input_is_parked_with_its_rows(real: Backend) -> None:
     for script, rows in ((a, [0, 3]), (b, [1])):
         carry = slot.run(stages[0], slot.upload({SCRIPT: script})).carry
         assert carry is not None
-        kept.append(slot.park(carry, np.array(rows)))
+        kept.append(slot.buffer(carry, np.array(rows)))
     joined = other.join([(kept[1], np.array([0])), (kept[0], np.array([0, 1]))])
     answer = other.run(stages[1], joined).answer
     assert answer is not None
@@ -341,8 +341,8 @@ def test_the_fake_notices_a_batch_that_outlived_its_slot() -> None:
         slot.select(old, np.array([0]))
 
 
-def test_the_fake_joins_only_what_was_parked() -> None:
+def test_the_fake_joins_only_what_was_buffered() -> None:
     slot = FakeBackend().open_slot()
     batch = slot.upload({SCRIPT: random_script(2)})
-    with pytest.raises(BackendError, match="only parked batches can be joined"):
-        slot.join([(batch, np.array([0]))])
+    with pytest.raises(BackendError, match="only buffered batches can be joined"):
+        slot.merge([(batch, np.array([0]))])

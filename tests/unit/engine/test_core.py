@@ -12,7 +12,6 @@ import pytest
 from tests.fakes import fake_model, script
 from tests.unit.engine.serving import LIMIT_S, Gate, with_engine
 
-from offramp.engine.backends.fake import SCRIPT, FakeBackend
 from offramp.engine.core import Engine
 from offramp.engine.errors import (
     DeadlineExceededError,
@@ -21,6 +20,7 @@ from offramp.engine.errors import (
     QueueFullError,
     UnknownModelError,
 )
+from offramp.testing.backend import SCRIPT, FakeBackend
 
 
 def test_each_sample_exits_on_its_own_and_order_is_kept() -> None:

@@ -14,10 +14,10 @@ from tests.fakes import script
 from tests.unit.engine.serving import LIMIT_S, Gate, until, with_engine
 
 from offramp.engine.backends.base import Rows, StageResult, TensorBatch
-from offramp.engine.backends.fake import SCRIPT, FakeBackend, FakeBatch, FakeSlot
 from offramp.engine.core import Engine, InferResult
 from offramp.engine.errors import BackendError, DeadlineExceededError
 from offramp.engine.scheduling import PolicyName
+from offramp.testing.backend import SCRIPT, FakeBackend, FakeBatch, FakeSlot
 
 REFILL = PolicyName("refill")
 BAD = 0.123
@@ -200,9 +200,9 @@ def test_what_is_left_of_a_failed_request_does_not_run() -> None:
 
 
 @pytest.mark.parametrize("streams", [1, 2])
-def test_survivors_that_cannot_be_parked_are_tried_again(streams: int) -> None:
+def test_survivors_that_cannot_be_buffered_are_tried_again(streams: int) -> None:
     class CannotPark(FakeSlot):
-        def park(self, batch: TensorBatch, rows: Rows) -> FakeBatch:
+        def buffer(self, batch: TensorBatch, rows: Rows) -> FakeBatch:
             raise MemoryError
 
     class Backend(FakeBackend):

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 
 from offramp.engine import job_runner
-from offramp.engine.control import tune
 from offramp.engine.control.controller import Job
+from offramp.engine.control.published.thresholds import tune
 from offramp.engine.errors import EngineError
 from offramp.engine.job_runner import JobError, JobRunner
 from offramp.engine.job_worker import NICENESS, READY, read_message

@@ -10,16 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.fakes import FakeGenerations, ScriptedController, fake_model, policy_of, script
+from tests.fakes import FakeDeployments, ScriptedController, fake_model, policy_of, script
 from tests.unit.engine.serving import LIMIT_S, Gate, until, with_engine
 
 from offramp.bundle import NEVER
-from offramp.engine.backends.fake import SCRIPT, FakeBackend
+from offramp.certify.decision import MODEL_END
+from offramp.certify.observations import Observations
 from offramp.engine.control.controller import ControlStatus, Job
-from offramp.engine.control.observations import Observations
 from offramp.engine.control_state import load_state
 from offramp.engine.core import AnswerKind, Engine, StreamedResult
 from offramp.engine.errors import BackendError
+from offramp.testing.backend import SCRIPT, FakeBackend
 
 TWO_EXITS = (0.9, 0.9)
 
@@ -62,7 +63,7 @@ def test_in_release_mode_everything_runs_on_and_is_recorded() -> None:
         assert result.policy_version == 3
         seen = await told(controller, 4)
         assert backend.runs == [(0, 4), (1, 4), (2, 4)]
-        assert seen.answered_at.tolist() == [0, 1, 2, 0]
+        assert seen.answered_at.tolist() == [0, 1, MODEL_END, 0]
         assert seen.final.tolist() == [1, 0, 0, 0]
         assert seen.prediction.tolist() == [[0, 0, 0, 1], [1, 0, 0, 1]]
         np.testing.assert_allclose(
@@ -240,8 +241,8 @@ def test_a_batch_keeps_the_policy_that_it_was_started_under() -> None:
     with_engine(body, gate, thresholds=TWO_EXITS, controller=controller)
 
 
-def with_generations(
-    body: Callable[[Engine, FakeBackend, FakeGenerations], Coroutine[Any, Any, None]],
+def with_deployments(
+    body: Callable[[Engine, FakeBackend, FakeDeployments], Coroutine[Any, Any, None]],
     controller: ScriptedController,
 ) -> None:
     """An engine with one observed model of two exits, of which only exit 1 is prepared."""
@@ -250,11 +251,11 @@ def with_generations(
         backend = FakeBackend()
         model = fake_model(backend, TWO_EXITS, controller=controller)
         assert model.observed is not None
-        generations = model.observed.generations
-        assert isinstance(generations, FakeGenerations)
-        generations.there = {(1,)}
+        deployments = model.observed.deployments
+        assert isinstance(deployments, FakeDeployments)
+        deployments.there = {(1,)}
         async with Engine({"fake": model}, backend) as engine:
-            await asyncio.wait_for(body(engine, backend, generations), LIMIT_S)
+            await asyncio.wait_for(body(engine, backend, deployments), LIMIT_S)
 
     asyncio.run(run())
 
@@ -263,12 +264,12 @@ def test_no_request_waits_for_stages_that_are_being_assembled() -> None:
     controller = ScriptedController(policy_of(1, e1=0.9))
     assembling, assembled = threading.Event(), threading.Event()
 
-    async def body(engine: Engine, backend: FakeBackend, generations: FakeGenerations) -> None:
+    async def body(engine: Engine, backend: FakeBackend, deployments: FakeDeployments) -> None:
         def hold() -> None:
             assembling.set()
             assert assembled.wait(LIMIT_S)
 
-        generations.gate = hold
+        deployments.gate = hold
         controller.policy = policy_of(2, e0=NEVER, e1=0.8)
         await until(assembling.is_set)
         # Same answers on the exits that are there, and served meanwhile:
@@ -290,7 +291,7 @@ def test_no_request_waits_for_stages_that_are_being_assembled() -> None:
         await until(lambda: len(backend.runs) == before + 3)
         assert [stage for stage, _ in backend.runs[before:]] == [0, 1, 2]
 
-    with_generations(body, controller)
+    with_deployments(body, controller)
 
 
 def test_exits_that_cannot_be_put_in_use_leave_the_policy_as_it_is(
@@ -298,17 +299,17 @@ def test_exits_that_cannot_be_put_in_use_leave_the_policy_as_it_is(
 ) -> None:
     controller = ScriptedController(policy_of(1, e1=0.9))
 
-    async def body(engine: Engine, _backend: FakeBackend, generations: FakeGenerations) -> None:
+    async def body(engine: Engine, _backend: FakeBackend, deployments: FakeDeployments) -> None:
         def fail() -> None:
             raise BackendError("no such file")
 
-        generations.gate = fail
+        deployments.gate = fail
         controller.policy = policy_of(2, e0=0.5, e1=0.9)  # exit 0 would answer: no stand-in
         await until(lambda: "cannot be put in use: no such file" in caplog.text)
         result = await engine.infer("fake", {SCRIPT: script([0.9, 0.95, 0.1])})
         assert (result.exits.tolist(), result.policy_version) == ([1], 1)
 
-    with_generations(body, controller)
+    with_deployments(body, controller)
 
 
 def test_a_job_is_run_elsewhere_and_its_result_handed_back() -> None:

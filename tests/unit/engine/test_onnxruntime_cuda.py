@@ -24,10 +24,10 @@ from offramp.engine.backends.onnxruntime_cuda import OnnxRuntimeCudaFactory
 from offramp.engine.backends.sizes import BundleSizes, GraphShapes
 from offramp.engine.cuda.backend import CudaBackend
 from offramp.engine.cuda.driver import DeviceLostError
-from offramp.engine.cuda.fake_driver import FakeDriver
 from offramp.engine.errors import BackendError
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, StageSpec, make_chained_plan, make_plan
+from offramp.testing.cuda_driver import FakeDriver
 
 RealSession = ort.InferenceSession
 CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offramp.engine.control.observations import UNKNOWN
+from offramp.certify.decision import MODEL_END
+from offramp.certify.observations import UNKNOWN
 from offramp.engine.recorder import Recorder
 
 
-def serials(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def sample_ids(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.array(numbers, np.int64)
 
 
@@ -24,15 +25,15 @@ def none(count: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
 def test_a_sample_is_told_as_it_went() -> None:
     recorder = Recorder(3, seed=0)
     recorder.audit_probability = 0.5
-    three = serials(0, 1, 2)
+    three = sample_ids(0, 1, 2)
     recorder.start(three, 9)
     recorder.passed(three, 1, np.array([0.9, 0.4, 0.3], np.float32), np.array([4, 5, 6]))
-    recorder.answered(serials(0), 1, np.array([True]))
-    recorder.finish(serials(0))
-    recorder.passed(serials(1, 2), 2, np.array([0.8, 0.2], np.float32), np.array([5, 7]))
-    recorder.answered(serials(1), 2, none(1))
-    recorder.final(serials(1, 2), np.array([3, 7]))
-    recorder.finish(serials(1, 2))
+    recorder.answered(sample_ids(0), 1, np.array([True]))
+    recorder.finish(sample_ids(0))
+    recorder.passed(sample_ids(1, 2), 2, np.array([0.8, 0.2], np.float32), np.array([5, 7]))
+    recorder.answered(sample_ids(1), 2, none(1))
+    recorder.final(sample_ids(1, 2), np.array([3, 7]))
+    recorder.finish(sample_ids(1, 2))
     seen = recorder.take()
     assert seen is not None
     nan = np.nan
@@ -41,7 +42,7 @@ def test_a_sample_is_told_as_it_went() -> None:
         np.array([[nan, nan, nan], [0.9, 0.4, 0.3], [nan, 0.8, 0.2]], np.float32),
     )
     assert seen.prediction.tolist() == [[UNKNOWN] * 3, [4, 5, 6], [UNKNOWN, 5, 7]]
-    assert seen.answered_at.tolist() == [1, 2, 3]
+    assert seen.answered_at.tolist() == [1, 2, MODEL_END]
     assert seen.final.tolist() == [UNKNOWN, 3, 7]
     assert seen.forced.tolist() == [True, False, False]
     assert seen.audit_probability.tolist() == [0.5] * 3
@@ -53,14 +54,14 @@ def test_a_sample_is_told_as_it_went() -> None:
 
 def test_what_started_later_waits_for_what_started_before_it() -> None:
     recorder = Recorder(1)
-    recorder.start(serials(0, 1, 2, 3), 1)
-    recorder.finish(serials(1, 3))
+    recorder.start(sample_ids(0, 1, 2, 3), 1)
+    recorder.finish(sample_ids(1, 3))
     assert recorder.take() is None
-    recorder.finish(serials(0))
+    recorder.finish(sample_ids(0))
     seen = recorder.take()
     assert seen is not None
     assert len(seen) == 2
-    recorder.lose(serials(2))
+    recorder.lose(sample_ids(2))
     seen = recorder.take()
     assert seen is not None
     assert (len(seen), recorder.lost) == (1, 1)
@@ -68,21 +69,21 @@ def test_what_started_later_waits_for_what_started_before_it() -> None:
 
 def test_a_sample_that_is_tried_again_starts_from_nothing() -> None:
     recorder = Recorder(1)
-    recorder.start(serials(0), 1)
-    recorder.passed(serials(0), 0, np.array([0.9], np.float32), np.array([4]))
-    recorder.start(serials(0), 2)
-    recorder.final(serials(0), np.array([1]))
-    recorder.finish(serials(0))
+    recorder.start(sample_ids(0), 1)
+    recorder.passed(sample_ids(0), 0, np.array([0.9], np.float32), np.array([4]))
+    recorder.start(sample_ids(0), 2)
+    recorder.final(sample_ids(0), np.array([1]))
+    recorder.finish(sample_ids(0))
     seen = recorder.take()
     assert seen is not None
     assert np.isnan(seen.confidence).all()
-    assert (seen.policy_version.tolist(), seen.answered_at.tolist()) == ([2], [1])
+    assert (seen.policy_version.tolist(), seen.answered_at.tolist()) == ([2], [MODEL_END])
 
 
 def test_what_nobody_reads_in_time_is_lost_and_counted() -> None:
     recorder = Recorder(1, capacity=8)
     for first in range(0, 20, 2):
-        pair = serials(first, first + 1)
+        pair = sample_ids(first, first + 1)
         recorder.start(pair, first)
         recorder.finish(pair)
     seen = recorder.take()
@@ -94,10 +95,10 @@ def test_what_nobody_reads_in_time_is_lost_and_counted() -> None:
 
 def test_a_sample_that_never_ends_is_given_up_once_the_ring_comes_round() -> None:
     recorder = Recorder(1, capacity=8)
-    recorder.start(serials(0), 0)
+    recorder.start(sample_ids(0), 0)
     for number in range(1, 9):
-        recorder.start(serials(number), number)
-        recorder.finish(serials(number))
+        recorder.start(sample_ids(number), number)
+        recorder.finish(sample_ids(number))
     seen = recorder.take()
     assert seen is not None
     assert seen.policy_version.tolist() == [5, 6, 7, 8]
@@ -130,12 +131,12 @@ def test_everything_is_told_once_in_order(steps: list[str], random: object) -> N
     for step in steps:
         if step == "start":
             running.append(len(fate))
-            recorder.start(serials(len(fate)), len(fate))
+            recorder.start(sample_ids(len(fate)), len(fate))
             fate[len(fate)] = "running"
         elif step in ("finish", "lose") and running:
             number = running.pop(random.randrange(len(running)))  # type: ignore[attr-defined]
             fate[number] = step
-            (recorder.finish if step == "finish" else recorder.lose)(serials(number))
+            (recorder.finish if step == "finish" else recorder.lose)(sample_ids(number))
         elif step == "take" and (seen := recorder.take()) is not None:
             told += seen.policy_version.tolist()
     while (seen := recorder.take()) is not None:
@@ -172,20 +173,20 @@ def test_threads_write_while_one_reads() -> None:
 
 def test_who_comes_after_the_ring_came_round_writes_into_nobodys_slot() -> None:
     recorder = Recorder(1, capacity=8)
-    recorder.start(serials(0), 1)
+    recorder.start(sample_ids(0), 1)
     for number in range(1, 9):  # 8 has the slot of 0 now
-        recorder.start(serials(number), 2)
-    recorder.passed(serials(0, 8), 0, np.array([0.1, 0.9], np.float32), np.array([5, 6]))
-    recorder.answered(serials(0), 0, none(1))
-    recorder.final(serials(0, 8), np.array([7, 6]))
-    recorder.finish(serials(0))
+        recorder.start(sample_ids(number), 2)
+    recorder.passed(sample_ids(0, 8), 0, np.array([0.1, 0.9], np.float32), np.array([5, 6]))
+    recorder.answered(sample_ids(0), 0, none(1))
+    recorder.final(sample_ids(0, 8), np.array([7, 6]))
+    recorder.finish(sample_ids(0))
     recorder.finish(np.arange(1, 8))
     seen = recorder.take()
     assert seen is not None
     assert len(seen) == 3  # 5 to 7; 8 is still under way
-    recorder.start(serials(0), 1)  # tried again: too late as well
-    recorder.finish(serials(8))
+    recorder.start(sample_ids(0), 1)  # tried again: too late as well
+    recorder.finish(sample_ids(8))
     seen = recorder.take()
     assert seen is not None
     assert (seen.policy_version.tolist(), seen.final.tolist()) == ([2], [6])
-    assert (seen.prediction.tolist(), seen.answered_at.tolist()) == ([[6]], [1])
+    assert (seen.prediction.tolist(), seen.answered_at.tolist()) == ([[6]], [MODEL_END])

@@ -10,10 +10,10 @@ import pytest
 from tests.fakes import fake_model, script
 from tests.unit.engine.serving import LIMIT_S, with_engine
 
-from offramp.engine.backends.fake import SCRIPT, FakeBackend
 from offramp.engine.core import Engine
 from offramp.engine.errors import DeadlineExceededError
 from offramp.engine.scheduling import POLICIES, ParallelLimit, PolicyName
+from offramp.testing.backend import SCRIPT, FakeBackend
 
 SLACKFIT = PolicyName("slackfit")
 NAMES = [*(name for name in POLICIES if name != "fixed"), "fixed:1", "fixed:final"]

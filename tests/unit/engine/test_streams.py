@@ -12,11 +12,11 @@ import pytest
 from tests.fakes import fake_model, script
 from tests.unit.engine.serving import LIMIT_S, Gate, until, with_engine
 
-from offramp.engine.backends.fake import SCRIPT, FakeBackend, FakeSlot
 from offramp.engine.core import Engine
 from offramp.engine.errors import BackendError, OutOfServiceError
 from offramp.engine.served_model import warm_slots
 from offramp.engine.streams import FIRST_PAUSE_S, GIVE_UP_AFTER, StreamHealth
+from offramp.testing.backend import SCRIPT, FakeBackend, FakeSlot
 
 SURE = {SCRIPT: script([0.95, 0.5])}
 
@@ -53,9 +53,9 @@ def test_hope_ends_when_every_stream_has_failed_often_enough() -> None:
         health.start_failed(0)
     for _ in range(GIVE_UP_AFTER - 1):
         health.start_failed(1)
-        assert not health.hopeless
+        assert not health.infeasible
     health.start_failed(1)
-    assert health.hopeless
+    assert health.infeasible
 
 
 class Device(FakeBackend):

@@ -19,7 +19,7 @@ class Asked(NamedTuple):
     """A request."""
 
     key: tuple[float, float, int]
-    signature: int
+    batch_key: int
     deadline_s: float
 
 
@@ -36,7 +36,7 @@ class Account:
     def __init__(self) -> None:
         self.asked: dict[int, Asked] = {}
         self.place: dict[Sample, str] = {}
-        """Queued, running, parked or retry."""
+        """Queued, running, buffered or retry."""
         self.stage: dict[Sample, int] = {}
         """The last that it ran."""
         self.origin: dict[Sample, Origin] = {}
@@ -50,7 +50,7 @@ class Account:
         self.retries: list[tuple[int, list[Sample]]] = []
         """The stream that it failed on, and the samples of one request."""
         self.kept: dict[int, dict[int, Sample]] = {}
-        """Parked batches that were not discarded: their samples by position."""
+        """Buffered batches that were not discarded: their samples by position."""
 
     def under_way(self, *, answered: bool) -> list[Sample]:
         """Samples that were started, with their answer or without."""
@@ -83,14 +83,14 @@ class Account:
     def start(self, run: Run) -> None:
         """Take note of a new batch: its samples are numbered on, in the order of its rows."""
         samples = pairs(run)
-        assert run.serials.tolist() == list(range(self.started, self.started + len(samples)))
+        assert run.sample_ids.tolist() == list(range(self.started, self.started + len(samples)))
         self.started += len(samples)
-        for sample, serial in zip(samples, run.serials.tolist(), strict=True):
+        for sample, serial in zip(samples, run.sample_ids.tolist(), strict=True):
             self.origin[sample] = Origin(run.plan, serial)
 
     def check_origin(self, run: Run) -> None:
         """A sample keeps the plan that it was started under, and its number."""
-        for sample, serial in zip(pairs(run), run.serials.tolist(), strict=True):
+        for sample, serial in zip(pairs(run), run.sample_ids.tolist(), strict=True):
             assert self.origin[sample] == Origin(run.plan, serial)
 
     def named(self, lost: list[RowSet]) -> list[Sample]:
@@ -98,7 +98,7 @@ class Account:
         names: list[Sample] = []
         for samples in lost:
             assert np.isinf(samples.deadlines_s[samples.answered]).all()
-            columns = (samples.requests, samples.rows, samples.serials, samples.answered)
+            columns = (samples.requests, samples.rows, samples.sample_ids, samples.answered)
             for request, row, serial, answered in zip(*columns, strict=True):
                 sample = (int(request), int(row))
                 assert self.origin[sample].serial == serial

@@ -55,7 +55,7 @@ class CheckedScheduler(RuleBasedStateMachine):
         """What a stream has to go on with: the survivors of its last run."""
         self.suspended: set[int] = set()
         self.numbers: set[int] = set()
-        """Of batches that were ever parked."""
+        """Of batches that were ever buffered."""
 
     @invariant()
     def nothing_is_lost(self) -> None:
@@ -63,7 +63,7 @@ class CheckedScheduler(RuleBasedStateMachine):
         assert self.s.queued == places["queued"]
         assert self.s.in_flight == len(self.account.under_way(answered=False))
         assert self.s.auditing == len(self.account.under_way(answered=True))
-        waiting = places["queued"] + places["parked"] + places["retry"] > 0
+        waiting = places["queued"] + places["buffered"] + places["retry"] > 0
         assert self.s.waiting == waiting
         assert self.s.busy == bool(self.account.place)
         assert self.s.retried == self.account.failures.total()
@@ -74,7 +74,7 @@ class CheckedScheduler(RuleBasedStateMachine):
         assert not self.s.take_lost()
         self.discard()
         for number, samples in self.account.kept.items():
-            assert samples, f"parked batch {number} is kept for nobody"
+            assert samples, f"buffered batch {number} is kept for nobody"
         current = max(len(self.latencies) - 1, 0)
         assert self.s.plan == current
         assert self.s.plans == {current, *(o.plan for o in self.account.origin.values())}
@@ -93,7 +93,7 @@ class CheckedScheduler(RuleBasedStateMachine):
             assert decision.until_s > self.now
         if self.setup.tau_b is self.setup.max_violations is None:
             places = Counter(self.account.place.values())
-            assert not places["parked"], "a stream idles although something is parked"
+            assert not places["buffered"], "a stream idles although something is buffered"
             assert not places["queued"] or self.setup.max_delay_s, "a stream idles for nothing"
             assert not self.to_retry(stream), "a stream idles although it could try again"
         return False
@@ -144,12 +144,12 @@ class CheckedScheduler(RuleBasedStateMachine):
     def go_on(self, stream: int, run: Run, transition: Transition) -> None:
         rows = transition.survivors
         survivors = [pairs(run)[row] for row in rows]
-        if transition.parked is not None:
-            assert transition.parked not in self.numbers, "a number was given again"
-            self.numbers.add(transition.parked)
-            self.account.kept[transition.parked] = dict(enumerate(survivors))
+        if transition.buffered is not None:
+            assert transition.buffered not in self.numbers, "a number was given again"
+            self.numbers.add(transition.buffered)
+            self.account.kept[transition.buffered] = dict(enumerate(survivors))
             for sample in survivors:
-                self.account.place[sample] = "parked"
+                self.account.place[sample] = "buffered"
         elif survivors:
             self.before[stream] = run._replace(requests=run.requests[rows], rows=run.rows[rows])
 
@@ -159,7 +159,7 @@ class CheckedScheduler(RuleBasedStateMachine):
         assert 1 <= len(samples) <= SIZE
         assert len(set(samples)) == len(samples)
         assert run.stage <= run.deepest <= self.latencies[run.plan].stages - 1
-        assert len({account.asked[request].signature for request, _ in samples}) == 1
+        assert len({account.asked[request].batch_key for request, _ in samples}) == 1
         if stream in self.before:
             before = self.before[stream]
             assert (run.batch, run.deepest, run.pieces) == (before.batch, before.deepest, ())
@@ -188,15 +188,15 @@ class CheckedScheduler(RuleBasedStateMachine):
     def check_new(self, run: Run, samples: list[Sample]) -> None:
         account = self.account
         assert run.plan == self.s.plan
-        parked = [sample for sample, place in account.place.items() if place == "parked"]
-        assert {account.origin[sample].plan for sample in parked} <= {run.plan}, "old plans first"
+        buffered = [sample for sample, place in account.place.items() if place == "buffered"]
+        assert {account.origin[sample].plan for sample in buffered} <= {run.plan}, "old plans first"
         assert all(account.place[sample] == "queued" for sample in samples)
-        signature = account.asked[samples[0][0]].signature
+        batch_key = account.asked[samples[0][0]].batch_key
         left = [
             account.asked[request].key
             for (request, row), place in account.place.items()
             if place == "queued"
-            and account.asked[request].signature == signature
+            and account.asked[request].batch_key == batch_key
             and (request, row) not in samples
         ]
         taken = [account.asked[request].key for request, _ in samples]
@@ -211,7 +211,7 @@ class CheckedScheduler(RuleBasedStateMachine):
             kept = self.account.kept[number]
             fused += [kept.pop(position) for position in positions.tolist()]
         assert fused == samples
-        assert all(self.account.place[sample] == "parked" for sample in samples)
+        assert all(self.account.place[sample] == "buffered" for sample in samples)
 
     def check_retry(self, stream: int, samples: list[Sample]) -> None:
         retries = self.account.retries
@@ -242,7 +242,7 @@ class CheckedScheduler(RuleBasedStateMachine):
         dropped = self.s.take_dropped()
         assert {(item.request, item.cause) for item in dropped} <= {(request, cause)}
         queued = self.account.waiting(request, "queued")
-        started = self.account.waiting(request, "parked", "retry")
+        started = self.account.waiting(request, "buffered", "retry")
         assert sum(item.count for item in dropped) == len(queued) + len(started)
         self.lose(started)
         self.account.leave(queued)
@@ -259,11 +259,11 @@ class CheckedScheduler(RuleBasedStateMachine):
         totals.subtract((request, DropCause.EXPIRED) for request, _ in lost)
         account.leave(lost)
         for (request, cause), count in totals.items():
-            assert cause in (DropCause.EXPIRED, DropCause.HOPELESS)
+            assert cause in (DropCause.EXPIRED, DropCause.INFEASIBLE)
             if count:
                 queued = account.waiting(request, "queued")
                 assert count == len(queued), "not all of a request that waited has left"
-                assert cause is DropCause.HOPELESS or set(queued) <= set(late)
+                assert cause is DropCause.INFEASIBLE or set(queued) <= set(late)
                 account.leave(queued)
         if len(self.s.plans) == 1:
             assert not account.late(self.now)

@@ -84,22 +84,22 @@ def pairs(run: Run) -> list[tuple[int, int]]:
 def queue_sizes(queue: SampleQueue) -> dict[str, int]:
     """Entries of everything in a queue that grows."""
     index, deadlines = queue._index, queue._by_deadline
-    lanes = queue._lanes.values()
-    ordered = [lane._by_urgency for lane in lanes]
-    ordered += [lane._by_age for lane in lanes if lane._by_age is not None]
+    buckets = queue._buckets.values()
+    ordered = [bucket._by_urgency for bucket in buckets]
+    ordered += [bucket._by_age for bucket in buckets if bucket._by_age is not None]
     return {
-        "lanes": len(queue._lanes),
+        "buckets": len(queue._buckets),
         "requests": len(queue._by_request),
-        "ripe": len(index._ripe),
+        "ready": len(index._ready),
         "timers": len(index._timers),
         "deadlines": len(deadlines._in_order) + len(deadlines._heap),
-        "lane entries": sum(len(q._in_order) + len(q._heap) for q in ordered),
+        "bucket entries": sum(len(q._in_order) + len(q._heap) for q in ordered),
     }
 
 
 def sizes(s: ModelScheduler) -> dict[str, int]:
     """Entries of everything in a scheduler that grows."""
-    parked = s._waiting.parked
+    buffered = s._waiting.buffered
     return {
         **queue_sizes(s._queue),
         "batches": len(s._batches),
@@ -107,7 +107,7 @@ def sizes(s: ModelScheduler) -> dict[str, int]:
         "cancelled": len(s._cancelled),
         "dropped": len(s._dropped),
         "lost": len(s._lost),
-        "parked lanes": sum(len(p.lanes) for p in parked),
-        "parked": sum(p.size for p in parked),
-        "discarded": sum(len(p.discarded) for p in parked),
+        "buffered buckets": sum(len(p.buckets) for p in buffered),
+        "buffered": sum(p.size for p in buffered),
+        "discarded": sum(len(p.discarded) for p in buffered),
     }

@@ -69,16 +69,16 @@ class SchedulerMachine(CheckedScheduler):
         count=st.integers(1, 2 * SIZE),
         slack=st.one_of(st.none(), st.integers(1, 20)),
         priority=st.integers(-1, 1),
-        signature=st.integers(0, 2),
+        batch_key=st.integers(0, 2),
     )
-    def submit(self, count: int, slack: int | None, priority: int, signature: int) -> None:
+    def submit(self, count: int, slack: int | None, priority: int, batch_key: int) -> None:
         request = len(self.account.asked)
         deadline_s = float("inf") if slack is None else self.now + slack / 4
         before = self.s.queued
         order_s = self.now + PATIENCE_S if slack is None else deadline_s
-        self.account.asked[request] = Asked((-priority, order_s, request), signature, deadline_s)
+        self.account.asked[request] = Asked((-priority, order_s, request), batch_key, deadline_s)
         try:
-            self.s.submit(Submission(request, count, deadline_s, priority, signature), self.now)
+            self.s.submit(Submission(request, count, deadline_s, priority, batch_key), self.now)
         except SchedulerFullError:
             assert before + count > CAPACITY
         else:
@@ -212,9 +212,9 @@ class SchedulerMachine(CheckedScheduler):
         assert (self.s.busy, self.s.in_flight, self.s.auditing) == (False, 0, 0)
         assert (self.s._retiring, self.s._running) == ([], {})
         left = sizes(self.s._current)
-        for name in ("requests", "batches", "retries", "cancelled", "dropped", "lost", "parked"):
+        for name in ("requests", "batches", "retries", "cancelled", "dropped", "lost", "buffered"):
             assert left[name] == 0, left
-        assert left["parked lanes"] == left["discarded"] == 0
+        assert left["buffered buckets"] == left["discarded"] == 0
 
 
 def machine(setup: Setup) -> type[SchedulerMachine]:

@@ -40,7 +40,7 @@ def test_survivors_run_through_on_their_stream(policy: str) -> None:
     transition = s.done(0, np.array([False, True, False, False]), 1.0)
     assert transition.released.tolist() == [1]
     assert transition.survivors.tolist() == [0, 2, 3]
-    assert transition.parked is None
+    assert transition.buffered is None
     second = started(s.next(0, 1.0))
     assert (second.batch, second.stage) == (first.batch, 1)
     assert pairs(second) == [(1, 0), (1, 2), (2, 0)]
@@ -79,8 +79,8 @@ def test_run_through_gives_up_what_would_be_late_and_delay_does_not() -> None:
         s.submit(Submission(1, 1, deadline_s), 0.0)
         return s
 
-    assert isinstance((hopeless := at_once("run-through", 2.99)).next(0, 0.0), Idle)
-    assert hopeless.take_dropped() == [Dropped(1, 1, DropCause.HOPELESS)]
+    assert isinstance((infeasible := at_once("run-through", 2.99)).next(0, 0.0), Idle)
+    assert infeasible.take_dropped() == [Dropped(1, 1, DropCause.INFEASIBLE)]
     started(at_once("run-through", 3.0).next(0, 0.0))
     started(at_once("delay", 2.99).next(0, 0.0))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from offramp.engine.scheduling import SampleQueue, Submission
+from offramp.engine.scheduling.buckets import Bucket
 from offramp.engine.scheduling.early_drop import EarlyDrop
-from offramp.engine.scheduling.lanes import Lane
 
 PAYS = [(1.0, 1.0), (2.0, 2.0)]
 """One row a second after a second, or two a second after two."""
@@ -20,9 +20,9 @@ def gives_up(
     queue.push(Submission(0, 1, slack_s, priority), 0.0)
     if others:
         queue.push(Submission(1, others, last_s), 0.0)
-    lane = queue.ready(0.0)
-    assert isinstance(lane, Lane)
-    return rule.gives_up(queue, lane, 0.0, 1.0)
+    bucket = queue.ready(0.0)
+    assert isinstance(bucket, Bucket)
+    return rule.gives_up(queue, bucket, 0.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -65,15 +65,15 @@ def test_nobody_is_given_up_for_others_of_lower_priority() -> None:
     assert not gives_up(rule, 1.5, 98, 8.0, priority=1)
 
 
-def test_what_waits_in_other_lanes_counts_too() -> None:
+def test_what_waits_in_other_buckets_counts_too() -> None:
     queue = SampleQueue(10_000, full=4)
-    for number, signature in enumerate("abcdefghi"):
-        queue.push(Submission(number, 1, 1.5 if not number else 8.0, 0, signature), 0.0)
+    for number, batch_key in enumerate("abcdefghi"):
+        queue.push(Submission(number, 1, 1.5 if not number else 8.0, 0, batch_key), 0.0)
     queue.push(Submission(99, 1, 8.0, 0, "a"), 0.0)
-    lane = queue.ready(0.0)
-    assert isinstance(lane, Lane)
-    assert lane.size == 2
-    assert EarlyDrop(PAYS, streams=1).gives_up(queue, lane, 0.0, 1.0)
+    bucket = queue.ready(0.0)
+    assert isinstance(bucket, Bucket)
+    assert bucket.size == 2
+    assert EarlyDrop(PAYS, streams=1).gives_up(queue, bucket, 0.0, 1.0)
 
 
 def test_the_last_deadline_is_the_last_whoever_came_first() -> None:
@@ -81,9 +81,9 @@ def test_the_last_deadline_is_the_last_whoever_came_first() -> None:
     queue = SampleQueue(10_000, full=4)
     queue.push(Submission(1, 8, 8.0), 0.0)
     queue.push(Submission(0, 1, 1.5), 0.0)
-    lane = queue.ready(0.0)
-    assert isinstance(lane, Lane)
-    assert EarlyDrop(PAYS, streams=1).gives_up(queue, lane, 0.0, 1.0)
+    bucket = queue.ready(0.0)
+    assert isinstance(bucket, Bucket)
+    assert EarlyDrop(PAYS, streams=1).gives_up(queue, bucket, 0.0, 1.0)
 
 
 def test_those_that_were_served_make_nobody_patient() -> None:
@@ -91,13 +91,13 @@ def test_those_that_were_served_make_nobody_patient() -> None:
     queue = SampleQueue(10_000, full=4)
     queue.push(Submission(0, 1, 8.0), 0.0)
     served = queue.ready(0.0)
-    assert isinstance(served, Lane)
+    assert isinstance(served, Bucket)
     queue.take(served, 1)
     queue.push(Submission(1, 1, 0.5), 0.0)
     queue.push(Submission(2, 9, 0.5), 0.0)
-    lane = queue.ready(0.0)
-    assert isinstance(lane, Lane)
-    assert not EarlyDrop(PAYS, streams=1).gives_up(queue, lane, 0.0, 1.0)
+    bucket = queue.ready(0.0)
+    assert isinstance(bucket, Bucket)
+    assert not EarlyDrop(PAYS, streams=1).gives_up(queue, bucket, 0.0, 1.0)
 
 
 def test_those_that_were_served_do_not_lower_the_priority() -> None:
@@ -105,10 +105,10 @@ def test_those_that_were_served_do_not_lower_the_priority() -> None:
     queue = SampleQueue(10_000, full=4)
     queue.push(Submission(0, 1, 8.0, -1), 0.0)
     served = queue.ready(0.0)
-    assert isinstance(served, Lane)
+    assert isinstance(served, Bucket)
     queue.take(served, 1)
     queue.push(Submission(1, 1, 1.5), 0.0)
     queue.push(Submission(2, 8, 8.0), 0.0)
-    lane = queue.ready(0.0)
-    assert isinstance(lane, Lane)
-    assert EarlyDrop(PAYS, streams=1).gives_up(queue, lane, 0.0, 1.0)
+    bucket = queue.ready(0.0)
+    assert isinstance(bucket, Bucket)
+    assert EarlyDrop(PAYS, streams=1).gives_up(queue, bucket, 0.0, 1.0)

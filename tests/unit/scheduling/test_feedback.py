@@ -37,10 +37,10 @@ def fates(transition: Transition) -> tuple[list[int], list[int], list[int], list
 
 
 def lost(s: ModelScheduler) -> list[tuple[int, int, int, bool]]:
-    """Request, row, serial number and whether it was answered, of all that were lost."""
+    """Request, row, sample id and whether it was answered, of all that were lost."""
     told: list[tuple[int, int, int, bool]] = []
     for samples in s.take_lost():
-        columns = (samples.requests, samples.rows, samples.serials, samples.answered)
+        columns = (samples.requests, samples.rows, samples.sample_ids, samples.answered)
         told += zip(*(column.tolist() for column in columns), strict=True)
     return told
 
@@ -192,7 +192,7 @@ def test_a_failure_loses_answered_rows_and_tries_the_others_again() -> None:
     assert s.take_dropped() == []
     assert (s.in_flight, s.auditing, s.retried) == (2, 0, 2)
     again = started(s.next(0, 0.5))
-    assert (again.stage, pairs(again), again.serials.tolist()) == (0, [(1, 1), (1, 2)], [1, 2])
+    assert (again.stage, pairs(again), again.sample_ids.tolist()) == (0, [(1, 1), (1, 2)], [1, 2])
 
 
 def test_a_batch_of_answered_rows_that_fails_is_gone() -> None:
@@ -235,18 +235,18 @@ def test_samples_are_numbered_in_the_order_in_which_they_start() -> None:
     s.submit(Submission(2, 2, priority=1), 0.0)
     first, second = started(s.next(0, 0.0)), started(s.next(1, 0.0))
     assert pairs(first) == [(2, 0), (2, 1), (1, 0), (1, 1)]
-    assert first.serials.tolist() == [0, 1, 2, 3]
+    assert first.sample_ids.tolist() == [0, 1, 2, 3]
     assert pairs(second) == [(1, 2), (1, 3), (1, 4)]
-    assert second.serials.tolist() == [4, 5, 6]
+    assert second.sample_ids.tolist() == [4, 5, 6]
     s.done(0, flags("x.x."), 0.25)
-    assert started(s.next(0, 0.25)).serials.tolist() == [1, 3]
+    assert started(s.next(0, 0.25)).sample_ids.tolist() == [1, 3]
     s.failed(0, 0.25)
     s.done(1, all_exit(second), 0.25)
     s.submit(Submission(3, 1), 0.25)
     # The two requests are tried again one by one, where they did not fail; then comes what is new.
     for request, serial in ((2, 1), (1, 3), (3, 7)):
         again = started(s.next(1, 0.25))
-        assert (again.requests.tolist(), again.serials.tolist()) == ([request], [serial])
+        assert (again.requests.tolist(), again.sample_ids.tolist()) == ([request], [serial])
         s.done(1, all_exit(again), 0.25)
 
 
@@ -254,17 +254,17 @@ def test_what_never_started_is_not_lost() -> None:
     s = scheduler(latencies=table(first_s=1.0, more_s=0.0))
     s.submit(Submission(1, 1, deadline_s=5.0), 0.0)
     s.cancel(1)
-    s.submit(Submission(2, 1, deadline_s=0.5), 0.0)  # hopeless: a stage takes 1 s
+    s.submit(Submission(2, 1, deadline_s=0.5), 0.0)  # infeasible: a stage takes 1 s
     assert isinstance(s.next(0, 0.0), Idle)
     s.submit(Submission(3, 1, deadline_s=0.5), 0.0)
     s.submit(Submission(4, 1), 1.0)
     assert s.take_dropped() == [
         Dropped(1, 1, DropCause.CANCELLED),
-        Dropped(2, 1, DropCause.HOPELESS),
+        Dropped(2, 1, DropCause.INFEASIBLE),
         Dropped(3, 1, DropCause.EXPIRED),
     ]
     assert lost(s) == []
-    assert started(s.next(0, 1.0)).serials.tolist() == [0]
+    assert started(s.next(0, 1.0)).sample_ids.tolist() == [0]
 
 
 def test_a_retry_that_expires_or_is_withdrawn_is_lost() -> None:
@@ -291,14 +291,14 @@ def test_answered_rows_wait_at_a_split_with_the_others(policy: str) -> None:
     first = started(s.next(0, 0.0))
     transition = s.done(0, flags("xx.."), 0.25, flags("x..."))
     assert fates(transition) == ([0, 1], [], [0, 2, 3], [])
-    assert transition.parked == first.batch
+    assert transition.buffered == first.batch
     assert (s.in_flight, s.auditing) == (2, 1)
     s.submit(Submission(2, 2), 0.25)
     second = started(s.next(0, 0.25))
-    assert s.done(0, flags("xx"), 0.5, flags("x.")).parked == second.batch
+    assert s.done(0, flags("xx"), 0.5, flags("x.")).buffered == second.batch
     fused = started(s.next(0, 0.5))
     assert (fused.stage, pairs(fused)) == (1, [(1, 0), (1, 2), (1, 3), (2, 0)])
-    assert fused.serials.tolist() == [0, 2, 3, 4]
+    assert fused.sample_ids.tolist() == [0, 2, 3, 4]
     assert [(p.number, p.positions.tolist()) for p in fused.pieces] == [
         (first.batch, [0, 1, 2]),
         (second.batch, [0]),
@@ -338,7 +338,7 @@ def test_answered_rows_at_a_split_go_on_when_there_is_nothing_else() -> None:
     assert (s.waiting, s.in_flight, s.auditing) == (True, 0, 1)
     run = started(s.next(0, 50.0))
     assert (run.stage, pairs(run), run.deepest) == (1, [(1, 0)], 2)
-    assert s.done(0, flags("."), 50.25, flags(".")).parked is not None
+    assert s.done(0, flags("."), 50.25, flags(".")).buffered is not None
     assert started(s.next(0, 50.25)).stage == 2
     assert fates(s.done(0, flags("."), 50.5, flags("."))) == ([], [], [], [0])
     assert s.take_dropped() == []

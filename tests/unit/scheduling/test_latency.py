@@ -139,18 +139,18 @@ def test_doubt_leads_back_to_the_usual_speed() -> None:
     latencies.observe(0, 1, 10.0)
     assert latencies.speed == 2.25
     for _ in range(256):
-        latencies.doubt()
+        latencies.invalidate()
     assert latencies.speed == 2.25, "as long as stages may be running, nothing is doubted"
-    latencies.doubt()
+    latencies.invalidate()
     assert latencies.speed == 2.25 - 0.25 / 32
     latencies.observe(0, 1, 2.25)
     spoken_for = latencies.speed
-    latencies.doubt()
+    latencies.invalidate()
     assert latencies.speed == spoken_for, "an observation ends the doubt"
     for _ in range(256):
-        latencies.doubt()
+        latencies.invalidate()
     for _ in range(1000):
-        latencies.doubt()
+        latencies.invalidate()
     assert latencies.speed == pytest.approx(2.0)
 
 
@@ -199,16 +199,16 @@ def test_the_shares_that_go_on_follow_what_is_observed() -> None:
     np.testing.assert_allclose(latencies.shrinking.answer_s, [0.0, 1.5, 2.5, 3.75, 5.0])
 
 
-def test_slowness_is_two_mean_deviations_above_the_mean() -> None:
+def test_latency_margin_is_two_mean_deviations_above_the_mean() -> None:
     """Deviations are from the stage's own mean, which moves by a thirty-second as well."""
     latencies = Latencies([[0.0, 1.0]])
     latencies.observe(0, 1, 1.0)
-    assert (latencies.spread, latencies.slowness) == (0.0, 1.0)
+    assert (latencies.spread, latencies.latency_margin) == (0.0, 1.0)
     latencies.observe(0, 1, 3.0)
     assert latencies.spread == 2.0 / 32
     latencies.observe(0, 1, 3.0)
     assert latencies.spread == 0.0625 + (3.0 - 1.0625 - 0.0625) / 32
-    assert latencies.slowness == latencies.speed + 2 * latencies.spread
+    assert latencies.latency_margin == latencies.speed + 2 * latencies.spread
 
 
 def test_stages_that_differ_steadily_are_no_deviation() -> None:

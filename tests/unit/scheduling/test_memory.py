@@ -29,18 +29,18 @@ def serve(s: ModelScheduler, now_s: float, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize(
-    ("signatures", "max_delay_s"),
+    ("batch_keys", "max_delay_s"),
     [("one", 0.0), ("few", 5.0), ("all distinct", 0.0), ("all distinct", 3600.0)],
 )
 @pytest.mark.parametrize("policy", ["run-through", "refill", "slackfit"])
 def test_containers_stay_small_however_many_requests_there_were(
-    policy: str, max_delay_s: float, signatures: str
+    policy: str, max_delay_s: float, batch_keys: str
 ) -> None:
     rng = np.random.default_rng(0)
     fast = table(first_s=0.005, more_s=0.001)
     s = scheduler(policy, latencies=fast, capacity=CAPACITY, max_delay_s=max_delay_s, streams=2)
     recent: deque[int] = deque(maxlen=CAPACITY)
-    kinds = {"one": 1, "few": 5, "all distinct": REQUESTS}[signatures]
+    kinds = {"one": 1, "few": 5, "all distinct": REQUESTS}[batch_keys]
     largest: dict[str, int] = {}
     now_s = 0.0
     for number in range(REQUESTS):
@@ -65,22 +65,22 @@ def test_containers_stay_small_however_many_requests_there_were(
     assert max(largest.values()) <= BOUND, largest
 
 
-def test_cancelled_requests_of_low_priority_and_own_signature_leave_nothing_behind() -> None:
-    """They never surface in the heap of ripe lanes: somebody more urgent always does."""
+def test_cancelled_requests_of_low_priority_and_own_batch_key_leave_nothing_behind() -> None:
+    """They never surface in the heap of ready buckets: somebody more urgent always does."""
     s = scheduler(capacity=8)
     s.submit(Submission(0, 1, priority=1), 0.0)
     for number in range(1, 5000):
-        s.submit(Submission(number, 1, priority=-1, signature=number), 0.0)
+        s.submit(Submission(number, 1, priority=-1, batch_key=number), 0.0)
         s.cancel(number)
         assert len(s.take_dropped()) == 1
     assert max(sizes(s).values()) <= BOUND, sizes(s)
 
 
-def test_full_batches_of_own_signature_leave_no_timers_behind() -> None:
+def test_full_batches_of_own_batch_key_leave_no_timers_behind() -> None:
     s = scheduler(capacity=8, max_delay_s=3600.0)
     for number in range(5000):
-        s.submit(Submission(2 * number, 1, signature=number), 0.0)
-        s.submit(Submission(2 * number + 1, 3, signature=number), 0.0)
+        s.submit(Submission(2 * number, 1, batch_key=number), 0.0)
+        s.submit(Submission(2 * number + 1, 3, batch_key=number), 0.0)
         assert isinstance(s.next(0, 0.0), Run)
         s.done(0, np.ones(4, np.bool_), 0.0)
     assert max(sizes(s).values()) <= BOUND, sizes(s)

@@ -15,7 +15,7 @@ from offramp.engine.scheduling import (
     SchedulerFullError,
     Submission,
 )
-from offramp.engine.scheduling.lanes import Lane
+from offramp.engine.scheduling.buckets import Bucket
 from offramp.engine.scheduling.ordering import SortedQueue
 
 NEVER = float("inf")
@@ -30,13 +30,13 @@ def filled(*submissions: Submission, max_delay_s: float = 0.0, at: float = 0.0) 
 
 def take(queue: SampleQueue, now_s: float, limit: int = 4) -> list[tuple[int, int]]:
     """(request, row) of the batch that is formed now."""
-    lane = queue.ready(now_s)
-    assert isinstance(lane, Lane), f"ready at {lane} only"
-    taken = queue.take(lane, limit)
+    bucket = queue.ready(now_s)
+    assert isinstance(bucket, Bucket), f"ready at {bucket} only"
+    taken = queue.take(bucket, limit)
     return list(zip(taken.requests.tolist(), taken.rows.tolist(), strict=True))
 
 
-def test_a_lane_ripens_when_it_holds_a_full_batch() -> None:
+def test_a_bucket_becomes_ready_when_it_holds_a_full_batch() -> None:
     queue = filled(Submission(1, 3), max_delay_s=2.0, at=10.0)
     assert queue.ready(10.0) == 12.0
     queue.push(Submission(2, 1), 11.0)
@@ -44,14 +44,14 @@ def test_a_lane_ripens_when_it_holds_a_full_batch() -> None:
     assert queue.ready(11.0) == NEVER
 
 
-def test_a_lane_ripens_when_its_oldest_sample_has_waited_long_enough() -> None:
+def test_a_bucket_becomes_ready_when_its_oldest_sample_has_waited_long_enough() -> None:
     queue = filled(Submission(1, 1), max_delay_s=2.0, at=10.0)
     queue.push(Submission(2, 1, deadline_s=10.5, priority=5), 10.25)
     assert queue.ready(11.999) == 12.0
     assert take(queue, 12.0) == [(2, 0), (1, 0)]
 
 
-def test_what_is_left_of_a_batch_ripens_by_its_own_age() -> None:
+def test_what_is_left_of_a_batch_becomes_ready_by_its_own_age() -> None:
     queue = filled(Submission(1, 4), max_delay_s=2.0, at=10.0)
     queue.push(Submission(2, 1), 11.0)
     assert take(queue, 11.5) == [(1, 0), (1, 1), (1, 2), (1, 3)]
@@ -67,7 +67,7 @@ def test_what_is_left_of_a_batch_and_is_full_does_not_wait() -> None:
     assert take(queue, 12.0) == [(1, 8)]
 
 
-def test_a_lane_that_was_emptied_is_not_ripe_for_its_next_sample() -> None:
+def test_a_bucket_that_was_emptied_is_not_ready_for_its_next_sample() -> None:
     queue = filled(Submission(1, 4), max_delay_s=2.0, at=10.0)
     queue.remove(1, DropCause.CANCELLED)
     queue.push(Submission(2, 1), 11.0)
@@ -81,20 +81,20 @@ def test_the_oldest_sample_that_left_gives_no_reason_to_hurry() -> None:
     assert queue.ready(12.0) == 13.5
 
 
-def test_of_the_ripe_lanes_the_one_with_the_most_urgent_sample_is_served() -> None:
+def test_of_the_ready_buckets_the_one_with_the_most_urgent_sample_is_served() -> None:
     queue = filled(
-        Submission(1, 1, deadline_s=9.0, signature="a"),
-        Submission(2, 1, deadline_s=5.0, signature="b"),
-        Submission(3, 1, deadline_s=7.0, signature="c"),
-        Submission(4, 1, deadline_s=6.0, signature="a"),
+        Submission(1, 1, deadline_s=9.0, batch_key="a"),
+        Submission(2, 1, deadline_s=5.0, batch_key="b"),
+        Submission(3, 1, deadline_s=7.0, batch_key="c"),
+        Submission(4, 1, deadline_s=6.0, batch_key="a"),
     )
     assert [take(queue, 0.0) for _ in range(3)] == [[(2, 0)], [(4, 0), (1, 0)], [(3, 0)]]
 
 
-def test_a_full_lane_hurries_no_other() -> None:
+def test_a_full_bucket_hurries_no_other() -> None:
     queue = filled(
-        Submission(1, 1, deadline_s=5.0, signature="a"),
-        Submission(2, 4, signature="b"),
+        Submission(1, 1, deadline_s=5.0, batch_key="a"),
+        Submission(2, 4, batch_key="b"),
         max_delay_s=1.0,
     )
     assert take(queue, 0.0) == [(2, row) for row in range(4)]
@@ -132,7 +132,7 @@ def test_a_request_without_a_deadline_never_expires() -> None:
 
 
 def test_flush_ends_every_wait_for_good() -> None:
-    queue = filled(Submission(1, 1, signature="a"), Submission(2, 1), max_delay_s=60.0)
+    queue = filled(Submission(1, 1, batch_key="a"), Submission(2, 1), max_delay_s=60.0)
     queue.flush()
     assert take(queue, 0.0) == [(1, 0)]
     assert take(queue, 0.0) == [(2, 0)]
@@ -170,7 +170,7 @@ def test_what_was_taken_whole_cannot_be_removed() -> None:
 def test_exactly_those_expire_whose_deadline_is_reached() -> None:
     queue = filled(
         Submission(1, 2, deadline_s=5.0),
-        Submission(2, 1, deadline_s=3.0, signature="b"),
+        Submission(2, 1, deadline_s=3.0, batch_key="b"),
         Submission(3, 1, deadline_s=4.0),
     )
     assert queue.next_expiry_s() == 3.0
@@ -226,7 +226,7 @@ class Plain:
     first: int
     left: int
     deadline_s: float
-    signature: int
+    batch_key: int
     submitted_s: float
 
 
@@ -236,45 +236,45 @@ class Naive:
     def __init__(self, max_delay_s: float) -> None:
         self.max_delay_s = max_delay_s
         self.waiting: list[Plain] = []
-        self.ripe: set[int] = set()
+        self.ready: set[int] = set()
 
-    def lane(self, signature: int) -> list[Plain]:
-        return sorted((p for p in self.waiting if p.signature == signature), key=lambda p: p.key)
+    def bucket(self, batch_key: int) -> list[Plain]:
+        return sorted((p for p in self.waiting if p.batch_key == batch_key), key=lambda p: p.key)
 
-    def size(self, signature: int) -> int:
-        return sum(p.left for p in self.lane(signature))
+    def size(self, batch_key: int) -> int:
+        return sum(p.left for p in self.bucket(batch_key))
 
     def push(self, plain: Plain) -> None:
         self.waiting.append(plain)
-        if self.max_delay_s <= 0 or self.size(plain.signature) >= 4:
-            self.ripe.add(plain.signature)
+        if self.max_delay_s <= 0 or self.size(plain.batch_key) >= 4:
+            self.ready.add(plain.batch_key)
 
     def remove(self, which: list[Plain]) -> None:
         self.waiting = [p for p in self.waiting if p not in which]
-        self.ripe &= {p.signature for p in self.waiting}
+        self.ready &= {p.batch_key for p in self.waiting}
 
     def ready(self, now_s: float) -> tuple[int | None, float]:
-        """The lane, or when there is one."""
-        due = {p.signature: NEVER for p in self.waiting}
+        """The bucket, or when there is one."""
+        due = {p.batch_key: NEVER for p in self.waiting}
         for plain in self.waiting:
             due_s = plain.submitted_s + self.max_delay_s
-            due[plain.signature] = min(due[plain.signature], due_s)
-        self.ripe |= {signature for signature, due_s in due.items() if due_s <= now_s}
-        ripe = [p for p in self.waiting if p.signature in self.ripe]
-        if ripe:
-            return min(ripe, key=lambda p: p.key).signature, now_s
+            due[plain.batch_key] = min(due[plain.batch_key], due_s)
+        self.ready |= {batch_key for batch_key, due_s in due.items() if due_s <= now_s}
+        ready = [p for p in self.waiting if p.batch_key in self.ready]
+        if ready:
+            return min(ready, key=lambda p: p.key).batch_key, now_s
         return None, min(due.values(), default=NEVER)
 
-    def take(self, signature: int, limit: int) -> list[tuple[int, int]]:
+    def take(self, batch_key: int, limit: int) -> list[tuple[int, int]]:
         rows = []
-        for plain in self.lane(signature):
+        for plain in self.bucket(batch_key):
             count = min(plain.left, limit)
             rows += [(plain.request, plain.first + i) for i in range(count)]
             plain.first, plain.left, limit = plain.first + count, plain.left - count, limit - count
         self.waiting = [p for p in self.waiting if p.left]
-        if self.max_delay_s > 0 and self.size(signature) < 4:
-            self.ripe.discard(signature)
-        self.ripe &= {p.signature for p in self.waiting}
+        if self.max_delay_s > 0 and self.size(batch_key) < 4:
+            self.ready.discard(batch_key)
+        self.ready &= {p.batch_key for p in self.waiting}
         return rows
 
 
@@ -310,27 +310,27 @@ def test_the_queue_does_what_a_list_would(
             queue.flush()
             naive.max_delay_s = 0.0
         if event == "push":
-            count, slack, priority, signature = how
+            count, slack, priority, batch_key = how
             assert isinstance(count, int) and isinstance(priority, int)
-            assert isinstance(slack, (int, float)) and isinstance(signature, int)
+            assert isinstance(slack, (int, float)) and isinstance(batch_key, int)
             deadline_s = now_s + slack
-            queue.push(Submission(number, count, deadline_s, priority, signature), now_s)
+            queue.push(Submission(number, count, deadline_s, priority, batch_key), now_s)
             order_s = now_s + 1.0 if slack == NEVER else deadline_s
             key = (-priority, order_s, number)
-            naive.push(Plain(key, number, 0, count, deadline_s, signature, now_s))
+            naive.push(Plain(key, number, 0, count, deadline_s, batch_key, now_s))
         elif event == "take":
-            signature, due_s = naive.ready(now_s)
-            lane = queue.ready(now_s)
-            if signature is None:
-                assert not isinstance(lane, Lane)
-                assert now_s < lane <= due_s, "woken too late, or at once for nothing"
+            batch_key, due_s = naive.ready(now_s)
+            bucket = queue.ready(now_s)
+            if batch_key is None:
+                assert not isinstance(bucket, Bucket)
+                assert now_s < bucket <= due_s, "woken too late, or at once for nothing"
                 continue
-            assert isinstance(lane, Lane)
-            assert lane.signature == signature
+            assert isinstance(bucket, Bucket)
+            assert bucket.batch_key == batch_key
             assert isinstance(how[0], int)
-            taken = queue.take(lane, how[0])
+            taken = queue.take(bucket, how[0])
             rows = zip(taken.requests.tolist(), taken.rows.tolist(), strict=True)
-            assert list(rows) == naive.take(signature, how[0])
+            assert list(rows) == naive.take(batch_key, how[0])
         elif event == "remove":
             gone = [p for p in naive.waiting if p.request == how[0]]
             dropped = queue.remove(int(str(how[0])), DropCause.CANCELLED)

@@ -102,11 +102,11 @@ def test_without_time_a_request_is_given_up_and_the_next_one_served(policy: str)
     s.submit(Submission(1, 3, 0.9), 0.0)
     s.submit(Submission(2, 1), 0.0)
     assert started(s.next(0, 0.0)).requests.tolist() == [2]
-    assert s.take_dropped() == [Dropped(1, 3, DropCause.HOPELESS)]
+    assert s.take_dropped() == [Dropped(1, 3, DropCause.INFEASIBLE)]
 
 
 def test_clockwork_gives_up_exactly_what_cannot_be_through() -> None:
-    for deadline_s, cause in ((2.999, DropCause.HOPELESS), (3.0, None)):
+    for deadline_s, cause in ((2.999, DropCause.INFEASIBLE), (3.0, None)):
         s = scheduler("clockwork", latencies=table(first_s=1.0, more_s=0.0))
         s.submit(Submission(1, 1, deadline_s), 0.0)
         assert isinstance(s.next(0, 0.0), Idle) == (cause is not None)

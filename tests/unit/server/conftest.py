@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import pytest
 
-from offramp.server.fake import FakeEngine
 from offramp.server.grpc_endpoint import GrpcEndpoint
 from offramp.server.http_endpoint import HttpEndpoint
 from offramp.server.options import MIB
+from offramp.testing.engine import FakeEngine
 
 _T = TypeVar("_T")
 

@@ -11,7 +11,7 @@ from offramp.bundle import NEVER
 from offramp.engine.control.controller import ControlStatus, Evidence
 from offramp.engine.plan import Mode
 from offramp.server.agreement import AgreementView, exits_in_use, percent, view_agreement
-from offramp.server.fake import FakeEngine, fake_control, fake_model
+from offramp.testing.engine import FakeEngine, fake_control, fake_model
 
 
 def statistics(control: ControlStatus | None, **changes: Any) -> Any:

@@ -25,10 +25,10 @@ from offramp.client import AsyncClient, Client, ConnectionFailedError, ServerUna
 from offramp.server.addresses import check_free, join_address
 from offramp.server.app import serve_until_stopped
 from offramp.server.errors import StartError
-from offramp.server.fake import FakeEngine
 from offramp.server.logging_setup import FORMATS, JsonFormatter, set_up_logging
 from offramp.server.options import ServerOptions
 from offramp.server.stop_signals import StopSignals
+from offramp.testing.engine import FakeEngine
 
 X = np.array([[1, 2, 3, 0.95]], np.float32)
 READY = re.compile(r"ready: gRPC on (\S+), status page on (\S+)/, serving fake")
@@ -60,7 +60,7 @@ def launch() -> Iterator[Callable[..., Process]]:
     started: list[subprocess.Popen[str]] = []
 
     def launch(*arguments: str) -> Process:
-        command = [sys.executable, "-m", "offramp.server.fake", "--grpc-port=0", "--http-port=0"]
+        command = [sys.executable, "-m", "offramp.testing.engine", "--grpc-port=0", "--http-port=0"]
         process = subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE, text=True)
         started.append(process)
         assert process.stderr is not None

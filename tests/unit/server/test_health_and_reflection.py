@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from offramp.proto.descriptors import FILE, SERVICE
-from offramp.server.fake import FakeEngine, fake_model
+from offramp.testing.engine import FakeEngine, fake_model
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from offramp.bundle import NEVER
 from offramp.engine.control.controller import Evidence
 from offramp.engine.statistics import Histogram, ModelStatistics, StageStatistics
-from offramp.server.fake import FakeEngine, fake_control, fake_model
 from offramp.server.metrics import render_metrics
+from offramp.testing.engine import FakeEngine, fake_control, fake_model
 
 HOSTILE = 'a"b\\c\nd'
 

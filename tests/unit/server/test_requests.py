@@ -11,8 +11,8 @@ import pytest
 from offramp.bundle import TensorSpec
 from offramp.engine.errors import InvalidInputError, UnknownModelError
 from offramp.proto.messages import ModelInferRequest
-from offramp.server.fake import fake_model
 from offramp.server.requests import InferCall, check_version, read_request
+from offramp.testing.engine import fake_model
 
 
 def request(**parameters: dict[str, Any]) -> ModelInferRequest:

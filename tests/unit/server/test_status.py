@@ -14,8 +14,8 @@ from offramp.engine.control.controller import Evidence
 from offramp.engine.core import ModelInfo
 from offramp.engine.statistics import Histogram, ModelStatistics, StageStatistics
 from offramp.server.agreement import view_agreement
-from offramp.server.fake import FakeEngine, fake_control, fake_model
 from offramp.server.status import describe_duration, render_status, view_model
+from offramp.testing.engine import FakeEngine, fake_control, fake_model
 
 PROMISE = fake_model().policy.promise
 EMPTY = Histogram(bounds=(1.0,), counts=(0, 0), total=0.0)

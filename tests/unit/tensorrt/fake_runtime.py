@@ -24,7 +24,7 @@ from tests.unit.tensorrt.fake_tensorrt import FakeTensorRT, _only, _Part
 
 from offramp.bundle.engines import ShapeProfile
 from offramp.engine.backends.onnxruntime import make_session
-from offramp.engine.cuda.fake_driver import FakeDriver
+from offramp.testing.cuda_driver import FakeDriver
 
 SCRATCH_BYTES = 1000
 TYPES = {1: "FLOAT", 2: "UINT8", 3: "INT8", 6: "INT32", 7: "INT64", 9: "BOOL", 10: "HALF"}

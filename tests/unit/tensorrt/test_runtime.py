@@ -19,22 +19,25 @@ from tests.unit.tensorrt.fake_runtime import FakeRuntime
 
 from offramp.bundle import NEVER, Bundle
 from offramp.bundle.engines import EngineEntry, EngineStore, EngineTarget, parts_digest
-from offramp.compiler.engines.builder import BuildSettings
-from offramp.compiler.engines.building import _inputs_of
-from offramp.compiler.engines.graphs import UnitGraphs
-from offramp.compiler.engines.keys import engine_key
+from offramp.compiler.engines.building import _inputs_of, engine_key
+from offramp.compiler.engines.options import (
+    PARTS,
+    BuildSettings,
+    Part,
+    parse_batches,
+    parse_buckets,
+)
 from offramp.compiler.engines.profiles import ModelShapes, profile_sizes, unit_profiles
-from offramp.compiler.engines.ranges import parse_batches, parse_buckets
-from offramp.compiler.engines.units import PARTS, Part, units_of
+from offramp.compiler.engines.units import UnitGraphs, units_of
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.backends.tensorrt import TensorRTFactory, TensorRTRun, TensorRTStage
 from offramp.engine.cuda.backend import CudaBackend
 from offramp.engine.cuda.executable import SlotResources
-from offramp.engine.cuda.fake_driver import FakeDriver
 from offramp.engine.errors import BackendError
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, StageSpec, make_chained_plan, make_plan
 from offramp.engine.tensorrt import messages
+from offramp.testing.cuda_driver import FakeDriver
 
 BUCKETS = {"bert": ("sequence=8,20",)}
 

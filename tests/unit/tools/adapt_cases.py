@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from offramp.bundle import ActiveExit, ExitPolicy
+from offramp.certify.observations import Observations
 from offramp.engine.control.controller import ControlStatus, Event, Evidence, Job
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.observations import Observations
 from offramp.tools.bench.adapt.sequence import Population, Segment, Sequence, Span
 
 COSTS = CostModel(

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.tools.adapt_cases import COSTS, FOUR, Scripted, in_order, policy_of, repeated
 
 from offramp.bundle import NEVER
-from offramp.engine.control.observations import UNKNOWN
+from offramp.certify.observations import UNKNOWN
 from offramp.engine.plan import Mode
 from offramp.tools.bench.adapt.replay import Contender, ReplaySettings, Trace, replay
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from offramp.tools.bench.load.ledger import Ledger, Records, merge
 from offramp.tools.bench.load.replies import UNKNOWN, Reply
+from offramp.tools.bench.load.requests_sent import Ledger, Records, merge
 from offramp.tools.bench.outcomes import FINAL, Status
 
 

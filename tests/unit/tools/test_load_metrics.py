@@ -6,8 +6,8 @@ import socket
 import numpy as np
 import pytest
 
-from offramp.server.fake import FakeEngine
 from offramp.server.metrics import render_metrics
+from offramp.testing.engine import FakeEngine
 from offramp.tools.bench.load.metrics_poll import (
     MetricsPoll,
     Reading,

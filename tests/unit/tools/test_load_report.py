@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console
 
 from offramp.tools.bench.load.generator import Load
-from offramp.tools.bench.load.ledger import Ledger
 from offramp.tools.bench.load.metrics_poll import Reading
 from offramp.tools.bench.load.replies import Reply
 from offramp.tools.bench.load.report import (
@@ -21,6 +20,7 @@ from offramp.tools.bench.load.report import (
     settings_json,
     warning,
 )
+from offramp.tools.bench.load.requests_sent import Ledger
 from offramp.tools.bench.load.settings import LoadSettings
 from offramp.tools.bench.outcomes import Status
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from offramp.engine.errors import BackendError, DeadlineExceededError, QueueFullError
-from offramp.server.fake import FakeEngine
 from offramp.server.grpc_endpoint import GrpcEndpoint
 from offramp.server.options import MIB
+from offramp.testing.engine import FakeEngine
 from offramp.tools.bench.load.alarm import LoopAlarm, make_alarm
 from offramp.tools.bench.load.dealing import Share
 from offramp.tools.bench.load.requests import serialise_requests

@@ -10,19 +10,19 @@ from typing import Final
 
 from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy
 from offramp.bundle.bundle import TUNE
+from offramp.certify.records import Records
 from offramp.engine.control.adjustment import DEFAULT_MAX_OVERHEAD, evenly_spaced
-from offramp.engine.control.apparate import ApparateController, ApparateSettings
 from offramp.engine.control.controller import Controller
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.pame import PameController, PameSettings
-from offramp.engine.control.records import Records
-from offramp.engine.control.static import (
+from offramp.engine.control.published.apparate import ApparateController, ApparateSettings
+from offramp.engine.control.published.pame import PameController, PameSettings
+from offramp.engine.control.published.static import (
     StaticController,
     always_active,
     tune_separate,
     tune_shared,
 )
-from offramp.engine.control.two_stage import StageTimes
+from offramp.engine.control.published.two_stage import StageTimes
 from offramp.engine.controllers import make_controller
 from offramp.engine.options import ModelOptions
 from offramp.engine.plan import Mode

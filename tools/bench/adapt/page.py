@@ -14,9 +14,9 @@ import numpy as np
 from jinja2 import Template
 from markupsafe import Markup
 
+from offramp.certify.decision import FloatArray
 from offramp.compiler.report import numbers, svg
 from offramp.compiler.report.svg import Scale, Tick
-from offramp.engine.control.records import FloatArray
 from offramp.tools.bench.adapt.report import Comparison, Run
 from offramp.tools.bench.adapt.sequence import Sequence as Served
 from offramp.tools.bench.dynamics import load_template, plain

@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from offramp.certify.decision import BoolArray, FloatArray, IntArray
 from offramp.engine.control.controller import Evidence
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.records import BoolArray, FloatArray, IntArray
-from offramp.engine.control.thresholds import tune
+from offramp.engine.control.published.thresholds import tune
 from offramp.tools.bench.adapt.replay import Trace
 from offramp.tools.bench.adapt.sequence import Sequence, Span
 

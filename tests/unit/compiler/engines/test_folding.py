@@ -9,8 +9,7 @@ import onnx
 import pytest
 from tests.models import Builder
 
-from offramp.compiler.engines.folding import fold_normalisations
-from offramp.compiler.engines.halving import halve
+from offramp.compiler.engines.halving import fold_normalisations, halve
 from offramp.compiler.runtime import Runner
 
 

@@ -16,8 +16,14 @@ from tests.sliced import dataset_of, inputs_of, sliced
 from offramp.bundle import Bundle, write_bundle
 from offramp.bundle.engines import Precision
 from offramp.calibration.quantization import Ranges
-from offramp.compiler.engines.graphs import UnitGraphs, ranges_of
-from offramp.compiler.engines.units import Unit, segment_units, source_unit, units_of
+from offramp.compiler.engines.units import (
+    Unit,
+    UnitGraphs,
+    ranges_of,
+    segment_units,
+    source_unit,
+    units_of,
+)
 from offramp.compiler.errors import ModelError
 from offramp.compiler.runtime import Runner, relative_difference
 from offramp.engine.plan import make_plan

@@ -18,7 +18,6 @@ from offramp.bundle.bundle import CERTIFY
 from offramp.bundle.engines import Precision
 from offramp.calibration.dataset import Dataset, read_dataset
 from offramp.calibration.errors import DataError
-from offramp.compiler.engines.graphs import ranges_of
 from offramp.compiler.engines.precision import (
     Parts,
     PrecisionCheck,
@@ -26,6 +25,7 @@ from offramp.compiler.engines.precision import (
     measure_precision,
     part_data,
 )
+from offramp.compiler.engines.units import ranges_of
 from offramp.compiler.errors import VerificationError
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend, make_session
 from offramp.engine.pipeline import Pipeline

@@ -12,6 +12,7 @@ from tests.sliced import inputs_of, sliced
 
 from offramp.bundle import Bundle
 from offramp.bundle.engines import ShapeRange
+from offramp.compiler.engines.options import SizeRange, parse_batches, parse_buckets
 from offramp.compiler.engines.profiles import (
     ModelShapes,
     Point,
@@ -21,7 +22,6 @@ from offramp.compiler.engines.profiles import (
     symbols_of,
     unit_profiles,
 )
-from offramp.compiler.engines.ranges import SizeRange, parse_batches, parse_buckets
 from offramp.compiler.errors import EngineOptionsError
 from offramp.compiler.runtime import Runner
 

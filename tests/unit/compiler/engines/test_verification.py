@@ -17,16 +17,15 @@ from tests.sliced import inputs_of, sliced
 
 from offramp.bundle import Bundle
 from offramp.calibration.dataset import Dataset
-from offramp.compiler.engines.graphs import UnitGraphs
 from offramp.compiler.engines.halving import halve
+from offramp.compiler.engines.options import parse_batches, parse_buckets
 from offramp.compiler.engines.profiles import (
     ModelShapes,
     SizedProfile,
     profile_sizes,
     unit_profiles,
 )
-from offramp.compiler.engines.ranges import parse_batches, parse_buckets
-from offramp.compiler.engines.units import Unit
+from offramp.compiler.engines.units import Unit, UnitGraphs
 from offramp.compiler.engines.verification import TOLERANCES, Verifier
 from offramp.compiler.errors import EngineBuildError
 from offramp.compiler.runtime import Runner

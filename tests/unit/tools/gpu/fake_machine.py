@@ -10,7 +10,7 @@ from tests.cuda_fakes import FakeExecutables
 
 from offramp.bundle import Bundle
 from offramp.calibration.paired import Runner
-from offramp.engine.cuda.fake_driver import FakeDriver
+from offramp.testing.cuda_driver import FakeDriver
 from offramp.tools.gpu.machine import Ingredients
 from offramp.tools.gpu.timing import FakeTimer
 

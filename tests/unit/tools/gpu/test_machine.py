@@ -17,10 +17,10 @@ from tests.unit.cuda.fake_pycuda import Gpu
 
 from offramp.bundle.engines import EngineStore, list_targets
 from offramp.compiler import build
-from offramp.compiler.engines.fake import FakeBuilder
 from offramp.compiler.errors import EngineBuildError
 from offramp.engine.cuda.pycuda_driver import PyCudaStream
 from offramp.engine.kernels.errors import KernelCompilerNotFoundError
+from offramp.testing.builder import FakeBuilder
 from offramp.tools.gpu.machine import BareEngine, GpuMachine, profiles_of
 from offramp.tools.gpu.timing import PyCudaTimer
 

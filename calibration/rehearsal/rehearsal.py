@@ -1,0 +1,267 @@
+"""PAME's rehearsal: which exits serve a load best without making its batches slower (section 6).
+
+    exits are found one by one, from the model's start to its end:
+        configure every later candidate: the threshold that lets most leave, precision kept   (6.2)
+        characterise: inference time matrix, and batching pattern matrix of the load          (6.3)
+        determine: none that makes too many batches late; of the others the one with the
+            shortest average latency, and behind the first exit the shortest tail latency     (6.4)
+    until precision or latency allow no further exit, or no sample is left to go on
+
+The time matrix belongs to the hardware, the pattern matrix to the load: whichever changes, the
+other one stays (:mod:`.two_stage`, :mod:`.adaptation`).
+
+Precision is agreement with the source model: the original model's is 1, so the paper's η is one
+minus the largest tolerated disagreement. An exit has one threshold, on confidence.
+
+Chosen here, where the paper leaves it open or its rules do not suffice:
+
+* Batches are drawn at random from the load, as many as one likes; the order in which samples came
+  is not kept.
+* In later steps a batch that brings more rows than the step before allows is late already,
+  whatever leaves now; it stands in the last column.
+* "Tail latency" is what all batches but the tolerated share of late ones stay within.
+* A further exit must shorten the predicted mean latency by a share (``min_gain``). The tail alone
+  asks for every exit at which anybody leaves: where time is proportional to rows, as on a CPU,
+  the published rules keep ten of the example's twelve exits, for gains that no measurement shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from offramp.bundle import NEVER, ActiveExit
+from offramp.calibration.rehearsal.load import Load, Position, forecast
+from offramp.calibration.rehearsal.result import (
+    Candidate,
+    Ending,
+    Rehearsal,
+    RehearsalSettings,
+    Step,
+    Verdict,
+)
+from offramp.certify.decision import FloatArray, IntArray
+from offramp.engine.control.published.thresholds import count_allowed
+from offramp.engine.control.published.two_stage import StageTimes, TimeMatrix
+
+
+def rehearse(
+    load: Load,
+    times: StageTimes,
+    settings: RehearsalSettings,
+    *,
+    allowed_errors: int | None = None,
+) -> Rehearsal:
+    """Search the exits for a load.
+
+    Args:
+        load: Of all exits of the bundle; its batches are those of ``settings``.
+        times: Of the same exits.
+        settings: Bounds and sizes.
+        allowed_errors: Most samples answered unlike the source model; default: as many as
+            ``max_disagreement`` allows of the load. Fewer leave room for a certificate.
+
+    Raises:
+        ValueError: load, times and settings do not belong together.
+    """
+    check_load(load, times, settings)
+    if allowed_errors is None:
+        allowed_errors = count_allowed(settings.max_disagreement, load.samples)
+    at, steps = Position.start(load), list[Step]()
+    ended: Ending | None = None
+    while ended is None:
+        thresholds = {e: configure(load, at, e, allowed_errors) for e in later_exits(times, at)}
+        step = determine(
+            characterise(load, times, at, thresholds, settings),
+            settings,
+            source_ms=times.source_ms(settings.batch_size),
+        )
+        steps.append(step)
+        if step.chosen is None:
+            ended = _ending(step)
+            continue
+        found = step.candidate(step.chosen)
+        at = at.behind(load, found.exit, found.threshold, found.allowed_rows)
+        if not any(found.pattern[1:]) or found.allowed_rows < 1:
+            ended = "all left"
+        elif not later_exits(times, at):
+            ended = "last exit"
+    return Rehearsal(
+        settings=settings,
+        samples=load.samples,
+        allowed_errors=allowed_errors,
+        steps=tuple(steps),
+        ended=ended,
+        active=at.active,
+        forecast=forecast(load, times, at.active),
+    )
+
+
+def configure(load: Load, at: Position, exit_: int, allowed_errors: int) -> float:
+    """Precision-aware candidate configuration (6.2): the threshold that lets most samples leave.
+
+    Those not answered anywhere else are answered by the source model, rightly (equation 1 with
+    the moving-on queries' precision at 1); so the constraint is a number of errors.
+
+    Returns:
+        The least confidence to leave with; ``NEVER`` if not even one sample may.
+    """
+    confidence = load.confidence[exit_][at.waiting]
+    order = np.argsort(-confidence, kind="stable")
+    ordered, wrong = confidence[order], ~load.agrees[exit_][at.waiting][order]
+    # a threshold lets all samples of one confidence leave, or none
+    last_of_run = np.append(ordered[1:] != ordered[:-1], True)[: len(ordered)]
+    within = last_of_run & (at.errors + np.cumsum(wrong) <= allowed_errors)
+    return float(ordered[np.flatnonzero(within)[-1]]) if within.any() else NEVER
+
+
+def characterise(
+    load: Load,
+    times: StageTimes,
+    at: Position,
+    thresholds: Mapping[int, float],
+    settings: RehearsalSettings,
+) -> Step:
+    """Both matrices for candidates behind a position, and what follows from them (6.3).
+
+    Args:
+        load: Gives the batching pattern.
+        times: Give the inference times.
+        at: Where the first stage begins.
+        thresholds: Of the candidates, by exit, in depth order.
+        settings: Bounds.
+
+    Returns:
+        The step with nothing chosen.
+    """
+    matrix = times.matrix(
+        after=at.after_exit,
+        candidates=list(thresholds),
+        rows=at.rows,
+        interval=settings.interval,
+    )
+    pattern, disagreement, moving_on = batching_pattern(load, at, thresholds, matrix)
+    violations = (pattern * matrix.violated).sum(axis=1) / len(load.batches)
+    tail = _tail_columns(pattern, settings.max_violations)
+    average_ms = expected_average_ms(matrix, pattern)
+    return Step(
+        after_exit=at.after_exit,
+        rows=at.rows,
+        columns=tuple(matrix.columns.tolist()),
+        limit_ms=matrix.limit_ms,
+        mean_ms=forecast(load, times, at.active).average_ms,
+        candidates=tuple(
+            Candidate(
+                exit=exit_,
+                threshold=threshold,
+                moving_on=float(moving_on[row]),
+                disagreement=float(disagreement[row]),
+                violations=float(violations[row]),
+                allowed_rows=int(matrix.allowed_rows[row]),
+                average_ms=float(average_ms[row]),
+                tail_ms=float(matrix.ms[row, tail[row]]),
+                mean_ms=_mean_ms(load, times, at, exit_, threshold),
+                verdict="precision" if threshold >= NEVER else "possible",
+                times_ms=tuple(matrix.ms[row].tolist()),
+                pattern=tuple(pattern[row].tolist()),
+            )
+            for row, (exit_, threshold) in enumerate(thresholds.items())
+        ),
+        chosen=None,
+    )
+
+
+def batching_pattern(
+    load: Load, at: Position, thresholds: Mapping[int, float], matrix: TimeMatrix
+) -> tuple[IntArray, FloatArray, FloatArray]:
+    """The batching pattern matrix (6.3.2).
+
+    Returns:
+        Batches by rows that go on behind each candidate, int64[candidates, columns]; every row
+        adds up to all batches. Then, float64[candidates] each: share of the load answered unlike
+        the source model so far, and share that goes on.
+    """
+    late = load.rows(at.waiting) > at.rows
+    last = len(matrix.columns) - 1
+    pattern: IntArray = np.zeros(matrix.ms.shape, dtype=np.int64)
+    disagreement, moving_on = np.empty(len(thresholds)), np.empty(len(thresholds))
+    for row, (exit_, threshold) in enumerate(thresholds.items()):
+        behind = at.behind(load, exit_, threshold, rows=0)
+        columns = matrix.column_of(load.rows(behind.waiting))
+        columns = np.where(late, last, columns)
+        pattern[row] = np.bincount(columns, minlength=last + 1)
+        disagreement[row] = behind.errors / load.samples
+        moving_on[row] = np.count_nonzero(behind.waiting) / load.samples
+    return pattern, disagreement, moving_on
+
+
+def expected_average_ms(matrix: TimeMatrix, pattern: IntArray) -> FloatArray:
+    """Average two-stage latency of a row by both matrices: float64[candidates] (equation 2)."""
+    rows, going_on = int(matrix.columns[-1]), matrix.columns.astype(np.float64)
+    batch_ms = (rows - going_on) * matrix.ms[:, :1] + going_on * matrix.ms
+    return np.asarray((batch_ms * pattern).sum(axis=1) / (rows * pattern.sum(axis=1)))
+
+
+def determine(step: Step, settings: RehearsalSettings, *, source_ms: float) -> Step:
+    """Choose the next exit, or none (6.4).
+
+    To the first exit every batch comes whole, so that the average is known; behind it only the
+    most rows that may come are, and the tail is judged.
+    """
+    first = step.after_exit is None
+    most_ms = step.mean_ms - settings.min_gain * source_ms
+    judged = [judge(c, most_ms, settings) for c in step.candidates]
+    possible = [c for c in judged if c.verdict == "possible"]
+    if not possible:
+        return replace(step, candidates=tuple(judged))
+    best = min(possible, key=lambda c: (c.average_ms if first else c.tail_ms, c.exit))
+    marked = tuple(replace(c, verdict="chosen") if c is best else c for c in judged)
+    return replace(step, candidates=marked, chosen=best.exit)
+
+
+def _mean_ms(load: Load, times: StageTimes, at: Position, exit_: int, threshold: float) -> float:
+    attached = ActiveExit(exit=exit_, threshold=threshold)
+    return forecast(load, times, (*at.active, attached)).average_ms
+
+
+def judge(candidate: Candidate, most_ms: float, settings: RehearsalSettings) -> Candidate:
+    """What stands against a candidate, if anything."""
+    verdict: Verdict = candidate.verdict
+    if verdict == "possible" and candidate.violations > settings.max_violations:
+        verdict = "latency"
+    elif verdict == "possible" and candidate.mean_ms >= most_ms:
+        verdict = "gain"
+    return replace(candidate, verdict=verdict)
+
+
+def later_exits(times: StageTimes, at: Position) -> range:
+    """Candidates behind a position."""
+    return range(0 if at.after_exit is None else at.after_exit + 1, times.exits)
+
+
+def _ending(step: Step) -> Ending:
+    """What the last candidates violate: the mildest of it."""
+    verdicts = {candidate.verdict for candidate in step.candidates}
+    if "gain" in verdicts:
+        return "gain"
+    return "latency" if "latency" in verdicts else "precision"
+
+
+def _tail_columns(pattern: IntArray, max_violations: float) -> IntArray:
+    """Per candidate, the first column that all but the tolerated share of batches are within."""
+    beyond = pattern.sum(axis=1, keepdims=True) - np.cumsum(pattern, axis=1)
+    allowed = max_violations * pattern.sum(axis=1, keepdims=True)
+    return np.asarray((beyond <= allowed).argmax(axis=1), dtype=np.int64)
+
+
+def check_load(load: Load, times: StageTimes, settings: RehearsalSettings) -> None:
+    """Refuse parts that do not belong together."""
+    if len(load.confidence) != times.exits:
+        raise ValueError(f"the load has {len(load.confidence)} exits, the times {times.exits}")
+    expected = (settings.batches, settings.batch_size)
+    if load.batches.shape != expected:
+        raise ValueError(
+            f"the load's batches are {load.batches.shape}, the settings say {expected}"
+        )

@@ -1,0 +1,153 @@
+"""What a rehearsal is told, and what it finds: facts that are kept in the bundle.
+
+All classes are immutable and become JSON by :func:`offramp.bundle.serde.to_plain`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+from offramp.bundle import ActiveExit, BundleSchemaError
+from offramp.bundle.serde import from_plain, to_plain
+from offramp.calibration.rehearsal.load import Forecast
+
+REHEARSAL: Final = "rehearsal.json"
+"""File of a bundle that holds a :class:`Rehearsed`; only in those that were rehearsed."""
+
+Verdict: TypeAlias = Literal["chosen", "possible", "precision", "latency", "gain"]
+"""Why a candidate was chosen, or was not: others were better, or what it violates."""
+Ending: TypeAlias = Literal["precision", "latency", "gain", "all left", "last exit", "kept"]
+"""Why the search ended: what every remaining candidate violates, or that there was none. ``kept``
+is no search: the exits of a policy were looked at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RehearsalSettings:
+    """What is rehearsed; the defaults of both bounds are those of the paper's evaluation."""
+
+    batch_size: int = 32
+    """n: rows of a batch when it starts."""
+    interval: int = 1
+    """v: rows from one column of the matrices to the next."""
+    batches: int = 1000
+    """k: batches drawn from the load."""
+    max_disagreement: float = 0.01
+    """1 − η: largest share of the load answered unlike the source model."""
+    max_violations: float = 0.02
+    """τ_l: largest share of batches that an exit may make late."""
+    min_gain: float = 0.01
+    """Least share of the source model's time that each exit takes off the mean latency."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be rehearsed."""
+        for name in ("batch_size", "interval", "batches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("max_disagreement", "max_violations", "min_gain"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """An exit as it would be if it were attached next: a row of both matrices."""
+
+    exit: int
+    threshold: float
+    """Of its candidate configuration; ``NEVER`` if none keeps the precision."""
+    moving_on: float
+    """Share of the load that goes on behind it."""
+    disagreement: float
+    """Share of the load answered unlike the source model, earlier exits included."""
+    violations: float
+    """Share of the batches that are late with it."""
+    allowed_rows: int
+    """n_i: most rows that may go on behind it; -1 if not even none may."""
+    average_ms: float
+    """Average two-stage latency of a row (equation 2)."""
+    tail_ms: float
+    """Two-stage latency that all but the tolerated share of batches stay within (6.4)."""
+    mean_ms: float
+    """Predicted mean latency of the load from the model's start, all exits so far included."""
+    verdict: Verdict
+    times_ms: tuple[float, ...]
+    """Row of the inference time matrix."""
+    pattern: tuple[int, ...]
+    """Row of the batching pattern matrix: batches by rows that go on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One round of the search: both matrices, and what was chosen by them."""
+
+    after_exit: int | None
+    """The exit chosen before; ``None`` at the model's start."""
+    rows: int
+    """Of the first stage: n, then the most that the exit before may let go on."""
+    columns: tuple[int, ...]
+    """Rows of the second stage."""
+    limit_ms: float
+    """Boundary: time of the first stage's rows with no further exit."""
+    mean_ms: float
+    """Predicted mean latency of the load with the exits found before."""
+    candidates: tuple[Candidate, ...]
+    chosen: int | None
+    """The exit; ``None`` ends the search."""
+
+    def candidate(self, exit_: int) -> Candidate:
+        """One of the candidates.
+
+        Raises:
+            KeyError: It is none.
+        """
+        for candidate in self.candidates:
+            if candidate.exit == exit_:
+                return candidate
+        raise KeyError(exit_)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """What was tried, and found; JSON by :func:`offramp.bundle.serde.to_plain`."""
+
+    settings: RehearsalSettings
+    samples: int
+    """Of the load."""
+    allowed_errors: int
+    """Most samples of the load that were allowed to be answered unlike the source model."""
+    steps: tuple[Step, ...]
+    ended: Ending
+    active: tuple[ActiveExit, ...]
+    """Exits found, in depth order, with the thresholds that they were rehearsed with."""
+    forecast: Forecast
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsed:
+    """Content of :data:`REHEARSAL`: how the bundle's exits were chosen, and what that brings."""
+
+    rehearsal: Rehearsal
+    """On the tuning split."""
+    shipped: Forecast
+    """The certified policy, on the certify split."""
+    data_sha256: str
+    """Of the file that both splits are from."""
+
+    def dump(self) -> bytes:
+        """Give the content of the file."""
+        return (json.dumps(to_plain(self), allow_nan=False) + "\n").encode()
+
+    @classmethod
+    def parse(cls, document: bytes) -> Rehearsed:
+        """Read the content of the file.
+
+        Raises:
+            BundleSchemaError: It was written by another version, or is not JSON.
+        """
+        try:
+            plain = json.loads(document)
+        except (ValueError, RecursionError) as error:
+            raise BundleSchemaError(f"{REHEARSAL}: not JSON ({error})") from error
+        return from_plain(cls, plain, REHEARSAL)

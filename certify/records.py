@@ -1,0 +1,174 @@
+"""What is known of each exit on a set of samples, and what thresholds would do with it.
+
+Every sample ran through the whole model with every exit looking on, so any thresholds can be
+tried without running anything again (Apparate 3.2, "Evaluating threshold configurations").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from offramp.certify.decision import (
+    BoolArray,
+    ConfidenceArray,
+    Float32Array,
+    FloatArray,
+    IntArray,
+    count_answers,
+    first_exit,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Records:
+    """What the exits said of some samples, and what an answer costs at each."""
+
+    confidence: Float32Array
+    """float32[exits, samples], in [0, 1]; higher is surer."""
+    agrees: BoolArray
+    """bool[exits, samples]: the exit's prediction equals the source model's."""
+    latency_ms: FloatArray
+    """float64[exits + 1]: time until exit i's answer is there, including every active ramp up to
+    it; the last is the model's own end, all ramps included (Apparate 3.2, 3.3)."""
+
+    def __post_init__(self) -> None:
+        """Refuse wrong shapes and values; every message names the field."""
+        check_confidence(self.confidence, self.agrees)
+        check_latency(self.latency_ms, exits=self.confidence.shape[0])
+
+    @classmethod
+    def of(cls, confidence: ArrayLike, agrees: ArrayLike, latency_ms: ArrayLike) -> Records:
+        """Take arrays of any real dtype; confidence is rounded to float32, as served."""
+        return cls(
+            confidence=np.ascontiguousarray(confidence, dtype=np.float32),
+            agrees=np.ascontiguousarray(agrees, dtype=np.bool_),
+            latency_ms=np.ascontiguousarray(latency_ms, dtype=np.float64),
+        )
+
+    @property
+    def exits(self) -> int:
+        """Number of exits, the model's end not counted."""
+        return int(self.confidence.shape[0])
+
+    @property
+    def samples(self) -> int:
+        """Number of samples."""
+        return int(self.confidence.shape[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Outcome:
+    """What thresholds bring on given records."""
+
+    savings: float
+    """(vanilla − mean latency) / vanilla; negative where ramps cost more than exits save."""
+    disagreement: float
+    """Share of the samples answered unlike the source model: ``errors / samples``."""
+    exit_shares: FloatArray
+    """float64[exits + 1]: share of the samples answered at each exit, the last by the model."""
+    errors: int
+    """Samples answered unlike the source model."""
+
+
+def evaluate(
+    confidence: ConfidenceArray,
+    agrees: BoolArray,
+    latency_ms: FloatArray,
+    thresholds: FloatArray,
+    *,
+    vanilla_ms: float | None = None,
+) -> Outcome:
+    """Send every sample to the first exit whose confidence reaches the threshold.
+
+    Args:
+        confidence: float[exits, samples] in [0, 1].
+        agrees: bool[exits, samples].
+        latency_ms: float64[exits + 1], see :class:`Records`.
+        thresholds: float64[exits]; above 1 (``NEVER``) switches an exit off.
+        vanilla_ms: time of the model without ramps, against which savings count (Apparate 3.2);
+            default ``latency_ms[-1]``, the model's end with all ramps.
+
+    Raises:
+        ValueError: no samples, shapes that do not fit, values that are not finite.
+    """
+    confidence, agrees = check_confidence(confidence, agrees)
+    exits, samples = confidence.shape
+    latency = check_latency(latency_ms, exits=exits)
+    first = first_exit(confidence, thresholds)
+    counts = count_answers(first, exits)
+    errors = int(np.count_nonzero(~final_agrees(agrees)[first, np.arange(samples)]))
+    return outcome(counts, errors, latency, vanilla_ms=vanilla_ms)
+
+
+def outcome(
+    counts: IntArray, errors: int, latency_ms: FloatArray, *, vanilla_ms: float | None = None
+) -> Outcome:
+    """Turn the number of samples answered at each place, int[exits + 1], into an outcome."""
+    samples = int(counts.sum())
+    return Outcome(
+        savings=float(savings_of(counts, latency_ms, vanilla_ms)),
+        disagreement=errors / samples,
+        exit_shares=counts / samples,
+        errors=errors,
+    )
+
+
+def savings_of(
+    counts: IntArray, latency_ms: FloatArray, vanilla_ms: float | None = None
+) -> FloatArray:
+    """Savings of int[..., exits + 1] answers at each place: float64[...]."""
+    vanilla = check_vanilla(vanilla_ms, latency_ms)
+    mean_ms = (counts * latency_ms).sum(axis=-1) / counts.sum(axis=-1)
+    return np.asarray((vanilla - mean_ms) / vanilla, dtype=np.float64)
+
+
+def final_agrees(agrees: BoolArray) -> BoolArray:
+    """Add the row of the model itself, which always agrees: bool[exits + 1, samples]."""
+    return np.concatenate([agrees, np.ones((1, agrees.shape[1]), dtype=np.bool_)])
+
+
+def check_confidence(
+    confidence: ConfidenceArray, agrees: BoolArray
+) -> tuple[ConfidenceArray, BoolArray]:
+    """Refuse anything but two matrices of one shape, at least 1 × 1, confidences in [0, 1]."""
+    confidence, agrees = np.asarray(confidence), np.asarray(agrees)
+    if confidence.ndim != 2:
+        raise ValueError(f"confidence must be [exits, samples], got shape {confidence.shape}")
+    if 0 in confidence.shape:
+        raise ValueError(f"confidence {confidence.shape} holds no exits or no samples to judge by")
+    if agrees.shape != confidence.shape or agrees.dtype != np.bool_:
+        raise ValueError(
+            f"agrees must be bool{list(confidence.shape)} like confidence, "
+            f"got {agrees.dtype}{list(agrees.shape)}"
+        )
+    if not ((confidence >= 0) & (confidence <= 1)).all():
+        exit_, sample = np.argwhere(~((confidence >= 0) & (confidence <= 1)))[0]
+        raise ValueError(
+            f"confidence of exit {exit_}, sample {sample} is {confidence[exit_, sample]}, "
+            "expected a number in [0, 1]"
+        )
+    return confidence, agrees
+
+
+def check_latency(latency_ms: FloatArray, *, exits: int) -> FloatArray:
+    """Refuse anything but ``exits + 1`` finite times above 0."""
+    latency = np.asarray(latency_ms, dtype=np.float64)
+    if latency.shape != (exits + 1,):
+        raise ValueError(
+            f"latency_ms must have {exits + 1} entries, one for each of the {exits} exits and "
+            f"the model's end last, got shape {latency.shape}"
+        )
+    if not (np.isfinite(latency) & (latency > 0)).all():
+        raise ValueError(f"latency_ms must be finite and above 0, got {latency}")
+    return latency
+
+
+def check_vanilla(vanilla_ms: float | None, latency_ms: FloatArray) -> float:
+    """Resolve the default, refuse what is no time."""
+    vanilla = float(latency_ms[-1]) if vanilla_ms is None else float(vanilla_ms)
+    if not (np.isfinite(vanilla) and vanilla > 0):
+        raise ValueError(f"vanilla_ms must be finite and above 0, got {vanilla_ms}")
+    return vanilla

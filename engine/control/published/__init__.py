@@ -1,0 +1,1 @@
+"""Controllers and threshold searches that others published, for comparison."""

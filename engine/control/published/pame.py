@@ -1,0 +1,315 @@
+"""PAME's reaction to a changing load, while serving (7.6).
+
+    every 1,024 samples:
+        too many batches would have been late:   the exit moves to the next later candidate
+        too many answers differed:               thresholds are raised in steps of 0.05
+
+The paper re-tunes offline, on a data set of the new load (:mod:`.adaptation`); here the last
+samples served stand in for it. That needs what PAME itself does not have: feedback on answers that
+were given early. It comes from samples that run on after their answer, all of them in release
+mode and a part where answers are audited; without any, only latency is kept.
+
+Batches are made of samples as they were started, n after the other, whatever batches the
+scheduler formed: what counts is whether the load would fit the inference time matrix.
+
+What to expect: there is no statement about unseen samples. The estimate of one period is as noisy
+as a period is short, thresholds never fall and exits never move back, so that under a load that
+changes to and fro it ends with less and less. Forced answers are outside of the estimate, and
+count as rows that went on, which they would have without the haste.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from offramp.bundle import NEVER, ActiveExit, ExitPolicy
+from offramp.certify.decision import MODEL_END, BoolArray, IntArray, first_exit
+from offramp.certify.observations import Observations
+from offramp.engine.control.controller import ControlStatus, Event, Evidence, Job
+from offramp.engine.control.counters import AgreementCounters
+from offramp.engine.control.published.two_stage import StageTimes
+
+_ROUNDING: Final = 1e-9
+"""By how much a threshold may miss 1 through sums of steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PameSettings:
+    """What may be set; bounds and step are those of the paper's evaluation."""
+
+    max_disagreement: float = 0.01
+    """1 − η."""
+    max_violations: float = 0.02
+    """τ_l: largest share of batches that an exit may make late."""
+    batch_size: int = 32
+    """n: as rehearsed."""
+    period: int = 1024
+    """Samples from one look to the next, and looked at."""
+    threshold_step: float = 0.05
+    """By which a confidence threshold is raised."""
+    audit_probability: float = 1.0
+    """Of samples that leave early to run on; 1 is release mode."""
+    confidence: float = 0.95
+    """Only shown: nothing is certified."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be kept."""
+        for name in ("max_disagreement", "max_violations"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
+        if not 1 <= self.batch_size <= self.period:
+            raise ValueError(
+                f"batch_size {self.batch_size} must be at least 1, and a period of {self.period} "
+                "samples must hold a batch"
+            )
+        for name in ("threshold_step", "audit_probability"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)}")
+
+
+class PameController:
+    """Moves exits towards the end, and raises thresholds; never the other way round."""
+
+    def __init__(
+        self, policy: ExitPolicy, times: StageTimes, settings: PameSettings | None = None
+    ) -> None:
+        """Start with a policy.
+
+        Args:
+            policy: The bundle's, as a rehearsal chose it.
+            times: Of all exits of the bundle.
+            settings: Default: as published.
+        """
+        self._policy = policy
+        self._times = times
+        self._settings = settings or PameSettings()
+        self._own = False
+        """Whether the policy in force is not the one given."""
+        self._counters = AgreementCounters()
+        self._recent: list[Observations] = []
+        self._moves = self._raises = 0
+        self._events: list[Event] = []
+
+    @property
+    def name(self) -> str:
+        """As on the command line."""
+        return "pame"
+
+    @property
+    def policy(self) -> ExitPolicy:
+        """What shall be in force."""
+        return self._policy
+
+    @property
+    def audit_probability(self) -> float:
+        """The one given."""
+        return self._settings.audit_probability
+
+    def observe(self, seen: Observations) -> None:
+        """Count, and look at a period once it is full: what the policy in force served."""
+        self._counters.add(seen, version=self._policy.version)
+        self._recent.append(seen.take(seen.policy_version == self._policy.version))
+        if sum(map(len, self._recent)) >= self._settings.period:
+            period, self._recent = _join(self._recent), []
+            self._look(period)
+
+    def take_job(self) -> Job | None:
+        """Ask for nothing: a look takes about a millisecond."""
+        return None
+
+    def finish(self, job: Job, result: Any) -> None:
+        """Ignore a job of someone else's."""
+
+    def status(self) -> ControlStatus:
+        """Give counts and estimate; the upper bound stays 1, since nothing is tested."""
+        return ControlStatus(
+            controller=self.name,
+            max_disagreement=self._settings.max_disagreement,
+            confidence=self._settings.confidence,
+            evidence=self._evidence(),
+            disagreement=self._counters.estimate(self._policy.version),
+            disagreement_upper_bound=1.0,
+            audit_probability=self.audit_probability,
+            observed=self._counters.observed,
+            audited=self._counters.audited,
+            disagreed=self._counters.disagreed,
+            alarms=0,
+            tunings=self._raises,
+            adjustments=self._moves,
+            state="steady" if self._answering() else "no exit answers",
+        )
+
+    def take_events(self) -> list[Event]:
+        """What happened since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def state(self) -> Mapping[str, Any] | None:
+        """Policy and counts; a period begins anew."""
+        return {
+            "version": self._policy.version,
+            "own": self._own,
+            "exits": np.array([a.exit for a in self._policy.active], dtype=np.int64),
+            "thresholds": np.array([a.threshold for a in self._policy.active], dtype=np.float64),
+            "moves": self._moves,
+            "raises": self._raises,
+            "tally": self._counters.state(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on with a kept policy.
+
+        Raises:
+            ValueError: Something is missing, or the exits are not those of this bundle.
+        """
+        try:
+            pairs = zip(state["exits"].tolist(), state["thresholds"].tolist(), strict=True)
+            active = tuple(ActiveExit(exit=e, threshold=t) for e, t in pairs)
+            version, own = int(state["version"]), bool(state["own"])
+            moves, raises = int(state["moves"]), int(state["raises"])
+            counts = state["tally"]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"no state of the {self.name} controller: {error!r}") from error
+        policy = ExitPolicy(version=version, active=active)
+        if active and active[-1].exit >= self._times.exits:
+            raise ValueError(
+                f"state: exit {active[-1].exit} is in use, "
+                f"but the bundle has {self._times.exits} exits"
+            )
+        self._counters.restore(counts)
+        if own or active != self._policy.active:
+            self._policy, self._own = policy, True
+        self._moves, self._raises, self._recent = moves, raises, []
+
+    def _look(self, period: Observations) -> None:
+        """Move the first exit that makes too many batches late; raise thresholds."""
+        before = self._answering()
+        raised = self._raise(period, before)
+        violations = self._violations(period, before)
+        after = self._move(raised, violations)
+        if after == before:
+            return
+        self._own = True
+        self._policy = ExitPolicy(
+            version=self._policy.version + 1,
+            active=tuple(ActiveExit(exit=e, threshold=t) for e, t in sorted(after.items())),
+        )
+
+    def _violations(self, period: Observations, active: Mapping[int, float]) -> dict[int, float]:
+        """Share of the period's batches that each exit made late."""
+        size, found = self._settings.batch_size, {}
+        rows, after = size, None
+        batches = len(period) // size
+        late = np.zeros(batches, dtype=np.bool_)
+        for exit_ in active:
+            if rows < 1:
+                found[exit_] = 1.0
+                continue
+            matrix = self._times.matrix(after=after, candidates=[exit_], rows=rows)
+            going_on = _rows_behind(period, exit_, size)
+            late_here = late | matrix.violated[0][matrix.column_of(going_on)]
+            found[exit_] = float(late_here.mean())
+            rows, after = int(matrix.allowed_rows[0]), exit_
+            late = going_on > rows
+        return found
+
+    def _move(self, active: dict[int, float], violations: Mapping[int, float]) -> dict[int, float]:
+        """Put the next later candidate, with the same threshold, in the place of an exit."""
+        late = [e for e in active if violations[e] > self._settings.max_violations]
+        if not late:
+            return active
+        exit_ = late[0]
+        behind = min([e for e in active if e > exit_], default=self._times.exits)
+        moved = {e: t for e, t in active.items() if e != exit_}
+        where = "it is no longer in use"
+        if exit_ + 1 < behind:
+            moved[exit_ + 1] = active[exit_]
+            where = f"exit {exit_ + 1} takes its place"
+        self._moves += 1
+        text = f"{violations[exit_]:.1%} of the batches late by exit {exit_}; {where}"
+        self._events.append(Event(kind="exits", text=text))
+        return moved
+
+    def _raise(self, period: Observations, active: Mapping[int, float]) -> dict[int, float]:
+        """Raise the exit with most wrong answers, step by step, until the period is answered well.
+
+        What each exit would have answered is known of samples that ran to the end.
+        """
+        counted = period.take(~period.forced)
+        raised = dict(active)
+        allowed = self._settings.max_disagreement * len(counted)
+        complete = counted.take(counted.complete)
+        was = wrong = _wrong_by_exit(complete, raised)
+        while sum(wrong.values()) > allowed:
+            worst = max(wrong, key=wrong.__getitem__)
+            raised[worst] = self._one_step(raised[worst])
+            wrong = _wrong_by_exit(complete, raised)
+        if raised != active:
+            self._raises += 1
+            share = sum(was.values()) / len(counted)
+            changed = {e: t for e, t in raised.items() if t != active[e]}
+            words = ", ".join(f"exit {e} {_words(t)}" for e, t in changed.items())
+            text = f"{share:.2%} of a period answered otherwise; thresholds raised: {words}"
+            self._events.append(Event(kind="tuning", text=text))
+        return {e: t for e, t in raised.items() if t < NEVER}
+
+    def _one_step(self, threshold: float) -> float:
+        """One step more; 1 is the last at which anything may answer."""
+        if threshold >= 1 - _ROUNDING:
+            return NEVER
+        return min(threshold + self._settings.threshold_step, 1.0)
+
+    def _answering(self) -> dict[int, float]:
+        """Thresholds of the exits that answer, in depth order."""
+        return {a.exit: a.threshold for a in self._policy.active if a.threshold < NEVER}
+
+    def _evidence(self) -> Evidence:
+        """The promise that the policy came with, if it covers the constraint."""
+        promise = self._policy.promise
+        if not self._answering():
+            return Evidence.CAUTIOUS
+        if self._own or promise is None:
+            return Evidence.NONE
+        covers = promise.covers(self._settings.max_disagreement, self._settings.confidence)
+        return Evidence.CALIBRATED if covers else Evidence.NONE
+
+
+def _words(threshold: float) -> str:
+    return "off" if threshold >= NEVER else f"to {threshold:.4g}"
+
+
+def _rows_behind(period: Observations, exit_: int, size: int) -> IntArray:
+    """int64[batches]: rows of each batch that went on behind an exit."""
+    going_on = (period.answered_at == MODEL_END) | (period.answered_at > exit_) | period.forced
+    whole = len(going_on) // size * size
+    return np.asarray(going_on[:whole].reshape(-1, size).sum(axis=1), dtype=np.int64)
+
+
+def _wrong_by_exit(complete: Observations, active: Mapping[int, float]) -> dict[int, float]:
+    """Weight of the samples that each exit would answer unlike the source model."""
+    exits = list(active)
+    if not exits or not len(complete):
+        return dict.fromkeys(exits, 0.0)
+    first = first_exit(complete.confidence[exits], np.array(list(active.values())))
+    agrees: BoolArray = complete.agrees()[exits]
+    weight = complete.weight
+    return {
+        exit_: float(weight[(first == row) & ~agrees[row]].sum()) for row, exit_ in enumerate(exits)
+    }
+
+
+def _join(parts: list[Observations]) -> Observations:
+    """One after the other."""
+    return Observations(
+        confidence=np.concatenate([p.confidence for p in parts], axis=1),
+        prediction=np.concatenate([p.prediction for p in parts], axis=1),
+        answered_at=np.concatenate([p.answered_at for p in parts]),
+        final=np.concatenate([p.final for p in parts]),
+        audit_probability=np.concatenate([p.audit_probability for p in parts]),
+        policy_version=np.concatenate([p.policy_version for p in parts]),
+        forced=np.concatenate([p.forced for p in parts]),
+    )

@@ -1,0 +1,99 @@
+"""Threshold tuning on a window of records, within a hard bound on disagreement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from offramp.bundle.policy import NEVER
+from offramp.certify.decision import BoolArray, ConfidenceArray, FloatArray
+from offramp.certify.path import best_common_thresholds
+from offramp.certify.records import Records, evaluate
+from offramp.engine.control.published.greedy import greedy_thresholds
+from offramp.engine.control.published.search import search_thresholds
+
+METHODS = ("search", "greedy", "path")
+"""What ``tune`` knows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tuning:
+    """Thresholds, and what they bring on the records that they were tuned on."""
+
+    thresholds: FloatArray
+    """float64[exits], float32 values; ``NEVER`` switches an exit off."""
+    savings: float
+    """(vanilla − mean latency) / vanilla."""
+    disagreement: float
+    """Share of the samples answered unlike the source model; at most the bound given."""
+    exit_shares: FloatArray
+    """float64[exits + 1]: share of the samples answered at each exit, the last by the model."""
+
+
+def tune(
+    confidence: ConfidenceArray,
+    agrees: BoolArray,
+    latency_ms: FloatArray,
+    max_disagreement: float,
+    method: str = "search",
+    *,
+    vanilla_ms: float | None = None,
+) -> Tuning:
+    """Find thresholds that save the most time while disagreement stays within the bound.
+
+    The bound holds on the records given, always: no exits at all is within any. It says little
+    about unseen data; what is to hold there comes from :func:`offramp.certify.learn_then_test`.
+
+    Args:
+        confidence: float[exits, samples] in [0, 1].
+        agrees: bool[exits, samples]: the exit's prediction equals the source model's.
+        latency_ms: float64[exits + 1]: time until each answer is there, ramps included.
+        max_disagreement: largest tolerated share of answers unlike the source model's, in [0, 1].
+        method: ``search`` (:mod:`.search`, never worse than greedy), ``greedy`` (Apparate 3.2,
+            :mod:`.greedy`) or ``path`` (best threshold common to all exits, :mod:`.path`).
+        vanilla_ms: the model's time without ramps; default ``latency_ms[-1]``.
+
+    Raises:
+        ValueError: no samples, shapes that do not fit, values out of range, unknown method.
+    """
+    records = Records.of(confidence, agrees, latency_ms)
+    allowed = count_allowed(max_disagreement, records.samples)
+    if method == "search":
+        thresholds = search_thresholds(records, allowed)
+    elif method == "greedy":
+        thresholds = greedy_thresholds(records, allowed)
+    elif method == "path":
+        thresholds = best_common_thresholds(records, allowed, vanilla_ms=vanilla_ms)
+    else:
+        raise ValueError(f"unknown method {method!r}, expected one of {', '.join(METHODS)}")
+    return _tuning(records, thresholds, allowed, vanilla_ms)
+
+
+def count_allowed(max_disagreement: float, samples: int) -> int:
+    """Most errors with ``errors / samples <= max_disagreement``, as that division rounds."""
+    if not 0 <= max_disagreement <= 1:
+        raise ValueError(f"max_disagreement must be in [0, 1], got {max_disagreement}")
+    allowed = int(max_disagreement * samples) + 1
+    while allowed / samples > max_disagreement:
+        allowed -= 1
+    return allowed
+
+
+def _tuning(
+    records: Records, thresholds: FloatArray, allowed: int, vanilla_ms: float | None
+) -> Tuning:
+    """Evaluate once more, from the thresholds alone; without exits if those cost time."""
+    data = (records.confidence, records.agrees, records.latency_ms)
+    found = evaluate(*data, thresholds, vanilla_ms=vanilla_ms)
+    assert found.errors <= allowed, "a method overstepped the bound that it was given"
+    off = np.full(records.exits, NEVER)
+    without = evaluate(*data, off, vanilla_ms=vanilla_ms)
+    if found.savings < without.savings:
+        thresholds, found = off, without
+    return Tuning(
+        thresholds=thresholds,
+        savings=found.savings,
+        disagreement=found.disagreement,
+        exit_shares=found.exit_shares,
+    )

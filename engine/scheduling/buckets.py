@@ -1,0 +1,240 @@
+"""Waiting samples in buckets: those of one bucket can share a batch."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Hashable
+from typing import NamedTuple
+
+from offramp.engine.scheduling.base import Submission
+from offramp.engine.scheduling.ordering import Key, SortedQueue
+
+
+class Entry:
+    """A submission, less the samples that were taken already."""
+
+    __slots__ = (
+        "bucket",
+        "count",
+        "deadline_s",
+        "key",
+        "left",
+        "priority",
+        "request",
+        "submitted_s",
+    )
+
+    def __init__(self, submission: Submission, now_s: float, key: Key, bucket: Bucket) -> None:
+        """Nothing is taken yet."""
+        self.request, self.count, self.deadline_s, self.priority, _ = submission
+        self.left = self.count
+        """Samples that still wait."""
+        self.submitted_s = now_s
+        self.key = key
+        """Priority (negated), deadline, order of arrival: the smallest goes first."""
+        self.bucket = bucket
+
+
+class Taken(NamedTuple):
+    """Neighbouring samples of a submission, taken from a bucket."""
+
+    entry: Entry
+    first: int
+    size: int
+
+
+class Bucket:
+    """Samples of one batch key, most urgent first."""
+
+    __slots__ = (
+        "_by_age",
+        "_by_urgency",
+        "batch_key",
+        "bound",
+        "latest_s",
+        "lowest_priority",
+        "ready",
+        "size",
+        "stamp",
+        "timed",
+    )
+
+    def __init__(self, batch_key: Hashable, *, aged: bool) -> None:
+        """Start empty; ``aged`` if :meth:`oldest_s` will be asked for."""
+        self.batch_key = batch_key
+        self.size = 0
+        """Samples that wait."""
+        self.latest_s = 0.0
+        """The last time that one of them is due, or later."""
+        self.lowest_priority = 0
+        """Of them, or lower."""
+        self._by_urgency: SortedQueue[Entry] = SortedQueue()
+        self._by_age: SortedQueue[Entry] | None = SortedQueue() if aged else None
+        # Marks of BucketIndex:
+        self.ready = False
+        self.timed = False
+        self.bound: Key = ()
+        self.stamp = -1
+
+    def push(self, entry: Entry) -> None:
+        """Add an entry."""
+        self._by_urgency.push(entry.key, entry)
+        if self._by_age is not None:
+            self._by_age.push((entry.submitted_s, entry.key[-1]), entry)
+        if not self.size:
+            self.latest_s, self.lowest_priority = entry.key[1], entry.priority
+        else:
+            self.latest_s = max(self.latest_s, entry.key[1])
+            self.lowest_priority = min(self.lowest_priority, entry.priority)
+        self.size += entry.left
+
+    def forget(self, entry: Entry) -> None:
+        """Count what is left of an entry no longer."""
+        self.size -= entry.left
+        entry.left = 0
+        self._died(1)
+
+    def take(self, limit: int) -> list[Taken]:
+        """Take up to ``limit`` samples, most urgent first."""
+        taken, exhausted = [], 0
+        while self.size and limit > 0:
+            entry = self.most_urgent()
+            left = entry.left
+            count = left if left <= limit else limit
+            taken.append(Taken(entry, entry.count - left, count))
+            entry.left = left - count
+            self.size -= count
+            limit -= count
+            exhausted += count == left
+        self._died(exhausted)
+        return taken
+
+    def _died(self, entries: int) -> None:
+        self._by_urgency.died(entries)
+        if self._by_age is not None:
+            self._by_age.died(entries)
+
+    def most_urgent(self) -> Entry:
+        """The entry to serve first; the bucket must not be empty."""
+        head = self._by_urgency.head()
+        assert head is not None, "an empty bucket has no most urgent entry"
+        return head[1]
+
+    def oldest_s(self) -> float:
+        """When the sample that waits longest was submitted; the bucket must not be empty."""
+        assert self._by_age is not None, "this bucket does not know ages"
+        head = self._by_age.head()
+        assert head is not None, "an empty bucket has no oldest entry"
+        return head[1].submitted_s
+
+
+class BucketIndex:
+    """Which bucket a batch is formed of next, in O(log buckets).
+
+    A bucket is ready once it holds a full batch, or once its oldest sample has waited long enough;
+    of the ready ones the bucket with the most urgent sample is served. A heap keeps a lower bound
+    of each ready bucket's key; a bound that turns out too low when it surfaces is put right then.
+    """
+
+    def __init__(self, *, full: int, max_delay_s: float) -> None:
+        """Start empty.
+
+        Args:
+            full: Samples of a full batch.
+            max_delay_s: Longest that a sample waits for batch mates while a stream idles.
+        """
+        self._full = full
+        self._max_delay_s = max_delay_s
+        self._ready: list[tuple[Key, int, Bucket]] = []
+        self._ready_limit = 64
+        self._timers: list[tuple[float, int, Bucket]] = []
+        self._timers_limit = 64
+        self._stamps = itertools.count()
+
+    def flush(self) -> None:
+        """Let whatever waits be ready, from now on."""
+        self._max_delay_s = 0.0
+        timers, self._timers = self._timers, []
+        for _, _, bucket in timers:
+            bucket.timed = False
+            self._make_ready(bucket)
+
+    def pushed(self, bucket: Bucket, key: Key) -> None:
+        """Note that an entry with this key came into the bucket."""
+        if bucket.ready:
+            if key < bucket.bound:
+                self._bound(bucket, key)
+        elif self._max_delay_s <= 0.0 or bucket.size >= self._full:
+            self._make_ready(bucket)
+        else:
+            self._time(bucket)
+
+    def taken(self, bucket: Bucket) -> None:
+        """Note that a batch was formed of the bucket: what is left of it becomes ready anew."""
+        if self._max_delay_s <= 0.0 or not bucket.ready:
+            return
+        bucket.ready = False
+        if bucket.size >= self._full:
+            self._make_ready(bucket)
+        elif bucket.size:
+            self._time(bucket)
+
+    def next(self, now_s: float) -> Bucket | float:
+        """The bucket to serve, or when the next one becomes ready (infinity: none waits)."""
+        timers = self._timers
+        while timers and timers[0][0] <= now_s:
+            _, _, bucket = heapq.heappop(timers)
+            bucket.timed = False
+            if bucket.ready or not bucket.size:
+                continue
+            if bucket.oldest_s() + self._max_delay_s <= now_s:
+                self._make_ready(bucket)
+            else:
+                self._time(bucket)
+        return self._most_urgent() or (timers[0][0] if timers else float("inf"))
+
+    def _most_urgent(self) -> Bucket | None:
+        heap = self._ready
+        while heap:
+            bound, stamp, bucket = heap[0]
+            if stamp != bucket.stamp or not bucket.ready:
+                heapq.heappop(heap)
+            elif not bucket.size:
+                bucket.ready = False
+                heapq.heappop(heap)
+            else:
+                key = bucket.most_urgent().key
+                if key == bound:
+                    return bucket
+                bucket.bound = key
+                heapq.heapreplace(heap, (key, stamp, bucket))
+        return None
+
+    def _make_ready(self, bucket: Bucket) -> None:
+        if bucket.size and not bucket.ready:
+            bucket.ready = True
+            self._bound(bucket, bucket.most_urgent().key)
+
+    def _bound(self, bucket: Bucket, key: Key) -> None:
+        bucket.bound, bucket.stamp = key, next(self._stamps)
+        heapq.heappush(self._ready, (key, bucket.stamp, bucket))
+        if len(self._ready) > self._ready_limit:
+            for _, _, other in self._ready:
+                other.ready = other.ready and other.size > 0
+            self._ready = [i for i in self._ready if i[2].ready and i[1] == i[2].stamp]
+            heapq.heapify(self._ready)
+            self._ready_limit = 2 * len(self._ready) + 64
+
+    def _time(self, bucket: Bucket) -> None:
+        """Set the bucket's one timer; where it has one, that goes off early and is set again."""
+        if not bucket.timed:
+            bucket.timed = True
+            due_s = bucket.oldest_s() + self._max_delay_s
+            heapq.heappush(self._timers, (due_s, next(self._stamps), bucket))
+            if len(self._timers) > self._timers_limit:
+                for _, _, other in self._timers:
+                    other.timed = other.size > 0 and not other.ready
+                self._timers[:] = [item for item in self._timers if item[2].timed]
+                heapq.heapify(self._timers)
+                self._timers_limit = 2 * len(self._timers) + 64

@@ -1,0 +1,154 @@
+"""Survivors that wait at a split until they are fused into a fuller batch (E3 3.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.engine.scheduling.base import Piece, Rows
+from offramp.engine.scheduling.queue import PATIENCE_S
+from offramp.engine.scheduling.rowset import RowSet, concatenate
+
+
+@dataclass(slots=True, eq=False)
+class BufferedBatch:
+    """The survivors of a batch, or those of them that still wait."""
+
+    number: int
+    samples: RowSet
+    positions: Rows
+    """[n]: their rows in the batch as it was buffered."""
+    patience_s: float
+    """Until when those that have no deadline are given."""
+
+    def __len__(self) -> int:
+        """Samples that wait."""
+        return len(self.positions)
+
+    @property
+    def due_s(self) -> NDArray[np.float64]:
+        """[n]: deadlines, or as long as a request without one is given; never, once answered."""
+        due_s = np.minimum(self.samples.deadlines_s, self.patience_s)
+        return np.where(self.samples.answered, np.inf, due_s)
+
+    def split(self, leaving: NDArray[np.bool_]) -> tuple[BufferedBatch, BufferedBatch]:
+        """Part it into those that leave and those that stay."""
+        return self._part(np.flatnonzero(leaving)), self._part(np.flatnonzero(~leaving))
+
+    def _part(self, rows: Rows) -> BufferedBatch:
+        samples, positions = self.samples.take(rows), self.positions[rows]
+        return BufferedBatch(self.number, samples, positions, self.patience_s)
+
+
+@dataclass(slots=True, eq=False)
+class BufferedBucket:
+    """Samples of one batch key before one stage: at most a few batches' worth."""
+
+    batch_key: Hashable
+    batches: list[BufferedBatch] = field(default_factory=list)
+    size: int = 0
+    due_s: float = float("inf")
+    """When its most urgent sample is due, or earlier."""
+
+    def add(self, buffered: BufferedBatch) -> None:
+        """Append a batch."""
+        self.batches.append(buffered)
+        self.size += len(buffered)
+        self.due_s = min(self.due_s, float(buffered.due_s.min()))
+
+    def replace(self, batches: list[BufferedBatch]) -> None:
+        """Hold these instead."""
+        self.batches, self.size, self.due_s = [], 0, float("inf")
+        for buffered in batches:
+            if len(buffered):
+                self.add(buffered)
+
+    def most_urgent(self, limit: int) -> list[NDArray[np.bool_]]:
+        """Which samples of each batch are among the ``limit`` to serve first."""
+        due_s = np.concatenate([buffered.due_s for buffered in self.batches])
+        priorities = np.concatenate([buffered.samples.priorities for buffered in self.batches])
+        chosen = np.zeros(self.size, np.bool_)
+        chosen[np.lexsort((due_s, -priorities))[:limit]] = True
+        return np.split(chosen, np.cumsum([len(buffered) for buffered in self.batches])[:-1])
+
+
+@dataclass(slots=True)
+class BufferedQueue:
+    """What waits before one stage."""
+
+    buckets: dict[Hashable, BufferedBucket] = field(default_factory=dict)
+    size: int = 0
+    """Samples that wait."""
+    deadline_s: float = float("inf")
+    """The first deadline among them, or earlier."""
+    discarded: list[int] = field(default_factory=list)
+    """Buffered batches of which nothing waits any more; whoever keeps their tensors empties it."""
+
+    def buffer(self, samples: RowSet, batch_key: Hashable, number: int, now_s: float) -> None:
+        """Add the survivors of a batch."""
+        count = len(samples.requests)
+        bucket = self.buckets.get(batch_key)
+        if bucket is None:
+            bucket = self.buckets[batch_key] = BufferedBucket(batch_key)
+        bucket.add(BufferedBatch(number, samples, np.arange(count), now_s + PATIENCE_S))
+        self.size += count
+        self.deadline_s = min(self.deadline_s, float(samples.deadlines_s.min()))
+
+    def fullest(self) -> BufferedBucket:
+        """The bucket that holds most; there must be one."""
+        return max(self.buckets.values(), key=lambda bucket: bucket.size)
+
+    def most_urgent(self) -> BufferedBucket:
+        """The bucket whose first sample is due first; there must be one."""
+        return min(self.buckets.values(), key=lambda bucket: bucket.due_s)
+
+    def take(self, bucket: BufferedBucket, limit: int) -> tuple[RowSet, tuple[Piece, ...]]:
+        """Take up to ``limit`` samples of a bucket, most urgent first, batch after batch."""
+        if bucket.size <= limit:
+            taken, staying = bucket.batches, []
+        else:
+            chosen = bucket.most_urgent(limit)
+            parts = [p.split(c) for p, c in zip(bucket.batches, chosen, strict=True)]
+            taken = [leaving for leaving, _ in parts if len(leaving)]
+            staying = [rest for _, rest in parts if len(rest)]
+        samples = concatenate([buffered.samples for buffered in taken])
+        self._replace(bucket, staying)
+        return samples, tuple(Piece(buffered.number, buffered.positions) for buffered in taken)
+
+    def remove(self, request: int) -> list[RowSet]:
+        """Remove the samples of a request that wait for their answer; gives them."""
+        return self._drop(lambda s: (s.requests == request) & ~s.answered)
+
+    def expire(self, now_s: float) -> list[RowSet]:
+        """Remove what can no longer be answered in time; gives it."""
+        if now_s < self.deadline_s:
+            return []
+        dropped = self._drop(lambda samples: samples.deadlines_s <= now_s)
+        firsts = (
+            float(buffered.samples.deadlines_s.min())
+            for bucket in self.buckets.values()
+            for buffered in bucket.batches
+        )
+        self.deadline_s = min(firsts, default=float("inf"))
+        return dropped
+
+    def _drop(self, which: Callable[[RowSet], NDArray[np.bool_]]) -> list[RowSet]:
+        dropped: list[RowSet] = []
+        for bucket in list(self.buckets.values()):
+            parts = [buffered.split(which(buffered.samples)) for buffered in bucket.batches]
+            dropped += [leaving.samples for leaving, _ in parts if len(leaving)]
+            if sum(len(leaving) for leaving, _ in parts):
+                self._replace(bucket, [rest for _, rest in parts if len(rest)])
+        return dropped
+
+    def _replace(self, bucket: BufferedBucket, staying: list[BufferedBatch]) -> None:
+        left = {buffered.number for buffered in staying}
+        self.discarded += [p.number for p in bucket.batches if p.number not in left]
+        self.size -= bucket.size
+        bucket.replace(staying)
+        self.size += bucket.size
+        if not bucket.size:
+            del self.buckets[bucket.batch_key]

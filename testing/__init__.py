@@ -1,0 +1,1 @@
+"""Fakes of every outside party: backend, engine, CUDA driver and kernels, TensorRT builder."""

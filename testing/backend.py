@@ -1,0 +1,129 @@
+"""A backend without a model, for tests of everything around it; ships with the package.
+
+Its model's input ``script`` [n, stages, classes] says what each stage answers for each row, so
+a test writes down the behaviour that it wants. Failures and durations can be scripted too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.engine.backends.base import Rows, StageResult, TensorBatch
+from offramp.engine.errors import BackendError
+from offramp.engine.exit_check import confidence_of
+from offramp.engine.plan import StageSpec
+
+SCRIPT = "script"
+"""Name of the fake model's input."""
+
+BUFFERED = -1
+"""Epoch of a batch that belongs to no slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class FakeBatch:
+    """Rows of the script, and a stamp that tells when it was used after its slot moved on."""
+
+    script: NDArray[Any]
+    epoch: int
+    """Counts the slot's uploads; :data:`BUFFERED` outlives them all."""
+
+    def __len__(self) -> int:
+        """Rows."""
+        return len(self.script)
+
+
+@dataclass(slots=True, kw_only=True)
+class FakeBackend:
+    """Answers by script.
+
+    A batch that is used after its slot's next ``upload`` raises: the conformance tests and the
+    executor's tests catch misuse of a slot's buffers that a CPU backend would forgive.
+    """
+
+    on_run: Callable[[int, int], None] = lambda _stage, _rows: None
+    """Called with (stage, rows) in every run: wait on an event, advance a clock, or raise
+    :class:`BackendError`."""
+    name: str = "fake"
+    on_cpu: bool = True
+    """Settable, for tests of what only devices need."""
+    open_slots: int = field(default=0, init=False)
+    runs: list[tuple[int, int]] = field(default_factory=list, init=False)
+    """(stage, rows) of every run, in order."""
+
+    def prepare(self, spec: StageSpec) -> StageSpec:
+        """Stages need no preparation."""
+        return spec
+
+    def open_slot(self) -> FakeSlot:
+        """Open a slot."""
+        self.open_slots += 1
+        return FakeSlot(self)
+
+    def close(self) -> None:
+        """Check that every slot was closed before."""
+        if self.open_slots:
+            raise BackendError(f"{self.open_slots} slots are still open")
+
+
+@dataclass
+class FakeSlot:
+    """Executes by script."""
+
+    backend: FakeBackend
+    _epoch: int = 0
+
+    def upload(self, tensors: Mapping[str, NDArray[Any]]) -> FakeBatch:
+        """Take the script; batches of earlier uploads become invalid."""
+        self._epoch += 1
+        return FakeBatch(tensors[SCRIPT], self._epoch)
+
+    def run(
+        self,
+        stage: StageSpec,
+        batch: TensorBatch,
+        threshold: float | None = None,  # noqa: ARG002
+    ) -> StageResult:
+        """Answer with the part of the script for where the stage ends."""
+        script = self._current(batch)
+        self.backend.runs.append((stage.index, len(script)))
+        self.backend.on_run(stage.index, len(script))
+        carry = None if stage.final else FakeBatch(script, self._epoch)
+        if stage.answer is None:
+            return StageResult(None, np.empty(0, np.float32), carry)
+        answer = np.array(script[:, stage.last_segment])
+        return StageResult(answer, confidence_of(answer, stage.form), carry)
+
+    def select(self, batch: TensorBatch, rows: Rows) -> FakeBatch:
+        """Keep rows."""
+        return FakeBatch(self._current(batch)[rows], self._epoch)
+
+    def buffer(self, batch: TensorBatch, rows: Rows) -> FakeBatch:
+        """Copy rows, for any slot."""
+        return FakeBatch(self._current(batch)[rows], BUFFERED)
+
+    def merge(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> FakeBatch:
+        """Concatenate buffered rows; batches of earlier uploads become invalid."""
+        self._epoch += 1
+        scripts = []
+        for batch, rows in parts:
+            assert isinstance(batch, FakeBatch)
+            if batch.epoch != BUFFERED:
+                raise BackendError("only buffered batches can be joined")
+            scripts.append(batch.script[rows])
+        return FakeBatch(np.concatenate(scripts), self._epoch)
+
+    def close(self) -> None:
+        """Close."""
+        self.backend.open_slots -= 1
+
+    def _current(self, batch: TensorBatch) -> NDArray[Any]:
+        assert isinstance(batch, FakeBatch)
+        if batch.epoch != self._epoch:
+            raise BackendError("a batch was used after its slot's next upload")
+        return batch.script

@@ -1,0 +1,102 @@
+"""A builder without a GPU: its engines are the graphs themselves, run by ONNX Runtime."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import onnx
+from numpy.typing import NDArray
+
+from offramp.bundle.engines import ShapeProfile
+from offramp.bundle.serde import to_plain
+from offramp.compiler.engines.builder import BuildProgress, Built
+from offramp.compiler.engines.options import BuildSettings
+from offramp.compiler.errors import EngineBuildError
+from offramp.compiler.runtime import Runner
+
+Outputs = dict[str, NDArray[Any]]
+
+
+class FakeBuild(NamedTuple):
+    """What a builder was asked for."""
+
+    graph_sha256: str
+    profiles: tuple[ShapeProfile, ...]
+    settings: BuildSettings
+    timing_cache: bytes
+
+
+class FakeBuilder:
+    """Builds and runs as :class:`~offramp.compiler.engines.builder.EngineBuilder` says.
+
+    A profile refuses shapes outside it, as TensorRT's do.
+    """
+
+    def __init__(
+        self,
+        *,
+        gpu: str = "Fake GPU",
+        compute_capability: tuple[int, int] = (9, 0),
+        version: str = "10.16.0.72",
+        before_build: Callable[[int], None] = lambda _: None,
+        alter: Callable[[Outputs], Outputs] = lambda outputs: outputs,
+    ) -> None:
+        """Pretend to be a device.
+
+        Args:
+            gpu: Its name.
+            compute_capability: Major and minor.
+            version: Of TensorRT.
+            before_build: Called with how many were built before; may raise.
+            alter: What becomes of an engine's outputs.
+        """
+        self.gpu = gpu
+        self.compute_capability = compute_capability
+        self.version = version
+        self.builds: list[FakeBuild] = []
+        self.closed = False
+        self._before_build = before_build
+        self._alter = alter
+
+    def build(
+        self,
+        graph: bytes,
+        profiles: Sequence[ShapeProfile],
+        settings: BuildSettings,
+        *,
+        timing_cache: bytes,
+        progress: BuildProgress,
+    ) -> Built:
+        """Keep graph and profiles as the plan."""
+        self._before_build(len(self.builds))
+        digest = hashlib.sha256(graph).hexdigest()
+        self.builds.append(FakeBuild(digest, tuple(profiles), settings, timing_cache))
+        for step in range(3):
+            progress("Build", step + 1, 3)
+            progress("Build an inner part", 1, 7)
+        plan = {
+            "graph": base64.b64encode(graph).decode(),
+            "profiles": [to_plain(profile) for profile in profiles],
+        }
+        return Built(json.dumps(plan).encode(), timing_cache + digest[:8].encode())
+
+    def run(
+        self, plan: bytes, inputs: Mapping[str, NDArray[Any]], profile: int
+    ) -> dict[str, NDArray[Any]]:
+        """Run the graph that is the plan."""
+        content = json.loads(plan)
+        shapes = content["profiles"][profile]["inputs"]
+        for name, array in inputs.items():
+            least, most = shapes[name]["least"], shapes[name]["most"]
+            if not all(a <= s <= b for a, s, b in zip(least, array.shape, most, strict=True)):
+                raise EngineBuildError(f"{name} {array.shape} is outside of profile {profile}")
+        graph = onnx.load_from_string(base64.b64decode(content["graph"]))
+        return self._alter(dict(Runner(graph).run(inputs)))
+
+    def close(self) -> None:
+        """Note that it was called."""
+        self.closed = True

@@ -1,0 +1,461 @@
+"""A driver without a GPU, for tests of everything above it; ships with the package.
+
+Memory is the host's. What is enqueued does not run before somebody waits for it, and then in a
+random order that the streams and events allow. What CUDA would let pass, or would end the process
+for, raises :class:`MisuseError`, and :meth:`FakeDriver.close` raises all of it again:
+
+- a call without the context being current on that thread, or on something that was closed;
+- memory that is used after it was freed, beyond its end, or by two streams without an event;
+- memory, streams or graphs that are released before the host waited for their work;
+- a copy to or from memory that is not pinned; a source that changed before it was copied;
+- a stage end whose scratch was never cleared;
+- in a capture: allocating, waiting, recording, another stream;
+- at the end: anything that was not released, and anything that wrote beside its memory.
+
+Results that are read too early are no error but a pattern, which no test will take for them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.engine.cuda.driver import DeviceLostError, DeviceMemoryError, Event, Kernel, Stream
+from offramp.engine.errors import BackendError
+from offramp.engine.kernels.arguments import ENTRY_POINTS, Launch
+from offramp.testing import cuda_kernels
+from offramp.testing.cuda_handles import FakeEvent, FakeGraph, FakePinned, FakeStream
+from offramp.testing.cuda_memory import Memory, MisuseError, Range
+from offramp.testing.cuda_queues import PENDING, Operation, Queues, Run, Work, merge
+
+__all__ = ["PENDING", "FakeDriver", "MisuseError"]
+
+_IN_CAPTURE: Final = frozenset(
+    {"copy_in", "copy_out", "copy_within", "clear", "launch", "call", "launch_graph", "memory"}
+)
+"""What may be called while the thread captures."""
+_RELEASES: Final = frozenset({"free", "free_pinned", "close_stream", "close_event", "close_graph"})
+"""What still works when the context is lost."""
+
+
+class FakeDriver:
+    """A device on the host: a :class:`offramp.engine.cuda.driver.Driver`."""
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        memory_bytes: int = 1 << 30,
+        graphs: bool = True,
+        run_kernel: Callable[[Launch], None] | None = None,
+    ) -> None:
+        """Make a device.
+
+        Args:
+            seed: Of the order in which streams run.
+            memory_bytes: Of device memory; as much can be pinned.
+            graphs: Whether there are CUDA graphs.
+            run_kernel: Runs a kernel on true addresses; ``None``: in numpy. What it uses is
+                checked before it runs, by what the numpy kernel would use.
+        """
+        self.device = "Fake GPU"
+        """Its name."""
+        self.multiprocessors = 4
+        """As if it had so many."""
+        self.compute_capability = (9, 0)
+        """As if."""
+        self.memory_bytes = memory_bytes
+        """Of device memory; tests may change it."""
+        self.graphs = graphs
+        """Whether there are CUDA graphs."""
+        self.calls: Counter[str] = Counter()
+        """Of every method, in captures too: ``allocate``, ``launch``, ``launch_graph``, …"""
+        self.bytes_in = 0
+        """That copies brought to the device, in all."""
+        self.bytes_out = 0
+        """That copies brought to the host, in all."""
+        self.misuses: list[Exception] = []
+        """Every :class:`MisuseError` so far, and whatever a :meth:`call` raised by mistake."""
+        self._run_kernel = run_kernel
+        self._lock = threading.RLock()
+        self._memory = Memory()
+        self._queues = Queues(self._memory, seed)
+        self._current: Counter[int] = Counter()
+        """By thread: how often the context was made current and not yet left."""
+        self._capturing: dict[int, tuple[FakeStream, list[Work]]] = {}
+        """By thread."""
+        self._open: list[FakeStream | FakeEvent | FakeGraph] = []
+        self._failures: dict[str, dict[int, BackendError]] = {}
+        """By method: by number of the call that fails."""
+        self._lost = ""
+        self._closed = False
+
+    def fail_next(self, call: str, *, after: int = 0, error: BackendError | None = None) -> None:
+        """Let a call fail, once.
+
+        Args:
+            call: As in :attr:`calls`; the failing call counts too.
+            after: How many calls succeed before.
+            error: What it raises.
+        """
+        error = error or BackendError(f"{call} failed, as the test wants it")
+        self._failures.setdefault(call, {})[self.calls[call] + after + 1] = error
+
+    def lose(self) -> None:
+        """Lose the context, as after an illegal address: nothing that is enqueued runs any more."""
+        with self._lock:
+            self._lose("an illegal memory access was encountered")
+
+    def call(self, stream: Stream, function: Callable[[], None]) -> None:
+        """Enqueue host work, such as a whole model on the CPU.
+
+        It uses the device's memory through :meth:`read` and :meth:`write`. A
+        :class:`BackendError` that it raises is an error on the device: the context is lost.
+        """
+        with self._called("call"):
+            self._enqueue(stream, Work(label="call", enqueued=lambda: function))
+
+    def read(self, address: int, size_bytes: int) -> NDArray[np.uint8]:
+        """Memory that the running :meth:`call` reads; read only."""
+        with self._lock, self._noting():
+            return self._queues.use(Range(address, size_bytes, writes=False))
+
+    def write(self, address: int, size_bytes: int) -> NDArray[np.uint8]:
+        """Memory that the running :meth:`call` writes."""
+        with self._lock, self._noting():
+            return self._queues.use(Range(address, size_bytes, writes=True))
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make the context the calling thread's."""
+        thread = threading.get_ident()
+        with self._lock, self._noting():
+            if self._closed:
+                raise MisuseError("the driver is closed")
+            self._current[thread] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._current[thread] -= 1
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes."""
+        with self._called("memory"):
+            return self._free_bytes(), self.memory_bytes
+
+    def allocate(self, size_bytes: int) -> int:
+        """Take memory, full of a pattern."""
+        with self._called("allocate"):
+            if size_bytes > self._free_bytes():
+                raise DeviceMemoryError(size_bytes, self._free_bytes(), self.device)
+            return self._memory.allocate(max(size_bytes, 1), "device").address
+
+    def free(self, address: int) -> None:
+        """Give memory back that nothing uses."""
+        with self._called("free"):
+            block = self._memory.owned(address)
+            if not self._lost:
+                self._queues.check_unused(block)
+            self._memory.free(block)
+
+    def allocate_pinned(self, size_bytes: int) -> FakePinned:
+        """Take pinned memory."""
+        with self._called("allocate_pinned"):
+            free_bytes = self.memory_bytes - self._memory.used_bytes("pinned")
+            if size_bytes > free_bytes:
+                raise DeviceMemoryError(size_bytes, free_bytes, "the host's pinned memory")
+            block = self._memory.allocate(max(size_bytes, 1), "pinned")
+            return FakePinned(block, block.content[:size_bytes], self._free_pinned)
+
+    def stream(self) -> FakeStream:
+        """Make a stream."""
+        with self._called("stream"):
+            stream = FakeStream(self._queues.open(), self._close_stream)
+            self._open.append(stream)
+            return stream
+
+    def event(self) -> FakeEvent:
+        """Make an event."""
+        with self._called("event"):
+            event = FakeEvent(self._close_event)
+            self._open.append(event)
+            return event
+
+    def copy_in(self, target: int, source: NDArray[np.uint8], stream: Stream) -> None:
+        """Enqueue a copy from pinned memory, which must not change before."""
+        with self._called("copy_in"):
+            reads = self._pinned(source, writes=False)
+            writes = self._on_device(Range(target, source.nbytes, writes=True))
+
+            def enqueued() -> Run:
+                before = source.copy()
+
+                def run() -> None:
+                    content = self._queues.use(reads)
+                    if (source != before).any():
+                        raise MisuseError("the source of copy_in changed before it was copied")
+                    self._queues.use(writes)[:] = content
+                    self.bytes_in += reads.size_bytes
+
+                return run
+
+            self._enqueue(stream, Work(label="copy_in", enqueued=enqueued, ranges=(reads, writes)))
+
+    def copy_out(self, target: NDArray[np.uint8], source: int, stream: Stream) -> None:
+        """Enqueue a copy to pinned memory, which holds a pattern until then."""
+        with self._called("copy_out"):
+            writes = self._pinned(target, writes=True)
+            reads = self._on_device(Range(source, target.nbytes, writes=False))
+
+            def run() -> None:
+                self._queues.use(writes)[:] = self._queues.use(reads)
+                self.bytes_out += reads.size_bytes
+
+            self._enqueue_run(stream, "copy_out", run, reads, writes)
+
+    def copy_within(self, target: int, source: int, size_bytes: int, stream: Stream) -> None:
+        """Enqueue a copy on the device."""
+        with self._called("copy_within"):
+            reads = self._on_device(Range(source, size_bytes, writes=False))
+            writes = self._on_device(Range(target, size_bytes, writes=True))
+            if reads.conflicts(writes):
+                raise MisuseError(f"copy_within from {source:#x} to {target:#x}: they overlap")
+
+            def run() -> None:
+                self._queues.use(writes)[:] = self._queues.use(reads)
+
+            self._enqueue_run(stream, "copy_within", run, reads, writes)
+
+    def clear(self, address: int, size_bytes: int, stream: Stream) -> None:
+        """Enqueue zeros."""
+        with self._called("clear"):
+            writes = self._on_device(Range(address, size_bytes, writes=True))
+
+            def run() -> None:
+                self._queues.use(writes)[:] = 0
+
+            self._enqueue_run(stream, "clear", run, writes)
+
+    def record(self, event: Event, stream: Stream) -> None:
+        """Let the event stand for what is enqueued so far."""
+        with self._called("record"):
+            own = self._event(event)
+            own.recorded = self._queues.mark(self._stream(stream).handle)
+
+    def wait_on(self, stream: Stream, event: Event) -> None:
+        """Let the stream wait for the event."""
+        with self._called("wait_on"):
+            self._queues.hold(self._stream(stream).handle, self._recorded(event))
+
+    def synchronize(self, event: Event) -> None:
+        """Run what the event stands for, and perhaps more."""
+        with self._called("synchronize"):
+            recorded = self._recorded(event)
+            while not recorded.done and not self._lost:
+                self._step()
+            if self._lost:
+                raise DeviceLostError(self._lost)
+            merge(self._queues.host, recorded.clock)
+
+    def load(self, cubin: bytes) -> MappingProxyType[str, str]:  # noqa: ARG002
+        """The kernels, whatever the cubin is: by name."""
+        with self._called("load"):
+            return MappingProxyType({name: name for name in ENTRY_POINTS})
+
+    def launch(self, kernel: Kernel, launch: Launch, stream: Stream) -> None:
+        """Enqueue a kernel."""
+        with self._called("launch"):
+            if kernel != launch.entry_point:
+                raise MisuseError(f"{launch.entry_point} was launched as {kernel}")
+            if launch.grid < 1 or launch.block % 32 or not 32 <= launch.block <= 1024:
+                raise MisuseError(f"{kernel} with {launch.grid} blocks of {launch.block} threads")
+            ranges = cuda_kernels.ranges_of(launch)
+
+            def run() -> None:
+                if self._run_kernel is None:
+                    cuda_kernels.run(launch, self._queues.use)
+                else:
+                    cuda_kernels.touch(launch, self._queues.use)
+                    self._run_kernel(launch)
+
+            self._enqueue_run(stream, launch.entry_point, run, *ranges)
+
+    def capture(self, stream: Stream, enqueue: Callable[[], None]) -> FakeGraph | None:
+        """Note what is enqueued."""
+        thread = threading.get_ident()
+        works: list[Work] = []
+        with self._called("capture"):
+            if not self.graphs:
+                return None
+            self._capturing[thread] = (self._stream(stream), works)
+        try:
+            enqueue()
+        except BackendError:
+            return None
+        finally:
+            with self._lock:
+                del self._capturing[thread]
+        with self._lock:
+            graph = FakeGraph(tuple(works), self._launch_graph, self._close_graph)
+            self._open.append(graph)
+            return graph
+
+    def close(self) -> None:
+        """Run all that is left and look back.
+
+        Raises:
+            MisuseError: Something was misused, or was not released.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            with suppress(Exception), self._noting():  # it is in the list, which is raised next
+                while not self._queues.are_empty:
+                    self._step()
+                self._memory.check()
+            said = [str(error) or repr(error) for error in self.misuses]
+            said += [f"{block} was not freed" for block in self._memory.blocks]
+            said += [f"{each} was not closed" for each in self._open]
+            said += [
+                f"thread {thread} left the context current"
+                for thread, depth in self._current.items()
+                if depth
+            ]
+            if said:
+                raise MisuseError("; ".join(said))
+
+    @contextmanager
+    def _called(self, call: str) -> Iterator[None]:
+        """What holds for every call; nobody else calls meanwhile."""
+        thread = threading.get_ident()
+        with self._lock, self._noting():
+            self.calls[call] += 1
+            if not self._current[thread]:
+                raise MisuseError(f"{call}: the context is not current on this thread")
+            if thread in self._capturing and call not in _IN_CAPTURE:
+                raise MisuseError(f"{call} is not allowed while a graph is captured")
+            if self._lost and call not in _RELEASES:
+                raise DeviceLostError(self._lost)
+            error = self._failures.get(call, {}).pop(self.calls[call], None)
+            if error is not None:
+                raise error
+            yield
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Remember what fails by a fault of our own, since callers may swallow it."""
+        try:
+            yield
+        except BackendError:
+            raise
+        except Exception as error:
+            if all(error is not noted for noted in self.misuses):
+                self.misuses.append(error)
+            raise
+
+    def _enqueue_run(self, stream: Stream, label: str, run: Run, *ranges: Range) -> None:
+        self._enqueue(stream, Work(label=label, enqueued=lambda: run, ranges=ranges))
+
+    def _enqueue(self, stream: Stream, work: Work) -> Operation | None:
+        """Put work into a stream's queue; into the graph if this thread captures one."""
+        own, thread = self._stream(stream), threading.get_ident()
+        for used in work.ranges:
+            if used.size_bytes:
+                self._memory.block_of(used, work.label)
+        for by, (captured, works) in self._capturing.items():
+            if by == thread and captured is own:
+                works.append(work)
+                return None
+            if by == thread or captured is own:
+                raise MisuseError(f"{work.label} on {own} while {captured} is captured")
+        return self._queues.push(own.handle, work)
+
+    def _step(self) -> None:
+        try:
+            self._queues.step()
+        except BackendError as error:
+            self._lose(str(error))
+
+    def _lose(self, why: str) -> None:
+        self._lost = f"the GPU failed ({why}); the process has to start anew"
+        self._queues.drop()
+
+    def _launch_graph(self, graph: FakeGraph, stream: Stream) -> None:
+        with self._called("launch_graph"):
+            if graph.closed:
+                raise MisuseError(f"{graph} was launched after it was closed")
+            for work in graph.works:
+                graph.last = self._enqueue(stream, work) or graph.last
+
+    def _close_stream(self, stream: FakeStream) -> None:
+        with self._called("close_stream"):
+            self._check_over(stream, stream.handle)
+            self._queues.close(stream.handle)
+            self._open.remove(stream)
+
+    def _close_event(self, event: FakeEvent) -> None:
+        with self._called("close_event"):
+            self._open.remove(event)
+
+    def _close_graph(self, graph: FakeGraph) -> None:
+        with self._called("close_graph"):
+            if graph.last is not None:
+                self._check_over(graph, graph.last.stream, graph.last.number)
+            self._open.remove(graph)
+
+    def _free_pinned(self, pinned: FakePinned) -> None:
+        with self._called("free_pinned"):
+            if not self._lost:
+                self._queues.check_unused(pinned.block)
+            self._memory.free(pinned.block)
+
+    def _check_over(self, what: object, stream: int, number: int | None = None) -> None:
+        if not self._lost and not self._queues.is_over(stream, number):
+            raise MisuseError(f"{what} was closed before the host waited for its work")
+
+    def _pinned(self, array: NDArray[np.uint8], *, writes: bool) -> Range:
+        """The range of an array that must lie in pinned memory."""
+        if not array.flags.c_contiguous or array.dtype != np.uint8:
+            raise MisuseError(f"a copy of {array.dtype} with strides {array.strides}: not of bytes")
+        used = Range(int(array.ctypes.data), array.nbytes, writes)
+        return self._of_kind("pinned", used)
+
+    def _on_device(self, used: Range) -> Range:
+        return self._of_kind("device", used)
+
+    def _of_kind(self, kind: str, used: Range) -> Range:
+        if used.size_bytes:
+            found = self._memory.block_of(used, "a copy")
+            if found.kind != kind:
+                raise MisuseError(f"a copy at {used.address:#x}: {found} instead of {kind} memory")
+        return used
+
+    def _stream(self, stream: Stream) -> FakeStream:
+        assert isinstance(stream, FakeStream)
+        if stream.closed:
+            raise MisuseError(f"{stream} was used after it was closed")
+        return stream
+
+    def _event(self, event: Event) -> FakeEvent:
+        assert isinstance(event, FakeEvent)
+        if event.closed:
+            raise MisuseError(f"{event} was used after it was closed")
+        return event
+
+    def _recorded(self, event: Event) -> Operation:
+        recorded = self._event(event).recorded
+        if recorded is None:
+            raise MisuseError(f"{event} was waited for, but never recorded")
+        return recorded
+
+    def _free_bytes(self) -> int:
+        return max(self.memory_bytes - self._memory.used_bytes("device"), 0)

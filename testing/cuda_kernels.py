@@ -1,0 +1,199 @@
+"""Our kernels in numpy, for the fake driver: no compiler is needed, and each access is checked.
+
+What a launch does is read off its arguments, the very bytes that a GPU would be given. Semantics:
+``engine/exit_check.py``; tests hold both against the kernels' sources compiled for the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import AnswerForm
+from offramp.engine.exit_check import (
+    confidence_of,
+    exits,
+    exits_by_count,
+    highest_at,
+    pixels_at,
+)
+from offramp.engine.kernels.arguments import (
+    GATHER_ROWS,
+    MOST_TENSORS,
+    ROW_SCRATCH,
+    STAGE_END,
+    CheckKind,
+    Launch,
+    Scratch,
+)
+from offramp.testing.cuda_memory import MisuseError, Range
+
+Use: TypeAlias = Callable[[Range], NDArray[np.uint8]]
+"""Gives the content of a range of device memory, to be read or written."""
+
+_COUNTERS_BYTES: Final = Scratch.bytes_for(1) - ROW_SCRATCH.itemsize
+_SCORE_TYPES: Final = {entry_point: score_type for score_type, entry_point in STAGE_END.items()}
+
+
+def ranges_of(launch: Launch) -> tuple[Range, ...]:
+    """What a launch may touch, as far as it is known before it runs."""
+    if launch.entry_point == GATHER_ROWS:
+        return tuple(_ranges_of_gather(launch.arguments))
+    return tuple(_ranges_of_stage_end(launch))
+
+
+def run(launch: Launch, use: Use) -> None:
+    """What the kernel does.
+
+    Raises:
+        MisuseError: The kernel would read or write what it must not.
+    """
+    if launch.entry_point == GATHER_ROWS:
+        _gather_rows(launch.arguments, use)
+    elif launch.entry_point in _SCORE_TYPES:
+        _stage_end(launch, use)
+    else:
+        raise MisuseError(f"there is no kernel {launch.entry_point!r}")
+
+
+def touch(launch: Launch, use: Use) -> None:
+    """Use all that a launch uses, and change nothing: another implementation runs it."""
+    for used in ranges_of(launch):
+        use(used)
+    if launch.entry_point == GATHER_ROWS:
+        numbers = _row_numbers(launch.arguments, use)
+        for source, _, row_bytes in _tensors(launch.arguments):
+            _rows_between(source, row_bytes, numbers, use)
+
+
+def _ranges_of_stage_end(launch: Launch) -> Iterator[Range]:
+    end = launch.arguments
+    rows = int(end["rows"])
+    yield Range(int(end["scores"]), _scores_bytes(launch), writes=False)
+    if end["runs_on"]:
+        yield Range(int(end["runs_on"]), rows, writes=False)
+    if CheckKind(int(end["kind"])).is_classification:
+        yield Range(int(end["confidence"]), 4 * rows, writes=True)
+    yield Range(int(end["principal"]), 4 * rows, writes=True)
+    yield Range(int(end["exits"]), rows, writes=True)
+    yield Range(int(end["survivors"]), 4 * rows, writes=True)
+    yield Range(int(end["survivor_count"]), 4, writes=True)
+    yield Range(int(end["scratch"]), Scratch.bytes_for(rows), writes=True)
+    for source, target, row_bytes in _tensors(end):
+        yield Range(source, rows * row_bytes, writes=False)
+        yield Range(target, rows * row_bytes, writes=True)
+
+
+def _ranges_of_gather(gather: np.void) -> Iterator[Range]:
+    count = int(gather["count"])
+    yield Range(int(gather["rows"]), 4 * count, writes=False)
+    for _, target, row_bytes in _tensors(gather):
+        yield Range(target, count * row_bytes, writes=True)
+
+
+def _stage_end(launch: Launch, use: Use) -> None:
+    end = launch.arguments
+    rows = int(end["rows"])
+    scratch = use(Range(int(end["scratch"]), Scratch.bytes_for(rows), writes=True))
+    per_row = scratch[_COUNTERS_BYTES:].view(ROW_SCRATCH)
+    if scratch[:_COUNTERS_BYTES].any() or per_row["principal"].any():
+        raise MisuseError("a stage end's scratch was not cleared after it was allocated")
+
+    principal, confidence = _reduced(launch, use)
+    if confidence is not None:
+        passed = exits(confidence, float(end["threshold"]))
+        _put(end, "confidence", confidence, use)
+    else:
+        passed = exits_by_count(principal, int(end["count_threshold"]))
+    goes_on = ~passed
+    if end["runs_on"]:
+        goes_on |= use(Range(int(end["runs_on"]), rows, writes=False)) != 0
+    survivors = np.flatnonzero(goes_on).astype(np.int32)
+
+    _put(end, "principal", principal, use)
+    _put(end, "exits", passed.astype(np.uint8), use)
+    _put(end, "survivors", survivors, use)
+    _put(end, "survivor_count", np.array([len(survivors)], np.int32), use)
+    for source, target, row_bytes in _tensors(end):
+        content = use(Range(source, rows * row_bytes, writes=False)).reshape(rows, row_bytes)
+        _copy(content[survivors], target, use)
+
+
+def _reduced(launch: Launch, use: Use) -> tuple[NDArray[np.int32], NDArray[np.float32] | None]:
+    """Prediction and confidence, or the count of principal values at the threshold."""
+    end = launch.arguments
+    kind, threshold = CheckKind(int(end["kind"])), float(end["threshold"])
+    shape = tuple(int(end[name]) for name in ("rows", "channels", "positions"))
+    stored = use(Range(int(end["scores"]), _scores_bytes(launch), writes=False))
+    scores = _widened(stored, _SCORE_TYPES[launch.entry_point]).reshape(shape)
+    if kind.is_classification:
+        form: AnswerForm = "logits" if kind == CheckKind.LOGITS else "probabilities"
+        classes = scores[:, :, 0]
+        return classes.argmax(axis=1).astype(np.int32), confidence_of(classes, form)
+    if kind == CheckKind.HEAT_MAPS:
+        return highest_at(scores, threshold, highest=int(end["highest"])), None
+    form = "logits" if kind == CheckKind.PIXEL_LOGITS else "probabilities"
+    return pixels_at(scores, form, threshold), None
+
+
+def _gather_rows(gather: np.void, use: Use) -> None:
+    numbers = _row_numbers(gather, use)
+    for source, target, row_bytes in _tensors(gather):
+        if len(numbers):
+            rows, first = _rows_between(source, row_bytes, numbers, use)
+            _copy(rows[numbers - first], target, use)
+
+
+def _row_numbers(gather: np.void, use: Use) -> NDArray[np.int32]:
+    held = use(Range(int(gather["rows"]), 4 * int(gather["count"]), writes=False))
+    numbers: NDArray[np.int32] = held.view(np.int32)
+    if (numbers < 0).any():
+        raise MisuseError(f"row numbers {numbers[numbers < 0]} to gather are below 0")
+    return numbers
+
+
+def _rows_between(
+    source: int, row_bytes: int, numbers: NDArray[np.int32], use: Use
+) -> tuple[NDArray[np.uint8], int]:
+    """The rows of a source from the lowest to the highest of the numbers, and the lowest."""
+    first, last = (int(numbers.min()), int(numbers.max())) if len(numbers) else (0, -1)
+    count = last + 1 - first
+    content = use(Range(source + first * row_bytes, count * row_bytes, writes=False))
+    return content.reshape(count, row_bytes), first
+
+
+def _tensors(arguments: np.void) -> Iterator[tuple[int, int, int]]:
+    """Source, target and bytes of a row of every tensor to be copied."""
+    count = int(arguments["tensor_count"])
+    if not 0 <= count <= MOST_TENSORS:
+        raise MisuseError(f"{count} tensors to copy: at most {MOST_TENSORS} in one launch")
+    for tensor in arguments["tensors"][:count]:
+        yield int(tensor["source"]), int(tensor["target"]), int(tensor["row_bytes"])
+
+
+def _scores_bytes(launch: Launch) -> int:
+    end = launch.arguments
+    size_bytes = 4 if _SCORE_TYPES[launch.entry_point] == "float32" else 2
+    return int(end["rows"]) * int(end["channels"]) * int(end["positions"]) * size_bytes
+
+
+def _widened(stored: NDArray[np.uint8], score_type: str) -> NDArray[np.float32]:
+    if score_type == "bfloat16":
+        wide: NDArray[np.float32] = (stored.view(np.uint16).astype(np.uint32) << 16).view(
+            np.float32
+        )
+        return wide
+    return stored.view(score_type).astype(np.float32)
+
+
+def _put(end: np.void, name: str, values: NDArray[Any], use: Use) -> None:
+    _copy(values, int(end[name]), use)
+
+
+def _copy(values: NDArray[Any], target: int, use: Use) -> None:
+    flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    if flat.size:
+        use(Range(target, flat.size, writes=True))[:] = flat

@@ -1,0 +1,389 @@
+"""An engine without models: for tests of the server and of its clients.
+
+``python -m offramp.testing.engine`` serves it, with the options of the server that it needs; its
+requests answer at once, or with ``--hold`` not before the server is told to stop. ``--evidence``
+has its status page speak of a controller that knows that much.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import NEVER, ActiveExit, Answer, ExitPolicy, Promise, TensorSpec
+from offramp.engine.control.controller import ControlStatus, Evidence
+from offramp.engine.core import AnswerKind, InferResult, ModelInfo, StreamedResult
+from offramp.engine.errors import (
+    DeadlineExceededError,
+    DrainingError,
+    InvalidInputError,
+    UnknownModelError,
+)
+from offramp.engine.plan import Mode
+from offramp.engine.statistics import (
+    BATCH_BOUNDS,
+    HISTOGRAM_BOUNDS_S,
+    Histogram,
+    ModelStatistics,
+    StageStatistics,
+)
+from offramp.engine.validation import check_tensors
+from offramp.server.app import serve
+from offramp.server.logging_setup import set_up_logging
+from offramp.server.options import ServerOptions
+from offramp.server.served import ServedEngine
+
+THRESHOLD: Final = 0.9
+"""A sample whose last feature reaches it is answered by exit 0."""
+
+
+def fake_model(name: str = "fake") -> ModelInfo:
+    """``x: float32 [batch, 4]`` in, ``logits: float32 [batch, 3]`` out, one exit."""
+    promise = Promise(
+        max_disagreement=0.01,
+        confidence=0.95,
+        certify_samples=5000,
+        certify_errors=12,
+        p_value=1e-9,
+        predicted_savings=0.4,
+    )
+    return ModelInfo(
+        name=name,
+        inputs=(TensorSpec(name="x", dtype="float32", shape=("batch", 4)),),
+        outputs=(TensorSpec(name="logits", dtype="float32", shape=("batch", 3)),),
+        answer=Answer(output="logits", classes=3, form="logits"),
+        platform="offramp_fake",
+        max_batch_size=32,
+        policy=ExitPolicy(
+            version=7, active=(ActiveExit(exit=0, threshold=THRESHOLD),), promise=promise
+        ),
+        scheduling="run-through",
+    )
+
+
+def fake_control(evidence: Evidence) -> ControlStatus:
+    """What a controller with that evidence may know."""
+    known = ControlStatus(
+        controller="certified",
+        max_disagreement=0.01,
+        confidence=0.95,
+        evidence=evidence,
+        disagreement=0.0024,
+        disagreement_upper_bound=0.0083,
+        audit_probability=0.05,
+        observed=12400,
+        audited=412,
+        disagreed=1,
+        alarms=0,
+        tunings=3,
+        adjustments=2,
+        state="steady",
+    )
+    match evidence:
+        case Evidence.CERTIFIED:
+            return known
+        case Evidence.CALIBRATED:
+            return replace(
+                known, disagreement=None, disagreement_upper_bound=1.0, observed=310, audited=14,
+                disagreed=0, tunings=0, adjustments=0, audit_probability=0.2, state="starting",
+            )  # fmt: skip
+        case Evidence.CAUTIOUS:
+            return replace(
+                known, disagreement=0.0, disagreement_upper_bound=0.0, disagreed=37, alarms=1,
+                audit_probability=1.0, state="recovering: 312 of about 480 samples",
+            )  # fmt: skip
+        case Evidence.NONE:
+            return replace(
+                known, controller="apparate", disagreement=0.0146, disagreement_upper_bound=1.0,
+                disagreed=6,
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeCall:
+    """What :meth:`FakeEngine.infer` or :meth:`FakeEngine.infer_stream` was called with."""
+
+    model: str
+    inputs: Mapping[str, NDArray[Any]]
+    deadline_s: float | None
+    priority: int
+
+
+@dataclass(slots=True, kw_only=True)
+class FakeEngine:
+    """Satisfies :class:`offramp.server.served.ServedEngine`.
+
+    The first three features of a sample are its logits, the last one is its confidence. Where
+    samples run on after exit 0 answered them, the model's end says the same unless told otherwise.
+    """
+
+    served: tuple[ModelInfo, ...] = field(default_factory=lambda: (fake_model(),))
+    mode: Mode = Mode.LEAVE
+    """In audit mode every second sample of a request runs on, beginning with the first."""
+    control: ControlStatus | None = None
+    """What the statistics tell of a controller."""
+    mistaken: bool = False
+    """From now on the end gives the logits of samples that run on in reverse order."""
+    lost: bool = False
+    """From now on the answers of samples that run on are lost."""
+    failure: Exception | None = None
+    """Raised by every request from now on."""
+    hurried: bool = False
+    """From now on every sample leaves at exit 0, sure enough or not."""
+    unready: set[str] = field(default_factory=set)
+    """Models that are out of service."""
+    hold: asyncio.Event | None = None
+    """Requests wait for it; draining sets it."""
+    hold_final: asyncio.Event | None = None
+    """Samples that run on wait for it; draining sets it."""
+    calls: list[FakeCall] = field(default_factory=list)
+    answered: list[int] = field(default_factory=lambda: [0, 0])
+    """Samples, by exit 0 and by the end."""
+    forced: int = 0
+    """Those of exit 0 that were not sure enough."""
+    waiting: int = 0
+    """Samples of the requests in flight."""
+    auditing: int = 0
+    """Answered samples that run on."""
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when there are none any more."""
+    cancelled: int = 0
+    """Samples whose caller left."""
+    draining: bool = False
+    closed: bool = False
+
+    async def infer(
+        self,
+        model: str,
+        inputs: Mapping[str, NDArray[Any]],
+        *,
+        deadline_s: float | None = None,
+        priority: int = 0,
+    ) -> InferResult:
+        """Answer as the class says, after ``hold``."""
+        call = FakeCall(model=model, inputs=inputs, deadline_s=deadline_s, priority=priority)
+        return await self._first_answer(call)
+
+    async def infer_stream(
+        self,
+        model: str,
+        inputs: Mapping[str, NDArray[Any]],
+        *,
+        deadline_s: float | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[StreamedResult, None]:
+        """Answer as the class says, after ``hold``; and once more after ``hold_final``."""
+        call = FakeCall(model=model, inputs=inputs, deadline_s=deadline_s, priority=priority)
+        first = await self._first_answer(call)
+        followed = self._followed(first.exits)
+        yield _streamed(first, AnswerKind.EARLY if followed.any() else AnswerKind.ANSWER)
+        if not followed.any():
+            return
+        await self._run_on(int(followed.sum()))
+        if not self.lost:
+            yield _final(first, followed, mistaken=self.mistaken)
+
+    def models(self) -> tuple[ModelInfo, ...]:
+        """The served models."""
+        return self.served
+
+    def model(self, name: str) -> ModelInfo:
+        """One served model, or UnknownModelError."""
+        for info in self.served:
+            if info.name == name:
+                return info
+        names = ", ".join(info.name for info in self.served)
+        raise UnknownModelError(f"no model {name!r} is served; served: {names}")
+
+    def ready(self, model: str | None = None) -> bool:
+        """Until it drains, and for models that are there and in service."""
+        served = {info.name for info in self.served}
+        asked = served if model is None else {model}
+        return not self.draining and asked <= served - self.unready
+
+    def statistics(self) -> Mapping[str, ModelStatistics]:
+        """Counts of all models together, under each name."""
+        return {info.name: self._statistics() for info in self.served}
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Let the held requests go; ``timeout_s`` 0 holds them, and fails if there are any."""
+        self.draining = True
+        for held in (self.hold, self.hold_final):
+            if held is not None and timeout_s > 0:
+                held.set()
+        if self.waiting and timeout_s > 0:
+            await self.idle.wait()
+        return self.waiting == 0
+
+    async def close(self) -> None:
+        """Note that it was closed."""
+        self.closed = True
+
+    async def _first_answer(self, call: FakeCall) -> InferResult:
+        info = self.model(call.model)
+        self.calls.append(call)
+        self._check(info, call.inputs)
+        x = call.inputs["x"]
+        await self._held(len(x), call.deadline_s)
+        return self._answer(x)
+
+    def _followed(self, exits: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """[n]: which samples run on after they were answered."""
+        if not self.mode.observed:
+            return np.zeros(len(exits), np.bool_)
+        step = 2 if self.mode is Mode.AUDIT else 1
+        drawn = np.arange(len(exits)) % step == 0
+        return np.asarray((exits >= 0) & drawn)
+
+    async def _run_on(self, samples: int) -> None:
+        self.auditing += samples
+        try:
+            if self.hold_final is not None:
+                await self.hold_final.wait()
+        except asyncio.CancelledError:
+            self.cancelled += samples
+            raise
+        finally:
+            self.auditing -= samples
+
+    def _check(self, info: ModelInfo, inputs: Mapping[str, NDArray[Any]]) -> None:
+        if self.draining:
+            raise DrainingError("the server is shutting down; send the request to another one")
+        if self.failure is not None:
+            raise self.failure
+        if wrong := check_tensors(info.inputs, inputs):
+            raise InvalidInputError(f"{info.name}: {wrong}")
+
+    async def _held(self, samples: int, deadline_s: float | None) -> None:
+        if self.hold is None:
+            return
+        left_s = None if deadline_s is None else deadline_s - time.monotonic()
+        self.waiting += samples
+        self.idle.clear()
+        try:
+            await asyncio.wait_for(self.hold.wait(), left_s)
+        except TimeoutError:
+            raise DeadlineExceededError("the deadline passed before there was an answer") from None
+        except asyncio.CancelledError:
+            self.cancelled += samples
+            raise
+        finally:
+            self.waiting -= samples
+            if not self.waiting:
+                self.idle.set()
+
+    def _answer(self, x: NDArray[Any]) -> InferResult:
+        confidences = x[:, 3].astype(np.float32)
+        sure = confidences >= THRESHOLD
+        forced = ~sure & self.hurried
+        exits = np.where(sure | forced, 0, -1).astype(np.int32)
+        early = int((exits == 0).sum())
+        self.answered[0] += early
+        self.answered[1] += len(x) - early
+        self.forced += int(forced.sum())
+        return InferResult(
+            outputs={"logits": x[:, :3]},
+            exits=exits,
+            confidences=confidences,
+            forced=forced,
+            policy_version=7,
+        )
+
+    def _statistics(self) -> ModelStatistics:
+        cautious = self.control is not None and self.control.evidence is Evidence.CAUTIOUS
+        threshold = NEVER if cautious else THRESHOLD
+        places = (("exit 0", threshold, self.forced), ("final", 0.0, 0))
+        return ModelStatistics(
+            mode=self.mode.value,
+            backend="fake",
+            policy_version=7,
+            scheduling="run-through",
+            streams=1,
+            streams_in_service=0 if self.unready else 1,
+            restarts=0,
+            parallel_below=None,
+            stages=tuple(
+                StageStatistics(
+                    label=label,
+                    threshold=threshold,
+                    answered=answered,
+                    forced=forced,
+                    batch_size=_empty(BATCH_BOUNDS),
+                    run_s=_empty(HISTOGRAM_BOUNDS_S),
+                )
+                for (label, threshold, forced), answered in zip(places, self.answered, strict=True)
+            ),
+            requests=len(self.calls),
+            samples=sum(self.answered) + self.waiting + self.cancelled,
+            answered=sum(self.answered),
+            failed={"cancelled": self.cancelled},
+            retried=0,
+            queued=0,
+            in_flight=self.waiting,
+            auditing=self.auditing,
+            queue_s=_empty(HISTOGRAM_BOUNDS_S),
+            latency_s=_empty(HISTOGRAM_BOUNDS_S),
+            uptime_s=1.0,
+            control=self.control,
+        )
+
+
+def _streamed(result: InferResult, kind: AnswerKind) -> StreamedResult:
+    """A result that corrects nothing."""
+    known = {item.name: getattr(result, item.name) for item in fields(InferResult)}
+    corrected = np.zeros(len(result.exits), np.bool_)
+    return StreamedResult(**known, kind=kind, final=result.exits < 0, corrected=corrected)
+
+
+def _final(first: InferResult, followed: NDArray[np.bool_], *, mistaken: bool) -> StreamedResult:
+    logits = first.outputs["logits"].copy()
+    if mistaken:
+        logits[followed] = logits[followed, ::-1]
+    corrected = logits.argmax(axis=1) != first.outputs["logits"].argmax(axis=1)
+    kind = AnswerKind.CORRECTION if corrected.any() else AnswerKind.CONFIRMATION
+    exits = np.where(followed, np.int32(-1), first.exits)
+    known = _streamed(replace(first, outputs={"logits": logits}, exits=exits), kind)
+    return replace(known, corrected=corrected)
+
+
+def _empty(bounds: tuple[float, ...]) -> Histogram:
+    return Histogram(bounds=bounds, counts=(0,) * (len(bounds) + 1), total=0.0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve a :class:`FakeEngine` until a signal comes."""
+    parser = argparse.ArgumentParser(prog="python -m offramp.testing.engine", description=__doc__)
+    parser.add_argument("--grpc-port", type=int, default=8001)
+    parser.add_argument("--http-port", type=int, default=8000)
+    parser.add_argument("--shutdown-timeout-s", type=float, default=30.0)
+    parser.add_argument("--hold", action="store_true")
+    parser.add_argument("--mode", type=Mode, choices=tuple(Mode), default=Mode.LEAVE)
+    parser.add_argument("--evidence", type=Evidence, choices=tuple(Evidence))
+    given = parser.parse_args(argv)
+    set_up_logging(level="info", log_format="human")
+
+    async def open_engine() -> ServedEngine:
+        return FakeEngine(
+            hold=asyncio.Event() if given.hold else None,
+            mode=given.mode,
+            control=fake_control(given.evidence) if given.evidence else None,
+        )
+
+    options = ServerOptions(
+        grpc_port=given.grpc_port,
+        http_port=given.http_port,
+        shutdown_timeout_s=given.shutdown_timeout_s,
+    )
+    return serve(open_engine, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

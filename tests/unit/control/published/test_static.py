@@ -1,0 +1,151 @@
+"""The static baselines: thresholds tuned once, and a controller that only counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.unit.certify.problems import realistic
+from tests.unit.control.served import policy_of, serve
+
+from offramp.bundle import ExitPolicy, Promise
+from offramp.bundle.policy import NEVER
+from offramp.certify.observations import UNKNOWN
+from offramp.certify.records import Records, evaluate
+from offramp.engine.control.controller import Evidence
+from offramp.engine.control.published.static import (
+    StaticController,
+    always_active,
+    tune_separate,
+    tune_shared,
+)
+
+POLICY = policy_of(3, {0: 0.5, 2: 0.25})
+PROMISE = Promise(
+    max_disagreement=0.01,
+    confidence=0.95,
+    certify_samples=1000,
+    certify_errors=3,
+    p_value=0.01,
+    predicted_savings=0.5,
+)
+
+
+def records(seed: int = 0, exits: int = 4, samples: int = 300) -> Records:
+    return Records.of(*realistic(seed, exits, samples))
+
+
+def data(of: Records) -> tuple[Any, Any, Any]:
+    return of.confidence, of.agrees, of.latency_ms
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_shared_threshold_is_the_best_of_all(seed: int) -> None:
+    given = records(seed)
+    tuned = tune_shared(given, 0.02)
+    assert len(set(tuned.thresholds.tolist())) == 1
+    tries = [evaluate(*data(given), np.full(4, c)) for c in np.unique(given.confidence)]
+    assert tuned.savings == max(t.savings for t in tries if t.disagreement <= 0.02)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_separate_thresholds_save_at_least_as_much(seed: int) -> None:
+    given = records(seed)
+    tuned = tune_separate(given, 0.02)
+    assert tuned.savings > tune_shared(given, 0.02).savings
+    found = evaluate(*data(given), tuned.thresholds)
+    assert found.savings == tuned.savings
+    assert found.disagreement <= 0.02
+
+
+def test_separate_thresholds_of_two_exits_are_those_of_the_grid_search() -> None:
+    given = records(5, exits=2, samples=40)
+    levels = [np.append(np.unique(row), NEVER) for row in given.confidence]
+    tries = [evaluate(*data(given), np.array([a, b])) for a in levels[0] for b in levels[1]]
+    best = max(t.savings for t in tries if t.disagreement <= 0.05)
+    assert tune_separate(given, 0.05).savings == pytest.approx(best, abs=1e-12)  # summation
+
+
+def test_every_exit_is_in_use_whatever_its_threshold() -> None:
+    policy = always_active(np.array([0.5, NEVER, 0.25]), version=4)
+    assert policy == policy_of(4, {0: 0.5, 1: NEVER, 2: 0.25})
+
+
+def observations(policy: ExitPolicy = POLICY) -> Any:
+    """Six samples: 0 to 3 leave at exit 0, 4 at exit 2, 5 nowhere; 0 and 4 are wrong."""
+    confidence = np.array([[0.9] * 4 + [0.1] * 2, [0.9] * 6, [0.9] * 5 + [0.1]])
+    agrees = np.ones((3, 6), dtype=np.bool_)
+    agrees[0, 0] = agrees[2, 4] = agrees[1, 1] = False
+    return serve(policy, confidence, agrees)
+
+
+def controller(policy: ExitPolicy = POLICY, **options: Any) -> StaticController:
+    return StaticController(policy, max_disagreement=0.01, **options)
+
+
+def test_it_counts_and_changes_nothing() -> None:
+    target = controller()
+    assert target.status().disagreement is None
+    target.observe(observations())
+    target.observe(observations())
+    status = target.status()
+    assert (status.observed, status.audited, status.disagreed) == (12, 10, 4)
+    assert status.disagreement == pytest.approx(4 / 12)
+    assert (status.disagreement_upper_bound, status.controller) == (1.0, "static")
+    assert (status.alarms, status.tunings, status.adjustments) == (0, 0, 0)
+    assert target.policy is POLICY
+    assert target.take_job() is None
+    assert target.take_events() == []
+
+
+def test_audits_are_weighted_by_how_rare_they_are() -> None:
+    target = controller(audit_probability=0.5)
+    assert target.audit_probability == 0.5
+    final = observations().final.copy()
+    final[[1, 2]] = UNKNOWN  # left for good
+    seen = replace(observations(), final=final, audit_probability=np.full(6, 0.5))
+    target.observe(seen)
+    status = target.status()
+    assert (status.observed, status.audited, status.disagreed) == (6, 3, 2)
+    assert status.disagreement == pytest.approx(2 * 2 / 6)
+
+
+def test_forced_answers_and_other_policies_are_outside_of_the_estimate() -> None:
+    target = controller()
+    target.observe(observations(replace(POLICY, version=2)))
+    assert target.status().disagreement is None
+    target.observe(replace(observations(), forced=np.arange(6) == 0))
+    assert target.status().disagreement == pytest.approx(1 / 5)
+    assert target.status().observed == 12
+
+
+@pytest.mark.parametrize(
+    ("policy", "evidence"),
+    [
+        (POLICY, Evidence.NONE),
+        (replace(POLICY, promise=PROMISE), Evidence.CALIBRATED),
+        (replace(POLICY, promise=replace(PROMISE, max_disagreement=0.02)), Evidence.NONE),
+        (replace(POLICY, promise=replace(PROMISE, confidence=0.9)), Evidence.NONE),
+        (policy_of(1, {0: NEVER}), Evidence.CAUTIOUS),
+        (policy_of(1, {}), Evidence.CAUTIOUS),
+    ],
+)
+def test_evidence_is_the_promise_that_the_policy_came_with(
+    policy: ExitPolicy, evidence: Evidence
+) -> None:
+    assert controller(policy).status().evidence is evidence
+
+
+def test_it_keeps_no_state() -> None:
+    target = controller()
+    assert target.state() is None
+    with pytest.raises(ValueError, match=r"keeps no state; got one with \['version'\]"):
+        target.restore({"version": 1})
+
+
+@pytest.mark.parametrize("probability", [0.0, 1.5, np.nan])
+def test_an_audit_probability_outside_0_to_1_is_refused(probability: float) -> None:
+    with pytest.raises(ValueError, match="audit_probability must be in"):
+        controller(audit_probability=probability)
