@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tests", nargs="*", default=["tests/unit"], help="folders of test files")
     parser.add_argument("--most", type=int, default=4, help="test files per mutant")
-    parser.add_argument("--slowest", type=float, default=60.0, help="seconds a test file may take")
+    parser.add_argument("--slowest", type=float, default=60.0, help="seconds of a test file")
     parser.add_argument("--grace", type=float, default=30.0, help="seconds more for a mutant")
     parser.add_argument("--map", type=Path, help="where to keep what tests enter")
     parser.add_argument("--json", type=Path, help="where to write the results")
