@@ -88,7 +88,7 @@ class Workshop:
         compileall.compile_dir(self.root, quiet=2, invalidation_mode=by_content)
 
     def record(self, test: str, slowest_s: float) -> TestFile:
-        """Run a test file unchanged, and note what it enters; ``slowest_s`` are of the processor."""
+        """Run a test file unchanged, and note what it enters; slow is by processor time."""
         notes = self.root.with_suffix(".json")
         notes.unlink(missing_ok=True)
         started, busy_s = time.monotonic(), _busy_s()
