@@ -31,7 +31,6 @@ from offramp.tools.mutate.changes import Mutant, choose, describe
 from offramp.tools.mutate.nearness import Nearness
 from offramp.tools.mutate.running import Judged, Outcome, TestFile, Workshop, preload
 
-PRELOADED: Final = ("numpy", "pytest", "hypothesis", "onnx", "onnxruntime", "torch", "grpc")
 EXCLUDED: Final = (
     "tests",
     "benchmarks",
@@ -131,9 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tests", nargs="*", default=["tests/unit"], help="folders of test files")
     parser.add_argument("--most", type=int, default=4, help="test files per mutant")
-    parser.add_argument("--slowest", type=float, default=60.0, help="seconds a test file may take")
+    parser.add_argument("--slowest", type=float, default=60.0, help="seconds of a test file")
     parser.add_argument("--grace", type=float, default=30.0, help="seconds more for a mutant")
-    parser.add_argument("--preload", nargs="*", default=PRELOADED, help="packages to import first")
     parser.add_argument("--map", type=Path, help="where to keep what tests enter")
     parser.add_argument("--json", type=Path, help="where to write the results")
     parser.add_argument("--at-least", type=float, default=0.0, help="share that must be killed")
@@ -145,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print(*map(describe, mutants), sep="\n")
         return 0
-    preload(options.preload)
+    preload()
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
         workshop = Workshop(options.root, Path(folder) / "tree", files, grace_s=options.grace)
         nearness = Nearness(options.root, files, test_files(files, options.tests))

@@ -162,7 +162,7 @@ def test_a_small_tree(tree: Path) -> None:
     source = Path(offramp.__path__[0]).parent
     run = subprocess.run(
         [sys.executable, "-m", "offramp.tools.mutate", f"--root={tree}", "--count=99", "--seed=5",
-         "--preload", "--grace=2", f"--json={results}"],
+         "--grace=1", f"--json={results}"],
         env={**os.environ, "PYTHONPATH": str(source)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
