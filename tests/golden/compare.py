@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +80,22 @@ def main() -> int:
         place = (options.keep or Path(folder)).resolve()
         sides = [place / "old", place / "new"]
         commands = QUICK if options.quick else QUICK + SHIPPED
+        for checkout in (options.old, options.new):
+            check(checkout)
         make_inputs(options.old.resolve(), place / "given")
-        for side, checkout in zip(sides, (options.old, options.new), strict=True):
-            run_all(checkout.resolve(), commands, given=place / "given", out=side)
+        with ThreadPoolExecutor(4) as pool:  # times are virtual, so they may disturb each other
+            pending = [
+                task
+                for side, checkout in zip(sides, (options.old, options.new), strict=True)
+                for task in (
+                    pool.submit(run_cases, checkout.resolve(), out=side),
+                    pool.submit(
+                        run_commands, checkout.resolve(), commands, given=place / "given", out=side
+                    ),
+                )
+            ]
+        for done in pending:
+            done.result()
         compared, differing = 0, 0
         for name, words in differences(*sides, ignored=set(options.ignore)):
             compared += 1
@@ -94,16 +108,8 @@ def main() -> int:
     return int(differing > 0)
 
 
-def make_inputs(checkout: Path, folder: Path) -> None:
-    """Write the models and data that both compile."""
-    folder.mkdir(parents=True)
-    _python(checkout, "-c", MAKE_TINY, str(folder))
-    with np.load(checkout / EXAMPLE / "calibration.npz") as archive:
-        np.savez(folder / "shipped.npz", **{k: archive[k][:SAMPLES] for k in archive.files})
-
-
-def run_all(checkout: Path, commands: Sequence[str], *, given: Path, out: Path) -> None:
-    """Run everything in a checkout.
+def check(checkout: Path) -> None:
+    """Check that a checkout can be compared.
 
     Raises:
         FileNotFoundError: It has no recordings to run.
@@ -112,9 +118,26 @@ def run_all(checkout: Path, commands: Sequence[str], *, given: Path, out: Path) 
         raise FileNotFoundError(
             f"{checkout} has no tests/golden; take one of its later commits, or copy them there"
         )
+
+
+def make_inputs(checkout: Path, folder: Path) -> None:
+    """Write the models and data that both compile."""
+    folder.mkdir(parents=True)
+    _python(checkout, "-c", MAKE_TINY, str(folder))
+    with np.load(checkout / EXAMPLE / "calibration.npz") as archive:
+        np.savez(folder / "shipped.npz", **{k: archive[k][:SAMPLES] for k in archive.files})
+
+
+def run_commands(checkout: Path, commands: Sequence[str], *, given: Path, out: Path) -> None:
+    """Run commands in a checkout, on the virtual clock."""
+    out.mkdir(parents=True, exist_ok=True)
     for line in commands:
         arguments = line.format(given=given, out=out).split()
         _python(checkout, "-m", "tests.golden.virtual_clock", *arguments)
+
+
+def run_cases(checkout: Path, *, out: Path) -> None:
+    """Run the recorded cases in a checkout."""
     _python(checkout, "-m", "tests.golden.cases", "write", str(out / "cases"))
 
 
