@@ -47,7 +47,7 @@ POLICIES: Final = (*_MAKERS, Fixed.name)
 
 @dataclass(frozen=True, slots=True)
 class PolicyName:
-    """A policy's name that was understood."""
+    """The name of a policy that exists, with the exit of ``fixed``."""
 
     name: str
     exit: int | None = None
@@ -116,7 +116,7 @@ def make_scheduler(
         max_queue: Most samples that wait; more are refused.
         streams: Of the device.
         parallel: The device's limit on batches side by side.
-        plan: Which of successive plans it is for.
+        plan: The number of its first plan.
 
     Raises:
         ValueError: See :func:`make_policy`.

@@ -1,4 +1,4 @@
-"""Operating points: what answering everything by a certain exit costs and is worth."""
+"""Operating points: the cost and the worth of answering everything by a certain exit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from offramp.engine.scheduling.latency import Latencies
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatingPoint:
-    """Nothing runs beyond one stage: what is still there is forced to leave at its exit.
+    """A stage beyond which nothing runs: what is still there is forced to leave at its exit.
 
     The counterpart of SuperServe's subnets (4.1): depth is the control dimension that a
     multi-exit model has.
@@ -32,7 +32,7 @@ class OperatingPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatingPoints:
-    """All that a model has and allows, with the time that each takes."""
+    """The operating points that a model has and allows, with the time that each takes."""
 
     points: tuple[OperatingPoint, ...]
     """Shallowest first; the last is the model as it is."""

@@ -99,15 +99,17 @@ def queue_sizes(queue: SampleQueue) -> dict[str, int]:
 
 def sizes(s: ModelScheduler) -> dict[str, int]:
     """Entries of everything in a scheduler that grows."""
-    buffered = s._waiting.buffered
+    started = s._in_flight
+    buffered = [split for plan in started.plans for split in plan.waiting.buffered]
     return {
         **queue_sizes(s._queue),
-        "batches": len(s._batches),
-        "retries": len(s._retries),
-        "cancelled": len(s._cancelled),
-        "dropped": len(s._dropped),
-        "lost": len(s._lost),
+        "plans": len(started.plans),
+        "batches": len(started.batches),
+        "retries": len(started.retries),
+        "cancelled": len(started._cancelled),
+        "dropped": len(started._dropped),
+        "lost": len(started._lost),
         "buffered buckets": sum(len(p.buckets) for p in buffered),
         "buffered": sum(p.size for p in buffered),
-        "discarded": sum(len(p.discarded) for p in buffered),
+        "discarded": len(started._discarded),
     }

@@ -36,7 +36,7 @@ def test_the_exit_of_fixed_is_read() -> None:
         ("", "known: run-through, refill, rebatch"),
     ],
 )
-def test_unknown_names_are_refused_with_the_nearest_one(text: str, hint: str) -> None:
+def test_unknown_names_are_remerged_with_the_nearest_one(text: str, hint: str) -> None:
     with pytest.raises(ValueError, match=hint):
         PolicyName.parse(text)
 

@@ -76,7 +76,7 @@ def test_a_profile_that_falls_is_taken_as_level() -> None:
         ([[0.0, 1.0], [0.0, 1.0, 2.0]], "inhomogeneous"),
     ],
 )
-def test_tables_that_make_no_sense_are_refused(rows: list[list[float]], message: str) -> None:
+def test_tables_that_make_no_sense_are_remerged(rows: list[list[float]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Latencies(rows)
 
@@ -164,10 +164,10 @@ def test_calibration_is_bounded() -> None:
 
 def test_what_fusing_costs_is_what_goes_beyond_the_stage_itself() -> None:
     latencies = Latencies([[0.0, 1.0]])
-    latencies.observe_fused(0, 1, 4.2)
-    assert latencies.fusing_s == pytest.approx(3.2 / 32)
-    latencies.observe_fused(0, 1, 0.5)
-    assert latencies.fusing_s == pytest.approx(0.1 * 31 / 32)
+    latencies.observe_merged(0, 1, 4.2)
+    assert latencies.merging_s == pytest.approx(3.2 / 32)
+    latencies.observe_merged(0, 1, 0.5)
+    assert latencies.merging_s == pytest.approx(0.1 * 31 / 32)
     assert latencies.speed == 1.0
 
 
