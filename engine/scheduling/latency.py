@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from offramp.bundle import Profile
+from offramp.certify.decision import MODEL_END
 
 _MEMORY = 1 / 32
 """Weight of one observation in the running means."""
@@ -33,8 +34,8 @@ class Span:
 
     first_segment: int
     last_segment: int
-    exit: int | None
-    """Index into ``Manifest.exits``; ``None`` at the model's end."""
+    exit: int
+    """Index into ``Manifest.exits`` of the exit that it ends with; ``MODEL_END`` if with none."""
 
 
 def stage_seconds(
@@ -58,7 +59,7 @@ def stage_seconds(
     table = []
     for stage in stages:
         rows = [profile.segments_ms[i] for i in range(stage.first_segment, stage.last_segment + 1)]
-        if stage.exit is not None:
+        if stage.exit != MODEL_END:
             rows += [profile.exits_ms[stage.exit], profile.stages_ms[stage.exit]]
         row = _at_sizes(profile.batch_sizes, np.sum(rows, axis=0) / 1e3, sizes)
         table.append((0.0, *(seconds + overhead_s for seconds in row[1:])))

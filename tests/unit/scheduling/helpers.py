@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from offramp.certify.decision import MODEL_END
 from offramp.engine.scheduling import (
     Latencies,
     ModelScheduler,
@@ -35,7 +36,7 @@ def points_of(latencies: Latencies, agreements: Sequence[float] | None = None) -
     worth = agreements or [(stage + 1) / (last + 1) for stage in range(last + 1)]
     return OperatingPoints(
         points=tuple(
-            OperatingPoint(deepest=s, exit=None if s == last else s, agreement=worth[s])
+            OperatingPoint(deepest=s, exit=MODEL_END if s == last else s, agreement=worth[s])
             for s in range(last + 1)
         ),
         latencies=latencies,

@@ -154,7 +154,7 @@ class SchedulerMachine(CheckedScheduler):
     @rule(stages=st.integers(1, STAGES + 1))
     def hot_swap(self, stages: int) -> None:
         chosen = PolicyName.parse(self.setup.policy)
-        fewest = 1 if chosen.exit is None else chosen.exit + 2  # it must have the exit
+        fewest = chosen.exit + 2  # it must have the exit
         latencies = table(max(stages, fewest), first_s=0.25, more_s=0.125)
         policy = make_policy(chosen, points_of(latencies), SIZE, self.streams)
         self.s.hot_swap(len(self.latencies), policy, latencies)

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offramp.bundle import Profile
+from offramp.certify.decision import MODEL_END
 from offramp.engine.scheduling import Latencies, Span, stage_seconds
 
 
-def span(first: int, last: int, exit_: int | None = None) -> Span:
+def span(first: int, last: int, exit_: int = MODEL_END) -> Span:
     return Span(first_segment=first, last_segment=last, exit=exit_)
 
 
@@ -76,7 +77,7 @@ def test_a_profile_that_falls_is_taken_as_level() -> None:
         ([[0.0, 1.0], [0.0, 1.0, 2.0]], "inhomogeneous"),
     ],
 )
-def test_tables_that_make_no_sense_are_remerged(rows: list[list[float]], message: str) -> None:
+def test_tables_that_make_no_sense_are_refused(rows: list[list[float]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Latencies(rows)
 

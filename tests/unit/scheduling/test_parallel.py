@@ -109,7 +109,7 @@ def test_only_what_was_answered_says_whether_batches_hinder_each_other() -> None
         ({"fixed": 1, "max_violations": 0.5}, "not both"),
     ],
 )
-def test_limits_that_make_no_sense_are_remerged(how: dict[str, float], message: str) -> None:
+def test_limits_that_make_no_sense_are_refused(how: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ParallelLimit(4, **how)  # type: ignore[arg-type]
 
