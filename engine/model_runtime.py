@@ -20,9 +20,9 @@ from offramp.engine.request_table import Request, RequestTable
 from offramp.engine.scheduling import (
     DropCause,
     Dropped,
+    ModelScheduler,
     Policy,
     Run,
-    SuccessiveScheduler,
     Transition,
 )
 from offramp.engine.served_model import ServedModel
@@ -44,7 +44,7 @@ class ModelRuntime:
     """
 
     def __init__(
-        self, name: str, model: ServedModel, scheduler: SuccessiveScheduler, table: RequestTable
+        self, name: str, model: ServedModel, scheduler: ModelScheduler, table: RequestTable
     ) -> None:
         """Start with the model's first deployment.
 
@@ -69,7 +69,7 @@ class ModelRuntime:
 
     def hot_swap(self, deployment: Deployment, policy: Policy) -> None:
         """Put a deployment in force for batches that start from now on."""
-        self.scheduler.succeed(deployment.number, policy, deployment.points.latencies)
+        self.scheduler.hot_swap(deployment.number, policy, deployment.points.latencies)
         self._put_in_force(deployment)
         for plan in self._deployments.keys() - self.scheduler.plans:
             del self._deployments[plan]
