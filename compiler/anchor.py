@@ -8,21 +8,16 @@ later segment takes along, shrunk like the rest.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
 from offramp.compiler.cuts import Analysis
-from offramp.compiler.flow import SHAPE_KINDS
+from offramp.compiler.flow import SHAPE_KINDS, Flow, Gate
+from offramp.compiler.graph import Operator, copied, refill
 from offramp.compiler.shapes import annotate
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from offramp.compiler.flow import Flow, Gate
-    from offramp.compiler.graph import Operator
 
 _Source = tuple[str, int]
 """A graph input and one of its axes."""
@@ -57,8 +52,7 @@ def anchor_shapes(proto: onnx.ModelProto) -> onnx.ModelProto:
     }
     if not replaced:
         return proto
-    anchored = onnx.ModelProto()
-    anchored.CopyFrom(proto)
+    anchored = copied(proto)
     _replace(anchored.graph, replaced)
     annotate(anchored)
     return anchored
@@ -154,12 +148,12 @@ def _replace(
     graph: onnx.GraphProto,
     replaced: Mapping[str, tuple[list[onnx.NodeProto], list[onnx.TensorProto]]],
 ) -> None:
-    nodes = list(graph.node)
-    del graph.node[:]
-    for node in nodes:
+    nodes: list[onnx.NodeProto] = []
+    for node in graph.node:
         if node.output and node.output[0] in replaced:
             added, constants = replaced[node.output[0]]
-            graph.node.extend(added)
+            nodes.extend(added)
             graph.initializer.extend(constants)
         else:
-            graph.node.append(node)
+            nodes.append(node)
+    refill(graph.node, nodes)

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offramp.compiler.flops import HEAVY, count_flops
-from offramp.compiler.flow import SHAPE_KINDS, Flow, Gate, trace
+from offramp.compiler.flow import HEAVY, SHAPE_KINDS, Flow, Gate, count_flops, trace
 from offramp.compiler.graph import Dataflow
 from offramp.compiler.shapes import BATCH, TensorType, declared_types
 
@@ -74,7 +73,7 @@ class CutAnalysis:
     main_inputs: tuple[str, ...]
     """Graph inputs whose data flow through the cut tensors."""
     total_flops: float
-    """Of one sample, a multiply-add counting as two; see :mod:`offramp.compiler.flops`."""
+    """Of one sample, a multiply-add counting as two; see :mod:`offramp.compiler.flow`."""
 
 
 def find_cuts(model: SourceModel) -> CutAnalysis:

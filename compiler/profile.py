@@ -22,6 +22,7 @@ from offramp.calibration.profiling import profile_backbone, profile_heads, profi
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.rehearsal.result import REHEARSAL, Rehearsed
 from offramp.compiler.exits import Samples
+from offramp.compiler.graph import default_opset
 from offramp.compiler.heads import build_empty
 from offramp.compiler.options import ProfileOptions
 from offramp.compiler.packing import bundle_name, rewrite
@@ -173,7 +174,7 @@ def _empty(exit_: Exit, graph: bytes) -> bytes:
     shape = tuple(d.dim_param or d.dim_value or "?" for d in tensor.shape.dim)
     dtype = str(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
     cut = CutTensor(name=read.name, dtype=dtype, shape=shape)
-    opset = max(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
+    opset = default_opset(model)
     return build_empty(cut, "offramp_empty/", opset=opset, ir_version=model.ir_version)
 
 

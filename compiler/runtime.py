@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import numpy as np
 import onnx
 import onnxruntime as ort
+from numpy.typing import NDArray
 
 from offramp.compiler.graph import Dataflow
 from offramp.compiler.shapes import BATCH, declared_types, dtype_name
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from numpy.typing import NDArray
 
 _SEQUENCE_SIZE = 16
 """Symbolic sizes of random inputs of up to three dimensions."""

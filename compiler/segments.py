@@ -6,25 +6,20 @@ side operator that several segments recompute is the same operator in each.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
+from numpy.typing import NDArray
 
 from offramp.bundle import Segment
+from offramp.compiler.cuts import CutPoint
 from offramp.compiler.errors import VerificationError
-from offramp.compiler.graph import Dataflow
+from offramp.compiler.graph import Dataflow, copied
+from offramp.compiler.model import SourceModel
 from offramp.compiler.runtime import Runner, relative_difference
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from numpy.typing import NDArray
-
-    from offramp.compiler.cuts import CutPoint
-    from offramp.compiler.model import SourceModel
 
 TOLERANCE = 1e-5
 """Relative difference allowed between chained segments and source: float32 sums in another
@@ -192,8 +187,7 @@ def _diagnosis(
     tolerance: float,
 ) -> str:
     """Name the first segment whose output differs from the same tensor in the source."""
-    exposed = onnx.ModelProto()
-    exposed.CopyFrom(model.proto)
+    exposed = copied(model.proto)
     known = {info.name: info for info in model.proto.graph.value_info}
     inner = [s.output for s in segments if s.output in known]
     exposed.graph.output.extend(known[name] for name in inner)

@@ -4,7 +4,7 @@ A promise ("disagreement with the source model stays within 1 %") was certified 
 float16 or int8 other samples leave early and the model itself answers some otherwise. So the
 policy's stages are run in the precision, beside the float32 source model, on ONNX Runtime on the
 CPU, where Q/DQ pairs are computed as they are written, and float16 as
-:mod:`~offramp.compiler.engines.rounding` writes it out. That is the arithmetic the graphs ask for;
+:mod:`~offramp.compiler.engines.halving` writes it out. That is the arithmetic the graphs ask for;
 TensorRT rounds a little differently at places.
 """
 
@@ -26,7 +26,7 @@ from offramp.calibration.errors import DataError
 from offramp.calibration.quantization import RANGE_SAMPLES, Ranges
 from offramp.calibration.running import BATCH_SIZE, run_over
 from offramp.certify.binomial import binomial_cdf, upper_bound
-from offramp.compiler.engines.rounding import rounded
+from offramp.compiler.engines.halving import rounded
 from offramp.compiler.engines.units import Unit, UnitGraphs
 from offramp.compiler.errors import VerificationError
 from offramp.engine.exit_check import exits

@@ -13,6 +13,7 @@ from offramp.bundle import Bundle, Manifest
 from offramp.bundle.engines import ShapeProfile, ShapeRange
 from offramp.compiler.engines.options import SizeRange, describe_ranges
 from offramp.compiler.errors import EngineOptionsError
+from offramp.compiler.graph import copied
 from offramp.compiler.runtime import Runner, random_inputs
 from offramp.engine.assembly import assemble
 
@@ -173,8 +174,7 @@ class ModelShapes:
 
 def bound(proto: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> onnx.ModelProto:
     """Give a copy of a model whose inputs have fixed shapes."""
-    copy = onnx.ModelProto()
-    copy.CopyFrom(proto)
+    copy = copied(proto)
     for info in copy.graph.input:
         if info.name in shapes:
             del info.type.tensor_type.shape.dim[:]

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from offramp.bundle import Bundle
 from offramp.bundle.engines import Precision
 from offramp.calibration.dataset import Dataset
+from offramp.compiler.engines.halving import rounded
 from offramp.compiler.engines.profiles import ModelShapes, Point, SizedProfile, bound
-from offramp.compiler.engines.rounding import rounded
 from offramp.compiler.engines.units import Unit
 from offramp.compiler.errors import EngineBuildError
 from offramp.compiler.runtime import Runner, random_inputs, relative_difference

@@ -19,8 +19,7 @@ from offramp.bundle import Bundle
 from offramp.bundle.bundle import REPORT
 from offramp.calibration.dataset import Dataset, read_dataset
 from offramp.compiler.errors import ExportError
-from offramp.compiler.export.naming import Names
-from offramp.compiler.export.nesting import nest
+from offramp.compiler.export.nesting import Names, nest
 from offramp.compiler.export.verification import Verified, verify
 from offramp.compiler.model import MAX_BYTES
 from offramp.compiler.progress import Progress, SilentProgress

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from offramp.calibration.dataset import Dataset
 from offramp.compiler.errors import VerificationError
-from offramp.compiler.export.naming import Names
-from offramp.compiler.export.nesting import AT_END
+from offramp.compiler.export.nesting import AT_END, Names
+from offramp.compiler.graph import bodies
 from offramp.compiler.runtime import relative_difference
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.pipeline import Pipeline
@@ -192,5 +192,4 @@ def _has_half_precision(graph: onnx.GraphProto) -> bool:
     """Whether any weight of a graph, or of a body in it, is float16."""
     if any(weight.data_type == onnx.TensorProto.FLOAT16 for weight in graph.initializer):
         return True
-    bodies = (b for n in graph.node for a in n.attribute for b in (a.g, *a.graphs))
-    return any(_has_half_precision(body) for body in bodies)
+    return any(_has_half_precision(body) for node in graph.node for body in bodies(node))

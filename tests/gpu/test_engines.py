@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from offramp.bundle import Bundle
 from offramp.bundle.engines import EngineStore, ShapeProfile, list_targets
 from offramp.compiler.cli import main
-from offramp.compiler.engines.options import BuildSettings
+from offramp.compiler.engines.options import PARTS, BuildSettings
 from offramp.compiler.engines.units import UnitGraphs, units_of
-from offramp.compiler.engines.options import PARTS
 from offramp.compiler.engines.verification import TOLERANCES
 from offramp.compiler.errors import EngineBuildError
 from offramp.compiler.runtime import Runner, relative_difference

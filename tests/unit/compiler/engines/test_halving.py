@@ -14,8 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 from tests.models import Builder
 from tests.sliced import BUILDERS, inputs_of, sliced
 
-from offramp.compiler.engines.halving import SUFFIX, halve
-from offramp.compiler.engines.rounding import rounded
+from offramp.compiler.engines.halving import SUFFIX, halve, rounded
 from offramp.compiler.runtime import Runner, relative_difference
 
 TOLERANCE = 1e-2

@@ -14,8 +14,7 @@ from onnx.reference import ReferenceEvaluator
 from tests.models import Builder
 from tests.sliced import BUILDERS, inputs_of, sliced
 
-from offramp.compiler.engines.halving import halve
-from offramp.compiler.engines.rounding import rounded
+from offramp.compiler.engines.halving import halve, rounded
 from offramp.compiler.runtime import Runner, relative_difference
 from offramp.engine.onnx_subset import has_half_precision
 

@@ -1,27 +1,98 @@
-"""Making a fixed batch dimension symbolic."""
+"""Small clean-ups of a graph that change nothing it computes."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 import numpy as np
 import onnx
+import onnxslim
 from onnx import helper, numpy_helper
 
 from offramp.compiler.errors import ModelError
-from offramp.compiler.graph import Dataflow
+from offramp.compiler.graph import Dataflow, copied, refill
 from offramp.compiler.runtime import Runner, random_inputs, relative_difference
 from offramp.compiler.shapes import BATCH, UNKNOWN, TensorType, annotate, forget_shapes, infer_types
 
+
+def unlist_initializers(proto: onnx.ModelProto) -> None:
+    """Take initializers off the graph inputs, where files before IR version 4 list them."""
+    graph = proto.graph
+    constants = {tensor.name for tensor in graph.initializer}
+    refill(graph.input, [info for info in graph.input if info.name not in constants])
+
+
+def remove_unused(proto: onnx.ModelProto) -> None:
+    """Remove operators and initializers that no output depends on; sort the rest."""
+    graph = proto.graph
+    flow = Dataflow(graph)
+    kept = flow.behind(flow.outputs, stop=frozenset())
+    read = {t for op in kept for t in op.reads} | set(flow.outputs)
+    refill(graph.node, [op.proto for op in kept])
+    refill(graph.initializer, [tensor for tensor in graph.initializer if tensor.name in read])
+
+
+def name_operators(proto: onnx.ModelProto) -> None:
+    """Give every operator a name of its own, so that segments can be united by name."""
+    taken: set[str] = set()
+    for node in proto.graph.node:
+        if not node.name or node.name in taken:
+            first = next((t for t in node.output if t), "")
+            node.name = f"{node.op_type}:{first}"
+        while node.name in taken:
+            node.name += "'"
+        taken.add(node.name)
+
+
+_log = logging.getLogger(__name__)
+
 _TOLERANCE = 1e-4
-"""Between a row alone and in a batch: kernels differ by batch size, in the last bits."""
+"""Relative: folding a BatchNormalization into the weights of its Conv rounds them anew; kernels
+differ by batch size, in the last bits."""
+_BATCH = 2
+
+
+def simplified(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Fold constants and fuse; the raw graph of an export can hide most of its cut points.
+
+    Args:
+        proto: A model with a symbolic batch; it is not changed.
+
+    Returns:
+        The simplified model, or ``proto`` itself, with a warning logged, where onnxslim fails
+        or its result differs on random inputs.
+    """
+    try:
+        slim: onnx.ModelProto = onnxslim.slim(copied(proto))
+        onnx.checker.check_model(slim)
+        difference = _difference(proto, slim)
+    except Exception as error:  # whatever a third party's optimiser raises
+        _log.warning("not simplified: onnxslim fails: %s", error)
+        return proto
+    if not difference <= _TOLERANCE:
+        _log.warning("not simplified: onnxslim changes the outputs by %.1e", difference)
+        return proto
+    return slim
+
+
+def _difference(proto: onnx.ModelProto, slim: onnx.ModelProto) -> float:
+    """Largest relative difference of any output; infinite if inputs or outputs changed."""
+    before, after = Runner(proto), Runner(slim)
+    if set(after.inputs) - set(before.inputs) or before.outputs != after.outputs:
+        return float("inf")
+    feeds = random_inputs(proto, _BATCH)
+    wanted, actual = before.run(feeds), after.run(feeds)
+    return max(relative_difference(actual[name], wanted[name]) for name in wanted)
+
+
 _ROWS = 3
 
 
 def free_batch(proto: onnx.ModelProto) -> None:
     """Name dimension 0 of every graph input ``batch``, in place, and repair what was fixed to it.
 
-    After the repair (:mod:`offramp.compiler.batch`) the model is run at batch 1 and 3, which
+    After the repair (:mod:`offramp.compiler.preparation`) the model is run at batch 1 and 3, which
     have to agree row by row.
 
     Raises:
@@ -172,8 +243,7 @@ def _free_concats(proto: onnx.ModelProto, types: Mapping[str, TensorType]) -> No
                 )
                 op.proto.input[i] = name
     nodes = [n for node in proto.graph.node for n in (*added.get(node.output[0], ()), node)]
-    del proto.graph.node[:]
-    proto.graph.node.extend(nodes)
+    refill(proto.graph.node, nodes)
 
 
 def _repeat(
