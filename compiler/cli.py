@@ -61,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _missing(error: ImportError) -> int:
     print(
-        f"eecompile: {error}; compiling needs more than serving does: "
-        "pip install 'offramp[compile]'",
+        f"eecompile: {error}; compiling needs the extra `compile`: "
+        "pip install '.[compile]' (for the dot: Offramp's source folder or wheel)",
         file=sys.stderr,
     )
     return 1

@@ -270,7 +270,7 @@ def print_exported(done: Exported, data: Path, console: Console) -> None:
     )
     for stage, name in zip(done.plan.stages, done.names.thresholds, strict=False):
         say(
-            f"  {exit_label(stage.exit)}: leaves at confidence ≥ {stage.threshold:.3f}; "
+            f"  {exit_label(stage.answered_by)}: leaves at confidence ≥ {stage.threshold:.3f}; "
             f"to override, feed {escape(name)} (float32)"
         )
     if done.with_exits:

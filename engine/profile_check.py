@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 from offramp.bundle import Bundle, BundleError, Profile
 from offramp.bundle.bundle import CERTIFY
 from offramp.bundle.serde import from_plain, to_plain
-from offramp.certify.records import first_exit, savings_of
+from offramp.certify.decision import count_answers, first_exit
+from offramp.certify.records import savings_of
 from offramp.engine.backends.base import Backend, Slot, TensorBatch
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control_state import identity_of
@@ -293,7 +294,7 @@ def predicted_savings(bundle: Bundle, profile: Profile, batch_size: int) -> floa
     confidence = records["confidence"][rows][:, records["split"] == CERTIFY]
     first = first_exit(confidence, np.array([a.threshold for a in bundle.policy.active]))
     cost = CostModel.of(bundle.manifest, profile, batch_size)
-    counts = np.bincount(first, minlength=len(rows) + 1)
+    counts = count_answers(first, len(rows))
     return float(savings_of(counts, cost.latency_ms(rows), cost.source_ms))
 
 

@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from offramp.certify.decision import MODEL_END
 from offramp.certify.observations import UNKNOWN, Observations
 
 CAPACITY: Final = 1 << 14
@@ -54,7 +55,7 @@ class Recorder:
         self._state = np.full(capacity, _RUNNING, np.uint8)
         self._confidence = np.full((exits, capacity), np.nan, np.float32)
         self._prediction = np.full((exits, capacity), UNKNOWN, np.int32)
-        self._answered_at = np.full(capacity, exits, np.int64)
+        self._answered_at = np.full(capacity, MODEL_END, np.int64)
         self._final = np.full(capacity, UNKNOWN, np.int32)
         self._audit_probability = np.ones(capacity)
         self._runs_on = np.ones(capacity, np.bool_)
@@ -83,7 +84,7 @@ class Recorder:
         )
         self._confidence[:, slots] = np.nan
         self._prediction[:, slots] = UNKNOWN
-        self._answered_at[slots] = self.exits
+        self._answered_at[slots] = MODEL_END
         self._final[slots] = UNKNOWN
         probability = self.audit_probability
         self._audit_probability[slots] = probability

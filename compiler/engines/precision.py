@@ -189,7 +189,7 @@ def _answers(
     graph_of: Callable[[Unit], bytes], stages: Sequence[StageSpec], dataset: Dataset, threads: int
 ) -> NDArray[np.intp]:
     """Class that each sample is answered with."""
-    units = [Unit(stage.first_segment, stage.last_segment, stage.exit) for stage in stages]
+    units = [Unit(*stage.unit) for stage in stages]
     sessions = [_session(graph_of(unit), threads) for unit in units]
     classes = np.empty(len(dataset), np.intp)
     for start in range(0, len(dataset), BATCH_SIZE):

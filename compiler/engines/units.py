@@ -59,7 +59,7 @@ def stage_units(bundle: Bundle) -> tuple[Unit, ...]:
     """
     plans = (make_plan(bundle, mode=mode) for mode in (Mode.LEAVE, Mode.AUDIT))
     stages = (stage for plan in plans for stage in plan.stages)
-    return _unique(Unit(s.first_segment, s.last_segment, s.exit) for s in stages)
+    return _unique(Unit(*s.unit) for s in stages)
 
 
 def segment_units(manifest: Manifest) -> tuple[Unit, ...]:

@@ -20,13 +20,12 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from offramp.bundle import Manifest
+from offramp.certify.decision import MODEL_END
 from offramp.compiler.graph import bodies, copied, default_opset
 from offramp.compiler.shapes import BATCH
 from offramp.engine.layouts import enter_blocked
 from offramp.engine.plan import Plan, StageSpec
 
-AT_END = -1
-"""In the output for exits: the model's own answer."""
 _ANSWER, _CONFIDENCE, _EXIT = "answer", "confidence", "exit"
 
 
@@ -235,7 +234,7 @@ class _Nesting:
         zero = level.weight("zero", _scalar(0))
         valid = level.add("Equal", [self._row_max(level, nan, "any_nan"), zero], "valid")
         level.add("Where", [valid, at_most_one, zero], "confidence", results[_CONFIDENCE])
-        _filled(level, largest, AT_END, results[_EXIT])
+        _filled(level, largest, MODEL_END, results[_EXIT])
 
     def _row_max(self, level: _Level, tensor: str, name: str) -> str:
         """Add the largest of every row; axes became an input with opset 18."""
@@ -355,9 +354,8 @@ class Names:
         the model have one of these as well, ``offramp_`` is put in front once more.
         """
         taken = {tensor.name for tensor in (*manifest.inputs, *manifest.outputs)}
-        exits = [stage.exit for stage in plan.stages if stage.exit is not None]
         shown = _free((EXIT, CONFIDENCE), taken)
-        thresholds = _free([f"{_OURS}threshold_{index}" for index in exits], taken)
+        thresholds = _free([f"{_OURS}threshold_{index}" for index in plan.exits], taken)
         inner = _OURS
         while any(name.startswith(inner) for name in (*taken, *shown, *thresholds)):
             inner = f"{inner}_"

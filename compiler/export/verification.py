@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from offramp.calibration.dataset import Dataset
 from offramp.compiler.errors import VerificationError
-from offramp.compiler.export.nesting import AT_END, Names
+from offramp.compiler.export.nesting import Names
 from offramp.compiler.graph import bodies
 from offramp.compiler.runtime import relative_difference
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
@@ -34,7 +34,7 @@ class Answers:
     answer: NDArray[Any]
     """[b, classes]."""
     exit: NDArray[np.int32]
-    """[b]; :data:`AT_END` is the model's own answer."""
+    """[b]; :data:`~offramp.certify.MODEL_END` is the model's own answer."""
     confidence: NDArray[np.float32]
     """[b]."""
 
@@ -101,7 +101,7 @@ class _Staged:
     def __init__(self, plan: Plan) -> None:
         self._pipeline = Pipeline(OnnxRuntimeBackend(threads=1), plan)
         self._slot = self._pipeline.backend.open_slot()
-        self._exits = [AT_END if s.exit is None else s.exit for s in plan.stages]
+        self._exits = [s.answered_by for s in plan.stages]
 
     def run(self, tensors: Tensors) -> Answers:
         size = len(next(iter(tensors.values())))
@@ -164,16 +164,12 @@ def _compare_exits(given: Answers, wanted: Answers, plan: Plan, where: str, star
     if not wrong.size:
         return
     row = int(wrong[0])
-    thresholds = {s.exit: s.threshold for s in plan.stages if s.exit is not None}
+    thresholds = {s.exit: s.threshold for s in plan.stages if not s.final}
     raise VerificationError(
-        f"{where} {start + row}: it leaves at {_label(given.exit[row])} with confidence "
-        f"{given.confidence[row]:.7f}, in the bundle at {_label(wanted.exit[row])} with "
+        f"{where} {start + row}: it leaves at {exit_label(int(given.exit[row]))} with confidence "
+        f"{given.confidence[row]:.7f}, in the bundle at {exit_label(int(wanted.exit[row]))} with "
         f"{wanted.confidence[row]:.7f} (thresholds {thresholds}); nothing was written"
     )
-
-
-def _label(index: int) -> str:
-    return exit_label(None if index == AT_END else int(index))
 
 
 def _difference(given: NDArray[Any], wanted: NDArray[Any], tolerance: float, where: str) -> float:

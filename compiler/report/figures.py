@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from offramp.bundle import NEVER, ExitPolicy, Manifest, Profile
 from offramp.calibration.records import ExitRecords
 from offramp.certify.agreement import tuning_path
+from offramp.certify.decision import count_answers, first_exit
 from offramp.certify.path import walk
-from offramp.certify.records import first_exit, savings_of
+from offramp.certify.records import savings_of
 from offramp.engine.control.costs import CostModel
 
 FloatArray = NDArray[np.float64]
@@ -73,7 +74,7 @@ class PolicyFigures:
             profile=profile,
             certify=certify,
             thresholds=thresholds,
-            shares=np.bincount(first, minlength=exits + 1) / max(len(first), 1),
+            shares=count_answers(first, exits) / max(len(first), 1),
             agreement=_mean(answer == certify.final_prediction),
             accuracy=None if labels is None else _mean(answer == labels),
         )

@@ -26,14 +26,12 @@ class AgreementCounters:
         """Of those answered early, the ones that ran to the end."""
         self.disagreed = 0
         """Of those audited, the ones answered unlike the source model."""
-        self._version: int | None = None
-        self._samples = 0
-        self._loss = 0.0
+        self._begin(None)
 
     def add(self, seen: Observations, *, version: int) -> None:
         """Count samples; those started under policy ``version`` feed the estimate."""
         if version != self._version:
-            self._version, self._samples, self._loss = version, 0, 0.0
+            self._begin(version)
         loss = seen.loss
         self.observed += len(seen)
         self.audited += int(np.count_nonzero(seen.early & seen.complete))
@@ -64,3 +62,7 @@ class AgreementCounters:
                 raise ValueError(f"state: {name} is {count!r}, expected a count")
         for name, count in counts.items():
             setattr(self, name, count)
+
+    def _begin(self, version: int | None) -> None:
+        """Start the estimate of another policy, or of none."""
+        self._version, self._samples, self._loss = version, 0, 0.0

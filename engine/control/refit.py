@@ -13,13 +13,12 @@ from typing import Final
 
 import numpy as np
 
-from offramp.bundle.policy import NEVER
 from offramp.certify.agreement import (
     AgreementCurve,
     common_path,
     path_levels,
 )
-from offramp.certify.records import BoolArray, Float32Array, FloatArray
+from offramp.certify.decision import BoolArray, Float32Array, FloatArray
 from offramp.certify.threshold_path import Outlook, outlook
 from offramp.certify.window import Weighted
 
@@ -91,7 +90,6 @@ def lay_path(
         path = np.concatenate(
             [np.maximum(path, through), through[None, :], np.minimum(path, through)]
         )
-        path[0] = NEVER
     found = expect(path, curves, samples)
     risk = np.maximum.accumulate(found.risk)
     targets = np.geomspace(_CAUTIOUS, _BOLD, LEVELS - 1) * bound

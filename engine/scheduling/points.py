@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle.bundle import CERTIFY
+from offramp.certify.decision import leaves
 from offramp.engine.scheduling.latency import Latencies
 
 
@@ -73,15 +74,15 @@ def operating_points(
     for stage, exit_index, threshold in exits:
         if exit_index is None:
             agrees = np.ones(len(final), np.bool_)
-            leaves = agrees
+            leaving = agrees
         else:
             agrees = records["prediction"][exit_index][chosen] == final
-            leaves = records["confidence"][exit_index][chosen] >= threshold
+            leaving = leaves(records["confidence"][exit_index][chosen], np.float64(threshold))
         forced_agreement = np.where(answered, agreed, agrees).mean() if len(final) else 0.0
         points.append(
             OperatingPoint(deepest=stage, exit=exit_index, agreement=float(forced_agreement))
         )
-        newly = leaves & ~answered
+        newly = leaving & ~answered
         agreed[newly] = agrees[newly]
         answered |= newly
     return tuple(points) if forced else tuple(points[-1:])
@@ -104,7 +105,7 @@ def going_on(
     shares = [1.0] * stages
     for stage, exit_index, threshold in exits:
         if exit_index is not None and staying.any():
-            unsure = records["confidence"][exit_index][chosen] < threshold
+            unsure = ~leaves(records["confidence"][exit_index][chosen], np.float64(threshold))
             shares[stage] = float(unsure[staying].mean())
             staying &= unsure
     return shares

@@ -45,7 +45,7 @@ def with_random_weights(proto: onnx.ModelProto) -> onnx.ModelProto:
     [
         ("squeezenet", 17, "MaxPool", "Concat"),
         ("inception_v1", 11, "LRN", "Concat"),
-        ("resnet50", 16, "MaxPool", "Relu"),
+        pytest.param("resnet50", 16, "MaxPool", "Relu", marks=pytest.mark.slow),
     ],
 )
 def test_classic_topology(tmp_path, name, cuts, first, last):

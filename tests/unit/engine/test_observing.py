@@ -14,11 +14,13 @@ from tests.fakes import FakeDeployments, ScriptedController, fake_model, policy_
 from tests.unit.engine.serving import LIMIT_S, Gate, until, with_engine
 
 from offramp.bundle import NEVER
+from offramp.certify.decision import MODEL_END
 from offramp.certify.observations import Observations
 from offramp.engine.control.controller import ControlStatus, Job
 from offramp.engine.control_state import load_state
-from offramp.engine.core import AnswerKind, Engine, StreamedResult
+from offramp.engine.core import Engine
 from offramp.engine.errors import BackendError
+from offramp.engine.results import AnswerKind, StreamedResult
 from offramp.testing.backend import SCRIPT, FakeBackend
 
 TWO_EXITS = (0.9, 0.9)
@@ -62,7 +64,7 @@ def test_in_release_mode_everything_runs_on_and_is_recorded() -> None:
         assert result.policy_version == 3
         seen = await told(controller, 4)
         assert backend.runs == [(0, 4), (1, 4), (2, 4)]
-        assert seen.answered_at.tolist() == [0, 1, 2, 0]
+        assert seen.answered_at.tolist() == [0, 1, MODEL_END, 0]
         assert seen.final.tolist() == [1, 0, 0, 0]
         assert seen.prediction.tolist() == [[0, 0, 0, 1], [1, 0, 0, 1]]
         np.testing.assert_allclose(
@@ -249,8 +251,8 @@ def with_deployments(
     async def run() -> None:
         backend = FakeBackend()
         model = fake_model(backend, TWO_EXITS, controller=controller)
-        assert model.observed is not None
-        deployments = model.observed.deployments
+        assert model.control is not None
+        deployments = model.control.deployments
         assert isinstance(deployments, FakeDeployments)
         deployments.there = {(1,)}
         async with Engine({"fake": model}, backend) as engine:

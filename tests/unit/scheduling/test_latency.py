@@ -197,3 +197,24 @@ def test_the_shares_that_go_on_follow_what_is_observed() -> None:
     for _ in range(10_000):
         latencies.observe_shrinking(0, 4, 2)
     np.testing.assert_allclose(latencies.shrinking.answer_s, [0.0, 1.5, 2.5, 3.75, 5.0])
+
+
+def test_latency_margin_is_two_mean_deviations_above_the_mean() -> None:
+    """Deviations are from the stage's own mean, which moves by a thirty-second as well."""
+    latencies = Latencies([[0.0, 1.0]])
+    latencies.observe(0, 1, 1.0)
+    assert (latencies.spread, latencies.latency_margin) == (0.0, 1.0)
+    latencies.observe(0, 1, 3.0)
+    assert latencies.spread == 2.0 / 32
+    latencies.observe(0, 1, 3.0)
+    assert latencies.spread == 0.0625 + (3.0 - 1.0625 - 0.0625) / 32
+    assert latencies.latency_margin == latencies.speed + 2 * latencies.spread
+
+
+def test_stages_that_differ_steadily_are_no_deviation() -> None:
+    """One stage takes twice, the other half of what was predicted, whenever they run."""
+    latencies = Latencies([[0.0, 1.0], [0.0, 1.0]])
+    for _ in range(100):
+        latencies.observe(0, 1, 2.0)
+        latencies.observe(1, 1, 0.5)
+    assert latencies.spread == 0.0

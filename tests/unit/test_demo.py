@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from examples import demo
 from tests.unit.bundle.examples import write
 
 from offramp.bundle import ExitPolicy
-from offramp.tools import demo
 
 
 def test_a_bundle_without_an_active_exit_is_a_failure(
