@@ -1,4 +1,4 @@
-"""The main flow through a model, and the gates that all of it passes through.
+"""The main flow through a model, the gates that all of it passes through, and its operators' cost.
 
 Apparate (3.1) attaches ramps at cut vertices: no edge may start before a ramp and enter the
 model after it. Taken literally a transformer has none, since its attention mask enters every
@@ -60,10 +60,10 @@ def trace(
     *,
     free_shapes: frozenset[int] = frozenset(),
 ) -> Flow:
-    """Follow the main flow and find its gates, in time linear in the size of the graph.
+    """Follow the main flow of a model with one output and find its gates, in linear time.
 
     Args:
-        graph: The model, with one output.
+        graph: The model.
         costs: FLOPs per operator.
         main_inputs: Graph inputs whose data are followed; those not named are side inputs.
         free_shapes: Indices of ``Shape`` operators on inner tensors whose value can be had
@@ -177,13 +177,11 @@ _Shapes: TypeAlias = "Mapping[str, tuple[int, ...]]"
 
 
 def count_flops(proto: onnx.ModelProto, graph: Dataflow) -> tuple[float, ...]:
-    """Count per operator, at batch 1 and :data:`SYMBOLIC_SIZE` for other symbolic sizes.
+    """Count the floating-point operations of each operator, a multiply-add counting as two.
 
-    What depends on no graph input counts nothing: a backend folds it when it loads the model.
-    Operators without multiply-adds count one per element of their outputs.
-
-    Returns:
-        One number per operator, in the order of ``graph.operators``.
+    The batch is 1, and other symbolic sizes are :data:`SYMBOLIC_SIZE`. What depends on no graph
+    input counts nothing: a backend folds it when it loads the model. Operators without
+    multiply-adds count one per element of their outputs.
     """
     two, three = (_numeric_shapes(proto, batch) for batch in (2, 3))
     return tuple(

@@ -64,11 +64,7 @@ def read_model(
     Args:
         path: An ONNX file; external data are looked for beside it.
         answer: Name of the output to keep, where the model has several.
-        simplify: Fold constants and fuse with onnxslim; the result is used only if it computes
-            the same as the original.
-
-    Returns:
-        The model, equal in function to the file as far as the answer is concerned.
+        simplify: Fold constants and fuse with onnxslim, if the result computes the same.
 
     Raises:
         ModelError: The file is missing, is no ONNX model, or has a property that is not

@@ -130,11 +130,7 @@ class ProfileTimer:
     ) -> Profile:
         """Time all exits at work together, and put the profile together.
 
-        Args:
-            times: Of source model and segments.
-            exits_ms: [exits][batch sizes], each exit alone.
-            structure: The model's parts.
-            read: Gives the content of a part's file.
+        ``exits_ms`` is [exits][batch sizes], each exit alone; ``read`` gives the content of a file.
         """
         with self.progress.step("Profile the stages", Effort().least) as advance:
             stages = profile_stages(
@@ -167,7 +163,7 @@ class ProfileTimer:
 
 
 def _empty(exit_: Exit, graph: bytes) -> bytes:
-    """A graph that reads what an exit reads and does next to nothing."""
+    """Make a graph that reads what an exit reads and does next to nothing."""
     model = onnx.load_from_string(graph)
     (read,) = [i for i in model.graph.input if i.name == exit_.inputs[0]]
     tensor = read.type.tensor_type
@@ -198,7 +194,7 @@ def predicted_anew(bundle: Bundle, profile: Profile) -> ExitPolicy:
 
 
 def certify_records(bundle: Bundle) -> ExitRecords:
-    """What a bundle keeps of its certify split."""
+    """Give what a bundle keeps of its certify split."""
     kept = bundle.records()
     rows = kept["split"] == CERTIFY
     return ExitRecords(

@@ -131,14 +131,9 @@ def symbolic_sizes(proto: onnx.ModelProto) -> dict[str, int]:
 def concrete_shapes(
     proto: onnx.ModelProto, sizes: Mapping[str, int]
 ) -> dict[str, tuple[int, ConcreteShape]]:
-    """Infer element types and shapes with numbers in place of the symbols.
+    """Infer element type and shape by tensor name, with numbers in place of the inputs' symbols.
 
-    Args:
-        proto: The model; it is not changed.
-        sizes: A number for each symbol in the shapes of the graph inputs.
-
-    Returns:
-        Element type and shape by tensor name; tensors of unknown type are left out.
+    Tensors of unknown type are left out.
     """
     skeleton = _skeleton(proto)
     for info in skeleton.graph.input:

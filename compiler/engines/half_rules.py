@@ -88,7 +88,7 @@ def halved_operators(
     Args:
         flow: The graph.
         types: Element types of its tensors.
-        constants: Its initializers; only small ones are looked at.
+        constants: Its small initializers.
         opset: Version of the standard operators.
     """
     floats = {name for name, kind in types.items() if kind == FLOAT}

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from typing import TypeAlias
 
 import numpy as np
 import onnx
@@ -39,11 +40,15 @@ _log = logging.getLogger(__name__)
 SUFFIX = "/offramp_fp16"
 """What the name of a tensor's float16 form ends with; no name of a model or an exit does."""
 
+SINGLE = "/offramp_fp32"
+"""What the name of a float16 tensor's float32 form ends with."""
+_UNROUNDED = "/offramp_unrounded"
 _CLIPPED, _AT_LEAST = "/offramp_clipped", "/offramp_at_least"
 _BOUND = "offramp_bound/{:g}"
 
 _LARGEST = float(np.finfo(np.float16).max)
 _ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div", "Where", "Sum"})
+Weights: TypeAlias = dict[str, onnx.TensorProto]
 _SMALL = 16
 """Elements up to which a constant may be an epsilon or a bound."""
 
@@ -54,12 +59,6 @@ def halve(graph: bytes) -> bytes:
     Names and types of the graph's inputs and outputs stay. Constants beyond float16's range are
     clipped, with a warning that names them, as are numbers that count and masks made of them where
     they meet half precision. The same graph gives the same bytes.
-
-    Args:
-        graph: A serialised ONNX model.
-
-    Returns:
-        The serialised model.
     """
     proto = onnx.ModelProto.FromString(graph)
     fold_constants(proto.graph)
@@ -216,13 +215,12 @@ def element_types(proto: onnx.ModelProto) -> dict[str, int]:
     return stated | {name: kind for name, (kind, _) in concrete_shapes(proto, {}).items()}
 
 
-Weights = dict[str, onnx.TensorProto]
-
-
 def fold_normalisations(graph: onnx.GraphProto) -> None:
     """Multiply batch normalisations into the convolutions before them.
 
     That is done where the weights are constant and nothing else reads the convolution's output.
+    Exporters mostly do so themselves. Where one did not, half precision would keep the
+    normalisation in float32 with casts around it, and TensorRT could not fuse the two.
     """
     flow = Dataflow(graph)
     weights = {tensor.name: tensor for tensor in graph.initializer}
@@ -277,30 +275,18 @@ def _folded(conv: Operator, norm: Operator, weights: Weights) -> list[onnx.Tenso
     ]
 
 
-SINGLE = "/offramp_fp32"
-"""What the name of a float16 tensor's float32 form ends with."""
-_UNROUNDED = "/offramp_unrounded"
-
-
 def rounded(graph: bytes) -> bytes:
     """Write the roundings of a graph's float16 operators into it, to be run on a CPU.
 
     ONNX Runtime has few float16 kernels for CPUs. It puts casts around each operator and then
-    removes those that face each other, at every optimisation level: a float16 graph runs in float32
-    with rounded weights, and nothing overflows. Casts that the graph itself has are kept, so they
-    are written into it, behind each operator. That is the arithmetic that the graph states; TensorRT
-    sums in float32 too, and rounds less often where it fuses operators into one kernel.
+    removes those that face each other, at every optimisation level: a float16 graph runs in
+    float32 with rounded weights, and nothing overflows. Casts that the graph itself has are kept,
+    so they are written into it, behind each operator. That is the arithmetic that the graph
+    states; TensorRT sums in float32 too, and rounds less often where it fuses operators.
 
     Operators of other domains, what comes of them with no type that can be known, and operators
     with bodies stay as they are, as do the names and types of the graph's inputs and outputs. A
     graph without float16 stays the same.
-
-    Args:
-        graph: A serialised ONNX model, for instance one that
-            :func:`~offramp.compiler.engines.halving.halve` gave.
-
-    Returns:
-        The serialised model, for ONNX Runtime.
     """
     proto = onnx.ModelProto.FromString(graph)
     types = element_types(proto)

@@ -53,13 +53,7 @@ _Constants = Mapping[str, "NDArray[np.generic]"]
 
 
 def lower(graph: bytes) -> bytes:
-    """Bring a graph to opset 17, with what TensorRT 8.6 wants constant as initializers.
-
-    Args:
-        graph: A serialised ONNX model of any opset.
-
-    Returns:
-        The serialised model, which computes the same.
+    """Bring a model of any opset to opset 17, and make initializers of its constants.
 
     Raises:
         ModelError: An operator means something that opset 17 cannot say.
@@ -200,7 +194,7 @@ _PLAIN = {
 
 
 def folded(model: bytes) -> bytes:
-    """Give a serialised model without ``Constant`` nodes; see :func:`fold_constants`."""
+    """Give a serialised model without ``Constant`` nodes, as :func:`fold_constants` does."""
     proto = onnx.ModelProto.FromString(model)
     fold_constants(proto.graph)
     return serialised(proto)
@@ -208,6 +202,8 @@ def folded(model: bytes) -> bytes:
 
 def fold_constants(graph: onnx.GraphProto) -> None:
     """Turn the ``Constant`` nodes of a graph, and of the bodies in it, into initializers.
+
+    Then there is one kind of constant to look at instead of two.
 
     Those that give a graph output, and those of strings or sparse tensors, stay as they are.
     """

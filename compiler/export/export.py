@@ -33,7 +33,7 @@ _SILENT = SilentProgress()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """What is asked for."""
+    """One run of ``eecompile export``."""
 
     bundle: Path
     data: Path | None
@@ -46,7 +46,7 @@ class ExportOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What was written."""
+    """An exported file: what was written, and how it was verified."""
 
     path: Path
     size_bytes: int
@@ -125,7 +125,7 @@ def make_model(bundle: Bundle, plan: Plan, names: Names, *, with_exits: bool) ->
 
 
 def _metadata(bundle: Bundle, plan: Plan, names: Names, *, with_exits: bool) -> dict[str, str]:
-    """What a file says of itself; values of JSON where they are more than a word."""
+    """Describe the file in its own metadata; values are JSON where they are more than a word."""
     manifest, promise = bundle.manifest, bundle.policy.promise
     exits = [
         {

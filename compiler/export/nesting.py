@@ -30,13 +30,10 @@ _ANSWER, _CONFIDENCE, _EXIT = "answer", "confidence", "exit"
 
 
 def nest(plan: Plan, source: onnx.ModelProto, names: Names, *, with_exits: bool) -> onnx.ModelProto:
-    """Make one model of the stages of a plan.
+    """Make one model of the stages of a plan in ``leave`` mode, with an exit at least.
 
-    Args:
-        plan: In ``leave`` mode, with an exit at least.
-        source: The source model, whose inputs, answer, opset and IR version the model has.
-        names: Of what is added.
-        with_exits: Whether exit index and confidence are outputs too.
+    It has the source model's inputs, answer, opset and IR version; ``with_exits`` adds outputs for
+    exit index and confidence.
     """
     stages = [onnx.load_model_from_string(stage_graph(stage)) for stage in plan.stages]
     graph = _Nesting(plan.stages, stages, source.graph, names, with_exits=with_exits).graph()
@@ -298,7 +295,9 @@ Rename = Callable[[str], str]
 
 
 def rename_graph(graph: onnx.GraphProto, rename: Rename) -> None:
-    """Rename every tensor and node of a graph, in the bodies of its operators too.
+    """Rename every tensor and node of a graph, so that several graphs fit into one namespace.
+
+    The bodies of its operators are renamed too.
 
     ONNX has no shadowing: a name means the same tensor in a graph and in all bodies inside it,
     so that one function serves for all of them.
@@ -334,7 +333,7 @@ _OURS = "offramp_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """The names that exporting adds to those of the model."""
+    """The names that exporting adds to those of the model, chosen so that none clashes."""
 
     exit: str
     """Output, int32 [batch]: index of the exit that answered, -1 at the model's end."""

@@ -28,8 +28,8 @@ Tensors = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
-    """What was said of a batch of b rows."""
+class GivenAnswers:
+    """What a model answered for a batch of b rows, and at which exits."""
 
     answer: NDArray[Any]
     """[b, classes]."""
@@ -41,7 +41,7 @@ class Answers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """What was compared, and what was found."""
+    """What an export was compared on, and what was found."""
 
     samples: int
     largest_difference: float
@@ -63,8 +63,7 @@ def verify(
 
     Args:
         plan: The bundle's, in ``leave`` mode.
-        models: Exported, by what they are called in messages; those that give exits are compared
-            in these too.
+        models: Exported, by what messages call them; if they give exits, these are compared too.
         names: Of the added outputs.
         dataset: The samples.
         tolerance: Allowed difference of answers, relative to the largest of the batch.
@@ -84,7 +83,7 @@ def verify(
         for what, model in exported.items():
             given = model.run(tensors)
             where = f"{what} on samples {rows.start} to {rows.stop - 1}"
-            if isinstance(given, Answers):
+            if isinstance(given, GivenAnswers):
                 _compare_exits(given, wanted, plan, f"{what} on sample", rows.start)
                 given = given.answer
             largest = max(largest, _difference(given, wanted.answer, tolerance, where))
@@ -103,7 +102,7 @@ class _Staged:
         self._slot = self._pipeline.backend.open_slot()
         self._exits = [s.answered_by for s in plan.stages]
 
-    def run(self, tensors: Tensors) -> Answers:
+    def run(self, tensors: Tensors) -> GivenAnswers:
         size = len(next(iter(tensors.values())))
         departures = list(self._pipeline.run(self._slot, tensors))
         first = departures[0].answer
@@ -113,7 +112,7 @@ class _Staged:
             answer[departure.rows] = departure.answer
             exit_[departure.rows] = self._exits[departure.stage]
             confidence[departure.rows] = departure.confidence
-        return Answers(answer=answer, exit=exit_, confidence=confidence)
+        return GivenAnswers(answer=answer, exit=exit_, confidence=confidence)
 
 
 class _Exported:
@@ -138,7 +137,7 @@ class _Exported:
         if self._tells_exits:
             self._outputs += [names.exit, names.confidence]
 
-    def run(self, tensors: Tensors) -> Answers | NDArray[Any]:
+    def run(self, tensors: Tensors) -> GivenAnswers | NDArray[Any]:
         """Give the answers, with their exits if the model tells them."""
         try:
             answer, *rest = self._session.run(self._outputs, tensors)
@@ -146,7 +145,7 @@ class _Exported:
             raise VerificationError(f"the export fails: {error}") from error
         if not self._tells_exits:
             return np.asarray(answer)
-        return Answers(answer=answer, exit=rest[0], confidence=rest[1])
+        return GivenAnswers(answer=answer, exit=rest[0], confidence=rest[1])
 
 
 def _batches(samples: int) -> Iterator[slice]:
@@ -159,7 +158,9 @@ def _batches(samples: int) -> Iterator[slice]:
         start = stop
 
 
-def _compare_exits(given: Answers, wanted: Answers, plan: Plan, where: str, start: int) -> None:
+def _compare_exits(
+    given: GivenAnswers, wanted: GivenAnswers, plan: Plan, where: str, start: int
+) -> None:
     wrong = np.flatnonzero(given.exit != wanted.exit)
     if not wrong.size:
         return
