@@ -23,21 +23,21 @@ from offramp.engine.errors import (
     DeadlineExceededError,
     DrainingError,
     EngineError,
-    InvalidInputError,
+    InvalidRequestError,
+    InvalidTensorsError,
+    ModelNotServedError,
     OptionsError,
     OutOfServiceError,
     QueueFullError,
-    RequestError,
-    UnknownModelError,
 )
 
 logger = logging.getLogger(__name__)
 
 STATUS_CODES: Final[Mapping[type[EngineError], grpc.StatusCode]] = MappingProxyType(
     {
-        UnknownModelError: grpc.StatusCode.NOT_FOUND,
-        InvalidInputError: grpc.StatusCode.INVALID_ARGUMENT,
-        RequestError: grpc.StatusCode.INVALID_ARGUMENT,
+        ModelNotServedError: grpc.StatusCode.NOT_FOUND,
+        InvalidTensorsError: grpc.StatusCode.INVALID_ARGUMENT,
+        InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
         QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
         DeadlineExceededError: grpc.StatusCode.DEADLINE_EXCEEDED,
         DrainingError: grpc.StatusCode.UNAVAILABLE,
