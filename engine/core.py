@@ -20,8 +20,8 @@ from offramp.engine.backends.factory import CPU
 from offramp.engine.control_loop import ControlLoop
 from offramp.engine.errors import (
     BackendError,
+    BadInputError,
     DrainingError,
-    InvalidTensorsError,
     ModelNotServedError,
 )
 from offramp.engine.executor import Executor
@@ -154,7 +154,7 @@ class Engine:
 
         Raises:
             ModelNotServedError: No such model.
-            InvalidTensorsError: A tensor is not what the model takes.
+            BadInputError: A tensor is not what the model takes.
             QueueFullError: No room in the queue.
             DeadlineExceededError: The deadline passed before all samples were computed. Answers
                 that are there are returned, though they may be late.
@@ -238,7 +238,7 @@ class Engine:
             max_samples=options.max_queue_samples,
         )
         if wrong:
-            raise InvalidTensorsError(f"{model}: {wrong}")
+            raise BadInputError(f"{model}: {wrong}")
         now_s = time.monotonic()
         if deadline_s is None:
             deadline_s = float("inf") if options.slo_ms is None else now_s + options.slo_ms / 1e3

@@ -5,7 +5,7 @@
     EngineError
     ├── InvalidRequestError               the caller's: mend the request
     │   ├── ModelNotServedError      no model of that name is served
-    │   └── InvalidTensorsError      a tensor's name, shape, dtype or content is wrong
+    │   └── BadInputError      a tensor's name, shape, dtype or content is wrong
     ├── CapacityError              nobody's: try again later, or send less
     │   ├── QueueFullError         the bounded queue has no room
     │   ├── DeadlineExceededError  the deadline passed before an answer was there
@@ -29,7 +29,7 @@ class ModelNotServedError(InvalidRequestError):
     """No model of that name is served."""
 
 
-class InvalidTensorsError(InvalidRequestError):
+class BadInputError(InvalidRequestError):
     """A tensor's name, shape, dtype or content is not what the model takes."""
 
 

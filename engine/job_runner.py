@@ -282,17 +282,9 @@ class _Child:
         Raises:
             _ChildError: It ended, is too slow, or is something else.
         """
-        said = self._talk(None, _START_S)
+        said = self.ask(None, _START_S)
         if said != READY:
             raise _ChildError(f"{sys.executable} said {said!r:.40}, expected {READY!r}")
-
-    def ask(self, message: bytes, limit_s: float) -> bytes:
-        """Have a message answered.
-
-        Raises:
-            _ChildError: It took longer than ``limit_s`` and was killed, or ended by itself.
-        """
-        return self._talk(message, limit_s)
 
     def kill(self) -> None:
         """End it at once; it has nothing to put in order."""
@@ -310,7 +302,12 @@ class _Child:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_STOP_S)
 
-    def _talk(self, message: bytes | None, limit_s: float) -> bytes:
+    def ask(self, message: bytes | None, limit_s: float) -> bytes:
+        """Have a message answered; ``None`` waits for what the child says first.
+
+        Raises:
+            _ChildError: It took longer than ``limit_s`` and was killed, or ended by itself.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         expired = threading.Event()

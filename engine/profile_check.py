@@ -36,7 +36,7 @@ from offramp.engine.deployment import zeros
 from offramp.engine.options import available_cores
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, make_plan
-from offramp.engine.timing import Effort, Estimate, Timer, disturbances, repeats_of, time_rounds
+from offramp.engine.timing import Effort, Timer, disturbances, repeats_of, time_rounds
 
 _log = logging.getLogger(__name__)
 
@@ -142,14 +142,12 @@ def measure(
     finally:
         slot.close()
     seen = [
-        SeenTimes(batch_size=size, source_ms=r.base().value, stages=tuple(map(_value, r.ratios())))
+        SeenTimes(
+            batch_size=size, source_ms=r.base().value, stages=tuple(e.value for e in r.ratios())
+        )
         for size, r in zip(sizes, found.rounds, strict=True)
     ]
     return seen, disturbances("stages", found.load, found.rounds)
-
-
-def _value(found: Estimate) -> float:
-    return found.value
 
 
 def sizes_within(

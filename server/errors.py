@@ -19,12 +19,12 @@ import grpc.aio
 
 from offramp.engine.errors import (
     BackendError,
+    BadInputError,
     CapacityError,
     DeadlineExceededError,
     DrainingError,
     EngineError,
     InvalidRequestError,
-    InvalidTensorsError,
     ModelNotServedError,
     OptionsError,
     OutOfServiceError,
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 STATUS_CODES: Final[Mapping[type[EngineError], grpc.StatusCode]] = MappingProxyType(
     {
         ModelNotServedError: grpc.StatusCode.NOT_FOUND,
-        InvalidTensorsError: grpc.StatusCode.INVALID_ARGUMENT,
+        BadInputError: grpc.StatusCode.INVALID_ARGUMENT,
         InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
         QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
         DeadlineExceededError: grpc.StatusCode.DEADLINE_EXCEEDED,

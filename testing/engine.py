@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from offramp.bundle import NEVER, ActiveExit, Answer, ExitPolicy, Promise, TensorSpec
 from offramp.engine.control.controller import ControlStatus, Evidence
 from offramp.engine.errors import (
+    BadInputError,
     DeadlineExceededError,
     DrainingError,
-    InvalidTensorsError,
     ModelNotServedError,
 )
 from offramp.engine.plan import Mode
@@ -260,7 +260,7 @@ class FakeEngine:
         if self.failure is not None:
             raise self.failure
         if wrong := check_tensors(info.inputs, inputs):
-            raise InvalidTensorsError(f"{info.name}: {wrong}")
+            raise BadInputError(f"{info.name}: {wrong}")
 
     async def _held(self, samples: int, deadline_s: float | None) -> None:
         if self.hold is None:
@@ -298,8 +298,8 @@ class FakeEngine:
         )
 
     def _statistics(self) -> ModelStatistics:
-        cautious = self.control is not None and self.control.evidence is Evidence.CAUTIOUS
-        threshold = NEVER if cautious else THRESHOLD
+        conservative = self.control is not None and self.control.evidence is Evidence.CAUTIOUS
+        threshold = NEVER if conservative else THRESHOLD
         places = (("exit 0", threshold, self.forced), ("final", 0.0, 0))
         return ModelStatistics(
             mode=self.mode.value,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from offramp.bundle import TensorSpec
-from offramp.engine.errors import InvalidTensorsError, ModelNotServedError
+from offramp.engine.errors import BadInputError, ModelNotServedError
 from offramp.proto.messages import ModelInferRequest
 from offramp.server.requests import InferCall, check_version, read_request
 from offramp.testing.engine import fake_model
@@ -65,7 +65,7 @@ def test_a_priority_as_int64_is_understood() -> None:
     ],
 )
 def test_wrong_parameters_are_named(parameters: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidTensorsError, match=re.escape(message)):
+    with pytest.raises(BadInputError, match=re.escape(message)):
         read(request(**parameters))
 
 
@@ -88,14 +88,14 @@ def test_outputs_keep_the_order_asked_for() -> None:
 def test_outputs_in_another_form_are_refused(parameter: str) -> None:
     asked = request()
     asked.outputs.add(name="logits").parameters[parameter].int64_param = 1
-    with pytest.raises(InvalidTensorsError, match=f"'logits' has the parameter '{parameter}'"):
+    with pytest.raises(BadInputError, match=f"'logits' has the parameter '{parameter}'"):
         read(asked)
 
 
 def test_inputs_in_shared_memory_are_refused() -> None:
     asked = request()
     asked.inputs.add(name="x").parameters["shared_memory_region"].string_param = "r"
-    with pytest.raises(InvalidTensorsError, match="'x' has the parameter 'shared_memory_region'"):
+    with pytest.raises(BadInputError, match="'x' has the parameter 'shared_memory_region'"):
         read(asked)
 
 
