@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from numpy.typing import NDArray
 
-from offramp.engine.errors import InvalidInputError, UnknownModelError
+from offramp.engine.errors import BadInputError, ModelNotServedError
 from offramp.engine.results import ModelInfo
 from offramp.proto.datatypes import TensorError
 from offramp.proto.messages import InferParameter, ModelInferRequest
@@ -52,7 +52,7 @@ def read_request(
         time_remaining_s: What gRPC's deadline leaves; ``None`` without one.
 
     Raises:
-        InvalidInputError: A tensor, an output name or a parameter is wrong.
+        BadInputError: A tensor, an output name or a parameter is wrong.
     """
     return InferCall(
         inputs=_inputs(request),
@@ -66,10 +66,10 @@ def check_version(model: str, version: str) -> None:
     """Refuse any version but ours.
 
     Raises:
-        UnknownModelError
+        ModelNotServedError
     """
     if version not in {"", MODEL_VERSION}:
-        raise UnknownModelError(
+        raise ModelNotServedError(
             f"model {model!r} has no version {version!r}; "
             f"leave the version empty or send {MODEL_VERSION!r}"
         )
@@ -81,14 +81,14 @@ def _inputs(request: ModelInferRequest) -> dict[str, NDArray[Any]]:
     try:
         return decode_tensors(request.inputs, request.raw_input_contents)
     except TensorError as error:
-        raise InvalidInputError(str(error)) from error
+        raise BadInputError(str(error)) from error
 
 
 def _requested_outputs(request: ModelInferRequest, model: ModelInfo) -> tuple[str, ...]:
     known = tuple(tensor.name for tensor in model.outputs)
     for tensor in request.outputs:
         if tensor.name not in known:
-            raise InvalidInputError(
+            raise BadInputError(
                 f"model {model.name!r} has no output {tensor.name!r}; it has {', '.join(known)}"
             )
         refused = ("shared_memory_region", "classification")
@@ -100,7 +100,7 @@ def _refuse(parameters: Mapping[str, InferParameter], what: str, names: Sequence
     """Refuse the parameters that change where or what a tensor is; others are hints."""
     for name in names:
         if name in parameters:
-            raise InvalidInputError(
+            raise BadInputError(
                 f"{what} has the parameter {name!r}, which is not supported; "
                 "tensors travel whole, inside the message"
             )
@@ -128,7 +128,7 @@ def _integer(parameters: Mapping[str, InferParameter], name: str, meaning: str) 
     kind = parameters[name].WhichOneof("parameter_choice") or "empty"
     value = getattr(parameters[name], kind, None)
     if kind not in {"int64_param", "uint64_param"} or not isinstance(value, int) or value < 0:
-        raise InvalidInputError(
+        raise BadInputError(
             f"parameter {name!r} is {value!r} ({kind}); "
             f"expected int64_param or uint64_param, at least 0 ({meaning})"
         )

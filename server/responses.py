@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import TensorSpec
-from offramp.engine.results import AnswerKind, InferResult, ModelInfo, StreamedResult
+from offramp.engine.results import EngineResult, ModelInfo, ResultKind, StreamResult
 from offramp.proto.datatypes import datatype_of
 from offramp.proto.messages import (
     ModelConfig,
@@ -26,7 +26,7 @@ from offramp.server.requests import MODEL_VERSION
 
 
 def write_response(
-    request: ModelInferRequest, result: InferResult, outputs: Sequence[str]
+    request: ModelInferRequest, result: EngineResult, outputs: Sequence[str]
 ) -> ModelInferResponse:
     """The response to ``request``: the named outputs, raw, and where each sample's came from."""
     response = _response_to(request)
@@ -38,7 +38,7 @@ def write_response(
 
 
 def write_streamed(
-    request: ModelInferRequest, result: StreamedResult, outputs: Sequence[str]
+    request: ModelInferRequest, result: StreamResult, outputs: Sequence[str]
 ) -> ModelStreamInferResponse:
     """As :func:`write_response`, of one of the results of a request on a stream.
 
@@ -47,7 +47,7 @@ def write_streamed(
     """
     response = write_response(request, result, outputs)
     response.parameters["offramp_answer"].string_param = result.kind.value
-    _end(response, final=result.kind is not AnswerKind.EARLY)
+    _end(response, final=result.kind is not ResultKind.EARLY)
     if result.corrected.any():
         response.parameters["offramp_corrected"].string_param = _flags(result.corrected)
     return ModelStreamInferResponse(infer_response=response)
@@ -113,7 +113,7 @@ def _end(response: ModelInferResponse, *, final: bool) -> None:
     response.parameters["triton_final_response"].bool_param = final
 
 
-def _write_parameters(response: ModelInferResponse, result: InferResult) -> None:
+def _write_parameters(response: ModelInferResponse, result: EngineResult) -> None:
     """Parameters hold scalars and strings only: what is per sample is joined by commas.
 
     ``offramp_forced``, 0 or 1 a sample, is there only where the promise does not hold for one.

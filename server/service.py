@@ -11,7 +11,7 @@ import grpc.aio
 from google.protobuf.descriptor import MethodDescriptor
 
 from offramp import __version__
-from offramp.engine.errors import UnknownModelError
+from offramp.engine.errors import ModelNotServedError
 from offramp.proto import messages
 from offramp.proto.descriptors import FILE, SERVICE
 from offramp.server.errors import answering_errors
@@ -57,7 +57,7 @@ class InferenceService:
         try:
             check_version(request.name, request.version)
             self._engine.model(request.name)
-        except UnknownModelError:
+        except ModelNotServedError:
             return messages.ModelReadyResponse(ready=False)
         return messages.ModelReadyResponse(ready=self._engine.ready(request.name))
 

@@ -12,7 +12,7 @@ from typing import Final
 import grpc
 
 from offramp.engine.errors import EngineError
-from offramp.engine.results import AnswerKind
+from offramp.engine.results import ResultKind
 from offramp.proto.messages import ModelInferRequest, ModelStreamInferResponse
 from offramp.server.errors import INTERNAL_ERROR, status_code
 from offramp.server.requests import check_version, read_request
@@ -82,7 +82,7 @@ class RequestStream:
         more = False
         async with aclosing(results):  # withdraws the request, should the client leave
             async for result in results:
-                more = result.kind is AnswerKind.EARLY
+                more = result.kind is ResultKind.EARLY
                 await self._send(write_streamed(request, result, call.outputs))
         if more:  # the final answer was lost: nobody shall wait for it
             await self._send(write_end(request))
