@@ -29,9 +29,8 @@ from offramp.compiler.options import CompileOptions
 from offramp.compiler.packing import Draft, make_manifest, pack
 from offramp.compiler.policy import FixedPath, PolicyChoice, record_exits
 from offramp.compiler.profile import ProfileTimer
-from offramp.compiler.progress import Progress, SilentProgress
-from offramp.compiler.segments import verify
-from offramp.compiler.slicing import Sliced, slice_model
+from offramp.compiler.progress import SILENT, Progress
+from offramp.compiler.slicing import Sliced, slice_model, verify
 from offramp.engine.plan import Mode, Plan, plan_stages
 
 _log = logging.getLogger(__name__)
@@ -39,10 +38,8 @@ _log = logging.getLogger(__name__)
 VERIFIED_SAMPLES = 64
 """Calibration samples that chained segments and source must agree on."""
 
-_SILENT = SilentProgress()
 
-
-def compile_model(options: CompileOptions, progress: Progress = _SILENT) -> Bundle:
+def compile_model(options: CompileOptions, progress: Progress = SILENT) -> Bundle:
     """Compile a model into a bundle.
 
     Raises:

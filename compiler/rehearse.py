@@ -29,15 +29,13 @@ from offramp.compiler.errors import CompileError
 from offramp.compiler.options import RehearseOptions
 from offramp.compiler.packing import bundle_name, judged, rewrite
 from offramp.compiler.policy import FixedPath, PolicyChoice, record_exits
-from offramp.compiler.progress import Progress, SilentProgress
+from offramp.compiler.progress import SILENT, Progress
 from offramp.compiler.report import render_report
 
 DEFAULT_BATCH = 32
 """Rows of a rehearsed batch, where they were profiled."""
 DEFAULT_CONFIDENCE_LEVEL = 0.95
 """Of the promise, where the bundle makes none."""
-
-_SILENT = SilentProgress()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +53,7 @@ class Rehearsing:
     """Where the bundle is; ``None`` after a dry run."""
 
 
-def rehearse_bundle(options: RehearseOptions, progress: Progress = _SILENT) -> Rehearsing:
+def rehearse_bundle(options: RehearseOptions, progress: Progress = SILENT) -> Rehearsing:
     """Adapt a bundle to new data, and write it.
 
     Raises:
