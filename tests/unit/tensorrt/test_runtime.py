@@ -98,12 +98,8 @@ def build(
     store = EngineStore.open(bundle.path, there)
     for unit in units_of(bundle, parts):
         graph = graphs.of(unit)
-        profiles = [
-            p.shapes
-            for p in unit_profiles(
-                Dataflow(onnx.load_from_string(graph).graph).inputs, sizes, shapes
-            )
-        ]
+        inputs = Dataflow(onnx.load_from_string(graph).graph).inputs
+        profiles = [p.shapes for p in unit_profiles(inputs, sizes, shapes)]
         parts_hash = parts_digest(bundle.manifest, *unit)
         key = engine_key(there, settings, graph, profiles, parts=parts_hash)
         plan = fake.plan(graph, profiles)
