@@ -14,6 +14,7 @@ from rich.progress import Progress, TaskID
 
 from offramp.bundle import Bundle
 from offramp.client import ModelMetadata
+from offramp.tools.bench.arguments import add_trace_arguments
 from offramp.tools.bench.environment import check_outputs, describe_environment
 from offramp.tools.bench.load.dealing import Share, deal, deal_concurrency, used_samples
 from offramp.tools.bench.load.generator import Load, generate
@@ -37,7 +38,7 @@ from offramp.tools.bench.load.requests import serialise_requests
 from offramp.tools.bench.load.server_check import check_server, input_specs
 from offramp.tools.bench.load.settings import LoadSettings, read_options
 from offramp.tools.bench.load.worker import Task
-from offramp.tools.bench.traces import Trace, add_trace_arguments
+from offramp.tools.bench.traces import Trace
 
 _LEAST_POLL_S: Final = 0.25
 """Between two readings of the metrics: each costs the server some milliseconds."""
