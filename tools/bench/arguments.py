@@ -1,4 +1,4 @@
-"""Command line arguments that several subcommands of ``eebench`` take: numbers and arrival traces."""
+"""Arguments that several subcommands of ``eebench`` take: numbers and arrival traces."""
 
 from __future__ import annotations
 

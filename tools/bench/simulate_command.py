@@ -24,10 +24,15 @@ from offramp.engine.scheduling import (
 from offramp.engine.served_model import scheduler_of
 from offramp.tools.bench.arguments import add_trace_arguments, positive, share, trace_of
 from offramp.tools.bench.dynamics import Run, write_page
-from offramp.tools.bench.environment import check_outputs, describe_environment, write_json
 from offramp.tools.bench.outcomes import Outcomes, hdr_table, summarise, timeline
+from offramp.tools.bench.output import (
+    check_outputs,
+    describe_environment,
+    print_summaries,
+    wide_console,
+    write_json,
+)
 from offramp.tools.bench.simulation import draw_load, model_of, simulate
-from offramp.tools.bench.table import print_summaries, wide_console
 from offramp.tools.bench.traces import Trace
 
 _DESCRIPTION = """\
