@@ -23,7 +23,7 @@ from offramp.compiler.engines.building import (
     target_of,
 )
 from offramp.compiler.engines.options import EngineBuildOptions
-from offramp.compiler.engines.precision import Parts, measure_precision, part_data
+from offramp.compiler.engines.precision import PrecisionData, measure_precision, part_data
 from offramp.compiler.engines.profiles import ModelShapes, profile_notes, profile_sizes
 from offramp.compiler.engines.units import UnitGraphs, ranges_of, units_of
 from offramp.compiler.errors import EngineOptionsError, EnginesUnavailableError
@@ -62,14 +62,14 @@ class BuildOptions:
 
 class _Data(NamedTuple):
     dataset: Dataset | None = None
-    parts: Parts | None = None
+    parts: PrecisionData | None = None
     """Of the data set, where the precision is judged."""
     ranges: Ranges | None = None
     """For int8."""
 
 
 class Reports(NamedTuple):
-    """Where a build tells what it does."""
+    """Where a build reports its progress, and says what it does."""
 
     progress: Progress = SilentProgress()
     say: Callable[[str], None] = lambda _: None
@@ -81,7 +81,7 @@ _SILENT = Reports()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Building:
-    """What came of it."""
+    """The engines of a bundle as they were planned, and built."""
 
     bundle: Bundle
     target: EngineTarget
@@ -178,7 +178,7 @@ def _builder(options: BuildOptions, reports: Reports) -> Iterator[EngineBuilder 
 
 
 def _target(bundle: Bundle, builder: EngineBuilder | None, options: BuildOptions) -> EngineTarget:
-    """This machine's; where nothing is known of it, the one that the bundle has engines for."""
+    """Find what is built for: this machine, or else what the bundle has engines for."""
     precision = options.engines.precision
     if builder is not None:
         return target_of(builder, options.engines)

@@ -137,17 +137,9 @@ def build_exit(
     """Build an exit: pooling, trained head, the source model's post-processing, confidence.
 
     The largest probability is computed in the graph too: a few operators there cost a tenth of as
-    many calls of numpy between two stages.
-
-    Args:
-        cut: What it reads.
-        head: Its kind.
-        weights: What :mod:`offramp.calibration.training` gave for it.
-        answer: The source model's; the exit's has its form and number of classes.
-        prefix: Of all names; the answer is named ``{prefix}{answer.output}``.
-        answer_dtype: numpy's name of the answer's element type.
-        opset: The source model's.
-        ir_version: The source model's.
+    many calls of numpy between two stages. The answer, in the source model's form, is named
+    ``{prefix}{answer.output}``; opset and IR version are the source model's, ``answer_dtype`` is
+    numpy's name of the answer's element type.
     """
     part = PartBuilder(prefix, opset, ir_version)
     tensor = _as_float32(part, cut)
@@ -262,7 +254,7 @@ def _masked_mean(part: PartBuilder, tokens: str, keep: str | None) -> str:
 def attach_poolings(
     model: SourceModel, segments: Sequence[bytes], cuts: Sequence[CutTensor]
 ) -> tuple[bytes, tuple[Mapping[int, str], ...]]:
-    """Join segments and poolings into one graph.
+    """Join segments and poolings into one graph: what features are recorded with.
 
     Returns:
         The model, whose first output is the answer, and per candidate the names of its outputs

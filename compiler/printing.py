@@ -74,7 +74,7 @@ def _brought(bundle: Bundle, promise: Promise) -> Iterator[str]:
         return
     at = measured.nearest(bundle.manifest.calibration.reference_batch_size)
     saved = predicted_savings(bundle, profile, at.batch_size)
-    judged = words.Judged(measured=measured, at=at, predicted_savings=saved, profile=profile)
+    judged = words.SavingsCheck(measured=measured, at=at, predicted_savings=saved, profile=profile)
     yield words.measured_ratios(measured)
     yield judged.describe()
     if judged.difference:

@@ -69,15 +69,12 @@ _DENSITY = 1.5
 def choose_candidates(
     analysis: CutAnalysis, *, limit: int = DEFAULT_LIMIT, exits: Sequence[str | int] | None = None
 ) -> tuple[CutPoint, ...]:
-    """Choose the cut points to build exits at.
+    """Choose the cut points to build exits at, in the order of the data flow, at least one.
 
     Args:
         analysis: The model's cut points.
         limit: At most so many are kept, spread over the cost (PAME 5.2).
         exits: The user's own list, of tensor names or indices; it wins over ``limit``.
-
-    Returns:
-        The candidates in the order of the data flow, at least one.
 
     Raises:
         NoCutPointError: The model has no cut point.

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy, Manifest, Profile
-from offramp.certify.decision import NEVER
+from offramp.certify.decision import MODEL_END, NEVER
 from offramp.engine.backends.base import Backend, Stage
 from offramp.engine.options import ModelOptions
 from offramp.engine.pipeline import Pipeline
@@ -172,10 +172,10 @@ def points_of(
         overhead_s: What each stage costs beyond its graph.
     """
     spans = [
-        Span(first_segment=first, last_segment=last, exit=fused)
+        Span(first_segment=first, last_segment=last, exit=MODEL_END if fused is None else fused)
         for first, last, fused in (s.unit for s in plan.stages)
     ]
-    answering = [(s.index, s.unit[-1], s.threshold) for s in plan.stages if s.answer is not None]
+    answering = [(s.index, s.answered_by, s.threshold) for s in plan.stages if s.answer is not None]
     seconds = stage_seconds(profile, spans, options.max_batch_size, overhead_s=overhead_s)
     shares = going_on(answering, records, len(plan.stages))
     if plan.mode is Mode.RELEASE:

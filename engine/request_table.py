@@ -312,6 +312,10 @@ class RequestTable:
             self._completions.add(request.followup, request)
         return list(requests)
 
+    def deliver(self) -> None:
+        """Have the event loop resolve the futures of completed requests."""
+        self._completions.wake()
+
     def _fail(self, request: Request, error: EngineError) -> None:
         """Tell a request's caller why there will be no answer; the first reason counts."""
         if request.error is None:

@@ -10,6 +10,7 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
+from offramp.certify.decision import NEVER, leaves
 from offramp.compiler.report import numbers, svg
 from offramp.compiler.report.figures import FloatArray, PolicyFigures, savings_curve, thin
 from offramp.compiler.report.svg import Scale, Tick
@@ -207,13 +208,9 @@ def exit_curves(found: PolicyFigures) -> list[ExitCurves]:
 def coverage(
     confidence: NDArray[np.float32], agrees: NDArray[np.bool_]
 ) -> tuple[FloatArray, FloatArray]:
-    """Agreement among those that leave, as the threshold falls.
+    """Compute the agreement among those that leave, as an exit's threshold falls.
 
     Samples of one confidence leave together. Fewer than 20 are too few to draw.
-
-    Args:
-        confidence: float32[samples].
-        agrees: bool[samples].
 
     Returns:
         float64[points] each: share that leaves, rising to 1, and agreement among them.
@@ -265,11 +262,11 @@ def _agreement(
 
 
 def _operating_point(found: PolicyFigures, index: int, x: Scale, y: Scale) -> Markup:
-    threshold = found.thresholds.get(index)
-    leaves = found.certify.confidence[index] >= (2.0 if threshold is None else threshold)
-    if threshold is None or not leaves.any():
+    threshold = found.thresholds.get(index, NEVER)
+    left = leaves(found.certify.confidence[index], np.float32(threshold))
+    if not left.any():
         return Markup("")
-    share, agreement = float(leaves.mean()), float(found.certify.agrees[index][leaves].mean())
+    share, agreement = float(left.mean()), float(found.certify.agrees[index][left].mean())
     title = (
         f"threshold {numbers.threshold(threshold)}: {numbers.percent(share)} would leave, "
         f"{numbers.percent(agreement, 2)} of them agree"

@@ -29,20 +29,14 @@ def render_report(
 ) -> str:
     """Render the bundle's ``report.html``: one page that needs nothing beside it.
 
-    Args:
-        manifest: What was built.
-        policy: What ships.
-        profile: Times of the parts, on the device that the savings were predicted for.
-        certify: What the exits say on the certify split.
-        rehearsed: How the exits in use were chosen, if by a rehearsal.
-        limit: What kept all exits out of use, if it is known.
-        measured: What the policy brings, if it was measured.
+    ``profile`` is of the device that the savings were predicted for; ``rehearsed`` says how the
+    exits in use were chosen, if by a rehearsal, and ``limit`` what kept all out of use.
 
     Raises:
         ValueError: The parts do not belong together.
     """
     found = PolicyFigures.of(manifest, policy, profile, certify)
-    judged = None if measured is None else words.Judged.of(found, measured)
+    judged = None if measured is None else words.SavingsCheck.of(found, measured)
     page = _template().render(
         found=found,
         manifest=manifest,
