@@ -1,4 +1,9 @@
-"""x"""
+"""From tensors on the wire to numpy arrays, and back.
+
+Elements travel in one of two forms. *Raw*, the form that every serious client uses, is the array's
+memory, little endian and row by row, and is viewed without a copy. *Typed* contents are a
+protobuf field per datatype, slow and readable, for clients that write JSON by hand.
+"""
 
 from __future__ import annotations
 

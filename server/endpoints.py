@@ -1,4 +1,4 @@
-"""The two ports of a server: gRPC with inference, health and reflection; HTTP with status page, probes and metrics."""
+"""The two ports of a server: gRPC for inference, health and reflection; HTTP for its pages."""
 
 from __future__ import annotations
 

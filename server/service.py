@@ -1,4 +1,4 @@
-"""The gRPC service ModelInfer, ModelStreamInfer and their siblings over an engine."""
+"""The service ``inference.GRPCInferenceService`` over an engine."""
 
 from __future__ import annotations
 

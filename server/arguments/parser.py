@@ -1,4 +1,4 @@
-"""The command line of eeserve, joined with the configuration file that it may name."""
+"""The command line of ``eeserve``, joined with the configuration file that it may name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of eeserve that a configuration file may set too: control, execution, scheduling."""
+"""Options of ``eeserve`` that a configuration file may set too: the engine's own options."""
 
 from __future__ import annotations
 

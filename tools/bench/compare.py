@@ -1,4 +1,13 @@
-"""x"""
+"""Compare a bundle with its source model, batch by batch, in one process.
+
+Every batch is run by all systems before the next one, in rotating order, so that what else the
+machine does hits them alike. The source model (``source.onnx``: the given model, simplified) runs
+where the bundle runs, or the comparison would be one of devices: on the CPU as a user would run it
+without Offramp, a plain session with as many threads; on a GPU as one stage of the same backend,
+which with TensorRT is one engine. A sample's latency runs from the start of its batch to the moment
+its own answer is there. Times are medians over rounds, each on its own part of the data; shares are
+over all of it.
+"""
 
 from __future__ import annotations
 

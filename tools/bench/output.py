@@ -1,4 +1,4 @@
-"""x"""
+"""What ``eebench`` writes: tables, JSON documents, and the environment of a measurement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""x"""
+"""What a load is made of: the served model, samples, and the source model's answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""x"""
+"""What a load generator notes of each request, and the outcomes that are made of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""x"""
+"""What each process of a load sends and when, and its requests as bytes, made beforehand."""
 
 from __future__ import annotations
 
