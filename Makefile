@@ -5,8 +5,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CONSTRAINTS ?= constraints.txt
 PROCESSES ?= 2
-# A file's tests stay together: they share what its fixtures make.
-IN_PROCESSES := --numprocesses=$(PROCESSES) --dist=loadfile
+# The tests of a file stay together, as they share its fixtures; what is slow comes first.
+IN_PROCESSES := --numprocesses=$(PROCESSES) --dist=loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-all lint typecheck format bench clean
 

@@ -31,10 +31,11 @@ from offramp.bundle.bundle import CERTIFY, TUNE
 from offramp.calibration.estimates import backbone_of, heads_of, sets_of_exits, stages_of
 from offramp.calibration.selection import Candidates, certified_policy
 from offramp.certify.agreement import tuning_path
-from offramp.certify.records import first_exit, savings_of
+from offramp.certify.decision import count_answers, first_exit
+from offramp.certify.records import savings_of
 from offramp.engine.control.costs import CostModel
 from offramp.engine.timing import Rounds, repeats_of
-from offramp.tools.bench.environment import check_outputs, describe_environment, write_json
+from offramp.tools.bench.output import check_outputs, describe_environment, write_json
 
 FloatArray = NDArray[np.float64]
 Draw = Callable[[np.random.Generator, FloatArray], FloatArray]
@@ -160,7 +161,7 @@ class Case:
         kept = [a.exit for a in policy.active]
         thresholds = np.array([a.threshold for a in policy.active])
         first = first_exit(certify[0][kept], thresholds) if kept else np.zeros(1, np.int64)
-        return Shipped(exits=tuple(kept), counts=np.bincount(first, minlength=len(kept) + 1))
+        return Shipped(exits=tuple(kept), counts=count_answers(first, len(kept)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

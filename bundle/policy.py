@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-NEVER = 2.0
-"""A threshold that no confidence reaches."""
+from offramp.certify.decision import NEVER
+
+__all__ = ["NEVER", "ActiveExit", "ExitPolicy", "Promise"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,11 +27,11 @@ from offramp.calibration.paired import (
     never_exiting,
 )
 from offramp.calibration.records import ExitRecords
-from offramp.certify.records import first_exit
+from offramp.certify.decision import MODEL_END, first_exit
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Plan
-from offramp.engine.timing import Estimate, Load, Rounds, disturbances
+from offramp.engine.timing import Estimate, MachineLoad, Rounds, disturbances
 
 MEASURED_BATCH_SIZES = (1, 16)
 Clock = Callable[[], float]
@@ -118,7 +118,8 @@ def stages_of_samples(policy: ExitPolicy, records: ExitRecords) -> NDArray[np.in
     """Which of the policy's stages answers each sample of some records: int64[samples]."""
     active = [a for a in policy.active if a.threshold < NEVER]
     thresholds = np.array([a.threshold for a in active])
-    return first_exit(records.confidence[[a.exit for a in active]], thresholds)
+    first = first_exit(records.confidence[[a.exit for a in active]], thresholds)
+    return np.where(first == MODEL_END, len(active), first)
 
 
 def measure_runners(
@@ -150,7 +151,7 @@ def measure_runners(
         source, bundle = (np.concatenate(s.prediction) for s in systems[:2])
         agrees.append(source == bundle)
         progress(1)
-    load = Load(wall_s=clock() - started_s, own_cpu_s=cpu_clock() - started_cpu_s)
+    load = MachineLoad(wall_s=clock() - started_s, own_cpu_s=cpu_clock() - started_cpu_s)
     return Measured(
         device="cpu",
         threads=threads,

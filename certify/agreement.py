@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from offramp.bundle.policy import NEVER
-from offramp.certify.records import BoolArray, ConfidenceArray, FloatArray, check_confidence
+from offramp.certify.decision import NEVER, BoolArray, ConfidenceArray, FloatArray
+from offramp.certify.records import check_confidence
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -28,7 +28,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from offramp.certify.records import FloatArray
+from offramp.certify.decision import FloatArray
 
 Losses: TypeAlias = Sequence[tuple[float, FloatArray | int]]
 """Losses above 0 in a chunk: a value, and how many samples have it, [hypotheses] or a number."""

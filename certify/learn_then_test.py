@@ -38,7 +38,7 @@ from offramp.certify.binomial import (
 from offramp.certify.path import walk
 
 if TYPE_CHECKING:
-    from offramp.certify.records import BoolArray, ConfidenceArray, FloatArray
+    from offramp.certify.decision import BoolArray, ConfidenceArray, FloatArray
 
 __all__ = [
     "AgreementCurve",

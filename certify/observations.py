@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.certify.records import BoolArray, Float32Array, FloatArray, IntArray
+from offramp.certify.decision import MODEL_END, BoolArray, Float32Array, FloatArray, IntArray
 
 UNKNOWN = -1
 """In place of a prediction that nobody made."""
@@ -27,7 +27,7 @@ class Observations:
     prediction: NDArray[np.int32]
     """int32[K, n]: the exit's answer; :data:`UNKNOWN` where ``confidence`` is NaN."""
     answered_at: IntArray
-    """int64[n]: the exit that answered; K is the model's end."""
+    """int64[n]: the exit that answered; :data:`MODEL_END` if none did."""
     final: NDArray[np.int32]
     """int32[n]: the source model's answer; :data:`UNKNOWN` where the sample left for good."""
     audit_probability: FloatArray
@@ -63,7 +63,7 @@ class Observations:
     @property
     def early(self) -> BoolArray:
         """bool[n]: answered by an exit."""
-        return self.answered_at < self.exits
+        return self.answered_at != MODEL_END
 
     @property
     def complete(self) -> BoolArray:

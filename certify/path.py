@@ -11,16 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offramp.bundle.policy import NEVER
-from offramp.certify.records import (
-    BoolArray,
-    ConfidenceArray,
-    FloatArray,
-    IntArray,
-    Records,
-    check_confidence,
-    savings_of,
-)
+from offramp.certify.decision import NEVER, BoolArray, ConfidenceArray, FloatArray, IntArray
+from offramp.certify.records import Records, check_confidence, savings_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -7,16 +7,19 @@ tried without running anything again (Apparate 3.2, "Evaluating threshold config
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-Float32Array: TypeAlias = NDArray[np.float32]
-ConfidenceArray: TypeAlias = NDArray[np.floating[Any]]
-FloatArray: TypeAlias = NDArray[np.float64]
-BoolArray: TypeAlias = NDArray[np.bool_]
-IntArray: TypeAlias = NDArray[np.int64]
+from offramp.certify.decision import (
+    BoolArray,
+    ConfidenceArray,
+    Float32Array,
+    FloatArray,
+    IntArray,
+    count_answers,
+    first_exit,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -95,7 +98,7 @@ def evaluate(
     exits, samples = confidence.shape
     latency = check_latency(latency_ms, exits=exits)
     first = first_exit(confidence, thresholds)
-    counts = np.bincount(first, minlength=exits + 1)
+    counts = count_answers(first, exits)
     errors = int(np.count_nonzero(~final_agrees(agrees)[first, np.arange(samples)]))
     return outcome(counts, errors, latency, vanilla_ms=vanilla_ms)
 
@@ -120,18 +123,6 @@ def savings_of(
     vanilla = check_vanilla(vanilla_ms, latency_ms)
     mean_ms = (counts * latency_ms).sum(axis=-1) / counts.sum(axis=-1)
     return np.asarray((vanilla - mean_ms) / vanilla, dtype=np.float64)
-
-
-def first_exit(confidence: ConfidenceArray, thresholds: FloatArray) -> IntArray:
-    """Index of the first exit that answers each sample, int64[samples]; ``exits`` if none."""
-    exits, samples = confidence.shape
-    thresholds = np.asarray(thresholds, dtype=np.float64)
-    if thresholds.shape != (exits,) or np.isnan(thresholds).any():
-        raise ValueError(f"thresholds must be {exits} numbers without NaN, got {thresholds}")
-    leaves = np.ones((exits + 1, samples), dtype=np.bool_)
-    np.greater_equal(confidence, thresholds[:, None], out=leaves[:-1])
-    first: IntArray = leaves.argmax(axis=0)
-    return first
 
 
 def final_agrees(agrees: BoolArray) -> BoolArray:

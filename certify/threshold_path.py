@@ -37,9 +37,9 @@ from typing import Any
 import numpy as np
 
 from offramp.certify.betting import Wealth
+from offramp.certify.decision import BoolArray, Float32Array, FloatArray, IntArray
 from offramp.certify.observations import Observations
 from offramp.certify.path import check_path
-from offramp.certify.records import BoolArray, Float32Array, FloatArray, IntArray
 from offramp.certify.window import Weighted
 
 

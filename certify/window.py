@@ -7,14 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from offramp.certify.decision import BoolArray, Float32Array, FloatArray, first_exit
 from offramp.certify.observations import Observations
-from offramp.certify.records import (
-    BoolArray,
-    Float32Array,
-    FloatArray,
-    final_agrees,
-    first_exit,
-)
+from offramp.certify.records import final_agrees
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -4,29 +4,42 @@ from __future__ import annotations
 
 import logging
 
-from offramp.bundle import Bundle, write_bundle
+import numpy as np
+
+from offramp.bundle import Bundle, ExitPolicy, Measured, write_bundle
 from offramp.bundle.bundle import check_target
-from offramp.calibration.dataset import read_dataset, split
+from offramp.calibration.dataset import Dataset, Parts, read_dataset, split
 from offramp.calibration.errors import DataError
-from offramp.calibration.rehearsal.result import Rehearsed
+from offramp.calibration.limits import (
+    Asked,
+    Limit,
+    limit_of_certificate,
+    limit_of_choice,
+    limit_of_heads,
+    limit_of_rehearsal,
+)
+from offramp.calibration.measuring import MEASURED_BATCH_SIZES, measure_policy, stages_of_samples
+from offramp.calibration.profiling import BATCH_SIZES
+from offramp.calibration.records import ExitRecords
+from offramp.calibration.rehearsal.result import RehearsalSettings, Rehearsed
 from offramp.certify.learn_then_test import samples_needed
-from offramp.compiler.compilation import Compilation
+from offramp.compiler.exits import FoundExits, find_exits, time_exits
 from offramp.compiler.model import read_model
 from offramp.compiler.options import CompileOptions
-from offramp.compiler.packing import draft, make_manifest, pack
-from offramp.compiler.progress import Progress, SilentProgress
-from offramp.compiler.segments import verify
-from offramp.compiler.slicing import slice_model
+from offramp.compiler.packing import Draft, make_manifest, pack
+from offramp.compiler.policy import FixedPath, PolicyChoice, record_exits
+from offramp.compiler.profile import ProfileTimer
+from offramp.compiler.progress import SILENT, Progress
+from offramp.compiler.slicing import Sliced, slice_model, verify
+from offramp.engine.plan import Mode, Plan, plan_stages
 
 _log = logging.getLogger(__name__)
 
 VERIFIED_SAMPLES = 64
 """Calibration samples that chained segments and source must agree on."""
 
-_SILENT = SilentProgress()
 
-
-def compile_model(options: CompileOptions, progress: Progress = _SILENT) -> Bundle:
+def compile_model(options: CompileOptions, progress: Progress = SILENT) -> Bundle:
     """Compile a model into a bundle.
 
     Raises:
@@ -44,34 +57,47 @@ def compile_model(options: CompileOptions, progress: Progress = _SILENT) -> Bund
         seed=options.seed,
     )
     sliced = slice_model(model, options)
-    try:
-        with progress.step("Slice and verify", 1):
-            samples = parts.train.take(slice(VERIFIED_SAMPLES))
-            verify(
-                model,
-                sliced.segments,
-                samples,
-                tolerance=options.tolerance,
-                batch_sizes=(1, 7, VERIFIED_SAMPLES),
-            )
-    except RuntimeError as error:
-        raise DataError(f"{options.data}: the model fails on the first samples: {error}") from error
+    with progress.step("Slice and verify", 1):
+        _verify(sliced, parts, options)
 
-    compilation = Compilation(sliced, parts, options, progress)
-    times = compilation.measure_times()
-    found = compilation.find_exits(times)
-    exits = found.exits
-    structure, files = draft(sliced, exits)
-    profile = compilation.profile(exits, times, structure, files)
-    tune = compilation.record_answers("Tune the exits", exits, parts.tune)
-    path = compilation.fix_path(exits, tune, profile)
-    certify = compilation.record_answers("Certify the policy", exits, parts.certify)
-    policy = compilation.certify(path, certify)
-    rehearsed = compilation.forecast(path, policy, certify, profile)
-    measured = compilation.measure(policy, certify, structure, files)
+    timer = _timer(sliced, parts, options, progress)
+    times = timer.backbone()
+    found = find_exits(sliced, parts, options, times, samples=timer.samples, progress=progress)
+    built = Draft.of(sliced, found.exits)
+    exits_ms = time_exits(
+        sliced, found.exits, timer.samples, threads=options.threads, batch_sizes=times.batch_sizes
+    )
+    profile = timer.finish(times, exits_ms, built, built.read)
+    choice = PolicyChoice(
+        structure=built,
+        profile=profile,
+        max_disagreement=options.max_disagreement,
+        confidence_level=options.confidence,
+        batch_size=options.reference_batch_size,
+        seed=options.seed,
+    )
+    tune = record_exits(built, built.read, parts.tune, "Tune the exits", progress)
+    path = _fix_path(choice, tune, options)
+    certify = record_exits(built, built.read, parts.certify, "Certify the policy", progress)
+    policy = choice.certify(path, certify)
+    rehearsed = None
+    if path.rehearsal is not None:
+        shipped = choice.forecast(policy, certify, path.rehearsal.settings)
+        rehearsed = Rehearsed(
+            rehearsal=path.rehearsal, shipped=shipped, data_sha256=parts.train.sha256
+        )
+    measured = _measure(
+        policy,
+        certify,
+        sliced=sliced,
+        built=built,
+        dataset=parts.certify,
+        threads=options.threads,
+        progress=progress,
+    )
     limit = None
     if not policy.active:
-        limit = compilation.limit(found, path, profile=profile, tune=tune, certify=certify)
+        limit = _limit(choice, found, path, options, tune=tune, certify=certify)
         _log.warning(
             "NO EXIT IS ACTIVE, the bundle will serve the unmodified model: %s.", limit.message
         )
@@ -79,12 +105,12 @@ def compile_model(options: CompileOptions, progress: Progress = _SILENT) -> Bund
         _log.warning("The machine was disturbed while it was measured: %s.", note)
     warn_of_violations(rehearsed)
 
-    manifest = make_manifest(sliced, structure, certify, parts, options)
+    manifest = make_manifest(sliced, built, certify, parts, options)
     content = pack(
         manifest,
         policy,
         sliced,
-        files,
+        built,
         profile=profile,
         tune=tune,
         certify=certify,
@@ -93,6 +119,46 @@ def compile_model(options: CompileOptions, progress: Progress = _SILENT) -> Bund
         measured=measured,
     )
     return write_bundle(options.output, manifest, policy, content, overwrite=options.overwrite)
+
+
+def _fix_path(choice: PolicyChoice, tune: ExitRecords, options: CompileOptions) -> FixedPath:
+    """Choose the exits in use and the path of their thresholds."""
+    if options.selection == "pame" and choice.structure.exits:
+        settings = RehearsalSettings(
+            batch_size=options.rehearsal_batch,
+            max_disagreement=options.max_disagreement,
+            max_violations=options.max_violations,
+        )
+        return choice.by_rehearsal(tune, settings)
+    return choice.by_savings(tune, options.max_overhead)
+
+
+def _limit(
+    choice: PolicyChoice,
+    found: FoundExits,
+    path: FixedPath,
+    options: CompileOptions,
+    *,
+    tune: ExitRecords,
+    certify: ExitRecords,
+) -> Limit:
+    """Find what kept all exits out of use, where no policy was certified."""
+    profile = choice.profile
+    asked = Asked(
+        max_disagreement=options.max_disagreement,
+        confidence=options.confidence,
+        max_overhead=options.max_overhead,
+        batch_size=options.reference_batch_size,
+    )
+    if not found.exits:
+        return limit_of_heads(
+            found.best, profile.source_ms[profile.column(asked.batch_size)], asked
+        )
+    if not path.active and options.selection == "pame":
+        return limit_of_rehearsal(options.max_violations)
+    if not path.active:
+        return limit_of_choice(tune, {n: choice.cost(n) for n in profile.batch_sizes}, asked)
+    return limit_of_certificate(path.active, path.thresholds, certify, asked)
 
 
 def warn_of_violations(rehearsed: Rehearsed | None) -> None:
@@ -108,4 +174,62 @@ def warn_of_violations(rehearsed: Rehearsed | None) -> None:
             "--max-disagreement.",
             100 * late,
             100 * tolerated,
+        )
+
+
+def _verify(sliced: Sliced, parts: Parts, options: CompileOptions) -> None:
+    """Compare chained segments and source model on the first samples."""
+    try:
+        verify(
+            sliced.model,
+            sliced.segments,
+            parts.train.take(slice(VERIFIED_SAMPLES)),
+            tolerance=options.tolerance,
+            batch_sizes=(1, 7, VERIFIED_SAMPLES),
+        )
+    except RuntimeError as error:
+        raise DataError(f"{options.data}: the model fails on the first samples: {error}") from error
+
+
+def _timer(
+    sliced: Sliced, parts: Parts, options: CompileOptions, progress: Progress
+) -> ProfileTimer:
+    """Time on the training part, which is repeated if it is too short for a batch."""
+    train = parts.train
+    sizes = {*BATCH_SIZES, options.reference_batch_size}
+    if options.selection == "pame":
+        sizes.add(options.rehearsal_batch)
+    return ProfileTimer(
+        source=sliced.model.proto.SerializeToString(),
+        segments=sliced.graphs,
+        samples=lambda size: train.take(np.arange(size) % len(train)),
+        threads=options.threads,
+        batch_sizes=sorted(sizes),
+        progress=progress,
+    )
+
+
+def _measure(
+    policy: ExitPolicy,
+    certify: ExitRecords,
+    *,
+    sliced: Sliced,
+    built: Draft,
+    dataset: Dataset,
+    threads: int,
+    progress: Progress,
+) -> Measured | None:
+    """Measure what the policy brings on the certify split; ``None`` if no exit is in use."""
+    if not policy.active:
+        return None
+    stages = plan_stages(built, built.read, policy.active)
+    with progress.step("Measure the policy", len(MEASURED_BATCH_SIZES)) as advance:
+        return measure_policy(
+            sliced.model.proto.SerializeToString(),
+            Plan(stages=stages, policy_version=policy.version, mode=Mode.LEAVE),
+            dataset,
+            stages_of_samples(policy, certify),
+            answer=sliced.model.answer,
+            threads=threads,
+            progress=advance,
         )

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import AnswerForm
+from offramp.certify.decision import leaves
 
 _ZERO = np.float32(0)
 """``fmax`` with it takes the place of NaN."""
@@ -53,7 +54,7 @@ def confidence_of(answer: NDArray[Any], form: AnswerForm) -> NDArray[np.float32]
 
 def exits(confidence: NDArray[np.float32], threshold: float) -> NDArray[np.bool_]:
     """Which samples exit; compared in float32, as the kernels do."""
-    return confidence >= np.float32(threshold)
+    return leaves(confidence, np.float32(threshold))
 
 
 def highest_at(maps: NDArray[Any], threshold: float, *, highest: int) -> NDArray[np.int32]:

@@ -37,8 +37,8 @@ from offramp.calibration.rehearsal.result import (
     Step,
 )
 from offramp.certify.agreement import tuning_path
+from offramp.certify.decision import FloatArray
 from offramp.certify.path import walk
-from offramp.certify.records import FloatArray
 from offramp.engine.control.published.thresholds import count_allowed
 from offramp.engine.control.published.two_stage import StageTimes
 

@@ -8,13 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from offramp.bundle import NEVER, ActiveExit
-from offramp.certify.records import (
-    BoolArray,
-    ConfidenceArray,
-    Float32Array,
-    IntArray,
-    check_confidence,
-)
+from offramp.certify.decision import BoolArray, ConfidenceArray, Float32Array, IntArray, leaves
+from offramp.certify.records import check_confidence
 from offramp.engine.control.published.two_stage import StageTimes, is_late
 
 
@@ -110,7 +105,7 @@ class Position:
 
     def behind(self, load: Load, exit_: int, threshold: float, rows: int) -> Position:
         """The position behind one more exit, which lets ``rows`` rows on at most."""
-        leaving = self.waiting & (load.confidence[exit_] >= threshold)
+        leaving = self.waiting & leaves(load.confidence[exit_], np.float64(threshold))
         return Position(
             active=(*self.active, ActiveExit(exit=exit_, threshold=threshold)),
             rows=rows,

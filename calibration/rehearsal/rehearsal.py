@@ -42,7 +42,7 @@ from offramp.calibration.rehearsal.result import (
     Step,
     Verdict,
 )
-from offramp.certify.records import FloatArray, IntArray
+from offramp.certify.decision import FloatArray, IntArray
 from offramp.engine.control.published.thresholds import count_allowed
 from offramp.engine.control.published.two_stage import StageTimes, TimeMatrix
 

@@ -34,7 +34,7 @@ from itertools import pairwise
 import numpy as np
 
 from offramp.bundle.policy import NEVER
-from offramp.certify.records import Float32Array, FloatArray
+from offramp.certify.decision import Float32Array, FloatArray
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.utility import Utilities, measure_utilities, upper_bound_ms
 

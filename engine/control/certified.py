@@ -27,8 +27,8 @@ from offramp.bundle.bundle import TUNE
 from offramp.bundle.policy import NEVER
 from offramp.certify.agreement import AgreementCurve, fit_curves
 from offramp.certify.betting import UpperBound
+from offramp.certify.decision import FloatArray
 from offramp.certify.observations import Observations
-from offramp.certify.records import FloatArray
 from offramp.certify.threshold_path import ThresholdPath, alpha_of
 from offramp.certify.window import Weighted, Window
 from offramp.engine.control.candidate_test import Trials

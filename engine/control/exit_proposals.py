@@ -17,8 +17,8 @@ from typing import Final
 import numpy as np
 
 from offramp.bundle import NEVER
+from offramp.certify.decision import Float32Array, FloatArray, IntArray
 from offramp.certify.observations import Observations
-from offramp.certify.records import Float32Array, FloatArray, IntArray
 from offramp.certify.window import Window
 from offramp.engine.control.adjustment import adjust
 from offramp.engine.control.costs import CostModel

@@ -6,11 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-
 from offramp.certify.betting import UpperBound
+from offramp.certify.decision import FloatArray, count_answers
 from offramp.certify.observations import Observations
-from offramp.certify.records import FloatArray
 from offramp.engine.control.audit import AuditRate, AuditSettings
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.settings import CertifiedSettings
@@ -60,7 +58,7 @@ class Standing:
         self.served += len(seen)
         self.bound.add(loss, largest=1 / float(seen.audit_probability.min()))
         self._answered *= math.exp(-len(seen) / _MEMORY)
-        self._answered += np.bincount(seen.answered_at, minlength=self._costs.exits + 1)
+        self._answered += count_answers(seen.answered_at, self._costs.exits)
 
     def follow(self, exits: Sequence[int], *, needs_evidence: bool, samples: int) -> None:
         """Move the audit probability, so many samples after the last time.

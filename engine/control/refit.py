@@ -18,7 +18,7 @@ from offramp.certify.agreement import (
     common_path,
     path_levels,
 )
-from offramp.certify.records import BoolArray, Float32Array, FloatArray
+from offramp.certify.decision import BoolArray, Float32Array, FloatArray
 from offramp.certify.threshold_path import Outlook, outlook
 from offramp.certify.window import Weighted
 

@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from offramp.certify.records import FloatArray
+from offramp.certify.decision import FloatArray
 from offramp.certify.threshold_path import Outlook, ThresholdPath, look_ahead
 from offramp.certify.window import Weighted, Window
 from offramp.engine.control.costs import CostModel

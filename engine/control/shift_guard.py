@@ -21,8 +21,8 @@ from typing import Any, Final, Protocol, TypeAlias
 import numpy as np
 
 from offramp.bundle import NEVER, ExitPolicy
+from offramp.certify.decision import BoolArray, Float32Array, first_exit, reaches
 from offramp.certify.observations import Observations
-from offramp.certify.records import BoolArray, Float32Array, first_exit
 from offramp.engine.control.controller import ControlStatus
 from offramp.engine.control.delegating import Considering, DelegatingController
 from offramp.engine.control.shift import ShiftDetector
@@ -154,7 +154,7 @@ class WatchfulController(DelegatingController[Invalidatable]):
             return
         thresholds = np.array([active.threshold for active in policy.active])
         reached_by = first_exit(np.nan_to_num(confidence, nan=-1.0), thresholds)
-        reached = reached_by >= np.arange(len(self._watched))[:, None]
+        reached = reaches(reached_by, range(len(self._watched)))
         missing = np.count_nonzero(reached & np.isnan(confidence), axis=1)
         unknown = missing > _MISSING * np.count_nonzero(reached, axis=1)
         self._is_half_blind, self._blind_for = bool(unknown.any()), BLIND
@@ -165,8 +165,7 @@ class WatchfulController(DelegatingController[Invalidatable]):
         if not self._watched:
             return False
         mine = seen.take(seen.policy_version == self._inner.policy.version)
-        exits = np.array(self._watched)[:, None]
-        reached = mine.answered_at >= exits
+        reached = reaches(mine.answered_at, self._watched)
         return self._detector.add(_only(reached, mine.confidence[list(self._watched)]))
 
     def _has_alarmed(self) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offramp.certify.records import Float32Array, FloatArray, IntArray, first_exit
+from offramp.certify.decision import Float32Array, FloatArray, IntArray, count_answers, first_exit
 from offramp.engine.control.costs import CostModel
 
 
@@ -48,10 +48,7 @@ def measure_utilities(
         costs: Of all exits of the bundle.
     """
     exits, samples = confidence.shape
-    counts = np.array([samples])
-    if exits:
-        first = first_exit(confidence, np.asarray(thresholds, dtype=np.float64))
-        counts = np.bincount(first, minlength=exits + 1)
+    counts = count_answers(first_exit(confidence, thresholds), exits)
     passing = samples - np.cumsum(counts[:-1])
     rows = list(active)
     return Utilities(

@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 
 from offramp.bundle.policy import NEVER, ActiveExit, ExitPolicy
+from offramp.certify.decision import BoolArray, Float32Array, FloatArray
 from offramp.certify.observations import Observations
-from offramp.certify.records import BoolArray, Float32Array, FloatArray
 from offramp.engine.control.adjustment import DEFAULT_MAX_OVERHEAD, Adjustment, adjust
 from offramp.engine.control.controller import ControlStatus, Event, Evidence, Job
 from offramp.engine.control.costs import CostModel

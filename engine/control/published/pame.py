@@ -27,8 +27,8 @@ from typing import Any, Final
 import numpy as np
 
 from offramp.bundle import NEVER, ActiveExit, ExitPolicy
+from offramp.certify.decision import MODEL_END, BoolArray, IntArray, first_exit
 from offramp.certify.observations import Observations
-from offramp.certify.records import BoolArray, IntArray, first_exit
 from offramp.engine.control.controller import ControlStatus, Event, Evidence, Job
 from offramp.engine.control.counters import AgreementCounters
 from offramp.engine.control.published.two_stage import StageTimes
@@ -284,7 +284,7 @@ def _words(threshold: float) -> str:
 
 def _rows_behind(period: Observations, exit_: int, size: int) -> IntArray:
     """int64[batches]: rows of each batch that went on behind an exit."""
-    going_on = (period.answered_at > exit_) | period.forced
+    going_on = (period.answered_at == MODEL_END) | (period.answered_at > exit_) | period.forced
     whole = len(going_on) // size * size
     return np.asarray(going_on[:whole].reshape(-1, size).sum(axis=1), dtype=np.int64)
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from offramp.certify.decision import BoolArray, Float32Array
 from offramp.certify.observations import Observations
-from offramp.certify.records import BoolArray, Float32Array
 
 
 class RecentSamples:

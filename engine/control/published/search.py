@@ -28,15 +28,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from offramp.bundle.policy import NEVER
+from offramp.certify.decision import BoolArray, Float32Array, FloatArray, IntArray, leaves
 from offramp.certify.path import best_common_thresholds
-from offramp.certify.records import (
-    BoolArray,
-    Float32Array,
-    FloatArray,
-    IntArray,
-    Records,
-    evaluate,
-)
+from offramp.certify.records import Records, evaluate
 from offramp.engine.control.published.greedy import greedy_thresholds
 
 BEAM_WIDTH = 64
@@ -115,10 +109,10 @@ def raise_to_least_exiting(records: Records, thresholds: FloatArray) -> FloatArr
     waiting = np.ones(records.samples, dtype=np.bool_)
     raised = np.full(records.exits, NEVER)
     for exit_, confidence in enumerate(records.confidence):
-        leaves = waiting & (confidence >= thresholds[exit_])
-        if leaves.any():
-            raised[exit_] = confidence[leaves].min()
-        waiting &= ~leaves
+        leaving = waiting & leaves(confidence, thresholds[exit_])
+        if leaving.any():
+            raised[exit_] = confidence[leaving].min()
+        waiting &= ~leaving
     return raised
 
 
@@ -142,7 +136,7 @@ def _extend(tree: _Tree, beam: _Beam, exit_: int) -> _Beam:
 
     thresholds = beam.thresholds[parent]
     thresholds[:, exit_] = np.where(cut > 0, confidence[order[cut - 1]], NEVER)
-    still = beam.waiting[parent] & (confidence < thresholds[:, exit_, None])
+    still = beam.waiting[parent] & ~leaves(confidence, thresholds[:, exit_, None])
     left = beam.waiting.sum(axis=1)[parent] - still.sum(axis=1)
     return _Beam(
         waiting=still,
@@ -218,8 +212,8 @@ def _later_values(records: Records, reference: FloatArray, price: float) -> Floa
     savings = records.latency_ms[-1] - records.latency_ms[:-1]
     for exit_ in reversed(range(records.exits)):
         here = savings[exit_] - price * ~records.agrees[exit_]
-        leaves = records.confidence[exit_] >= reference[exit_]
-        values[exit_] = np.where(leaves, here, values[exit_ + 1])
+        leaving = leaves(records.confidence[exit_], reference[exit_])
+        values[exit_] = np.where(leaving, here, values[exit_ + 1])
     return values
 
 

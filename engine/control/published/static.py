@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from offramp.bundle.policy import NEVER, ActiveExit, ExitPolicy
+from offramp.certify.decision import FloatArray
 from offramp.certify.observations import Observations
-from offramp.certify.records import FloatArray, Records
+from offramp.certify.records import Records
 from offramp.engine.control.controller import ControlStatus, Event, Evidence, Job
 from offramp.engine.control.counters import AgreementCounters
 from offramp.engine.control.published.thresholds import Tuning, tune

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import ActiveExit, ExitPolicy, Promise
+from offramp.certify.decision import MODEL_END, first_exit, reaches
 from offramp.certify.observations import UNKNOWN, Observations
-from offramp.certify.records import first_exit
 from offramp.engine.control.controller import Controller
 from offramp.engine.control.costs import CostModel
 
@@ -52,10 +52,10 @@ class Population:
         """Serve some samples; each that leaves early runs on with probability q."""
         exits, n = len(self.confidence), len(rows)
         first = self.answered_at(policy, rows)
-        complete = (rng.random(n) < q) | (first == exits)
+        complete = (rng.random(n) < q) | (first == MODEL_END)
         active = [a.exit for a in policy.active]
         passed = np.zeros((exits, n), dtype=np.bool_)
-        passed[active] = (np.array(active)[:, None] <= first) | complete
+        passed[active] = reaches(first, active) | complete
         return Observations(
             confidence=np.where(passed, self.confidence[:, rows], np.float32(np.nan)),
             prediction=np.where(passed, np.where(self.agrees[:, rows], 1, 2), UNKNOWN).astype(

@@ -18,6 +18,7 @@ from tests.unit.certify.population import (
 from offramp.bundle.policy import NEVER
 from offramp.certify.agreement import AgreementCurve, fit_curves
 from offramp.certify.betting import Wealth
+from offramp.certify.decision import MODEL_END
 from offramp.certify.observations import Observations
 from offramp.certify.records import evaluate
 from offramp.certify.threshold_path import ThresholdPath, alpha_of, look_ahead
@@ -48,7 +49,7 @@ def loss_by_loop(threshold_path: ThresholdPath, seen: Observations) -> np.ndarra
         for i in range(len(seen)):
             if seen.final[i] < 0:
                 continue
-            ran_with = seen.audit_probability[i] if seen.answered_at[i] < seen.exits else 1.0
+            ran_with = seen.audit_probability[i] if seen.answered_at[i] != MODEL_END else 1.0
             for place, exit_ in enumerate(threshold_path.exits):
                 if seen.confidence[exit_, i] >= threshold_path.thresholds[level, place]:
                     wrong = seen.prediction[exit_, i] != seen.final[i]
@@ -332,7 +333,7 @@ def test_window_keeps_the_newest_with_their_weights() -> None:
     held = window.seen_by((0, 2))
     np.testing.assert_array_equal(held.confidence, population.confidence[[0, 2]][:, rows])
     np.testing.assert_array_equal(held.agrees, population.agrees[[0, 2]][:, rows])
-    early = seen.answered_at[rows] < 3
+    early = seen.answered_at[rows] != MODEL_END
     np.testing.assert_array_equal(held.weight, np.where(early, 2.0, 1.0))
     assert len(window.seen_by((0, 1, 2)).weight) == 0  # exit 1 was not in use
     assert window.seen_by((0, 2), 5).weight.tolist() == held.weight[-5:].tolist()

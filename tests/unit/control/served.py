@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import ActiveExit, ExitPolicy
+from offramp.certify.decision import MODEL_END
 from offramp.certify.observations import UNKNOWN, Observations
 
 RIGHT, WRONG = 1, 2
@@ -31,7 +32,7 @@ def serve(
     """Serve float[K, n] in release mode: every exit in use looks on, every sample runs on."""
     exits, samples = confidence.shape
     shown = np.full((exits, samples), np.nan, dtype=np.float32)
-    answered_at = np.full(samples, exits)
+    answered_at = np.full(samples, MODEL_END)
     for active in reversed(policy.active):
         shown[active.exit] = confidence[active.exit]
         answered_at[shown[active.exit] >= active.threshold] = active.exit

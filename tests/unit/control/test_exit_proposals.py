@@ -10,6 +10,7 @@ import pytest
 from tests.fakes import ScriptedController, policy_of
 
 from offramp.bundle import NEVER
+from offramp.certify.decision import MODEL_END
 from offramp.certify.observations import UNKNOWN, Observations
 from offramp.engine.control.controller import ControlStatus
 from offramp.engine.control.costs import CostModel
@@ -49,7 +50,7 @@ def chunk(*confidences: float, count: int = 64, q: float = 1.0) -> Observations:
     return Observations(
         confidence=confidence,
         prediction=np.where(known, 1, UNKNOWN).astype(np.int32),
-        answered_at=np.full(count, 3),
+        answered_at=np.full(count, MODEL_END),
         final=np.ones(count, np.int32),
         audit_probability=np.full(count, q),
         policy_version=np.ones(count, np.int64),

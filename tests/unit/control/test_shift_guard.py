@@ -11,6 +11,7 @@ import pytest
 from tests.fakes import ScriptedController, policy_of
 
 from offramp.bundle import NEVER
+from offramp.certify.decision import MODEL_END, reaches
 from offramp.certify.observations import UNKNOWN, Observations
 from offramp.engine.control.controller import ControlStatus
 from offramp.engine.control.shift_guard import FIRST_WAIT, QUIET, WatchfulController
@@ -51,13 +52,13 @@ class Stream:
         confidence = self.confidences(count, hardness=hardness)
         thresholds = np.array([a.threshold for a in controller.policy.active])
         sure = confidence >= thresholds[:, None]
-        answered_at = np.where(sure.any(axis=0), sure.argmax(axis=0), 2)
-        reached = answered_at >= np.arange(2)[:, None]
+        answered_at = np.where(sure.any(axis=0), sure.argmax(axis=0), MODEL_END)
+        reached = reaches(answered_at, range(2))
         return Observations(
             confidence=np.where(reached, confidence, np.nan).astype(np.float32),
             prediction=np.where(reached, 1, UNKNOWN).astype(np.int32),
             answered_at=answered_at,
-            final=np.where(answered_at == 2, 1, UNKNOWN).astype(np.int32),
+            final=np.where(answered_at == MODEL_END, 1, UNKNOWN).astype(np.int32),
             audit_probability=np.full(count, 0.02),
             policy_version=np.full(count, controller.policy.version),
             forced=np.zeros(count, np.bool_),

@@ -13,7 +13,7 @@ import pytest
 from onnx import TensorProto, helper
 from tests.cuda_fakes import FakeExecutables, fake_cuda
 
-from offramp.bundle import NEVER
+from offramp.certify.decision import MODEL_END, NEVER
 from offramp.engine.backends.base import TensorBatch
 from offramp.engine.cuda.backend import CudaBackend
 from offramp.engine.cuda.driver import DeviceLostError
@@ -80,7 +80,7 @@ def spec(index: int, *, final: bool = False, threshold: float = 0.5) -> StageSpe
         index=index,
         first_segment=index,
         last_segment=index,
-        exit=None if final else index,
+        exit=MODEL_END if final else index,
         load=lambda: model,
         inputs=tuple(inputs),
         carried=() if final else (following, "scores", "note"),
@@ -363,7 +363,7 @@ def test_batches_stay_in_their_slot_unless_buffered(bench: Bench) -> None:
     with pytest.raises(BackendError, match="a batch of another slot"):
         other.run(bench.stages[1], carry)
     with pytest.raises(BackendError, match="only buffered batches of the same backend"):
-        other.join([(carry, np.array([0]))])
+        other.merge([(carry, np.array([0]))])
     other.close()
 
 
@@ -381,7 +381,7 @@ def test_buffered_memory_is_used_again_when_nobody_refers_to_it(bench: Bench) ->
 def test_buffered_memory_is_not_handed_on_while_a_join_reads_it(bench: Bench) -> None:
     other = bench.backend.open_slot()
     kept = bench.slot.buffer(carry_of(bench, [0.1, 0.2, 0.3]), np.array([0, 2]))
-    joined = other.join([(kept, np.array([0]))])
+    joined = other.merge([(kept, np.array([0]))])
     del kept
     again = bench.slot.buffer(carry_of(bench, [0.3, 0.2, 0.1]), np.array([1]))
     carry = other.run(bench.stages[1], joined).carry

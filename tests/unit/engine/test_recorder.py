@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offramp.certify.decision import MODEL_END
 from offramp.certify.observations import UNKNOWN
 from offramp.engine.recorder import Recorder
 
@@ -41,7 +42,7 @@ def test_a_sample_is_told_as_it_went() -> None:
         np.array([[nan, nan, nan], [0.9, 0.4, 0.3], [nan, 0.8, 0.2]], np.float32),
     )
     assert seen.prediction.tolist() == [[UNKNOWN] * 3, [4, 5, 6], [UNKNOWN, 5, 7]]
-    assert seen.answered_at.tolist() == [1, 2, 3]
+    assert seen.answered_at.tolist() == [1, 2, MODEL_END]
     assert seen.final.tolist() == [UNKNOWN, 3, 7]
     assert seen.forced.tolist() == [True, False, False]
     assert seen.audit_probability.tolist() == [0.5] * 3
@@ -76,7 +77,7 @@ def test_a_sample_that_is_tried_again_starts_from_nothing() -> None:
     seen = recorder.take()
     assert seen is not None
     assert np.isnan(seen.confidence).all()
-    assert (seen.policy_version.tolist(), seen.answered_at.tolist()) == ([2], [1])
+    assert (seen.policy_version.tolist(), seen.answered_at.tolist()) == ([2], [MODEL_END])
 
 
 def test_what_nobody_reads_in_time_is_lost_and_counted() -> None:
@@ -188,4 +189,4 @@ def test_who_comes_after_the_ring_came_round_writes_into_nobodys_slot() -> None:
     seen = recorder.take()
     assert seen is not None
     assert (seen.policy_version.tolist(), seen.final.tolist()) == ([2], [6])
-    assert (seen.prediction.tolist(), seen.answered_at.tolist()) == ([[6]], [1])
+    assert (seen.prediction.tolist(), seen.answered_at.tolist()) == ([[6]], [MODEL_END])

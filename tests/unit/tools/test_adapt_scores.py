@@ -17,6 +17,7 @@ from tests.unit.tools.adapt_cases import (
     repeated,
 )
 
+from offramp.certify.decision import MODEL_END
 from offramp.engine.control.controller import ControlStatus, Evidence
 from offramp.tools.bench.adapt.replay import Change, Trace, Tuning
 from offramp.tools.bench.adapt.scores import SegmentScore, course, hindsight, risks, score
@@ -42,7 +43,7 @@ def trace_of(
     policy = np.searchsorted(starts, np.arange(count), side="right") - 1
     wrong = np.zeros(count, np.bool_)
     given = {
-        "answered_at": np.full(count, 2),
+        "answered_at": np.full(count, MODEL_END),
         "agrees": ~wrong,
         "audited": wrong,
         "latency_ms": np.full(count, 4.0),
@@ -141,7 +142,7 @@ def test_certificates_are_held_against_the_truth(sequence: Sequence) -> None:
 
 def test_accuracy_is_of_the_answers_given() -> None:
     sequence = in_order(("all", FOUR))
-    trace = trace_of(sequence, (0, BOLD), answered_at=np.array([0, 1, 0, 2]))
+    trace = trace_of(sequence, (0, BOLD), answered_at=np.array([0, 1, 0, MODEL_END]))
     first = judge(sequence, trace)
     assert (first.accuracy, first.source_accuracy) == (0.5, 0.75)
     bare = population([[0.9], [0.9]], [[1], [1]], [1])

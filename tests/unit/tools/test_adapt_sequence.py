@@ -9,6 +9,7 @@ import pytest
 from tests.unit.tools.adapt_cases import FOUR, policy_of
 
 from offramp.bundle import NEVER
+from offramp.certify.decision import MODEL_END
 from offramp.tools.bench.adapt.sequence import Segment, answering_places, draw, thresholds_of
 
 
@@ -18,7 +19,7 @@ def segment(*weights: float, samples: int = 10, name: str = "some") -> Segment:
 
 def test_risk_by_hand() -> None:
     both = policy_of(1, {0: 0.5, 1: 0.5})
-    assert answering_places(FOUR.confidence, both).tolist() == [0, 1, 0, 2]
+    assert answering_places(FOUR.confidence, both).tolist() == [0, 1, 0, MODEL_END]
     assert segment(0.25, 0.25, 0.25, 0.25).risk(both) == pytest.approx(0.25)
     assert segment(0.1, 0.1, 0.7, 0.1).risk(both) == pytest.approx(0.7)
     assert segment(0.1, 0.1, 0.7, 0.1).risk(policy_of(1, {})) == 0

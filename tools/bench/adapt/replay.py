@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, ExitPolicy
+from offramp.certify.decision import MODEL_END, BoolArray, FloatArray, IntArray, reaches
 from offramp.certify.observations import UNKNOWN, Observations
-from offramp.certify.records import BoolArray, FloatArray, IntArray
 from offramp.engine.control.controller import Controller, ControlStatus, Event, Job
 from offramp.engine.control.costs import CostModel
 from offramp.engine.plan import Mode
@@ -78,7 +78,7 @@ class Trace:
     """What became of all N samples."""
 
     answered_at: IntArray
-    """int64[N]: the exit that answered; K is the model's end."""
+    """int64[N]: the exit that answered; :data:`MODEL_END` if none did."""
     agrees: BoolArray
     """bool[N]: whether the answer is the source model's; measured."""
     audited: BoolArray
@@ -201,10 +201,10 @@ def _serve(samples: Population, policy: ExitPolicy, chances: _Chances, costs: Co
     count, exits = len(samples), samples.exits
     active = [a.exit for a in policy.active if chances.mode.observed or a.threshold < NEVER]
     answered_at = answering_places(samples.confidence, policy)
-    complete = (answered_at == exits) | chances.runs_on
+    complete = (answered_at == MODEL_END) | chances.runs_on
     in_use = np.zeros((exits, 1), np.bool_)
     in_use[active] = True
-    reached = np.arange(exits)[:, None] <= answered_at
+    reached = reaches(answered_at, range(exits))
     known = in_use & (reached | complete)
     until = np.full(exits + 1, np.nan)
     until[[*active, exits]] = costs.latency_ms(active)
@@ -258,7 +258,7 @@ def _trace(
     return Trace(
         answered_at=answered_at,
         agrees=sequence.drawn.agrees[answered_at, every],
-        audited=complete & (answered_at < sequence.drawn.exits),
+        audited=complete & (answered_at != MODEL_END),
         latency_ms=joined([c.latency_ms for c in chunks]),
         compute_ms=joined([c.compute_ms for c in chunks]),
         policy=np.searchsorted(starts, every, side="right") - 1,

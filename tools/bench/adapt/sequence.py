@@ -17,13 +17,7 @@ from numpy.typing import NDArray
 from offramp.bundle import ExitPolicy
 from offramp.bundle.policy import NEVER
 from offramp.certify.agreement import float32_at_least
-from offramp.certify.records import (
-    BoolArray,
-    Float32Array,
-    FloatArray,
-    IntArray,
-    first_exit,
-)
+from offramp.certify.decision import BoolArray, Float32Array, FloatArray, IntArray, first_exit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -134,7 +128,7 @@ def draw(
 
 
 def answering_places(confidence: Float32Array, policy: ExitPolicy) -> IntArray:
-    """int64[n]: which exit answers each of float32[K, n] samples; K is the model's end."""
+    """int64[n]: which exit answers each of float32[K, n] samples; MODEL_END if none does."""
     return first_exit(confidence, thresholds_of(policy, len(confidence)))
 
 

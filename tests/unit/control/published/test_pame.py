@@ -9,6 +9,7 @@ import pytest
 from tests.unit.calibration.rehearsal.rehearsals import times
 
 from offramp.bundle import NEVER, ActiveExit, ExitPolicy, Promise
+from offramp.certify.decision import MODEL_END, first_exit
 from offramp.certify.observations import UNKNOWN, Observations
 from offramp.engine.control.controller import Controller, Evidence
 from offramp.engine.control.published.pame import PameController, PameSettings
@@ -48,9 +49,9 @@ def served(
     prediction = np.where(known, 1, UNKNOWN).astype(np.int32)
     for exit_, sample in wrong:
         prediction[exit_, sample] = 2
-    leaves = np.vstack([known & (table >= changes.pop("threshold", 0.5)), np.ones(samples, bool)])
+    given_thresholds = np.full(len(table), changes.pop("threshold", 0.5))
     given = {
-        "answered_at": leaves.argmax(axis=0).astype(np.int64),
+        "answered_at": first_exit(table, given_thresholds),
         "final": np.ones(samples, np.int32),
         "audit_probability": np.ones(samples),
         "policy_version": np.full(samples, 7),
@@ -222,7 +223,7 @@ def test_what_left_for_good_counts_through_those_that_were_audited() -> None:
 def test_forced_answers_are_no_errors_and_would_have_gone_on() -> None:
     forced = np.array([0, 0, 0, 0, 1, 0, 0, 0], bool)
     row = [0.9, 0.9, 0.9, 0.9, UNSURE, UNSURE, UNSURE, UNSURE]
-    at = np.array([0, 0, 0, 0, 0, 3, 3, 3])
+    at = np.array([0, 0, 0, 0, 0, *[MODEL_END] * 3])
     watched = controller((0, 0.5))
     watched.observe(
         served([row, [np.nan] * 8, [np.nan] * 8], wrong=[(0, 4)], forced=forced, answered_at=at)

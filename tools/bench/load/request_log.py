@@ -1,0 +1,227 @@
+"""What a load generator notes of each request, and the outcomes that are made of it."""
+
+from __future__ import annotations
+
+import math
+import re
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.proto.messages import ModelInferResponse
+from offramp.proto.tensors import dtype_of
+from offramp.tools.bench.outcomes import FINAL, Outcomes, Status
+
+UNKNOWN: Final = -1
+"""The class of an answer that is not looked at."""
+
+_STATUSES: Final[Mapping[str, Status]] = {
+    "DEADLINE_EXCEEDED": Status.EXPIRED,
+    "RESOURCE_EXHAUSTED": Status.REJECTED,
+    "UNAVAILABLE": Status.REJECTED,
+}
+"""By gRPC's name of the code."""
+
+_MOST_CAUSES: Final = 20
+_MOST_CHARS: Final = 300
+_NUMBER: Final = re.compile(r"-?\d+(\.\d+)?")
+
+
+class Reply(NamedTuple):
+    """What a response says of its one sample."""
+
+    exit: int
+    """Index of the exit that answered; ``FINAL`` where the response, of another server, says
+    nothing of exits."""
+    forced: bool
+    """It had to take the exit, below its threshold."""
+    prediction: int
+    """Index of the largest element of the answer, or ``UNKNOWN``."""
+
+
+def read_reply(response: ModelInferResponse, answer: str | None) -> Reply:
+    """Read the response to a request of one sample.
+
+    Args:
+        response: As it came.
+        answer: Name of the output that is the answer; ``None`` leaves it unread.
+
+    Raises:
+        ValueError: It is malformed; the message says how.
+    """
+    parameters = response.parameters
+    exit_, forced = FINAL, False
+    if "offramp_exits" in parameters:
+        exit_ = int(parameters["offramp_exits"].string_param)
+    if "offramp_forced" in parameters:
+        forced = parameters["offramp_forced"].string_param == "1"
+    return Reply(exit_, forced, UNKNOWN if answer is None else _prediction(response, answer))
+
+
+def _prediction(response: ModelInferResponse, answer: str) -> int:
+    for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
+        if output.name == answer:
+            return int(np.frombuffer(raw, dtype_of(output.datatype, answer)).argmax())
+    raise ValueError(f"the response has no output {answer!r}, which is the model's answer")
+
+
+def status_of(code: str) -> Status:
+    """How a request ended whose call ended with this status code, for instance ``UNAVAILABLE``."""
+    return _STATUSES.get(code, Status.FAILED)
+
+
+class Causes:
+    """Why requests failed: counts by message, where messages that differ only in numbers are one.
+
+    The first of them is kept as it was.
+    """
+
+    def __init__(self) -> None:
+        self._examples: dict[str, str] = {}
+        self._counts: Counter[str] = Counter()
+
+    def count(self, cause: str, times: int = 1) -> None:
+        """Count it; once there are many different ones, new ones count as ``others``."""
+        kind = _NUMBER.sub("0", cause)
+        if kind not in self._counts and len(self._counts) >= _MOST_CAUSES:
+            kind = cause = "others"
+        short = cause if len(cause) <= _MOST_CHARS else f"{cause[:_MOST_CHARS]}…"
+        self._examples.setdefault(kind, short)
+        self._counts[kind] += times
+
+    def to_json(self) -> dict[str, int]:
+        """Counts by message, the most frequent first."""
+        return {self._examples[kind]: count for kind, count in self._counts.most_common()}
+
+    @classmethod
+    def merge(cls, parts: Iterable[Mapping[str, int]]) -> Causes:
+        """Add up what several processes counted."""
+        total = cls()
+        for part in parts:
+            for cause, times in part.items():
+                total.count(cause, times)
+        return total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Records:
+    """One element a request, in the order of intended sending."""
+
+    sample: NDArray[np.int64]
+    """[n]: index into the data."""
+    intended_s: NDArray[np.float64]
+    """[n]: when it was to be sent, from the start of the run."""
+    sent_s: NDArray[np.float64]
+    """[n]: when it was; NaN where it never was."""
+    ended_s: NDArray[np.float64]
+    """[n]: when its answer, or its failure, was there; NaN where there was neither."""
+    status: NDArray[np.uint8]
+    """[n]: a ``Status``."""
+    exit: NDArray[np.int16]
+    """[n]: index, or ``FINAL``."""
+    forced: NDArray[np.bool_]
+    """[n]"""
+    prediction: NDArray[np.int64]
+    """[n]: class, or ``UNKNOWN``."""
+
+    def to_outcomes(self, reference: NDArray[np.int64] | None, duration_s: float) -> Outcomes:
+        """Judge the answers.
+
+        Args:
+            reference: [samples]: the source model's class of each; ``UNKNOWN`` where it was not
+                asked, ``None`` where it never was.
+            duration_s: Of the offered load.
+        """
+        answered = self.status == Status.OK
+        agrees = np.full(len(self.sample), -1, np.int8)
+        if reference is not None:
+            truth = reference[self.sample]
+            known = answered & (truth != UNKNOWN) & (self.prediction != UNKNOWN)
+            agrees[known] = (self.prediction == truth)[known]
+        return Outcomes(
+            intended_s=self.intended_s,
+            latency_s=np.where(answered, self.ended_s - self.intended_s, np.nan),
+            status=self.status,
+            exit=self.exit,
+            forced=self.forced,
+            agrees=agrees,
+            duration_s=duration_s,
+        )
+
+    def lateness_s(self, warm_up_s: float) -> NDArray[np.float64]:
+        """From when a request was to be sent until it was; of those sent after the warm-up."""
+        counted = np.isfinite(self.sent_s) & (self.intended_s >= warm_up_s)
+        return (self.sent_s - self.intended_s)[counted]
+
+    def peak_in_flight(self) -> int:
+        """Most requests that were under way at once."""
+        sent = np.isfinite(self.sent_s)
+        ends = np.nan_to_num(self.ended_s[sent], nan=math.inf)
+        order = np.argsort(np.concatenate([ends, self.sent_s[sent]]), kind="stable")
+        steps = np.concatenate([np.full(len(ends), -1), np.ones(len(ends), np.int64)])
+        return int(np.cumsum(steps[order]).max(initial=0))
+
+
+class Ledger:
+    """Grows by a line a request; a request that nothing more is heard of stays unanswered."""
+
+    def __init__(self) -> None:
+        self._sample, self._prediction = array("q"), array("q")
+        self._intended_s, self._sent_s, self._ended_s = array("d"), array("d"), array("d")
+        self._status, self._exit, self._forced = array("B"), array("h"), array("b")
+
+    def open(self, *, sample: int, intended_s: float) -> int:
+        """Enter a request; gives its line."""
+        self._sample.append(sample)
+        self._intended_s.append(intended_s)
+        self._sent_s.append(math.nan)
+        self._ended_s.append(math.nan)
+        self._status.append(Status.UNANSWERED)
+        self._exit.append(FINAL)
+        self._forced.append(0)
+        self._prediction.append(UNKNOWN)
+        return len(self._sample) - 1
+
+    def sent(self, line: int, at_s: float) -> None:
+        """It is on its way."""
+        self._sent_s[line] = at_s
+
+    def answered(self, line: int, at_s: float, reply: Reply) -> None:
+        """Its answer is there."""
+        self._ended_s[line] = at_s
+        self._status[line] = Status.OK
+        self._exit[line], self._forced[line], self._prediction[line] = reply
+
+    def failed(self, line: int, at_s: float, status: Status) -> None:
+        """It ended without an answer."""
+        self._ended_s[line] = at_s
+        self._status[line] = status
+
+    def close(self) -> Records:
+        """All lines as arrays."""
+        return Records(
+            sample=np.array(self._sample, np.int64),
+            intended_s=np.array(self._intended_s, np.float64),
+            sent_s=np.array(self._sent_s, np.float64),
+            ended_s=np.array(self._ended_s, np.float64),
+            status=np.array(self._status, np.uint8),
+            exit=np.array(self._exit, np.int16),
+            forced=np.array(self._forced, np.bool_),
+            prediction=np.array(self._prediction, np.int64),
+        )
+
+
+def merge(parts: list[Records]) -> Records:
+    """One run's records out of its processes', in the order of intended sending."""
+    order = np.argsort(np.concatenate([part.intended_s for part in parts]), kind="stable")
+    return Records(
+        **{
+            field.name: np.concatenate([getattr(part, field.name) for part in parts])[order]
+            for field in fields(Records)
+        }
+    )

@@ -1,0 +1,84 @@
+"""What each process of a load sends and when, and its requests as bytes, made beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.client.wire import build_request
+from offramp.tools.bench.load.settings import LoadSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Share:
+    """What one process sends.
+
+    The k-th request of a whole load is the k-th sample of the data, which starts anew at its end;
+    so the load is the same for any number of processes.
+    """
+
+    arrivals_s: NDArray[np.float64] | None
+    """[n]: when to send, from the start; ``None`` in a closed loop."""
+    concurrency: int | None
+    """Of a closed loop: requests that this process has under way at any time."""
+    samples: NDArray[np.int64]
+    """[n]: the sample of each request; a closed loop takes them in turn, again and again."""
+
+
+def deal(arrivals_s: NDArray[np.float64], samples: int, processes: int) -> Iterator[Share]:
+    """Deal out arrivals, one to each process in turn; those that would have none are left out.
+
+    Args:
+        arrivals_s: [n], rising.
+        samples: How many the data have.
+        processes: That send.
+    """
+    index = np.arange(len(arrivals_s), dtype=np.int64) % samples
+    for process in range(min(processes, len(arrivals_s))):
+        mine = slice(process, None, processes)
+        yield Share(arrivals_s=arrivals_s[mine], concurrency=None, samples=index[mine])
+
+
+def deal_concurrency(concurrency: int, samples: int, processes: int) -> Iterator[Share]:
+    """Deal out the places of a closed loop as evenly as it goes, and the samples too."""
+    for process in range(processes):
+        places = concurrency // processes + (process < concurrency % processes)
+        mine = np.arange(process, samples, processes, dtype=np.int64)
+        if not mine.size:
+            mine = np.array([process % samples], np.int64)
+        yield Share(arrivals_s=None, concurrency=places, samples=mine)
+
+
+def used_samples(shares: Sequence[Share]) -> NDArray[np.int64]:
+    """Samples that are sent at all, rising."""
+    return np.unique(np.concatenate([share.samples for share in shares]))
+
+
+def serialise_requests(
+    settings: LoadSettings, inputs: Mapping[str, NDArray[Any]], samples: NDArray[np.int64]
+) -> dict[int, bytes]:
+    """Give the ``ModelInferRequest`` of each sample, by its index.
+
+    Args:
+        settings: Name the model, the deadline, the priority.
+        inputs: By name, first dimension n.
+        samples: Rows of ``inputs``; each becomes one request of one sample.
+    """
+    return {
+        int(row): serialise_request(
+            settings, {name: array[row : row + 1] for name, array in inputs.items()}
+        )
+        for row in np.unique(samples)
+    }
+
+
+def serialise_request(settings: LoadSettings, inputs: Mapping[str, NDArray[Any]]) -> bytes:
+    """Give one request for the inputs as they are."""
+    request = build_request(settings.model, inputs, outputs=None, priority=settings.priority)
+    if settings.timeout_us is not None:
+        request.parameters["timeout"].int64_param = settings.timeout_us
+    return request.SerializeToString()

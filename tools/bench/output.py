@@ -1,0 +1,122 @@
+"""What ``eebench`` writes: tables, JSON documents, and the environment of a measurement."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from offramp.tools.bench.outcomes import Summary
+
+_PACKAGES = ("offramp", "onnxruntime", "numpy", "grpcio", "protobuf")
+
+
+def describe_environment(**settings: Any) -> dict[str, Any]:
+    """Give hardware, versions, command and the settings of a measurement, as JSON values."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "load_average_1min": round(os.getloadavg()[0], 2),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "measured_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **settings,
+    }
+
+
+def check_outputs(*paths: Path | None) -> None:
+    """Check before long work that files can be written there.
+
+    Raises:
+        ValueError: One cannot.
+    """
+    for path in paths:
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            what = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+            raise ValueError(f"{path} cannot be written: {what}; name a file in one that exists")
+
+
+def write_json(path: Path | None, document: Any) -> None:
+    """Write a result, if a file was asked for."""
+    if path is not None:
+        path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "source tree"
+
+
+_WIDTH = 90
+_QUANTILES = ("p50", "p95", "p99", "p99.9")
+
+
+def wide_console() -> Console:
+    """A console on which the table is never cut, even into a file or a narrow pipe."""
+    console = Console()
+    return Console(width=max(console.width, _WIDTH))
+
+
+def print_summaries(
+    console: Console, summaries: Mapping[str, Summary], *, title: str, caption: str = ""
+) -> None:
+    """Print a line a run."""
+    table = Table(
+        title=title,
+        title_justify="left",
+        caption="Milliseconds of the answered; answers in time per second; shares. forced: left "
+        f"below the exit's threshold; lost: not answered. {caption}",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("policy", no_wrap=True)
+    for name in (*_QUANTILES, "attained", "goodput", "agree", "forced", "lost"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, summary in summaries.items():
+        table.add_row(name, *_cells(summary))
+    console.print(table)
+
+
+def _cells(summary: Summary) -> list[str]:
+    latencies = [_figure(summary.latency_ms.get(name)) for name in _QUANTILES]
+    lost = sum(summary.failures.values()) / max(summary.requests, 1)
+    return [
+        *latencies,
+        _share(summary.attainment, 4),
+        f"{summary.goodput_rps:,.0f}",
+        _share(summary.agreement, 3),
+        _share(summary.forced_share, 3),
+        _share(lost, 3),
+    ]
+
+
+def _figure(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3g}"
+
+
+def _share(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
