@@ -31,13 +31,18 @@ from offramp.calibration.profiling import (
     profile_stages,
 )
 from offramp.calibration.records import ExitRecords, record_answers
-from offramp.calibration.rehearsal.recorded import forecast_policy, rehearse_records
-from offramp.calibration.rehearsal.result import Rehearsal, RehearsalSettings, Rehearsed
+from offramp.calibration.rehearsal import (
+    Rehearsal,
+    RehearsalSettings,
+    Rehearsed,
+    forecast_policy,
+    rehearse_records,
+)
 from offramp.calibration.selection import (
     certified_policy,
     choose_active,
 )
-from offramp.certify.agreement import tuning_path
+from offramp.certify import tuning_path
 from offramp.compiler.exits import ExitTrials, Samples, Workbench, exit_prefix
 from offramp.compiler.head_search import FoundExits, find_exits
 from offramp.compiler.heads import CONFIDENCE

@@ -8,8 +8,8 @@ from offramp.bundle import Bundle, write_bundle
 from offramp.bundle.bundle import check_target
 from offramp.calibration.dataset import read_dataset, split
 from offramp.calibration.errors import DataError
-from offramp.calibration.rehearsal.result import Rehearsed
-from offramp.certify.learn_then_test import samples_needed
+from offramp.calibration.rehearsal import Rehearsed
+from offramp.certify import samples_needed
 from offramp.compiler.compilation import Compilation
 from offramp.compiler.model import read_model
 from offramp.compiler.options import CompileOptions

@@ -21,7 +21,7 @@ from offramp.bundle.measured import MEASURED
 from offramp.calibration.families import CutTensor
 from offramp.calibration.profiling import profile_backbone, profile_heads, profile_stages
 from offramp.calibration.records import ExitRecords
-from offramp.calibration.rehearsal.result import REHEARSAL, Rehearsed
+from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
 from offramp.compiler.compilation import profile_of
 from offramp.compiler.heads import build_empty
 from offramp.compiler.progress import Progress, SilentProgress

@@ -21,18 +21,21 @@ from offramp.bundle.measured import MEASURED
 from offramp.calibration.dataset import CERTIFY_SHARE, TUNE_SHARE, Dataset, read_dataset
 from offramp.calibration.errors import DataError
 from offramp.calibration.records import ExitRecords, dump_records, record_answers
-from offramp.calibration.rehearsal.adaptation import Move, adapt, raising_path
-from offramp.calibration.rehearsal.load import Forecast
-from offramp.calibration.rehearsal.recorded import draw_load, forecast_policy, rehearse_records
-from offramp.calibration.rehearsal.result import (
+from offramp.calibration.rehearsal import (
     REHEARSAL,
+    Forecast,
+    Move,
     Rehearsal,
     RehearsalSettings,
     Rehearsed,
+    adapt,
+    draw_load,
+    forecast_policy,
+    raising_path,
+    rehearse_records,
 )
 from offramp.calibration.selection import certifiable_errors, certified_policy
-from offramp.certify.agreement import tuning_path
-from offramp.certify.learn_then_test import samples_needed
+from offramp.certify import samples_needed, tuning_path
 from offramp.compiler.errors import CompileError
 from offramp.compiler.packing import judged
 from offramp.compiler.progress import Progress, SilentProgress

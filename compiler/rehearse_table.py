@@ -11,8 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from offramp.bundle import ExitPolicy
-from offramp.calibration.rehearsal.adaptation import Move
-from offramp.calibration.rehearsal.load import Forecast
+from offramp.calibration.rehearsal import Forecast, Move
 from offramp.compiler.rehearse import Rehearsing
 from offramp.compiler.report import numbers
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import NEVER
-from offramp.certify.decision import leaves
+from offramp.certify import leaves
 from offramp.engine.backends.base import Backend, Rows, Slot, Stage, StageResult, TensorBatch
 from offramp.engine.plan import Mode, Plan, StageSpec
 

@@ -79,7 +79,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class RehearsalStep:
     """One round of the search: both matrices, and what was chosen by them."""
 
     after_exit: int | None
@@ -117,7 +117,7 @@ class Rehearsal:
     """Of the load."""
     allowed_errors: int
     """Most samples of the load that were allowed to be answered unlike the source model."""
-    steps: tuple[Step, ...]
+    steps: tuple[RehearsalStep, ...]
     ended: Ending
     active: tuple[ActiveExit, ...]
     """Exits found, in depth order, with the thresholds that they were rehearsed with."""

@@ -25,7 +25,7 @@ from offramp.calibration.dataset import Dataset
 from offramp.calibration.errors import DataError
 from offramp.calibration.quantization import RANGE_SAMPLES, Ranges
 from offramp.calibration.running import BATCH_SIZE, run_over
-from offramp.certify.binomial import binomial_cdf, upper_bound
+from offramp.certify import binomial_cdf, upper_bound
 from offramp.compiler.engines.graphs import UnitGraphs
 from offramp.compiler.engines.rounding import rounded
 from offramp.compiler.engines.units import Unit

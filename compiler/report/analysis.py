@@ -14,10 +14,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, ExitPolicy, Manifest, Profile
 from offramp.calibration.records import ExitRecords
-from offramp.certify.agreement import tuning_path
-from offramp.certify.decision import count_answers, first_exit
-from offramp.certify.path import walk
-from offramp.certify.records import savings_of
+from offramp.certify import count_answers, first_exit, savings_of, tuning_path, walk
 from offramp.engine.control.costs import CostModel
 
 FloatArray = NDArray[np.float64]

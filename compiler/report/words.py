@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from offramp.calibration.limits import Limit
-from offramp.calibration.rehearsal.result import Rehearsed
+from offramp.calibration.rehearsal import Rehearsed
 from offramp.compiler.report import numbers
 from offramp.compiler.report.analysis import Analysis
 from offramp.compiler.report.measured import Judged

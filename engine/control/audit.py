@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from offramp.certify.decision import FloatArray
+from offramp.certify import FloatArray
 
 _STEPS_PER_HALVING: Final = 4
 _UP: Final = 1.2

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from offramp.bundle import Manifest, Profile
-from offramp.certify.decision import FloatArray
+from offramp.certify import FloatArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from offramp.certify.decision import FloatArray
+from offramp.certify import FloatArray
 
 DEFAULT_RATE: Final = 1e-6
 """False alarms per audited sample, at most."""

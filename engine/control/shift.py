@@ -23,7 +23,7 @@ from typing import Final
 
 import numpy as np
 
-from offramp.certify.decision import Float32Array, FloatArray, IntArray
+from offramp.certify import Float32Array, FloatArray, IntArray
 
 BINS: Final = 10
 SCALES: Final = (128, 512, 2048)

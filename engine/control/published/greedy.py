@@ -26,8 +26,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from offramp.bundle.policy import NEVER
-from offramp.certify.decision import BoolArray, FloatArray, IntArray
-from offramp.certify.records import Records, final_agrees
+from offramp.certify import BoolArray, FloatArray, IntArray, Records
+from offramp.certify.records import final_agrees
 
 FIRST_STEP = 0.1
 """Initial step of a threshold (Apparate 3.2)."""

@@ -28,9 +28,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from offramp.bundle.policy import NEVER
-from offramp.certify.decision import BoolArray, Float32Array, FloatArray, IntArray, leaves
+from offramp.certify import BoolArray, Float32Array, FloatArray, IntArray, Records, evaluate, leaves
 from offramp.certify.path import best_common_thresholds
-from offramp.certify.records import Records, evaluate
 from offramp.engine.control.published.greedy import greedy_thresholds
 
 BEAM_WIDTH = 64

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import ActiveExit, ExitPolicy
-from offramp.certify.decision import MODEL_END
-from offramp.certify.observations import UNKNOWN, Observations
+from offramp.certify import MODEL_END, UNKNOWN, Observations
 
 RIGHT, WRONG = 1, 2
 """Predictions; the source model always answers RIGHT."""

@@ -12,9 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offramp.bundle.policy import NEVER
-from offramp.engine.control.adjustment import Adjustment, Reason, adjust, evenly_spaced
+from offramp.engine.control.adjustment import (
+    Adjustment,
+    Reason,
+    adjust,
+    evenly_spaced,
+    measure_utilities,
+    upper_bound_ms,
+)
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.utility import measure_utilities, upper_bound_ms
 
 COSTS = CostModel(
     source_ms=80.0,
