@@ -3,14 +3,21 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+CONSTRAINTS ?= constraints.txt
+PROCESSES ?= 2
+# The tests of a file stay together, as they share its fixtures; what is slow comes first.
+IN_PROCESSES := --numprocesses=$(PROCESSES) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test lint typecheck format bench clean
+.PHONY: demo test test-all lint typecheck format bench clean
 
 demo: $(INSTALLED)  ## compile the shipped example, serve it, call it, compare it
-	$(BIN)/python -m offramp.tools.demo $(if $(KEEP),--keep)
+	$(BIN)/python -m examples.demo $(if $(KEEP),--keep)
 
-test: $(INSTALLED)  ## all tests
-	$(BIN)/python -m pytest
+test: $(INSTALLED)  ## the tests but those marked slow, in PROCESSES processes
+	$(BIN)/python -m pytest -m "not slow" $(IN_PROCESSES)
+
+test-all: $(INSTALLED)  ## all tests, and which 20 of them took longest
+	$(BIN)/python -m pytest --durations=20 $(IN_PROCESSES)
 
 lint: $(INSTALLED)  ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -32,7 +39,7 @@ bench: $(INSTALLED)  ## measure: the example against its source model, and the t
 clean:
 	rm -rf $(VENV) demo build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $@

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from offramp.certify.decision import MODEL_END
 from offramp.engine.scheduling import (
     Latencies,
     OperatingPoint,
@@ -104,7 +105,7 @@ def run(system: str, easy: float, size: int, *, rate: float, seed: int) -> Summa
         agrees=np.ones((last + 1, RECORDS), np.bool_),
     )
     points = OperatingPoints(
-        points=(OperatingPoint(deepest=last, exit=None, agreement=1.0),),
+        points=(OperatingPoint(deepest=last, exit=MODEL_END, agreement=1.0),),
         latencies=Latencies(table),
     )
     policy = "delay" if system == "source" else system

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Answer, ExitPolicy, TensorSpec
+from offramp.certify.decision import MODEL_END
 from offramp.engine.backends.base import StageResult, TensorBatch
 from offramp.engine.core import Engine
 from offramp.engine.deployment import Deployment
@@ -156,7 +157,7 @@ def fake_model(backend: FakeBackend) -> ServedModel:
             index=index,
             first_segment=index,
             last_segment=index,
-            exit=None if index == STAGES - 1 else index,
+            exit=MODEL_END if index == STAGES - 1 else index,
             load=bytes,
             inputs=(SCRIPT,),
             carried=() if index == STAGES - 1 else (SCRIPT,),
@@ -195,7 +196,9 @@ def operating_points() -> OperatingPoints:
     table = [[0.0, *(1e-3 + 1e-4 * n for n in range(BATCH))]] * STAGES
     points = tuple(
         OperatingPoint(
-            deepest=index, exit=None if index == STAGES - 1 else index, agreement=0.9 + index / 40
+            deepest=index,
+            exit=MODEL_END if index == STAGES - 1 else index,
+            agreement=0.9 + index / 40,
         )
         for index in range(STAGES)
     )

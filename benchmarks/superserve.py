@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
+from offramp.certify.decision import MODEL_END
 from offramp.engine.scheduling import (
     Latencies,
     OperatingPoint,
@@ -115,7 +116,7 @@ def outcomes(policy: str, costs: list[float], trace: Trace, seed: int) -> Outcom
         points=tuple(
             OperatingPoint(
                 deepest=index,
-                exit=None if index == depth - 1 else index,
+                exit=MODEL_END if index == depth - 1 else index,
                 agreement=ACCURACIES[index],
             )
             for index in range(depth)

@@ -18,7 +18,7 @@ from offramp.certify.agreement import (
     common_path,
     path_levels,
 )
-from offramp.certify.decision import NEVER, BoolArray, Float32Array, FloatArray
+from offramp.certify.decision import BoolArray, Float32Array, FloatArray
 from offramp.certify.path import Outlook, outlook
 from offramp.certify.window import Weighted
 
@@ -90,7 +90,6 @@ def lay_path(
         path = np.concatenate(
             [np.maximum(path, anchored_at), anchored_at[None, :], np.minimum(path, anchored_at)]
         )
-        path[0] = NEVER
     found = expect(path, curves, samples)
     risk = np.maximum.accumulate(found.risk)
     targets = np.geomspace(_CONSERVATIVE, _AGGRESSIVE, LEVELS - 1) * bound

@@ -176,7 +176,22 @@ def _per_sample(response: ModelInferResponse, name: str, dtype: type[Any]) -> ND
             "is this an Offramp server? For others of the protocol take tritonclient"
         )
     text = response.parameters[name].string_param
+    parts: list[Any] = text.split(",") if text else []
     try:
-        return np.array(text.split(",") if text else [], dtype=dtype)
+        if np.issubdtype(dtype, np.integer):
+            parts = _within(dtype, map(int, parts))  # numpy 1 wraps what does not fit
+        return np.array(parts, dtype=dtype)
     except (ValueError, OverflowError) as error:
         raise ResponseError(f"parameter {name!r} is not a list of numbers: {text!r}") from error
+
+
+def _within(dtype: type[Any], values: Iterable[int]) -> list[int]:
+    """The values, all of which the dtype can hold.
+
+    Raises:
+        OverflowError: It cannot.
+    """
+    found, bounds = list(values), np.iinfo(dtype)
+    if found and not bounds.min <= min(found) <= max(found) <= bounds.max:
+        raise OverflowError(f"{bounds.min} to {bounds.max} is what {np.dtype(dtype)} holds")
+    return found

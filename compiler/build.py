@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from offramp.bundle import Bundle, BundleError
-from offramp.bundle.engines import EngineStore, EngineTarget, Precision, list_targets, prune_targets
+from offramp.bundle.engines import EngineStore, EngineTarget, list_targets, prune_targets
 from offramp.calibration.dataset import Dataset, read_dataset
 from offramp.calibration.quantization import Ranges
-from offramp.compiler.engines.builder import BuildSettings, EngineBuilder
+from offramp.compiler.engines.builder import EngineBuilder
 from offramp.compiler.engines.building import (
     BuildSummary,
     EngineWork,
@@ -22,11 +22,10 @@ from offramp.compiler.engines.building import (
     explain,
     target_of,
 )
-from offramp.compiler.engines.graphs import UnitGraphs, ranges_of
-from offramp.compiler.engines.precision import Parts, measure_precision, part_data
+from offramp.compiler.engines.options import EngineBuildOptions
+from offramp.compiler.engines.precision import PrecisionData, measure_precision, part_data
 from offramp.compiler.engines.profiles import ModelShapes, profile_notes, profile_sizes
-from offramp.compiler.engines.ranges import DEFAULT_BATCHES, SizeRange, parse_batches
-from offramp.compiler.engines.units import PARTS, Part, units_of
+from offramp.compiler.engines.units import UnitGraphs, ranges_of, units_of
 from offramp.compiler.errors import EngineOptionsError, EnginesUnavailableError
 from offramp.compiler.progress import Progress, SilentProgress
 from offramp.engine.errors import BackendError
@@ -43,37 +42,11 @@ _ASSUMED_VERSION = "10"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """What engines are built for, and how; the same after a compile and for a bundle."""
-
-    device: str = "cuda:0"
-    precision: Precision = "fp32"
-    batches: tuple[SizeRange, ...] = parse_batches(DEFAULT_BATCHES)
-    buckets: tuple[tuple[str, tuple[SizeRange, ...]], ...] = ()
-    """Ranges of other symbolic sizes, by the model's name."""
-    parts: tuple[Part, ...] = PARTS
-    workspace_bytes: int | None = None
-    """Most scratch memory; ``None`` is all that is free."""
-    optimization_level: int = 3
-    accept_disagreement: bool = False
-    """Build although the precision breaks the bundle's promise."""
-
-    @property
-    def settings(self) -> BuildSettings:
-        """For the builder."""
-        return BuildSettings(
-            precision=self.precision,
-            workspace_bytes=self.workspace_bytes,
-            optimization_level=self.optimization_level,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BuildOptions:
     """One run of ``eecompile build``."""
 
     bundle: Path
-    engines: EngineOptions
+    engines: EngineBuildOptions
     data: Path | None = None
     """Calibration data: engines are verified on it, int8's ranges are measured on a part of it,
     and what fp16 and int8 cost in answers on another."""
@@ -89,14 +62,14 @@ class BuildOptions:
 
 class _Data(NamedTuple):
     dataset: Dataset | None = None
-    parts: Parts | None = None
+    parts: PrecisionData | None = None
     """Of the data set, where the precision is judged."""
     ranges: Ranges | None = None
     """For int8."""
 
 
 class Reports(NamedTuple):
-    """Where a build tells what it does."""
+    """Where a build reports its progress, and says what it does."""
 
     progress: Progress = SilentProgress()
     say: Callable[[str], None] = lambda _: None
@@ -108,7 +81,7 @@ _SILENT = Reports()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Building:
-    """What came of it."""
+    """The engines of a bundle as they were planned, and built."""
 
     bundle: Bundle
     target: EngineTarget
@@ -205,10 +178,10 @@ def _builder(options: BuildOptions, reports: Reports) -> Iterator[EngineBuilder 
 
 
 def _target(bundle: Bundle, builder: EngineBuilder | None, options: BuildOptions) -> EngineTarget:
-    """This machine's; where nothing is known of it, the one that the bundle has engines for."""
+    """Find what is built for: this machine, or else what the bundle has engines for."""
     precision = options.engines.precision
     if builder is not None:
-        return target_of(builder, options.engines.settings)
+        return target_of(builder, options.engines)
     known = [target for target in list_targets(bundle.path) if target.precision == precision]
     if len(known) == 1:
         return known[0]
@@ -243,7 +216,7 @@ def _prepare(
     return EngineWork(
         bundle=bundle,
         graphs=UnitGraphs(bundle, target.precision, ranges=data.ranges, tensorrt_version=version),
-        settings=engines.settings,
+        settings=engines,
         sizes=sizes,
         shapes=ModelShapes(bundle),
         samples=data.dataset,
@@ -354,18 +327,3 @@ def _driver_version(device: str) -> tuple[int, int] | None:
 
 def _threads() -> int:
     return os.cpu_count() or 1
-
-
-def parse_parts(text: str) -> tuple[Part, ...]:
-    """Read ``source,stages,segments``, or some of them.
-
-    Raises:
-        EngineOptionsError: There is no such part.
-    """
-    asked = [item.strip() for item in text.split(",")]
-    unknown = [item for item in asked if item not in PARTS]
-    if unknown:
-        raise EngineOptionsError(
-            f"--parts {text!r}: there is no part {unknown[0]!r}; choose of {', '.join(PARTS)}"
-        )
-    return tuple(part for part in PARTS if part in asked)

@@ -12,7 +12,7 @@ from offramp.bundle import Bundle
 from offramp.bundle.engines import ENGINES, EngineEntry
 from offramp.compiler.build import UNKNOWN, Building
 from offramp.compiler.engines.building import BuildSummary, Planned, PlannedEngine, UnitResult
-from offramp.compiler.engines.ranges import SizeRange, describe_ranges
+from offramp.compiler.engines.options import SizeRange, describe_ranges
 from offramp.compiler.engines.units import Unit, segment_units, source_unit, stage_units
 
 _MIB = 2**20

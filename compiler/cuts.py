@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offramp.compiler.flops import HEAVY, count_flops
-from offramp.compiler.flow import SHAPE_KINDS, Flow, Gate, trace
+from offramp.compiler.flow import HEAVY, SHAPE_KINDS, Flow, Gate, count_flops, trace
 from offramp.compiler.graph import Dataflow
 from offramp.compiler.shapes import BATCH, TensorType, declared_types
 
@@ -74,23 +73,17 @@ class CutAnalysis:
     main_inputs: tuple[str, ...]
     """Graph inputs whose data flow through the cut tensors."""
     total_flops: float
-    """Of one sample, a multiply-add counting as two; see :mod:`offramp.compiler.flops`."""
+    """Of one sample, a multiply-add counting as two; see :mod:`offramp.compiler.flow`."""
 
 
 def find_cuts(model: SourceModel) -> CutAnalysis:
     """Find the cut points by dominance in the dataflow graph (Apparate 3.1, PAME 4.1).
 
     Each graph input in turn is tried as the only main one, then all together; the choice that
-    gives most cut points wins, ties going to the one that leaves least work on the side.
-
-    Args:
-        model: A model as :func:`~offramp.compiler.model.read_model` returns it.
-
-    Returns:
-        The cut points, none if there are none: :func:`~offramp.compiler.candidates.
-        choose_candidates` is what raises then.
+    gives most cut points wins, ties going to the one that leaves least work on the side. There may
+    be none: :func:`~offramp.compiler.slicing.choose_candidates` is what raises then.
     """
-    analysis = Analysis.of(model.proto)
+    analysis = GraphAnalysis.of(model.proto)
     flow, kept, rejected = analysis.best()
     rejected = [*rejected, *analysis.shape_rejections(flow)]
     step_of = {t: i for i, op in enumerate(flow.steps) for t in op.writes}
@@ -103,7 +96,7 @@ def find_cuts(model: SourceModel) -> CutAnalysis:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Analysis:
+class GraphAnalysis:
     """A model's graph, types and costs, and the judgement of its gates."""
 
     graph: Dataflow
@@ -112,7 +105,7 @@ class Analysis:
     total: float
 
     @classmethod
-    def of(cls, proto: onnx.ModelProto) -> Analysis:
+    def of(cls, proto: onnx.ModelProto) -> GraphAnalysis:
         """Look at an annotated model with a single output."""
         graph = Dataflow(proto.graph)
         costs = count_flops(proto, graph)

@@ -1,92 +1,75 @@
-"""Exits of a model: which head at each candidate, built as ONNX graphs."""
+"""Which head at which candidate: all are trained a little, the best of each candidate to its end.
+
+Successive halving with one step: what tells good heads from bad ones shows early, so a short
+training on a part of the real samples chooses, by what each head would net. Only the chosen ones
+are trained on all samples, made ones included.
+"""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle import Head
+from offramp.bundle import AnswerForm, Head
 from offramp.bundle.manifest import HeadTrial
+from offramp.calibration.augmentation import MadeSamples, makes_sense, method_for
+from offramp.calibration.dataset import Parts
 from offramp.calibration.estimates import BackboneTimes
-from offramp.calibration.families import CutTensor
+from offramp.calibration.families import CutTensor, family_of
+from offramp.calibration.features import Recording, fit_projections, record
 from offramp.calibration.profiling import profile_heads
 from offramp.calibration.selection import net_savings_alone
-from offramp.calibration.training import TrainedHead
-from offramp.compiler.heads import build_empty, build_exit
+from offramp.calibration.training import (
+    Preconditioners,
+    TrainedHead,
+    TrainingOptions,
+    count_steps,
+    train_heads,
+    view_of,
+)
+from offramp.compiler.heads import attach_poolings, build_empty, build_exit
+from offramp.compiler.options import CompileOptions
+from offramp.compiler.progress import Progress
 from offramp.compiler.slicing import Sliced
 from offramp.engine.control.costs import CostModel
+from offramp.engine.options import available_cores
+
+SCREENING_SAMPLES = 6000
+"""Most real samples of the short training that heads are chosen by."""
+SCREENING_VISITS = 12_000
+"""Samples, counted with their repetitions, that the short training shows to a head."""
 
 Samples = Callable[[int], Mapping[str, NDArray[Any]]]
 """Gives model inputs of a batch size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExitTrials:
-    """The heads tried at one candidate."""
+class BuiltExit:
+    """An exit as an ONNX graph: the head chosen for a candidate, and the heads that it beat."""
 
     candidate: int
     """The segment that the exit follows."""
     cut: CutTensor
-    graphs: tuple[bytes, ...]
-    trials: tuple[HeadTrial, ...]
-    best: int
-    """Of ``trials``, by what it nets."""
-
-    @property
-    def head(self) -> Head:
-        """The head that nets most."""
-        return self.trials[self.best].head
-
-    @property
-    def net_savings(self) -> float:
-        """What it nets with no other exit beside it."""
-        return self.trials[self.best].net_savings
-
-    @property
-    def graph(self) -> bytes:
-        """Its exit."""
-        return self.graphs[self.best]
+    graph: bytes
+    heads: tuple[HeadTrial, ...]
+    """All heads that were trained to the end."""
+    best: HeadTrial
+    """Of ``heads``, the one that nets most with no other exit beside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judge:
-    """What a head is worth: the time that it would save with no other exit beside it."""
+class FoundExits:
+    """Exits worth building, and how near the others came."""
 
-    truth: NDArray[np.int32]
-    """[tune samples], the source model's predictions."""
-    backbone: BackboneTimes
-    batch_size: int
-    """Of those that were profiled."""
-    max_disagreement: float
-    """The constraint."""
-
-    def __call__(self, trained: TrainedHead, cost_ms: float) -> HeadTrial:
-        """Judge a head that takes ``cost_ms`` a batch."""
-        agrees = trained.prediction == self.truth
-        cost = self._cost(trained.candidate, cost_ms)
-        return HeadTrial(
-            head=trained.head,
-            agreement=float(agrees.mean()),
-            cost_ms=cost_ms,
-            net_savings=net_savings_alone(
-                trained.confidence, agrees, cost, 0, self.max_disagreement
-            ),
-        )
-
-    def _cost(self, candidate: int, cost_ms: float) -> CostModel:
-        """Costs with a single exit."""
-        column = self.backbone.batch_sizes.index(self.batch_size)
-        return CostModel(
-            source_ms=self.backbone.source_ms[column],
-            segments_ms=tuple(row[column] for row in self.backbone.segments_ms),
-            stages_ms=(0.0,),  # the same for every head, and measured once the heads are chosen
-            after_segment=(candidate,),
-            exits_ms=(cost_ms,),
-        )
+    exits: tuple[BuiltExit, ...]
+    best: tuple[HeadTrial, ...]
+    """Of every candidate with a head, the one that nets most, whether that is anything or not."""
 
 
 def exit_prefix(candidate: int) -> str:
@@ -94,94 +77,140 @@ def exit_prefix(candidate: int) -> str:
     return f"offramp_exit_{candidate:02d}/"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workbench:
-    """What exits are built for and timed with."""
+def find_exits(
+    sliced: Sliced,
+    parts: Parts,
+    options: CompileOptions,
+    backbone: BackboneTimes,
+    *,
+    samples: Samples,
+    progress: Progress,
+) -> FoundExits:
+    """Record features, choose a head for every candidate, and train it.
 
-    sliced: Sliced
-    samples: Samples
-    threads: int
-    """Of ONNX Runtime."""
-
-    def try_heads(
-        self,
-        trained: Sequence[TrainedHead],
-        judge: Judge,
-        progress: Callable[[int], None] = lambda _: None,
-    ) -> list[ExitTrials]:
-        """Build and time every trained head, and judge it by what it nets alone.
-
-        Args:
-            trained: All heads of all candidates.
-            judge: By what.
-            progress: Called with 1 per candidate.
-        """
-        candidates = sorted({t.candidate for t in trained})
-        heads = [[t for t in trained if t.candidate == c] for c in candidates]
-        graphs = [[self._build(t) for t in per_exit] for per_exit in heads]
-        costs = self._time(candidates, graphs, [judge.batch_size], progress=progress)
-        result = []
-        for candidate, tried, built, cost in zip(candidates, heads, graphs, costs, strict=True):
-            trials = tuple(judge(t, ms) for t, (ms,) in zip(tried, cost, strict=True))
-            result.append(
-                ExitTrials(
-                    candidate=candidate,
-                    cut=self.sliced.cuts[candidate],
-                    graphs=tuple(built),
-                    trials=trials,
-                    best=int(np.argmax([trial.net_savings for trial in trials])),
-                )
-            )
-        return result
-
-    def finish(
-        self, tried: Sequence[ExitTrials], trained: Sequence[TrainedHead], judge: Judge
-    ) -> list[ExitTrials]:
-        """Choose among the heads that were trained to the end; the others are dropped.
-
-        Args:
-            tried: The exits.
-            trained: At least one head of each.
-            judge: By what.
-        """
-        result = []
-        for exit_ in tried:
-            costs = {trial.head: trial.cost_ms for trial in exit_.trials}
-            ended = [t for t in trained if t.candidate == exit_.candidate]
-            trials = tuple(judge(t, costs[t.head]) for t in ended)
-            result.append(
-                replace(
-                    exit_,
-                    graphs=tuple(self._build(t) for t in ended),
-                    trials=trials,
-                    best=int(np.argmax([trial.net_savings for trial in trials])),
-                )
-            )
-        return result
-
-    def time_exits(
-        self, exits: Sequence[ExitTrials], batch_sizes: Sequence[int]
-    ) -> list[tuple[float, ...]]:
-        """Time the chosen exits at every batch size: milliseconds [exits][batch sizes]."""
-        times = self._time([e.candidate for e in exits], [[e.graph] for e in exits], batch_sizes)
-        return [tuple(per_exit[0]) for per_exit in times]
-
-    def _time(
-        self,
-        candidates: Sequence[int],
-        graphs: Sequence[Sequence[bytes]],
-        batch_sizes: Sequence[int],
-        progress: Callable[[int], None] = lambda _: None,
-    ) -> list[list[list[float]]]:
-        return profile_heads(
-            graphs,
-            [self._empty(candidate) for candidate in candidates],
-            self.sliced.graphs,
-            self.samples,
-            threads=self.threads,
-            batch_sizes=batch_sizes,
+    Exits that net nothing are left out.
+    """
+    with tempfile.TemporaryDirectory(prefix="offramp-features-") as directory:
+        train, tune = _record(sliced, parts, options, Path(directory), progress)
+        search = _HeadSearch(
+            sliced=sliced,
+            train=train,
+            tune=tune,
+            truth=tune.answers.argmax(axis=1),
+            options=options,
+            backbone=backbone,
+            samples=samples,
             progress=progress,
         )
+        exits = search.build(search.screen(len(parts.train)))
+    return FoundExits(
+        exits=tuple(exit_ for exit_ in exits if exit_.best.net_savings > 0),
+        best=tuple(exit_.best for exit_ in exits),
+    )
+
+
+def time_exits(
+    sliced: Sliced,
+    exits: Sequence[BuiltExit],
+    samples: Samples,
+    *,
+    threads: int,
+    batch_sizes: Sequence[int],
+) -> list[tuple[float, ...]]:
+    """Time exits at every batch size: milliseconds [exits][batch sizes]."""
+    graphs = {exit_.candidate: [exit_.graph] for exit_ in exits}
+    times = _time_heads(sliced, graphs, samples, threads=threads, batch_sizes=batch_sizes)
+    return [tuple(per_exit[0]) for per_exit in times]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HeadSearch:
+    """Trains heads, and judges each by the time that it would save with no other exit beside it."""
+
+    sliced: Sliced
+    train: Recording
+    """Real samples first, then made ones."""
+    tune: Recording
+    truth: NDArray[np.int64]
+    """[tune samples], the source model's predictions."""
+    options: CompileOptions
+    backbone: BackboneTimes
+    samples: Samples
+    progress: Progress
+    preconditioners: Preconditioners = field(default_factory=dict)
+
+    def screen(self, real_samples: int) -> dict[int, list[HeadTrial]]:
+        """Train all heads a little, on real samples alone; time and judge them, by candidate."""
+        samples = min(real_samples, SCREENING_SAMPLES)
+        epochs = min(max(round(SCREENING_VISITS / samples), 1), self.options.training.epochs)
+        families = [family_of(cut) for cut in self.sliced.cuts]
+        options = replace(self.options.training, epochs=epochs)
+        title = f"Try {sum(map(len, families))} heads"
+        trained = self._train(title, families, self.train.subset(slice(samples)), options)
+        heads: dict[int, list[TrainedHead]] = {
+            c: [] for c in sorted({t.candidate for t in trained})
+        }
+        for head in trained:
+            heads[head.candidate].append(head)
+        times = _time_heads(
+            self.sliced,
+            {candidate: [self._build(t) for t in tried] for candidate, tried in heads.items()},
+            self.samples,
+            threads=self.options.threads,
+            batch_sizes=[self.options.reference_batch_size],
+        )
+        return {
+            candidate: [self._judge(t, ms) for t, (ms,) in zip(tried, costs, strict=True)]
+            for (candidate, tried), costs in zip(heads.items(), times, strict=True)
+        }
+
+    def build(self, screened: Mapping[int, Sequence[HeadTrial]]) -> list[BuiltExit]:
+        """Train all heads on the best view of every candidate, on all samples, and build the best.
+
+        Heads on one view share the reading; and whether a hidden layer pays shows late.
+        """
+        views = {c: view_of(c, _best(heads).head) for c, heads in screened.items()}
+        families = [
+            [head for head in family_of(cut) if view_of(candidate, head) == views.get(candidate)]
+            for candidate, cut in enumerate(self.sliced.cuts)
+        ]
+        title = f"Train {sum(map(len, families))} heads"
+        trained = self._train(title, families, self.train, self.options.training)
+        exits = []
+        for candidate, briefly in screened.items():
+            costs = {tried.head: tried.cost_ms for tried in briefly}
+            ended = {t.head: t for t in trained if t.candidate == candidate}
+            heads = [self._judge(t, costs[head]) for head, t in ended.items()]
+            best = _best(heads)
+            exits.append(
+                BuiltExit(
+                    candidate=candidate,
+                    cut=self.sliced.cuts[candidate],
+                    graph=self._build(ended[best.head]),
+                    heads=tuple(heads),
+                    best=best,
+                )
+            )
+        return exits
+
+    def _train(
+        self,
+        title: str,
+        families: Sequence[Sequence[Head]],
+        train: Recording,
+        options: TrainingOptions,
+    ) -> list[TrainedHead]:
+        with self.progress.step(title, count_steps(families, options)) as advance:
+            return train_heads(
+                train,
+                self.tune,
+                cuts=self.sliced.cuts,
+                families=families,
+                probabilities=_probabilities(train.answers, self.sliced.model.answer.form),
+                options=options,
+                known=self.preconditioners,
+                progress=advance,
+            )
 
     def _build(self, trained: TrainedHead) -> bytes:
         model = self.sliced.model
@@ -196,12 +225,92 @@ class Workbench:
             ir_version=model.proto.ir_version,
         )
 
-    def _empty(self, candidate: int) -> bytes:
-        """A graph that reads a cut tensor and does next to nothing, to be timed against."""
-        model = self.sliced.model
-        return build_empty(
-            self.sliced.cuts[candidate],
+    def _judge(self, trained: TrainedHead, cost_ms: float) -> HeadTrial:
+        """Judge a head that takes ``cost_ms`` a batch, by the answers of the tuning split."""
+        agrees = trained.prediction == self.truth
+        column = self.backbone.batch_sizes.index(self.options.reference_batch_size)
+        cost = CostModel(
+            source_ms=self.backbone.source_ms[column],
+            segments_ms=tuple(row[column] for row in self.backbone.segments_ms),
+            stages_ms=(0.0,),  # the same for every head, and measured once the heads are chosen
+            after_segment=(trained.candidate,),
+            exits_ms=(cost_ms,),
+        )
+        bound = self.options.max_disagreement
+        return HeadTrial(
+            head=trained.head,
+            agreement=float(agrees.mean()),
+            cost_ms=cost_ms,
+            net_savings=net_savings_alone(trained.confidence, agrees, cost, 0, bound),
+        )
+
+
+def _best(heads: Sequence[HeadTrial]) -> HeadTrial:
+    return max(heads, key=lambda head: head.net_savings)
+
+
+def _time_heads(
+    sliced: Sliced,
+    graphs: Mapping[int, Sequence[bytes]],
+    samples: Samples,
+    *,
+    threads: int,
+    batch_sizes: Sequence[int],
+) -> list[list[list[float]]]:
+    """Time exits by candidate, against a graph that reads the same tensor and does nothing."""
+    model = sliced.model
+    empty = [
+        build_empty(
+            sliced.cuts[candidate],
             "offramp_empty/",
             opset=model.opset,
             ir_version=model.proto.ir_version,
         )
+        for candidate in graphs
+    ]
+    return profile_heads(
+        list(graphs.values()),
+        empty,
+        sliced.graphs,
+        samples,
+        threads=threads,
+        batch_sizes=batch_sizes,
+    )
+
+
+def _record(
+    sliced: Sliced, parts: Parts, options: CompileOptions, directory: Path, progress: Progress
+) -> tuple[Recording, Recording]:
+    """Features of the training split, with made samples if wanted, and of the tuning split."""
+    graph, outputs = attach_poolings(sliced.model, sliced.graphs, sliced.cuts)
+    method = method_for(sliced.model.inputs) if options.augment == "auto" else None
+    made = None
+    if method is not None and makes_sense(method, parts.train):
+        made = MadeSamples.draw(parts.train, method, seed=options.seed)
+    samples = len(parts.train) + len(parts.tune) + (0 if made is None else len(made))
+    threads = available_cores()
+    projections = fit_projections(graph, outputs, sliced.cuts, parts.train, threads=threads)
+    with progress.step("Record features", samples) as advance:
+        train, tune = (
+            record(
+                graph,
+                outputs,
+                sliced.model.answer,
+                part,
+                made=more,
+                projections=projections,
+                threads=threads,
+                directory=directory / name,
+                progress=advance,
+            )
+            for name, part, more in (("train", parts.train, made), ("tune", parts.tune, None))
+        )
+    return train, tune
+
+
+def _probabilities(answers: NDArray[np.float32], form: AnswerForm) -> NDArray[np.float32]:
+    if form == "probabilities":
+        return answers
+    shifted = np.exp(answers - answers.max(axis=1, keepdims=True))
+    result: NDArray[np.float32] = shifted / shifted.sum(axis=1, keepdims=True)
+    return result

@@ -15,7 +15,10 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from offramp.bundle import Answer, Head
-from offramp.calibration.families import CutTensor, mask_of, pooling_window
+from offramp.calibration.families import CutTensor, family_of, grids_of, mask_of, pooling_window
+from offramp.calibration.features import WHOLE
+from offramp.compiler.model import SourceModel
+from offramp.engine.assembly import assemble
 
 CONFIDENCE = "confidence"
 """Name of the output with the largest probability, after the exit's prefix."""
@@ -134,17 +137,9 @@ def build_exit(
     """Build an exit: pooling, trained head, the source model's post-processing, confidence.
 
     The largest probability is computed in the graph too: a few operators there cost a tenth of as
-    many calls of numpy between two stages.
-
-    Args:
-        cut: What it reads.
-        head: Its kind.
-        weights: What :mod:`offramp.calibration.training` gave for it.
-        answer: The source model's; the exit's has its form and number of classes.
-        prefix: Of all names; the answer is named ``{prefix}{answer.output}``.
-        answer_dtype: numpy's name of the answer's element type.
-        opset: The source model's.
-        ir_version: The source model's.
+    many calls of numpy between two stages. The answer, in the source model's form, is named
+    ``{prefix}{answer.output}``; opset and IR version are the source model's, ``answer_dtype`` is
+    numpy's name of the answer's element type.
     """
     part = PartBuilder(prefix, opset, ir_version)
     tensor = _as_float32(part, cut)
@@ -254,3 +249,30 @@ def _masked_mean(part: PartBuilder, tokens: str, keep: str | None) -> str:
     count = part.add("ReduceSum", [keep, axis], keepdims=0)
     one = part.weight("one", np.array(1, np.float32))
     return part.add("Div", [total, part.add("Max", [count, one])])
+
+
+def attach_poolings(
+    model: SourceModel, segments: Sequence[bytes], cuts: Sequence[CutTensor]
+) -> tuple[bytes, tuple[Mapping[int, str], ...]]:
+    """Join segments and poolings into one graph: what features are recorded with.
+
+    Returns:
+        The model, whose first output is the answer, and per candidate the names of its outputs
+        by grid (``WHOLE`` for tensors that are recorded as they are; none where no head fits).
+    """
+    parts: list[bytes] = []
+    outputs: list[Mapping[int, str]] = []
+    for index, (segment, cut) in enumerate(zip(segments, cuts, strict=False)):
+        parts.append(segment)
+        if cut.rank != 4 or not family_of(cut):
+            outputs.append({WHOLE: cut.name} if family_of(cut) else {})
+            continue
+        prefix = f"offramp_pool_{index:02d}/"
+        pooling, names = build_pooling(
+            cut, prefix, grids_of(cut), opset=model.opset, ir_version=model.proto.ir_version
+        )
+        parts.append(pooling)
+        outputs.append(names)
+    parts.extend(segments[len(cuts) :])
+    wanted = [model.answer.output, *(name for e in outputs for name in e.values())]
+    return assemble(parts, wanted), tuple(outputs)

@@ -1,4 +1,4 @@
-"""What a user can ask of the compiler."""
+"""What a user can ask of ``eecompile``, where it makes or rewrites a bundle."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from offramp.bundle.bundle import check_target
 from offramp.calibration.training import TrainingOptions
 
 Selection: TypeAlias = Literal["savings", "pame"]
@@ -52,4 +53,57 @@ class CompileOptions:
     """``auto``: heads train on made samples too, where a way to make them fits the inputs
     (:mod:`offramp.calibration.augmentation`)."""
     training: TrainingOptions = field(default_factory=TrainingOptions)
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewriteOptions:
+    """A run of a subcommand that reads a bundle, and writes it again with something changed."""
+
+    bundle: Path
+    output: Path | None = None
+    """``None`` replaces the bundle."""
+    overwrite: bool = False
+    """Whether ``output`` may replace another bundle."""
+    dry_run: bool = False
+    """Write nothing."""
+
+    def target(self) -> Path | None:
+        """Where to write, checked before any long work; ``None`` in a dry run.
+
+        Raises:
+            BundleExistsError: There is something at ``output`` already.
+        """
+        if self.dry_run:
+            return None
+        if self.output is None:
+            return self.bundle.resolve()  # a link to the bundle stays one
+        check_target(self.output, overwrite=self.overwrite)
+        return self.output
+
+    @property
+    def replaces(self) -> bool:
+        """Whether a bundle at the target is replaced."""
+        return self.output is None or self.overwrite
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileOptions(RewriteOptions):
+    """One run of ``eecompile profile``."""
+
+    threads: int | None = None
+    """Of ONNX Runtime; ``None`` is as the bundle was profiled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RehearseOptions(RewriteOptions):
+    """One run of ``eecompile rehearse``; ``None`` is what the bundle was made with."""
+
+    data: Path
+    anew: bool = False
+    """Search the exits from scratch instead of adapting the policy."""
+    max_disagreement: float | None = None
+    confidence: float | None = None
+    rehearsal_batch: int | None = None
+    max_violations: float | None = None
     seed: int = 0

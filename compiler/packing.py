@@ -7,9 +7,11 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from offramp.bundle import (
     Answer,
+    Bundle,
     Exit,
     ExitPolicy,
     Manifest,
@@ -17,8 +19,9 @@ from offramp.bundle import (
     Profile,
     Segment,
     TensorSpec,
+    write_bundle,
 )
-from offramp.bundle.bundle import RECORDS, REPORT, dump_profile
+from offramp.bundle.bundle import POLICY, RECORDS, REPORT, dump_profile
 from offramp.bundle.files import dump
 from offramp.bundle.manifest import SCHEMA_VERSION, Calibration, Source
 from offramp.bundle.measured import MEASURED
@@ -27,7 +30,7 @@ from offramp.calibration.families import mask_of
 from offramp.calibration.limits import Limit
 from offramp.calibration.records import ExitRecords, dump_records
 from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
-from offramp.compiler.exits import ExitTrials, exit_prefix
+from offramp.compiler.exits import BuiltExit, exit_prefix
 from offramp.compiler.heads import CONFIDENCE
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.report import render_report
@@ -37,18 +40,14 @@ _TOOLS = ("offramp", "onnx", "onnx-graphsurgeon", "onnxslim", "onnxruntime", "to
 
 
 def make_manifest(
-    sliced: Sliced,
-    structure: Draft,
-    certify: ExitRecords,
-    parts: Parts,
-    options: CompileOptions,
+    sliced: Sliced, built: Draft, certify: ExitRecords, parts: Parts, options: CompileOptions
 ) -> Manifest:
     """Describe the bundle; hashes are filled in when it is written."""
     model = sliced.model
     truth, final = certify.labels, certify.final_prediction
     return Manifest(
         schema_version=SCHEMA_VERSION,
-        name=options.output.name.removesuffix(".ee"),
+        name=bundle_name(options.output),
         created_utc=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         tools=_tools(),
         source=Source(
@@ -60,8 +59,8 @@ def make_manifest(
         inputs=model.inputs,
         outputs=model.outputs,
         answer=model.answer,
-        segments=structure.segments,
-        exits=tuple(judged(exit_, certify) for exit_ in structure.exits),
+        segments=built.segments,
+        exits=tuple(judged(exit_, certify) for exit_ in built.exits),
         calibration=Calibration(
             data_sha256=parts.train.sha256,
             train_samples=len(parts.train),
@@ -79,7 +78,7 @@ def pack(
     manifest: Manifest,
     policy: ExitPolicy,
     sliced: Sliced,
-    files: Mapping[str, bytes],
+    built: Draft,
     *,
     profile: Profile,
     tune: ExitRecords,
@@ -90,15 +89,15 @@ def pack(
 ) -> dict[str, bytes]:
     """Give the content of every file but manifest and policy, by path.
 
-    ``files`` are those of segments and exits; ``rehearsed`` is how exits were chosen, if so, and
-    ``limit`` what kept all of them out of use, if so; ``measured`` is what the policy brings.
+    ``rehearsed`` is how exits were chosen, if so, and ``limit`` what kept all of them out of use,
+    if so; ``measured`` is what the policy brings.
     """
     report = render_report(
         manifest, policy, profile, certify, rehearsed, limit=limit, measured=measured
     )
     return {
         manifest.source.file: sliced.model.proto.SerializeToString(),
-        **files,
+        **built.files,
         "profiles/cpu.json": dump_profile(profile),
         RECORDS: dump_records(tune, certify),
         REPORT: report.encode(),
@@ -116,35 +115,42 @@ class Draft:
     segments: tuple[Segment, ...]
     exits: tuple[Exit, ...]
     """Their agreement is that on the tuning split."""
+    files: dict[str, bytes]
+    """The graphs of segments and exits, by path in the bundle."""
+
+    @classmethod
+    def of(cls, sliced: Sliced, exits: Sequence[BuiltExit]) -> Draft:
+        """Describe segments and exits."""
+        answer = sliced.model.answer
+        segments = tuple(segment.described() for segment in sliced.segments)
+        described = tuple(_exit(index, exit_, answer.output) for index, exit_ in enumerate(exits))
+        files = {s.file: graph for s, graph in zip(segments, sliced.graphs, strict=True)}
+        files |= {e.file: built.graph for e, built in zip(described, exits, strict=True)}
+        return cls(
+            inputs=sliced.model.inputs,
+            answer=answer,
+            segments=segments,
+            exits=described,
+            files=files,
+        )
+
+    def read(self, file: str) -> bytes:
+        """Give the content of a part's file."""
+        return self.files[file]
 
 
-def draft(sliced: Sliced, exits: Sequence[ExitTrials]) -> tuple[Draft, dict[str, bytes]]:
-    """Describe segments and exits; gives their files too, by path."""
-    structure = Draft(
-        inputs=sliced.model.inputs,
-        answer=sliced.model.answer,
-        segments=tuple(segment.described() for segment in sliced.segments),
-        exits=tuple(
-            _exit(index, trials, sliced.model.answer.output) for index, trials in enumerate(exits)
-        ),
-    )
-    segments = {s.file: g for s, g in zip(structure.segments, sliced.graphs, strict=True)}
-    built = {e.file: t.graph for e, t in zip(structure.exits, exits, strict=True)}
-    return structure, {**segments, **built}
-
-
-def _exit(index: int, trials: ExitTrials, answer: str) -> Exit:
-    prefix, mask = exit_prefix(trials.candidate), mask_of(trials.cut, trials.head)
+def _exit(index: int, built: BuiltExit, answer: str) -> Exit:
+    prefix, mask = exit_prefix(built.candidate), mask_of(built.cut, built.best.head)
     return Exit(
         index=index,
-        after_segment=trials.candidate,
+        after_segment=built.candidate,
         file=f"exits/{index:02d}.onnx",
-        inputs=(trials.cut.name, mask) if mask else (trials.cut.name,),
+        inputs=(built.cut.name, mask) if mask else (built.cut.name,),
         output=prefix + answer,
         confidence=prefix + CONFIDENCE,
-        head=trials.head,
-        agreement=trials.trials[trials.best].agreement,
-        trials=trials.trials,
+        head=built.best.head,
+        agreement=built.best.agreement,
+        trials=built.heads,
     )
 
 
@@ -165,3 +171,33 @@ def _tools() -> dict[str, str]:
         except PackageNotFoundError:
             versions[package] = "not installed as a package"
     return versions
+
+
+def rewrite(
+    bundle: Bundle,
+    target: Path,
+    manifest: Manifest,
+    policy: ExitPolicy,
+    changed: Mapping[str, bytes],
+    *,
+    overwrite: bool,
+) -> Bundle:
+    """Write a bundle of the same graphs, hence engines, with other files and another policy.
+
+    What was measured of the policy is left out: it belongs to what is replaced.
+    """
+    stale = (POLICY, MEASURED, *changed)
+    names = [entry.path for entry in bundle.manifest.files if entry.path not in stale]
+    return write_bundle(
+        target,
+        manifest,
+        policy,
+        {**{name: bundle.read(name) for name in names}, **changed},
+        overwrite=overwrite,
+        engines_of=bundle.path,
+    )
+
+
+def bundle_name(target: Path) -> str:
+    """Name that a bundle has at a path."""
+    return target.name.removesuffix(".ee")

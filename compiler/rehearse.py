@@ -15,12 +15,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle import Bundle, ExitPolicy, Manifest, Profile, write_bundle
-from offramp.bundle.bundle import POLICY, RECORDS, REPORT, check_target
-from offramp.bundle.measured import MEASURED
+from offramp.bundle import Bundle, ExitPolicy, Manifest, Profile
+from offramp.bundle.bundle import RECORDS, REPORT
 from offramp.calibration.dataset import CERTIFY_SHARE, TUNE_SHARE, Dataset, read_dataset
 from offramp.calibration.errors import DataError
-from offramp.calibration.records import ExitRecords, dump_records, record_answers
+from offramp.calibration.records import ExitRecords, dump_records
 from offramp.calibration.rehearsal import (
     REHEARSAL,
     Forecast,
@@ -35,19 +34,19 @@ from offramp.calibration.rehearsal import (
     rehearse_records,
 )
 from offramp.calibration.selection import certifiable_errors, certified_policy
-from offramp.certify import samples_needed, tuning_path
+from offramp.certify import samples_needed
+from offramp.compiler.compile import path_of_exits, record_exits
 from offramp.compiler.errors import CompileError
-from offramp.compiler.packing import judged
+from offramp.compiler.options import RehearseOptions
+from offramp.compiler.packing import bundle_name, judged, rewrite
 from offramp.compiler.progress import Progress, SilentProgress
 from offramp.compiler.report import render_report
-from offramp.engine.assembly import assemble
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.published.two_stage import StageTimes
-from offramp.engine.options import available_cores
 
 DEFAULT_BATCH = 32
 """Rows of a rehearsed batch, where they were profiled."""
-DEFAULT_CONFIDENCE = 0.95
+DEFAULT_CONFIDENCE_LEVEL = 0.95
 """Of the promise, where the bundle makes none."""
 
 _SILENT = SilentProgress()
@@ -55,29 +54,8 @@ _NO_PATH = np.empty((0, 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RehearseOptions:
-    """One run of ``eecompile rehearse``; ``None`` is what the bundle was made with."""
-
-    bundle: Path
-    data: Path
-    output: Path | None = None
-    """``None`` replaces the bundle."""
-    overwrite: bool = False
-    """Whether ``output`` may replace another bundle."""
-    dry_run: bool = False
-    """Write nothing."""
-    anew: bool = False
-    """Search the exits from scratch instead of adapting the policy."""
-    max_disagreement: float | None = None
-    confidence: float | None = None
-    rehearsal_batch: int | None = None
-    max_violations: float | None = None
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsing:
-    """What came of it."""
+    """A bundle's exit policy before and after it was adapted to a new load."""
 
     before: ExitPolicy
     before_forecast: Forecast
@@ -99,11 +77,16 @@ def rehearse_bundle(options: RehearseOptions, progress: Progress = _SILENT) -> R
         DataError: The data does not fit the model, or is too little.
     """
     bundle = Bundle.open(options.bundle)
-    target = _target(bundle, options)
+    if not bundle.manifest.exits:
+        raise CompileError(
+            f"{bundle.path} has no exits to rehearse: none was worth building when it was "
+            "compiled; compile the model again on the new data"
+        )
+    target = options.target()
     renewal = Renewal.of(bundle, options)
     dataset = read_dataset(options.data, bundle.manifest.inputs)
     tune, certify = (
-        record_load(bundle, part, title, progress)
+        record_exits(bundle.manifest, bundle.read, part, title, progress)
         for part, title in zip(
             renewal.split(dataset), ("Rehearse the exits", "Certify the policy"), strict=True
         )
@@ -123,30 +106,29 @@ def rehearse_bundle(options: RehearseOptions, progress: Progress = _SILENT) -> R
         written=target,
     )
     if target is not None:
-        overwrite = options.output is None or options.overwrite
-        renew_bundle(bundle, target, done, tune=tune, certify=certify, overwrite=overwrite)
+        _write(bundle, options, target, done, tune=tune, certify=certify)
     return done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """What the tuning split says; fixed before the certify split is looked at."""
+class LoadPath:
+    """What the tuning split of a new load says; fixed before the certify split is looked at."""
 
     rehearsal: Rehearsal
     moves: tuple[Move, ...]
     exits: tuple[int, ...]
     path: NDArray[np.float64]
-    """[levels, exits], from cautious to bold."""
+    """[levels, exits], from conservative to aggressive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renewal:
-    """A bundle, and what a new load is to keep within."""
+    """The adaptation of a bundle to a new load: what it has to keep within, and its steps."""
 
     bundle: Bundle
     profile: Profile
     settings: RehearsalSettings
-    confidence: float
+    confidence_level: float
     """Of the promise."""
     anew: bool
     seed: int
@@ -157,7 +139,7 @@ class Renewal:
         profile, promise = bundle.profile(), bundle.policy.promise
         kept = _kept_settings(bundle, profile)
         promised = kept.max_disagreement if promise is None else promise.max_disagreement
-        sure = DEFAULT_CONFIDENCE if promise is None else promise.confidence
+        sure = DEFAULT_CONFIDENCE_LEVEL if promise is None else promise.confidence
         return cls(
             bundle=bundle,
             profile=profile,
@@ -169,7 +151,7 @@ class Renewal:
                 if options.max_violations is None
                 else options.max_violations,
             ),
-            confidence=options.confidence or sure,
+            confidence_level=options.confidence or sure,
             anew=options.anew or not bundle.policy.active,
             seed=options.seed,
         )
@@ -185,7 +167,7 @@ class Renewal:
         Raises:
             DataError: There are too few samples; the message says how many are needed.
         """
-        least = samples_needed(self.settings.max_disagreement, self.confidence)
+        least = samples_needed(self.settings.max_disagreement, self.confidence_level)
         tune = _tune_samples(len(dataset), least)
         if tune < self.settings.batch_size:
             more = itertools.count(len(dataset) + 1)
@@ -198,34 +180,32 @@ class Renewal:
         order = np.random.default_rng(self.seed).permutation(len(dataset))
         return dataset.subset(np.sort(order[:tune])), dataset.subset(np.sort(order[tune:]))
 
-    def search(self, tune: ExitRecords) -> Found:
+    def search(self, tune: ExitRecords) -> LoadPath:
         """Rehearse from scratch, as compiling does."""
         rehearsal = rehearse_records(
-            tune,
-            self.times,
-            self.settings,
-            confidence_level=self.confidence,
-            seed=self.seed,
+            tune, self.times, self.settings, confidence_level=self.confidence_level, seed=self.seed
         )
-        rows = [a.exit for a in rehearsal.active]
-        path = tuning_path(tune.confidence[rows], tune.agrees[rows]) if rows else _NO_PATH
-        return Found(rehearsal=rehearsal, moves=(), exits=tuple(rows), path=path)
+        exits = tuple(a.exit for a in rehearsal.active)
+        path = path_of_exits(tune, exits)
+        return LoadPath(rehearsal=rehearsal, moves=(), exits=exits, path=path)
 
-    def adapt(self, tune: ExitRecords) -> Found:
+    def adapt(self, tune: ExitRecords) -> LoadPath:
         """Move exits that make batches late, and find how thresholds are raised (7.6)."""
         load = draw_load(tune, self.settings, seed=self.seed)
-        allowed = certifiable_errors(load.samples, self.settings.max_disagreement, self.confidence)
+        allowed = certifiable_errors(
+            load.samples, self.settings.max_disagreement, self.confidence_level
+        )
         found = adapt(
             load, self.times, self.bundle.policy.active, self.settings, allowed_errors=allowed
         )
-        return Found(
+        return LoadPath(
             rehearsal=found.rehearsal,
             moves=found.moves,
             exits=tuple(a.exit for a in found.least),
             path=raising_path(load, found.least) if found.least else _NO_PATH,
         )
 
-    def certify(self, found: Found, certify: ExitRecords) -> ExitPolicy:
+    def certify(self, found: LoadPath, certify: ExitRecords) -> ExitPolicy:
         """Find how far along the path the promise holds for the new load."""
         manifest = self.bundle.manifest
         policy = certified_policy(
@@ -235,7 +215,7 @@ class Renewal:
             certify.agrees,
             CostModel.of(manifest, self.profile, manifest.calibration.reference_batch_size),
             max_disagreement=self.settings.max_disagreement,
-            confidence_level=self.confidence,
+            confidence_level=self.confidence_level,
         )
         return replace(policy, version=self.bundle.policy.version + 1)
 
@@ -244,46 +224,24 @@ class Renewal:
         return forecast_policy(policy, records, self.times, self.settings, seed=self.seed)
 
 
-def record_load(bundle: Bundle, dataset: Dataset, title: str, progress: Progress) -> ExitRecords:
-    """Answer data at every exit, with the graphs that the bundle serves."""
-    manifest = bundle.manifest
-    outputs = [(e.output, e.confidence) for e in manifest.exits]
-    files = [s.file for s in manifest.segments] + [e.file for e in manifest.exits]
-    wanted = [*itertools.chain(*outputs), manifest.answer.output]
-    graph = assemble([bundle.read(file) for file in files], wanted)
-    with progress.step(title, len(dataset)) as advance:
-        return record_answers(
-            graph, outputs, manifest.answer, dataset, threads=available_cores(), progress=advance
-        )
-
-
-def renew_bundle(
+def _write(
     bundle: Bundle,
+    options: RehearseOptions,
     target: Path,
     done: Rehearsing,
     *,
     tune: ExitRecords,
     certify: ExitRecords,
-    overwrite: bool,
-) -> Bundle:
-    """Write a bundle of the same graphs, hence engines, with new policy, records and report."""
+) -> None:
+    """Write a bundle with the new policy, records and report."""
     manifest = renewed_manifest(bundle.manifest, target, tune=tune, certify=certify)
     report = render_report(manifest, done.after, bundle.profile(), certify, done.rehearsed)
-    renewed = {
+    changed = {
         RECORDS: dump_records(tune, certify),
         REPORT: report.encode(),
         REHEARSAL: done.rehearsed.dump(),
     }
-    names = [entry.path for entry in bundle.manifest.files if entry.path not in (POLICY, MEASURED)]
-    files = {name: bundle.read(name) for name in names if name not in renewed}
-    return write_bundle(
-        target,
-        manifest,
-        done.after,
-        {**files, **renewed},
-        overwrite=overwrite,
-        engines_of=bundle.path,
-    )
+    rewrite(bundle, target, manifest, done.after, changed, overwrite=options.replaces)
 
 
 def renewed_manifest(
@@ -299,7 +257,7 @@ def renewed_manifest(
         accuracy = float((certify.final_prediction == certify.labels).mean())
     return replace(
         manifest,
-        name=target.name.removesuffix(".ee"),
+        name=bundle_name(target),
         created_utc=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         exits=tuple(judged(exit_, certify) for exit_ in manifest.exits),
         calibration=replace(
@@ -309,21 +267,6 @@ def renewed_manifest(
             source_accuracy=accuracy,
         ),
     )
-
-
-def _target(bundle: Bundle, options: RehearseOptions) -> Path | None:
-    """Where to write, checked before any long work; ``None`` in a dry run."""
-    if not bundle.manifest.exits:
-        raise CompileError(
-            f"{bundle.path} has no exits to rehearse: none was worth building when it was "
-            "compiled; compile the model again on the new data"
-        )
-    if options.dry_run:
-        return None
-    if options.output is None:
-        return options.bundle.resolve()  # a link to the bundle stays one
-    check_target(options.output, overwrite=options.overwrite)
-    return options.output
 
 
 def _kept_settings(bundle: Bundle, profile: Profile) -> RehearsalSettings:

@@ -6,25 +6,20 @@ side operator that several segments recompute is the same operator in each.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
+from numpy.typing import NDArray
 
 from offramp.bundle import Segment
+from offramp.compiler.cuts import CutPoint
 from offramp.compiler.errors import VerificationError
-from offramp.compiler.graph import Dataflow
-from offramp.compiler.runtime import Runner, relative_difference
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from numpy.typing import NDArray
-
-    from offramp.compiler.cuts import CutPoint
-    from offramp.compiler.model import SourceModel
+from offramp.compiler.graph import Dataflow, copied
+from offramp.compiler.model import SourceModel
+from offramp.compiler.runtime import GraphRunner, relative_difference
 
 TOLERANCE = 1e-5
 """Relative difference allowed between chained segments and source: float32 sums in another
@@ -57,11 +52,7 @@ class SegmentModel:
 
 
 def split(model: SourceModel, cuts: Sequence[CutPoint]) -> tuple[SegmentModel, ...]:
-    """Slice the model at ``cuts``.
-
-    Args:
-        model: The source model.
-        cuts: Cut points of that model, in the order of the data flow.
+    """Slice the model at ``cuts``, which are in the order of the data flow.
 
     Returns:
         One segment more than there are cut points. Chained they compute what the model does,
@@ -138,15 +129,10 @@ def verify(
     tolerance: float = TOLERANCE,
     batch_sizes: Sequence[int] = (1, 7),
 ) -> float:
-    """Run the segments in a chain and compare with the source model.
+    """Run the segments in a chain at some batch sizes, and compare with the source model.
 
-    Args:
-        model: The source model.
-        segments: What :func:`split` made of it.
-        samples: Array per graph input, samples along dimension 0; repeated where fewer than a
-            batch.
-        tolerance: Allowed difference, relative to the largest value of the source's answer.
-        batch_sizes: Sizes to run at.
+    ``samples`` are arrays by graph input, repeated where they are fewer than a batch;
+    ``tolerance`` is relative to the largest value of the source's answer.
 
     Returns:
         The largest relative difference found.
@@ -155,8 +141,8 @@ def verify(
         VerificationError: A difference beyond ``tolerance``, or a value that is no number;
             names the first segment that diverges.
     """
-    source = Runner(model.proto)
-    runners = [Runner(segment.proto) for segment in segments]
+    source = GraphRunner(model.proto)
+    runners = [GraphRunner(segment.proto) for segment in segments]
     answer = model.answer.output
     worst = 0.0
     for size in batch_sizes:
@@ -175,7 +161,7 @@ def verify(
 
 
 def _chain(
-    runners: Sequence[Runner], feeds: Mapping[str, NDArray[np.generic]]
+    runners: Sequence[GraphRunner], feeds: Mapping[str, NDArray[np.generic]]
 ) -> dict[str, NDArray[np.generic]]:
     """Run one segment after the other; return what each of them wrote."""
     values = dict(feeds)
@@ -192,12 +178,11 @@ def _diagnosis(
     tolerance: float,
 ) -> str:
     """Name the first segment whose output differs from the same tensor in the source."""
-    exposed = onnx.ModelProto()
-    exposed.CopyFrom(model.proto)
+    exposed = copied(model.proto)
     known = {info.name: info for info in model.proto.graph.value_info}
     inner = [s.output for s in segments if s.output in known]
     exposed.graph.output.extend(known[name] for name in inner)
-    wanted = Runner(exposed).run(feeds)
+    wanted = GraphRunner(exposed).run(feeds)
     if not np.isfinite(wanted[model.answer.output]).all():
         return "the source model itself answers with values that are no numbers"
     for segment in segments:

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Self
 from numpy.typing import NDArray
 
 from offramp.bundle.engines import ShapeProfile
-from offramp.compiler.engines.builder import BuildProgress, BuildSettings, Built
+from offramp.compiler.engines.builder import BuildProgress, Built
+from offramp.compiler.engines.options import BuildSettings
 from offramp.compiler.errors import EngineBuildError
 from offramp.engine.errors import BackendError
 from offramp.engine.tensorrt import compat, probe
@@ -37,13 +38,10 @@ _MOST_GRAPH_BYTES = 2**31 - 1
 
 
 class TensorRTBuilder:
-    """Builds engines with TensorRT on one GPU; see :class:`EngineBuilder`. Used by one thread."""
+    """Builds engines with TensorRT on one GPU; used by one thread."""
 
     def __init__(self, device: str) -> None:
-        """Take a GPU.
-
-        Args:
-            device: ``cuda:0``, ``cuda:1``, …
+        """Take a GPU, such as ``cuda:0``.
 
         Raises:
             BackendError: Driver, GPU, TensorRT or PyCUDA is missing, or does not load.
@@ -69,7 +67,7 @@ class TensorRTBuilder:
         timing_cache: bytes,
         progress: BuildProgress,
     ) -> Built:
-        """Build an engine; see :meth:`EngineBuilder.build`.
+        """Build an engine.
 
         TensorRT works in a thread of its own, so that Ctrl-C is seen at once: the build ends at
         its next step, then ``KeyboardInterrupt`` is raised. TensorRT 8.6 has no steps: there it
@@ -88,10 +86,7 @@ class TensorRTBuilder:
     def run(
         self, plan: bytes, inputs: Mapping[str, NDArray[Any]], profile: int
     ) -> dict[str, NDArray[Any]]:
-        """Run an engine once; see :meth:`EngineBuilder.run`.
-
-        8.6 gives int32 where the graph has int64.
-        """
+        """Run an engine once; 8.6 gives int32 where the graph has int64."""
         try:
             with self._context.current():
                 return run_plan(plan, inputs, profile)

@@ -1,4 +1,4 @@
-"""The asyncio face of the engine."""
+"""The asyncio face of the engine: opens models, checks and answers requests, drains and closes."""
 
 from __future__ import annotations
 
@@ -6,21 +6,18 @@ import asyncio
 import difflib
 import itertools
 import logging
-import math
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from enum import StrEnum
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle import Answer, Bundle, ExitPolicy, TensorSpec
+from offramp.bundle import Bundle
 from offramp.engine.backends import Backend, Slot, make_backend
 from offramp.engine.backends.factory import CPU
-from offramp.engine.control_loop import ControlLoop, Watched
+from offramp.engine.control_loop import ControlLoop
 from offramp.engine.errors import (
     BackendError,
     DrainingError,
@@ -28,74 +25,24 @@ from offramp.engine.errors import (
     UnknownModelError,
 )
 from offramp.engine.executor import Executor
-from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.engine.requests import FINAL, PendingRequest
+from offramp.engine.options import EngineOptions
+from offramp.engine.request_table import Request
+from offramp.engine.results import (
+    AnswerKind,
+    InferResult,
+    ModelInfo,
+    StreamedResult,
+    final_result,
+    first_result,
+)
 from offramp.engine.scheduling import DeviceScheduler, ParallelLimit
 from offramp.engine.served_model import ServedModel, warm_slots
 from offramp.engine.statistics import ModelStatistics
 from offramp.engine.tensorrt.probe import parse_device
-from offramp.engine.validation import check_tensors
+from offramp.engine.validation import check_request
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-
-_MOST_PRIORITY = 2**31
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InferResult:
-    """The answer to one request of n samples."""
-
-    outputs: Mapping[str, NDArray[Any]]
-    """By output name, first dimension n."""
-    exits: NDArray[np.int32]
-    """[n]: index of the exit that answered (``Manifest.exits``); −1 is the model's end."""
-    confidences: NDArray[np.float32]
-    """[n]: confidence of the answer, 0 to 1."""
-    forced: NDArray[np.bool_]
-    """[n]: whether the sample had to leave there, below the exit's threshold, to be in time."""
-    policy_version: int
-
-
-class AnswerKind(StrEnum):
-    """What an answer of :meth:`Engine.infer_stream` is."""
-
-    ANSWER = "answer"
-    """The only one."""
-    EARLY = "early"
-    """Exits gave it; the model's end has yet to speak of some of the samples."""
-    CONFIRMATION = "confirmation"
-    """The model's end agrees with the early answer."""
-    CORRECTION = "correction"
-    """It does not, about some sample."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamedResult(InferResult):
-    """An answer to one request, of which there may be two."""
-
-    kind: AnswerKind
-    final: NDArray[np.bool_]
-    """[n]: whose answer is the unmodified model's."""
-    corrected: NDArray[np.bool_]
-    """[n]: whose class differs from the early answer's."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInfo:
-    """What a client may know of a served model."""
-
-    name: str
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
-    answer: Answer
-    platform: str
-    """For instance ``offramp_onnxruntime-cpu``."""
-    max_batch_size: int
-    policy: ExitPolicy
-    """In force, with the promise that it was certified for."""
-    scheduling: str
-    """Name of the scheduling policy."""
 
 
 class Engine:
@@ -126,21 +73,7 @@ class Engine:
             weights={name: model.options.weight for name, model in models.items()},
         )
         self._executor = Executor(backend, models, scheduler, streams=streams, slots=slots)
-        self._control = ControlLoop(
-            self._executor,
-            {
-                name: Watched(
-                    name=name,
-                    observed=model.observed,
-                    deployment=model.deployment,
-                    options=model.options,
-                    streams=streams,
-                    state_path=model.state_path,
-                )
-                for name, model in models.items()
-                if model.observed is not None
-            },
-        )
+        self._control = ControlLoop(self._executor, models)
         self._executor.start(asyncio.get_running_loop())
         self._control.start()
 
@@ -178,7 +111,10 @@ class Engine:
         try:
             for name, bundle in bundles.items():
                 began_s = time.monotonic()
-                loaded[name] = await _in_thread(_load, name, bundle, backend, options, parallel)
+                _log.info("%s: loading %s", name, bundle.path)
+                loaded[name] = await _in_thread(
+                    ServedModel.load, name, bundle, backend, options, parallel
+                )
                 _log.info("%s: ready after %.1f s", name, time.monotonic() - began_s)
             slots = await _in_thread(warm_slots, backend, loaded, options.streams)
         except BaseException:
@@ -190,11 +126,11 @@ class Engine:
         )
 
     async def __aenter__(self) -> Self:
-        """Enter."""
+        """Give the engine itself."""
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Close."""
+        """Close the engine."""
         await self.close()
 
     async def infer(
@@ -263,18 +199,18 @@ class Engine:
             EngineError: As :meth:`infer`.
         """
         served = self._served(model)
-        followup: asyncio.Future[PendingRequest] = asyncio.get_running_loop().create_future()
+        followup: asyncio.Future[Request] = asyncio.get_running_loop().create_future()
         request = self._submit(
             served, model, inputs, deadline_s=deadline_s, priority=priority, followup=followup
         )
         try:
             await self._finished(model, request)
-            early = _early_result(served.answer.output, request)
+            early = first_result(served.answer.output, request)
             yield early
             if early.kind is AnswerKind.EARLY:
                 await followup
                 if request.final is not None and request.final.filled.any():
-                    yield _final_result(served.answer.output, request)
+                    yield final_result(served.answer.output, request)
         finally:
             if not followup.done():
                 followup.cancel()
@@ -288,30 +224,39 @@ class Engine:
         *,
         deadline_s: float | None,
         priority: int,
-        followup: asyncio.Future[PendingRequest] | None = None,
-    ) -> PendingRequest:
+        followup: asyncio.Future[Request] | None = None,
+    ) -> Request:
         """Check a request and queue it."""
         if self._draining:
             raise DrainingError("the server is shutting down; send the request to another one")
-        wrong = check_tensors(served.inputs, inputs)
+        options = served.options
+        wrong = check_request(
+            served.inputs,
+            inputs,
+            deadline_s=deadline_s,
+            priority=priority,
+            max_samples=options.max_queue_samples,
+        )
         if wrong:
             raise InvalidInputError(f"{model}: {wrong}")
-        if not -_MOST_PRIORITY <= priority <= _MOST_PRIORITY:
-            raise InvalidInputError(f"{model}: priority {priority} is not a 32-bit number")
-        if deadline_s is not None and math.isnan(deadline_s):
-            raise InvalidInputError(f"{model}: the deadline is not a number")
-        request = self._request(served.options, inputs, deadline_s, priority)
-        request.followup = followup
-        room = served.options.max_queue_samples
-        if request.count > room:
-            raise InvalidInputError(
-                f"{model}: {request.count} samples are more than the queue holds ({room}); "
-                "send them in several requests"
-            )
+        now_s = time.monotonic()
+        if deadline_s is None:
+            deadline_s = float("inf") if options.slo_ms is None else now_s + options.slo_ms / 1e3
+        request = Request(
+            number=next(self._numbers),
+            inputs=inputs,
+            count=len(next(iter(inputs.values()))),
+            batch_key=tuple(inputs[name].shape[1:] for name in sorted(inputs)),
+            submitted_s=now_s,
+            deadline_s=deadline_s,
+            priority=priority,
+            future=asyncio.get_running_loop().create_future(),
+            followup=followup,
+        )
         self._executor.submit(model, request)
         return request
 
-    async def _finished(self, model: str, request: PendingRequest) -> None:
+    async def _finished(self, model: str, request: Request) -> None:
         """Wait for a request's first answer; raises its error."""
         try:
             await request.future
@@ -322,11 +267,11 @@ class Engine:
             raise request.error
 
     def models(self) -> tuple[ModelInfo, ...]:
-        """The served models."""
+        """Describe the served models."""
         return tuple(self.model(name) for name in self._models)
 
     def model(self, name: str) -> ModelInfo:
-        """One served model.
+        """Describe one served model.
 
         Raises:
             UnknownModelError: No such model.
@@ -339,7 +284,7 @@ class Engine:
             answer=served.answer,
             platform=f"offramp_{self._backend.name}",
             max_batch_size=served.options.max_batch_size,
-            policy=self._policy(name),
+            policy=self._executor.deployment(name).policy,
             scheduling=str(served.options.scheduling),
         )
 
@@ -352,7 +297,7 @@ class Engine:
         return loaded and self._executor.in_service and not self._draining
 
     def statistics(self) -> Mapping[str, ModelStatistics]:
-        """A snapshot per model, safe to keep."""
+        """Take a snapshot of every model's counters, safe to keep."""
         return {name: self._statistics(name) for name in self._models}
 
     async def drain(self, timeout_s: float) -> bool:
@@ -385,8 +330,8 @@ class Engine:
         return ModelStatistics(
             mode=served.mode.value,
             backend=self._backend.name,
-            policy_version=self._policy(name).version,
-            control=None if served.observed is None else self._control.status(name),
+            policy_version=self._executor.deployment(name).policy.version,
+            control=None if served.control is None else self._control.status(name),
             scheduling=str(served.options.scheduling),
             streams=health.streams,
             streams_in_service=health.in_service,
@@ -395,11 +340,6 @@ class Engine:
             uptime_s=time.monotonic() - served.loaded_s,
             **counts,
         )
-
-    def _policy(self, name: str) -> ExitPolicy:
-        """In force."""
-        served = self._models[name]
-        return served.policy if served.observed is None else self._control.policy(name)
 
     def _served(self, name: str) -> ServedModel:
         try:
@@ -411,64 +351,6 @@ class Engine:
             raise UnknownModelError(
                 f"no model {name!r} is served here; {hint}served: {served}"
             ) from None
-
-    def _request(
-        self,
-        options: ModelOptions,
-        inputs: Mapping[str, NDArray[Any]],
-        deadline_s: float | None,
-        priority: int,
-    ) -> PendingRequest:
-        now_s = time.monotonic()
-        if deadline_s is None:
-            deadline_s = float("inf") if options.slo_ms is None else now_s + options.slo_ms / 1e3
-        return PendingRequest(
-            number=next(self._numbers),
-            inputs=inputs,
-            count=len(next(iter(inputs.values()))),
-            batch_key=tuple(inputs[name].shape[1:] for name in sorted(inputs)),
-            submitted_s=now_s,
-            deadline_s=deadline_s,
-            priority=priority,
-            future=asyncio.get_running_loop().create_future(),
-        )
-
-
-def _early_result(output: str, request: PendingRequest) -> StreamedResult:
-    """The first result of a request."""
-    assert request.first.values is not None
-    return StreamedResult(
-        outputs={output: request.first.values},
-        exits=request.exits,
-        confidences=request.first.confidences,
-        forced=request.forced,
-        policy_version=request.policy_version,
-        kind=AnswerKind.ANSWER if request.final is None else AnswerKind.EARLY,
-        final=request.exits == FINAL,
-        corrected=np.zeros(request.count, np.bool_),
-    )
-
-
-def _final_result(output: str, request: PendingRequest) -> StreamedResult:
-    """The second result: the early one, with the end's answers in place of those it spoke of."""
-    first, final = request.first, request.final
-    assert first.values is not None
-    assert final is not None
-    assert final.values is not None
-    spoken = final.filled
-    values, confidences = first.values.copy(), first.confidences.copy()
-    values[spoken], confidences[spoken] = final.values[spoken], final.confidences[spoken]
-    corrected = values.argmax(axis=1) != first.values.argmax(axis=1)
-    return StreamedResult(
-        outputs={output: values},
-        exits=np.where(spoken, np.int32(FINAL), request.exits),
-        confidences=confidences,
-        forced=request.forced,
-        policy_version=request.policy_version,
-        kind=AnswerKind.CORRECTION if corrected.any() else AnswerKind.CONFIRMATION,
-        final=spoken | (request.exits == FINAL),
-        corrected=corrected,
-    )
 
 
 async def _in_thread(function: Callable[..., _T], *arguments: Any) -> _T:
@@ -501,19 +383,3 @@ def _make_backend(models: Mapping[str, Path], options: EngineOptions) -> Backend
     if backend.name == CPU:
         options.check_cores()
     return backend
-
-
-def _load(
-    name: str, bundle: Bundle, backend: Backend, options: EngineOptions, parallel: ParallelLimit
-) -> ServedModel:
-    _log.info("%s: loading %s", name, bundle.path)
-    return ServedModel.load(
-        name,
-        bundle,
-        backend,
-        mode=options.mode,
-        options=options.of(name),
-        streams=options.streams,
-        parallel=parallel,
-        keep_state=options.keep_state,
-    )

@@ -1,7 +1,7 @@
-"""The stages of a plan, prepared by a backend: one step of one batch at a time.
+"""A plan's stages as a backend prepared them, and the step that runs one of them on a batch.
 
-Executor and benchmarks both run batches through here, so that the stages that are measured are
-those that are served (what the executor adds around them is in a served request's time only).
+Executor and benchmarks take the same step, so that the stages that are measured are those that are
+served (what the executor adds around them is in a served request's time only).
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle import NEVER
-from offramp.certify import leaves
+from offramp.certify import NEVER, leaves
 from offramp.engine.backends.base import Backend, Rows, Slot, Stage, StageResult, TensorBatch
 from offramp.engine.plan import Mode, Plan, StageSpec
 
@@ -24,7 +23,9 @@ class Step(NamedTuple):
 
     result: StageResult
     exited: NDArray[np.bool_]
-    """[b]: rows that leave with the stage's answer."""
+    """[b]: whether the row leaves with the stage's answer. Not to be changed."""
+    leaving: int
+    """How many do."""
 
 
 class Departure(NamedTuple):
@@ -71,37 +72,35 @@ class Pipeline:
         self._thresholds = tuple(float(threshold) for threshold in self._at_least)
 
     def step(self, slot: Slot, index: int, batch: TensorBatch) -> Step:
-        """Run stage ``index`` on a batch and check who exits."""
+        """Run stage ``index`` on a batch and check which rows exit."""
         result = slot.run(self._stages[index], batch, self._leaving[index])
-        if self.plan.stages[index].final:
-            return Step(result, _same(len(batch), value=True))
-        if result.answer is None:
-            return Step(result, _same(len(batch), value=False))
-        return Step(result, leaves(result.confidence, self._at_least[index]))
+        answer, confidence, carry = result
+        rows = len(batch)
+        if carry is None:
+            return Step(result, _everyone(rows), rows)
+        # That nobody leaves Python sees sooner than numpy, whose first call after a stage is
+        # slow. A NaN is never the largest, or is the first: then numpy decides below.
+        if answer is None or max(confidence.tolist(), default=0.0) < self._thresholds[index]:
+            return Step(result, _nobody(rows), 0)
+        exited = leaves(confidence, self._at_least[index])
+        return Step(result, exited, exited.tolist().count(True))
 
     def run(self, slot: Slot, tensors: Mapping[str, NDArray[Any]]) -> Iterator[Departure]:
         """Run one batch to its end, giving the rows that leave as they leave."""
         batch = slot.upload(tensors)
         rows = _first(len(batch))
-        for index, stage in enumerate(self._stages):
-            result = slot.run(stage, batch, self._leaving[index])
-            answer, confidence, carry = result
-            if carry is None:
+        for index in range(len(self._stages)):
+            (answer, confidence, carry), exited, leaving = self.step(slot, index, batch)
+            if leaving:
                 assert answer is not None
-                yield Departure(index, rows, answer, confidence)
-                return
-            batch = carry
-            # That nobody leaves Python sees sooner than numpy, whose first call after a stage is
-            # slow. A NaN is never the largest, or is the first: then numpy decides below.
-            if answer is None or max(confidence.tolist(), default=0.0) < self._thresholds[index]:
-                continue
-            exited = leaves(confidence, self._at_least[index])
-            (left,) = exited.nonzero()
-            if len(left) == len(rows):
-                yield Departure(index, rows, answer, confidence)
-                return
-            if len(left):
+                if leaving == len(rows):
+                    yield Departure(index, rows, answer, confidence)
+                    return
+                (left,) = exited.nonzero()
                 yield Departure(index, rows[left], answer[left], confidence[left])
+            assert carry is not None, "every row leaves with the model's own answer"
+            batch = carry
+            if leaving:
                 (staying,) = (~exited).nonzero()
                 rows, batch = rows[staying], slot.select(batch, staying)
 
@@ -115,16 +114,21 @@ class Pipeline:
 
 
 @lru_cache(maxsize=256)
-def _first(count: int) -> Rows:
-    """The first row numbers; whoever wants to change them copies them."""
-    rows = np.arange(count, dtype=np.intp)
-    rows.flags.writeable = False
-    return rows
+def _everyone(count: int) -> NDArray[np.bool_]:
+    return _read_only(np.ones(count, np.bool_))
 
 
 @lru_cache(maxsize=256)
-def _same(count: int, *, value: bool) -> NDArray[np.bool_]:
-    """As often the same; whoever wants to change it copies it."""
-    full = np.full(count, value, np.bool_)
-    full.flags.writeable = False
-    return full
+def _nobody(count: int) -> NDArray[np.bool_]:
+    return _read_only(np.zeros(count, np.bool_))
+
+
+@lru_cache(maxsize=256)
+def _first(count: int) -> Rows:
+    """The first row numbers."""
+    return _read_only(np.arange(count, dtype=np.intp))
+
+
+def _read_only(array: NDArray[Any]) -> NDArray[Any]:
+    array.flags.writeable = False
+    return array

@@ -1,4 +1,4 @@
-"""From a bundle and a policy to the stages that are executed.
+"""Plans: the stages that a model is executed in under a policy.
 
 A stage is what runs between two neighbouring active exits: the segments of that span as one
 graph, with the exit fused in (:mod:`offramp.engine.assembly`).
@@ -23,8 +23,8 @@ from offramp.bundle import (
     Segment,
     TensorSpec,
 )
-from offramp.bundle.policy import NEVER
 from offramp.certify.agreement import float32_at_least
+from offramp.certify.decision import MODEL_END, NEVER
 from offramp.engine.assembly import assemble
 
 
@@ -56,8 +56,8 @@ class StageSpec:
     first_segment: int
     last_segment: int
     exit: int | None
-    """Index into ``Manifest.exits``; ``None`` where the stage ends without an exit, or with
-    the model's own answer."""
+    """Index into ``Manifest.exits`` of the exit that the stage ends with; ``MODEL_END`` where it
+    ends with the model's own answer, ``None`` where it gives no answer at all."""
     load: Callable[[], bytes]
     """Gives the stage's ONNX graph; called by the backend when it prepares the stage."""
     inputs: tuple[str, ...]
@@ -81,28 +81,40 @@ class StageSpec:
         """Whether the model's own answer is given here."""
         return not self.carried
 
+    @property
+    def answered_by(self) -> int:
+        """The exit, or ``MODEL_END``, that gives the stage's answer, where there is one."""
+        assert self.exit is not None, f"stage {self.index} gives no answer"
+        return self.exit
+
+    @property
+    def unit(self) -> tuple[int, int, int | None]:
+        """First and last segment, and the exit fused in, if any: what the graph is made of."""
+        fused = None if self.exit == MODEL_END else self.exit
+        return self.first_segment, self.last_segment, fused
+
 
 class ModelStructure(Protocol):
-    """What of a manifest matters for planning; the compiler plans before it has a manifest."""
+    """The part of a manifest that plans need; the compiler plans before it has a manifest."""
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """Graph inputs."""
+        """The graph's inputs."""
         ...
 
     @property
     def answer(self) -> Answer:
-        """The model's own."""
+        """The model's own answer."""
         ...
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """In order."""
+        """The segments, in order."""
         ...
 
     @property
     def exits(self) -> tuple[Exit, ...]:
-        """In depth order."""
+        """The exits, in depth order."""
         ...
 
 
@@ -114,14 +126,15 @@ class Plan:
     policy_version: int
     mode: Mode
 
-    def exit_labels(self) -> tuple[str, ...]:
-        """Names of the places where an answer can come from, in depth order."""
-        return tuple(exit_label(stage.exit) for stage in self.stages)
+    @property
+    def exits(self) -> tuple[int, ...]:
+        """The exits in use, in depth order."""
+        return tuple(s.exit for s in self.stages if s.exit is not None and s.exit != MODEL_END)
 
 
-def exit_label(exit_index: int | None) -> str:
-    """``exit 3`` or ``final``: how an exit is named in metrics and reports."""
-    return "final" if exit_index is None else f"exit {exit_index}"
+def exit_label(exit_index: int) -> str:
+    """``exit 3`` or ``final``: how an exit, or the model's end, is named in metrics and reports."""
+    return "final" if exit_index == MODEL_END else f"exit {exit_index}"
 
 
 def make_plan(bundle: Bundle, policy: ExitPolicy | None = None, mode: Mode = Mode.LEAVE) -> Plan:
@@ -129,7 +142,7 @@ def make_plan(bundle: Bundle, policy: ExitPolicy | None = None, mode: Mode = Mod
     policy = bundle.policy if policy is None else policy
     if mode is Mode.OFF:
         return Plan(stages=(_source_stage(bundle),), policy_version=policy.version, mode=mode)
-    # Where answers are observed, exits that answer nothing look on.
+    # Where answers are observed, exits that answer nothing run in shadow mode.
     active = [a for a in policy.active if a.threshold < NEVER or mode.observed]
     stages = _of(bundle, plan_stages(bundle.manifest, bundle.read, active))
     return Plan(stages=stages, policy_version=policy.version, mode=mode)
@@ -147,7 +160,7 @@ def plan_stages(
     """
     ends = [(structure.exits[a.exit].after_segment, a.exit, a.threshold) for a in active]
     last = len(structure.segments) - 1
-    return tuple(_stages(structure, read, [*ends, (last, None, 0.0)]))
+    return tuple(_stages(structure, read, [*ends, (last, MODEL_END, 0.0)]))
 
 
 def make_chained_plan(bundle: Bundle) -> Plan:
@@ -162,8 +175,9 @@ def make_chained_plan(bundle: Bundle) -> Plan:
 
 def chain_stages(structure: ModelStructure, read: Callable[[str], bytes]) -> tuple[StageSpec, ...]:
     """Plan every segment as a stage of its own, without exits; see :func:`make_chained_plan`."""
-    ends = [(segment.index, None, NEVER) for segment in structure.segments]
-    return tuple(_stages(structure, read, ends))
+    *inner, last = structure.segments
+    ends = [(segment.index, None, NEVER) for segment in inner]
+    return tuple(_stages(structure, read, [*ends, (last.index, MODEL_END, 0.0)]))
 
 
 def _source_stage(bundle: Bundle) -> StageSpec:
@@ -172,7 +186,7 @@ def _source_stage(bundle: Bundle) -> StageSpec:
         index=0,
         first_segment=0,
         last_segment=len(manifest.segments) - 1,
-        exit=None,
+        exit=MODEL_END,
         load=lambda: bundle.read(manifest.source.file),
         inputs=tuple(tensor.name for tensor in manifest.inputs),
         carried=(),
@@ -194,8 +208,8 @@ def _stages(
 ) -> Iterator[StageSpec]:
     first = 0
     for index, (last, exit_index, threshold) in enumerate(ends):
-        final = last == len(structure.segments) - 1
-        exit_ = None if exit_index is None else structure.exits[exit_index]
+        final = exit_index == MODEL_END
+        exit_ = None if exit_index is None or final else structure.exits[exit_index]
         answer = structure.answer.output if final else None
         yield StageSpec(
             index=index,
@@ -208,7 +222,7 @@ def _stages(
             answer=exit_.output if exit_ else answer,
             confidence=exit_.confidence if exit_ else None,
             form=structure.answer.form,
-            threshold=0.0 if final else float(float32_at_least(np.array(threshold))),
+            threshold=float(float32_at_least(np.array(threshold))),
         )
         first = last + 1
 

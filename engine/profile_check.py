@@ -249,9 +249,8 @@ def _factors(compiled: Profile, plan: Plan, seen: Seen) -> _Factors:
     for stage in plan.stages:
         segments = compiled.segments_ms[stage.first_segment : stage.last_segment + 1]
         model.append(max(sum(row[column] for row in segments) / whole, _LEAST_SHARE))
-        own = (compiled.exits_ms, compiled.stages_ms) if stage.exit is not None else ()
-        extra.append(sum(table[stage.exit][column] for table in own if stage.exit is not None)
-                     / whole)  # fmt: skip
+        own = () if stage.final else (compiled.exits_ms, compiled.stages_ms)
+        extra.append(sum(table[stage.answered_by][column] for table in own) / whole)
     predicted = np.array(model) + extra
     part = np.array(seen.stages) * model / predicted
     return _Factors(

@@ -1,44 +1,176 @@
-"""Who waits for what: the open requests of a model, and the account of their samples.
+"""The open requests of a model, the answers gathered for them, and the queue of completed ones.
 
-Not locked: whoever holds the executor's lock may call. Every accepted sample is accounted for
-exactly once, as answered or as failed by some cause.
+A request is opened when the scheduler accepts it, gathers the answers to its samples stage by
+stage, and is completed when every sample was answered or dropped; then the completion queue takes
+it to the event loop. Nothing here takes the executor's lock but the delivery: the caller holds it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.engine.completion_queue import CompletionQueue
+from offramp.certify.decision import MODEL_END
 from offramp.engine.errors import BackendError, DeadlineExceededError, EngineError
-from offramp.engine.requests import PendingRequest
 from offramp.engine.scheduling import DropCause, Dropped
-from offramp.engine.statistics import Counters, StageCounters
+from offramp.engine.statistics import Counters
+
+_log = logging.getLogger(__name__)
+
+_MEMORY = 1 / 32
+"""Weight of one delivery in the running means."""
+_MOST, _LEAST_BOUND_S = 2.0, 1e-3
 
 
-class Given(NamedTuple):
-    """Answers that a stage gave to n rows of one request."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class Answers:
+    """Answers to the samples of a request, filled in as stages give them."""
 
-    exit: int
-    """``FINAL`` for the model's end."""
-    rows: NDArray[np.int64]
-    """[n]: within the request."""
-    values: NDArray[Any]
-    """[n, classes]."""
-    confidence: NDArray[np.float32]
-    """[n]."""
-    forced: NDArray[np.bool_]
-    """[n]: below the exit's threshold, to be in time."""
-    policy_version: int = 0
+    count: int
+    values: NDArray[Any] | None = None
+    """[count, classes] as soon as the first sample has its answer."""
+    confidences: NDArray[np.float32] = field(init=False)
+    filled: NDArray[np.bool_] = field(init=False)
+    """[count]: whether the sample's answer is there."""
+
+    def __post_init__(self) -> None:
+        """Start without any answer."""
+        self.confidences = np.zeros(self.count, np.float32)
+        self.filled = np.zeros(self.count, np.bool_)
+
+    def fill(
+        self, rows: NDArray[np.int64], values: NDArray[Any], confidence: NDArray[np.float32]
+    ) -> None:
+        """Note the answers to some samples."""
+        if self.values is None:
+            self.values = np.empty((self.count, *values.shape[1:]), values.dtype)
+        self.values[rows] = values
+        self.confidences[rows] = confidence
+        self.filled[rows] = True
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """A request on its way through the engine: inputs, answers so far, and who waits for them.
+
+    Owned by the executor (under its lock) from submission until it is completed, then by the
+    event loop; ``followup`` and ``final`` stay the executor's until the former is resolved.
+    """
+
+    number: int
+    inputs: Mapping[str, NDArray[Any]]
+    count: int
+    """Samples."""
+    batch_key: Hashable
+    """Shapes of a sample: requests of equal keys may share a batch."""
+    submitted_s: float
+    deadline_s: float
+    priority: int
+    future: asyncio.Future[Request]
+    """Resolved with the request itself when it is completed."""
+    followup: asyncio.Future[Request] | None = None
+    """Of a caller who also wants the final answers of samples that run on after an early one:
+    resolved when all of those have ended, one way or another."""
+    remaining: int = field(init=False)
+    """Samples that neither have an answer nor were dropped."""
     following: int = 0
-    """How many of the rows run on."""
+    """Answered samples that run on."""
+    first: Answers = field(init=False)
+    """What each sample was answered at first."""
+    final: Answers | None = None
+    """What the model's end said of samples that ran on; ``None`` if none did."""
+    exits: NDArray[np.int32] = field(init=False)
+    """[count]: the exit that answered the sample; ``MODEL_END`` is the model's own answer."""
+    forced: NDArray[np.bool_] = field(init=False)
+    """[count]: whether the sample had to leave where it did, below the exit's threshold."""
+    policy_version: int = 0
+    """Of the policy that the answers were given under; the latest, should they differ."""
+    error: EngineError | None = None
+    """Why there will be no answer."""
+    withdrawn: bool = False
+    """Whether its caller left."""
+
+    def __post_init__(self) -> None:
+        """Start without any answer."""
+        self.remaining = self.count
+        self.first = Answers(count=self.count)
+        self.exits = np.full(self.count, MODEL_END, np.int32)
+        self.forced = np.zeros(self.count, np.bool_)
+
+
+class CompletionQueue:
+    """Carries completed requests from the streams' threads to the event loop.
+
+    The loop is woken once, however many requests are completed meanwhile. Filled and woken under
+    the executor's lock.
+    """
+
+    def __init__(self, lock: threading.Lock, clock: Callable[[], float]) -> None:
+        """Start empty; ``lock`` and ``clock`` are the executor's."""
+        self._lock = lock
+        self._clock = clock
+        self._woken_s = 0.0
+        self._delay_s = 0.0
+        self._spread_s = 0.0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._completed: list[tuple[asyncio.Future[Request], Request]] = []
+        self._waking = False
+
+    @property
+    def delay_s(self) -> float:
+        """How long an answer takes into the event loop: the running mean, and two deviations.
+
+        What has to be answered by a time has to be completed so much earlier.
+        """
+        return self._delay_s + 2.0 * self._spread_s
+
+    def bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Deliver in this loop."""
+        self._loop = loop
+
+    def add(self, future: asyncio.Future[Request] | None, request: Request) -> None:
+        """Put a request in, to resolve ``future`` with it; the lock is held."""
+        if future is not None:
+            self._completed.append((future, request))
+
+    def wake(self) -> None:
+        """Have the event loop deliver what is in; the lock is held."""
+        if self._completed and not self._waking and self._loop is not None:
+            self._waking = True
+            self._woken_s = self._clock()
+            try:
+                self._loop.call_soon_threadsafe(self._deliver)
+            except RuntimeError:  # the loop was closed: nobody waits any more
+                _log.debug("the event loop is closed")
+
+    def _deliver(self) -> None:
+        """Resolve futures; runs in the event loop."""
+        with self._lock:
+            completed, self._completed = self._completed, []
+            self._waking = False
+            # A stall of the loop is no reason to refuse what comes after it: one observation
+            # counts for at most a few times the usual.
+            most_s = _MOST * self.delay_s + _LEAST_BOUND_S
+            delay_s = min(self._clock() - self._woken_s, most_s)
+            self._spread_s += _MEMORY * (abs(delay_s - self._delay_s) - self._spread_s)
+            self._delay_s += _MEMORY * (delay_s - self._delay_s)
+        for future, request in completed:
+            if not future.done():  # its caller may have left
+                future.set_result(request)
 
 
 class RequestTable:
-    """Open requests by number; what is finished goes into the completions."""
+    """The open requests of a model by number, and the account of their samples.
+
+    Every accepted sample is accounted for exactly once, as answered or as failed by some cause.
+    """
 
     def __init__(
         self,
@@ -52,8 +184,8 @@ class RequestTable:
         self._completions = completions
         self._name = name
         self._clock = clock
-        self._open: dict[int, PendingRequest] = {}
-        self._followed: dict[int, PendingRequest] = {}
+        self._open: dict[int, Request] = {}
+        self._followed: dict[int, Request] = {}
         """Answered ones whose callers wait for what runs on."""
 
     def __len__(self) -> int:
@@ -65,43 +197,64 @@ class RequestTable:
         """Requests that somebody waits for: open, or with a second answer to come."""
         return len(self._open) + len(self._followed)
 
-    def accept(self, request: PendingRequest) -> None:
+    def accept(self, request: Request) -> None:
         """Open a request."""
         self._open[request.number] = request
         self.counters.requests += 1
         self.counters.samples += request.count
 
-    def get(self, number: int) -> PendingRequest | None:
-        """The open request of that number."""
+    def get(self, number: int) -> Request | None:
+        """Find an open request by its number."""
         return self._open.get(number)
 
-    def answer(self, number: int, counters: StageCounters, given: Given) -> None:
-        """Note answers to a request, if it is still open; ``counters`` are the stage's."""
+    def answer(
+        self,
+        number: int,
+        rows: NDArray[np.int64],
+        values: NDArray[Any],
+        confidence: NDArray[np.float32],
+        *,
+        exit_index: int,
+        forced: NDArray[np.bool_],
+        policy_version: int,
+        following: int = 0,
+    ) -> None:
+        """Note the answers that a stage gave to n samples of a request, if it is still open.
+
+        Args:
+            number: Of the request.
+            rows: [n]: within the request.
+            values: [n, classes].
+            confidence: [n].
+            exit_index: Which exit answered, or ``MODEL_END``.
+            forced: [n]: below the exit's threshold, to be in time.
+            policy_version: Of the policy that they were answered under.
+            following: How many of them run on.
+        """
         request = self._open.get(number)
         if request is None:
             return
-        count = len(given.rows)
+        count = len(rows)
         if request.withdrawn or request.error is not None:
             self.drop([Dropped(number, count, _lost_by(request))])
             return
-        request.fill(
-            given.rows,
-            given.values,
-            given.confidence,
-            exit_index=given.exit,
-            forced=given.forced,
-        )
-        request.policy_version = max(request.policy_version, given.policy_version)
-        if given.following and request.followup is not None:
-            request.follow(given.following)
+        request.first.fill(rows, values, confidence)
+        request.exits[rows] = exit_index
+        request.forced[rows] = forced
+        request.remaining -= count
+        request.policy_version = max(request.policy_version, policy_version)
+        if following and request.followup is not None:
+            request.following += following
+            request.final = request.final or Answers(count=request.count)
+        counters = self.counters.stages[exit_index]
         counters.answered += count
-        counters.forced += int(np.count_nonzero(given.forced))
+        counters.forced += int(np.count_nonzero(forced))
         if request.remaining == 0:
             del self._open[number]
-            self._finish(request)
+            self._complete(request)
             if request.final is not None:
                 self._followed[number] = request
-                self._conclude(request)
+                self._follow_up(request)
 
     def confirm(
         self,
@@ -110,22 +263,22 @@ class RequestTable:
         values: NDArray[Any],
         confidence: NDArray[np.float32],
     ) -> None:
-        """Note what the model's end said of answered rows of a request, if somebody asks."""
+        """Note what the model's end said of answered samples of a request, if somebody asks."""
         request = self._followed.get(number) or self._open.get(number)
         if request is not None and request.final is not None:
             request.final.fill(rows, values, confidence)
             request.following -= len(rows)
-            self._conclude(request)
+            self._follow_up(request)
 
     def lose(self, number: int, count: int) -> None:
-        """Say that so many answered samples of a request will not get to the model's end."""
+        """Note that so many answered samples of a request will not get to the model's end."""
         request = self._followed.get(number) or self._open.get(number)
         if request is not None and request.final is not None:
             request.following -= count
-            self._conclude(request)
+            self._follow_up(request)
 
     def forget(self, number: int) -> None:
-        """Say that nobody waits for the final answers of a request any more."""
+        """Note that nobody waits for the final answers of a request any more."""
         self._followed.pop(number, None)
 
     def drop(self, dropped: Iterable[Dropped], failure: EngineError | None = None) -> None:
@@ -144,40 +297,45 @@ class RequestTable:
             if request.remaining == 0:
                 del self._open[item.request]
             if item.cause is DropCause.FAILED:
-                self.fail(request, failure or BackendError(f"{self._name}: execution failed"))
+                self._fail(request, failure or BackendError(f"{self._name}: execution failed"))
             elif item.cause is not DropCause.CANCELLED:
-                self.fail(request, self._too_late(request, item.cause))
-
-    def fail(self, request: PendingRequest, error: EngineError) -> None:
-        """Tell a request's caller why there will be no answer; the first reason counts."""
-        if request.error is None:
-            request.error = copy_of(error)
-            self._finish(request)
+                self._fail(request, self._too_late(request, item.cause))
 
     def fail_all(self, error: EngineError, cause: str) -> list[int]:
         """Fail and close every open request; gives their numbers."""
         requests, self._open = self._open, {}
         for request in requests.values():
             self.counters.failed[cause] += request.remaining
-            self.fail(request, error)
+            self._fail(request, error)
         followed, self._followed = self._followed, {}
         for request in followed.values():  # they have their answers, and get no second ones
-            self._completions.add_followup(request)
+            self._completions.add(request.followup, request)
         return list(requests)
 
-    def _conclude(self, request: PendingRequest) -> None:
-        """Hand over the final answers once all are there."""
-        if request.following == 0 and self._followed.pop(request.number, None) is not None:
-            self._completions.add_followup(request)
+    def deliver(self) -> None:
+        """Have the event loop resolve the futures of completed requests."""
+        self._completions.wake()
 
-    def _finish(self, request: PendingRequest) -> None:
+    def _fail(self, request: Request, error: EngineError) -> None:
+        """Tell a request's caller why there will be no answer; the first reason counts."""
+        if request.error is None:
+            request.error = copy_of(error)
+            self._complete(request)
+
+    def _complete(self, request: Request) -> None:
+        """Hand a request back to its caller, unless the caller left."""
         if request.withdrawn:
             return
         if request.error is None:
             self.counters.latency_s.observe(self._clock() - request.submitted_s)
-        self._completions.add(request)
+        self._completions.add(request.future, request)
 
-    def _too_late(self, request: PendingRequest, cause: DropCause) -> EngineError:
+    def _follow_up(self, request: Request) -> None:
+        """Hand over the final answers once all are there."""
+        if request.following == 0 and self._followed.pop(request.number, None) is not None:
+            self._completions.add(request.followup, request)
+
+    def _too_late(self, request: Request, cause: DropCause) -> EngineError:
         given = f"{(request.deadline_s - request.submitted_s) * 1e3:.1f} ms that there were"
         if cause is DropCause.INFEASIBLE:
             return DeadlineExceededError(
@@ -186,7 +344,7 @@ class RequestTable:
         return DeadlineExceededError(f"{self._name}: no answer within the {given}")
 
 
-def _lost_by(request: PendingRequest) -> DropCause:
+def _lost_by(request: Request) -> DropCause:
     """Why an answer is of no use: its request as a whole was given up before."""
     if request.withdrawn:
         return DropCause.CANCELLED

@@ -1,4 +1,4 @@
-"""One model in service: its facts, what it starts with, and what observes it."""
+"""A model as it was loaded from its bundle: its facts, first deployment, scheduler, and control."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle import Answer, Bundle, ExitPolicy, Manifest, Profile, TensorSpec
+from offramp.bundle import Answer, Bundle, Profile, TensorSpec
 from offramp.bundle.engines import list_targets
 from offramp.engine.backends import Backend, Slot
+from offramp.engine.backends.factory import CPU
 from offramp.engine.control.controller import Controller
 from offramp.engine.control_state import state_path_of
 from offramp.engine.controllers import make_controller
-from offramp.engine.deployment import BundleDeployments, Deployment, Deployments, zeros
+from offramp.engine.deployment import Deployment, DeploymentMaker, zeros
 from offramp.engine.device_profile import measure_profile
 from offramp.engine.errors import BackendError, OptionsError
-from offramp.engine.options import ModelOptions
-from offramp.engine.pipeline import Pipeline
+from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
 from offramp.engine.profile_check import profile_here, say_what_exits_bring
 from offramp.engine.recorder import Recorder
 from offramp.engine.scheduling import (
-    Latencies,
     ModelScheduler,
     OperatingPoints,
     ParallelLimit,
@@ -41,19 +40,24 @@ _TIMED_RUNS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
-    """What a model needs to be observed, and changed, while it serves."""
+class ModelControl:
+    """What observes a model while it serves, and changes its policy."""
 
     controller: Controller
     recorder: Recorder
-    deployments: Deployments
+    deployments: DeploymentMaker
     fingerprint: Mapping[str, str]
     """What a kept state of the controller must have been made for."""
+    state_path: Path | None = None
+    """Where the controller's state is kept over restarts; ``None`` keeps none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """Immutable but for its scheduler, which the executor owns, and what observes it."""
+    """A model as it was loaded from its bundle, ready to be served.
+
+    Immutable but for its scheduler, which the executor owns, and what controls it.
+    """
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -63,13 +67,11 @@ class ServedModel:
     deployment: Deployment
     """To start with."""
     scheduler: ModelScheduler
-    """Of that deployment."""
+    """Made for that deployment."""
     good_inputs: Mapping[str, NDArray[Any]]
     """A sample that is known to run."""
-    observed: Observed | None = None
+    control: ModelControl | None = None
     """``None`` in modes that observe nothing."""
-    state_path: Path | None = None
-    """Where its controller's state is kept over restarts; ``None`` keeps none."""
     loaded_s: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -78,76 +80,62 @@ class ServedModel:
         name: str,
         bundle: Bundle,
         backend: Backend,
-        *,
-        mode: Mode,
-        options: ModelOptions,
-        streams: int,
+        options: EngineOptions,
         parallel: ParallelLimit,
-        keep_state: bool = True,
     ) -> Self:
         """Prepare the stages, warm up every batch size, and see how fast they are here.
+
+        Args:
+            name: What the model is served as.
+            bundle: What it is loaded from.
+            backend: Executes it.
+            options: Of the engine, its models' among them.
+            parallel: The device's limit on batches side by side.
 
         Raises:
             BackendError: A stage cannot be loaded.
             OptionsError: The scheduling policy does not fit the model.
         """
-        profile = bundle.profile()
-        if backend.name == "onnxruntime-cpu" and mode is not Mode.OFF:
-            profile = _profile_here(name, bundle, backend, profile, options, keep=keep_state)
-        elif not backend.on_cpu:
-            try:
-                profile = measure_profile(
-                    bundle, backend, profile, max_batch_size=options.max_batch_size
-                )
-            except BackendError as error:
-                _log.warning("%s: scheduled by the CPU's profile: %s", name, error)
-        deployments = BundleDeployments(bundle, backend, profile, mode=mode, options=options)
-        policy, observed = bundle.policy, None
+        mode, of_model = options.mode, options.of(name)
+        profile = _profile(name, bundle, backend, options)
+        deployments = DeploymentMaker(bundle, backend, profile, mode=mode, options=of_model)
+        policy, control = bundle.policy, None
         if mode.observed:
-            controller, found_under = make_controller(bundle, profile, mode, options)
+            controller, found_under = make_controller(bundle, profile, mode, of_model)
             policy = controller.policy
-            observed = Observed(
+            control = ModelControl(
                 controller=controller,
                 recorder=Recorder(len(bundle.manifest.exits)),
                 deployments=deployments,
                 fingerprint={**found_under, **_arithmetic(bundle, backend)},
+                state_path=state_path_of(bundle.path) if options.keep_state else None,
             )
-            observed.recorder.audit_probability = controller.audit_probability
+            control.recorder.audit_probability = controller.audit_probability
         elif mode is Mode.OFF:
             policy = replace(policy, active=(), promise=None)
         deployment = deployments.make(policy)
-        points = deployment.points
         try:
             scheduler = scheduler_of(
-                points, options, streams=streams, parallel=parallel, plan=deployment.number
+                deployment.points,
+                of_model,
+                streams=options.streams,
+                parallel=parallel,
+                plan=deployment.number,
             )
         except ValueError as error:
             raise OptionsError(f"{name}: {error}") from error
-        pipeline = deployment.pipeline
-        speed = _speed(pipeline, bundle.manifest, points.latencies, options.max_batch_size)
-        points.latencies.calibrate(speed)
+        deployment.points.latencies.calibrate(_speed(deployment, bundle, of_model.max_batch_size))
         return cls(
             inputs=bundle.manifest.inputs,
             outputs=bundle.manifest.outputs,
             answer=bundle.manifest.answer,
             mode=mode,
-            options=options,
+            options=of_model,
             deployment=deployment,
             scheduler=scheduler,
             good_inputs=zeros(bundle.manifest, 1),
-            observed=observed,
-            state_path=state_path_of(bundle.path) if keep_state else None,
+            control=control,
         )
-
-    @property
-    def policy(self) -> ExitPolicy:
-        """To start with."""
-        return self.deployment.policy
-
-    @property
-    def recorder(self) -> Recorder | None:
-        """Where to keep what is observed."""
-        return self.observed.recorder if self.observed else None
 
     def probe(self, slot: Slot, deployment: Deployment) -> None:
         """Run a sample that is known to be good through all stages."""
@@ -161,25 +149,21 @@ class ServedModel:
                 deployment.pipeline.warm_up(slot, rows)
 
 
-def _profile_here(
-    name: str,
-    bundle: Bundle,
-    backend: Backend,
-    compiled: Profile,
-    options: ModelOptions,
-    *,
-    keep: bool,
-) -> Profile:
-    """Check the profile on this CPU, and say what exits bring here."""
+def _profile(name: str, bundle: Bundle, backend: Backend, options: EngineOptions) -> Profile:
+    """What the model's parts take where it is served, as far as that can be measured."""
+    compiled, largest = bundle.profile(), options.of(name).max_batch_size
     try:
-        here = profile_here(
-            bundle, backend, compiled, max_batch_size=options.max_batch_size, keep=keep
-        )
+        if not backend.on_cpu:
+            return measure_profile(bundle, backend, compiled, max_batch_size=largest)
+        if backend.name == CPU and options.mode is not Mode.OFF:
+            here = profile_here(
+                bundle, backend, compiled, max_batch_size=largest, keep=options.keep_state
+            )
+            say_what_exits_bring(name, bundle, here, compiled)
+            return here
     except BackendError as error:
         _log.warning("%s: scheduled by the profile of where it was compiled: %s", name, error)
-        return compiled
-    say_what_exits_bring(name, bundle, here, compiled)
-    return here
+    return compiled
 
 
 def warm_slots(backend: Backend, models: Mapping[str, ServedModel], streams: int) -> list[Slot]:
@@ -204,7 +188,7 @@ def warm_slots(backend: Backend, models: Mapping[str, ServedModel], streams: int
 
 
 def _arithmetic(bundle: Bundle, backend: Backend) -> dict[str, str]:
-    """What gives the answers: what was seen of them holds for nothing else."""
+    """The arithmetic that gives the answers: what was observed of them holds for no other."""
     targets = list_targets(bundle.path) if backend.name == "tensorrt" else ()
     return {"backend": backend.name, "engines": ", ".join(t.folder for t in targets)}
 
@@ -217,10 +201,10 @@ def scheduler_of(
     parallel: ParallelLimit | None = None,
     plan: int = 0,
 ) -> ModelScheduler:
-    """The scheduler of a model with these options.
+    """Make the scheduler of a model with these options.
 
     Raises:
-        ValueError: Its policy does not fit the operating points.
+        ValueError: The scheduling policy does not fit the operating points.
     """
     return make_scheduler(
         options.scheduling,
@@ -234,30 +218,25 @@ def scheduler_of(
     )
 
 
-def _speed(
-    pipeline: Pipeline, manifest: Manifest, latencies: Latencies, max_batch_size: int
-) -> float:
+def _speed(deployment: Deployment, bundle: Bundle, max_batch_size: int) -> float:
     """Warm up (the first run at a size allocates); observed over predicted time on the way.
 
     Where slots share nothing, only what is timed is run: :func:`warm_slots` warms those that serve.
     """
+    pipeline, latencies = deployment.pipeline, deployment.points.latencies
     slot = pipeline.backend.open_slot()
     try:
         for size in range(max_batch_size, 0, -1) if pipeline.backend.on_cpu else ():
-            pipeline.warm_up(slot, zeros(manifest, size))
+            pipeline.warm_up(slot, zeros(bundle.manifest, size))
         ratios = []
         for size in {1, max_batch_size}:
-            batch = zeros(manifest, size)
-            predicted_s = latencies.span_s(0, latencies.stages - 1, size)
-            ratios.append(
-                min(_seconds(pipeline, slot, batch) for _ in range(_TIMED_RUNS)) / predicted_s
-            )
+            batch = zeros(bundle.manifest, size)
+            seconds = []
+            for _ in range(_TIMED_RUNS):
+                started_s = time.perf_counter()
+                pipeline.warm_up(slot, batch)
+                seconds.append(time.perf_counter() - started_s)
+            ratios.append(min(seconds) / latencies.span_s(0, latencies.stages - 1, size))
         return float(np.mean(ratios))
     finally:
         slot.close()
-
-
-def _seconds(pipeline: Pipeline, slot: Slot, batch: Mapping[str, NDArray[Any]]) -> float:
-    started_s = time.perf_counter()
-    pipeline.warm_up(slot, batch)
-    return time.perf_counter() - started_s

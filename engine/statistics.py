@@ -1,4 +1,4 @@
-"""Counters of a served model, and their immutable snapshots.
+"""The counters of a served model, and their immutable snapshots.
 
 The executor counts per batch and stage, never per sample in Python; a snapshot is what status
 page and metrics read.
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from offramp.bundle import NEVER
+from offramp.certify.decision import MODEL_END, NEVER
 from offramp.engine.control.controller import ControlStatus
+from offramp.engine.plan import exit_label
 
 HISTOGRAM_BOUNDS_S = tuple(round(0.00025 * 2 ** (step / 2), 6) for step in range(31))
 """Upper bounds of the time histograms' buckets: 0.25 ms to 8.2 s, two an octave; the last
@@ -157,15 +157,15 @@ class HistogramCounter:
 
 
 class StageCounters:
-    """What is counted for one place where answers come from, under whatever plan."""
+    """Counts what one exit, or the model's end, does, whatever plan it is a stage of."""
 
     __slots__ = ("answered", "batch_size", "forced", "label", "run_s", "threshold")
 
-    def __init__(self, label: str, threshold: float) -> None:
+    def __init__(self, label: str) -> None:
         """Start at zero."""
         self.label = label
-        self.threshold = threshold
-        """Now."""
+        self.threshold = NEVER
+        """Of the policy in force; ``NEVER`` where no stage ends here any more."""
         self.answered = 0
         self.forced = 0
         self.batch_size = HistogramCounter(BATCH_BOUNDS)
@@ -183,22 +183,13 @@ class StageCounters:
         )
 
 
-class Place(NamedTuple):
-    """Where the answers of a stage come from."""
-
-    exit: int | None
-    """``None`` is the model's end."""
-    label: str
-    threshold: float
-
-
 class Counters:
-    """Everything that is counted for a model; whoever holds the executor's lock may write."""
+    """Everything that is counted for a model; written under the executor's lock."""
 
     def __init__(self) -> None:
         """Start at zero."""
-        self._places: dict[int | None, StageCounters] = {}
-        """By exit; the model's end is ``None``."""
+        self.stages: dict[int, StageCounters] = {}
+        """By the exit that the stage ends with, ``MODEL_END`` for the model's own answer."""
         self.requests = 0
         self.samples = 0
         self.failed: Counter[str] = Counter()
@@ -206,21 +197,24 @@ class Counters:
         self.queue_s = HistogramCounter(HISTOGRAM_BOUNDS_S)
         self.latency_s = HistogramCounter(HISTOGRAM_BOUNDS_S)
 
-    def under(self, places: Sequence[Place]) -> tuple[StageCounters, ...]:
-        """Count for the stages of a plan from here on; those of other places stay as they are."""
-        for counters in self._places.values():
-            counters.threshold = NEVER
-        for place in places:
-            counters = self._places.setdefault(place.exit, StageCounters(place.label, NEVER))
-            counters.threshold = place.threshold
-        return tuple(self._places[place.exit] for place in places)
+    def put_in_force(self, thresholds: Mapping[int, float]) -> None:
+        """Count for the stages of another plan from here on; what was counted is kept.
+
+        Args:
+            thresholds: Of the plan's stages, by the exit that each ends with.
+        """
+        for exit_index in thresholds.keys() - self.stages.keys():
+            self.stages[exit_index] = StageCounters(exit_label(exit_index))
+        for exit_index, counters in self.stages.items():
+            counters.threshold = thresholds.get(exit_index, NEVER)
 
     def snapshot(
         self, *, queued: int, in_flight: int, auditing: int = 0, lost_feedback: int = 0
     ) -> CountersSnapshot:
         """Give the counts so far, and what scheduler and recorder hold at the same instant."""
-        in_depth_order = sorted(self._places, key=lambda e: float("inf") if e is None else e)
-        stages = tuple(self._places[exit_index].snapshot() for exit_index in in_depth_order)
+        exits = sorted(self.stages.keys() - {MODEL_END})
+        in_depth_order = [*exits, *(self.stages.keys() & {MODEL_END})]
+        stages = tuple(self.stages[exit_index].snapshot() for exit_index in in_depth_order)
         return CountersSnapshot(
             stages=stages,
             requests=self.requests,

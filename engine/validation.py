@@ -1,8 +1,9 @@
-"""Check named tensors against what a model takes; one wording for requests and data sets."""
+"""Checks of requests and data sets against what a model takes, in one wording."""
 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,40 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import TensorSpec
+
+_MOST_PRIORITY = 2**31
+
+
+def check_request(
+    specs: Sequence[TensorSpec],
+    tensors: Mapping[str, NDArray[Any]],
+    *,
+    deadline_s: float | None,
+    priority: int,
+    max_samples: int,
+) -> str | None:
+    """Say what is wrong with a request; ``None`` if nothing is.
+
+    Args:
+        specs: The model's inputs.
+        tensors: The request's.
+        deadline_s: Absolute, if it has one.
+        priority: A 32-bit number.
+        max_samples: What the queue holds.
+    """
+    if wrong := check_tensors(specs, tensors):
+        return wrong
+    if not -_MOST_PRIORITY <= priority <= _MOST_PRIORITY:
+        return f"priority {priority} is not a 32-bit number"
+    if deadline_s is not None and math.isnan(deadline_s):
+        return "the deadline is not a number"
+    count = len(next(iter(tensors.values())))
+    if count > max_samples:
+        return (
+            f"{count} samples are more than the queue holds ({max_samples}); "
+            "send them in several requests"
+        )
+    return None
 
 
 def check_tensors(specs: Sequence[TensorSpec], tensors: Mapping[str, NDArray[Any]]) -> str | None:

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from numpy.typing import NDArray
 
-from offramp.engine.core import ModelInfo
 from offramp.engine.errors import InvalidInputError, UnknownModelError
+from offramp.engine.results import ModelInfo
 from offramp.proto.datatypes import TensorError
 from offramp.proto.messages import InferParameter, ModelInferRequest
 from offramp.proto.tensors import decode_tensors

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import TensorSpec
-from offramp.engine.core import AnswerKind, InferResult, ModelInfo, StreamedResult
+from offramp.engine.results import AnswerKind, InferResult, ModelInfo, StreamedResult
 from offramp.proto.datatypes import datatype_of
 from offramp.proto.messages import (
     ModelConfig,

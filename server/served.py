@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from offramp.engine.core import InferResult, ModelInfo, StreamedResult
+from offramp.engine.results import InferResult, ModelInfo, StreamedResult
 from offramp.engine.statistics import ModelStatistics
 
 

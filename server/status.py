@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from offramp import __version__
 from offramp.bundle import NEVER
-from offramp.engine.core import ModelInfo
+from offramp.engine.results import ModelInfo
 from offramp.engine.statistics import Histogram, ModelStatistics, StageStatistics
 from offramp.server.agreement import (
     AgreementView,

@@ -11,8 +11,8 @@ from typing import Final
 
 import grpc
 
-from offramp.engine.core import AnswerKind
 from offramp.engine.errors import EngineError
+from offramp.engine.results import AnswerKind
 from offramp.proto.messages import ModelInferRequest, ModelStreamInferResponse
 from offramp.server.errors import INTERNAL_ERROR, status_code
 from offramp.server.requests import check_version, read_request

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, ActiveExit, Answer, ExitPolicy, Promise, TensorSpec
 from offramp.engine.control.controller import ControlStatus, Evidence
-from offramp.engine.core import AnswerKind, InferResult, ModelInfo, StreamedResult
 from offramp.engine.errors import (
     DeadlineExceededError,
     DrainingError,
@@ -28,6 +27,7 @@ from offramp.engine.errors import (
     UnknownModelError,
 )
 from offramp.engine.plan import Mode
+from offramp.engine.results import AnswerKind, InferResult, ModelInfo, StreamedResult
 from offramp.engine.statistics import (
     BATCH_BOUNDS,
     HISTOGRAM_BOUNDS_S,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -22,10 +23,22 @@ settings.load_profile("offramp")
 
 @pytest.fixture(scope="session")
 def fashion(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """The shipped example, compiled on a part of its data to save time."""
+    """The shipped example, compiled on a part of its data to save time.
+
+    Where several processes share the tests, the first that asks compiles it, for all of them.
+    """
     from tests.bundles import compile_example
 
-    return compile_example(tmp_path_factory.mktemp("fashion"), samples=6000, epochs=6)
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    folder = shared / "fashion"
+    with (shared / "fashion.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "fashion.ee").exists():
+            folder.mkdir(exist_ok=True)
+            compile_example(folder, samples=6000, epochs=6)
+    return Bundle.open(folder / "fashion.ee")
 
 
 @pytest.fixture(scope="session")

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from offramp.bundle import NEVER, ActiveExit, Answer, ExitPolicy, TensorSpec
-from offramp.certify import Observations
+from offramp.bundle import ActiveExit, Answer, ExitPolicy, TensorSpec
+from offramp.certify import MODEL_END, NEVER, Observations
 from offramp.engine.control.controller import ControlEvent, ControlStatus, Evidence, Job
-from offramp.engine.deployment import Deployment
+from offramp.engine.deployment import Deployment, DeploymentMaker
 from offramp.engine.options import ModelOptions
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, StageSpec
@@ -23,7 +23,7 @@ from offramp.engine.scheduling import (
     ParallelLimit,
     make_scheduler,
 )
-from offramp.engine.served_model import Observed, ServedModel
+from offramp.engine.served_model import ModelControl, ServedModel
 from offramp.testing.backend import SCRIPT, FakeBackend
 
 
@@ -46,7 +46,7 @@ def fake_plan(
                 index=len(stages),
                 first_segment=stages[-1].last_segment + 1 if stages else 0,
                 last_segment=index,
-                exit=None if final else index,
+                exit=MODEL_END if final else index,
                 load=bytes,
                 inputs=(SCRIPT,),
                 carried=() if final else (SCRIPT,),
@@ -58,8 +58,8 @@ def fake_plan(
     return Plan(stages=tuple(stages), policy_version=7, mode=mode)
 
 
-class FakeDeployments:
-    """Of a model of some exits; preparing waits for as long as ``gate`` does."""
+class FakeDeployments(DeploymentMaker):
+    """Makes deployments of a model of some exits; preparing waits for as long as ``gate`` does."""
 
     def __init__(
         self, backend: FakeBackend, exits: int, settings: ModelOptions, stage_s: float = 1e-3
@@ -168,7 +168,11 @@ def fake_points(plan: Plan, settings: ModelOptions, stage_s: float) -> Operating
     stages, size = len(plan.stages), settings.max_batch_size
     latencies = Latencies([[0.0, *(stage_s * (1 + 0.1 * n) for n in range(size))]] * stages)
     points = tuple(
-        OperatingPoint(deepest=s.index, exit=s.exit, agreement=(s.index + 1) / stages)
+        OperatingPoint(
+            deepest=s.index,
+            exit=s.answered_by,
+            agreement=(s.index + 1) / stages,
+        )
         for s in plan.stages
         if s.answer is not None
     )
@@ -195,7 +199,7 @@ def fake_model(
     With a controller it is observed, and starts under the controller's policy.
     """
     settings = ModelOptions(**{"max_batch_size": 8, **options})
-    observed = None
+    control = None
     if controller is None:
         plan = fake_plan(thresholds)
         deployment = Deployment(
@@ -209,8 +213,12 @@ def fake_model(
         deployment = deployments.make(controller.policy)
         recorder = Recorder(len(thresholds), seed=0)
         recorder.audit_probability = controller.audit_probability
-        observed = Observed(
-            controller=controller, recorder=recorder, deployments=deployments, fingerprint={}
+        control = ModelControl(
+            controller=controller,
+            recorder=recorder,
+            deployments=deployments,
+            fingerprint={},
+            state_path=state_path,
         )
     stages = len(thresholds) + 1
     return ServedModel(
@@ -231,8 +239,7 @@ def fake_model(
             plan=deployment.number,
         ),
         good_inputs={SCRIPT: np.zeros((1, stages, classes), np.float32)},
-        observed=observed,
-        state_path=state_path,
+        control=control,
     )
 
 

@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle import NEVER, Bundle, ExitPolicy
+from offramp.bundle import Bundle, ExitPolicy
+from offramp.certify.decision import MODEL_END, NEVER
 from offramp.engine.backends import Backend
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
-from offramp.engine.core import Engine, InferResult
+from offramp.engine.core import Engine
 from offramp.engine.errors import BackendError
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, make_plan
-from offramp.engine.requests import FINAL
+from offramp.engine.results import InferResult
 from offramp.engine.scheduling import make_policy
 
 MODEL = "m"
@@ -32,7 +33,7 @@ class Truth:
 
     inputs: Tensors
     answer: dict[int, NDArray[Any]]
-    """By exit, :data:`FINAL` for the end: [n, classes]."""
+    """By exit, :data:`MODEL_END` for the end: [n, classes]."""
     confidence: dict[int, NDArray[np.float32]]
     """The same: [n]."""
     tolerance: float
@@ -48,9 +49,11 @@ class Truth:
         batch, answer, confidence = slot.upload(inputs), {}, {}
         for index, stage in enumerate(plan.stages):
             result = pipeline.step(slot, index, batch).result
-            exit_ = FINAL if stage.exit is None else stage.exit
             assert result.answer is not None
-            answer[exit_], confidence[exit_] = result.answer, result.confidence
+            answer[stage.answered_by], confidence[stage.answered_by] = (
+                result.answer,
+                result.confidence,
+            )
             if result.carry is not None:
                 batch = result.carry
         return cls(inputs=inputs, answer=answer, confidence=confidence, tolerance=tolerance)
@@ -82,7 +85,7 @@ class Truth:
                 return sure >= active.threshold - self.tolerance
             if sure > active.threshold + self.tolerance:
                 return False
-        return exit_ == FINAL
+        return exit_ == MODEL_END
 
 
 def options(mode: Mode = Mode.LEAVE, *, streams: int = 2, most: int = 32) -> EngineOptions:
@@ -173,8 +176,8 @@ async def swapped(
     assert how.mode.observed
     policies = [Bundle.open(path).policy]
     async with await Engine.open({MODEL: path}, how, backend=backend) as engine:
-        observed = engine._models[MODEL].observed
-        assert observed is not None
+        control = engine._models[MODEL].control
+        assert control is not None
         stop = asyncio.Event()
 
         async def ask(rng: np.random.Generator) -> None:
@@ -191,14 +194,14 @@ async def swapped(
             try:
                 for version in range(2, swaps + 2):
                     policies.append(another(policies[0], version, rng))
-                    made = await asyncio.to_thread(observed.deployments.make, policies[-1])
+                    made = await asyncio.to_thread(control.deployments.make, policies[-1])
                     scheduling = make_policy(
                         how.defaults.scheduling,
                         made.points,
                         how.defaults.max_batch_size,
                         how.streams,
                     )
-                    engine._executor.succeed(MODEL, made, scheduling)
+                    engine._executor.hot_swap(MODEL, made, scheduling)
                     for _ in range(3):
                         await ask(rng)
             finally:

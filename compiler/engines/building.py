@@ -5,26 +5,28 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 import onnx
 
 from offramp.bundle import Bundle, BundleError
+from offramp.bundle.engine_index import checkable_key
 from offramp.bundle.engines import (
     ENGINES,
     EngineEntry,
     EngineStore,
     EngineTarget,
+    ShapeProfile,
     list_targets,
     parts_digest,
 )
 from offramp.calibration.dataset import Dataset
-from offramp.compiler.engines.builder import BuildProgress, BuildSettings, Built, EngineBuilder
-from offramp.compiler.engines.keys import differences, engine_key
+from offramp.compiler.engines.builder import BuildProgress, Built, EngineBuilder
+from offramp.compiler.engines.options import BuildSettings
 from offramp.compiler.engines.profiles import ModelShapes, SizedProfile, Sizes, unit_profiles
-from offramp.compiler.engines.units import Unit
+from offramp.compiler.engines.units import Unit, UnitGraphs
 from offramp.compiler.engines.verification import Verifier
 from offramp.compiler.errors import CompileError, EngineBuildError, EngineOptionsError
 from offramp.compiler.progress import Advance, Progress
@@ -33,18 +35,6 @@ Status: TypeAlias = Literal["built", "fresh", "failed"]
 """Of a unit after a build."""
 NOT_BUILT = "not there yet"
 _PERCENT = 100
-
-
-class UnitGraphs(Protocol):
-    """Gives the ONNX graph of a unit, in the precision that is built; the same each time."""
-
-    def of(self, unit: Unit) -> bytes:
-        """Make the graph.
-
-        Raises:
-            CompileError: It cannot be had in this precision, or for this TensorRT.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +50,7 @@ class PlannedEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitResult:
-    """What became of a unit."""
+    """What a build did about a unit."""
 
     unit: Unit
     status: Status
@@ -79,7 +69,7 @@ Planned: TypeAlias = PlannedEngine | UnitResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildSummary:
-    """What became of all units, in their order."""
+    """What a build did about all units, in their order."""
 
     target: EngineTarget
     results: tuple[UnitResult, ...]
@@ -91,7 +81,7 @@ class BuildSummary:
 
 
 def target_of(builder: EngineBuilder, settings: BuildSettings) -> EngineTarget:
-    """What a builder builds for."""
+    """Describe what a builder builds for."""
     return EngineTarget(
         gpu=builder.gpu,
         compute_capability=builder.compute_capability,
@@ -102,7 +92,7 @@ def target_of(builder: EngineBuilder, settings: BuildSettings) -> EngineTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineWork:
-    """A bundle, and what its engines shall be."""
+    """The engines that a bundle shall have: what they are built of, for which sizes, and how."""
 
     bundle: Bundle
     graphs: UnitGraphs
@@ -315,3 +305,68 @@ def _list(names: Sequence[str]) -> str:
         return names[0]
     shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
     return f"{len(names)} engines ({shown})"
+
+
+_WORDS = {
+    "tensorrt": "TensorRT",
+    "gpu": "GPU",
+    "compute_capability": "compute capability",
+    "precision": "precision",
+    "batches": "batches",
+    "optimization_level": "optimization level",
+    "workspace": "workspace",
+    "builder": "Offramp's builder revision",
+}
+"""Facts whose values say something to a reader; of others only that they changed."""
+
+
+def engine_key(
+    target: EngineTarget,
+    settings: BuildSettings,
+    graph: bytes,
+    profiles: Sequence[ShapeProfile],
+    *,
+    parts: str,
+) -> dict[str, str]:
+    """Name everything that an engine depends on; equal keys mean that it need not be built.
+
+    ``graph`` is in the target's precision; ``parts`` is the hash of the bundle's files that it is
+    made of.
+    """
+    workspace = settings.workspace_bytes
+    batches = dict.fromkeys((p.first_batch, p.last_batch) for p in profiles)
+    return {
+        **checkable_key(target, parts),
+        "graph": hashlib.sha256(graph).hexdigest(),
+        "batches": ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in batches),
+        "profiles": "; ".join(map(_describe, profiles)),
+        "optimization_level": str(settings.optimization_level),
+        "workspace": "all free memory" if workspace is None else f"{workspace} bytes",
+    }
+
+
+def differences(stored: Mapping[str, str], wanted: Mapping[str, str]) -> str:
+    """Say what an engine was built with and what is asked for now; empty if all is equal."""
+    names = dict.fromkeys([*wanted, *stored])
+    changed = [name for name in names if stored.get(name) != wanted.get(name)]
+    # The first of each says what the second does, which follows from it.
+    for first, second in (("batches", "profiles"), ("parts", "graph")):
+        if first in changed and second in changed:
+            changed.remove(second)
+    return ", ".join(_difference(name, stored, wanted) for name in changed)
+
+
+def _difference(name: str, stored: Mapping[str, str], wanted: Mapping[str, str]) -> str:
+    if name in ("graph", "parts"):
+        return "its graph has changed"
+    if name == "profiles":
+        return "the shapes of its profiles have changed"
+    before, now = stored.get(name, "nothing"), wanted.get(name, "nothing")
+    return f"built for {_WORDS.get(name, name)} {before}, now it is {now}"
+
+
+def _describe(profile: ShapeProfile) -> str:
+    return " ".join(
+        f"{name} {list(s.least)} {list(s.best)} {list(s.most)}"
+        for name, s in sorted(profile.inputs.items())
+    )

@@ -4,7 +4,7 @@ A promise ("disagreement with the source model stays within 1 %") was certified 
 float16 or int8 other samples leave early and the model itself answers some otherwise. So the
 policy's stages are run in the precision, beside the float32 source model, on ONNX Runtime on the
 CPU, where Q/DQ pairs are computed as they are written, and float16 as
-:mod:`~offramp.compiler.engines.rounding` writes it out. That is the arithmetic the graphs ask for;
+:mod:`~offramp.compiler.engines.halving` writes it out. That is the arithmetic the graphs ask for;
 TensorRT rounds a little differently at places.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
-import onnxruntime as ort
+import onnx
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, Promise
@@ -25,13 +25,12 @@ from offramp.calibration.dataset import Dataset
 from offramp.calibration.errors import DataError
 from offramp.calibration.quantization import RANGE_SAMPLES, Ranges
 from offramp.calibration.running import BATCH_SIZE, run_over
-from offramp.certify import binomial_cdf, upper_bound
-from offramp.compiler.engines.graphs import UnitGraphs
-from offramp.compiler.engines.rounding import rounded
-from offramp.compiler.engines.units import Unit
+from offramp.certify.binomial import binomial_cdf, upper_bound
+from offramp.compiler.engines.halving import rounded
+from offramp.compiler.engines.units import Unit, UnitGraphs
 from offramp.compiler.errors import VerificationError
+from offramp.compiler.runtime import GraphRunner
 from offramp.engine.exit_check import exits
-from offramp.engine.onnx_subset import has_half_precision
 from offramp.engine.plan import Mode, StageSpec, make_plan
 
 Verdict: TypeAlias = Literal["kept", "open", "broken"]
@@ -41,8 +40,11 @@ _RECOGNISED = 200
 _OPSETS_AS_THEY_ARE = "10"
 
 
-class Parts(NamedTuple):
-    """Disjoint samples: ranges are not judged on what they were measured on."""
+class PrecisionData(NamedTuple):
+    """Disjoint samples to set a precision with and to judge it on.
+
+    Ranges are not judged on what they were measured on.
+    """
 
     ranges: Dataset
     judged: Dataset
@@ -58,7 +60,7 @@ class PrecisionCheck:
     samples: int
     """Samples that everything here was measured on."""
     unseen: bool
-    """See :class:`Parts`."""
+    """See :class:`PrecisionData`."""
     source_differs: int
     """Samples that the source model in this precision answers otherwise, without exits."""
     policy_differs: int
@@ -77,11 +79,11 @@ class PrecisionCheck:
         """
         if self.promise is None:
             return None
-        bound, doubt = self.promise.max_disagreement, 1 - self.promise.confidence
-        if binomial_cdf(self.policy_differs, self.samples, bound) <= doubt:
+        bound, alpha = self.promise.max_disagreement, 1 - self.promise.confidence
+        if binomial_cdf(self.policy_differs, self.samples, bound) <= alpha:
             return "kept"
         as_many = 1 - binomial_cdf(self.policy_differs - 1, self.samples, bound)
-        return "broken" if as_many <= doubt else "open"
+        return "broken" if as_many <= alpha else "open"
 
     def describe(self) -> str:
         """One or two sentences for the command line."""
@@ -118,7 +120,9 @@ class PrecisionCheck:
             )
 
 
-def part_data(bundle: Bundle, dataset: Dataset, *, seed: int = 0, threads: int = 1) -> Parts:
+def part_data(
+    bundle: Bundle, dataset: Dataset, *, seed: int = 0, threads: int = 1
+) -> PrecisionData:
     """Part samples into those that set ranges and those that judge.
 
     Of the data that the bundle was compiled with, the certify split judges: nothing was fitted
@@ -139,10 +143,10 @@ def part_data(bundle: Bundle, dataset: Dataset, *, seed: int = 0, threads: int =
         judged = dataset.subset(np.sort(order[fitted:]))
         if _is_certify_split(bundle, judged, threads):
             ranges = dataset.subset(np.sort(order[:fitted][:RANGE_SAMPLES]))
-            return Parts(ranges, judged, unseen=True)
+            return PrecisionData(ranges, judged, unseen=True)
     half = len(dataset) // 2
     ranges = dataset.subset(np.sort(order[:half][:RANGE_SAMPLES]))
-    return Parts(ranges, dataset.subset(np.sort(order[half:])), unseen=not own)
+    return PrecisionData(ranges, dataset.subset(np.sort(order[half:])), unseen=not own)
 
 
 def measure_precision(
@@ -156,13 +160,8 @@ def measure_precision(
 ) -> PrecisionCheck:
     """Run the source model and the policy's stages in a precision, and compare with float32.
 
-    Args:
-        bundle: Its policy is asked, in the mode in which samples leave.
-        precision: To judge.
-        ranges: For ``int8``; not measured on ``dataset``.
-        dataset: All samples are run, four times.
-        unseen: What :class:`Parts` says of ``dataset``.
-        threads: Of ONNX Runtime.
+    All samples are run, four times. ``ranges``, for ``int8``, are not measured on ``dataset``;
+    ``unseen`` is what :class:`PrecisionData` says of it.
 
     Raises:
         DataError: The model fails on a sample.
@@ -175,13 +174,17 @@ def measure_precision(
         return rounded(graphs.of(unit))
 
     wanted = _answers(plain.of, off, dataset, threads)
+
+    def differs(graph_of: Callable[[Unit], bytes], stages: Sequence[StageSpec]) -> int:
+        return int(np.count_nonzero(_answers(graph_of, stages, dataset, threads) != wanted))
+
     return PrecisionCheck(
         precision=precision,
         samples=len(dataset),
         unseen=unseen,
-        source_differs=_count(_answers(judged, off, dataset, threads) != wanted),
-        policy_differs=_count(_answers(judged, policy, dataset, threads) != wanted),
-        policy_differs_fp32=_count(_answers(plain.of, policy, dataset, threads) != wanted),
+        source_differs=differs(judged, off),
+        policy_differs=differs(judged, policy),
+        policy_differs_fp32=differs(plain.of, policy),
         promise=bundle.policy.promise,
     )
 
@@ -190,34 +193,32 @@ def _answers(
     graph_of: Callable[[Unit], bytes], stages: Sequence[StageSpec], dataset: Dataset, threads: int
 ) -> NDArray[np.intp]:
     """Class that each sample is answered with."""
-    units = [Unit(stage.first_segment, stage.last_segment, stage.exit) for stage in stages]
-    sessions = [_session(graph_of(unit), threads) for unit in units]
+    runners = [
+        GraphRunner(onnx.load_from_string(graph_of(Unit(*stage.unit))), threads) for stage in stages
+    ]
     classes = np.empty(len(dataset), np.intp)
     for start in range(0, len(dataset), BATCH_SIZE):
         batch = dataset.take(slice(start, start + BATCH_SIZE))
         try:
-            for rows, answer in _leaving(stages, sessions, batch):
+            for rows, answer in _leaving(stages, runners, batch):
                 classes[start + rows] = answer.argmax(axis=1)
-        except Exception as error:  # ONNX Runtime's own classes derive from Exception only
-            reason = str(error).splitlines()[0]
+        except RuntimeError as error:
             raise DataError(
                 f"the model fails on one of {BATCH_SIZE} samples from {dataset.rows[start]} on: "
-                f"{reason}"
+                f"{error}"
             ) from error
     return classes
 
 
 def _leaving(
     stages: Sequence[StageSpec],
-    sessions: Sequence[ort.InferenceSession],
+    runners: Sequence[GraphRunner],
     tensors: dict[str, NDArray[Any]],
 ) -> Iterator[tuple[NDArray[np.intp], NDArray[Any]]]:
     """Run one batch; give the rows that leave, and their answers."""
     rows = np.arange(len(next(iter(tensors.values()))))
-    for stage, session in zip(stages, sessions, strict=True):
-        names = [output.name for output in session.get_outputs()]
-        values = session.run(names, {name: tensors[name] for name in stage.inputs})
-        tensors = tensors | dict(zip(names, values, strict=True))
+    for stage, runner in zip(stages, runners, strict=True):
+        tensors = tensors | runner.run(tensors)
         if stage.answer is None:
             continue
         if stage.confidence is None:
@@ -229,17 +230,6 @@ def _leaving(
         if not len(rows):
             return
         tensors = {name: tensors[name][~left] for name in stage.carried}
-
-
-def _session(graph: bytes, threads: int) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    options.log_severity_level = 3
-    # Fused int8 kernels saturate on some processors and not on others; and they round otherwise.
-    options.add_session_config_entry("session.disable_quant_qdq", "1")
-    if has_half_precision(graph):  # as engine.backends.onnxruntime.make_session does, and why
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-    return ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
 
 
 def _is_certify_split(bundle: Bundle, judged: Dataset, threads: int) -> bool:
@@ -257,10 +247,6 @@ def _is_certify_split(bundle: Bundle, judged: Dataset, threads: int) -> bool:
     ]
     # Another machine may round otherwise; a chance order of the samples differs far more often.
     return float((np.concatenate(found) == said).mean()) >= 0.99
-
-
-def _count(differs: NDArray[np.bool_]) -> int:
-    return int(np.count_nonzero(differs))
 
 
 def _share(count: int, samples: int) -> str:

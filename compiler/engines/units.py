@@ -1,21 +1,24 @@
-"""Units: what of a bundle becomes one engine each."""
+"""Units, each of which becomes one engine, and the ONNX graph of a unit in a precision."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import NamedTuple
 
 from offramp.bundle import Bundle, Manifest
 from offramp.bundle.engine_index import unit_name
+from offramp.bundle.engines import Precision
+from offramp.calibration.dataset import Dataset
+from offramp.calibration.quantization import Ranges, measure_ranges, quantize
+from offramp.compiler.engines.halving import halve
+from offramp.compiler.engines.lowering import folded, lower
+from offramp.compiler.engines.options import PARTS, Part
+from offramp.engine.assembly import assemble
 from offramp.engine.plan import Mode, make_plan
-
-Part: TypeAlias = Literal["source", "stages", "segments"]
-"""Kinds of units: the unmodified model; the stages of the bundle's policy; every segment."""
-PARTS: tuple[Part, ...] = get_args(Part)
 
 
 class Unit(NamedTuple):
-    """Segments fused to one engine, with the exit after the last of them or without.
+    """Segments merged into one engine, with the exit after the last of them or without.
 
     Units sort by where they begin. All segments without an exit are the source model, whose
     graph is the bundle's source file.
@@ -50,19 +53,19 @@ def source_unit(manifest: Manifest) -> Unit:
 
 
 def stage_units(bundle: Bundle) -> tuple[Unit, ...]:
-    """Stages of the policy in the modes that serve.
+    """List the stages of the exit policy in the modes that serve.
 
     They differ where an exit is switched off (NEVER): a mode that observes still asks it.
     """
     plans = (make_plan(bundle, mode=mode) for mode in (Mode.LEAVE, Mode.AUDIT))
     stages = (stage for plan in plans for stage in plan.stages)
-    return _unique(Unit(s.first_segment, s.last_segment, s.exit) for s in stages)
+    return _unique(Unit(*s.unit) for s in stages)
 
 
 def segment_units(manifest: Manifest) -> tuple[Unit, ...]:
-    """Every segment by itself, with its exit where there is one.
+    """List every segment by itself, with its exit where there is one.
 
-    Chained they serve any policy until its stages are built.
+    Chained they serve any exit policy until its stages are built.
     """
     exits = {exit_.after_segment: exit_.index for exit_ in manifest.exits}
     return tuple(Unit(s.index, s.index, exits.get(s.index)) for s in manifest.segments)
@@ -70,3 +73,81 @@ def segment_units(manifest: Manifest) -> tuple[Unit, ...]:
 
 def _unique(units: Iterable[Unit]) -> tuple[Unit, ...]:
     return tuple(dict.fromkeys(units))
+
+
+def ranges_of(bundle: Bundle, dataset: Dataset, *, threads: int) -> Ranges:
+    """Measure the ranges of a bundle's activations, which hold for all its units.
+
+    Raises:
+        DataError: There are no samples, the model fails on one, or has nothing to quantise.
+    """
+    source = folded(bundle.read(bundle.manifest.source.file))
+    return measure_ranges(source, dataset, threads=threads)
+
+
+class UnitGraphs:
+    """The graphs that engines are built from; the same unit gives the same bytes.
+
+    Exits stay float32 in every precision and read the float32 cut tensor: the thresholds were
+    found on float32 confidences. A graph's inputs and outputs keep their names and types, so that
+    units of any precision can be chained, by an engine or by ONNX Runtime.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        precision: Precision,
+        *,
+        ranges: Ranges | None = None,
+        tensorrt_version: str,
+    ) -> None:
+        """Say what the graphs are for: ``fp32`` and ``tf32`` have the same ones.
+
+        ``ranges``, of :func:`ranges_of`, are those of the activations, for ``int8``. TensorRT 8.x
+        gets graphs of opset 17.
+
+        Raises:
+            ValueError: ``int8`` without ranges.
+        """
+        if precision == "int8" and ranges is None:
+            raise ValueError("int8 needs the ranges of activations; measure them on data first")
+        self._bundle = bundle
+        self._precision = precision
+        self._ranges = ranges
+        self._lowered = int(tensorrt_version.partition(".")[0]) < 10
+
+    def of(self, unit: Unit) -> bytes:
+        """Give the serialised ONNX model of a unit.
+
+        Its outputs are the exit's answer and confidence, where there is an exit, then the last
+        segment's output.
+
+        Raises:
+            ModelError: TensorRT 8.6 cannot read an operator of it; the message has the remedy.
+            BundleIntegrityError: A file changed since the bundle was opened.
+        """
+        graph = self._with_exit(unit, self._in_precision(self._span(unit)))
+        return lower(graph) if self._lowered else graph
+
+    def _span(self, unit: Unit) -> bytes:
+        manifest = self._bundle.manifest
+        if unit == source_unit(manifest):
+            return self._bundle.read(manifest.source.file)
+        segments = manifest.segments[unit.first_segment : unit.last_segment + 1]
+        return assemble([self._bundle.read(s.file) for s in segments], [segments[-1].output])
+
+    def _in_precision(self, span: bytes) -> bytes:
+        if self._precision == "fp16":
+            return halve(span)
+        if self._precision == "int8":
+            assert self._ranges is not None
+            return quantize(folded(span), self._ranges)
+        return span
+
+    def _with_exit(self, unit: Unit, span: bytes) -> bytes:
+        if unit.exit is None:
+            return span
+        manifest = self._bundle.manifest
+        exit_ = manifest.exits[unit.exit]
+        outputs = [exit_.output, exit_.confidence, manifest.segments[unit.last_segment].output]
+        return assemble([span, self._bundle.read(exit_.file)], outputs)

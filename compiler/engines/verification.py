@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from offramp.bundle import Bundle
 from offramp.bundle.engines import Precision
 from offramp.calibration.dataset import Dataset
+from offramp.compiler.engines.halving import rounded
 from offramp.compiler.engines.profiles import ModelShapes, Point, SizedProfile, bound
-from offramp.compiler.engines.rounding import rounded
 from offramp.compiler.engines.units import Unit
 from offramp.compiler.errors import EngineBuildError
-from offramp.compiler.runtime import Runner, random_inputs, relative_difference
+from offramp.compiler.runtime import GraphRunner, random_inputs, relative_difference
 from offramp.engine.assembly import assemble
 
 TOLERANCES: Mapping[Precision, float] = {
@@ -69,7 +69,7 @@ class Verifier:
         """
         proto = onnx.load_from_string(rounded(graph))
         reads = [info.name for info in proto.graph.input]
-        reference, prefix = Runner(proto), self._prefix(unit)
+        reference, prefix = GraphRunner(proto), self._prefix(unit)
         worst = 0.0
         for index, profile in enumerate(profiles):
             for point in dict.fromkeys([profile.sizes.best, profile.sizes.least]):
@@ -120,13 +120,13 @@ class Verifier:
             allowed[exit_.confidence] = self._tolerance * max(1.0, largest)
         return allowed
 
-    def _prefix(self, unit: Unit) -> Runner | None:
+    def _prefix(self, unit: Unit) -> GraphRunner | None:
         """The segments before a unit."""
         before = self._bundle.manifest.segments[: unit.first_segment]
         if not before:
             return None
         parts = [self._bundle.read(segment.file) for segment in before]
-        return Runner(onnx.load_from_string(assemble(parts, [before[-1].output])))
+        return GraphRunner(onnx.load_from_string(assemble(parts, [before[-1].output])))
 
     def _feeds(self, point: Point) -> dict[str, NDArray[Any]]:
         """Inputs of the model at a point: samples where they are large enough, else random."""

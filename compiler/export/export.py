@@ -19,8 +19,7 @@ from offramp.bundle import Bundle
 from offramp.bundle.bundle import REPORT
 from offramp.calibration.dataset import Dataset, read_dataset
 from offramp.compiler.errors import ExportError
-from offramp.compiler.export.naming import Names
-from offramp.compiler.export.nesting import nest
+from offramp.compiler.export.nesting import Names, nest
 from offramp.compiler.export.verification import Verified, verify
 from offramp.compiler.model import MAX_BYTES
 from offramp.compiler.progress import Progress, SilentProgress
@@ -34,7 +33,7 @@ _SILENT = SilentProgress()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """What is asked for."""
+    """One run of ``eecompile export``."""
 
     bundle: Path
     data: Path | None
@@ -47,7 +46,7 @@ class ExportOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What was written."""
+    """An exported file: what was written, and how it was verified."""
 
     path: Path
     size_bytes: int
@@ -126,7 +125,7 @@ def make_model(bundle: Bundle, plan: Plan, names: Names, *, with_exits: bool) ->
 
 
 def _metadata(bundle: Bundle, plan: Plan, names: Names, *, with_exits: bool) -> dict[str, str]:
-    """What a file says of itself; values of JSON where they are more than a word."""
+    """Describe the file in its own metadata; values are JSON where they are more than a word."""
     manifest, promise = bundle.manifest, bundle.policy.promise
     exits = [
         {

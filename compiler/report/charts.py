@@ -1,14 +1,19 @@
-"""Savings against the constraint, and latency by batch size."""
+"""The report's charts: savings, latency by batch size, and two curves for each exit."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 from markupsafe import Markup
+from numpy.typing import NDArray
 
+from offramp.certify.decision import NEVER, leaves
 from offramp.compiler.report import numbers, svg
-from offramp.compiler.report.analysis import Analysis, savings_curve
-from offramp.compiler.report.svg import Scale
+from offramp.compiler.report.figures import FloatArray, PolicyFigures, savings_curve, thin
+from offramp.compiler.report.svg import Scale, Tick
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 500.0, 300.0, 54.0, 18.0, 26.0, 44.0
 _REACH = 4.0
@@ -32,7 +37,7 @@ class LatencyRow:
     """Predicted share of the source model's time."""
 
 
-def savings_chart(found: Analysis) -> Markup | None:
+def savings_chart(found: PolicyFigures) -> Markup | None:
     """Draw the descriptive curve and mark the shipped policy; nothing without exits."""
     exits = found.active or [e.index for e in found.manifest.exits]
     if not exits or not found.certify.final_prediction.size:
@@ -63,7 +68,7 @@ def savings_chart(found: Analysis) -> Markup | None:
     )
 
 
-def latency_rows(found: Analysis) -> list[LatencyRow]:
+def latency_rows(found: PolicyFigures) -> list[LatencyRow]:
     """Compute what source and policy take at every profiled batch size."""
     rows = []
     for size, source in zip(found.profile.batch_sizes, found.profile.source_ms, strict=True):
@@ -80,7 +85,7 @@ def latency_rows(found: Analysis) -> list[LatencyRow]:
     return rows
 
 
-def latency_chart(found: Analysis) -> Markup:
+def latency_chart(found: PolicyFigures) -> Markup:
     """Draw milliseconds per sample by batch size: profiled solid, predicted dashed."""
     rows = latency_rows(found)
     top = max(max(r.source_sample_ms, r.predicted_sample_ms) for r in rows)
@@ -117,7 +122,7 @@ def _titles(y_title: str, x_title: str) -> Markup:
     )
 
 
-def _constraint(found: Analysis, x: Scale, y: Scale) -> Markup:
+def _constraint(found: PolicyFigures, x: Scale, y: Scale) -> Markup:
     """Shade what the constraint forbids."""
     if (promise := found.policy.promise) is None:
         return Markup("")
@@ -132,7 +137,7 @@ def _constraint(found: Analysis, x: Scale, y: Scale) -> Markup:
     )
 
 
-def _shipped(found: Analysis, x: Scale, y: Scale) -> Markup:
+def _shipped(found: PolicyFigures, x: Scale, y: Scale) -> Markup:
     if not found.active:
         return Markup("")
     at, height = x(found.disagreement), y(found.predicted_savings)
@@ -158,3 +163,188 @@ def _line(x: Scale, y: Scale, values: list[float], class_: str, kind: str) -> Ma
         for (px, py), v in zip(points, values, strict=True)
     ]
     return svg.join([svg.path(points, f"{class_} series"), *dots])
+
+
+_CARD_WIDTH, _CARD_LEFT, _CARD_RIGHT = 300.0, 46.0, 12.0
+_CURVE_HEIGHT, _BARS_HEIGHT = 170.0, 122.0
+_POINTS, _BINS, _FEWEST = 120, 26, 20
+_MARKS = (0.001, 0.01, 0.1, 0.5, 0.9, 0.99, 0.999, 0.9999)
+"""Confidences that may be labelled on the logit axis."""
+_SUREST = 0.99995
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitCurves:
+    """An exit's two drawings."""
+
+    index: int
+    active: bool
+    caption: str
+    agreement: Markup
+    confidence: Markup
+
+
+def exit_curves(found: PolicyFigures) -> list[ExitCurves]:
+    """Draw every exit, all on the same axes so that they compare."""
+    records = found.certify
+    if not len(records.confidence) or not records.final_prediction.size:
+        return []
+    covers = [coverage(c, a) for c, a in zip(records.confidence, records.agrees, strict=True)]
+    lowest = min(float(agreement.min()) for _, agreement in covers)
+    bottom = math.floor(min(lowest, 0.98) * 20) / 20
+    span = logit_span(records.confidence)
+    return [
+        ExitCurves(
+            index=e.index,
+            active=e.index in found.thresholds,
+            caption=f"after segment {e.after_segment}",
+            agreement=_agreement(found, e.index, covers[e.index], bottom),
+            confidence=_confidence(found, e.index, span),
+        )
+        for e in found.manifest.exits
+    ]
+
+
+def coverage(
+    confidence: NDArray[np.float32], agrees: NDArray[np.bool_]
+) -> tuple[FloatArray, FloatArray]:
+    """Compute the agreement among those that leave, as an exit's threshold falls.
+
+    Samples of one confidence leave together. Fewer than 20 are too few to draw.
+
+    Returns:
+        float64[points] each: share that leaves, rising to 1, and agreement among them.
+    """
+    order = np.argsort(-confidence, kind="stable")
+    sorted_ = confidence[order]
+    leaving = np.arange(1, len(order) + 1)
+    together = np.append(sorted_[1:] != sorted_[:-1], True)
+    steps = np.flatnonzero(together & (leaving >= min(_FEWEST, len(order))))
+    steps = steps[thin(len(steps), _POINTS)]
+    return leaving[steps] / len(order), np.cumsum(agrees[order])[steps] / leaving[steps]
+
+
+def logit(confidence: NDArray[Any] | float) -> FloatArray:
+    """Spread confidences near 0 and 1: float64[...]."""
+    clipped = np.clip(np.asarray(confidence, np.float64), 1e-4, _SUREST)
+    return np.asarray(np.log(clipped / (1 - clipped)), dtype=np.float64)
+
+
+def logit_span(confidence: NDArray[np.float32]) -> tuple[float, float]:
+    """Both ends of the confidence axis, in logits; what lies beyond counts as the end."""
+    low, high = np.quantile(logit(confidence), [0.002, 1.0])
+    return float(min(low, high - 1)), float(high)
+
+
+def _agreement(
+    found: PolicyFigures, index: int, cover: tuple[FloatArray, FloatArray], bottom: float
+) -> Markup:
+    x = Scale(low=0, high=1, start=_CARD_LEFT, end=_CARD_WIDTH - _CARD_RIGHT)
+    y = Scale(low=bottom, high=1, start=_CURVE_HEIGHT - 36, end=20)
+    shares, agreement = cover
+    active = index in found.thresholds
+    points = [(x(s), y(a)) for s, a in zip(shares, agreement, strict=True)]
+    values = svg.nice_values(bottom, 1, 4)
+    decimals = 0 if all(abs(100 * v - round(100 * v)) < 1e-6 for v in values) else 1
+    y_ticks = [(v, f"{100 * v:.{decimals}f}%") for v in values]
+    end = f"all leave: {numbers.percent(float(agreement[-1]), 2)} agree"
+    return svg.drawing(
+        _CARD_WIDTH,
+        _CURVE_HEIGHT,
+        f"Exit {index}: agreement against the share that leaves",
+        svg.axes(x, y, [(v, f"{v:.0%}") for v in (0, 0.25, 0.5, 0.75, 1)], y_ticks),
+        svg.text(2, 9, "agreement of those leaving", "label"),
+        svg.text(_CARD_WIDTH - _CARD_RIGHT, _CURVE_HEIGHT - 4, "share that leaves", "label", "end"),
+        svg.path(points, "curve" if active else "curve idle"),
+        svg.dot(*points[-1], 3, "end" if active else "end idle", end),
+        _operating_point(found, index, x, y),
+    )
+
+
+def _operating_point(found: PolicyFigures, index: int, x: Scale, y: Scale) -> Markup:
+    threshold = found.thresholds.get(index, NEVER)
+    left = leaves(found.certify.confidence[index], np.float32(threshold))
+    if not left.any():
+        return Markup("")
+    share, agreement = float(left.mean()), float(found.certify.agrees[index][left].mean())
+    title = (
+        f"threshold {numbers.threshold(threshold)}: {numbers.percent(share)} would leave, "
+        f"{numbers.percent(agreement, 2)} of them agree"
+    )
+    at, height = x(share), y(max(agreement, y.low))
+    return svg.join(
+        [svg.line(at, y.start, at, y.end, "threshold"), svg.dot(at, height, 4.5, "mark", title)]
+    )
+
+
+def _confidence(found: PolicyFigures, index: int, span: tuple[float, float]) -> Markup:
+    edges = np.linspace(*span, _BINS + 1)
+    values = np.clip(logit(found.certify.confidence[index]), *span)
+    agrees = found.certify.agrees[index]
+    right = np.histogram(values[agrees], edges)[0]
+    wrong = np.histogram(values[~agrees], edges)[0]
+    total = len(values)
+    top = float((right + wrong).max()) / total
+    x = Scale(low=span[0], high=span[1], start=_CARD_LEFT, end=_CARD_WIDTH - _CARD_RIGHT)
+    y = Scale(low=0, high=top * 1.04, start=_BARS_HEIGHT - 36, end=20)
+    ticks = [(v, f"{100 * v:.3g}%") for v in svg.nice_values(0, top, 2)]
+    active = index in found.thresholds
+    parts = [
+        _bar(x, y, edges[i : i + 2], right[i] / total, wrong[i] / total, active=active)
+        for i in range(_BINS)
+    ]
+    return svg.drawing(
+        _CARD_WIDTH,
+        _BARS_HEIGHT,
+        f"Exit {index}: how its confidences are spread",
+        svg.axes(x, y, _confidence_ticks(x), ticks),
+        svg.text(2, 9, "samples", "label"),
+        svg.text(
+            _CARD_WIDTH - _CARD_RIGHT, _BARS_HEIGHT - 4, "confidence (logit scale)", "label", "end"
+        ),
+        *parts,
+        _threshold_line(found, index, x, y),
+    )
+
+
+def _bar(
+    x: Scale, y: Scale, edges: FloatArray, right: float, wrong: float, *, active: bool
+) -> Markup:
+    """Stack those that disagree under those that agree: their shape stays readable."""
+    left, width = x(float(edges[0])) + 0.4, x(float(edges[1])) - x(float(edges[0])) - 0.8
+    ends = ", ".join(f"{1 / (1 + math.exp(-e)):.4g}" for e in edges)
+    title = (
+        f"confidence {ends}: {numbers.percent(right, 2)} agree, {numbers.percent(wrong, 2)} do not"
+    )
+    boxes = [
+        svg.box(left, y(low + share), width, y(low) - y(low + share), class_=class_, title=title)
+        for low, share, class_ in (
+            (0.0, wrong, "wrong"),
+            (wrong, right, "right" if active else "right idle"),
+        )
+        if share > 0
+    ]
+    return svg.join(boxes)
+
+
+def _confidence_ticks(x: Scale) -> list[Tick]:
+    ticks: list[Tick] = []
+    for value in _MARKS:
+        at = float(logit(value))
+        if x.inside(at) and (not ticks or x(at) - x(ticks[-1][0]) > 30):
+            ticks.append((at, f"{value:g}"))
+    return ticks
+
+
+def _threshold_line(found: PolicyFigures, index: int, x: Scale, y: Scale) -> Markup:
+    threshold = found.thresholds.get(index)
+    if threshold is None:
+        return Markup("")
+    at = x(min(max(float(logit(threshold)), x.low), x.high))
+    words = f"≥\u202f{numbers.threshold(threshold)}"
+    return svg.join(
+        [
+            svg.line(at, y.start, at, y.end, "threshold"),
+            svg.text(max(at, _CARD_LEFT + 32), 9, words, "least", "middle"),
+        ]
+    )

@@ -13,7 +13,7 @@ import numpy as np
 from markupsafe import Markup
 
 from offramp.compiler.report import numbers, svg
-from offramp.compiler.report.analysis import Analysis
+from offramp.compiler.report.figures import PolicyFigures
 from offramp.compiler.report.svg import Scale
 
 _WIDTH, _LEFT, _RIGHT = 1080.0, 62.0, 20.0
@@ -22,7 +22,7 @@ _TOP, _DEPTH = 116.0, 150.0
 _FLAG_WIDTH, _NARROW_FLAG, _IDLE_FLAG = 54.0, 34.0, 30.0
 
 
-def route(found: Analysis) -> Markup:
+def route(found: PolicyFigures) -> Markup:
     """Draw the model."""
     edges = segment_edges(found)
     x = Scale(low=0, high=1, start=_LEFT, end=_WIDTH - _RIGHT)
@@ -40,7 +40,7 @@ def route(found: Analysis) -> Markup:
     )
 
 
-def segment_edges(found: Analysis) -> list[float]:
+def segment_edges(found: PolicyFigures) -> list[float]:
     """Share of the source model's profiled time until before and after each segment."""
     times = np.maximum(found.cost(found.reference).segments_ms, 0.0)
     if not times.sum() > 0:
@@ -89,7 +89,7 @@ def _axes(x: Scale, y: Scale) -> Markup:
     return svg.join([*parts, label])
 
 
-def _running(found: Analysis, edges: Sequence[float], x: Scale, y: Scale) -> Markup:
+def _running(found: PolicyFigures, edges: Sequence[float], x: Scale, y: Scale) -> Markup:
     """Draw the staircase: each active exit lowers the share that runs on."""
     still, corners = 1.0, [(x(0), y(1))]
     for index in found.active:
@@ -102,7 +102,7 @@ def _running(found: Analysis, edges: Sequence[float], x: Scale, y: Scale) -> Mar
     return svg.join([svg.area(outline, "running"), svg.path(corners, "edge")])
 
 
-def _band(found: Analysis, edges: Sequence[float], x: Scale) -> Markup:
+def _band(found: PolicyFigures, edges: Sequence[float], x: Scale) -> Markup:
     times = found.cost(found.reference).segments_ms
     parts = []
     for segment in found.manifest.segments:
@@ -129,7 +129,7 @@ def _band(found: Analysis, edges: Sequence[float], x: Scale) -> Markup:
     return svg.join(parts)
 
 
-def _exits(found: Analysis, edges: Sequence[float], x: Scale, y: Scale) -> Markup:
+def _exits(found: PolicyFigures, edges: Sequence[float], x: Scale, y: Scale) -> Markup:
     exits = found.manifest.exits
     places = [x(edges[e.after_segment + 1]) for e in exits]
     widths = [_FLAG_WIDTH if e.index in found.thresholds else _IDLE_FLAG for e in exits]
@@ -146,7 +146,7 @@ def _exits(found: Analysis, edges: Sequence[float], x: Scale, y: Scale) -> Marku
 
 
 def _exit(
-    found: Analysis, index: int, place: float, flag: float, y: Scale, *, crowded: bool
+    found: PolicyFigures, index: int, place: float, flag: float, y: Scale, *, crowded: bool
 ) -> Markup:
     """Draw the flag, the line that leads from it to its depth, and the knot there."""
     threshold = found.thresholds.get(index)

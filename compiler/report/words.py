@@ -1,24 +1,22 @@
-"""What the report says in sentences: the promise, the warning, headline figures and facts."""
+"""The report in sentences: promise, warnings, headlines, facts, and what was measured."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
+from offramp.bundle import Measured, MeasuredSize, Profile, Ratio
 from offramp.calibration.limits import Limit
 from offramp.calibration.rehearsal import Rehearsed
 from offramp.compiler.report import numbers
-from offramp.compiler.report.analysis import Analysis
-from offramp.compiler.report.measured import Judged
-from offramp.compiler.report.measured import warning as no_savings
+from offramp.compiler.report.figures import PolicyFigures
 
 Fact: TypeAlias = tuple[str, str]
 """A name and what is so."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Headline:
-    """A large figure."""
+class Headline(NamedTuple):
+    """A large figure at the top of the report."""
 
     value: str
     means: str
@@ -26,54 +24,45 @@ class Headline:
     """How it came to be: predicted, measured, certified, counted."""
 
 
-def summary(found: Analysis) -> str:
+def summary(found: PolicyFigures) -> str:
     """Say in one sentence what the exits are predicted to bring."""
-    model = numbers.percent(float(found.shares[-1]))
-    exits = numbers.plural(len(found.active), "exit")
-    saved = found.predicted_savings
-    predicted = numbers.percent(abs(saved))
     if not found.active:
         return "Every input runs through the whole unmodified model: nothing is saved."
-    verb = "save" if saved >= 0 else "COST"
+    saved = found.predicted_savings
     return (
-        f"{exits} in use {'is' if len(found.active) == 1 else 'are'} predicted to {verb} "
-        f"{predicted} of the model's time; {model} of the certify split ran to the model's end."
+        f"{numbers.plural(len(found.active), 'exit')} in use "
+        f"{'is' if len(found.active) == 1 else 'are'} predicted to "
+        f"{'save' if saved >= 0 else 'COST'} {numbers.percent(abs(saved))} of the model's time; "
+        f"{numbers.percent(float(found.shares[-1]))} of the certify split ran to the model's end."
     )
 
 
-def promise(found: Analysis) -> str | None:
-    """Say what was certified, in plain words; ``None`` where nothing was."""
+def promise(found: PolicyFigures) -> tuple[str, str] | None:
+    """Say what was certified, in plain words, and how it was tested; ``None`` where nothing was."""
     made = found.policy.promise
     if made is None or not found.active:
         return None
-    return (
-        f"On inputs like the calibration data, at most "
-        f"{numbers.plain_percent(made.max_disagreement)} of the answers differ from those of the "
-        f"unmodified model: certified with {numbers.plain_percent(made.confidence)} confidence on "
-        f"{numbers.plural(made.certify_samples, 'certify sample')} with "
+    bound = numbers.plain_percent(made.max_disagreement)
+    promised = (
+        f"On inputs like the calibration data, at most {bound} of the answers differ from those "
+        f"of the unmodified model: certified with {numbers.plain_percent(made.confidence)} "
+        f"confidence on {numbers.plural(made.certify_samples, 'certify sample')} with "
         f"{numbers.plural(made.certify_errors, 'error')}."
     )
-
-
-def promise_notes(found: Analysis) -> str | None:
-    """Say how the promise was tested, and where it ends."""
-    made = found.policy.promise
-    if made is None or not found.active:
-        return None
-    return (
+    tested = (
         f"An error is an answer unlike the unmodified model's. Learn then Test: if more than "
-        f"{numbers.plain_percent(made.max_disagreement)} differed, so few errors would be seen "
-        f"with probability {made.p_value:.2g} at most, below the "
-        f"{1 - made.confidence:.2g} allowed. Nothing is promised under drift; that is watched "
-        f"while serving."
+        f"{bound} differed, so few errors would be seen with probability {made.p_value:.2g} at "
+        f"most, below the {1 - made.confidence:.2g} allowed. Nothing is promised under drift; "
+        f"that is watched while serving."
     )
+    return promised, tested
 
 
 def warning(
-    found: Analysis, limit: Limit | None = None, judged: Judged | None = None
+    found: PolicyFigures, limit: Limit | None = None, judged: SavingsCheck | None = None
 ) -> tuple[str, str] | None:
     """Say loudly what is wrong, and what to do; ``None`` if all is well."""
-    if judged is not None and (nothing := no_savings(judged)):
+    if judged is not None and (nothing := judged.warning):
         return "The exits in use save nothing on the machine that measured them.", nothing
     if found.active and found.policy.promise is None:
         remedy = "Compile again, or hold the agreement counted below against your own bound."
@@ -97,38 +86,35 @@ def warning(
     return title, f"{why} {remedy}"
 
 
-def headlines(found: Analysis, judged: Judged | None = None) -> list[Headline]:
+def headlines(found: PolicyFigures, judged: SavingsCheck | None = None) -> list[Headline]:
     """Pick the few figures that come first."""
     shown = []
-    made = found.policy.promise
-    built = len(found.manifest.exits)
-    if found.active:
+    made, in_use = found.policy.promise, bool(found.active)
+    if in_use:
         saved = numbers.percent(found.predicted_savings)
-        shown.append(Headline(value=saved, means="of the model's time saved", kind="predicted"))
+        shown.append(Headline(saved, "of the model's time saved", "predicted"))
     if judged is not None:
         means = f"of the model's time saved, batch {judged.at.batch_size}"
-        saved = numbers.percent(judged.savings)
-        shown.append(Headline(value=saved, means=means, kind="measured on this machine"))
-    if found.active and made is not None:
+        shown.append(Headline(numbers.percent(judged.savings), means, "measured on this machine"))
+    if in_use and made is not None:
         bound = f"≤\u202f{numbers.plain_percent(made.max_disagreement)}"
         level = f"disagreement, {numbers.plain_percent(made.confidence)} confidence"
-        shown.append(Headline(value=bound, means=level, kind="certified"))
-    if found.active:
+        shown.append(Headline(bound, level, "certified"))
+    if in_use:
         agreed = numbers.percent(1 - found.disagreement, 2)
-        shown.append(Headline(value=agreed, means="agreement, certify split", kind="counted"))
-    in_use = f"{len(found.active)} of {built}"
-    shown.append(Headline(value=in_use, means="exits in use", kind="chosen"))
+        shown.append(Headline(agreed, "agreement, certify split", "counted"))
+    chosen = f"{len(found.active)} of {len(found.manifest.exits)}"
+    shown.append(Headline(chosen, "exits in use", "chosen"))
     source = found.manifest.calibration.source_accuracy
     if found.accuracy is not None and source is not None:
         means = f"accuracy; unmodified {numbers.percent(source, 2)}"
-        if not found.active:
+        if not in_use:
             means = "accuracy of the unmodified model"
-        value = numbers.percent(found.accuracy, 2)
-        shown.append(Headline(value=value, means=means, kind="counted"))
+        shown.append(Headline(numbers.percent(found.accuracy, 2), means, "counted"))
     return shown
 
 
-def facts(found: Analysis, rehearsed: Rehearsed | None) -> list[tuple[str, list[Fact]]]:
+def facts(found: PolicyFigures, rehearsed: Rehearsed | None) -> list[tuple[str, list[Fact]]]:
     """Give what the figures rest on, in groups."""
     manifest, data = found.manifest, found.manifest.calibration
     sizes = ", ".join(map(str, found.profile.batch_sizes))
@@ -170,7 +156,7 @@ def facts(found: Analysis, rehearsed: Rehearsed | None) -> list[tuple[str, list[
     ]
 
 
-def _how_sure(found: Analysis) -> list[Fact]:
+def _how_sure(found: PolicyFigures) -> list[Fact]:
     """The spread at the reference batch size, and what is paid where nothing exits."""
     rows = []
     if (spread := found.profile.spread) is not None:
@@ -184,3 +170,104 @@ def _how_sure(found: Analysis) -> list[Fact]:
                           f"{size}" for size in sizes)  # fmt: skip
         rows.append(("Where nothing exits", f"the answer comes later by {added} (profiled)"))
     return rows
+
+
+TOLERATED_DIFFERENCE = 0.05
+"""Share of the model's time by which measured savings may differ from predicted ones unsaid."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavingsCheck:
+    """A measurement beside what was predicted, at the batch size nearest to the reference."""
+
+    measured: Measured
+    at: MeasuredSize
+    predicted_savings: float
+    """Share of the model's time, at the same batch size."""
+    profile: Profile
+    """That it was predicted from."""
+
+    @classmethod
+    def of(cls, found: PolicyFigures, measured: Measured) -> SavingsCheck:
+        """Set a measurement beside what is predicted at the same batch size."""
+        at = measured.nearest(found.reference)
+        predicted = found.savings_at(at.batch_size)
+        return cls(measured=measured, at=at, predicted_savings=predicted, profile=found.profile)
+
+    @property
+    def savings(self) -> float:
+        """Share of the model's time, measured."""
+        return 1 - self.at.busy.value
+
+    @property
+    def difference(self) -> str | None:
+        """How far prediction and measurement differ, and why they may; ``None`` if they do not."""
+        apart = self.savings - self.predicted_savings
+        if abs(apart) <= TOLERATED_DIFFERENCE:
+            return None
+        direction = "more" if apart > 0 else "less"
+        return (
+            f"Measured savings are {100 * abs(apart):.1f} points {direction} than predicted. "
+            f"Likely reason: {'; '.join(_reasons(self))}."
+        )
+
+    @property
+    def warning(self) -> str | None:
+        """That the exits in use save nothing; ``None`` if they do save time."""
+        if self.savings > 0:
+            return None
+        return (
+            f"At batch {self.at.batch_size} the exits in use took {ratio(self.at.busy)} of the "
+            f"unmodified model's time, though {self.predicted_savings:.1%} savings were "
+            "predicted. Compile again on a quiet machine, or on the one that serves; eebench "
+            "compare measures for longer."
+        )
+
+    def describe(self) -> str:
+        """What was predicted beside what was measured, as a sentence."""
+        return (
+            f"Predicted savings {self.predicted_savings:.1%}, measured {self.savings:.1%} "
+            f"±{self.at.busy.half_width:.1%} (batch {self.at.batch_size})."
+        )
+
+
+def measured_ratios(measured: Measured) -> str:
+    """Give all measured ratios in a line."""
+    sizes = "; ".join(
+        f"batch {at.batch_size}: mean {at.mean.value:.2f}, median {at.median.value:.2f}, "
+        f"busy {at.busy.value:.2f}, nothing exits {at.nothing_exits.value:.2f}"
+        for at in measured.sizes
+    )
+    samples = f"{measured.samples:,} certify sample{'' if measured.samples == 1 else 's'}"
+    return f"Measured here on {samples}, as a ratio to the unmodified model: {sizes}."
+
+
+def ratio(found: Ratio) -> str:
+    """``0.31 ± 0.01``."""
+    return f"{found.value:.2f} ± {found.half_width:.2f}"
+
+
+def _reasons(judged: SavingsCheck) -> list[str]:
+    """Whatever may explain a difference, the surest first; never empty."""
+    measured, at, profile = judged.measured, judged.at, judged.profile
+    found = []
+    if profile.disturbed:
+        found.append("the machine was disturbed while the parts were profiled")
+    if measured.disturbed:
+        found.append("the machine was disturbed while this was measured")
+    if at.busy.half_width > TOLERATED_DIFFERENCE:
+        found.append(f"so short a run is sure to ±{100 * at.busy.half_width:.1f} points only")
+    if at.batch_size not in profile.batch_sizes:
+        other = profile.batch_sizes[profile.column(at.batch_size)]
+        found.append(f"batch {at.batch_size} was not profiled, batch {other} stands for it")
+    if measured.threads != profile.threads:
+        found.append(f"{measured.threads} threads were measured, {profile.threads} profiled")
+    if found:
+        return found
+    if judged.savings < judged.predicted_savings and at.batch_size > 1:
+        found.append(
+            "samples that go on do so in smaller batches, which take longer a sample than the "
+            "full ones that the prediction counts"
+        )
+        return found
+    return ["the parts take another time together than they took when they were profiled"]

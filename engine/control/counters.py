@@ -34,14 +34,12 @@ class ControlCounters:
         self.adjustments = 0
         """Changes of the set of exits in use."""
         self._events: list[ControlEvent] = []
-        self._version: int | None = None
-        self._samples = 0
-        self._loss = 0.0
+        self._begin(None)
 
     def add(self, seen: Observations, *, version: int) -> None:
         """Count samples; those started under policy ``version`` feed the estimate."""
         if version != self._version:
-            self._version, self._samples, self._loss = version, 0, 0.0
+            self._begin(version)
         loss = seen.loss
         self.observed += len(seen)
         self.audited += int(np.count_nonzero(seen.early & seen.complete))
@@ -114,3 +112,7 @@ class ControlCounters:
                 raise ValueError(f"state: {name} is {count!r}, expected a count")
         for name, count in counts.items():
             setattr(self, name, count)
+
+    def _begin(self, version: int | None) -> None:
+        """Start the estimate of another policy, or of none."""
+        self._version, self._samples, self._loss = version, 0, 0.0

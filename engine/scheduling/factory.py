@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from offramp.certify.decision import MODEL_END
 from offramp.engine.scheduling.parallel import ParallelLimit
 from offramp.engine.scheduling.points import OperatingPoint, OperatingPoints
 from offramp.engine.scheduling.policies.batching import Delay, RunThrough
@@ -47,11 +48,11 @@ POLICIES: Final = (*_MAKERS, Fixed.name)
 
 @dataclass(frozen=True, slots=True)
 class PolicyName:
-    """A policy's name that was understood."""
+    """The name of a policy that exists, with the exit of ``fixed``."""
 
     name: str
-    exit: int | None = None
-    """Of ``fixed``: the exit to stay at; ``None`` is the model's end."""
+    exit: int = MODEL_END
+    """The exit that ``fixed`` stays at."""
 
     @classmethod
     def parse(cls, text: str) -> PolicyName:
@@ -72,13 +73,13 @@ class PolicyName:
                 f"policy {text!r} does not say where it is fixed; expected an exit, for instance "
                 "fixed:2, or fixed:final"
             )
-        return cls(name, None if depth == "final" else int(depth))
+        return cls(name, MODEL_END if depth == "final" else int(depth))
 
     def __str__(self) -> str:
         """As :meth:`parse` reads it."""
         if self.name != Fixed.name:
             return self.name
-        return f"{self.name}:{'final' if self.exit is None else self.exit}"
+        return f"{self.name}:{_exit_name(self.exit)}"
 
 
 def make_policy(
@@ -116,7 +117,7 @@ def make_scheduler(
         max_queue: Most samples that wait; more are refused.
         streams: Of the device.
         parallel: The device's limit on batches side by side.
-        plan: Which of successive plans it is for.
+        plan: The number of its first plan.
 
     Raises:
         ValueError: See :func:`make_policy`.
@@ -130,11 +131,15 @@ def make_scheduler(
     )
 
 
+def _exit_name(exit_: int) -> str:
+    return "final" if exit_ == MODEL_END else str(exit_)
+
+
 def _point_at(points: OperatingPoints, chosen: PolicyName) -> OperatingPoint:
     for point in points.points:
         if point.exit == chosen.exit:
             return point
-    known = ", ".join("final" if p.exit is None else str(p.exit) for p in points.points)
+    known = ", ".join(_exit_name(point.exit) for point in points.points)
     raise ValueError(
         f"policy {chosen}: exit {chosen.exit} is not in use here, or may not be forced; "
         f"there are: {known}"

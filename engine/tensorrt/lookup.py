@@ -129,7 +129,7 @@ def find_engines(spec: StageSpec, place: Place) -> tuple[Found, ...]:
         raise BackendError(f"stage {spec.index} is of no bundle, so there are no engines for it")
     store = open_store(bundle, place)
     finder = _Finder(bundle, store)
-    whole = finder.find(spec.first_segment, spec.last_segment, spec.exit)
+    whole = finder.find(*spec.unit)
     if whole is not None:
         return (whole,)
     exits = {exit_.after_segment: exit_.index for exit_ in bundle.manifest.exits}
@@ -140,7 +140,7 @@ def find_engines(spec: StageSpec, place: Place) -> tuple[Found, ...]:
     found = tuple(link for link in chain if link is not None)
     if len(found) < len(chain):
         raise BackendError(_lacking(spec, finder, place, bundle))
-    name = unit_name(spec.first_segment, spec.last_segment, spec.exit)
+    name = unit_name(*spec.unit)
     if len(found) > 1:
         _LOG.info(
             "%s: %s is run as %d engines, one a segment, which is slower; %s",
@@ -176,7 +176,7 @@ class _Finder:
 
 
 def _lacking(spec: StageSpec, finder: _Finder, place: Place, bundle: Bundle) -> str:
-    name = unit_name(spec.first_segment, spec.last_segment, spec.exit)
+    name = unit_name(*spec.unit)
     whole = finder.refused.pop(name)
     parts = [f"{unit} {why}" for unit, why in finder.refused.items()]
     shown = "; ".join(parts[:3]) + (f"; and {len(parts) - 3} more" if len(parts) > 3 else "")

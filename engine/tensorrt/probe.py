@@ -15,7 +15,7 @@ from typing import Protocol
 
 from offramp.engine.errors import BackendError
 
-INSTALL = "pip install 'offramp[tensorrt]'"
+INSTALL = "pip install '.[tensorrt]' (for the dot: Offramp's source folder or wheel)"
 """What brings the Python packages."""
 PACKAGES = ("tensorrt", "pycuda")
 """What is imported; both come with :data:`INSTALL`."""

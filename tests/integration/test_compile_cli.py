@@ -16,7 +16,8 @@ from tests import models
 from tests.unit.bundle.examples import POLICY, write
 
 from offramp.bundle import Bundle
-from offramp.compiler.cli import main, summarise
+from offramp.compiler.cli import main
+from offramp.compiler.printing import print_bundle
 
 
 @pytest.fixture(autouse=True)
@@ -178,7 +179,7 @@ def test_the_summary_claims_what_was_promised_and_no_more(tmp_path: Path) -> Non
     sure = replace(POLICY.promise, confidence=0.9995, max_disagreement=0.00004)
     bundle = write(tmp_path, policy=replace(POLICY, promise=sure))
     written = io.StringIO()
-    summarise(bundle, Console(file=written, width=300))
+    print_bundle(bundle, Console(file=written, width=300))
     lines = written.getvalue().splitlines()
     assert lines[0] == f"{bundle.path}: 1 exits built, 1 active"
     assert lines[1] == "  exit 0 after segment 0: 2×2 grid, hidden 64; leaves at confidence ≥ 0.900"

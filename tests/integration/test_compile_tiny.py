@@ -18,6 +18,7 @@ from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy
 from offramp.calibration import profiling
 from offramp.calibration.training import TrainingOptions
 from offramp.certify import binomial_cdf, evaluate
+from offramp.certify.decision import MODEL_END
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend, make_session
 from offramp.engine.exit_check import confidence_of
 from offramp.engine.pipeline import Pipeline
@@ -244,7 +245,7 @@ def test_a_hopeless_problem_is_served_without_exits(
     said = record.getMessage().partition("model: ")[2]
     assert said[1:60] in (bundle.path / "report.html").read_text()
     (stage,) = make_plan(bundle).stages
-    assert (stage.first_segment, stage.exit, stage.final) == (0, None, True)
+    assert (stage.first_segment, stage.exit, stage.final) == (0, MODEL_END, True)
     found = answers(make_plan(bundle), {"x": x[:90]})
     np.testing.assert_array_equal(found, source_answers(bundle, {"x": x[:90]}))
 

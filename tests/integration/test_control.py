@@ -17,10 +17,11 @@ from tests.unit.engine.serving import until
 from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy
 from offramp.engine.backends import make_backend
 from offramp.engine.control.controller import Evidence
-from offramp.engine.core import AnswerKind, Engine
-from offramp.engine.deployment import BundleDeployments, zeros
+from offramp.engine.core import Engine
+from offramp.engine.deployment import DeploymentMaker, zeros
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
+from offramp.engine.results import AnswerKind
 
 LIMIT_S = 120.0
 IMAGES = np.load(EXAMPLE / "test.npz")["image"]
@@ -146,7 +147,7 @@ def test_what_was_learned_survives_a_restart(bundle_path: Path, tmp_path: Path) 
 def test_deployments_share_stages_and_speeds(fashion: Bundle) -> None:
     backend = make_backend(threads=1)
     options = ModelOptions(max_batch_size=4)
-    deployments = BundleDeployments(
+    deployments = DeploymentMaker(
         fashion, backend, fashion.profile(), mode=Mode.AUDIT, options=options
     )
     everything = tuple(range(len(fashion.manifest.exits)))

@@ -12,6 +12,7 @@ from tests.cuda_fakes import fake_cuda
 from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.core import Engine, EngineOptions
+from offramp.engine.options import ModelOptions
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, make_plan
 
@@ -28,7 +29,9 @@ def test_every_request_is_answered_as_on_the_cpu(bundle_path: Path, mode: Mode) 
     backend, _, driver = fake_cuda()
 
     async def serve() -> list[tuple[int, np.ndarray]]:
-        options = EngineOptions(mode=mode, streams=2, keep_state=False)
+        options = EngineOptions(
+            mode=mode, streams=2, keep_state=False, defaults=ModelOptions(max_batch_size=8)
+        )
         engine = await Engine.open({"m": bundle_path}, options, backend=backend)
         try:
             results = await asyncio.gather(
@@ -60,6 +63,6 @@ def answers_of(bundle: Bundle, samples: dict[str, np.ndarray]) -> dict[int, np.n
     for index, stage in enumerate(plan.stages):
         result = pipeline.step(slot, index, batch).result
         assert result.answer is not None
-        answers[-1 if stage.exit is None else stage.exit] = result.answer
+        answers[stage.answered_by] = result.answer
         batch = result.carry or batch
     return answers

@@ -76,6 +76,7 @@ def test_fused_stages_with_nothing_exiting_equal_the_source_model(
     assert set(stage) == {len(plan.stages) - 1}
 
 
+@pytest.mark.slow
 def test_disagreement_on_unseen_data_keeps_the_promise(
     fashion: Bundle, test_data: Dataset, source: ort.InferenceSession
 ) -> None:

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from tests.exports import Arrays, Said, exported, replayed_bundle, replayed_inputs, run_file
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parent / "run_export.mjs"
 PACKAGE = "onnxruntime-web@^1.20"
 TOLERANCE = 1e-4

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from offramp.compiler.cli import COMMANDS as SUBCOMMANDS
-from offramp.compiler.cli import _compile_parser
+from offramp.compiler.cli import COMPILE
 from offramp.engine.options import ModelOptions
 from offramp.engine.scheduling import POLICIES, PolicyName
 from offramp.server.arguments import make_parser
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent.parent
 DOCUMENTS = [path for where in ("", "docs/", "examples/*/") for path in ROOT.glob(f"{where}*.md")]
 README = (ROOT / "README.md").read_text()
 COMMANDS = "".join([README, *(p.read_text() for p in sorted((ROOT / "docs").glob("*.md")))])
-PARSERS = {"eecompile": _compile_parser, "eeserve": make_parser, "eebench": bench_parser}
+PARSERS = {"eecompile": COMPILE.parser, "eeserve": make_parser, "eebench": bench_parser}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
@@ -48,8 +48,9 @@ def test_commands_parse_and_their_files_exist(line: str) -> None:
 
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    text = README + (ROOT / "CONTRIBUTING.md").read_text() + (ROOT / ".ci" / "run").read_text()
-    named = set(re.findall(r"make ([a-z]+)", text))
+    places = ("CONTRIBUTING.md", ".ci/run", ".github/workflows/ci.yml")
+    text = README + "".join((ROOT / place).read_text() for place in places)
+    named = set(re.findall(r"make ([a-z-]+)", text))
     assert {"demo", "test"} <= named
     for target in named - {"a"}:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
@@ -82,7 +83,7 @@ def test_every_option_is_explained() -> None:
         "eebench adapt", "eebench compare", "eebench load", "eebench simulate",
     }  # fmt: skip
     compiling = [command.parser() for command in SUBCOMMANDS.values()]
-    for parser in (_compile_parser(), *compiling, make_parser(), *commands):
+    for parser in (COMPILE.parser(), *compiling, make_parser(), *commands):
         for action in parser._actions:
             assert action.help, f"{parser.prog} {action.dest}"
 

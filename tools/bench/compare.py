@@ -198,6 +198,7 @@ def _row(
         agreement=float((prediction == truth).mean()),
         accuracy=None if labels is None else float((prediction == labels).mean()),
         exit_shares={
-            exit_label(spec.exit): float((stage == spec.index).mean()) for spec in plan.stages
+            exit_label(spec.answered_by): float((stage == spec.index).mean())
+            for spec in plan.stages
         },
     )

@@ -329,7 +329,7 @@ def _places(outcomes: Outcomes) -> tuple[tuple[str, ...], NDArray[np.int64]]:
     """Labels of the places that answered, and for each answered its place among them."""
     taken = outcomes.exit[outcomes.answered]
     exits = np.unique(taken[taken != FINAL])
-    labels = (*(exit_label(int(index)) for index in exits), exit_label(None))
+    labels = (*(exit_label(int(index)) for index in exits), exit_label(FINAL))
     return labels, np.where(taken == FINAL, len(exits), np.searchsorted(exits, taken))
 
 

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.engine.core import Engine, InferResult
+from offramp.engine.core import Engine
 from offramp.engine.errors import CapacityError, DeadlineExceededError, EngineError
+from offramp.engine.results import InferResult
 from offramp.tools.bench.load.alarm import make_alarm
 from offramp.tools.bench.outcomes import Outcomes, Status
 

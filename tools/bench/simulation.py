@@ -31,7 +31,7 @@ from offramp.engine.scheduling import (
     Submission,
     Wait,
 )
-from offramp.tools.bench.outcomes import FINAL, Outcomes, Status
+from offramp.tools.bench.outcomes import Outcomes, Status
 
 _NEVER = float("inf")
 
@@ -84,13 +84,13 @@ def model_of(
     leaves_at = np.full(count, len(plan.stages) - 1)
     agrees = np.ones((len(plan.stages), count), np.bool_)
     for stage in reversed(plan.stages):
-        if stage.exit is not None:
-            confidence = records["confidence"][stage.exit][chosen]
+        if not stage.final:
+            confidence = records["confidence"][stage.answered_by][chosen]
             sure = leaves(confidence, np.float32(stage.threshold))
             leaves_at[sure] = stage.index
-            agrees[stage.index] = records["prediction"][stage.exit][chosen] == final
-    exits = tuple(FINAL if s.exit is None else s.exit for s in plan.stages)
-    points = points_of(bundle, plan, options, overhead_s=stage_overhead_s)
+            agrees[stage.index] = records["prediction"][stage.answered_by][chosen] == final
+    exits = tuple(s.answered_by for s in plan.stages)
+    points = points_of(bundle.profile(), records, plan, options, overhead_s=stage_overhead_s)
     return SimulatedModel(
         behaviour=Behaviour(exits=exits, leaves_at=leaves_at, agrees=agrees),
         points=points,

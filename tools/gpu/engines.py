@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
 from offramp.bundle.engines import Precision, ShapeProfile, ShapeRange
-from offramp.compiler.engines.builder import BuildSettings
-from offramp.compiler.engines.graphs import UnitGraphs
 from offramp.compiler.engines.halving import halve
-from offramp.compiler.engines.units import units_of
+from offramp.compiler.engines.options import BuildSettings
+from offramp.compiler.engines.units import UnitGraphs, units_of
 from offramp.compiler.engines.verification import TOLERANCES
 from offramp.compiler.runtime import relative_difference
 from offramp.compiler.tensorrt import TensorRTBuilder

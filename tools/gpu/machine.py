@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from offramp.bundle import Bundle
 from offramp.bundle.engines import Precision
 from offramp.calibration.paired import Runner
-from offramp.compiler.engines.ranges import SizeRange, parse_batches
+from offramp.compiler.engines.options import SizeRange, parse_batches
 from offramp.engine.backends.factory import kernels_for, make_backend
 from offramp.engine.cuda.backend import CudaBackend
 from offramp.engine.cuda.driver import Driver
@@ -138,10 +138,11 @@ class GpuMachine:
         """
         if self.backend != "tensorrt":
             return {}
-        from offramp.compiler.build import BuildOptions, EngineOptions, build_bundle  # noqa: PLC0415
+        from offramp.compiler.build import BuildOptions, build_bundle  # noqa: PLC0415
+        from offramp.compiler.engines.options import EngineBuildOptions  # noqa: PLC0415
         from offramp.compiler.errors import EngineBuildError  # noqa: PLC0415
 
-        engines = EngineOptions(
+        engines = EngineBuildOptions(
             device=self._device,
             precision=self._precision,
             batches=parse_batches(profiles_of(batches)),

@@ -38,10 +38,10 @@ from offramp.bundle import (
 from offramp.bundle.bundle import RECORDS, dump_profile
 from offramp.bundle.manifest import SCHEMA_VERSION, Calibration, Source
 from offramp.calibration.families import CutTensor
-from offramp.compiler.candidates import choose_candidates
 from offramp.compiler.cuts import find_cuts
 from offramp.compiler.model import SourceModel, read_model
 from offramp.compiler.segments import SegmentModel, split
+from offramp.compiler.slicing import choose_candidates
 
 REPLAY = "replay"
 """Input [batch, exits] of float32 that exits take for their confidence, where it is replayed."""

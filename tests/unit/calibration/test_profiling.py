@@ -16,7 +16,7 @@ from offramp.calibration.profiling import (
     profile_stages,
 )
 from offramp.compiler.heads import build_empty
-from offramp.compiler.packing import draft
+from offramp.compiler.packing import Draft
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, chain_stages
@@ -77,8 +77,8 @@ def test_borders_cost_what_all_sets_of_exits_say(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("name", ["residual", "bert"])
 def test_what_crosses_a_border_is_counted_and_its_cost_is_not_negative(name: str) -> None:
     pieces = sliced(name)
-    structure, files = draft(pieces, [])
-    stages = chain_stages(structure, files.__getitem__)
+    built = Draft.of(pieces, [])
+    stages = chain_stages(built, built.read)
     inputs = inputs_of(pieces, 3)
     backend = OnnxRuntimeBackend(threads=1)
     pipeline = Pipeline(backend, Plan(stages=stages, policy_version=0, mode=Mode.LEAVE))

@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.certify.population import Population, policy_of, synthetic
+from tests.unit.certify.population import (
+    Population,
+    policy_of,
+    synthetic,
+    synthetic_costs,
+)
 
 from offramp.bundle.policy import NEVER
 from offramp.certify import (
@@ -25,6 +30,8 @@ from offramp.certify.betting import Wealth
 from offramp.certify.fitting import LEVELS, lay_path, refit
 from offramp.certify.path import look_ahead
 from offramp.certify.threshold_path import alpha_of
+from offramp.engine.control.costs import CostModel
+from offramp.engine.control.savings import SavingsEstimator
 
 EPSILON = 0.01
 
@@ -349,3 +356,45 @@ def test_effective_samples() -> None:
         weight=np.array([1.0, 1.0, 2.0]),
     )
     assert some.effective == pytest.approx(16 / 6)
+
+
+def test_a_path_anchored_at_a_policy_begins_without_exits() -> None:
+    """Where the policy has every exit answer."""
+    samples = weighted(synthetic(0), np.arange(2_000))
+    curves = fit_curves(samples.confidence, samples.agrees)
+    fitted = lay_path(curves, samples, bound=EPSILON, anchored_at=np.array([0.97, 0.93, 0.9]))
+    assert (fitted.thresholds[0] == NEVER).all()
+    assert (fitted.thresholds[1] < NEVER).any()
+
+
+def doomed(exits: int) -> tuple[Window, CostModel]:
+    """400 samples whose every early answer is wrong; an exit after each part of the model."""
+    population = synthetic(0, exits=exits, size=400)
+    wrong = Population(confidence=population.confidence, agrees=np.zeros((exits, 400), np.bool_))
+    never = policy_of(dict.fromkeys(range(exits), NEVER))
+    window = Window(exits=exits, capacity=1_000)
+    window.add(wrong.serve(never, np.arange(400), q=1.0, rng=np.random.default_rng(0)))
+    return window, synthetic_costs(exits)
+
+
+def test_paths_of_the_same_exits_are_compared_by_their_curves() -> None:
+    """The path in use looks bad on the window; but so would the other one: it is the same."""
+    window, costs = doomed(2)
+    savings = SavingsEstimator(window, costs, max_disagreement=EPSILON, min_gain=0.01)
+    sure = [AgreementCurve(slope=1.0, intercept=8.0)] * 2
+    fitted = lay_path(sure, savings.recent((0, 1)), bound=EPSILON)
+    assert fitted.shares[-1, 0] > 0.5
+    same = ThresholdPath((0, 1), fitted.thresholds, fitted.shares, bound=EPSILON, alpha=0.05)
+    assert not savings.promises_more(fitted, (0, 1), same)
+    nothing = levels_under_test(path_of([], 2))
+    assert savings.promises_more(fitted, (0, 1), nothing)
+
+
+def test_a_path_with_other_exits_is_judged_by_what_was_counted() -> None:
+    window, costs = doomed(2)
+    savings = SavingsEstimator(window, costs, max_disagreement=EPSILON, min_gain=0.01)
+    sure = [AgreementCurve(slope=1.0, intercept=8.0)] * 2
+    both = lay_path(sure, savings.recent((0, 1)), bound=EPSILON)
+    than = ThresholdPath((0, 1), both.thresholds, both.shares, bound=EPSILON, alpha=0.05)
+    alone = lay_path(sure[:1], savings.recent((0,)), bound=EPSILON)
+    assert savings.promises_more(alone, (0,), than)

@@ -87,6 +87,8 @@ def test_forced_samples_are_told() -> None:
         (ModelInferResponse(model_name="m"), "no parameter 'offramp_exits'; is this an Offramp"),
         (response(exits="0,x"), "'offramp_exits' is not a list of numbers: '0,x'"),
         (response(exits="0,99999999999"), "'offramp_exits' is not a list of numbers"),
+        (response(exits="0,2147483648"), "'offramp_exits' is not a list of numbers"),
+        (response(exits="-2147483649,0"), "'offramp_exits' is not a list of numbers"),
         (response(forced="0,2"), "'offramp_forced' has values besides 0 and 1"),
         (response(forced="0,yes"), "'offramp_forced' is not a list of numbers: '0,yes'"),
         (response(forced="1"), "'offramp_forced': 1}"),

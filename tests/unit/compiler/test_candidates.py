@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from offramp.compiler.candidates import choose_candidates
 from offramp.compiler.cuts import CutAnalysis, CutPoint, Rejection
 from offramp.compiler.errors import UnknownCutPointError
+from offramp.compiler.slicing import choose_candidates
 
 
 def analysis(*shares: float) -> CutAnalysis:

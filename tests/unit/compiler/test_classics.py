@@ -15,7 +15,7 @@ from onnx import numpy_helper
 
 from offramp.compiler.cuts import find_cuts
 from offramp.compiler.model import read_model
-from offramp.compiler.runtime import Runner, random_inputs
+from offramp.compiler.runtime import GraphRunner, random_inputs
 from offramp.compiler.segments import split, verify
 
 FOLDER = Path(onnx.__file__).parent / "backend/test/data/light"
@@ -45,7 +45,7 @@ def with_random_weights(proto: onnx.ModelProto) -> onnx.ModelProto:
     [
         ("squeezenet", 17, "MaxPool", "Concat"),
         ("inception_v1", 11, "LRN", "Concat"),
-        ("resnet50", 16, "MaxPool", "Relu"),
+        pytest.param("resnet50", 16, "MaxPool", "Relu", marks=pytest.mark.slow),
     ],
 )
 def test_classic_topology(tmp_path, name, cuts, first, last):
@@ -61,6 +61,6 @@ def test_classic_topology(tmp_path, name, cuts, first, last):
 
     assert len(analysis.cuts) == cuts
     assert (analysis.cuts[0].operator, analysis.cuts[-1].operator) == (first, last)
-    answers = Runner(model.proto).run(samples)[model.answer.output]
+    answers = GraphRunner(model.proto).run(samples)[model.answer.output]
     assert answers.std() > 0, "with equal answers a comparison shows nothing"
     assert verify(model, split(model, analysis.cuts), samples, batch_sizes=(1, 2)) <= 1e-5

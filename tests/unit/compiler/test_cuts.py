@@ -152,3 +152,40 @@ def test_symbolic_sizes_survive_reshapes_by_computed_vectors(read):
 
     assert types["layer1/out"].shape == ("batch", "sequence", 16)
     assert types["layer1/out"].elem_type == TensorProto.FLOAT
+
+
+def test_a_place_is_rejected_for_what_its_last_tensor_lacks(read):
+    """Three neighbours of two shapes: what could be cut last is what the remedy is about."""
+    b = models.Builder()
+    x = b.input("x", ["batch", 4, 8])
+    x = b.node("Transpose", b.node("Relu", b.matmul(x, 8, 8), out="first"), perm=[1, 0, 2])
+    x = b.node("Relu", b.matmul(x, 8, 8))
+    x = b.node("Transpose", x, perm=[2, 1, 0], out="turned")
+    x = b.node("Transpose", b.matmul(x, 4, 4), perm=[1, 0, 2], out="back")
+    b.linear(b.node("ReduceMean", x, axes=[1], keepdims=0), 4, 3, out="logits")
+    b.output("logits", ["batch", 3])
+
+    analysis = find_cuts(read(b.build()))
+
+    reasons = [(place.operator, place.places, place.reason) for place in analysis.rejected]
+    wanted = "its shape is [8, batch, 4], and the first dimension has to be the batch"
+    assert ("MatMul", 3, wanted) in reasons
+
+
+def test_sizes_that_are_products_of_symbols_are_named(read):
+    b = models.Builder()
+    x = b.input("x", ["batch", "sequence", 8])
+    y = b.node("Transpose", x, perm=[0, 2, 1])
+    y = b.node("MatMul", x, y)
+    y = b.node("ReduceMean", y, axes=[2], keepdims=1)
+    x = b.node("Mul", x, y)
+    shape = b.node("Shape", x)
+    x = b.node("Reshape", x, b.constant([-1, 8], np.int64))
+    x = b.node("Relu", b.linear(x, 8, 8), out="rows")
+    x = b.node("Reshape", x, shape)
+    b.linear(b.node("ReduceMean", x, axes=[1], keepdims=0), 8, 3, out="logits")
+    b.output("logits", ["batch", 3])
+
+    types = declared_types(read(b.build(), simplify=False).proto)
+
+    assert types["rows"].shape == ("batch*sequence", 8)

@@ -9,14 +9,14 @@ from rich.console import Console
 from tests import models
 
 from offramp.compiler.cuts import find_cuts
-from offramp.compiler.inspection import print_inspection
+from offramp.compiler.printing import print_inspection
 
 
 def test_inspection_shows_cut_points_and_reasons(read):
     model = read(models.bert_like())
     out = io.StringIO()
 
-    print_inspection(model, find_cuts(model), console=Console(file=out, width=160))
+    print_inspection(model, find_cuts(model), Console(file=out, width=160))
 
     text = out.getvalue()
     assert "input_ids: int64 [batch, sequence]" in text
@@ -42,6 +42,6 @@ def test_brackets_in_names_are_text_not_markup(read):
     model = read(proto)
     out = io.StringIO()
 
-    print_inspection(model, find_cuts(model), console=Console(file=out, width=160))
+    print_inspection(model, find_cuts(model), Console(file=out, width=160))
 
     assert "h[bold]0" in out.getvalue()

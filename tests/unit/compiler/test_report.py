@@ -30,9 +30,8 @@ from offramp.calibration.records import ExitRecords
 from offramp.calibration.selection import certified_policy
 from offramp.certify import tuning_path
 from offramp.compiler.report import numbers, render_report
-from offramp.compiler.report.analysis import analysis, savings_curve
-from offramp.compiler.report.charts import latency_rows
-from offramp.compiler.report.curves import coverage
+from offramp.compiler.report.charts import coverage, latency_rows
+from offramp.compiler.report.figures import PolicyFigures, savings_curve
 from offramp.compiler.report.route import segment_edges, spread
 from offramp.compiler.report.svg import Scale, element, nice_values
 
@@ -76,7 +75,7 @@ def make(exits: int = 3, *, samples: int = 2000, labels: bool = True, name: str 
         tuning_path(certify.confidence, certify.agrees),
         certify.confidence,
         certify.agrees,
-        analysis(parts.manifest, empty, profile, certify).cost(8),
+        PolicyFigures.of(parts.manifest, empty, profile, certify).cost(8),
         max_disagreement=0.02,
         confidence_level=0.95,
     )
@@ -270,7 +269,7 @@ def test_headline_is_the_promise() -> None:
 
 def test_counts_and_predictions_by_hand() -> None:
     parts = exact()
-    found = analysis(parts.manifest, parts.policy, parts.profile, parts.certify)
+    found = PolicyFigures.of(parts.manifest, parts.policy, parts.profile, parts.certify)
     assert found.shares.tolist() == [0.4, 0.4, 0.2]
     assert found.agreement == 0.9
     # sample 0 is answered wrongly by exit 0, sample 9 by the model itself
@@ -299,7 +298,7 @@ def test_shares_and_savings_are_those_of_the_certificate() -> None:
     parts = make(3)
     promise = parts.policy.promise
     assert promise is not None
-    found = analysis(parts.manifest, parts.policy, parts.profile, parts.certify)
+    found = PolicyFigures.of(parts.manifest, parts.policy, parts.profile, parts.certify)
     assert round((1 - found.agreement) * promise.certify_samples) == promise.certify_errors
     computed = 1 - found.predicted_ms(8) / 32
     assert computed == pytest.approx(promise.predicted_savings, abs=1e-12)
@@ -307,7 +306,7 @@ def test_shares_and_savings_are_those_of_the_certificate() -> None:
 
 def test_marked_point_lies_on_the_curve_when_the_path_is_the_same() -> None:
     parts = make(3)  # its path was fitted on the certify split, like the curve's
-    found = analysis(parts.manifest, parts.policy, parts.profile, parts.certify)
+    found = PolicyFigures.of(parts.manifest, parts.policy, parts.profile, parts.certify)
     disagreement, saved = savings_curve(found, found.active)
     at = np.flatnonzero(np.isclose(disagreement, found.disagreement, atol=1e-12))
     assert np.abs(saved[at] - found.predicted_savings).min() < 1e-9
@@ -462,7 +461,9 @@ def test_segments_are_as_wide_as_their_time() -> None:
     parts = make(1)
     times = ((1.0, 1.0, 3.0), (1.0, 1.0, 1.0))
     profile = replace(parts.profile, segments_ms=times)
-    assert segment_edges(analysis(parts.manifest, parts.policy, profile, parts.certify)) == [
+    assert segment_edges(
+        PolicyFigures.of(parts.manifest, parts.policy, profile, parts.certify)
+    ) == [
         0.0,
         0.75,
         1.0,

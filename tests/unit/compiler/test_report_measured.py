@@ -16,9 +16,9 @@ from tests.unit.compiler.test_report import Page, exact
 from offramp.bundle import Bundle, BundleSchemaError, Measured, MeasuredSize, Profile, Ratio
 from offramp.bundle.files import dump
 from offramp.bundle.measured import MEASURED
-from offramp.compiler.cli import summarise
+from offramp.compiler.printing import print_bundle
 from offramp.compiler.report import render_report
-from offramp.compiler.report.measured import Judged, difference, figures, savings, warning
+from offramp.compiler.report.words import SavingsCheck, measured_ratios
 
 
 def measured_size(batch_size: int, busy: float, half_width: float = 0.01) -> MeasuredSize:
@@ -45,10 +45,10 @@ MEASUREMENT = Measured(
 )
 
 
-def judged(predicted: float, *, busy: float = 0.35, **changes: Any) -> Judged:
+def judged(predicted: float, *, busy: float = 0.35, **changes: Any) -> SavingsCheck:
     measurement = replace(MEASUREMENT, **{"disturbed": (), **changes})
     at = measured_size(8, busy, 0.01)
-    return Judged(measured=measurement, at=at, predicted_savings=predicted, profile=PROFILE)
+    return SavingsCheck(measured=measurement, at=at, predicted_savings=predicted, profile=PROFILE)
 
 
 def test_it_is_kept_as_it_was_made(tmp_path: Path) -> None:
@@ -78,17 +78,17 @@ def test_judged_is_the_size_nearest_to_the_reference(reference: int, nearest: in
 
 
 def test_all_ratios_are_in_a_line() -> None:
-    assert figures(MEASUREMENT) == (
+    assert measured_ratios(MEASUREMENT) == (
         "Measured here on 1,000 certify samples, as a ratio to the unmodified model: "
         "batch 1: mean 0.31, median 0.08, busy 0.31, nothing exits 1.06; "
         "batch 8: mean 0.31, median 0.08, busy 0.35, nothing exits 1.06."
     )
-    assert savings(judged(0.672)) == "Predicted savings 67.2%, measured 65.0% ±1.0% (batch 8)."
+    assert judged(0.672).describe() == "Predicted savings 67.2%, measured 65.0% ±1.0% (batch 8)."
 
 
 @pytest.mark.parametrize("predicted", [0.601, 0.65, 0.699])
 def test_little_difference_is_not_talked_about(predicted: float) -> None:
-    assert difference(judged(predicted)) is None
+    assert judged(predicted).difference is None
 
 
 PROFILED_BUSY = replace(judged(0.75), profile=replace(PROFILE, disturbed=("a",)))
@@ -115,9 +115,9 @@ SMALLER_BATCHES = "samples that go on do so in smaller batches, which take longe
     ],
 )
 def test_a_difference_is_said_with_its_likely_reason(
-    found: Judged, points: str, reasons: str
+    found: SavingsCheck, points: str, reasons: str
 ) -> None:
-    said = difference(found)
+    said = found.difference
     assert said is not None
     assert said.startswith(
         f"Measured savings are {points} than predicted. Likely reason: {reasons}"
@@ -126,8 +126,8 @@ def test_a_difference_is_said_with_its_likely_reason(
 
 
 def test_exits_that_save_nothing_are_said_loudly() -> None:
-    assert warning(judged(0.3, busy=0.99)) is None
-    said = warning(judged(0.3, busy=1.0))
+    assert judged(0.3, busy=0.99).warning is None
+    said = judged(0.3, busy=1.0).warning
     assert said is not None
     assert said.startswith(
         "At batch 8 the exits in use took 1.00 ± 0.01 of the unmodified model's time, though "
@@ -148,7 +148,7 @@ def summary_of(tmp_path: Path, measured: Measured, profile: Profile = PROFILE) -
     bundle = write(tmp_path, files=files)
     written = io.StringIO()
     recorded = Recorded(path=bundle.path, manifest=bundle.manifest, policy=bundle.policy)
-    summarise(recorded, Console(file=written, width=400))
+    print_bundle(recorded, Console(file=written, width=400))
     return written.getvalue().splitlines()[3:]
 
 

@@ -161,3 +161,16 @@ def test_state_is_kept_and_checked() -> None:
     with pytest.raises(ValueError, match="are no counts of samples"):
         controller.guard.restore({"wait": 1, "since": 0})
     assert controller.guard.state() == state
+
+
+def test_a_policy_is_watched_by_what_was_seen_before_it() -> None:
+    """Calibration data are forgotten, and the inputs shift as soon as the policy changes."""
+    controller, stream = watched(e0=0.8, e1=0.8)
+    controller.guard.recover(controller.policy)  # after a drift alarm, say
+    for _ in range(40):
+        controller.observe(stream.serve(controller, 50))
+    controller.policy = policy_of(2, e0=0.7, e1=0.8)
+    controller.observe(stream.serve(controller, 50))
+    for _ in range(40):
+        controller.observe(stream.serve(controller, 50, hardness=2.0))
+    assert controller.reasons == ["inputs"]

@@ -13,7 +13,7 @@ import pytest
 from onnx import TensorProto, helper
 from tests.cuda_fakes import FakeExecutables, fake_cuda
 
-from offramp.bundle import NEVER
+from offramp.certify.decision import MODEL_END, NEVER
 from offramp.engine.backends.base import TensorBatch
 from offramp.engine.cuda.backend import CudaBackend
 from offramp.engine.cuda.driver import DeviceLostError
@@ -80,7 +80,7 @@ def spec(index: int, *, final: bool = False, threshold: float = 0.5) -> StageSpe
         index=index,
         first_segment=index,
         last_segment=index,
-        exit=None if final else index,
+        exit=MODEL_END if final else index,
         load=lambda: model,
         inputs=tuple(inputs),
         carried=() if final else (following, "scores", "note"),

@@ -166,7 +166,7 @@ def test_without_either_package_both_reasons_are_told(
     monkeypatch.setattr(ort, "get_available_providers", lambda: ["CPUExecutionProvider"])
     name, line = choice(caplog)
     assert name == "onnxruntime-cpu"
-    assert "the Python packages lack tensorrt: pip install 'offramp[tensorrt]'; CUDA can" in line
+    assert f"the Python packages lack tensorrt: {probe.INSTALL}; CUDA can" in line
     assert "has no CUDAExecutionProvider" in line
 
 

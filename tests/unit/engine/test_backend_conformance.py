@@ -15,7 +15,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from tests.cuda_fakes import fake_cuda
 
-from offramp.bundle import NEVER
+from offramp.certify.decision import MODEL_END, NEVER
 from offramp.engine.backends import Backend, make_backend
 from offramp.engine.backends.base import Slot, TensorBatch
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
@@ -80,7 +80,7 @@ def plan(thresholds: tuple[float, float], names: Callable[[int], str] = tensor) 
                 index=index,
                 first_segment=index,
                 last_segment=index,
-                exit=None if final else index,
+                exit=MODEL_END if final else index,
                 load=lambda index=index, final=final: stage_graph(index, final=final),
                 inputs=(names(index),),
                 carried=() if final else (names(index + 1),),
@@ -256,7 +256,7 @@ def test_what_is_buffered_outlives_uploads_and_its_slot(backend: Backend, rows: 
     kept = buffered(backend, slot, first, rows)
     buffered(backend, slot, second, [0, 1, 2])
     slot.close()
-    joined = other.join([(kept, np.arange(len(rows)))])
+    joined = other.merge([(kept, np.arange(len(rows)))])
     np.testing.assert_array_equal(answer_of(backend, other, joined), first[rows, 1])
     other.close()
 
@@ -271,7 +271,7 @@ def test_several_buffered_batches_are_fused_part_after_part(backend: Backend, sl
     assert len(joined) == 4
     expected = [*scripts[1][[1, 4], 1], scripts[2][0, 1], scripts[0][1, 1]]
     np.testing.assert_array_equal(answer_of(backend, slot, joined), expected)
-    rest = other.join([(a, np.array([0, 2])), (b, np.array([1]))])  # twice from the same two
+    rest = other.merge([(a, np.array([0, 2])), (b, np.array([1]))])  # twice from the same two
     expected = [*scripts[0][[0, 2], 1], scripts[1][3, 1]]
     np.testing.assert_array_equal(answer_of(backend, other, rest), expected)
     other.close()
@@ -307,7 +307,7 @@ def test_a_carried_input_is_buffered_with_its_rows(real: Backend) -> None:
         carry = slot.run(stages[0], slot.upload({SCRIPT: script})).carry
         assert carry is not None
         kept.append(slot.buffer(carry, np.array(rows)))
-    joined = other.join([(kept[1], np.array([0])), (kept[0], np.array([0, 1]))])
+    joined = other.merge([(kept[1], np.array([0])), (kept[0], np.array([0, 1]))])
     answer = other.run(stages[1], joined).answer
     assert answer is not None
     expected = np.stack([b[1], a[0], a[3]])

@@ -14,8 +14,9 @@ from tests.fakes import script
 from tests.unit.engine.serving import LIMIT_S, Gate, until, with_engine
 
 from offramp.engine.backends.base import Rows, StageResult, TensorBatch
-from offramp.engine.core import Engine, InferResult
+from offramp.engine.core import Engine
 from offramp.engine.errors import BackendError, DeadlineExceededError
+from offramp.engine.results import InferResult
 from offramp.engine.scheduling import PolicyName
 from offramp.testing.backend import SCRIPT, FakeBackend, FakeBatch, FakeSlot
 

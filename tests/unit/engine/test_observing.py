@@ -17,8 +17,9 @@ from offramp.bundle import NEVER
 from offramp.certify import MODEL_END, Observations
 from offramp.engine.control.controller import ControlStatus, Job
 from offramp.engine.control_state import load_state
-from offramp.engine.core import AnswerKind, Engine, StreamedResult
+from offramp.engine.core import Engine
 from offramp.engine.errors import BackendError
+from offramp.engine.results import AnswerKind, StreamedResult
 from offramp.testing.backend import SCRIPT, FakeBackend
 
 TWO_EXITS = (0.9, 0.9)
@@ -249,8 +250,8 @@ def with_deployments(
     async def run() -> None:
         backend = FakeBackend()
         model = fake_model(backend, TWO_EXITS, controller=controller)
-        assert model.observed is not None
-        deployments = model.observed.deployments
+        assert model.control is not None
+        deployments = model.control.deployments
         assert isinstance(deployments, FakeDeployments)
         deployments.there = {(1,)}
         async with Engine({"fake": model}, backend) as engine:

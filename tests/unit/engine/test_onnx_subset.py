@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import onnx
 import pytest
+from google.protobuf.descriptor import FieldDescriptor
 from onnx import TensorProto, helper, numpy_helper
 from tests import models
+from tests.descriptors import layout
 from tests.sliced import BUILDERS
 
 from offramp.engine.onnx_subset import ModelProto
@@ -101,16 +103,12 @@ def test_fields_have_the_numbers_of_the_real_schema() -> None:
     }
     assert {"GraphProto", "ModelProto", *nested} < set(ours)
     for name, message in ours.items():
-        theirs = (nested.get(name) or getattr(onnx, name)).DESCRIPTOR.fields_by_name
-        for field in message.fields:
-            real = theirs[field.name]
+        theirs = layout((nested.get(name) or getattr(onnx, name)).DESCRIPTOR)
+        for field, found in layout(message).items():
+            number, kind, repeated = theirs[field]
             # An enum is an int32 on the wire.
-            kind = field.TYPE_INT32 if real.type == field.TYPE_ENUM else real.type
-            assert (field.number, field.type, field.is_repeated) == (
-                real.number,
-                kind,
-                real.is_repeated,
-            )
+            kind = FieldDescriptor.TYPE_INT32 if kind == FieldDescriptor.TYPE_ENUM else kind
+            assert found == (number, kind, repeated)
 
 
 def test_it_lives_beside_the_real_schema_and_apart_from_it() -> None:

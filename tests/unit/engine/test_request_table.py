@@ -8,12 +8,10 @@ import threading
 import numpy as np
 import pytest
 
-from offramp.engine.completion_queue import CompletionQueue
 from offramp.engine.errors import BackendError, DeadlineExceededError, EngineError
-from offramp.engine.request_table import Given, RequestTable
-from offramp.engine.requests import PendingRequest
+from offramp.engine.request_table import CompletionQueue, Request, RequestTable
 from offramp.engine.scheduling import DropCause, Dropped
-from offramp.engine.statistics import Counters, Place, StageCounters
+from offramp.engine.statistics import Counters, StageCounters
 
 
 def table() -> RequestTable:
@@ -22,15 +20,15 @@ def table() -> RequestTable:
     )
 
 
-def request(count: int) -> PendingRequest:
+def request(count: int) -> Request:
     loop = asyncio.new_event_loop()
-    future: asyncio.Future[PendingRequest] = loop.create_future()
+    future: asyncio.Future[Request] = loop.create_future()
     loop.close()
-    return PendingRequest(
+    return Request(
         number=1,
         inputs={},
         count=count,
-        signature=None,
+        batch_key=None,
         submitted_s=1.0,
         deadline_s=1.5,
         priority=0,
@@ -40,20 +38,22 @@ def request(count: int) -> PendingRequest:
 
 def answer(book: RequestTable, *rows: int) -> None:
     n = len(rows)
-    given = Given(
-        3,
+    stage(book)
+    book.answer(
+        1,
         np.array(rows),
         np.full((n, 2), 0.5),
         np.full(n, 0.5, np.float32),
-        np.array([row % 2 == 1 for row in rows]),
+        exit_index=3,
+        forced=np.array([row % 2 == 1 for row in rows]),
         policy_version=7,
     )
-    book.answer(1, stage(book), given)
 
 
 def stage(book: RequestTable) -> StageCounters:
     """Of exit 3."""
-    return book.counters.under([Place(3, "exit 3", 0.9)])[0]
+    book.counters.put_in_force({3: 0.9})
+    return book.counters.stages[3]
 
 
 def test_answers_are_gathered_from_batches_in_any_order() -> None:
@@ -122,3 +122,21 @@ def test_failing_all_closes_every_request() -> None:
     assert (len(book), str(asked.error)) == (0, "out of service")
     assert book.counters.failed == {"backend_error": 2}
     assert stage(book).answered == 1
+
+
+def test_a_caller_who_no_longer_waits_for_final_answers_gets_none() -> None:
+    book, asked = table(), request(1)
+    loop = asyncio.new_event_loop()
+    asked.followup = loop.create_future()
+    loop.close()
+    book.accept(asked)
+    rows, values, sure = np.array([0]), np.full((1, 2), 0.5), np.full(1, 0.5, np.float32)
+    stage(book)
+    forced = np.zeros(1, np.bool_)
+    book.answer(1, rows, values, sure, exit_index=3, forced=forced, policy_version=0, following=1)
+    assert (len(book), book.awaited) == (0, 1)
+    book.forget(1)
+    assert book.awaited == 0
+    book.confirm(1, rows, values, sure)
+    assert asked.final is not None
+    assert not asked.final.filled.any()

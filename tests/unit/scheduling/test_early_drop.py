@@ -74,3 +74,41 @@ def test_what_waits_in_other_buckets_counts_too() -> None:
     assert isinstance(bucket, Bucket)
     assert bucket.size == 2
     assert EarlyDrop(PAYS, streams=1).gives_up(queue, bucket, 0.0, 1.0)
+
+
+def test_the_last_deadline_is_the_last_whoever_came_first() -> None:
+    """The most urgent sample comes after those that it would slow down."""
+    queue = SampleQueue(10_000, full=4)
+    queue.push(Submission(1, 8, 8.0), 0.0)
+    queue.push(Submission(0, 1, 1.5), 0.0)
+    bucket = queue.ready(0.0)
+    assert isinstance(bucket, Bucket)
+    assert EarlyDrop(PAYS, streams=1).gives_up(queue, bucket, 0.0, 1.0)
+
+
+def test_those_that_were_served_make_nobody_patient() -> None:
+    """All that had time until 8 s are gone, and what waits is equally urgent."""
+    queue = SampleQueue(10_000, full=4)
+    queue.push(Submission(0, 1, 8.0), 0.0)
+    served = queue.ready(0.0)
+    assert isinstance(served, Bucket)
+    queue.take(served, 1)
+    queue.push(Submission(1, 1, 0.5), 0.0)
+    queue.push(Submission(2, 9, 0.5), 0.0)
+    bucket = queue.ready(0.0)
+    assert isinstance(bucket, Bucket)
+    assert not EarlyDrop(PAYS, streams=1).gives_up(queue, bucket, 0.0, 1.0)
+
+
+def test_those_that_were_served_do_not_lower_the_priority() -> None:
+    """An urgent sample is given up for others of its own priority, though lower ones were here."""
+    queue = SampleQueue(10_000, full=4)
+    queue.push(Submission(0, 1, 8.0, -1), 0.0)
+    served = queue.ready(0.0)
+    assert isinstance(served, Bucket)
+    queue.take(served, 1)
+    queue.push(Submission(1, 1, 1.5), 0.0)
+    queue.push(Submission(2, 8, 8.0), 0.0)
+    bucket = queue.ready(0.0)
+    assert isinstance(bucket, Bucket)
+    assert EarlyDrop(PAYS, streams=1).gives_up(queue, bucket, 0.0, 1.0)

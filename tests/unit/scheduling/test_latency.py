@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offramp.bundle import Profile
+from offramp.certify.decision import MODEL_END
 from offramp.engine.scheduling import Latencies, Span, stage_seconds
 
 
-def span(first: int, last: int, exit_: int | None = None) -> Span:
+def span(first: int, last: int, exit_: int = MODEL_END) -> Span:
     return Span(first_segment=first, last_segment=last, exit=exit_)
 
 
@@ -164,10 +165,10 @@ def test_calibration_is_bounded() -> None:
 
 def test_what_fusing_costs_is_what_goes_beyond_the_stage_itself() -> None:
     latencies = Latencies([[0.0, 1.0]])
-    latencies.observe_fused(0, 1, 4.2)
-    assert latencies.fusing_s == pytest.approx(3.2 / 32)
-    latencies.observe_fused(0, 1, 0.5)
-    assert latencies.fusing_s == pytest.approx(0.1 * 31 / 32)
+    latencies.observe_merged(0, 1, 4.2)
+    assert latencies.merging_s == pytest.approx(3.2 / 32)
+    latencies.observe_merged(0, 1, 0.5)
+    assert latencies.merging_s == pytest.approx(0.1 * 31 / 32)
     assert latencies.speed == 1.0
 
 
@@ -197,3 +198,24 @@ def test_the_shares_that_go_on_follow_what_is_observed() -> None:
     for _ in range(10_000):
         latencies.observe_shrinking(0, 4, 2)
     np.testing.assert_allclose(latencies.shrinking.answer_s, [0.0, 1.5, 2.5, 3.75, 5.0])
+
+
+def test_latency_margin_is_two_mean_deviations_above_the_mean() -> None:
+    """Deviations are from the stage's own mean, which moves by a thirty-second as well."""
+    latencies = Latencies([[0.0, 1.0]])
+    latencies.observe(0, 1, 1.0)
+    assert (latencies.spread, latencies.latency_margin) == (0.0, 1.0)
+    latencies.observe(0, 1, 3.0)
+    assert latencies.spread == 2.0 / 32
+    latencies.observe(0, 1, 3.0)
+    assert latencies.spread == 0.0625 + (3.0 - 1.0625 - 0.0625) / 32
+    assert latencies.latency_margin == latencies.speed + 2 * latencies.spread
+
+
+def test_stages_that_differ_steadily_are_no_deviation() -> None:
+    """One stage takes twice, the other half of what was predicted, whenever they run."""
+    latencies = Latencies([[0.0, 1.0], [0.0, 1.0]])
+    for _ in range(100):
+        latencies.observe(0, 1, 2.0)
+        latencies.observe(1, 1, 0.5)
+    assert latencies.spread == 0.0

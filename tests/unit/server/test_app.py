@@ -15,15 +15,17 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import grpc
 import numpy as np
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from offramp.client import AsyncClient, Client, ConnectionFailedError, ServerUnavailableError
 from offramp.server.addresses import check_free, join_address
 from offramp.server.app import serve_until_stopped
 from offramp.server.errors import StartError
-from offramp.server.logging_setup import JsonFormatter
+from offramp.server.logging_setup import FORMATS, JsonFormatter, set_up_logging
 from offramp.server.options import ServerOptions
 from offramp.server.stop_signals import StopSignals
 from offramp.testing.engine import FakeEngine
@@ -221,3 +223,66 @@ def test_json_lines() -> None:
         "logger": "offramp.x",
         "message": "a ü\nb",
     }
+
+
+class Asking(FakeEngine):
+    """While it drains, asks the server for its health."""
+
+    address = ""
+    health: int | None = None
+
+    async def drain(self, timeout_s: float) -> bool:
+        async with grpc.aio.insecure_channel(self.address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=30)
+        self.health = reply.status
+        return True
+
+
+def test_health_says_so_before_what_is_in_flight_has_ended(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = Asking()
+
+    async def open_engine() -> Asking:
+        return engine
+
+    async def scenario() -> int:
+        stop = StopSignals()
+        options = ServerOptions(grpc_port=0, http_port=0)
+        serving = asyncio.create_task(serve_until_stopped(open_engine, options, stop))
+        await asyncio.to_thread(wait_until, lambda: "ready: gRPC" in caplog.text)
+        ready = READY.search(caplog.text)
+        assert ready
+        engine.address = ready[1]
+        stop.request("SIGTERM")
+        return await serving
+
+    with caplog.at_level(logging.INFO):
+        assert asyncio.run(scenario()) == 0
+    assert engine.health == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@pytest.fixture
+def loggers() -> Iterator[None]:
+    """The root logger without handlers; afterwards all is as it was."""
+    kept = [(logger, logger.level) for logger in map(logging.getLogger, ("", "offramp"))]
+    root = logging.getLogger()
+    handlers, root.handlers = root.handlers, []
+    yield
+    root.handlers = handlers
+    for logger, level in kept:
+        logger.setLevel(level)
+
+
+@pytest.mark.usefixtures("loggers")
+def test_logs_are_for_people_or_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    for log_format in FORMATS:
+        set_up_logging(level="info", log_format=log_format)
+        logging.getLogger("offramp.x").info("hello")
+        logging.getLogger("offramp.x").debug("not of this level")
+        logging.getLogger("another").info("nor is another package's")
+    human, machine = capsys.readouterr().err.splitlines()
+    assert FORMATS == ("human", "json")
+    assert human.endswith("INFO    offramp.x: hello")
+    assert json.loads(machine)["message"] == "hello"

@@ -10,6 +10,7 @@ import pytest
 import tritonclient.grpc as triton
 from google.protobuf import descriptor_pb2, descriptor_pool
 from google.protobuf.descriptor import Descriptor
+from tests.descriptors import layout
 
 from offramp.proto import messages
 from offramp.proto.datatypes import DATATYPES
@@ -62,10 +63,6 @@ def test_field_numbers_and_types_are_tritons(name: str) -> None:
     theirs = descriptor_pool.Default().FindMessageTypeByName(name)
     ours = POOL.FindMessageTypeByName(name)
     assert theirs is not ours
-
-    def layout(message: Descriptor) -> dict[str, tuple[int, int, bool]]:
-        return {f.name: (f.number, f.type, f.is_repeated) for f in message.fields}
-
     if name in PARTIAL:
         assert layout(ours).items() <= layout(theirs).items()
     else:

@@ -11,7 +11,7 @@ import pytest
 
 from offramp.bundle import NEVER, TensorSpec
 from offramp.engine.control.controller import Evidence
-from offramp.engine.core import ModelInfo
+from offramp.engine.results import ModelInfo
 from offramp.engine.statistics import Histogram, ModelStatistics, StageStatistics
 from offramp.server.agreement import view_agreement
 from offramp.server.status import describe_duration, render_status, view_model

@@ -19,7 +19,8 @@ from tests.unit.tensorrt.fake_driver import FakeDriver
 from tests.unit.tensorrt.fake_tensorrt import FakeTensorRT
 
 from offramp.bundle.engines import ShapeProfile, ShapeRange
-from offramp.compiler.engines.builder import BuildSettings, EngineBuilder
+from offramp.compiler.engines.builder import EngineBuilder
+from offramp.compiler.engines.options import BuildSettings
 from offramp.compiler.errors import EngineBuildError
 from offramp.compiler.tensorrt import TensorRTBuilder
 from offramp.engine.errors import BackendError

@@ -88,14 +88,17 @@ def test_no_driver(packages: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(caught.value) == (
         "TensorRT cannot be used on cuda:0: there is no NVIDIA driver here "
         "(libcuda-that-is-nowhere.so.1 cannot be loaded), it takes a machine with an NVIDIA GPU; "
-        "the Python packages lack tensorrt: pip install 'offramp[tensorrt]'"
+        "the Python packages lack tensorrt: "
+        "pip install '.[tensorrt]' (for the dot: Offramp's source folder or wheel)"
     )
 
 
 def test_packages_only(driver: FakeDriver, packages: set[str]) -> None:
-    assert probe.missing() == [
-        "the Python packages lack tensorrt and pycuda: pip install 'offramp[tensorrt]'"
-    ]
+    (line,) = probe.missing()
+    assert line == (
+        "the Python packages lack tensorrt and pycuda: "
+        "pip install '.[tensorrt]' (for the dot: Offramp's source folder or wheel)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,16 @@ from tests.unit.tensorrt.fake_runtime import FakeRuntime
 
 from offramp.bundle import NEVER, Bundle
 from offramp.bundle.engines import EngineEntry, EngineStore, EngineTarget, parts_digest
-from offramp.compiler.engines.builder import BuildSettings
-from offramp.compiler.engines.building import _inputs_of
-from offramp.compiler.engines.graphs import UnitGraphs
-from offramp.compiler.engines.keys import engine_key
+from offramp.compiler.engines.building import _inputs_of, engine_key
+from offramp.compiler.engines.options import (
+    PARTS,
+    BuildSettings,
+    Part,
+    parse_batches,
+    parse_buckets,
+)
 from offramp.compiler.engines.profiles import ModelShapes, profile_sizes, unit_profiles
-from offramp.compiler.engines.ranges import parse_batches, parse_buckets
-from offramp.compiler.engines.units import PARTS, Part, units_of
+from offramp.compiler.engines.units import UnitGraphs, units_of
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.backends.tensorrt import TensorRTFactory, TensorRTRun, TensorRTStage
 from offramp.engine.cuda.backend import CudaBackend

@@ -17,15 +17,9 @@ from tests.sliced import inputs_of, sliced
 from offramp.bundle import Bundle
 from offramp.bundle.engines import EngineStore, list_targets, parts_digest
 from offramp.compiler import build
-from offramp.compiler.build import (
-    BuildOptions,
-    EngineOptions,
-    Reports,
-    build_bundle,
-    parse_parts,
-)
+from offramp.compiler.build import BuildOptions, Reports, build_bundle
 from offramp.compiler.engines.building import Planned, PlannedEngine, outermost
-from offramp.compiler.engines.ranges import parse_batches
+from offramp.compiler.engines.options import EngineBuildOptions, parse_batches, parse_parts
 from offramp.compiler.errors import EngineBuildError, EngineOptionsError, ModelError
 from offramp.engine.kernels.compilation import source_hash
 from offramp.engine.kernels.errors import KernelCompileError, KernelCompilerNotFoundError
@@ -33,7 +27,7 @@ from offramp.engine.tensorrt.probe import Device
 from offramp.testing.builder import FakeBuilder
 
 UNITS = ["00-03", "00-01-exit1", "02-03", "00-00-exit0", "01-01-exit1", "02-02", "03-03"]
-SOURCE_FIRST = EngineOptions(batches=parse_batches("1,2-4"))
+SOURCE_FIRST = EngineBuildOptions(batches=parse_batches("1,2-4"))
 
 
 class Bench:
@@ -63,7 +57,7 @@ class Bench:
         self.steps.append((title, sum(done)))
 
     def build(
-        self, options: EngineOptions = SOURCE_FIRST, **others: Any
+        self, options: EngineBuildOptions = SOURCE_FIRST, **others: Any
     ) -> tuple[dict[str, str], list[str]]:
         """Units with what became of them, and the lines that were said."""
         self.lines.clear()
@@ -77,7 +71,9 @@ class Bench:
         self.summary = done.summary
         return {r.unit.name: r.status for r in done.summary.results}, list(self.lines)
 
-    def plan(self, options: EngineOptions = SOURCE_FIRST, **others: Any) -> tuple[Planned, ...]:
+    def plan(
+        self, options: EngineBuildOptions = SOURCE_FIRST, **others: Any
+    ) -> tuple[Planned, ...]:
         self.lines.clear()
         done = build_bundle(
             BuildOptions(bundle=self.bundle.path, engines=options, dry_run=True, **others),
@@ -526,7 +522,7 @@ def test_a_dry_run_without_a_gpu_says_what_is_known(
 
 
 def test_int8_needs_data_at_once(bench: Bench) -> None:
-    options = EngineOptions(precision="int8")
+    options = EngineBuildOptions(precision="int8")
     with pytest.raises(EngineOptionsError, match="--precision int8 needs --data NPZ"):
         build_bundle(BuildOptions(bundle=Path("nowhere"), engines=options))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offramp.compiler.engines.ranges import (
+from offramp.compiler.engines.options import (
     DEFAULT_BATCHES,
     SizeRange,
     describe_ranges,

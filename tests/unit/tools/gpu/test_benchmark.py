@@ -103,6 +103,7 @@ def test_the_environment_says_why_something_is_missing(monkeypatch: pytest.Monke
     assert not found["numpy"].startswith("missing")
 
 
+@pytest.mark.slow
 def test_the_runtime_is_measured_into_an_entry_for_each_part_and_backend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

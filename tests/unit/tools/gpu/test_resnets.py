@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import onnxruntime as ort
+import pytest
 
 from offramp.tools.gpu import resnets
+
+pytestmark = pytest.mark.slow
 
 
 def run(piece: resnets.Piece, values: np.ndarray) -> dict[str, np.ndarray]:

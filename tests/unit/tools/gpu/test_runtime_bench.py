@@ -118,6 +118,7 @@ def test_the_time_of_stages_is_divided(
     assert min(graphs) > 0
 
 
+@pytest.mark.slow
 def test_parallel_batches_over_their_limit(
     machine: FakeMachine, model: BenchModel, bundle: Bundle
 ) -> None:

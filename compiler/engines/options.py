@@ -1,0 +1,165 @@
+"""What can be asked of engines: sizes, parts of the bundle, precision; and how that is written."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias, get_args
+
+from offramp.bundle.engines import Precision
+from offramp.compiler.errors import EngineOptionsError
+
+Part: TypeAlias = Literal["source", "stages", "segments"]
+"""What engines are built of: the unmodified model; the exit policy's stages; every segment."""
+PARTS: tuple[Part, ...] = get_args(Part)
+OPTIMIZATION_LEVELS = range(6)
+"""TensorRT's: from building fast to running fast."""
+
+DEFAULT_BATCHES = "1,2-8,9-32"
+"""A sample alone, small batches and large ones are best served by different tactics."""
+
+
+class SizeRange(NamedTuple):
+    """Sizes of one dimension, both ends included; an engine is tuned for the last."""
+
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        """``2-8``, or ``1`` for a single size."""
+        return str(self.last) if self.first == self.last else f"{self.first}-{self.last}"
+
+
+def parse_batches(text: str) -> tuple[SizeRange, ...]:
+    """Read ``1,2-8,9-32``: batch sizes, each range a profile of its own.
+
+    Raises:
+        EngineOptionsError: It is malformed, or the ranges do not rise apart from each other.
+    """
+    where = f"--batch-profiles {text!r}"
+    ranges = [_range(item, where) or SizeRange(_size(item, where), _size(item, where))
+              for item in _items(text, where)]  # fmt: skip
+    return _rising(ranges, where)
+
+
+def parse_buckets(options: Sequence[str]) -> dict[str, tuple[SizeRange, ...]]:
+    """Read ``sequence=32,64,128``: sizes of other dimensions, by the model's name for them.
+
+    A size ends a bucket that begins after the last one's end, the first at 1; a range stands for
+    itself, as in ``height=200-224``.
+
+    Raises:
+        EngineOptionsError: It is malformed, names a dimension twice, or sizes do not rise.
+    """
+    buckets: dict[str, tuple[SizeRange, ...]] = {}
+    for option in options:
+        where = f"--buckets {option!r}"
+        name, equals, text = option.partition("=")
+        if not name or not equals:
+            raise EngineOptionsError(f"{where} is not NAME=SIZES, for instance sequence=32,64,128")
+        if name in buckets:
+            raise EngineOptionsError(f"{where}: {name} is given twice; list all its sizes at once")
+        buckets[name] = _rising(list(_buckets(text, where)), where)
+    return buckets
+
+
+def describe_ranges(ranges: Sequence[SizeRange]) -> str:
+    """``1, 2-8, 9-32``."""
+    return ", ".join(map(str, ranges))
+
+
+def _buckets(text: str, where: str) -> Iterator[SizeRange]:
+    first = 1
+    for item in _items(text, where):
+        given = _range(item, where)
+        # A size below the last one is left for _rising to complain about.
+        size = given.last if given else _size(item, where)
+        yield given or SizeRange(min(first, size), size)
+        first = size + 1
+
+
+def _items(text: str, where: str) -> list[str]:
+    items = [item.strip() for item in text.split(",")]
+    if not all(items):
+        raise EngineOptionsError(f"{where}: a size is missing; give for instance 1,2-8,9-32")
+    return items
+
+
+def _range(item: str, where: str) -> SizeRange | None:
+    first, dash, last = item.partition("-")
+    if not dash:
+        return None
+    found = SizeRange(_size(first, where), _size(last, where))
+    if found.first > found.last:
+        raise EngineOptionsError(f"{where}: {item} ends before it begins; did you mean "
+                                 f"{found.last}-{found.first}?")  # fmt: skip
+    return found
+
+
+def _size(text: str, where: str) -> int:
+    try:
+        size = int(text)
+    except ValueError:
+        size = 0
+    if size < 1:
+        raise EngineOptionsError(f"{where}: {text.strip()!r} is not a size; sizes are 1 or more")
+    return size
+
+
+def _rising(ranges: Sequence[SizeRange], where: str) -> tuple[SizeRange, ...]:
+    for before, after in itertools.pairwise(ranges):
+        if after.first <= before.last:
+            raise EngineOptionsError(
+                f"{where}: {after} does not begin after {before}; ranges have to rise and must "
+                "not overlap, so that each size has one profile"
+            )
+    return tuple(ranges)
+
+
+def parse_parts(text: str) -> tuple[Part, ...]:
+    """Read ``source,stages,segments``, or some of them.
+
+    Raises:
+        EngineOptionsError: There is no such part.
+    """
+    asked = [item.strip() for item in text.split(",")]
+    unknown = [item for item in asked if item not in PARTS]
+    if unknown:
+        raise EngineOptionsError(
+            f"--parts {text!r}: there is no part {unknown[0]!r}; choose of {', '.join(PARTS)}"
+        )
+    return tuple(part for part in PARTS if part in asked)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildSettings:
+    """How an engine is built."""
+
+    precision: Precision
+    """It is in the graph already; here it says which arithmetic TensorRT may choose from."""
+    workspace_bytes: int | None = None
+    """Most device memory for scratch; ``None`` is all that is free."""
+    optimization_level: int = 3
+    """0 to 5: how long TensorRT looks for a faster engine."""
+
+    def __post_init__(self) -> None:
+        """Refuse what TensorRT would."""
+        if self.optimization_level not in OPTIMIZATION_LEVELS:
+            raise ValueError(f"optimization level {self.optimization_level} is not in 0 to 5")
+        if self.workspace_bytes is not None and self.workspace_bytes < 1:
+            raise ValueError(f"workspace of {self.workspace_bytes} bytes is not positive")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineBuildOptions(BuildSettings):
+    """What engines are built for, and how; the same after a compile and for a bundle."""
+
+    precision: Precision = "fp32"
+    device: str = "cuda:0"
+    batches: tuple[SizeRange, ...] = parse_batches(DEFAULT_BATCHES)
+    buckets: tuple[tuple[str, tuple[SizeRange, ...]], ...] = ()
+    """Ranges of other symbolic sizes, by the model's name."""
+    parts: tuple[Part, ...] = PARTS
+    accept_disagreement: bool = False
+    """Build although the precision breaks the bundle's promise."""

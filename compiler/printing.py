@@ -1,0 +1,288 @@
+"""What ``eecompile`` prints when it is done: facts, tables, the promise, and what is not kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from offramp.bundle import Bundle, ExitPolicy, Promise
+from offramp.bundle.bundle import REPORT
+from offramp.compiler.report import numbers, words
+from offramp.engine.control.costs import CostModel
+from offramp.engine.plan import exit_label
+from offramp.engine.profile_check import predicted_savings
+
+if TYPE_CHECKING:
+    from offramp.calibration.rehearsal import Forecast, Move
+    from offramp.compiler.cuts import CutAnalysis, CutPoint, Rejection
+    from offramp.compiler.export.export import Exported
+    from offramp.compiler.model import SourceModel
+    from offramp.compiler.profile import Profiled
+    from offramp.compiler.rehearse import Rehearsing
+
+
+def print_bundle(bundle: Bundle, console: Console) -> None:
+    """Print what ``eecompile`` made of a model, in words."""
+    policy, manifest = bundle.policy, bundle.manifest
+    say = partial(console.print, highlight=False, soft_wrap=True)
+    path = escape(str(bundle.path))
+    built = f"[bold]{path}[/bold]: {len(manifest.exits)} exits built"
+    if not policy.active or policy.promise is None:
+        say(f"{built}, [bold red]none active[/bold red]: serves the unmodified model")
+    else:
+        say(f"{built}, {len(policy.active)} active")
+        for active in policy.active:
+            exit_ = manifest.exits[active.exit]
+            say(
+                f"  exit {exit_.index} after segment {exit_.after_segment}: "
+                f"{exit_.head.describe()}; leaves at confidence ≥ {active.threshold:.3f}"
+            )
+        say(_promised(policy.promise, "the calibration set"))
+        for line in _brought(bundle, policy.promise):
+            say(line)
+    for note in bundle.profile().disturbed:
+        say(f"[yellow]Disturbed while profiling[/yellow]: {escape(note)}")
+    say(f"Report: {path}/{REPORT}")
+    say(f"Serve:  eeserve {path}")
+
+
+def _promised(promise: Promise, like: str) -> str:
+    return (
+        f"Disagreement with the unmodified model ≤ {100 * promise.max_disagreement:g}% on "
+        f"unseen data like {like}, with {100 * promise.confidence:g}% confidence "
+        f"({promise.certify_errors} of {promise.certify_samples} certify samples disagreed)."
+    )
+
+
+def _brought(bundle: Bundle, promise: Promise) -> Iterator[str]:
+    """What the exits bring: as it was measured, or as it is predicted where it was not."""
+    measured, profile = bundle.measured(), bundle.profile()
+    if measured is None:
+        yield (
+            f"Predicted savings of time: {promise.predicted_savings:.1%} (from profiled times; "
+            "measure with eebench compare)."
+        )
+        yield f"Where nothing exits, an answer comes later by {_added(bundle)} (profiled)."
+        return
+    at = measured.nearest(bundle.manifest.calibration.reference_batch_size)
+    saved = predicted_savings(bundle, profile, at.batch_size)
+    judged = words.SavingsCheck(measured=measured, at=at, predicted_savings=saved, profile=profile)
+    yield words.measured_ratios(measured)
+    yield judged.describe()
+    if judged.difference:
+        yield f"[yellow]{judged.difference}[/yellow]"
+    for note in measured.disturbed:
+        yield f"[yellow]Disturbed while measuring[/yellow]: {escape(note)}"
+    if judged.warning:
+        yield f"[bold red]THE EXITS IN USE SAVE NOTHING HERE[/bold red]: {judged.warning}"
+
+
+def _added(bundle: Bundle) -> str:
+    """What the exits in use add where none is taken, at batch 1 and at the reference size."""
+    profile, active = bundle.profile(), [a.exit for a in bundle.policy.active]
+    sizes = sorted({profile.batch_sizes[0], bundle.manifest.calibration.reference_batch_size})
+    costs = [CostModel.of(bundle.manifest, profile, size) for size in sizes]
+    shares = [f"{cost.overhead(active):.1%} at batch {size}"
+              for size, cost in zip(sizes, costs, strict=True)]  # fmt: skip
+    return ", ".join(shares)
+
+
+def print_inspection(model: SourceModel, analysis: CutAnalysis, console: Console) -> None:
+    """Print a model's facts, its cut points, and the places where no exit can be attached."""
+    facts = Table.grid(padding=(0, 2))
+    rows = {
+        "model": f"{model.name} (opset {model.opset}, {analysis.total_flops / 1e9:.3g} GFLOPs)",
+        "inputs": "\n".join(spec.describe() for spec in model.inputs),
+        "main": ", ".join(analysis.main_inputs),
+        "answer": f"{model.answer.output}: {model.answer.classes} classes, {model.answer.form}",
+        "cut points": str(len(analysis.cuts)),
+    }
+    for title, text in rows.items():
+        facts.add_row(f"[bold]{title}[/]", escape(text))
+    console.print(facts)
+    if analysis.cuts:
+        console.print(_cut_table(analysis.cuts))
+    if analysis.rejected:
+        console.print(_rejected_table(analysis.rejected))
+
+
+def _cut_table(cuts: Sequence[CutPoint]) -> Table:
+    table = Table(title="Cut points", title_justify="left", box=box.SIMPLE)
+    table.add_column("#", justify="right")
+    table.add_column("tensor", overflow="fold")
+    table.add_column("shape", no_wrap=True)
+    table.add_column("operator", no_wrap=True)
+    table.add_column("FLOPs before", justify="right")
+    along = any(cut.side_inputs for cut in cuts)
+    if along:
+        table.add_column("taken along")
+    for cut in cuts:
+        table.add_row(
+            str(cut.index),
+            escape(cut.tensor),
+            escape(f"[{', '.join(map(str, cut.shape))}]"),
+            cut.operator,
+            f"{cut.flops_share_before:.1%}",
+            *([escape(", ".join(cut.side_inputs))] if along else []),
+        )
+    return table
+
+
+def _rejected_table(rejected: Sequence[Rejection]) -> Table:
+    table = Table(title="No exit here", title_justify="left", box=box.SIMPLE)
+    table.add_column("from tensor", overflow="fold")
+    table.add_column("operator")
+    table.add_column("places", justify="right")
+    table.add_column("reason")
+    for place in rejected:
+        table.add_row(escape(place.tensor), place.operator, str(place.places), escape(place.reason))
+    return table
+
+
+def print_profiled(done: Profiled, console: Console) -> None:
+    """Print what ``eecompile profile`` measured, and what the policy is predicted to save now."""
+    active = [a.exit for a in done.bundle.policy.active]
+    table = Table("batch", "model, ms", "before", "exits add", "± ", "saved", "before", "rounds")
+    for column in table.columns:
+        column.justify = "right"
+    for index, size in enumerate(done.after.batch_sizes):
+        cost = CostModel.of(done.bundle.manifest, done.after, size)
+        spread = done.after.spread
+        table.add_row(
+            str(size),
+            f"{done.after.source_ms[index]:.3g}",
+            f"{done.before.source_ms[index]:.3g}",
+            f"{cost.overhead(active):.1%}",
+            f"{cost.unsure:.1%}",
+            f"{predicted_savings(done.bundle, done.after, size):.1%}",
+            f"{predicted_savings(done.bundle, done.before, size):.1%}",
+            str(spread.rounds[index]) if spread else "",
+        )
+    console.print(table)
+    say = partial(console.print, markup=False, soft_wrap=True)
+    for note in done.after.disturbed:
+        say(f"Disturbed while profiling: {note}")
+    say(_advice(done, active))
+    say("Dry run: nothing was written." if done.written is None else f"Written: {done.written}")
+
+
+def _advice(done: Profiled, active: list[int]) -> str:
+    """What the new profile means for the policy."""
+    size = done.bundle.manifest.calibration.reference_batch_size
+    saved = predicted_savings(done.bundle, done.after, size)
+    if not active:
+        return "No exit is in use: the bundle serves the unmodified model."
+    if saved <= 0:
+        return (
+            f"The exits in use do not pay on this machine: at batch {size} answers are predicted "
+            f"to come {-saved:.1%} later in the mean; compile the model here."
+        )
+    return (
+        f"The policy stays; it is predicted to save {saved:.1%} of the model's time at batch "
+        f"{size} (profiled times; measure with eebench compare). Other exits might save more here: "
+        "compiling again chooses them."
+    )
+
+
+def print_rehearsing(done: Rehearsing, console: Console) -> None:
+    """Print the policy before and after ``eecompile rehearse``, and what both bring."""
+    say = partial(console.print, highlight=False, soft_wrap=True)
+    for move in done.moves:
+        say(_moved(move))
+    console.print(_rehearsed_table(done))
+    settings = done.rehearsed.rehearsal.settings
+    say(
+        f"Predicted for batches of {settings.batch_size} of the new load, from profiled times; "
+        "not measured."
+    )
+    if done.after.promise is None:
+        say(
+            "[bold red]No exit is in use:[/bold red] no policy kept the promise and saved time on "
+            "the new data. More of it helps most; so does compiling the model again on it."
+        )
+    else:
+        say(_promised(done.after.promise, "the new"))
+    if done.rehearsed.shipped.violations > settings.max_violations:
+        say(
+            "[bold red]Too many batches are late[/bold red]: more than the "
+            f"{numbers.plain_percent(settings.max_violations)} tolerated. Thresholds that could "
+            "be certified let more samples go on than those rehearsed; more data helps."
+        )
+    if done.written is None:
+        say("Dry run: nothing was written.")
+    else:
+        say(f"Written: {escape(str(done.written))}")
+
+
+def _moved(move: Move) -> str:
+    where = "no longer in use" if move.to is None else f"moved to exit {move.to}"
+    late = numbers.percent(move.violations)
+    return f"exit {move.exit} {where}: it would make {late} of the batches late"
+
+
+def _rehearsed_table(done: Rehearsing) -> Table:
+    table = Table("", box=box.SIMPLE_HEAD)
+    table.add_column("before", justify="right")
+    table.add_column("after", justify="right")
+    before, after = _thresholds(done.before), _thresholds(done.after)
+    for exit_ in sorted({*before, *after}):
+        table.add_row(
+            f"exit {exit_}: least confidence",
+            before.get(exit_, "not in use"),
+            after.get(exit_, "not in use"),
+        )
+    old, new = _figures(done.before_forecast), _figures(done.rehearsed.shipped)
+    table.add_section()
+    for name in old:
+        table.add_row(name, old[name], new[name])
+    return table
+
+
+def _thresholds(policy: ExitPolicy) -> dict[int, str]:
+    return {a.exit: numbers.threshold(a.threshold) for a in policy.active}
+
+
+def _figures(forecast: Forecast) -> dict[str, str]:
+    return {
+        "average latency, ms": numbers.milliseconds(forecast.average_ms),
+        "last answer of a batch, ms": numbers.milliseconds(forecast.tail_ms),
+        "the same without exits, ms": numbers.milliseconds(forecast.source_ms),
+        "batches later than that": numbers.percent(forecast.violations),
+        "disagreement, certify split": numbers.percent(forecast.disagreement, 2),
+    }
+
+
+def print_exported(done: Exported, data: Path, console: Console) -> None:
+    """Print what ``eecompile export`` wrote, and how it was verified."""
+    say = partial(console.print, highlight=False, soft_wrap=True)
+    count = len(done.names.thresholds)
+    say(
+        f"[bold]{escape(str(done.path))}[/bold]: {done.size_bytes / 2**20:.1f} MiB, "
+        f"{count} {'exit' if count == 1 else 'exits'}"
+    )
+    for stage, name in zip(done.plan.stages, done.names.thresholds, strict=False):
+        say(
+            f"  {exit_label(stage.answered_by)}: leaves at confidence ≥ {stage.threshold:.3f}; "
+            f"to override, feed {escape(name)} (float32)"
+        )
+    if done.with_exits:
+        say(f"  further outputs: {escape(done.names.exit)}, {escape(done.names.confidence)}")
+    verified = done.verified
+    how = (
+        "bit for bit"
+        if not verified.largest_difference
+        else f"within {verified.largest_difference:.1e} of the largest value"
+    )
+    say(
+        f"Verified on {verified.samples} samples of {escape(str(data))}: the bundle's exits, its "
+        f"answers {how}; {1 - verified.exit_shares.get(-1, 0.0):.1%} left early."
+    )
+    if not done.calibration_data:
+        say("These are not the data that the bundle was compiled with.")

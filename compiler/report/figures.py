@@ -1,0 +1,147 @@
+"""The figures of the report: what the exit policy does on the certify split, and what it costs.
+
+Two kinds of figures meet here and are kept apart. *Counted*: answers on the certify split.
+*Profiled*: times of parts, each alone. Whatever joins the two is *predicted*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import NEVER, ExitPolicy, Manifest, Profile
+from offramp.calibration.records import ExitRecords
+from offramp.certify.agreement import tuning_path
+from offramp.certify.decision import MODEL_END, count_answers, first_exit
+from offramp.certify.path import walk
+from offramp.certify.records import savings_of
+from offramp.engine.control.costs import CostModel
+
+FloatArray = NDArray[np.float64]
+_MOST_POINTS = 400
+"""Of the descriptive curve."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PolicyFigures:
+    """What an exit policy does on the certify split, and what the parts of the model take."""
+
+    manifest: Manifest
+    policy: ExitPolicy
+    profile: Profile
+    certify: ExitRecords
+    thresholds: dict[int, float]
+    """Of the active exits, by index."""
+    shares: FloatArray
+    """float64[exits + 1]: share of the certify split answered at each exit, then by the model."""
+    agreement: float
+    """Share of the certify split that the policy answers like the source model."""
+    accuracy: float | None
+    """The policy's, against the labels of the certify split."""
+
+    @classmethod
+    def of(
+        cls, manifest: Manifest, policy: ExitPolicy, profile: Profile, certify: ExitRecords
+    ) -> PolicyFigures:
+        """Count what a policy does on the certify split.
+
+        Raises:
+            ValueError: The records or the profile belong to other exits or segments.
+        """
+        exits = len(manifest.exits)
+        if len(certify.confidence) != exits or len(profile.exits_ms) != exits:
+            raise ValueError(
+                f"the manifest has {exits} exits, the records {len(certify.confidence)}, "
+                f"the profile {len(profile.exits_ms)}"
+            )
+        if len(profile.segments_ms) != len(manifest.segments):
+            raise ValueError(
+                f"the manifest has {len(manifest.segments)} segments, "
+                f"the profile {len(profile.segments_ms)}"
+            )
+        thresholds = {a.exit: a.threshold for a in policy.active if a.threshold <= 1}
+        row = np.array([thresholds.get(i, NEVER) for i in range(exits)])
+        first = first_exit(certify.confidence, row)
+        answers = np.concatenate([certify.prediction, certify.final_prediction[None]])
+        answer = answers[first, np.arange(len(first))]
+        labels = certify.labels
+        return cls(
+            manifest=manifest,
+            policy=policy,
+            profile=profile,
+            certify=certify,
+            thresholds=thresholds,
+            shares=count_answers(first, exits) / max(len(first), 1),
+            agreement=_mean(answer == certify.final_prediction),
+            accuracy=None if labels is None else _mean(answer == labels),
+        )
+
+    @property
+    def active(self) -> list[int]:
+        """Indices of the exits in use, in depth order."""
+        return sorted(self.thresholds)
+
+    @property
+    def reference(self) -> int:
+        """Batch size that savings are predicted at."""
+        return self.manifest.calibration.reference_batch_size
+
+    def cost(self, batch_size: int) -> CostModel:
+        """Profiled milliseconds per batch."""
+        return CostModel.of(self.manifest, self.profile, batch_size)
+
+    def predicted_ms(self, batch_size: int) -> float:
+        """Mean milliseconds per batch: profiled times weighted by the shares counted."""
+        rows = self.active
+        times = self.cost(batch_size).latency_ms(rows)
+        return float(times @ self.shares[[*rows, MODEL_END]])
+
+    def savings_at(self, batch_size: int) -> float:
+        """Share of the source model's time that is predicted to be saved at a batch size."""
+        return 1 - self.predicted_ms(batch_size) / self.cost(batch_size).source_ms
+
+    @property
+    def predicted_savings(self) -> float:
+        """Share of the source model's time; as the promise says, where there is one."""
+        if self.policy.promise is not None:
+            return self.policy.promise.predicted_savings
+        return self.savings_at(self.reference)
+
+    @property
+    def disagreement(self) -> float:
+        """Counted on the certify split; as the promise says, where there is one."""
+        if (promise := self.policy.promise) is not None:
+            return promise.certify_errors / promise.certify_samples
+        return 1 - self.agreement
+
+
+def savings_curve(found: PolicyFigures, exits: Sequence[int]) -> tuple[FloatArray, FloatArray]:
+    """Disagreement and predicted savings along the common path of ``exits``.
+
+    The path is fitted on the very samples it is judged by, so this describes and certifies
+    nothing (the shipped path was fitted on the tuning split).
+
+    Returns:
+        float64[points] each, from conservative to aggressive; both are shares.
+    """
+    rows = list(exits)
+    confidence, agrees = found.certify.confidence[rows], found.certify.agrees[rows]
+    walked = walk(tuning_path(confidence, agrees), confidence, agrees)
+    cost = found.cost(found.reference)
+    saved = savings_of(walked.counts, cost.latency_ms(rows), cost.source_ms)
+    keep = thin(len(saved), _MOST_POINTS)
+    return walked.errors[keep] / agrees.shape[1], saved[keep]
+
+
+def thin(length: int, most: int) -> NDArray[np.int64]:
+    """Indices of at most ``most`` even steps through a row, first and last among them."""
+    if length <= most:
+        return np.arange(length)
+    return np.unique(np.linspace(0, length - 1, most).round().astype(np.int64))
+
+
+def _mean(hits: NDArray[np.bool_]) -> float:
+    return float(hits.mean()) if hits.size else 1.0

@@ -1,0 +1,293 @@
+"""The runtime state of a served model: its deployments, open requests and buffered tensors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.certify.decision import MODEL_END
+from offramp.engine.backends.base import Rows, TensorBatch
+from offramp.engine.deployment import Deployment
+from offramp.engine.errors import BackendError, DrainingError, EngineError
+from offramp.engine.pipeline import Step
+from offramp.engine.request_table import CompletionQueue, Request, RequestTable
+from offramp.engine.scheduling import (
+    DropCause,
+    Dropped,
+    ModelScheduler,
+    Policy,
+    Run,
+    Transition,
+)
+from offramp.engine.served_model import ServedModel
+from offramp.engine.statistics import Counters, CountersSnapshot
+
+_log = logging.getLogger(__name__)
+
+_LATE = frozenset({DropCause.EXPIRED, DropCause.INFEASIBLE})
+
+Pieces: TypeAlias = tuple[tuple[Future[TensorBatch], Rows], ...]
+"""What a batch is merged of: tensors that some stream buffers, and which of their rows."""
+
+
+class ModelRuntime:
+    """A model on the streams of a device.
+
+    Guarded by the executor's lock, but for :meth:`start` and :meth:`observe`, which only touch
+    what belongs to the samples of their run.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: ServedModel,
+        scheduler: ModelScheduler,
+        completions: CompletionQueue,
+        clock: Callable[[], float],
+    ) -> None:
+        """Start with the model's first deployment, and no requests.
+
+        Args:
+            name: For messages.
+            model: What is served.
+            scheduler: The model's part of the device's.
+            completions: Takes completed requests.
+            clock: Monotonic seconds.
+        """
+        self.name = name
+        self.model = model
+        self.scheduler = scheduler
+        self.table = RequestTable(name, Counters(), completions, clock)
+        self._recorder = model.control.recorder if model.control else None
+        self._buffered: dict[int, Future[TensorBatch]] = {}
+        """Tensors that wait at splits; each is there as soon as its stream has copied it."""
+        self._deployments: dict[int, Deployment] = {}
+        """By number: those that batches run or wait under."""
+        self.current = model.deployment
+        """What batches start under from now on."""
+        self._put_in_force(model.deployment)
+
+    def hot_swap(self, deployment: Deployment, policy: Policy) -> None:
+        """Put a deployment in force for batches that start from now on."""
+        self.scheduler.hot_swap(deployment.number, policy, deployment.points.latencies)
+        self._put_in_force(deployment)
+        for plan in self._deployments.keys() - self.scheduler.plans:
+            del self._deployments[plan]
+
+    def under(self, run: Run) -> Deployment:
+        """The deployment that a run was started under."""
+        return self._deployments[run.plan]
+
+    def snapshot(self) -> CountersSnapshot:
+        """Give all counts, of one instant."""
+        return self.table.counters.snapshot(
+            queued=self.scheduler.queued,
+            in_flight=self.scheduler.in_flight,
+            auditing=self.scheduler.auditing,
+            lost_feedback=self._recorder.lost if self._recorder else 0,
+        )
+
+    # A run, from its assignment to its end
+
+    def take_pieces(self, run: Run) -> Pieces:
+        """Take the buffered tensors that a run is merged of; to be called once it is assigned."""
+        pieces = tuple((self._buffered[p.number], p.positions) for p in run.pieces)
+        self._discard()
+        return pieces
+
+    def requests_of(self, run: Run, now_s: float) -> list[tuple[Request, slice | Rows]]:
+        """Find the requests of a batch that starts, and which of their rows are in it.
+
+        Raises:
+            DrainingError: One was closed meanwhile.
+        """
+        parts: list[tuple[Request, slice | Rows]] = []
+        for start, stop in _neighbours(run.requests):
+            request = self.table.get(int(run.requests[start]))
+            if request is None:
+                raise DrainingError(f"{self.name}: stopped before the answer")
+            parts.append((request, _as_index(run.rows[start:stop])))
+            self.table.counters.queue_s.observe(now_s - request.submitted_s)
+        return parts
+
+    def start(self, run: Run) -> None:
+        """Record that the samples of a batch start; without the lock."""
+        if self._recorder is not None:
+            deployment = self.under(run)
+            forced = run.deepest < len(deployment.plan.stages) - 1
+            self._recorder.start(run.sample_ids, deployment.policy.version, forced=forced)
+
+    def observe(self, run: Run, step: Step) -> NDArray[np.bool_] | None:
+        """Record what a stage said; gives which rows run on once they are answered.
+
+        Without the lock.
+        """
+        recorder, answer = self._recorder, step.result.answer
+        if recorder is None:
+            return None
+        if answer is not None:
+            exit_index, prediction = self._answered_by(run), answer.argmax(axis=1)
+            if exit_index == MODEL_END:
+                recorder.final(run.sample_ids, prediction)
+            else:
+                recorder.passed(run.sample_ids, exit_index, step.result.confidence, prediction)
+        return recorder.runs_on(run.sample_ids)
+
+    def conclude(
+        self, run: Run, step: Step, transition: Transition, run_s: float
+    ) -> Future[TensorBatch] | None:
+        """Do for every row of a run what the scheduler says becomes of it.
+
+        Args:
+            run: What was run.
+            step: What the stage did.
+            transition: Which rows are released, end, are dropped, and survive.
+            run_s: Seconds that the stage took.
+
+        Returns:
+            Where to put the survivors' tensors if another run will take them on.
+        """
+        exit_index, result = self._answered_by(run), step.result
+        counters = self.table.counters.stages[exit_index]
+        counters.batch_size.observe(len(run.requests))
+        counters.run_s.observe(run_s)
+        # Survivors run on: on this stream, or from a buffer that others may be given at once.
+        kept = None
+        if transition.buffered is not None:
+            kept = self._buffered[transition.buffered] = Future()
+        # The recorder is told which rows were answered early, and which will not be heard of again.
+        runs_on: NDArray[np.bool_] | None = None
+        if self._recorder is not None:
+            if exit_index != MODEL_END and len(transition.released):
+                rows = transition.released
+                self._recorder.answered(run.sample_ids[rows], exit_index, ~step.exited[rows])
+            runs_on = np.zeros(len(run.requests), np.bool_)
+            runs_on[transition.survivors] = True
+            leaves = ~runs_on
+            leaves[transition.dropped] = False  # settled as lost
+            self._recorder.finish(run.sample_ids[leaves])
+        # Released rows are answered. Those of them that survive run on for feedback.
+        for rows in _by_request(run, transition.released):
+            following = 0 if runs_on is None else int(np.count_nonzero(runs_on[rows]))
+            self._answer(run, step, rows, exit_index, following)
+        # Rows that were answered before, and end here: the model's end has its say, or is lost.
+        for rows in _by_request(run, transition.ended):
+            number, answer = int(run.requests[rows[0]]), result.answer
+            if exit_index != MODEL_END or answer is None:
+                self.table.lose(number, len(rows))
+            else:
+                self.table.confirm(number, run.rows[rows], answer[rows], result.confidence[rows])
+        # Dropped rows are in the scheduler's account, with whatever else it dropped meanwhile.
+        self.settle()
+        return kept
+
+    def fail(self, failure: EngineError) -> None:
+        """Tell those whose batch failed, and have no second chance, why."""
+        dropped = self.scheduler.take_dropped()
+        self.table.drop(dropped, failure)
+        for item in dropped:
+            if item.cause is DropCause.FAILED:  # the rest of its request need not run
+                self.scheduler.cancel(item.request, DropCause.FAILED)
+        self.table.counters.retried = self.scheduler.retried
+        self.settle()
+
+    def fail_all(self, refusal: EngineError, cause: str) -> None:
+        """Fail and withdraw every open request; ``cause`` is what its samples are counted as."""
+        for number in self.table.fail_all(refusal, cause):
+            self.scheduler.cancel(number)
+        self.settle()
+
+    def settle(self) -> None:
+        """Account for what the scheduler dropped or lost, and deliver what is completed."""
+        while dropped := self.scheduler.take_dropped():
+            self.table.drop(dropped)
+            for item in dropped:  # what is left of a request that is late need not run
+                if item.cause in _LATE and self.table.get(item.request) is not None:
+                    self.scheduler.cancel(item.request, item.cause)
+        for samples in self.scheduler.take_lost():
+            if self._recorder is not None:
+                self._recorder.lose(samples.sample_ids)
+            requests, counts = np.unique(samples.requests[samples.answered], return_counts=True)
+            for number, count in zip(requests.tolist(), counts.tolist(), strict=True):
+                self.table.lose(number, count)
+        self._discard()
+        self.table.deliver()
+
+    def _put_in_force(self, deployment: Deployment) -> None:
+        self._deployments[deployment.number] = deployment
+        self.current = deployment
+        stages = deployment.plan.stages
+        self.table.counters.put_in_force({s.answered_by: s.threshold for s in stages})
+
+    def _answered_by(self, run: Run) -> int:
+        """The exit that gives the answers of a run's stage, or ``MODEL_END``."""
+        return self.under(run).plan.stages[run.stage].answered_by
+
+    def _answer(self, run: Run, step: Step, rows: Rows, exit_index: int, following: int) -> None:
+        """Give the answers of some rows to their request."""
+        number, (answer, confidence, _) = int(run.requests[rows[0]]), step.result
+        assert answer is not None
+        try:
+            self.table.answer(
+                number,
+                run.rows[rows],
+                answer[rows],
+                confidence[rows],
+                exit_index=exit_index,
+                forced=~step.exited[rows],
+                policy_version=self.under(run).policy.version,
+                following=following,
+            )
+        except Exception as error:  # an exit whose answers have another shape, say
+            _log.exception("%s: stage %d: its answer cannot be kept", self.name, run.stage)
+            failure = BackendError(f"{self.name}: stage {run.stage}: {error}")
+            self.table.drop([Dropped(number, len(rows), DropCause.FAILED)], failure)
+
+    def _discard(self) -> None:
+        """Forget the tensors of buffered batches that nobody will ask for."""
+        for number in self.scheduler.take_discarded():
+            self._buffered.pop(number, None)
+
+
+def gather(parts: list[tuple[Request, slice | Rows]]) -> dict[str, NDArray[Any]]:
+    """Bring the inputs of a batch together: :meth:`ModelRuntime.requests_of` in order."""
+    if len(parts) == 1:
+        request, rows = parts[0]
+        return {name: array[rows] for name, array in request.inputs.items()}
+    return {
+        name: np.concatenate([request.inputs[name][rows] for request, rows in parts])
+        for name in parts[0][0].inputs
+    }
+
+
+def _by_request(run: Run, rows: Rows) -> Iterator[Rows]:
+    """Give some rows of a run, a request at a time."""
+    for start, stop in _neighbours(run.requests[rows]):
+        yield rows[start:stop]
+
+
+def _neighbours(requests: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Give the bounds of stretches of equal values."""
+    if not len(requests):
+        return
+    start = 0
+    for stop in (np.flatnonzero(requests[1:] != requests[:-1]) + 1).tolist():
+        yield start, stop
+        start = stop
+    yield start, len(requests)
+
+
+def _as_index(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:
+    """Turn rows of a request into an index, a view where they follow on each other.
+
+    They do but where what survived some stages is tried again.
+    """
+    first, last = int(rows[0]), int(rows[-1])
+    if last - first + 1 == len(rows) and (rows[1:] > rows[:-1]).all():
+        return slice(first, last + 1)
+    return rows

@@ -1,0 +1,109 @@
+"""The answers that the engine gives, and what it tells about its models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import Answer, ExitPolicy, TensorSpec
+from offramp.certify.decision import MODEL_END
+from offramp.engine.request_table import Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferResult:
+    """The answer to one request of n samples."""
+
+    outputs: Mapping[str, NDArray[Any]]
+    """By output name, first dimension n."""
+    exits: NDArray[np.int32]
+    """[n]: index of the exit that answered (``Manifest.exits``), or ``MODEL_END``."""
+    confidences: NDArray[np.float32]
+    """[n]: confidence of the answer, 0 to 1."""
+    forced: NDArray[np.bool_]
+    """[n]: whether the sample had to leave there, below the exit's threshold, to be in time."""
+    policy_version: int
+
+
+class AnswerKind(StrEnum):
+    """The kinds of answers that :meth:`Engine.infer_stream` gives."""
+
+    ANSWER = "answer"
+    """The only answer."""
+    EARLY = "early"
+    """Exits answered; the model's end has yet to be heard on some of the samples."""
+    CONFIRMATION = "confirmation"
+    """The model's end agrees with the early answer."""
+    CORRECTION = "correction"
+    """The model's end disagrees about some sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedResult(InferResult):
+    """One answer to a request, of which there may be two."""
+
+    kind: AnswerKind
+    final: NDArray[np.bool_]
+    """[n]: whether the sample's answer is the unmodified model's."""
+    corrected: NDArray[np.bool_]
+    """[n]: whether the sample's class differs from the early answer's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """The facts about a served model that clients are told."""
+
+    name: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    answer: Answer
+    platform: str
+    """For instance ``offramp_onnxruntime-cpu``."""
+    max_batch_size: int
+    policy: ExitPolicy
+    """The exit policy in force, with the promise that it was certified for."""
+    scheduling: str
+    """Name of the scheduling policy."""
+
+
+def first_result(output: str, request: Request) -> StreamedResult:
+    """The first answer to a request, ``output`` being the model's own."""
+    first = request.first
+    assert first.values is not None
+    return StreamedResult(
+        outputs={output: first.values},
+        exits=request.exits,
+        confidences=first.confidences,
+        forced=request.forced,
+        policy_version=request.policy_version,
+        kind=AnswerKind.ANSWER if request.final is None else AnswerKind.EARLY,
+        final=request.exits == MODEL_END,
+        corrected=np.zeros(request.count, np.bool_),
+    )
+
+
+def final_result(output: str, request: Request) -> StreamedResult:
+    """The second answer: the first one, with the model's own answers where there are any."""
+    first, final = request.first, request.final
+    assert first.values is not None
+    assert final is not None
+    assert final.values is not None
+    known = final.filled
+    values, confidences = first.values.copy(), first.confidences.copy()
+    values[known], confidences[known] = final.values[known], final.confidences[known]
+    corrected = values.argmax(axis=1) != first.values.argmax(axis=1)
+    return StreamedResult(
+        outputs={output: values},
+        exits=np.where(known, np.int32(MODEL_END), request.exits),
+        confidences=confidences,
+        forced=request.forced,
+        policy_version=request.policy_version,
+        kind=AnswerKind.CORRECTION if corrected.any() else AnswerKind.CONFIRMATION,
+        final=known | (request.exits == MODEL_END),
+        corrected=corrected,
+    )

@@ -1,0 +1,202 @@
+"""Hold one checkout against another, to the last bit, on this machine.
+
+    python -m tests.golden.compare OLD NEW [--quick] [--keep FOLDER] [--ignore report.html]
+
+In both checkouts the recorded cases run (``tests.golden.cases``), and tiny models and the shipped
+example, on a part of its data, are compiled, exported and compared with their source models, on a
+virtual clock (``tests.golden.virtual_clock``), from the same seed. Then all that they wrote is
+compared byte by byte, but for what :data:`VOLATILE` lists. Each checkout runs its own
+``tests/golden``, since modules may have moved. The exit status is 0 if nothing differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+EXAMPLE = "examples/fashion"
+TINY = "--epochs 3 --candidates 3 --max-disagreement 0.05"
+REHEARSED = "--selection pame --rehearsal-batch 16 --max-violations 0.2"
+QUICK = (
+    f"""eecompile {{given}}/images.onnx --data {{given}}/images.npz --output {{out}}/images.ee
+        {TINY}""",
+    f"""eecompile {{given}}/sentences.onnx --data {{given}}/sentences.npz
+        --output {{out}}/sentences.ee {TINY} {REHEARSED} --seed 1""",
+    "eecompile export {out}/images.ee --output {out}/images.onnx",
+    """eebench compare {out}/sentences.ee --data {given}/sentences.npz --samples 96 --rounds 2
+        --batch-sizes 1,8 --json {out}/compare-sentences.json""",
+)
+"""Commands on tiny models."""
+SHIPPED = (
+    f"""eecompile {EXAMPLE}/fashion_resnet56.onnx --data {{given}}/shipped.npz
+        --output {{out}}/shipped.ee --candidates 3 --epochs 2 --max-disagreement 0.02""",
+    "eecompile export {out}/shipped.ee --output {out}/shipped.onnx",
+    f"""eebench compare {{out}}/shipped.ee --data {EXAMPLE}/test.npz --samples 96 --rounds 2
+        --batch-sizes 1,8 --json {{out}}/compare-shipped.json""",
+)
+"""Commands on the shipped example; some minutes."""
+SAMPLES = 1600
+"""Of the shipped example's data."""
+MAKE_TINY = """
+import numpy, onnx, sys
+from tests.integration.test_compile_tiny import images, sentences
+from tests.models import bert_like, residual_cnn
+for name, model, data in (("images", residual_cnn, images), ("sentences", bert_like, sentences)):
+    onnx.save(model(), f"{sys.argv[1]}/{name}.onnx")
+    numpy.savez(f"{sys.argv[1]}/{name}.npz", **data())
+"""
+VOLATILE = {
+    "manifest.sha256": "the hash of what names the time",
+    "manifest.json: created_utc": "the time",
+    "manifest.json: tools.offramp": "the version",
+    "manifest.json: files[report.html]": "the hash of what names the time",
+    "report.html: dates and times": "the time",
+    "compare-*.json: environment": "machine, versions and time",
+}
+
+
+def main() -> int:
+    """Run both, compare, and tell."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("old", type=Path)
+    parser.add_argument("new", type=Path)
+    parser.add_argument("--quick", action="store_true", help="leave the shipped example out")
+    parser.add_argument("--keep", type=Path, help="write what is compared there, and keep it")
+    parser.add_argument("--ignore", action="append", default=[], metavar="NAME", help="of a file")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        place = (options.keep or Path(folder)).resolve()
+        sides = [place / "old", place / "new"]
+        commands = QUICK if options.quick else QUICK + SHIPPED
+        for checkout in (options.old, options.new):
+            check(checkout)
+        make_inputs(options.old.resolve(), place / "given")
+        with ThreadPoolExecutor(4) as pool:  # times are virtual, so they may disturb each other
+            pending = [
+                task
+                for side, checkout in zip(sides, (options.old, options.new), strict=True)
+                for task in (
+                    pool.submit(run_cases, checkout.resolve(), out=side),
+                    pool.submit(
+                        run_commands, checkout.resolve(), commands, given=place / "given", out=side
+                    ),
+                )
+            ]
+        for done in pending:
+            done.result()
+        compared, differing = 0, 0
+        for name, words in differences(*sides, ignored=set(options.ignore)):
+            compared += 1
+            if words:
+                differing += 1
+                print(f"DIFFERS {name}\n{words}")
+    print(f"{compared} files compared, {differing} differ; left out of them:")
+    for what, why in VOLATILE.items():
+        print(f"  {what}: {why}")
+    return int(differing > 0)
+
+
+def check(checkout: Path) -> None:
+    """Check that a checkout can be compared.
+
+    Raises:
+        FileNotFoundError: It has no recordings to run.
+    """
+    if not (checkout / "tests" / "golden" / "cases.py").is_file():
+        raise FileNotFoundError(
+            f"{checkout} has no tests/golden; take one of its later commits, or copy them there"
+        )
+
+
+def make_inputs(checkout: Path, folder: Path) -> None:
+    """Write the models and data that both compile."""
+    folder.mkdir(parents=True)
+    _python(checkout, "-c", MAKE_TINY, str(folder))
+    with np.load(checkout / EXAMPLE / "calibration.npz") as archive:
+        np.savez(folder / "shipped.npz", **{k: archive[k][:SAMPLES] for k in archive.files})
+
+
+def run_commands(checkout: Path, commands: Sequence[str], *, given: Path, out: Path) -> None:
+    """Run commands in a checkout, on the virtual clock."""
+    out.mkdir(parents=True, exist_ok=True)
+    for line in commands:
+        arguments = line.format(given=given, out=out).split()
+        _python(checkout, "-m", "tests.golden.virtual_clock", *arguments)
+
+
+def run_cases(checkout: Path, *, out: Path) -> None:
+    """Run the recorded cases in a checkout."""
+    _python(checkout, "-m", "tests.golden.cases", "write", str(out / "cases"))
+
+
+def differences(old: Path, new: Path, *, ignored: set[str]) -> Iterator[tuple[str, str]]:
+    """Give every file that either has, and in what it differs; nothing if it does not."""
+    names = {p.relative_to(side).as_posix() for side in (old, new) for p in side.rglob("*.*")}
+    for name in sorted(names):
+        places = [side / name for side in (old, new)]
+        if Path(name).name in {"manifest.sha256", *ignored} or any(p.is_dir() for p in places):
+            continue
+        missing = [p for p in places if not p.is_file()]
+        if missing:
+            yield name, f"  there is no {missing[0]}"
+            continue
+        contents = [comparable(p) for p in places]
+        yield name, "" if contents[0] == contents[1] else _difference(*contents)
+
+
+def comparable(path: Path) -> bytes:
+    """The content of a file without what :data:`VOLATILE` lists."""
+    content = path.read_bytes()
+    if path.name == "report.html":
+        return re.sub(rb"\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d)?([+-]\d\d:\d\d)?)?", b"TIME", content)
+    if path.name == "manifest.json":
+        document = json.loads(content)
+        document["created_utc"] = "TIME"
+        document["tools"].pop("offramp")
+        document["files"] = [f for f in document["files"] if f["path"] != "report.html"]
+        return _dump(document)
+    if path.name.startswith("compare-"):
+        return _dump({k: v for k, v in json.loads(content).items() if k != "environment"})
+    return content
+
+
+def _dump(document: Any) -> bytes:
+    return json.dumps(document, indent=1).encode()
+
+
+def _difference(old: bytes, new: bytes) -> str:
+    """A few lines of what differs."""
+    try:
+        texts = [content.decode().splitlines() for content in (old, new)]
+    except UnicodeDecodeError:
+        return f"  {len(old):,} and {len(new):,} bytes"
+    lines = list(difflib.unified_diff(*texts, "old", "new", lineterm="", n=0))
+    return "\n".join(f"  {line[:200]}" for line in lines[:12])
+
+
+def _python(checkout: Path, *arguments: str) -> None:
+    """Run a module of a checkout with its own code."""
+    paths = os.pathsep.join([str(checkout / "src"), str(checkout)])
+    subprocess.run(
+        [sys.executable, *arguments],
+        cwd=checkout,
+        env={**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "0"},
+        stdout=subprocess.DEVNULL,
+        check=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

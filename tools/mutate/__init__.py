@@ -1,0 +1,1 @@
+"""Mutation testing: ``python -m offramp.tools.mutate``; see :mod:`.__main__`."""
