@@ -13,7 +13,7 @@ before, has the loss ℓ/q if it did, and 0 if it did not. That has the mean of 
 is at most 1/q, which bounds the bets. q may change with all that was seen before.
 
 Bets are fixed per chunk of samples here, from what earlier chunks said. Every q and every policy in
-a chunk was also chosen from earlier chunks, since that is all that whoever chooses has seen. For
+a chunk was also chosen from earlier chunks, since nothing else has been seen then. For
 losses of 0 and B with mean p the bet (m − p) / (m (B − m)) grows fastest (Kelly 1956); both are
 estimated from the past, drawn towards a prior while there is little of it.
 """

@@ -1,4 +1,4 @@
-"""What becomes of a policy when the load changes (PAME 7.6).
+"""Adaptation of a policy to a load that has changed (PAME 7.6).
 
     while an exit makes too many batches late:
         move it to the next later candidate
@@ -43,7 +43,7 @@ from offramp.engine.control.published.two_stage import StageTimes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """An exit that made too many batches late."""
+    """The move of an exit that made too many batches late to a later place."""
 
     exit: int
     to: int | None
@@ -66,7 +66,7 @@ class Late:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adaptation:
-    """A policy, adapted to a load."""
+    """A policy that was adapted to a load, and how."""
 
     least: tuple[ActiveExit, ...]
     """Exits after all moves; thresholds from before they were raised, below which none may go."""

@@ -1,4 +1,4 @@
-"""A load, and what becomes of its batches under a policy."""
+"""A load of recorded samples in batches, and a forecast of what a policy brings for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from offramp.engine.control.published.two_stage import StageTimes, is_late
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RehearsalLoad:
-    """Samples as they may come in (the paper's D), and batches of them."""
+    """Recorded samples as they may come in (the paper's D), and batches of them."""
 
     confidence: Float32Array
     """float32[K, samples] in [0, 1], of all exits of the bundle."""
@@ -61,7 +61,7 @@ class RehearsalLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What a policy brings for a load: counted rows, profiled times, nothing measured."""
+    """A forecast of latency and agreement: counted rows, profiled times, nothing measured."""
 
     average_ms: float
     """Mean over samples until the answer is there."""

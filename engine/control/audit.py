@@ -1,4 +1,4 @@
-"""How many answers to audit: as many as evidence needs, within a share of all compute.
+"""The audit rate: as many answers as evidence needs, within a share of all compute.
 
 An audit runs a sample that was answered at exit e on to the end: its cost is the time from there.
 With C the mean time that stages take for a sample without audits, and E the mean time from the

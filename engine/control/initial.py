@@ -23,7 +23,7 @@ def within_budget(
     max_overhead: float,
     max_disagreement: float,
 ) -> tuple[int, ...]:
-    """Which of a policy's exits to keep so that the model's end comes late by so much at most.
+    """The exits of a policy to keep so that the model's end comes late by so much at most.
 
     The one whose absence costs least on the tuning split goes first (Apparate's ramp budget, 3.1;
     which exits go is left open there). Nothing of the certify split is looked at: what is chosen

@@ -94,8 +94,9 @@ def policy_from(state: Mapping[str, Any], *, exits: int) -> ExitPolicy:
     Raises:
         ValueError: It has an exit that a bundle of ``exits`` exits lacks.
     """
+    version = int(state["version"])
     kept, thresholds = (np.asarray(state[name]).tolist() for name in ("exits", "thresholds"))
-    policy = policy_of(int(state["version"]), kept, thresholds)
+    policy = policy_of(version, kept, thresholds)
     if policy.active and policy.active[-1].exit >= exits:
         raise ValueError(
             f"state: exit {policy.active[-1].exit} is in use, but the bundle has {exits} exits"

@@ -19,6 +19,8 @@ from offramp.bundle import ExitPolicy
 from offramp.bundle.policy import NEVER
 from offramp.engine.control.certified import CertifiedController, CertifiedSettings
 from offramp.engine.control.controller import Evidence
+from offramp.engine.control.exit_proposals import ExitProposals
+from offramp.engine.control.shift_guard import ShiftGuard
 from offramp.engine.control_state import load_state, save_state
 
 EPSILON = 0.01
@@ -488,3 +490,69 @@ def _replace(seen: Any, **changes: Any) -> Any:
         "forced",
     )
     return type(seen)(**{**{name: getattr(seen, name) for name in names}, **changes})
+
+
+def guarded(population: Population) -> CertifiedController:
+    """As it is served: with a guard of its inputs, and proposals for its exits."""
+    records = population.records(np.random.default_rng(0), tune=2_000, certify=10)
+    return CertifiedController(
+        PROMISED,
+        COSTS,
+        records,
+        guard=ShiftGuard(records["confidence"]),
+        proposals=ExitProposals(COSTS, max_overhead=0.1),
+    )
+
+
+def test_changed_inputs_invalidate_what_audits_could_not_tell_yet(population: Population) -> None:
+    """All samples are audited afterwards, until there is evidence again."""
+    controller = guarded(population)
+    rng = np.random.default_rng(19)
+    feed(controller, population, 4_000, rng=rng)
+    assert controller.status().alarms == 0
+    assert controller.audit_probability < 1.0
+    surer = Population(confidence=population.confidence**2, agrees=population.agrees)
+    feed(controller, surer, 2_000, rng=rng)
+    (alarm,) = [e for e in controller.take_events() if e.kind == "alarm"]
+    assert "inputs are not what they were" in alarm.text
+    assert controller.status().audit_probability == controller.audit_probability == 1.0
+    feed(controller, surer, 9_000, rng=rng)
+    assert controller.audit_probability < 1.0
+    assert answers(controller.policy)
+
+
+def test_exits_that_are_proposed_are_tested_and_adopted() -> None:
+    six = synthetic(2, exits=6, size=50_000)
+    records = six.records(np.random.default_rng(0), tune=2_000, certify=10)
+    costs = synthetic_costs(6)
+    controller = CertifiedController(
+        policy_of({4: 0.98}, promised=EPSILON),
+        costs,
+        records,
+        RELEASE,
+        proposals=ExitProposals(costs, max_overhead=0.08),
+    )
+    feed(controller, six, 20_000, rng=np.random.default_rng(20))
+    assert controller.status().adjustments >= 1
+    assert len(answers(controller.policy)) > 1
+    assert six.risk(controller.policy) <= EPSILON
+
+
+def test_a_state_in_the_first_format_is_read(population: Population) -> None:
+    """The file was written before controller, guard and proposals became one."""
+    kept = load_state(Path(__file__).parent / "first_format.state.npz", fingerprint={})
+    assert kept is not None
+    controller = guarded(population)
+    controller.restore(kept)
+    status = controller.status()
+    assert (controller.policy.version, status.alarms, status.tunings) == (22, 1, 9)
+    assert answers(controller.policy)
+    again = controller.state()
+    assert again.keys() == kept.keys()
+    assert again["patience"] == kept["patience"]
+    assert again["inner"].keys() == kept["inner"].keys()
+    np.testing.assert_array_equal(
+        again["inner"]["ladder"]["wealth"]["log"], kept["inner"]["ladder"]["wealth"]["log"]
+    )
+    with pytest.raises(ValueError, match="no state of the certified controller"):
+        guarded(population).restore(kept["inner"])
