@@ -16,10 +16,14 @@ from numpy.typing import NDArray
 from offramp.bundle import ExitPolicy, Profile
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.records import ExitRecords, record_answers
-from offramp.calibration.rehearsal.adaptation import Move
-from offramp.calibration.rehearsal.load import Forecast
-from offramp.calibration.rehearsal.recorded import forecast_policy, rehearse_records
-from offramp.calibration.rehearsal.result import Rehearsal, RehearsalSettings
+from offramp.calibration.rehearsal import (
+    Forecast,
+    Move,
+    Rehearsal,
+    RehearsalSettings,
+    forecast_policy,
+    rehearse_records,
+)
 from offramp.calibration.selection import certified_policy, choose_active
 from offramp.certify.agreement import tuning_path
 from offramp.compiler.progress import Progress

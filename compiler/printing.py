@@ -14,7 +14,7 @@ from rich.table import Table
 from offramp.bundle import Bundle, ExitPolicy, Promise
 from offramp.bundle.bundle import REPORT
 from offramp.bundle.engines import ENGINES, EngineEntry
-from offramp.calibration.rehearsal.load import Forecast
+from offramp.calibration.rehearsal import Forecast
 from offramp.compiler.build import UNKNOWN, Building
 from offramp.compiler.cuts import CutAnalysis, CutPoint, Rejection
 from offramp.compiler.engines.building import BuildSummary, Planned, PlannedEngine, UnitResult

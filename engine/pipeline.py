@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.certify.decision import NEVER, leaves
+from offramp.certify import NEVER, leaves
 from offramp.engine.backends.base import Backend, Rows, Slot, Stage, StageResult, TensorBatch
 from offramp.engine.plan import Mode, Plan, StageSpec
 

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 
 from offramp.bundle import Measured, MeasuredSize, Profile, Ratio
 from offramp.calibration.limits import Limit
-from offramp.calibration.rehearsal.result import Rehearsed
+from offramp.calibration.rehearsal import Rehearsed
 from offramp.compiler.report import numbers
 from offramp.compiler.report.figures import PolicyFigures
 

@@ -113,7 +113,7 @@ def test_what_is_unlike_everything_known_switches_the_exits_off(
             asked += len(images)
             await observed(engine, asked)
         assert control is not None
-        assert control.evidence in (Evidence.CAUTIOUS, Evidence.CERTIFIED)
+        assert control.evidence in (Evidence.CONSERVATIVE, Evidence.CERTIFIED)
         await until(lambda: engine.model("fashion").policy.version > 1)
 
     with_engine(bundle_path, mode, body, audit_budget=0.5)

@@ -17,9 +17,9 @@ from tests.unit.tools.adapt_cases import (
     repeated,
 )
 
-from offramp.certify.decision import MODEL_END
+from offramp.certify import MODEL_END
 from offramp.engine.control.controller import ControlStatus, Evidence
-from offramp.tools.bench.adapt.replay import Change, Trace, Tuning
+from offramp.tools.bench.adapt.replay import Change, TimedTuning, Trace
 from offramp.tools.bench.adapt.scores import SegmentScore, course, hindsight, risks, score
 from offramp.tools.bench.adapt.sequence import Sequence
 
@@ -163,7 +163,7 @@ def test_a_segment_shorter_than_a_window_is_one() -> None:
 
 def test_counts_and_times(sequence: Sequence) -> None:
     tunings = tuple(
-        Tuning(purpose="t", taken_at=0, arrived_at=1, took_ms=float(ms)) for ms in (1, 2, 9)
+        TimedTuning(purpose="t", taken_at=0, arrived_at=1, took_ms=float(ms)) for ms in (1, 2, 9)
     )
     last = status(alarms=3, adjustments=2)
     statuses = [status()] * 59 + [last]

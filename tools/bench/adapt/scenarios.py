@@ -10,7 +10,7 @@ from typing import Final, Protocol, TypeAlias
 import numpy as np
 
 from offramp.calibration.dataset import Dataset
-from offramp.certify.decision import BoolArray, FloatArray
+from offramp.certify import BoolArray, FloatArray
 from offramp.tools.bench.adapt.corruptions import Range, channel_axis, corrupt
 from offramp.tools.bench.adapt.sequence import Population, Segment
 

@@ -61,10 +61,10 @@ def finish(target: Controller) -> Job:
 def test_it_starts_without_answering_early_and_with_a_version_of_its_own() -> None:
     fresh = ApparateController(POLICY, COSTS)
     assert fresh.policy == policy_of(6, {0: NEVER, 2: NEVER})
-    assert fresh.status().state == "looking on"
+    assert fresh.status().state == "shadow mode"
     assert controller().policy is POLICY
-    looking_on = policy_of(5, {0: NEVER})
-    assert ApparateController(looking_on, COSTS).policy is looking_on
+    in_shadow = policy_of(5, {0: NEVER})
+    assert ApparateController(in_shadow, COSTS).policy is in_shadow
 
 
 @pytest.mark.parametrize(
