@@ -197,8 +197,8 @@ class PrecisionCheck:
     def verdict(self) -> Verdict | None:
         """The verdict on the promise by exact binomial tests at its confidence level.
 
-        ``kept``: these samples certify it in this precision. ``broken``: they disprove it. ``open``:
-        they do neither. ``None``: there is no promise.
+        ``kept``: these samples certify it in this precision. ``broken``: they disprove it.
+        ``open``: they do neither. ``None``: there is no promise.
         """
         if self.promise is None:
             return None
