@@ -30,7 +30,7 @@ class StepView(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsalView:
-    """A section of the page."""
+    """The page's section on how exits were chosen by rehearsing batches."""
 
     summary: str
     outcome: str
