@@ -22,7 +22,7 @@ _PATIENCE: Final = (("offramp-deadline", "slo"),)
 not by how long we wait (offramp.server.service)."""
 
 
-class Limit(NamedTuple):
+class CallLimit(NamedTuple):
     """How long a call may take, as grpc's methods take it."""
 
     timeout: float | None
@@ -49,7 +49,7 @@ class Tls:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class ConnectionSettings:
     """What both clients are made with."""
 
     address: str
@@ -78,11 +78,11 @@ class Settings:
             ("grpc.max_send_message_length", -1),
         ]
 
-    def limit(self, timeout_s: float | None) -> Limit:
+    def limit(self, timeout_s: float | None) -> CallLimit:
         """The limit of a call that names ``timeout_s``, or none."""
         if timeout_s is None:
-            return Limit(self.timeout_s, _PATIENCE)
-        return Limit(timeout_s, None)
+            return CallLimit(self.timeout_s, _PATIENCE)
+        return CallLimit(timeout_s, None)
 
     def stream_timeout_s(self, timeout_s: float | None) -> float | None:
         """How long a stream may take whose first answer is due after ``timeout_s``.

@@ -11,7 +11,12 @@ import grpc
 from google.protobuf.message import Message
 from numpy.typing import ArrayLike
 
-from offramp.client.connection import DEFAULT_MAX_MESSAGE_MIB, DEFAULT_TIMEOUT_S, Settings, Tls
+from offramp.client.connection import (
+    DEFAULT_MAX_MESSAGE_MIB,
+    DEFAULT_TIMEOUT_S,
+    ConnectionSettings,
+    Tls,
+)
 from offramp.client.results import InferResult, ModelMetadata, StreamedResult
 from offramp.client.wire import build_request, parse_metadata, parse_response, parse_streamed
 from offramp.proto import messages
@@ -48,7 +53,7 @@ class Client:
         max_message_mib: int = DEFAULT_MAX_MESSAGE_MIB,
         tls: Tls | None = None,
     ) -> None:
-        self._settings: Final = Settings(
+        self._settings: Final = ConnectionSettings(
             address=address, timeout_s=timeout_s, max_message_mib=max_message_mib
         )
         options = self._settings.channel_options()
