@@ -11,10 +11,10 @@ from tests.unit.tools.adapt_cases import COSTS, FOUR, Scripted, in_order, policy
 from offramp.bundle import NEVER
 from offramp.certify import MODEL_END, UNKNOWN
 from offramp.engine.plan import Mode
-from offramp.tools.bench.adapt.replay import Contender, ReplaySettings, Trace, replay
+from offramp.tools.bench.adapt.replay import Contender, ReplaySettings, ReplayTrace, replay
 
 
-def run(controller: Scripted, mode: Mode, times: int = 1, **settings: Any) -> Trace:
+def run(controller: Scripted, mode: Mode, times: int = 1, **settings: Any) -> ReplayTrace:
     given = {"chunk": 4, "delay_chunks": 0, "tuning_delay": 0, **settings}
     contender = Contender(label="x", description="", controller=controller, mode=mode)
     sequence = in_order(("all", repeated(FOUR, times)))
@@ -82,7 +82,7 @@ def test_audits_are_drawn_by_the_seed_with_the_probability() -> None:
     ]
     np.testing.assert_array_equal(traces[0].audited, traces[1].audited)
     assert (traces[0].audited != traces[2].audited).any()
-    early = traces[0].answered_at < 2
+    early = traces[0].answered_at != MODEL_END
     assert not traces[0].audited[~early].any()
     # 6,000 coins: 5 standard deviations are 0.03
     assert abs(traces[0].audited[early].mean() - 0.3) < 0.03
