@@ -1,9 +1,10 @@
-"""What pyproject.toml cannot say: no build of half a tree, and a source archive that is the tree.
+"""What pyproject.toml cannot say: no build of half a tree, no scripts of ours in a wheel.
 
 The packages are the top-level folders, and ``src/offramp`` only links to them. Where the links did
 not survive (git without symlinks, a download as zip), setuptools would find nothing to install and
 succeed; so every build looks first. And where setuptools would copy the linked files into the
 source archive, the links themselves belong there: what is unpacked is then what was cloned.
+A wheel has no scripts for those who develop offramp; editable installs and the archive have them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).resolve().parent
@@ -32,6 +34,25 @@ def missing_packages(root: Path) -> list[str]:
     return sorted(
         name for name in folders | entries if not (root / LINKS / name / "__init__.py").is_file()
     )
+
+
+class ProductBuild(build_py):
+    """The files of a wheel: of ``tools`` only ``bench``, the rest is for who develops offramp."""
+
+    def finalize_options(self) -> None:
+        """Leave out packages that are scripts of ours."""
+        super().finalize_options()
+        tools, bench = "offramp.tools.", "offramp.tools.bench."
+        self.packages = [
+            name
+            for name in self.packages
+            if not name.startswith(tools) or f"{name}.".startswith(bench)
+        ]
+
+    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
+        """Leave out modules that lie in ``tools`` itself."""
+        found = super().find_package_modules(package, package_dir)
+        return [m for m in found if package != "offramp.tools" or m[1] == "__init__"]
 
 
 class LinkedSdist(sdist):
@@ -57,4 +78,4 @@ if missing := missing_packages(ROOT):
         "(on Windows turn on Developer Mode first), or install a wheel"
     )
 
-setup(cmdclass={"sdist": LinkedSdist})
+setup(cmdclass={"build_py": ProductBuild, "sdist": LinkedSdist})

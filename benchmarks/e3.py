@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from offramp.certify.decision import MODEL_END
 from offramp.engine.scheduling import (
     Latencies,
     OperatingPoint,
@@ -25,8 +26,8 @@ from offramp.engine.scheduling import (
     PolicyName,
     make_scheduler,
 )
-from offramp.tools.bench.environment import describe_environment, write_json
 from offramp.tools.bench.outcomes import FINAL, Summary, summarise
+from offramp.tools.bench.output import describe_environment, write_json
 from offramp.tools.bench.simulation import Behaviour, draw_load, simulate
 from offramp.tools.bench.traces import constant
 
@@ -104,7 +105,7 @@ def run(system: str, easy: float, size: int, *, rate: float, seed: int) -> Summa
         agrees=np.ones((last + 1, RECORDS), np.bool_),
     )
     points = OperatingPoints(
-        points=(OperatingPoint(deepest=last, exit=None, agreement=1.0),),
+        points=(OperatingPoint(deepest=last, exit=MODEL_END, agreement=1.0),),
         latencies=Latencies(table),
     )
     policy = "delay" if system == "source" else system

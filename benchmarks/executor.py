@@ -42,7 +42,7 @@ from offramp.engine.scheduling import (
 )
 from offramp.engine.served_model import ServedModel
 from offramp.testing.backend import SCRIPT, FakeBackend, FakeSlot
-from offramp.tools.bench.environment import describe_environment, write_json
+from offramp.tools.bench.output import describe_environment, write_json
 
 BATCH = 8
 STAGES = 4
@@ -196,7 +196,9 @@ def operating_points() -> OperatingPoints:
     table = [[0.0, *(1e-3 + 1e-4 * n for n in range(BATCH))]] * STAGES
     points = tuple(
         OperatingPoint(
-            deepest=index, exit=None if index == STAGES - 1 else index, agreement=0.9 + index / 40
+            deepest=index,
+            exit=MODEL_END if index == STAGES - 1 else index,
+            agreement=0.9 + index / 40,
         )
         for index in range(STAGES)
     )

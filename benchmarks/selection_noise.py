@@ -35,7 +35,7 @@ from offramp.certify.decision import count_answers, first_exit
 from offramp.certify.records import savings_of
 from offramp.engine.control.costs import CostModel
 from offramp.engine.timing import Rounds, repeats_of
-from offramp.tools.bench.environment import check_outputs, describe_environment, write_json
+from offramp.tools.bench.output import check_outputs, describe_environment, write_json
 
 FloatArray = NDArray[np.float64]
 Draw = Callable[[np.random.Generator, FloatArray], FloatArray]

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
+from offramp.certify.decision import MODEL_END
 from offramp.engine.scheduling import (
     Latencies,
     OperatingPoint,
@@ -32,10 +33,14 @@ from offramp.engine.scheduling import (
     PolicyName,
     make_scheduler,
 )
-from offramp.tools.bench.environment import describe_environment, write_json
 from offramp.tools.bench.outcomes import FINAL, Outcomes, Summary, summarise
+from offramp.tools.bench.output import (
+    describe_environment,
+    print_summaries,
+    wide_console,
+    write_json,
+)
 from offramp.tools.bench.simulation import Behaviour, draw_load, simulate
-from offramp.tools.bench.table import print_summaries, wide_console
 from offramp.tools.bench.traces import Trace, bursty, constant
 
 ACCURACIES = (0.7382, 0.7669, 0.7764, 0.7825, 0.7944, 0.8016)
@@ -115,7 +120,7 @@ def outcomes(policy: str, costs: list[float], trace: Trace, seed: int) -> Outcom
         points=tuple(
             OperatingPoint(
                 deepest=index,
-                exit=None if index == depth - 1 else index,
+                exit=MODEL_END if index == depth - 1 else index,
                 agreement=ACCURACIES[index],
             )
             for index in range(depth)

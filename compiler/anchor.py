@@ -8,21 +8,16 @@ later segment takes along, shrunk like the rest.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from offramp.compiler.cuts import Analysis
-from offramp.compiler.flow import SHAPE_KINDS
+from offramp.compiler.cuts import GraphAnalysis
+from offramp.compiler.flow import SHAPE_KINDS, Flow, Gate
+from offramp.compiler.graph import Operator, copied, refill
 from offramp.compiler.shapes import annotate
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from offramp.compiler.flow import Flow, Gate
-    from offramp.compiler.graph import Operator
 
 _Source = tuple[str, int]
 """A graph input and one of its axes."""
@@ -31,14 +26,10 @@ _Source = tuple[str, int]
 def anchor_shapes(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Express shapes that cross a cut point by those of graph inputs.
 
-    Args:
-        proto: An annotated model with a single output; it is not changed.
-
-    Returns:
-        The same function; shapes that cannot be expressed so stay, and
-        :func:`~offramp.compiler.cuts.find_cuts` rejects the places that they cross.
+    Of an annotated model with a single output, which is not changed. Shapes that cannot be
+    expressed so stay, and :func:`~offramp.compiler.cuts.find_cuts` rejects the places they cross.
     """
-    analysis = Analysis.of(proto)
+    analysis = GraphAnalysis.of(proto)
     vectors = {
         op.index: sizes
         for op in analysis.graph.operators
@@ -57,14 +48,13 @@ def anchor_shapes(proto: onnx.ModelProto) -> onnx.ModelProto:
     }
     if not replaced:
         return proto
-    anchored = onnx.ModelProto()
-    anchored.CopyFrom(proto)
+    anchored = copied(proto)
     _replace(anchored.graph, replaced)
     annotate(anchored)
     return anchored
 
 
-def _measured(analysis: Analysis, op: Operator) -> tuple[int | str, ...] | None:
+def _measured(analysis: GraphAnalysis, op: Operator) -> tuple[int | str, ...] | None:
     """Sizes that a ``Shape`` measures, if the graph inputs tell them all."""
     tensor = analysis.types.get(op.reads[0])
     if tensor is None or tensor.shape is None:
@@ -75,7 +65,7 @@ def _measured(analysis: Analysis, op: Operator) -> tuple[int | str, ...] | None:
     return sizes if all(isinstance(size, int) or size in known for size in sizes) else None
 
 
-def _sizes_of_inputs(analysis: Analysis, inputs: Sequence[str]) -> dict[str, _Source]:
+def _sizes_of_inputs(analysis: GraphAnalysis, inputs: Sequence[str]) -> dict[str, _Source]:
     """Symbolic sizes of graph inputs, and the first place where each is found."""
     found: dict[str, _Source] = {}
     for name in inputs:
@@ -85,7 +75,7 @@ def _sizes_of_inputs(analysis: Analysis, inputs: Sequence[str]) -> dict[str, _So
     return found
 
 
-def _carried(analysis: Analysis, flow: Flow, first_cut: int) -> list[str]:
+def _carried(analysis: GraphAnalysis, flow: Flow, first_cut: int) -> list[str]:
     """Graph inputs that segments after the first need anyway, for more than their sizes."""
     side = [analysis.graph.operators[i] for i, use in flow.side_use.items() if use > first_cut]
     readers = [op for op in side if op.kind not in SHAPE_KINDS]
@@ -102,7 +92,7 @@ def _spares(
 
 
 def _crossing(
-    analysis: Analysis, flow: Flow, kept: Sequence[Gate], vectors: Mapping[int, object]
+    analysis: GraphAnalysis, flow: Flow, kept: Sequence[Gate], vectors: Mapping[int, object]
 ) -> list[Operator]:
     """Return the ``Shape`` operators whose value is used beyond a cut after their tensor."""
     written = {t: i for i, op in enumerate(flow.steps) for t in op.writes}
@@ -154,12 +144,12 @@ def _replace(
     graph: onnx.GraphProto,
     replaced: Mapping[str, tuple[list[onnx.NodeProto], list[onnx.TensorProto]]],
 ) -> None:
-    nodes = list(graph.node)
-    del graph.node[:]
-    for node in nodes:
+    nodes: list[onnx.NodeProto] = []
+    for node in graph.node:
         if node.output and node.output[0] in replaced:
             added, constants = replaced[node.output[0]]
-            graph.node.extend(added)
+            nodes.extend(added)
             graph.initializer.extend(constants)
         else:
-            graph.node.append(node)
+            nodes.append(node)
+    refill(graph.node, nodes)

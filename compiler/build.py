@@ -23,9 +23,9 @@ from offramp.compiler.engines.building import (
     target_of,
 )
 from offramp.compiler.engines.options import EngineBuildOptions
-from offramp.compiler.engines.precision import Parts, measure_precision, part_data
 from offramp.compiler.engines.profiles import ModelShapes, profile_notes, profile_sizes
 from offramp.compiler.engines.units import UnitGraphs, ranges_of, units_of
+from offramp.compiler.engines.verification import PrecisionData, measure_precision, part_data
 from offramp.compiler.errors import EngineOptionsError, EnginesUnavailableError
 from offramp.compiler.progress import Progress, SilentProgress
 from offramp.engine.errors import BackendError
@@ -62,14 +62,14 @@ class BuildOptions:
 
 class _Data(NamedTuple):
     dataset: Dataset | None = None
-    parts: Parts | None = None
+    parts: PrecisionData | None = None
     """Of the data set, where the precision is judged."""
     ranges: Ranges | None = None
     """For int8."""
 
 
 class Reports(NamedTuple):
-    """Where a build tells what it does."""
+    """Where a build reports its progress, and says what it does."""
 
     progress: Progress = SilentProgress()
     say: Callable[[str], None] = lambda _: None
@@ -81,7 +81,7 @@ _SILENT = Reports()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Building:
-    """What came of it."""
+    """The engines of a bundle as they were planned, and built."""
 
     bundle: Bundle
     target: EngineTarget
@@ -178,7 +178,7 @@ def _builder(options: BuildOptions, reports: Reports) -> Iterator[EngineBuilder 
 
 
 def _target(bundle: Bundle, builder: EngineBuilder | None, options: BuildOptions) -> EngineTarget:
-    """This machine's; where nothing is known of it, the one that the bundle has engines for."""
+    """Find what is built for: this machine, or else what the bundle has engines for."""
     precision = options.engines.precision
     if builder is not None:
         return target_of(builder, options.engines)
@@ -299,11 +299,15 @@ def _keep_kernels(store: EngineStore, device: str, reports: Reports) -> None:
     Where that fails, those of the last build are kept if they are of the same sources.
     """
     capability, source = store.index.target.compute_capability, source_hash()
+    driver = None
+    with contextlib.suppress(BackendError):
+        driver = find_device(parse_device(device)).driver_version
     try:
-        cubin = load_kernels(capability, driver_version=_driver_version(device))
+        cubin = load_kernels(capability, driver_version=driver)
     except BackendError as error:
-        if _has_kernels(store, source):
-            return
+        with contextlib.suppress(BundleError):
+            if store.read_kernels(source) is not None:
+                return
         store.drop_kernels()
         if isinstance(error, KernelCompilerNotFoundError):
             reports.say(f"warning: no CUDA compiler, so the server will have to find one: {error}")
@@ -311,18 +315,6 @@ def _keep_kernels(store: EngineStore, device: str, reports: Reports) -> None:
             reports.say(f"warning: the kernels are not in the bundle: {error}")
         return
     store.put_kernels(cubin, source=source)
-
-
-def _has_kernels(store: EngineStore, source: str) -> bool:
-    with contextlib.suppress(BundleError):
-        return store.read_kernels(source) is not None
-    return False
-
-
-def _driver_version(device: str) -> tuple[int, int] | None:
-    with contextlib.suppress(BackendError):
-        return find_device(parse_device(device)).driver_version
-    return None
 
 
 def _threads() -> int:

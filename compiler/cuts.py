@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offramp.compiler.flops import HEAVY, count_flops
-from offramp.compiler.flow import SHAPE_KINDS, Flow, Gate, trace
+from offramp.compiler.flow import HEAVY, SHAPE_KINDS, Flow, Gate, count_flops, trace
 from offramp.compiler.graph import Dataflow
 from offramp.compiler.shapes import BATCH, TensorType, declared_types
 
@@ -74,23 +73,17 @@ class CutAnalysis:
     main_inputs: tuple[str, ...]
     """Graph inputs whose data flow through the cut tensors."""
     total_flops: float
-    """Of one sample, a multiply-add counting as two; see :mod:`offramp.compiler.flops`."""
+    """Of one sample, a multiply-add counting as two; see :mod:`offramp.compiler.flow`."""
 
 
 def find_cuts(model: SourceModel) -> CutAnalysis:
     """Find the cut points by dominance in the dataflow graph (Apparate 3.1, PAME 4.1).
 
     Each graph input in turn is tried as the only main one, then all together; the choice that
-    gives most cut points wins, ties going to the one that leaves least work on the side.
-
-    Args:
-        model: A model as :func:`~offramp.compiler.model.read_model` returns it.
-
-    Returns:
-        The cut points, none if there are none: :func:`~offramp.compiler.slicing.
-        choose_candidates` is what raises then.
+    gives most cut points wins, ties going to the one that leaves least work on the side. There may
+    be none: :func:`~offramp.compiler.slicing.choose_candidates` is what raises then.
     """
-    analysis = Analysis.of(model.proto)
+    analysis = GraphAnalysis.of(model.proto)
     flow, kept, rejected = analysis.best()
     rejected = [*rejected, *analysis.shape_rejections(flow)]
     step_of = {t: i for i, op in enumerate(flow.steps) for t in op.writes}
@@ -103,7 +96,7 @@ def find_cuts(model: SourceModel) -> CutAnalysis:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Analysis:
+class GraphAnalysis:
     """A model's graph, types and costs, and the judgement of its gates."""
 
     graph: Dataflow
@@ -112,7 +105,7 @@ class Analysis:
     total: float
 
     @classmethod
-    def of(cls, proto: onnx.ModelProto) -> Analysis:
+    def of(cls, proto: onnx.ModelProto) -> GraphAnalysis:
         """Look at an annotated model with a single output."""
         graph = Dataflow(proto.graph)
         costs = count_flops(proto, graph)
@@ -128,7 +121,12 @@ class Analysis:
         choices = [(name,) for name in inputs] + ([inputs] if len(inputs) > 1 else [])
         flows = [trace(self.graph, self.costs, c, free_shapes=free_shapes) for c in choices]
         judged = [(flow, *self.judge(flow)) for flow in flows]
-        return max(judged, key=lambda j: (len(j[1]), len(j[0].steps) > 0, -self._side_flops(j[0])))
+
+        def merit(choice: tuple[Flow, list[Gate], list[Rejection]]) -> tuple[int, bool, float]:
+            flow, kept, _ = choice
+            return len(kept), len(flow.steps) > 0, -sum(self.costs[i] for i in flow.side_use)
+
+        return max(judged, key=merit)
 
     def judge(self, flow: Flow) -> tuple[list[Gate], list[Rejection]]:
         """Keep one gate per run of cheap steps, and say why the others fall."""
@@ -143,7 +141,9 @@ class Analysis:
             reasons = {gate.tensor: self._unfit(gate) for gate in run}
             fit = [gate for gate in run if not reasons[gate.tensor]]
             if fit:
-                kept.append(self._preferred(fit))
+                # the last one that is not merely a view of the one before
+                solid = [g for g in fit if self.graph.producers[g.tensor].kind not in _VIEWS]
+                kept.append((solid or fit)[-1])
             else:
                 rejected.append(self._rejection(run, reasons[run[-1].tensor]))
         rejected += [self._rejection(run, reason) for reason, run in ends.items()]
@@ -175,9 +175,6 @@ class Analysis:
                     "computed from the graph inputs; export the model with fixed sizes",
                 )
 
-    def _side_flops(self, flow: Flow) -> float:
-        return sum(self.costs[i] for i in flow.side_use)
-
     def _share_after(self, flow: Flow, gate: Gate) -> float:
         after = sum(self.costs[op.index] for op in flow.steps[gate.step + 1 :])
         return after / self.total if self.total else 0.0
@@ -204,11 +201,6 @@ class Analysis:
                 ", ".join(f"`{name}`" for name in sorted(gate.side_inputs))
             )
         return ""
-
-    def _preferred(self, run: Sequence[Gate]) -> Gate:
-        """The last one of a run that is not merely a view of the one before."""
-        solid = [g for g in run if self.graph.producers[g.tensor].kind not in _VIEWS]
-        return (solid or run)[-1]
 
     def _rejection(self, run: Sequence[Gate], reason: str) -> Rejection:
         tensor = run[0].tensor

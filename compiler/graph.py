@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import Any, TypeVar
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+import numpy as np
+import onnx
+from google.protobuf.message import Message
+from onnx import helper, numpy_helper
 
-    import onnx
+_PLAIN_CONSTANTS = {
+    "value_float": np.float32,
+    "value_floats": np.float32,
+    "value_int": np.int64,
+    "value_ints": np.int64,
+}
+
+_Message = TypeVar("_Message", bound=Message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,15 +88,67 @@ class Dataflow:
         return tuple(self.operators[i] for i in sorted(needed))
 
 
+def is_standard(node: onnx.NodeProto) -> bool:
+    """Whether a node's operator is one of ONNX's own operator set."""
+    return node.domain in {"", "ai.onnx"}
+
+
+def default_opset(proto: onnx.ModelProto) -> int:
+    """Version of the standard operator set that a model uses."""
+    versions = [o.version for o in proto.opset_import if o.domain in {"", "ai.onnx"}]
+    return max(versions, default=0)
+
+
+def bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    """Subgraphs that a node runs, as ``If`` and ``Loop`` do."""
+    held = (([a.g] if a.HasField("g") else []) + list(a.graphs) for a in node.attribute)
+    return list(chain.from_iterable(held))
+
+
+def copied(message: _Message) -> _Message:
+    """Copy a protobuf message, so that the original can be changed or dropped."""
+    copy = type(message)()
+    copy.CopyFrom(message)
+    return copy
+
+
+def refill(field: Any, items: Iterable[Any]) -> None:
+    """Replace all items of a repeated field, such as a graph's nodes; some may be its own."""
+    kept = list(items)
+    del field[:]
+    field.extend(kept)
+
+
+def constant_tensor(node: onnx.NodeProto) -> onnx.TensorProto | None:
+    """What a ``Constant`` node gives, under the name of its output; ``None`` for other nodes."""
+    if node.op_type != "Constant" or not is_standard(node):
+        return None
+    attribute = node.attribute[0]
+    if attribute.name == "value":
+        tensor = copied(attribute.t)
+    elif attribute.name in _PLAIN_CONSTANTS:
+        value = helper.get_attribute_value(attribute)
+        tensor = numpy_helper.from_array(np.asarray(value, _PLAIN_CONSTANTS[attribute.name]))
+    else:
+        return None
+    tensor.name = node.output[0]
+    return tensor
+
+
+def serialised(proto: onnx.ModelProto) -> bytes:
+    """Serialise a model; the same model gives the same bytes."""
+    content: bytes = proto.SerializeToString(deterministic=True)
+    return content
+
+
 def captured_names(node: onnx.NodeProto) -> Iterator[str]:
     """Yield the outer tensors that the node's subgraphs read, such as those of ``If``."""
-    for attribute in node.attribute:
-        for body in (attribute.g, *attribute.graphs):
-            local = {i.name for i in body.input} | set(_initializer_names(body))
-            for inner in body.node:
-                yield from (t for t in (*inner.input, *captured_names(inner)) if t not in local)
-                local.update(inner.output)
-            yield from (o.name for o in body.output if o.name not in local)
+    for body in bodies(node):
+        local = {i.name for i in body.input} | set(_initializer_names(body))
+        for inner in body.node:
+            yield from (t for t in (*inner.input, *captured_names(inner)) if t not in local)
+            local.update(inner.output)
+        yield from (o.name for o in body.output if o.name not in local)
 
 
 def _initializer_names(graph: onnx.GraphProto) -> Iterator[str]:
@@ -101,7 +164,7 @@ def _operator(index: int, node: onnx.NodeProto) -> Operator:
         kind=node.op_type,
         reads=tuple(reads),
         writes=tuple(t for t in node.output if t),
-        has_body=any(a.HasField("g") or a.graphs for a in node.attribute),
+        has_body=bool(bodies(node)),
         proto=node,
     )
 

@@ -137,17 +137,9 @@ def build_exit(
     """Build an exit: pooling, trained head, the source model's post-processing, confidence.
 
     The largest probability is computed in the graph too: a few operators there cost a tenth of as
-    many calls of numpy between two stages.
-
-    Args:
-        cut: What it reads.
-        head: Its kind.
-        weights: What :mod:`offramp.calibration.training` gave for it.
-        answer: The source model's; the exit's has its form and number of classes.
-        prefix: Of all names; the answer is named ``{prefix}{answer.output}``.
-        answer_dtype: numpy's name of the answer's element type.
-        opset: The source model's.
-        ir_version: The source model's.
+    many calls of numpy between two stages. The answer, in the source model's form, is named
+    ``{prefix}{answer.output}``; opset and IR version are the source model's, ``answer_dtype`` is
+    numpy's name of the answer's element type.
     """
     part = PartBuilder(prefix, opset, ir_version)
     tensor = _as_float32(part, cut)
@@ -194,21 +186,16 @@ def _layers(
     part: PartBuilder, features: str, weights: Mapping[str, NDArray[np.float32]], name: str = ""
 ) -> str:
     """One or two dense layers, of which the last is named; weights as [inputs, outputs]."""
+
+    def dense(tensor: str, layer: str, name: str = "") -> str:
+        weight = part.weight("weight", weights[f"{layer}weight"])
+        return part.add(
+            "Gemm", [tensor, weight, part.weight("bias", weights[f"{layer}bias"])], name
+        )
+
     if "hidden_weight" in weights:
-        hidden = _dense(part, features, weights["hidden_weight"], weights["hidden_bias"])
-        features = part.add("Relu", [hidden])
-    return _dense(part, features, weights["weight"], weights["bias"], name)
-
-
-def _dense(
-    part: PartBuilder,
-    tensor: str,
-    weight: NDArray[np.float32],
-    bias: NDArray[np.float32],
-    name: str = "",
-) -> str:
-    inputs = [tensor, part.weight("weight", weight), part.weight("bias", bias)]
-    return part.add("Gemm", inputs, name)
+        features = part.add("Relu", [dense(features, "hidden_")])
+    return dense(features, "", name)
 
 
 def _pool_tokens(
@@ -262,7 +249,7 @@ def _masked_mean(part: PartBuilder, tokens: str, keep: str | None) -> str:
 def attach_poolings(
     model: SourceModel, segments: Sequence[bytes], cuts: Sequence[CutTensor]
 ) -> tuple[bytes, tuple[Mapping[int, str], ...]]:
-    """Join segments and poolings into one graph.
+    """Join segments and poolings into one graph: what features are recorded with.
 
     Returns:
         The model, whose first output is the answer, and per candidate the names of its outputs

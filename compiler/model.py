@@ -16,11 +16,16 @@ from onnx.external_data_helper import load_external_data_for_model
 
 from offramp.bundle.manifest import Answer, AnswerForm, TensorSpec
 from offramp.compiler.anchor import anchor_shapes
-from offramp.compiler.batch import free_batch
 from offramp.compiler.errors import ModelError
-from offramp.compiler.graph import Dataflow
+from offramp.compiler.graph import Dataflow, default_opset, refill
+from offramp.compiler.preparation import (
+    free_batch,
+    name_operators,
+    remove_unused,
+    simplified,
+    unlist_initializers,
+)
 from offramp.compiler.shapes import BATCH, annotate, declared_types
-from offramp.compiler.tidy import name_operators, remove_unused, simplified, unlist_initializers
 
 _log = logging.getLogger(__name__)
 
@@ -59,11 +64,7 @@ def read_model(
     Args:
         path: An ONNX file; external data are looked for beside it.
         answer: Name of the output to keep, where the model has several.
-        simplify: Fold constants and fuse with onnxslim; the result is used only if it computes
-            the same as the original.
-
-    Returns:
-        The model, equal in function to the file as far as the answer is concerned.
+        simplify: Fold constants and fuse with onnxslim, if the result computes the same.
 
     Raises:
         ModelError: The file is missing, is no ONNX model, or has a property that is not
@@ -85,12 +86,6 @@ def read_model(
         opset=default_opset(proto),
         answer=found,
     )
-
-
-def default_opset(proto: onnx.ModelProto) -> int:
-    """Version of the standard operator set that the model uses."""
-    versions = [o.version for o in proto.opset_import if o.domain in {"", "ai.onnx"}]
-    return max(versions, default=0)
 
 
 def _load(path: Path) -> tuple[onnx.ModelProto, str]:
@@ -195,8 +190,6 @@ def _specs(proto: onnx.ModelProto, names: list[str]) -> tuple[TensorSpec, ...]:
     )
 
 
-_log = logging.getLogger(__name__)
-
 _TRANSPARENT = frozenset({"Identity", "Flatten", "Reshape", "Squeeze", "Cast"})
 """Operators through which a Softmax can still be seen."""
 
@@ -220,8 +213,7 @@ def keep_answer(proto: onnx.ModelProto, answer: str | None) -> None:
         raise ModelError(f"no output {answer!r}; the model has {', '.join(map(repr, near))}")
     kept = outputs[answer] if answer else proto.graph.output[0]
     shape = kept.type.tensor_type.shape
-    del proto.graph.output[:]
-    proto.graph.output.append(kept)
+    refill(proto.graph.output, [kept])
     if len(shape.dim) > 2 and all(d.dim_value == 1 for d in shape.dim[2:]):
         _flatten(proto, kept.name)
 

@@ -22,17 +22,17 @@ from offramp.calibration.profiling import profile_backbone, profile_heads, profi
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.rehearsal.result import REHEARSAL, Rehearsed
 from offramp.compiler.exits import Samples
+from offramp.compiler.graph import default_opset
 from offramp.compiler.heads import build_empty
 from offramp.compiler.options import ProfileOptions
 from offramp.compiler.packing import bundle_name, rewrite
-from offramp.compiler.progress import Progress, SilentProgress
+from offramp.compiler.progress import SILENT, Progress
 from offramp.compiler.report import render_report
 from offramp.engine.deployment import zeros
 from offramp.engine.plan import ModelStructure, plan_stages
 from offramp.engine.profile_check import predicted_savings
 from offramp.engine.timing import Effort
 
-_SILENT = SilentProgress()
 PROFILE = "profiles/cpu.json"
 
 
@@ -48,7 +48,7 @@ class Profiled:
     """Where the bundle is; ``None`` after a dry run."""
 
 
-def profile_bundle(options: ProfileOptions, progress: Progress = _SILENT) -> Profiled:
+def profile_bundle(options: ProfileOptions, progress: Progress = SILENT) -> Profiled:
     """Measure a bundle's profile on this machine, and write it.
 
     Raises:
@@ -64,7 +64,7 @@ def profile_bundle(options: ProfileOptions, progress: Progress = _SILENT) -> Pro
 
 
 def measure(
-    bundle: Bundle, threads: int, batch_sizes: tuple[int, ...], progress: Progress = _SILENT
+    bundle: Bundle, threads: int, batch_sizes: tuple[int, ...], progress: Progress = SILENT
 ) -> Profile:
     """Time a bundle's parts as compiling does, on zeros."""
     manifest = bundle.manifest
@@ -129,11 +129,7 @@ class ProfileTimer:
     ) -> Profile:
         """Time all exits at work together, and put the profile together.
 
-        Args:
-            times: Of source model and segments.
-            exits_ms: [exits][batch sizes], each exit alone.
-            structure: The model's parts.
-            read: Gives the content of a part's file.
+        ``exits_ms`` is [exits][batch sizes], each exit alone; ``read`` gives the content of a file.
         """
         with self.progress.step("Profile the stages", Effort().least) as advance:
             stages = profile_stages(
@@ -166,14 +162,14 @@ class ProfileTimer:
 
 
 def _empty(exit_: Exit, graph: bytes) -> bytes:
-    """A graph that reads what an exit reads and does next to nothing."""
+    """Make a graph that reads what an exit reads and does next to nothing."""
     model = onnx.load_from_string(graph)
     (read,) = [i for i in model.graph.input if i.name == exit_.inputs[0]]
     tensor = read.type.tensor_type
     shape = tuple(d.dim_param or d.dim_value or "?" for d in tensor.shape.dim)
     dtype = str(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
     cut = CutTensor(name=read.name, dtype=dtype, shape=shape)
-    opset = max(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
+    opset = default_opset(model)
     return build_empty(cut, "offramp_empty/", opset=opset, ir_version=model.ir_version)
 
 
@@ -197,7 +193,7 @@ def predicted_anew(bundle: Bundle, profile: Profile) -> ExitPolicy:
 
 
 def certify_records(bundle: Bundle) -> ExitRecords:
-    """What a bundle keeps of its certify split."""
+    """Give what a bundle keeps of its certify split."""
     kept = bundle.records()
     rows = kept["split"] == CERTIFY
     return ExitRecords(

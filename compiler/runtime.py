@@ -1,20 +1,16 @@
-"""Running graphs at compile time, on ONNX Runtime with one thread."""
+"""Running graphs at compile time on ONNX Runtime, and comparing what they give."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import numpy as np
 import onnx
 import onnxruntime as ort
+from numpy.typing import NDArray
 
 from offramp.compiler.graph import Dataflow
 from offramp.compiler.shapes import BATCH, declared_types, dtype_name
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from numpy.typing import NDArray
 
 _SEQUENCE_SIZE = 16
 """Symbolic sizes of random inputs of up to three dimensions."""
@@ -22,10 +18,10 @@ _IMAGE_SIZE = 64
 """Symbolic sizes of random inputs of four dimensions and more."""
 
 
-class Runner:
-    """A graph loaded for execution on the CPU."""
+class GraphRunner:
+    """A graph loaded into ONNX Runtime on the CPU, as the compiler runs graphs to compare them."""
 
-    def __init__(self, proto: onnx.ModelProto) -> None:
+    def __init__(self, proto: onnx.ModelProto, threads: int = 1) -> None:
         """Load a graph.
 
         Raises:
@@ -33,9 +29,11 @@ class Runner:
                 ``Exception`` alone, hence are translated).
         """
         options = ort.SessionOptions()
-        options.intra_op_num_threads = options.inter_op_num_threads = 1
+        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
         options.log_severity_level = 4
-        options.graph_optimization_level = _optimisation(proto)
+        if any(t.data_type == onnx.TensorProto.FLOAT16 for t in proto.graph.initializer):
+            # ONNX Runtime 1.30 and 1.31 crash in all that they know of half precision.
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         # Q/DQ as it is written: fused int8 kernels saturate on some processors, not on others.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
         with _Translated():
@@ -49,7 +47,7 @@ class Runner:
         """Return all outputs by name; ``feeds`` may hold more than the graph reads.
 
         Raises:
-            RuntimeError: an operator fails on these feeds.
+            RuntimeError: An operator fails on these feeds.
         """
         with _Translated():
             values = self._session.run(None, {name: feeds[name] for name in self.inputs})
@@ -67,28 +65,13 @@ class _Translated:
             raise RuntimeError(str(error).splitlines()[0]) from error
 
 
-def _optimisation(proto: onnx.ModelProto) -> ort.GraphOptimizationLevel:
-    """Everything, but less for half precision: ONNX Runtime 1.30 and 1.31 crash there."""
-    half = any(t.data_type == onnx.TensorProto.FLOAT16 for t in proto.graph.initializer)
-    levels = ort.GraphOptimizationLevel
-    return levels.ORT_ENABLE_EXTENDED if half else levels.ORT_ENABLE_ALL
-
-
 def random_inputs(
     proto: onnx.ModelProto, batch: int, *, seed: int = 0
 ) -> dict[str, NDArray[np.generic]]:
-    """Make inputs that a model accepts.
+    """Make inputs that a model accepts, by name, of a batch size.
 
     Floating-point inputs are normal; integers that index a table stay inside it; other integers
     are 0 or 1 with a 1 in front, as a mask is that hides no sample wholly.
-
-    Args:
-        proto: The model.
-        batch: Size wherever a shape says ``batch``.
-        seed: Of the random generator.
-
-    Returns:
-        Arrays by name of the graph input.
     """
     rng = np.random.default_rng(seed)
     graph = Dataflow(proto.graph)

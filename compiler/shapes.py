@@ -7,14 +7,15 @@ differs between the two runs is traced back to the symbol it came from.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
-from typing import TYPE_CHECKING, TypeAlias
+from math import prod
+from typing import TypeAlias
 
 import onnx
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+from offramp.compiler.graph import bodies
 
 ConcreteShape: TypeAlias = "tuple[int | None, ...] | None"
 """Sizes where inference found them; None as a whole where it did not even find the rank."""
@@ -130,14 +131,9 @@ def symbolic_sizes(proto: onnx.ModelProto) -> dict[str, int]:
 def concrete_shapes(
     proto: onnx.ModelProto, sizes: Mapping[str, int]
 ) -> dict[str, tuple[int, ConcreteShape]]:
-    """Infer element types and shapes with numbers in place of the symbols.
+    """Infer element type and shape by tensor name, with numbers in place of the inputs' symbols.
 
-    Args:
-        proto: The model; it is not changed.
-        sizes: A number for each symbol in the shapes of the graph inputs.
-
-    Returns:
-        Element type and shape by tensor name; tensors of unknown type are left out.
+    Tensors of unknown type are left out.
     """
     skeleton = _skeleton(proto)
     for info in skeleton.graph.input:
@@ -169,7 +165,7 @@ def _skeleton(proto: onnx.ModelProto) -> onnx.ModelProto:
     graph.output.extend(proto.graph.output)
     forget_shapes(graph)
     for tensor in proto.graph.initializer:
-        if _elements(tensor.dims) <= _SMALL_INITIALIZER:
+        if prod(tensor.dims) <= _SMALL_INITIALIZER:
             graph.initializer.append(tensor)
         else:
             graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
@@ -199,16 +195,8 @@ def forget_shapes(graph: onnx.GraphProto) -> None:
         if output.type.HasField("tensor_type"):
             output.type.tensor_type.ClearField("shape")
     for node in graph.node:
-        for attribute in node.attribute:
-            for body in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-                forget_shapes(body)
-
-
-def _elements(dims: Iterable[int]) -> int:
-    count = 1
-    for size in dims:
-        count *= size
-    return count
+        for body in bodies(node):
+            forget_shapes(body)
 
 
 def _probe(symbols: Mapping[str, int], which: int) -> dict[str, int]:

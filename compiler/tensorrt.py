@@ -38,13 +38,10 @@ _MOST_GRAPH_BYTES = 2**31 - 1
 
 
 class TensorRTBuilder:
-    """Builds engines with TensorRT on one GPU; see :class:`EngineBuilder`. Used by one thread."""
+    """Builds engines with TensorRT on one GPU; used by one thread."""
 
     def __init__(self, device: str) -> None:
-        """Take a GPU.
-
-        Args:
-            device: ``cuda:0``, ``cuda:1``, …
+        """Take a GPU, such as ``cuda:0``.
 
         Raises:
             BackendError: Driver, GPU, TensorRT or PyCUDA is missing, or does not load.
@@ -70,7 +67,7 @@ class TensorRTBuilder:
         timing_cache: bytes,
         progress: BuildProgress,
     ) -> Built:
-        """Build an engine; see :meth:`EngineBuilder.build`.
+        """Build an engine.
 
         TensorRT works in a thread of its own, so that Ctrl-C is seen at once: the build ends at
         its next step, then ``KeyboardInterrupt`` is raised. TensorRT 8.6 has no steps: there it
@@ -89,10 +86,7 @@ class TensorRTBuilder:
     def run(
         self, plan: bytes, inputs: Mapping[str, NDArray[Any]], profile: int
     ) -> dict[str, NDArray[Any]]:
-        """Run an engine once; see :meth:`EngineBuilder.run`.
-
-        8.6 gives int32 where the graph has int64.
-        """
+        """Run an engine once; 8.6 gives int32 where the graph has int64."""
         try:
             with self._context.current():
                 return run_plan(plan, inputs, profile)
@@ -122,7 +116,8 @@ class TensorRTBuilder:
             _add_profiles(builder, config, network, profiles)
             cache = self._set_timing_cache(config, timing_cache)
             plan: trt.IHostMemory | None = builder.build_serialized_network(network, config)
-            measured = _serialized(cache)
+            held: trt.IHostMemory | None = cache.serialize()
+            measured = b"" if held is None else bytes(held)
             del config, kept  # in this order: the monitor has to outlive the config
         if plan is None:
             raise _failed("build the engine", errors)
@@ -327,11 +322,6 @@ def _new_timing_cache(config: trt.IBuilderConfig, data: bytes) -> trt.ITimingCac
     if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
         raise EngineBuildError("TensorRT could not begin a timing cache")
     return cache
-
-
-def _serialized(cache: trt.ITimingCache) -> bytes:
-    data: trt.IHostMemory | None = cache.serialize()
-    return b"" if data is None else bytes(data)
 
 
 def _failed(what: str, errors: Sequence[str]) -> EngineBuildError:

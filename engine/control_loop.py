@@ -55,7 +55,7 @@ class _Loop:
 
 
 class ControlLoop:
-    """Shows controllers what was observed, and puts their policies in force, until it is stopped."""
+    """Shows controllers what was observed and puts their policies in force, until stopped."""
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 from offramp.engine.backends.base import Backend, Slot, TensorBatch
 from offramp.engine.deployment import Deployment
@@ -29,7 +30,7 @@ from offramp.engine.errors import (
     QueueFullError,
 )
 from offramp.engine.model_runtime import ModelRuntime, Pieces, gather
-from offramp.engine.request_table import CompletionQueue, Request, RequestTable, copy_of
+from offramp.engine.request_table import CompletionQueue, Request, copy_of
 from offramp.engine.scheduling import (
     Assignment,
     DeviceScheduler,
@@ -40,7 +41,7 @@ from offramp.engine.scheduling import (
     Wait,
 )
 from offramp.engine.served_model import ServedModel
-from offramp.engine.statistics import Counters, CountersSnapshot
+from offramp.engine.statistics import CountersSnapshot
 from offramp.engine.streams import StreamHealth
 
 _log = logging.getLogger(__name__)
@@ -49,6 +50,10 @@ _LONGEST_WAIT_S = 60.0
 """A stream asks again at least this often; ``Condition.wait`` has an upper bound of its own."""
 _JOIN_LIMIT_S = 10.0
 """How long :meth:`Executor.stop` waits for a stage that runs."""
+
+
+_Task: TypeAlias = tuple[ModelRuntime, Run, Pieces]
+"""What a stream shall run, and the buffered tensors that it is merged of, if it is."""
 
 
 class _StartFailedError(Exception):
@@ -87,15 +92,11 @@ class Executor:
         """What a stream that pauses waits for: work is announced to those in service only."""
         self._completions = CompletionQueue(self._lock, clock)
         self._models = {
-            name: ModelRuntime(
-                name,
-                model,
-                scheduler.model(name),
-                RequestTable(name, Counters(), self._completions, clock),
-            )
+            name: ModelRuntime(name, model, scheduler.model(name), self._completions, clock)
             for name, model in models.items()
         }
-        self._health = StreamHealth(streams)
+        self.health = StreamHealth(streams)
+        """Of the streams; only this executor changes it."""
         self._warm = list(slots)
         self._refusal: EngineError | None = None
         """Why no request is taken, for now; or for ever, once ``_stopped``."""
@@ -106,7 +107,7 @@ class Executor:
             for s in range(streams)
         ]
 
-    # What the event loop calls
+    # What the event loop's thread calls
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start the threads; results are posted to ``loop``."""
@@ -125,13 +126,9 @@ class Executor:
         runtime = self._models[model]
         with self._lock:
             given_s = request.deadline_s - request.submitted_s
-            way_s = min(self._completions.delay_s, 0.5 * max(given_s, 0.0))
+            due_s = request.deadline_s - min(self._completions.delay_s, 0.5 * max(given_s, 0.0))
             submission = Submission(
-                request.number,
-                request.count,
-                request.deadline_s - way_s,
-                request.priority,
-                request.batch_key,
+                request.number, request.count, due_s, request.priority, request.batch_key
             )
             if self._refusal is not None:
                 raise copy_of(self._refusal)
@@ -143,7 +140,7 @@ class Executor:
                     f"{model}: the queue is full: {error}; try again later, or send less"
                 ) from error
             finally:
-                self._settle(runtime)
+                runtime.settle()
             runtime.table.accept(request)
             self._changed.notify()
 
@@ -155,7 +152,7 @@ class Executor:
             if request is not None:
                 request.withdrawn = True
                 runtime.scheduler.cancel(number)
-                self._settle(runtime)
+                runtime.settle()
             runtime.table.forget(number)
 
     def hot_swap(self, model: str, deployment: Deployment, policy: Policy) -> None:
@@ -183,20 +180,15 @@ class Executor:
     @property
     def in_service(self) -> bool:
         """Whether requests are taken, and a stream is there to run them."""
-        return self._refusal is None and self._health.in_service > 0
-
-    @property
-    def health(self) -> StreamHealth:
-        """Of the streams; to be read only."""
-        return self._health
+        return self._refusal is None and self.health.in_service > 0
 
     def pending(self) -> int:
-        """Requests that are not finished."""
+        """Count the requests that somebody waits for."""
         with self._lock:
             return sum(model.table.awaited for model in self._models.values())
 
     def snapshot(self, model: str) -> CountersSnapshot:
-        """All counts of a model, of one instant."""
+        """Give all counts of a model, of one instant."""
         with self._lock:
             return self._models[model].snapshot()
 
@@ -216,17 +208,18 @@ class Executor:
     # The life of a stream, in its thread
 
     def _work(self, stream: int) -> None:
+        """Start the stream, again and again where it fails, until stopped."""
         suspected = False
         try:
             while not self._stopped:
                 try:
                     if suspected:
-                        self._rest(self._health.rest_s(stream))
+                        self._rest(self.health.rest_s(stream))
                     suspected = self._live(stream, suspected=suspected)
                 except _StartFailedError as failure:
                     suspected = True
                     self._pause(stream, failure.__cause__ or failure)
-        except Exception as error:  # whoever waits must be told
+        except Exception as error:  # those who wait must be told
             _log.exception("%s: out of service", threading.current_thread().name)
             with self._lock:
                 self._stopped = True
@@ -245,7 +238,7 @@ class Executor:
             if not (warm or self._backend.on_cpu):
                 self._run_each(ServedModel.warm_up, slot)
             with self._lock:
-                self._health.started(stream, anew=suspected)
+                self.health.started(stream, anew=suspected)
                 self._scheduler.resume(stream)
                 if not self._stopped:
                     self._refusal = None
@@ -276,13 +269,13 @@ class Executor:
 
         Where slots have to be warmed up, one is not started anew for the sake of bad requests.
         """
-        self._rest(self._health.rest_s(stream))
+        self._rest(self.health.rest_s(stream))
         try:
             self._run_each(ServedModel.probe, slot)
         except _StartFailedError:
             return False
         with self._lock:
-            self._health.passed(stream)
+            self.health.passed(stream)
         return True
 
     def _run_each(self, run: Callable[[ServedModel, Slot, Deployment], None], slot: Slot) -> None:
@@ -296,10 +289,10 @@ class Executor:
     def _pause(self, stream: int, error: BaseException) -> None:
         """Take a stream that cannot start out of service for a while."""
         with self._lock:
-            pause_s = self._health.start_failed(stream)
+            pause_s = self.health.start_failed(stream)
             _log.warning("stream %d cannot start, again in %g s: %s", stream, pause_s, error)
             self._scheduler.suspend(stream)
-            if self._health.infeasible and self._refusal is None:
+            if self.health.infeasible and self._refusal is None:
                 reason = f"out of service, no stream can start: {error}"
                 self._refuse(OutOfServiceError(reason), "backend_error")
             self._changed.notify_all()  # what failed here and was to run elsewhere may go nowhere
@@ -316,17 +309,16 @@ class Executor:
         """Run stages until the stream is suspected, or is stopped; says which."""
         carry: TensorBatch | None = None
         while (task := self._next_task(stream)) is not None:
-            model, run, pieces = task
             try:
-                carry = self._run_stage(stream, slot, model, run, pieces, carry)
+                carry = self._run_stage(stream, slot, task, carry)
             except Exception as error:
                 carry = None
-                self._give_back(stream, model, run, error)
-                if self._health.failed(stream) or not isinstance(error, EngineError):
+                self._give_back(stream, task, error)
+                if self.health.failed(stream) or not isinstance(error, EngineError):
                     return True
         return False
 
-    def _next_task(self, stream: int) -> tuple[ModelRuntime, Run, Pieces] | None:
+    def _next_task(self, stream: int) -> _Task | None:
         """Wait for the scheduler to have something for this stream; ``None`` to end."""
         with self._lock:
             while not self._stopped:
@@ -336,7 +328,7 @@ class Executor:
                     model, run = self._models[decision.model], decision.run
                     task = (model, run, model.take_pieces(run))
                 for model in self._models.values():
-                    self._settle(model)
+                    model.settle()
                 if task is not None:
                     if self._scheduler.waiting:  # another stream may start, or keep time
                         self._changed.notify()
@@ -350,16 +342,11 @@ class Executor:
     # One stage of one batch
 
     def _run_stage(
-        self,
-        stream: int,
-        slot: Slot,
-        model: ModelRuntime,
-        run: Run,
-        pieces: Pieces,
-        carry: TensorBatch | None,
+        self, stream: int, slot: Slot, task: _Task, carry: TensorBatch | None
     ) -> TensorBatch | None:
-        """Run one stage and release who leaves; gives the batch of those that run on here."""
-        batch = self._batch(slot, model, run, pieces, carry)
+        """Run one stage and do what follows; gives the batch of the rows that run on here."""
+        model, run, _ = task
+        batch = self._batch(slot, task, carry)
         started_s = self._clock()
         step = model.under(run).pipeline.step(slot, run.stage, batch)
         runs_on = model.observe(run, step)
@@ -367,8 +354,7 @@ class Executor:
             now_s = self._clock()
             transition = self._scheduler.done(stream, step.exited, now_s, runs_on)
             kept = model.conclude(run, step, transition, now_s - started_s)
-            self._health.succeeded(stream)
-            self._completions.wake()
+            self.health.succeeded(stream)
             self._changed.notify()
         if not len(transition.survivors):
             return None
@@ -381,15 +367,9 @@ class Executor:
             kept.set_exception(error)
         return None
 
-    def _batch(
-        self,
-        slot: Slot,
-        model: ModelRuntime,
-        run: Run,
-        pieces: Pieces,
-        carry: TensorBatch | None,
-    ) -> TensorBatch:
-        """Bring together what a stage takes: buffered pieces, new inputs, or the last stage's."""
+    def _batch(self, slot: Slot, task: _Task, carry: TensorBatch | None) -> TensorBatch:
+        """Bring together what a stage takes: buffered pieces, new inputs, or what is carried on."""
+        model, run, pieces = task
         if pieces:
             return slot.merge([(future.result(), rows) for future, rows in pieces])
         if run.stage == 0:
@@ -400,32 +380,21 @@ class Executor:
         assert carry is not None
         return carry
 
-    def _give_back(self, stream: int, model: ModelRuntime, run: Run, error: Exception) -> None:
-        """Give a failed batch back to the scheduler; who has no second chance is told."""
-        known = isinstance(error, EngineError)
-        _log.error(
-            "%s: stage %d: %s", model.name, run.stage, error, exc_info=None if known else error
-        )
+    def _give_back(self, stream: int, task: _Task, error: Exception) -> None:
+        """Give a failed batch back to the scheduler, and fail what has no second chance."""
+        model, run, _ = task
         failure = error if isinstance(error, EngineError) else BackendError(repr(error))
+        trace = None if failure is error else error
+        _log.error("%s: stage %d: %s", model.name, run.stage, error, exc_info=trace)
         with self._lock:
             self._scheduler.failed(stream, self._clock())
             model.fail(failure)
-            self._completions.wake()
             self._changed.notify_all()
 
-    # Under the lock
-
     def _refuse(self, refusal: EngineError, cause: str) -> None:
-        """Take no more requests, and fail the open ones."""
+        """Take no more requests, and fail the open ones; the lock is held."""
         self._refusal = refusal
         for model in self._models.values():
-            for number in model.table.fail_all(refusal, cause):
-                model.scheduler.cancel(number)
-            self._settle(model)
+            model.fail_all(refusal, cause)
         self._changed.notify_all()
         self._ended.notify_all()
-
-    def _settle(self, model: ModelRuntime) -> None:
-        """Account for what the scheduler dropped, and wake who waits."""
-        model.settle()
-        self._completions.wake()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeAlias
 
@@ -14,19 +14,18 @@ from offramp.certify.decision import MODEL_END
 from offramp.engine.backends.base import Rows, TensorBatch
 from offramp.engine.deployment import Deployment
 from offramp.engine.errors import BackendError, DrainingError, EngineError
-from offramp.engine.pipeline import Step
-from offramp.engine.recorder import Recorder
-from offramp.engine.request_table import Request, RequestTable
+from offramp.engine.pipeline import StageStep
+from offramp.engine.request_table import CompletionQueue, Request, RequestTable
 from offramp.engine.scheduling import (
     DropCause,
     Dropped,
+    ModelScheduler,
     Policy,
     Run,
-    SuccessiveScheduler,
     Transition,
 )
 from offramp.engine.served_model import ServedModel
-from offramp.engine.statistics import CountersSnapshot
+from offramp.engine.statistics import Counters, CountersSnapshot
 
 _log = logging.getLogger(__name__)
 
@@ -44,20 +43,26 @@ class ModelRuntime:
     """
 
     def __init__(
-        self, name: str, model: ServedModel, scheduler: SuccessiveScheduler, table: RequestTable
+        self,
+        name: str,
+        model: ServedModel,
+        scheduler: ModelScheduler,
+        completions: CompletionQueue,
+        clock: Callable[[], float],
     ) -> None:
-        """Start with the model's first deployment.
+        """Start with the model's first deployment, and no requests.
 
         Args:
             name: For messages.
             model: What is served.
-            scheduler: Of the model.
-            table: Empty.
+            scheduler: The model's part of the device's.
+            completions: Takes completed requests.
+            clock: Monotonic seconds.
         """
         self.name = name
         self.model = model
         self.scheduler = scheduler
-        self.table = table
+        self.table = RequestTable(name, Counters(), completions, clock)
         self._recorder = model.control.recorder if model.control else None
         self._buffered: dict[int, Future[TensorBatch]] = {}
         """Tensors that wait at splits; each is there as soon as its stream has copied it."""
@@ -69,7 +74,7 @@ class ModelRuntime:
 
     def hot_swap(self, deployment: Deployment, policy: Policy) -> None:
         """Put a deployment in force for batches that start from now on."""
-        self.scheduler.succeed(deployment.number, policy, deployment.points.latencies)
+        self.scheduler.hot_swap(deployment.number, policy, deployment.points.latencies)
         self._put_in_force(deployment)
         for plan in self._deployments.keys() - self.scheduler.plans:
             del self._deployments[plan]
@@ -117,7 +122,7 @@ class ModelRuntime:
             forced = run.deepest < len(deployment.plan.stages) - 1
             self._recorder.start(run.sample_ids, deployment.policy.version, forced=forced)
 
-    def observe(self, run: Run, step: Step) -> NDArray[np.bool_] | None:
+    def observe(self, run: Run, step: StageStep) -> NDArray[np.bool_] | None:
         """Record what a stage said; gives which rows run on once they are answered.
 
         Without the lock.
@@ -134,7 +139,7 @@ class ModelRuntime:
         return recorder.runs_on(run.sample_ids)
 
     def conclude(
-        self, run: Run, step: Step, transition: Transition, run_s: float
+        self, run: Run, step: StageStep, transition: Transition, run_s: float
     ) -> Future[TensorBatch] | None:
         """Do for every row of a run what the scheduler says becomes of it.
 
@@ -155,11 +160,17 @@ class ModelRuntime:
         kept = None
         if transition.buffered is not None:
             kept = self._buffered[transition.buffered] = Future()
+        # The recorder is told which rows were answered early, and which will not be heard of again.
         runs_on: NDArray[np.bool_] | None = None
         if self._recorder is not None:
+            if exit_index != MODEL_END and len(transition.released):
+                rows = transition.released
+                self._recorder.answered(run.sample_ids[rows], exit_index, ~step.exited[rows])
             runs_on = np.zeros(len(run.requests), np.bool_)
             runs_on[transition.survivors] = True
-            _record(self._recorder, run, exit_index, step.exited, transition, runs_on)
+            leaves = ~runs_on
+            leaves[transition.dropped] = False  # settled as lost
+            self._recorder.finish(run.sample_ids[leaves])
         # Released rows are answered. Those of them that survive run on for feedback.
         for rows in _by_request(run, transition.released):
             following = 0 if runs_on is None else int(np.count_nonzero(runs_on[rows]))
@@ -185,8 +196,14 @@ class ModelRuntime:
         self.table.counters.retried = self.scheduler.retried
         self.settle()
 
+    def fail_all(self, refusal: EngineError, cause: str) -> None:
+        """Fail and withdraw every open request; ``cause`` is what its samples are counted as."""
+        for number in self.table.fail_all(refusal, cause):
+            self.scheduler.cancel(number)
+        self.settle()
+
     def settle(self) -> None:
-        """Account for what the scheduler dropped or lost, and forget what nobody needs."""
+        """Account for what the scheduler dropped or lost, and deliver what is completed."""
         while dropped := self.scheduler.take_dropped():
             self.table.drop(dropped)
             for item in dropped:  # what is left of a request that is late need not run
@@ -199,6 +216,7 @@ class ModelRuntime:
             for number, count in zip(requests.tolist(), counts.tolist(), strict=True):
                 self.table.lose(number, count)
         self._discard()
+        self.table.deliver()
 
     def _put_in_force(self, deployment: Deployment) -> None:
         self._deployments[deployment.number] = deployment
@@ -210,7 +228,9 @@ class ModelRuntime:
         """The exit that gives the answers of a run's stage, or ``MODEL_END``."""
         return self.under(run).plan.stages[run.stage].answered_by
 
-    def _answer(self, run: Run, step: Step, rows: Rows, exit_index: int, following: int) -> None:
+    def _answer(
+        self, run: Run, step: StageStep, rows: Rows, exit_index: int, following: int
+    ) -> None:
         """Give the answers of some rows to their request."""
         number, (answer, confidence, _) = int(run.requests[rows[0]]), step.result
         assert answer is not None
@@ -234,24 +254,6 @@ class ModelRuntime:
         """Forget the tensors of buffered batches that nobody will ask for."""
         for number in self.scheduler.take_discarded():
             self._buffered.pop(number, None)
-
-
-def _record(
-    recorder: Recorder,
-    run: Run,
-    exit_index: int,
-    exited: NDArray[np.bool_],
-    transition: Transition,
-    runs_on: NDArray[np.bool_],
-) -> None:
-    """Record which rows were answered early, and of which nothing more will be known."""
-    released = transition.released
-    if exit_index != MODEL_END and len(released):
-        recorder.answered(run.sample_ids[released], exit_index, ~exited[released])
-    leaves = ~runs_on
-    leaves[transition.dropped] = False  # settled as lost
-    if leaves.any():
-        recorder.finish(run.sample_ids[leaves])
 
 
 def gather(parts: list[tuple[Request, slice | Rows]]) -> dict[str, NDArray[Any]]:

@@ -16,7 +16,7 @@ from offramp.bundle.serde import to_plain
 from offramp.compiler.engines.builder import BuildProgress, Built
 from offramp.compiler.engines.options import BuildSettings
 from offramp.compiler.errors import EngineBuildError
-from offramp.compiler.runtime import Runner
+from offramp.compiler.runtime import GraphRunner
 
 Outputs = dict[str, NDArray[Any]]
 
@@ -95,7 +95,7 @@ class FakeBuilder:
             if not all(a <= s <= b for a, s, b in zip(least, array.shape, most, strict=True)):
                 raise EngineBuildError(f"{name} {array.shape} is outside of profile {profile}")
         graph = onnx.load_from_string(base64.b64decode(content["graph"]))
-        return self._alter(dict(Runner(graph).run(inputs)))
+        return self._alter(dict(GraphRunner(graph).run(inputs)))
 
     def close(self) -> None:
         """Note that it was called."""

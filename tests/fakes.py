@@ -171,7 +171,7 @@ def fake_points(plan: Plan, settings: ModelOptions, stage_s: float) -> Operating
     points = tuple(
         OperatingPoint(
             deepest=s.index,
-            exit=None if s.exit == MODEL_END else s.exit,
+            exit=s.answered_by,
             agreement=(s.index + 1) / stages,
         )
         for s in plan.stages

@@ -15,7 +15,7 @@ BuildProgress: TypeAlias = Callable[[str, int, int], None]
 
 
 class Built(NamedTuple):
-    """What a build gives."""
+    """An engine as a builder gives it."""
 
     plan: bytes
     """The engine, serialised."""
@@ -61,15 +61,10 @@ class EngineBuilder(Protocol):
     def run(
         self, plan: bytes, inputs: Mapping[str, NDArray[Any]], profile: int
     ) -> dict[str, NDArray[Any]]:
-        """Run an engine once on the device.
+        """Run an engine, as :meth:`build` gave it, once on the device.
 
-        Args:
-            plan: What :meth:`build` gave.
-            inputs: By name, with the graph's types.
-            profile: Index of the profile to run with, which holds these shapes.
-
-        Returns:
-            All outputs by name, with the graph's types.
+        ``profile`` is the index of the one that holds these shapes. Inputs and outputs are by name,
+        with the graph's types.
 
         Raises:
             EngineBuildError: It cannot be loaded or run.

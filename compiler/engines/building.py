@@ -7,7 +7,7 @@ import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 import onnx
 
@@ -26,27 +26,16 @@ from offramp.calibration.dataset import Dataset
 from offramp.compiler.engines.builder import BuildProgress, Built, EngineBuilder
 from offramp.compiler.engines.options import BuildSettings
 from offramp.compiler.engines.profiles import ModelShapes, SizedProfile, Sizes, unit_profiles
-from offramp.compiler.engines.units import Unit
+from offramp.compiler.engines.units import Unit, UnitGraphs
 from offramp.compiler.engines.verification import Verifier
 from offramp.compiler.errors import CompileError, EngineBuildError, EngineOptionsError
+from offramp.compiler.graph import Dataflow
 from offramp.compiler.progress import Advance, Progress
 
 Status: TypeAlias = Literal["built", "fresh", "failed"]
 """Of a unit after a build."""
 NOT_BUILT = "not there yet"
 _PERCENT = 100
-
-
-class UnitGraphs(Protocol):
-    """Gives the ONNX graph of a unit, in the precision that is built; the same each time."""
-
-    def of(self, unit: Unit) -> bytes:
-        """Make the graph.
-
-        Raises:
-            CompileError: It cannot be had in this precision, or for this TensorRT.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +51,7 @@ class PlannedEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitResult:
-    """What became of a unit."""
+    """What a build did about a unit."""
 
     unit: Unit
     status: Status
@@ -81,7 +70,7 @@ Planned: TypeAlias = PlannedEngine | UnitResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildSummary:
-    """What became of all units, in their order."""
+    """What a build did about all units, in their order."""
 
     target: EngineTarget
     results: tuple[UnitResult, ...]
@@ -93,7 +82,7 @@ class BuildSummary:
 
 
 def target_of(builder: EngineBuilder, settings: BuildSettings) -> EngineTarget:
-    """What a builder builds for."""
+    """Describe what a builder builds for."""
     return EngineTarget(
         gpu=builder.gpu,
         compute_capability=builder.compute_capability,
@@ -104,7 +93,7 @@ def target_of(builder: EngineBuilder, settings: BuildSettings) -> EngineTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineWork:
-    """A bundle, and what its engines shall be."""
+    """The engines that a bundle shall have: what they are built of, for which sizes, and how."""
 
     bundle: Bundle
     graphs: UnitGraphs
@@ -169,7 +158,8 @@ class EngineWork:
 
     def _plan_unit(self, unit: Unit, store: EngineStore, *, rebuild: bool) -> PlannedEngine:
         graph = self.graphs.of(unit)
-        profiles = unit_profiles(_inputs_of(graph), self.sizes, self.shapes)
+        inputs = Dataflow(onnx.load_from_string(graph).graph).inputs
+        profiles = unit_profiles(inputs, self.sizes, self.shapes)
         shapes = [profile.shapes for profile in profiles]
         parts = parts_digest(self.bundle.manifest, *unit)
         key = engine_key(store.index.target, self.settings, graph, shapes, parts=parts)
@@ -220,11 +210,14 @@ class EngineWork:
         store: EngineStore,
         advance: Advance,
     ) -> Built:
+        timing_cache = b""
+        with contextlib.suppress(BundleError):  # a damaged one only costs time
+            timing_cache = store.read_timing_cache()
         built = builder.build(
             graph,
             [profile.shapes for profile in plan.profiles],
             self.settings,
-            timing_cache=_timing_cache(store),
+            timing_cache=timing_cache,
             progress=outermost(advance),
         )
         if built.timing_cache:
@@ -295,19 +288,6 @@ def _staleness(store: EngineStore, unit: Unit, key: dict[str, str]) -> str:
     return ""
 
 
-def _timing_cache(store: EngineStore) -> bytes:
-    """A damaged one is as good as none: it only saves time."""
-    with contextlib.suppress(BundleError):
-        return store.read_timing_cache()
-    return b""
-
-
-def _inputs_of(graph: bytes) -> list[str]:
-    proto = onnx.load_from_string(graph).graph
-    weights = {tensor.name for tensor in proto.initializer}
-    return [info.name for info in proto.input if info.name not in weights]
-
-
 def _failure(unit: Unit, error: Exception) -> UnitResult:
     return UnitResult(unit=unit, status="failed", problem=f"{unit.name}: {error}")
 
@@ -342,12 +322,8 @@ def engine_key(
 ) -> dict[str, str]:
     """Name everything that an engine depends on; equal keys mean that it need not be built.
 
-    Args:
-        target: What is built for.
-        settings: How.
-        graph: What of, in the target's precision.
-        profiles: For which shapes.
-        parts: Hash of the bundle's files that the graph is made of.
+    ``graph`` is in the target's precision; ``parts`` is the hash of the bundle's files that it is
+    made of.
     """
     workspace = settings.workspace_bytes
     batches = dict.fromkeys((p.first_batch, p.last_batch) for p in profiles)

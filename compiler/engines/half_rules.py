@@ -22,103 +22,37 @@ FLOAT, FLOAT16 = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
 VANISHES_BELOW = 2.0**-25
 """Half of float16's smallest number: what is smaller becomes 0."""
 
-_SUMS = frozenset(
-    {
-        "Pow",
-        "Exp",
-        "Log",
-        "CumSum",
-        "ReduceMean",
-        "ReduceSum",
-        "ReduceSumSquare",
-        "ReduceL1",
-        "ReduceL2",
-        "ReduceLogSum",
-        "ReduceLogSumExp",
-        "ReduceProd",
-        "BatchNormalization",
-        "InstanceNormalization",
-        "GroupNormalization",
-        "LpNormalization",
-        "MeanVarianceNormalization",
-        "LRN",
-    }
-)
+_SUMS = frozenset({
+    "Pow", "Exp", "Log", "CumSum", "ReduceMean", "ReduceSum", "ReduceSumSquare", "ReduceL1",
+    "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceProd", "BatchNormalization",
+    "InstanceNormalization", "GroupNormalization", "LpNormalization", "MeanVarianceNormalization",
+    "LRN"
+})  # fmt: skip
 """They square, exponentiate or add up many values. ``LayerNormalization`` and ``Softmax`` are
 not among them: TensorRT computes their insides in float32 whatever they read, and its fused
 attention wants them in half."""
-_FOLLOWING = frozenset(
-    {
-        "Add",
-        "Sub",
-        "Mul",
-        "Div",
-        "Sqrt",
-        "Reciprocal",
-        "Clip",
-        "Max",
-        "Min",
-        "Neg",
-        "Abs",
-        "Exp",
-        "Log",
-        "Pow",
-        "Sum",
-        "Mean",
-    }
-)
+_FOLLOWING = frozenset({
+    "Add", "Sub", "Mul", "Div", "Sqrt", "Reciprocal", "Clip", "Max", "Min", "Neg", "Abs", "Exp",
+    "Log", "Pow", "Sum", "Mean"
+})  # fmt: skip
 """Where all that such an operator reads is kept in float32, so is what it gives: the steps from
 a variance to a standard deviation belong together, and a cast between would cost more."""
 _COUNTING = _FOLLOWING | {
-    "Concat",
-    "Cos",
-    "Einsum",
-    "Expand",
-    "Flatten",
-    "Gather",
-    "Identity",
-    "MatMul",
-    "ReduceMax",
-    "ReduceMin",
-    "Reshape",
-    "Sign",
-    "Sin",
-    "Slice",
-    "Squeeze",
-    "Tile",
-    "Transpose",
-    "Unsqueeze",
-    "Where",
-}
+    "Concat", "Cos", "Einsum", "Expand", "Flatten", "Gather", "Identity", "MatMul", "ReduceMax",
+    "ReduceMin", "Reshape", "Sign", "Sin", "Slice", "Squeeze", "Tile", "Transpose", "Unsqueeze",
+    "Where"
+}  # fmt: skip
 """They pass on that a number counts: float16 has whole numbers up to 2,048 only. With ``Sin`` and
 ``Cos`` of positions times frequencies that is how rotary embeddings are computed."""
-_DECIDING = frozenset(
-    {
-        "ArgMax",
-        "ArgMin",
-        "Ceil",
-        "Equal",
-        "Floor",
-        "Greater",
-        "GreaterOrEqual",
-        "Less",
-        "LessOrEqual",
-        "Mod",
-        "Round",
-        "TopK",
-    }
-)
+_DECIDING = frozenset({
+    "ArgMax", "ArgMin", "Ceil", "Equal", "Floor", "Greater", "GreaterOrEqual", "Less",
+    "LessOrEqual", "Mod", "Round", "TopK"
+})  # fmt: skip
 """Where one number that such an operator reads counts, all of it stays float32."""
-_WIDE = frozenset(
-    {
-        onnx.TensorProto.INT16,
-        onnx.TensorProto.UINT16,
-        onnx.TensorProto.INT32,
-        onnx.TensorProto.UINT32,
-        onnx.TensorProto.INT64,
-        onnx.TensorProto.UINT64,
-    }
-)
+_WIDE = frozenset({
+    onnx.TensorProto.INT16, onnx.TensorProto.UINT16, onnx.TensorProto.INT32,
+    onnx.TensorProto.UINT32, onnx.TensorProto.INT64, onnx.TensorProto.UINT64
+})  # fmt: skip
 """Integers beyond what float16 can count; pixels of 8 bits are not."""
 _EPSILONS = frozenset({"Add", "Sub", "Max", "Clip", "Div", "Sum"})
 """A tiny constant keeps these away from zero."""
@@ -154,7 +88,7 @@ def halved_operators(
     Args:
         flow: The graph.
         types: Element types of its tensors.
-        constants: Its initializers; only small ones are looked at.
+        constants: Its small initializers.
         opset: Version of the standard operators.
     """
     floats = {name for name, kind in types.items() if kind == FLOAT}
@@ -217,10 +151,11 @@ def _slots(
     """Which positions become float16; ``None`` if the operator cannot be computed in it."""
     if any(name and name not in types for name in (*node.input, *node.output)):
         return None  # what is not understood is left alone
-    if node.op_type == "Cast" and node.domain == "":
-        return _cast_slots(node, floats)
+    is_cast = node.op_type == "Cast" and node.domain == ""
+    if is_cast and node.input[0] not in floats:
+        return Slots(frozenset(), frozenset({0} if node.output[0] in floats else ()))
     variables = _type_variables(node.op_type, node.domain, opset)
-    if variables is None:
+    if variables is None or is_cast:  # indices that were floats must not be rounded
         return None
     reads, writes, takes_half = variables
     inputs, bound = set(), set()
@@ -236,12 +171,6 @@ def _slots(
     if any(writes[min(place, len(writes) - 1)] not in bound for place in outputs):
         return None  # the type follows from an attribute, such as that of ConstantOfShape
     return Slots(frozenset(inputs), frozenset(outputs))
-
-
-def _cast_slots(node: onnx.NodeProto, floats: set[str]) -> Slots | None:
-    if node.input[0] in floats:
-        return None  # indices that were floats must not be rounded
-    return Slots(frozenset(), frozenset({0} if node.output[0] in floats else ()))
 
 
 @cache

@@ -14,7 +14,8 @@ constants to float16's smallest number and neither tells sizes from activations.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias
 
 import numpy as np
 import onnx
@@ -23,8 +24,15 @@ from onnx import helper, numpy_helper
 
 from offramp.compiler.engines.half_rules import FLOAT, FLOAT16, Slots, halved_operators
 from offramp.compiler.engines.lowering import fold_constants
-from offramp.compiler.graph import Dataflow, Operator
-from offramp.compiler.model import default_opset
+from offramp.compiler.graph import (
+    Dataflow,
+    Operator,
+    copied,
+    default_opset,
+    is_standard,
+    refill,
+    serialised,
+)
 from offramp.compiler.shapes import concrete_shapes, declared_types
 
 _log = logging.getLogger(__name__)
@@ -32,11 +40,15 @@ _log = logging.getLogger(__name__)
 SUFFIX = "/offramp_fp16"
 """What the name of a tensor's float16 form ends with; no name of a model or an exit does."""
 
+SINGLE = "/offramp_fp32"
+"""What the name of a float16 tensor's float32 form ends with."""
+_UNROUNDED = "/offramp_unrounded"
 _CLIPPED, _AT_LEAST = "/offramp_clipped", "/offramp_at_least"
 _BOUND = "offramp_bound/{:g}"
 
 _LARGEST = float(np.finfo(np.float16).max)
 _ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div", "Where", "Sum"})
+Weights: TypeAlias = dict[str, onnx.TensorProto]
 _SMALL = 16
 """Elements up to which a constant may be an epsilon or a bound."""
 
@@ -47,19 +59,12 @@ def halve(graph: bytes) -> bytes:
     Names and types of the graph's inputs and outputs stay. Constants beyond float16's range are
     clipped, with a warning that names them, as are numbers that count and masks made of them where
     they meet half precision. The same graph gives the same bytes.
-
-    Args:
-        graph: A serialised ONNX model.
-
-    Returns:
-        The serialised model.
     """
     proto = onnx.ModelProto.FromString(graph)
     fold_constants(proto.graph)
     fold_normalisations(proto.graph)
     _Halving(proto).rewrite()
-    halved: bytes = proto.SerializeToString(deterministic=True)
-    return halved
+    return serialised(proto)
 
 
 class _Halving:
@@ -104,8 +109,7 @@ class _Halving:
             )
 
     def _in_half(self, op: Operator, slots: Slots) -> onnx.NodeProto:
-        node = onnx.NodeProto()
-        node.CopyFrom(op.proto)
+        node = copied(op.proto)
         for place, name in enumerate(op.proto.input):
             if place in slots.inputs:
                 self._need_half(name)
@@ -173,20 +177,18 @@ class _Halving:
 
     def _store(self) -> None:
         graph = self._graph
-        nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in self._nodes]
         read = {name for op in self._flow.operators for name in self._read_single(op)}
         read |= set(self._flow.outputs)
         kept = [t for name, t in self._weights.items() if name in read]
         there = self._single | self._half
         known = [self._described(info) for info in graph.value_info if info.name in there]
-        del graph.node[:], graph.initializer[:], graph.value_info[:]
-        graph.node.extend(nodes)
+        refill(graph.node, self._nodes)
         bounds = [
             numpy_helper.from_array(np.asarray(bound, np.float32), name)
             for bound, name in self._bounds.items()
         ]
-        graph.initializer.extend([*kept, *self._half_weights, *bounds])
-        graph.value_info.extend(known)
+        refill(graph.initializer, [*kept, *self._half_weights, *bounds])
+        refill(graph.value_info, known)
 
     def _read_single(self, op: Operator) -> Iterable[str]:
         slots = self._halved.get(op.index)
@@ -196,8 +198,7 @@ class _Halving:
 
     def _described(self, info: onnx.ValueInfoProto) -> onnx.ValueInfoProto:
         """What is known of a tensor, under the name it has now."""
-        described = onnx.ValueInfoProto()
-        described.CopyFrom(info)
+        described = copied(info)
         if info.name in self._half and info.name not in self._single:
             described.name += SUFFIX
             described.type.tensor_type.elem_type = FLOAT16
@@ -214,13 +215,12 @@ def element_types(proto: onnx.ModelProto) -> dict[str, int]:
     return stated | {name: kind for name, (kind, _) in concrete_shapes(proto, {}).items()}
 
 
-Weights = dict[str, onnx.TensorProto]
-
-
 def fold_normalisations(graph: onnx.GraphProto) -> None:
     """Multiply batch normalisations into the convolutions before them.
 
     That is done where the weights are constant and nothing else reads the convolution's output.
+    Exporters mostly do so themselves. Where one did not, half precision would keep the
+    normalisation in float32 with casts around it, and TensorRT could not fuse the two.
     """
     flow = Dataflow(graph)
     weights = {tensor.name: tensor for tensor in graph.initializer}
@@ -235,10 +235,7 @@ def fold_normalisations(graph: onnx.GraphProto) -> None:
         conv.proto.input.extend(tensor.name for tensor in added)
         conv.proto.output[0] = norm.proto.output[0]
         gone.add(norm.index)
-    nodes = [op.proto for op in flow.operators if op.index not in gone]
-    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
-    del graph.node[:]
-    graph.node.extend(copies)
+    refill(graph.node, [op.proto for op in flow.operators if op.index not in gone])
 
 
 def _is_norm(op: Operator, weights: Weights) -> bool:
@@ -276,3 +273,84 @@ def _folded(conv: Operator, norm: Operator, weights: Weights) -> list[onnx.Tenso
         numpy_helper.from_array(value.astype(np.float32), f"{norm.writes[0]}/offramp_{name}")
         for name, value in made.items()
     ]
+
+
+def rounded(graph: bytes) -> bytes:
+    """Write the roundings of a graph's float16 operators into it, to be run on a CPU.
+
+    ONNX Runtime has few float16 kernels for CPUs. It puts casts around each operator and then
+    removes those that face each other, at every optimisation level: a float16 graph runs in
+    float32 with rounded weights, and nothing overflows. Casts that the graph itself has are kept,
+    so they are written into it, behind each operator. That is the arithmetic that the graph
+    states; TensorRT sums in float32 too, and rounds less often where it fuses operators.
+
+    Operators of other domains, what comes of them with no type that can be known, and operators
+    with bodies stay as they are, as do the names and types of the graph's inputs and outputs. A
+    graph without float16 stays the same.
+    """
+    proto = onnx.ModelProto.FromString(graph)
+    types = element_types(proto)
+    if FLOAT16 not in types.values():
+        return graph
+    _Rounding(proto.graph, types).rewrite()
+    return serialised(proto)
+
+
+class _Rounding:
+    """Rewrites one graph; every float16 tensor keeps its name and gets a float32 form."""
+
+    def __init__(self, graph: onnx.GraphProto, types: Mapping[str, int]) -> None:
+        self._graph = graph
+        self._types = types
+        self._half = {name for name, kind in types.items() if kind == FLOAT16}
+        self._weights = {tensor.name: tensor for tensor in graph.initializer}
+        self._nodes: list[onnx.NodeProto] = []
+        self._single: set[str] = set()
+        """Float16 tensors that have a float32 form."""
+
+    def rewrite(self) -> None:
+        flow = Dataflow(self._graph)
+        read = set(flow.outputs)
+        for op in flow.operators:
+            if self._computes_in_half(op):
+                self._round(op.proto)
+            else:
+                self._nodes.append(op.proto)
+                read.update(op.reads)
+        # Float16 weights that nothing reads any more would cost ONNX Runtime its optimisations.
+        weights = [t for name, t in self._weights.items() if name in read or name not in self._half]
+        weights += [_as_single(self._weights[n]) for n in self._single if n in self._weights]
+        weights.sort(key=lambda tensor: tensor.name)
+        refill(self._graph.node, self._nodes)
+        refill(self._graph.initializer, weights)
+        refill(self._graph.value_info, ())
+
+    def _computes_in_half(self, op: Operator) -> bool:
+        if not is_standard(op.proto) or op.has_body or op.kind == "Cast":
+            return False
+        known = self._types.keys() >= {*op.reads, *op.writes}
+        return known and not self._half.isdisjoint(op.reads)
+
+    def _round(self, half: onnx.NodeProto) -> None:
+        node = copied(half)
+        for place, name in enumerate(half.input):
+            if name in self._half:
+                self._need_single(name)
+                node.input[place] = name + SINGLE
+        self._nodes.append(node)
+        for place, name in enumerate(half.output):
+            if name in self._half:
+                node.output[place] = name + _UNROUNDED
+                self._nodes.append(
+                    helper.make_node("Cast", [name + _UNROUNDED], [name], to=FLOAT16)
+                )
+
+    def _need_single(self, name: str) -> None:
+        if name not in self._single and name not in self._weights:
+            self._nodes.append(helper.make_node("Cast", [name], [name + SINGLE], to=FLOAT))
+        self._single.add(name)
+
+
+def _as_single(tensor: onnx.TensorProto) -> onnx.TensorProto:
+    values = numpy_helper.to_array(tensor).astype(np.float32)
+    return numpy_helper.from_array(values, tensor.name + SINGLE)

@@ -8,7 +8,6 @@ attributes at their defaults); anything else is refused with its name rather tha
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import chain
 
 import numpy as np
 import onnx
@@ -16,8 +15,15 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from offramp.compiler.errors import ModelError
-from offramp.compiler.graph import captured_names
-from offramp.compiler.model import default_opset
+from offramp.compiler.graph import (
+    bodies,
+    captured_names,
+    constant_tensor,
+    default_opset,
+    is_standard,
+    refill,
+    serialised,
+)
 from offramp.compiler.shapes import declared_types
 
 OPSET = 17
@@ -47,13 +53,7 @@ _Constants = Mapping[str, "NDArray[np.generic]"]
 
 
 def lower(graph: bytes) -> bytes:
-    """Bring a graph to opset 17, with what TensorRT 8.6 wants constant as initializers.
-
-    Args:
-        graph: A serialised ONNX model of any opset.
-
-    Returns:
-        The serialised model, which computes the same.
+    """Bring a model of any opset to opset 17, and make initializers of its constants.
 
     Raises:
         ModelError: An operator means something that opset 17 cannot say.
@@ -67,8 +67,7 @@ def lower(graph: bytes) -> bytes:
             if entry.domain in {"", "ai.onnx"}:
                 entry.version = OPSET
     proto.ir_version = min(proto.ir_version, IR_VERSION)
-    lowered: bytes = proto.SerializeToString(deterministic=True)
-    return lowered
+    return serialised(proto)
 
 
 class _Lowering:
@@ -87,9 +86,9 @@ class _Lowering:
         constants = {**outer, **integers}
         moved: set[str] = set()
         for node in graph.node:
-            if node.domain in {"", "ai.onnx"}:
+            if is_standard(node):
                 moved |= self._lower_node(node, constants)
-            for body in chain.from_iterable(bodies(a) for a in node.attribute):
+            for body in bodies(node):
                 self.lower_graph(body, constants)
         _drop_unread(graph, moved)
 
@@ -165,9 +164,7 @@ def _drop_new_attributes(
 
 
 def _remove_attribute(node: onnx.NodeProto, name: str) -> None:
-    kept = [attribute for attribute in node.attribute if attribute.name != name]
-    del node.attribute[:]
-    node.attribute.extend(kept)
+    refill(node.attribute, [kept for kept in node.attribute if kept.name != name])
 
 
 def _drop_unread(graph: onnx.GraphProto, names: set[str]) -> None:
@@ -177,8 +174,7 @@ def _drop_unread(graph: onnx.GraphProto, names: set[str]) -> None:
     kept = [
         tensor for tensor in graph.initializer if tensor.name not in names or tensor.name in read
     ]
-    del graph.initializer[:]
-    graph.initializer.extend(kept)
+    refill(graph.initializer, kept)
 
 
 def _refused(node: onnx.NodeProto, reason: str) -> ModelError:
@@ -189,24 +185,17 @@ def _named(node: onnx.NodeProto) -> str:
     return f"operator {node.name or node.output[0]!r}"
 
 
-_PLAIN = {
-    "value_float": np.float32,
-    "value_floats": np.float32,
-    "value_int": np.int64,
-    "value_ints": np.int64,
-}
-
-
 def folded(model: bytes) -> bytes:
-    """Give a serialised model without ``Constant`` nodes; see :func:`fold_constants`."""
+    """Give a serialised model without ``Constant`` nodes, as :func:`fold_constants` does."""
     proto = onnx.ModelProto.FromString(model)
     fold_constants(proto.graph)
-    serialised: bytes = proto.SerializeToString(deterministic=True)
-    return serialised
+    return serialised(proto)
 
 
 def fold_constants(graph: onnx.GraphProto) -> None:
     """Turn the ``Constant`` nodes of a graph, and of the bodies in it, into initializers.
+
+    Then there is one kind of constant to look at instead of two.
 
     Those that give a graph output, and those of strings or sparse tensors, stay as they are.
     """
@@ -218,30 +207,6 @@ def fold_constants(graph: onnx.GraphProto) -> None:
             kept.append(node)
         else:
             graph.initializer.append(tensor)
-        for attribute in node.attribute:
-            for body in bodies(attribute):
-                fold_constants(body)
-    del graph.node[:]
-    graph.node.extend(kept)
-
-
-def constant_tensor(node: onnx.NodeProto) -> onnx.TensorProto | None:
-    """What a ``Constant`` node gives, under the name of its output; ``None`` for other nodes."""
-    if node.op_type != "Constant" or node.domain not in {"", "ai.onnx"}:
-        return None
-    attribute = node.attribute[0]
-    tensor = onnx.TensorProto()
-    if attribute.name == "value":
-        tensor.CopyFrom(attribute.t)
-    elif attribute.name in _PLAIN:
-        value = onnx.helper.get_attribute_value(attribute)
-        tensor = numpy_helper.from_array(np.asarray(value, _PLAIN[attribute.name]))
-    else:
-        return None
-    tensor.name = node.output[0]
-    return tensor
-
-
-def bodies(attribute: onnx.AttributeProto) -> list[onnx.GraphProto]:
-    """Graphs that an attribute holds, as those of ``If`` and ``Loop`` do."""
-    return [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]
+        for body in bodies(node):
+            fold_constants(body)
+    refill(graph.node, kept)

@@ -13,7 +13,8 @@ from offramp.bundle import Bundle, Manifest
 from offramp.bundle.engines import ShapeProfile, ShapeRange
 from offramp.compiler.engines.options import SizeRange, describe_ranges
 from offramp.compiler.errors import EngineOptionsError
-from offramp.compiler.runtime import Runner, random_inputs
+from offramp.compiler.graph import copied
+from offramp.compiler.runtime import GraphRunner, random_inputs
 from offramp.engine.assembly import assemble
 
 MANY_PROFILES = 16
@@ -132,7 +133,7 @@ class ModelShapes:
         self._cuts = tuple(segment.output for segment in manifest.segments)
         parts = [bundle.read(segment.file) for segment in manifest.segments]
         self._chain = onnx.load_from_string(assemble(parts, self._cuts))
-        self._runner = Runner(self._chain)
+        self._runner = GraphRunner(self._chain)
         self._known: dict[tuple[tuple[str, int], ...], dict[str, tuple[int, ...]]] = {}
 
     def at(self, point: Point) -> dict[str, tuple[int, ...]]:
@@ -173,8 +174,7 @@ class ModelShapes:
 
 def bound(proto: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> onnx.ModelProto:
     """Give a copy of a model whose inputs have fixed shapes."""
-    copy = onnx.ModelProto()
-    copy.CopyFrom(proto)
+    copy = copied(proto)
     for info in copy.graph.input:
         if info.name in shapes:
             del info.type.tensor_type.shape.dim[:]
@@ -186,12 +186,9 @@ def bound(proto: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> onnx
 def unit_profiles(
     inputs: Iterable[str], sizes: Sequence[Sizes], shapes: ModelShapes
 ) -> tuple[SizedProfile, ...]:
-    """Give the profiles of a unit, each once: it may not depend on every size.
+    """Give the profiles of a unit with these graph inputs, each once.
 
-    Args:
-        inputs: Names of its graph's inputs.
-        sizes: Of the profiles asked for.
-        shapes: Of the model.
+    A unit may not depend on every size.
     """
     names = list(inputs)
     profiles: list[SizedProfile] = []

@@ -1,4 +1,4 @@
-"""Units: what of a bundle becomes one engine each."""
+"""Units, each of which becomes one engine, and the ONNX graph of a unit in a precision."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from offramp.engine.plan import Mode, make_plan
 
 
 class Unit(NamedTuple):
-    """Segments fused to one engine, with the exit after the last of them or without.
+    """Segments merged into one engine, with the exit after the last of them or without.
 
     Units sort by where they begin. All segments without an exit are the source model, whose
     graph is the bundle's source file.
@@ -53,7 +53,7 @@ def source_unit(manifest: Manifest) -> Unit:
 
 
 def stage_units(bundle: Bundle) -> tuple[Unit, ...]:
-    """Stages of the policy in the modes that serve.
+    """List the stages of the exit policy in the modes that serve.
 
     They differ where an exit is switched off (NEVER): a mode that observes still asks it.
     """
@@ -63,9 +63,9 @@ def stage_units(bundle: Bundle) -> tuple[Unit, ...]:
 
 
 def segment_units(manifest: Manifest) -> tuple[Unit, ...]:
-    """Every segment by itself, with its exit where there is one.
+    """List every segment by itself, with its exit where there is one.
 
-    Chained they serve any policy until its stages are built.
+    Chained they serve any exit policy until its stages are built.
     """
     exits = {exit_.after_segment: exit_.index for exit_ in manifest.exits}
     return tuple(Unit(s.index, s.index, exits.get(s.index)) for s in manifest.segments)
@@ -86,7 +86,12 @@ def ranges_of(bundle: Bundle, dataset: Dataset, *, threads: int) -> Ranges:
 
 
 class UnitGraphs:
-    """Gives the graphs of a bundle's units; the same unit gives the same bytes."""
+    """The graphs that engines are built from; the same unit gives the same bytes.
+
+    Exits stay float32 in every precision and read the float32 cut tensor: the thresholds were
+    found on float32 confidences. A graph's inputs and outputs keep their names and types, so that
+    units of any precision can be chained, by an engine or by ONNX Runtime.
+    """
 
     def __init__(
         self,
@@ -96,13 +101,10 @@ class UnitGraphs:
         ranges: Ranges | None = None,
         tensorrt_version: str,
     ) -> None:
-        """Say what the graphs are for.
+        """Say what the graphs are for: ``fp32`` and ``tf32`` have the same ones.
 
-        Args:
-            bundle: The model's parts.
-            precision: ``fp32`` and ``tf32`` have the same graphs.
-            ranges: Of the activations, for ``int8``: those of :func:`ranges_of`.
-            tensorrt_version: 8.x gets graphs of opset 17.
+        ``ranges``, of :func:`ranges_of`, are those of the activations, for ``int8``. TensorRT 8.x
+        gets graphs of opset 17.
 
         Raises:
             ValueError: ``int8`` without ranges.

@@ -19,22 +19,20 @@ from offramp.bundle import Bundle
 from offramp.bundle.bundle import REPORT
 from offramp.calibration.dataset import Dataset, read_dataset
 from offramp.compiler.errors import ExportError
-from offramp.compiler.export.naming import Names
-from offramp.compiler.export.nesting import nest
+from offramp.compiler.export.nesting import Names, nest
 from offramp.compiler.export.verification import Verified, verify
 from offramp.compiler.model import MAX_BYTES
-from offramp.compiler.progress import Progress, SilentProgress
+from offramp.compiler.progress import SILENT, Progress
 from offramp.engine.errors import BackendError
 from offramp.engine.plan import Plan, make_plan
 
 METADATA = "offramp."
 """What the keys of an exported file's metadata begin with."""
-_SILENT = SilentProgress()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """What is asked for."""
+    """One run of ``eecompile export``."""
 
     bundle: Path
     data: Path | None
@@ -47,7 +45,7 @@ class ExportOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What was written."""
+    """An exported file: what was written, and how it was verified."""
 
     path: Path
     size_bytes: int
@@ -59,7 +57,7 @@ class Exported:
     """Whether the bundle was calibrated on the data that it was verified with."""
 
 
-def export_bundle(options: ExportOptions, progress: Progress = _SILENT) -> Exported:
+def export_bundle(options: ExportOptions, progress: Progress = SILENT) -> Exported:
     """Export a bundle, verify the file, and write it.
 
     Raises:
@@ -126,7 +124,7 @@ def make_model(bundle: Bundle, plan: Plan, names: Names, *, with_exits: bool) ->
 
 
 def _metadata(bundle: Bundle, plan: Plan, names: Names, *, with_exits: bool) -> dict[str, str]:
-    """What a file says of itself; values of JSON where they are more than a word."""
+    """Describe the file in its own metadata; values are JSON where they are more than a word."""
     manifest, promise = bundle.manifest, bundle.policy.promise
     exits = [
         {

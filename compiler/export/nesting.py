@@ -19,24 +19,21 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from offramp.compiler.export.naming import Names
+from offramp.bundle import Manifest
+from offramp.certify.decision import MODEL_END
+from offramp.compiler.graph import bodies, copied, default_opset
 from offramp.compiler.shapes import BATCH
 from offramp.engine.layouts import enter_blocked
 from offramp.engine.plan import Plan, StageSpec
 
-AT_END = -1
-"""In the output for exits: the model's own answer."""
 _ANSWER, _CONFIDENCE, _EXIT = "answer", "confidence", "exit"
 
 
 def nest(plan: Plan, source: onnx.ModelProto, names: Names, *, with_exits: bool) -> onnx.ModelProto:
-    """Make one model of the stages of a plan.
+    """Make one model of the stages of a plan in ``leave`` mode, with an exit at least.
 
-    Args:
-        plan: In ``leave`` mode, with an exit at least.
-        source: The source model, whose inputs, answer, opset and IR version the model has.
-        names: Of what is added.
-        with_exits: Whether exit index and confidence are outputs too.
+    It has the source model's inputs, answer, opset and IR version; ``with_exits`` adds outputs for
+    exit index and confidence.
     """
     stages = [onnx.load_model_from_string(stage_graph(stage)) for stage in plan.stages]
     graph = _Nesting(plan.stages, stages, source.graph, names, with_exits=with_exits).graph()
@@ -125,7 +122,7 @@ class _Nesting:
         self._types = {info.name: info for info in source.input}
         for stage in stages:
             self._types |= {i.name: i for i in (*stage.graph.input, *stage.graph.output)}
-        self._opset = max(o.version for o in stages[0].opset_import if o.domain in ("", "ai.onnx"))
+        self._opset = default_opset(stages[0])
 
     def graph(self) -> onnx.GraphProto:
         """Give the main graph."""
@@ -162,8 +159,7 @@ class _Nesting:
             taken = self._name(index, name)
             level.add("Gather", [self._name(outer, name), rows], f"stay/{name}", taken, axis=0)
             # Said, so that ONNX Runtime knows the channels, without which it blocks no layout.
-            info = onnx.ValueInfoProto()
-            info.CopyFrom(self._types[name])
+            info = copied(self._types[name])
             info.name = taken
             level.described.append(info)
 
@@ -235,7 +231,7 @@ class _Nesting:
         zero = level.weight("zero", _scalar(0))
         valid = level.add("Equal", [self._row_max(level, nan, "any_nan"), zero], "valid")
         level.add("Where", [valid, at_most_one, zero], "confidence", results[_CONFIDENCE])
-        _filled(level, largest, AT_END, results[_EXIT])
+        _filled(level, largest, MODEL_END, results[_EXIT])
 
     def _row_max(self, level: _Level, tensor: str, name: str) -> str:
         """Add the largest of every row; axes became an input with opset 18."""
@@ -271,8 +267,7 @@ class _Nesting:
     def _described(self, kind: str, name: str, index: int) -> onnx.ValueInfoProto:
         rows = self._rows(index)
         if kind == _ANSWER:
-            info = onnx.ValueInfoProto()
-            info.CopyFrom(self._answer)
+            info = copied(self._answer)
             info.name = name
             rename_symbol([info], BATCH, rows)
             return info
@@ -300,7 +295,9 @@ Rename = Callable[[str], str]
 
 
 def rename_graph(graph: onnx.GraphProto, rename: Rename) -> None:
-    """Rename every tensor and node of a graph, in the bodies of its operators too.
+    """Rename every tensor and node of a graph, so that several graphs fit into one namespace.
+
+    The bodies of its operators are renamed too.
 
     ONNX has no shadowing: a name means the same tensor in a graph and in all bodies inside it,
     so that one function serves for all of them.
@@ -316,9 +313,8 @@ def rename_graph(graph: onnx.GraphProto, rename: Rename) -> None:
         # An optional input that is absent has the empty name, which means just that.
         node.input[:] = [rename(name) if name else "" for name in node.input]
         node.output[:] = [rename(name) if name else "" for name in node.output]
-        for attribute in node.attribute:
-            for body in (attribute.g, *attribute.graphs):
-                rename_graph(body, rename)
+        for body in bodies(node):
+            rename_graph(body, rename)
 
 
 def rename_symbol(infos: Iterable[onnx.ValueInfoProto], old: str, new: str) -> None:
@@ -328,3 +324,45 @@ def rename_symbol(infos: Iterable[onnx.ValueInfoProto], old: str, new: str) -> N
         for dim in info.type.tensor_type.shape.dim:
             if dim.HasField("dim_param"):
                 dim.dim_param = token.sub(lambda _: new, dim.dim_param)
+
+
+EXIT, CONFIDENCE = "exit", "confidence"
+"""Outputs of ``--with-exits``."""
+_OURS = "offramp_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """The names that exporting adds to those of the model, chosen so that none clashes."""
+
+    exit: str
+    """Output, int32 [batch]: index of the exit that answered, -1 at the model's end."""
+    confidence: str
+    """Output, float32 [batch]: confidence of the answer."""
+    thresholds: tuple[str, ...]
+    """Optional inputs, float32 scalars: least confidence to exit with, in depth order."""
+    inner: str
+    """What every other name begins with."""
+
+    @classmethod
+    def of(cls, manifest: Manifest, plan: Plan) -> Names:
+        """Choose names that no input or output of the model has.
+
+        The outputs are called ``exit`` and ``confidence``. If the model has an input or output
+        of one of these names, both are called ``offramp_exit`` and ``offramp_confidence``; should
+        the model have one of these as well, ``offramp_`` is put in front once more.
+        """
+        taken = {tensor.name for tensor in (*manifest.inputs, *manifest.outputs)}
+        shown = _free((EXIT, CONFIDENCE), taken)
+        thresholds = _free([f"{_OURS}threshold_{index}" for index in plan.exits], taken)
+        inner = _OURS
+        while any(name.startswith(inner) for name in (*taken, *shown, *thresholds)):
+            inner = f"{inner}_"
+        return cls(exit=shown[0], confidence=shown[1], thresholds=tuple(thresholds), inner=inner)
+
+
+def _free(wanted: Iterable[str], taken: set[str]) -> list[str]:
+    names = list(wanted)
+    while not taken.isdisjoint(names):
+        names = [f"{_OURS}{name}" for name in names]
+    return names

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from offramp.calibration.dataset import Dataset
 from offramp.compiler.errors import VerificationError
-from offramp.compiler.export.naming import Names
+from offramp.compiler.export.nesting import Names
+from offramp.compiler.graph import bodies
 from offramp.compiler.runtime import relative_difference
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.pipeline import Pipeline
@@ -27,20 +28,20 @@ Tensors = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
-    """What was said of a batch of b rows."""
+class GivenAnswers:
+    """What a model answered for a batch of b rows, and at which exits."""
 
     answer: NDArray[Any]
     """[b, classes]."""
     exit: NDArray[np.int32]
-    """[b]; :data:`AT_END` is the model's own answer."""
+    """[b]; :data:`~offramp.certify.MODEL_END` is the model's own answer."""
     confidence: NDArray[np.float32]
     """[b]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """What was compared, and what was found."""
+    """What an export was compared on, and what was found."""
 
     samples: int
     largest_difference: float
@@ -62,8 +63,7 @@ def verify(
 
     Args:
         plan: The bundle's, in ``leave`` mode.
-        models: Exported, by what they are called in messages; those that give exits are compared
-            in these too.
+        models: Exported, by what messages call them; if they give exits, these are compared too.
         names: Of the added outputs.
         dataset: The samples.
         tolerance: Allowed difference of answers, relative to the largest of the batch.
@@ -83,7 +83,7 @@ def verify(
         for what, model in exported.items():
             given = model.run(tensors)
             where = f"{what} on samples {rows.start} to {rows.stop - 1}"
-            if isinstance(given, Answers):
+            if isinstance(given, GivenAnswers):
                 _compare_exits(given, wanted, plan, f"{what} on sample", rows.start)
                 given = given.answer
             largest = max(largest, _difference(given, wanted.answer, tolerance, where))
@@ -102,7 +102,7 @@ class _Staged:
         self._slot = self._pipeline.backend.open_slot()
         self._exits = [s.answered_by for s in plan.stages]
 
-    def run(self, tensors: Tensors) -> Answers:
+    def run(self, tensors: Tensors) -> GivenAnswers:
         size = len(next(iter(tensors.values())))
         departures = list(self._pipeline.run(self._slot, tensors))
         first = departures[0].answer
@@ -112,7 +112,7 @@ class _Staged:
             answer[departure.rows] = departure.answer
             exit_[departure.rows] = self._exits[departure.stage]
             confidence[departure.rows] = departure.confidence
-        return Answers(answer=answer, exit=exit_, confidence=confidence)
+        return GivenAnswers(answer=answer, exit=exit_, confidence=confidence)
 
 
 class _Exported:
@@ -137,7 +137,7 @@ class _Exported:
         if self._tells_exits:
             self._outputs += [names.exit, names.confidence]
 
-    def run(self, tensors: Tensors) -> Answers | NDArray[Any]:
+    def run(self, tensors: Tensors) -> GivenAnswers | NDArray[Any]:
         """Give the answers, with their exits if the model tells them."""
         try:
             answer, *rest = self._session.run(self._outputs, tensors)
@@ -145,7 +145,7 @@ class _Exported:
             raise VerificationError(f"the export fails: {error}") from error
         if not self._tells_exits:
             return np.asarray(answer)
-        return Answers(answer=answer, exit=rest[0], confidence=rest[1])
+        return GivenAnswers(answer=answer, exit=rest[0], confidence=rest[1])
 
 
 def _batches(samples: int) -> Iterator[slice]:
@@ -158,21 +158,19 @@ def _batches(samples: int) -> Iterator[slice]:
         start = stop
 
 
-def _compare_exits(given: Answers, wanted: Answers, plan: Plan, where: str, start: int) -> None:
+def _compare_exits(
+    given: GivenAnswers, wanted: GivenAnswers, plan: Plan, where: str, start: int
+) -> None:
     wrong = np.flatnonzero(given.exit != wanted.exit)
     if not wrong.size:
         return
     row = int(wrong[0])
     thresholds = {s.exit: s.threshold for s in plan.stages if not s.final}
     raise VerificationError(
-        f"{where} {start + row}: it leaves at {_label(given.exit[row])} with confidence "
-        f"{given.confidence[row]:.7f}, in the bundle at {_label(wanted.exit[row])} with "
+        f"{where} {start + row}: it leaves at {exit_label(int(given.exit[row]))} with confidence "
+        f"{given.confidence[row]:.7f}, in the bundle at {exit_label(int(wanted.exit[row]))} with "
         f"{wanted.confidence[row]:.7f} (thresholds {thresholds}); nothing was written"
     )
-
-
-def _label(index: int) -> str:
-    return exit_label(int(index))
 
 
 def _difference(given: NDArray[Any], wanted: NDArray[Any], tolerance: float, where: str) -> float:
@@ -191,5 +189,4 @@ def _has_half_precision(graph: onnx.GraphProto) -> bool:
     """Whether any weight of a graph, or of a body in it, is float16."""
     if any(weight.data_type == onnx.TensorProto.FLOAT16 for weight in graph.initializer):
         return True
-    bodies = (b for n in graph.node for a in n.attribute for b in (a.g, *a.graphs))
-    return any(_has_half_precision(body) for body in bodies)
+    return any(_has_half_precision(body) for node in graph.node for body in bodies(node))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
+from offramp.certify.decision import NEVER, leaves
 from offramp.compiler.report import numbers, svg
 from offramp.compiler.report.figures import FloatArray, PolicyFigures, savings_curve, thin
 from offramp.compiler.report.svg import Scale, Tick
@@ -21,8 +22,7 @@ _DEFAULT_REACH = 0.05
 """Its end where nothing was promised."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatencyRow:
+class LatencyRow(NamedTuple):
     """Milliseconds at one batch size."""
 
     batch_size: int
@@ -72,15 +72,8 @@ def latency_rows(found: PolicyFigures) -> list[LatencyRow]:
     rows = []
     for size, source in zip(found.profile.batch_sizes, found.profile.source_ms, strict=True):
         predicted = found.predicted_ms(size)
-        rows.append(
-            LatencyRow(
-                batch_size=size,
-                source_ms=source,
-                source_sample_ms=source / size,
-                predicted_sample_ms=predicted / size,
-                savings=1 - predicted / source if source else 0.0,
-            )
-        )
+        saved = 1 - predicted / source if source else 0.0
+        rows.append(LatencyRow(size, source, source / size, predicted / size, saved))
     return rows
 
 
@@ -174,7 +167,7 @@ _SUREST = 0.99995
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitCurves:
-    """An exit's two drawings."""
+    """An exit's two drawings: agreement against coverage, and how its confidences are spread."""
 
     index: int
     active: bool
@@ -207,13 +200,9 @@ def exit_curves(found: PolicyFigures) -> list[ExitCurves]:
 def coverage(
     confidence: NDArray[np.float32], agrees: NDArray[np.bool_]
 ) -> tuple[FloatArray, FloatArray]:
-    """Agreement among those that leave, as the threshold falls.
+    """Compute the agreement among those that leave, as an exit's threshold falls.
 
     Samples of one confidence leave together. Fewer than 20 are too few to draw.
-
-    Args:
-        confidence: float32[samples].
-        agrees: bool[samples].
 
     Returns:
         float64[points] each: share that leaves, rising to 1, and agreement among them.
@@ -265,11 +254,11 @@ def _agreement(
 
 
 def _operating_point(found: PolicyFigures, index: int, x: Scale, y: Scale) -> Markup:
-    threshold = found.thresholds.get(index)
-    leaves = found.certify.confidence[index] >= (2.0 if threshold is None else threshold)
-    if threshold is None or not leaves.any():
+    threshold = found.thresholds.get(index, NEVER)
+    left = leaves(found.certify.confidence[index], np.float32(threshold))
+    if not left.any():
         return Markup("")
-    share, agreement = float(leaves.mean()), float(found.certify.agrees[index][leaves].mean())
+    share, agreement = float(left.mean()), float(found.certify.agrees[index][left].mean())
     title = (
         f"threshold {numbers.threshold(threshold)}: {numbers.percent(share)} would leave, "
         f"{numbers.percent(agreement, 2)} of them agree"

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from offramp.bundle import NEVER, ExitPolicy, Manifest, Profile
 from offramp.calibration.records import ExitRecords
 from offramp.certify.agreement import tuning_path
-from offramp.certify.decision import count_answers, first_exit
+from offramp.certify.decision import MODEL_END, count_answers, first_exit
 from offramp.certify.path import walk
 from offramp.certify.records import savings_of
 from offramp.engine.control.costs import CostModel
@@ -97,7 +97,7 @@ class PolicyFigures:
         """Mean milliseconds per batch: profiled times weighted by the shares counted."""
         rows = self.active
         times = self.cost(batch_size).latency_ms(rows)
-        return float(times @ self.shares[[*rows, len(self.manifest.exits)]])
+        return float(times @ self.shares[[*rows, MODEL_END]])
 
     def savings_at(self, batch_size: int) -> float:
         """Share of the source model's time that is predicted to be saved at a batch size."""

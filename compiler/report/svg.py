@@ -32,14 +32,9 @@ def join(parts: Iterable[str]) -> Markup:
 
 
 def drawing(width: float, height: float, label: str, *children: str, top: float = 0.0) -> Markup:
-    """Make a drawing that scales with its column.
+    """Make a drawing that scales with its column; ``label`` is what a screen reader says.
 
-    Args:
-        width: In pixels, as are all.
-        height: Of what is drawn.
-        label: What a screen reader says.
-        children: Elements.
-        top: What is cut off above.
+    Sizes are in pixels; ``top`` of them are cut off above.
     """
     box = f"0 {_short(top)} {_short(width)} {_short(height - top)}"
     return element("svg", *children, viewBox=box, role="img", aria_label=label)

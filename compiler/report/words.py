@@ -59,7 +59,7 @@ def promise(found: PolicyFigures) -> tuple[str, str] | None:
 
 
 def warning(
-    found: PolicyFigures, limit: Limit | None = None, judged: Judged | None = None
+    found: PolicyFigures, limit: Limit | None = None, judged: SavingsCheck | None = None
 ) -> tuple[str, str] | None:
     """Say loudly what is wrong, and what to do; ``None`` if all is well."""
     if judged is not None and (nothing := judged.warning):
@@ -86,7 +86,7 @@ def warning(
     return title, f"{why} {remedy}"
 
 
-def headlines(found: PolicyFigures, judged: Judged | None = None) -> list[Headline]:
+def headlines(found: PolicyFigures, judged: SavingsCheck | None = None) -> list[Headline]:
     """Pick the few figures that come first."""
     shown = []
     made, in_use = found.policy.promise, bool(found.active)
@@ -177,7 +177,7 @@ TOLERATED_DIFFERENCE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class SavingsCheck:
     """A measurement beside what was predicted, at the batch size nearest to the reference."""
 
     measured: Measured
@@ -188,7 +188,7 @@ class Judged:
     """That it was predicted from."""
 
     @classmethod
-    def of(cls, found: PolicyFigures, measured: Measured) -> Judged:
+    def of(cls, found: PolicyFigures, measured: Measured) -> SavingsCheck:
         """Set a measurement beside what is predicted at the same batch size."""
         at = measured.nearest(found.reference)
         predicted = found.savings_at(at.batch_size)
@@ -247,7 +247,7 @@ def ratio(found: Ratio) -> str:
     return f"{found.value:.2f} ± {found.half_width:.2f}"
 
 
-def _reasons(judged: Judged) -> list[str]:
+def _reasons(judged: SavingsCheck) -> list[str]:
     """Whatever may explain a difference, the surest first; never empty."""
     measured, at, profile = judged.measured, judged.at, judged.profile
     found = []

@@ -9,6 +9,7 @@ from offramp.engine.scheduling.base import (
     Dropped,
     Idle,
     Piece,
+    RowSet,
     Run,
     SchedulerFullError,
     Submission,
@@ -17,7 +18,6 @@ from offramp.engine.scheduling.base import (
 )
 from offramp.engine.scheduling.device import Assignment, DeviceScheduler
 from offramp.engine.scheduling.factory import POLICIES, PolicyName, make_policy, make_scheduler
-from offramp.engine.scheduling.hot_swap import SuccessiveScheduler
 from offramp.engine.scheduling.latency import Latencies, Span, stage_seconds
 from offramp.engine.scheduling.parallel import ParallelLimit
 from offramp.engine.scheduling.points import (
@@ -28,7 +28,6 @@ from offramp.engine.scheduling.points import (
 )
 from offramp.engine.scheduling.policy import Policy
 from offramp.engine.scheduling.queue import SampleQueue
-from offramp.engine.scheduling.rowset import RowSet
 from offramp.engine.scheduling.scheduler import ModelScheduler
 
 __all__ = [
@@ -53,7 +52,6 @@ __all__ = [
     "SchedulerFullError",
     "Span",
     "Submission",
-    "SuccessiveScheduler",
     "Transition",
     "Wait",
     "going_on",

@@ -1,26 +1,28 @@
-"""The vocabulary of scheduling: plain decisions, no clock, no thread, no tensors.
+"""The vocabulary of scheduling: plain decisions, with no clock, no thread and no tensors.
 
 The executor, the simulator and the tests ask ``next(stream, now)`` whenever a stream is idle and
-tell ``done`` what came of it. All times are absolute seconds of one monotonic clock. Samples are
-named by the request that they belong to and their row in it.
+tell ``done`` which rows were sure enough. All times are absolute seconds of one monotonic clock. A
+sample is named by the request that it belongs to and its row in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from offramp.engine.scheduling.ordering import Key
+
 Rows: TypeAlias = NDArray[np.intp]
 """Positions in a batch, rising."""
 
 
 class DropCause(StrEnum):
-    """Why a sample leaves without an answer."""
+    """The reason why a sample leaves without an answer."""
 
     EXPIRED = "expired"
     """Its deadline passed."""
@@ -33,11 +35,12 @@ class DropCause(StrEnum):
 
 
 class SchedulerFullError(Exception):
-    """The bounded queue has no room."""
+    """The bounded queue has no room for a request."""
 
 
-class Submission(NamedTuple):
-    """A request of some samples, all wanting stage 0. A tuple: one is made every request."""
+@dataclass(slots=True, eq=False)
+class Submission:
+    """A request of some samples, which all want stage 0, and how many of them still wait."""
 
     request: int
     """Unique; never reused."""
@@ -47,10 +50,70 @@ class Submission(NamedTuple):
     """Higher goes first."""
     batch_key: Hashable = None
     """Samples batch only with samples of equal batch key (their shapes, say)."""
+    left: int = field(init=False, default=0)
+    """Samples that still wait in the queue, which counts them."""
+    submitted_s: float = field(init=False, default=0.0)
+    """When it was queued."""
+    key: Key = field(init=False, default=())
+    """Priority (negated), deadline, order of arrival: the smallest goes first."""
+
+
+class RowSet(NamedTuple):
+    """The samples of a batch as a struct of arrays [n]; never changed in place."""
+
+    requests: NDArray[np.int64]
+    """The request of each row; rows of one request are neighbours, but in merged batches."""
+    rows: NDArray[np.int64]
+    """The row within its request."""
+    deadlines_s: NDArray[np.float64]
+    """Infinity where there is none."""
+    priorities: NDArray[np.int64]
+    sample_ids: NDArray[np.int64]
+    """Numbers of the samples in the order in which they were started; unique for a model."""
+    answered: NDArray[np.bool_]
+    """Whether it has its answer already, and runs on for feedback: nobody waits for it."""
+
+    def take(self, rows: Rows) -> RowSet:
+        """Select some of the rows."""
+        return RowSet(
+            self.requests[rows],
+            self.rows[rows],
+            self.deadlines_s[rows],
+            self.priorities[rows],
+            self.sample_ids[rows],
+            self.answered[rows],
+        )
+
+    def answering(self, rows: Rows) -> RowSet:
+        """Mark some rows as answered: nothing is late for them any more."""
+        deadlines_s, answered = self.deadlines_s.copy(), self.answered.copy()
+        deadlines_s[rows], answered[rows] = float("inf"), True
+        return self._replace(deadlines_s=deadlines_s, answered=answered)
+
+    @property
+    def unanswered(self) -> int:
+        """The number of samples that somebody waits for."""
+        return len(self.answered) - int(np.count_nonzero(self.answered))
+
+    def by_request(self) -> Iterator[RowSet]:
+        """Split into one set for each request."""
+        for request in dict.fromkeys(self.requests.tolist()):
+            yield self.take(np.flatnonzero(self.requests == request))
+
+    def dropped(self, cause: DropCause) -> list[Dropped]:
+        """Report that all of them leave; of those who have their answer there is no report."""
+        requests, counts = np.unique(self.requests[~self.answered], return_counts=True)
+        pairs = zip(requests.tolist(), counts.tolist(), strict=True)
+        return [Dropped(request, count, cause) for request, count in pairs]
+
+
+def concatenate(parts: Sequence[RowSet]) -> RowSet:
+    """Make one set of some sets, in order."""
+    return RowSet(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
 class Piece(NamedTuple):
-    """Rows of a batch that was buffered at a split, now part of a fused one."""
+    """Rows of a batch that was buffered at a split and are now part of a merged one."""
 
     number: int
     """Names the buffered batch: :attr:`Transition.buffered`."""
@@ -59,36 +122,46 @@ class Piece(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Run ``stage`` on these samples, as rows of one batch, in this order."""
+    """The decision to run ``stage`` on some samples, as rows of one batch, in their order."""
 
     batch: int
     """Names the batch from stage to stage."""
     stage: int
-    requests: NDArray[np.int64]
-    """[n]: the request of each row; rows of one request are neighbours, but in fused batches."""
-    rows: NDArray[np.int64]
-    """[n]: the row within its request."""
+    samples: RowSet
     deepest: int
     """The stage where all that are still here must leave; beyond it none of them runs."""
-    sample_ids: NDArray[np.int64]
-    """[n]: numbers of the samples, in the order in which they were started."""
     pieces: tuple[Piece, ...] = ()
-    """Of which buffered batches this one is fused, in the order of its rows; empty where it is
-    new (stage 0) or goes on from the stage before."""
+    """The buffered batches that this one is merged of, in the order of its rows; empty where it
+    is new (stage 0) or goes on from the stage before."""
     plan: int = 0
-    """Under which of successive plans."""
+    """The number of the plan that it was started under."""
+
+    @property
+    def requests(self) -> NDArray[np.int64]:
+        """[n]: the request of each row."""
+        return self.samples.requests
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """[n]: the row within its request."""
+        return self.samples.rows
+
+    @property
+    def sample_ids(self) -> NDArray[np.int64]:
+        """[n]: numbers of the samples, in the order in which they were started."""
+        return self.samples.sample_ids
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing to run before this time, unless something is submitted or done."""
+    """The decision to run nothing before this time, unless something is submitted or done."""
 
     until_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """Nothing to run until something is submitted or done."""
+    """The decision to run nothing until something is submitted or done."""
 
 
 IDLE = Idle()
@@ -97,12 +170,12 @@ Decision: TypeAlias = Run | Wait | Idle
 
 
 def wait_until(until_s: float) -> Wait | Idle:
-    """Wait, or idle if that is for ever."""
+    """Decide to wait, or to idle if that is for ever."""
     return IDLE if until_s == float("inf") else Wait(until_s)
 
 
 class Transition(NamedTuple):
-    """What becomes of the rows of a run.
+    """What a run leads to for each of its rows.
 
     A row leaves (``released``, ``dropped`` or ``ended``) or survives; one that is released may
     survive too, and end later.
@@ -111,7 +184,7 @@ class Transition(NamedTuple):
     released: Rows
     """Rows that have their answer now, forced or not."""
     dropped: Rows
-    """Rows that leave without: reported by ``take_dropped`` too."""
+    """Rows that leave without an answer: reported by ``take_dropped`` too."""
     survivors: Rows
     """Rows that go on to the next stage, those among them that run on for feedback only."""
     buffered: int | None = None
@@ -123,7 +196,7 @@ class Transition(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Samples that left without an answer."""
+    """The report that samples of a request left without an answer."""
 
     request: int
     count: int

@@ -11,41 +11,16 @@ from offramp.engine.scheduling.base import Submission
 from offramp.engine.scheduling.ordering import Key, SortedQueue
 
 
-class Entry:
-    """A submission, less the samples that were taken already."""
-
-    __slots__ = (
-        "bucket",
-        "count",
-        "deadline_s",
-        "key",
-        "left",
-        "priority",
-        "request",
-        "submitted_s",
-    )
-
-    def __init__(self, submission: Submission, now_s: float, key: Key, bucket: Bucket) -> None:
-        """Nothing is taken yet."""
-        self.request, self.count, self.deadline_s, self.priority, _ = submission
-        self.left = self.count
-        """Samples that still wait."""
-        self.submitted_s = now_s
-        self.key = key
-        """Priority (negated), deadline, order of arrival: the smallest goes first."""
-        self.bucket = bucket
-
-
 class Taken(NamedTuple):
-    """Neighbouring samples of a submission, taken from a bucket."""
+    """Neighbouring samples of a submission that were taken from a bucket."""
 
-    entry: Entry
+    submission: Submission
     first: int
     size: int
 
 
 class Bucket:
-    """Samples of one batch key, most urgent first."""
+    """The samples of one batch key that wait for stage 0, most urgent first."""
 
     __slots__ = (
         "_by_age",
@@ -69,68 +44,69 @@ class Bucket:
         """The last time that one of them is due, or later."""
         self.lowest_priority = 0
         """Of them, or lower."""
-        self._by_urgency: SortedQueue[Entry] = SortedQueue()
-        self._by_age: SortedQueue[Entry] | None = SortedQueue() if aged else None
+        self._by_urgency: SortedQueue[Submission] = SortedQueue()
+        self._by_age: SortedQueue[Submission] | None = SortedQueue() if aged else None
         # Marks of BucketIndex:
         self.ready = False
         self.timed = False
         self.bound: Key = ()
         self.stamp = -1
 
-    def push(self, entry: Entry) -> None:
-        """Add an entry."""
-        self._by_urgency.push(entry.key, entry)
+    def push(self, submission: Submission) -> None:
+        """Add a submission, which has its key."""
+        key, priority = submission.key, submission.priority
+        self._by_urgency.push(key, submission)
         if self._by_age is not None:
-            self._by_age.push((entry.submitted_s, entry.key[-1]), entry)
+            self._by_age.push((submission.submitted_s, key[-1]), submission)
         if not self.size:
-            self.latest_s, self.lowest_priority = entry.key[1], entry.priority
+            self.latest_s, self.lowest_priority = key[1], priority
         else:
-            self.latest_s = max(self.latest_s, entry.key[1])
-            self.lowest_priority = min(self.lowest_priority, entry.priority)
-        self.size += entry.left
+            self.latest_s = max(self.latest_s, key[1])
+            self.lowest_priority = min(self.lowest_priority, priority)
+        self.size += submission.left
 
-    def forget(self, entry: Entry) -> None:
-        """Count what is left of an entry no longer."""
-        self.size -= entry.left
-        entry.left = 0
+    def forget(self, submission: Submission) -> None:
+        """Count what is left of a submission no longer."""
+        self.size -= submission.left
+        submission.left = 0
         self._died(1)
 
     def take(self, limit: int) -> list[Taken]:
         """Take up to ``limit`` samples, most urgent first."""
         taken, exhausted = [], 0
         while self.size and limit > 0:
-            entry = self.most_urgent()
-            left = entry.left
+            submission = self.most_urgent()
+            left = submission.left
             count = left if left <= limit else limit
-            taken.append(Taken(entry, entry.count - left, count))
-            entry.left = left - count
+            taken.append(Taken(submission, submission.samples - left, count))
+            submission.left = left - count
             self.size -= count
             limit -= count
             exhausted += count == left
         self._died(exhausted)
         return taken
 
-    def _died(self, entries: int) -> None:
-        self._by_urgency.died(entries)
+    def _died(self, submissions: int) -> None:
+        self._by_urgency.died(submissions)
         if self._by_age is not None:
-            self._by_age.died(entries)
+            self._by_age.died(submissions)
 
-    def most_urgent(self) -> Entry:
-        """The entry to serve first; the bucket must not be empty."""
+    def most_urgent(self) -> Submission:
+        """The submission to serve first; the bucket must not be empty."""
         head = self._by_urgency.head()
-        assert head is not None, "an empty bucket has no most urgent entry"
+        assert head is not None, "an empty bucket has no most urgent submission"
         return head[1]
 
     def oldest_s(self) -> float:
         """When the sample that waits longest was submitted; the bucket must not be empty."""
         assert self._by_age is not None, "this bucket does not know ages"
         head = self._by_age.head()
-        assert head is not None, "an empty bucket has no oldest entry"
+        assert head is not None, "an empty bucket has no oldest submission"
         return head[1].submitted_s
 
 
 class BucketIndex:
-    """Which bucket a batch is formed of next, in O(log buckets).
+    """The index that finds the bucket to form a batch of next, in O(log buckets).
 
     A bucket is ready once it holds a full batch, or once its oldest sample has waited long enough;
     of the ready ones the bucket with the most urgent sample is served. A heap keeps a lower bound
@@ -161,7 +137,7 @@ class BucketIndex:
             self._make_ready(bucket)
 
     def pushed(self, bucket: Bucket, key: Key) -> None:
-        """Note that an entry with this key came into the bucket."""
+        """Note that a submission with this key came into the bucket."""
         if bucket.ready:
             if key < bucket.bound:
                 self._bound(bucket, key)

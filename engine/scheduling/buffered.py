@@ -1,4 +1,4 @@
-"""Survivors that wait at a split until they are fused into a fuller batch (E3 3.3)."""
+"""Survivors that wait at a split until they are merged into a fuller batch (E3 3.3)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.engine.scheduling.base import Piece, Rows
+from offramp.engine.scheduling.base import Piece, Rows, RowSet, concatenate
 from offramp.engine.scheduling.queue import PATIENCE_S
-from offramp.engine.scheduling.rowset import RowSet, concatenate
 
 
 @dataclass(slots=True, eq=False)
 class BufferedBatch:
-    """The survivors of a batch, or those of them that still wait."""
+    """The survivors of a batch that still wait at a split."""
 
     number: int
     samples: RowSet
@@ -30,12 +29,12 @@ class BufferedBatch:
 
     @property
     def due_s(self) -> NDArray[np.float64]:
-        """[n]: deadlines, or as long as a request without one is given; never, once answered."""
+        """[n]: the deadline, or a patience where there is none; infinity once answered."""
         due_s = np.minimum(self.samples.deadlines_s, self.patience_s)
         return np.where(self.samples.answered, np.inf, due_s)
 
     def split(self, leaving: NDArray[np.bool_]) -> tuple[BufferedBatch, BufferedBatch]:
-        """Part it into those that leave and those that stay."""
+        """Separate those that leave from those that stay."""
         return self._part(np.flatnonzero(leaving)), self._part(np.flatnonzero(~leaving))
 
     def _part(self, rows: Rows) -> BufferedBatch:
@@ -45,7 +44,7 @@ class BufferedBatch:
 
 @dataclass(slots=True, eq=False)
 class BufferedBucket:
-    """Samples of one batch key before one stage: at most a few batches' worth."""
+    """The samples of one batch key that wait before one stage: at most a few batches' worth."""
 
     batch_key: Hashable
     batches: list[BufferedBatch] = field(default_factory=list)
@@ -67,7 +66,7 @@ class BufferedBucket:
                 self.add(buffered)
 
     def most_urgent(self, limit: int) -> list[NDArray[np.bool_]]:
-        """Which samples of each batch are among the ``limit`` to serve first."""
+        """Mark the samples of each batch that are among the ``limit`` to serve first."""
         due_s = np.concatenate([buffered.due_s for buffered in self.batches])
         priorities = np.concatenate([buffered.samples.priorities for buffered in self.batches])
         chosen = np.zeros(self.size, np.bool_)
@@ -77,7 +76,7 @@ class BufferedBucket:
 
 @dataclass(slots=True)
 class BufferedQueue:
-    """What waits before one stage."""
+    """The samples that wait before one stage, in buckets by batch key."""
 
     buckets: dict[Hashable, BufferedBucket] = field(default_factory=dict)
     size: int = 0
@@ -85,7 +84,8 @@ class BufferedQueue:
     deadline_s: float = float("inf")
     """The first deadline among them, or earlier."""
     discarded: list[int] = field(default_factory=list)
-    """Buffered batches of which nothing waits any more; whoever keeps their tensors empties it."""
+    """Buffered batches of which nothing waits any more; a scheduler has one list for all its
+    queues, and empties it."""
 
     def buffer(self, samples: RowSet, batch_key: Hashable, number: int, now_s: float) -> None:
         """Add the survivors of a batch."""
@@ -119,11 +119,11 @@ class BufferedQueue:
         return samples, tuple(Piece(buffered.number, buffered.positions) for buffered in taken)
 
     def remove(self, request: int) -> list[RowSet]:
-        """Remove the samples of a request that wait for their answer; gives them."""
+        """Remove and give the samples of a request that wait for their answer."""
         return self._drop(lambda s: (s.requests == request) & ~s.answered)
 
     def expire(self, now_s: float) -> list[RowSet]:
-        """Remove what can no longer be answered in time; gives it."""
+        """Remove and give what can no longer be answered in time."""
         if now_s < self.deadline_s:
             return []
         dropped = self._drop(lambda samples: samples.deadlines_s <= now_s)

@@ -1,4 +1,4 @@
-"""Several models on the streams of one device: who may use it next.
+"""Several models share the streams of one device: which of them may use it next.
 
 Start-time fair queueing (Goyal, Vin and Cheng, 1996) over the seconds that streams are busy: the
 model that has had least of the device, for its weight, is served first. A model that was away
@@ -17,19 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.engine.scheduling.base import (
-    IDLE,
     Idle,
     Run,
     Submission,
     Transition,
     Wait,
+    wait_until,
 )
-from offramp.engine.scheduling.hot_swap import SuccessiveScheduler
 from offramp.engine.scheduling.scheduler import ModelScheduler
 
 
 class Assignment(NamedTuple):
-    """What a stream shall run, and for which model."""
+    """The decision to run something for a model."""
 
     model: str
     run: Run
@@ -37,9 +36,9 @@ class Assignment(NamedTuple):
 
 @dataclass(slots=True)
 class _Share:
-    """A model's part of the device."""
+    """A model's share of the device."""
 
-    scheduler: SuccessiveScheduler
+    scheduler: ModelScheduler
     weight: float
     used_s: float = 0.0
     """Seconds of streams that it has used, by its weight; comparable among the busy."""
@@ -48,7 +47,7 @@ class _Share:
 
 
 class DeviceScheduler:
-    """The schedulers of all models of a device, and its streams; the caller serialises."""
+    """The scheduler of a device, which all its models share; the caller serialises the calls."""
 
     def __init__(
         self,
@@ -70,15 +69,14 @@ class DeviceScheduler:
             if not weight > 0.0:
                 raise ValueError(f"the weight of {name} is {weight}, expected above 0")
         self._shares = {
-            name: _Share(SuccessiveScheduler(scheduler), weights.get(name, 1.0))
-            for name, scheduler in models.items()
+            name: _Share(scheduler, weights.get(name, 1.0)) for name, scheduler in models.items()
         }
         self._running: dict[int, tuple[_Share, str]] = {}
         """The model whose batch is on a stream."""
         self._started_s: dict[int, float] = {}
 
-    def model(self, name: str) -> SuccessiveScheduler:
-        """The scheduler of a model, under whatever plan."""
+    def model(self, name: str) -> ModelScheduler:
+        """The scheduler of a model."""
         return self._shares[name].scheduler
 
     @property
@@ -98,7 +96,7 @@ class DeviceScheduler:
             share.used_s = max(share.used_s, min(others, default=everybody))
 
     def next(self, stream: int, now_s: float) -> Assignment | Wait | Idle:
-        """What the idle ``stream`` shall do."""
+        """Decide what the idle ``stream`` shall do."""
         mine = self._running.get(stream)
         if mine is not None:
             decision = mine[0].scheduler.next(stream, now_s)
@@ -115,7 +113,7 @@ class DeviceScheduler:
             if isinstance(decision, Wait):
                 until_s = min(until_s, decision.until_s)
             share.busy = share.scheduler.busy
-        return IDLE if until_s == float("inf") else Wait(until_s)
+        return wait_until(until_s)
 
     def done(
         self,
@@ -124,7 +122,7 @@ class DeviceScheduler:
         now_s: float,
         runs_on: NDArray[np.bool_] | None = None,
     ) -> Transition:
-        """The run of ``stream`` ended; see :meth:`ModelScheduler.done`."""
+        """Take note that the run of ``stream`` ended; see :meth:`ModelScheduler.done`."""
         share, _ = self._running[stream]
         self._charge(stream, now_s)
         transition = share.scheduler.done(stream, exited, now_s, runs_on)
@@ -133,7 +131,10 @@ class DeviceScheduler:
         return transition
 
     def failed(self, stream: int, now_s: float) -> None:
-        """The batch of ``stream`` failed, if it has one; see :meth:`ModelScheduler.failed`."""
+        """Take note that the batch of ``stream`` failed, if it has one.
+
+        See :meth:`ModelScheduler.failed`.
+        """
         mine = self._running.get(stream)
         if mine is not None:
             self._charge(stream, now_s)
@@ -156,7 +157,7 @@ class DeviceScheduler:
             share.scheduler.flush()
 
     def _by_need(self) -> list[tuple[str, _Share]]:
-        """The models that have samples, the one that is owed most first."""
+        """Give the models that have samples, the one that is owed most first."""
         busy = [(name, share) for name, share in self._shares.items() if share.busy]
         if len(busy) > 1:
             busy.sort(key=lambda item: item[1].used_s)

@@ -1,4 +1,4 @@
-"""When the most urgent sample is given up so that those behind it can be served in time."""
+"""Early drop: the most urgent sample is given up so that those behind it are served in time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ENOUGH = 0.9
 
 
 class EarlyDrop:
-    """Early drop (after Nexus, SOSP 2019, 6.3): what a sample with little slack costs the others.
+    """The rule that drops a sample whose small slack costs the others theirs (Nexus 6.3).
 
     Slack bounds the batch, and small batches waste the device. A queue that was late once is all
     heads with little slack, each served in a batch of one, and so stays late: with batches that
@@ -50,7 +50,7 @@ class EarlyDrop:
 
         Args:
             queue: All that waits, in whatever bucket.
-            bucket: That is served next.
+            bucket: The one that is served next.
             now_s: The time.
             latency_margin: What predictions are multiplied by.
         """

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from offramp.certify.decision import MODEL_END
 from offramp.engine.scheduling.parallel import ParallelLimit
 from offramp.engine.scheduling.points import OperatingPoint, OperatingPoints
 from offramp.engine.scheduling.policies.batching import Delay, RunThrough
@@ -25,33 +26,32 @@ from offramp.engine.scheduling.policy import Policy
 from offramp.engine.scheduling.queue import SampleQueue
 from offramp.engine.scheduling.scheduler import ModelScheduler
 
-_Maker = Callable[[OperatingPoints, int, int], Policy]
-"""From operating points, largest batch, and streams."""
-
-_MAKERS: Final[Mapping[str, _Maker]] = {
-    RunThrough.name: lambda points, size, streams: RunThrough(size, points.latencies, streams),
-    Refill.name: lambda points, size, streams: Refill(size, points.latencies, streams),
-    Rebatch.name: lambda points, size, streams: Rebatch(size, points.latencies, streams),
-    SlackFit.name: SlackFit,
-    BareSlackFit.name: BareSlackFit,
-    MaxAccuracy.name: MaxAccuracy,
-    MaxBatch.name: MaxBatch,
-    Cheapest.name: Cheapest,
-    Clockwork.name: Clockwork,
-    Delay.name: lambda _points, size, _streams: Delay(size),
+_CLASSES: Final = (
+    RunThrough,
+    Refill,
+    Rebatch,
+    SlackFit,
+    BareSlackFit,
+    MaxAccuracy,
+    MaxBatch,
+    Cheapest,
+    Clockwork,
+    Delay,
+)
+_BY_NAME: Final[Mapping[str, Callable[[OperatingPoints, int, int], Policy]]] = {
+    policy.name: policy for policy in _CLASSES
 }
-
-POLICIES: Final = (*_MAKERS, Fixed.name)
+POLICIES: Final = (*_BY_NAME, Fixed.name)
 """Names; ``fixed`` is followed by its exit: ``fixed:2``, or ``fixed:final``."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyName:
-    """A policy's name that was understood."""
+    """The name of a policy that exists, with the exit of ``fixed``."""
 
     name: str
-    exit: int | None = None
-    """Of ``fixed``: the exit to stay at; ``None`` is the model's end."""
+    exit: int = MODEL_END
+    """The exit that ``fixed`` stays at."""
 
     @classmethod
     def parse(cls, text: str) -> PolicyName:
@@ -72,13 +72,13 @@ class PolicyName:
                 f"policy {text!r} does not say where it is fixed; expected an exit, for instance "
                 "fixed:2, or fixed:final"
             )
-        return cls(name, None if depth == "final" else int(depth))
+        return cls(name, MODEL_END if depth == "final" else int(depth))
 
     def __str__(self) -> str:
         """As :meth:`parse` reads it."""
         if self.name != Fixed.name:
             return self.name
-        return f"{self.name}:{'final' if self.exit is None else self.exit}"
+        return f"{self.name}:{_exit_name(self.exit)}"
 
 
 def make_policy(
@@ -91,7 +91,7 @@ def make_policy(
     """
     if chosen.name == Fixed.name:
         return Fixed(points, max_batch_size, streams, point=_point_at(points, chosen))
-    return _MAKERS[chosen.name](points, max_batch_size, streams)
+    return _BY_NAME[chosen.name](points, max_batch_size, streams)
 
 
 def make_scheduler(
@@ -116,7 +116,7 @@ def make_scheduler(
         max_queue: Most samples that wait; more are refused.
         streams: Of the device.
         parallel: The device's limit on batches side by side.
-        plan: Which of successive plans it is for.
+        plan: The number of its first plan.
 
     Raises:
         ValueError: See :func:`make_policy`.
@@ -130,12 +130,16 @@ def make_scheduler(
     )
 
 
+def _exit_name(exit_: int) -> str:
+    return "final" if exit_ == MODEL_END else str(exit_)
+
+
 def _point_at(points: OperatingPoints, chosen: PolicyName) -> OperatingPoint:
     for point in points.points:
         if point.exit == chosen.exit:
             return point
-    known = ", ".join("final" if p.exit is None else str(p.exit) for p in points.points)
+    known = ", ".join(_exit_name(point.exit) for point in points.points)
     raise ValueError(
-        f"policy {chosen}: exit {chosen.exit} is not in use here, or may not be forced; "
+        f"policy {chosen}: exit {_exit_name(chosen.exit)} is not in use here, or may not be forced; "
         f"there are: {known}"
     )

@@ -1,4 +1,4 @@
-"""How long stages take: predicted from a profile, corrected by what is observed."""
+"""Predictions of how long stages take: from a profile, corrected by what is observed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import NamedTuple
 import numpy as np
 
 from offramp.bundle import Profile
+from offramp.certify.decision import MODEL_END
 
 _MEMORY = 1 / 32
 """Weight of one observation in the running means."""
 _DEVIATIONS = 2.0
-"""Mean absolute deviations that a cautious prediction is above the mean."""
+"""Mean absolute deviations that a prediction with a margin is above the mean."""
 _PATIENCE = 256
-"""Samples given up in a row, with nothing run, until predictions are doubted."""
+"""Samples given up in a row, with nothing run, until predictions are no longer trusted."""
 _ROWS_REMEMBERED = 512
 """Rows over which the share of those that go on is averaged."""
 _ALL_GO_ON = 0.999
@@ -29,12 +30,12 @@ _FASTEST, _SLOWEST = 1 / 16, 16.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """What of a model a stage runs."""
+    """The part of a model that a stage runs."""
 
     first_segment: int
     last_segment: int
-    exit: int | None
-    """Index into ``Manifest.exits``; ``None`` at the model's end."""
+    exit: int
+    """Index into ``Manifest.exits`` of the exit that it ends with; ``MODEL_END`` if with none."""
 
 
 def stage_seconds(
@@ -58,7 +59,7 @@ def stage_seconds(
     table = []
     for stage in stages:
         rows = [profile.segments_ms[i] for i in range(stage.first_segment, stage.last_segment + 1)]
-        if stage.exit is not None:
+        if stage.exit != MODEL_END:
             rows += [profile.exits_ms[stage.exit], profile.stages_ms[stage.exit]]
         row = _at_sizes(profile.batch_sizes, np.sum(rows, axis=0) / 1e3, sizes)
         table.append((0.0, *(seconds + overhead_s for seconds in row[1:])))
@@ -79,7 +80,7 @@ def _at_sizes(
 
 
 class Shrinking(NamedTuple):
-    """What batches cost that samples leave on the way (PAME's batching pattern, 6.2).
+    """The costs of batches that samples leave on the way (PAME's batching pattern, 6.2).
 
     Uncorrected seconds by batch size.
     """
@@ -93,7 +94,7 @@ class Shrinking(NamedTuple):
 
 
 class Latencies:
-    """Predicted seconds of a model's stages; the caller serialises the calls.
+    """The predicted seconds of a model's stages; the caller serialises the calls.
 
     One factor, ``speed``, corrects all predictions: the running mean of observed over predicted.
     A profile comes from the machine that compiled, and what a batch costs besides its graph
@@ -131,8 +132,8 @@ class Latencies:
         self._given_up = 0
         """Samples given up since a stage was last observed."""
         self._usual_speed = 1.0
-        self.fusing_s = 0.0
-        """What fusing a batch of buffered ones costs beyond running it; a running mean."""
+        self.merging_s = 0.0
+        """Seconds that merging buffered batches costs beyond running the result; a running mean."""
         self._sizes = np.arange(self.max_batch_size + 1)
         self._going_on = list(going_on) if going_on is not None else [1.0] * self.stages
         self._observed = 0
@@ -145,7 +146,7 @@ class Latencies:
 
     @property
     def latency_margin(self) -> float:
-        """What predictions are multiplied by where being late is worse than being early.
+        """The factor on predictions where being late is worse than being early.
 
         As TCP sets its retransmission timeout (RFC 6298): the mean, and some deviations more. A
         batch that takes just as long as there is slack, in the mean, is late every other time.
@@ -170,12 +171,12 @@ class Latencies:
         return self._until[last]
 
     def largest_batch(self, last: int, slack_s: float) -> int:
-        """Most rows that are through stage ``last`` within ``slack_s``; 0 if not even one is."""
+        """Most rows that have run stage ``last`` within ``slack_s``; 0 if not even one is."""
         return max(bisect_right(self._until[last], slack_s / self.latency_margin) - 1, 0)
 
     @property
     def shrinking(self) -> Shrinking:
-        """What a batch costs that shrinks on its way as batches did lately."""
+        """The costs of batches that shrink on their way as batches did lately."""
         return self._shrinking
 
     def largest_shrinking_batch(self, slack_s: float) -> int:
@@ -208,10 +209,10 @@ class Latencies:
             self.spread += _MEMORY * (abs(ratio - usual) - self.spread)
             self.speed += _MEMORY * (ratio - self.speed)
 
-    def observe_fused(self, stage: int, batch_size: int, elapsed_s: float) -> None:
-        """Take note of how long a stage took whose batch had to be fused first."""
+    def observe_merged(self, stage: int, batch_size: int, elapsed_s: float) -> None:
+        """Take note of how long a stage took whose batch had to be merged first."""
         extra_s = max(elapsed_s - self.stage_s(stage, batch_size), 0.0)
-        self.fusing_s += _MEMORY * (extra_s - self.fusing_s)
+        self.merging_s += _MEMORY * (extra_s - self.merging_s)
 
     def invalidate(self) -> None:
         """Say that a sample was given up because of a prediction.

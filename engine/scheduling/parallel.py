@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class ParallelLimit:
-    """PAME's τ_b: a batch may start beside running ones once each has fewer rows than this.
+    """PAME's limit τ_b: a batch may start beside running ones that each have fewer rows.
 
     A small batch leaves the device half empty, a large one does not: a batch beside it makes
     both late. The threshold is the user's, or follows from the share of late samples that is

@@ -1,4 +1,4 @@
-"""Operating points: what answering everything by a certain exit costs and is worth."""
+"""Operating points: the cost and the worth of answering everything by a certain exit."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle.bundle import CERTIFY
-from offramp.certify.decision import leaves
+from offramp.certify.decision import MODEL_END, leaves
 from offramp.engine.scheduling.latency import Latencies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatingPoint:
-    """Nothing runs beyond one stage: what is still there is forced to leave at its exit.
+    """A stage beyond which nothing runs: what is still there is forced to leave at its exit.
 
     The counterpart of SuperServe's subnets (4.1): depth is the control dimension that a
     multi-exit model has.
@@ -24,15 +24,15 @@ class OperatingPoint:
 
     deepest: int
     """The stage; the last is the model as it is."""
-    exit: int | None
-    """Index into ``Manifest.exits``; ``None`` at the model's end."""
+    exit: int
+    """Index into ``Manifest.exits``; ``MODEL_END`` for the last."""
     agreement: float
     """Share of the answers that equal the unmodified model's, measured at calibration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatingPoints:
-    """All that a model has and allows, with the time that each takes."""
+    """The operating points that a model has and allows, with the time that each takes."""
 
     points: tuple[OperatingPoint, ...]
     """Shallowest first; the last is the model as it is."""
@@ -50,7 +50,7 @@ class OperatingPoints:
 
 
 def operating_points(
-    exits: Sequence[tuple[int, int | None, float]],
+    exits: Sequence[tuple[int, int, float]],
     records: Mapping[str, NDArray[Any]],
     *,
     forced: bool,
@@ -60,7 +60,8 @@ def operating_points(
     Samples that are sure enough at an earlier exit have left there, as when serving.
 
     Args:
-        exits: (stage, exit, threshold) of each stage that has an exit, and the last.
+        exits: (stage, exit, threshold) of each stage that has an exit, and of the last, whose
+            exit is ``MODEL_END``.
         records: A bundle's: ``confidence``, ``prediction`` [exits, samples],
             ``final_prediction`` and ``split`` [samples]; the certify split is used, which
             trained nothing.
@@ -72,12 +73,12 @@ def operating_points(
     agreed = np.zeros(len(final), np.bool_)
     points = []
     for stage, exit_index, threshold in exits:
-        if exit_index is None:
+        if exit_index == MODEL_END:
             agrees = np.ones(len(final), np.bool_)
             leaving = agrees
         else:
             agrees = records["prediction"][exit_index][chosen] == final
-            leaving = leaves(records["confidence"][exit_index][chosen], np.float64(threshold))
+            leaving = leaves(records["confidence"][exit_index][chosen], np.float32(threshold))
         forced_agreement = np.where(answered, agreed, agrees).mean() if len(final) else 0.0
         points.append(
             OperatingPoint(deepest=stage, exit=exit_index, agreement=float(forced_agreement))
@@ -89,7 +90,7 @@ def operating_points(
 
 
 def going_on(
-    exits: Sequence[tuple[int, int | None, float]],
+    exits: Sequence[tuple[int, int, float]],
     records: Mapping[str, NDArray[Any]],
     stages: int,
 ) -> list[float]:
@@ -104,8 +105,8 @@ def going_on(
     staying = np.ones(int(chosen.sum()), np.bool_)
     shares = [1.0] * stages
     for stage, exit_index, threshold in exits:
-        if exit_index is not None and staying.any():
-            unsure = ~leaves(records["confidence"][exit_index][chosen], np.float64(threshold))
+        if exit_index != MODEL_END and staying.any():
+            unsure = ~leaves(records["confidence"][exit_index][chosen], np.float32(threshold))
             shares[stage] = float(unsure[staying].mean())
             staying &= unsure
     return shares

@@ -1,7 +1,7 @@
-"""What a scheduling policy is: when a batch starts, of what, how deep, and who runs on.
+"""The protocol of scheduling policies: when a batch starts, of what, how deep, and who runs on.
 
 The mechanism (:mod:`offramp.engine.scheduling.scheduler`) owns queues and batches and keeps the
-promises; a policy only chooses, and may be asked at any time.
+promises; a policy only looks at what waits and chooses, and may be asked at any time.
 """
 
 from __future__ import annotations
@@ -17,44 +17,45 @@ from offramp.engine.scheduling.queue import SampleQueue
 
 
 class Start(NamedTuple):
-    """Form a batch of waiting samples and run stage 0."""
+    """The choice to form a batch of waiting samples and run stage 0."""
 
     bucket: Bucket
     limit: int
-    """Most samples of it."""
+    """Most samples of the batch."""
     deepest: int | None = None
     """Stage where all must leave; ``None`` is the last."""
 
 
-class Fuse(NamedTuple):
-    """Form a batch of buffered survivors and run the stage that they wait for."""
+class Merge(NamedTuple):
+    """The choice to merge buffered survivors into a batch and run the stage that they wait for."""
 
     stage: int
     bucket: BufferedBucket
     limit: int
+    """Most samples of the batch."""
 
 
-class Shed(NamedTuple):
-    """Give up the most urgent sample of a bucket: it cannot be answered in time."""
+class LoadShedding(NamedTuple):
+    """The choice to drop the most urgent request of a bucket: it is infeasible to serve in time."""
 
     bucket: Bucket
 
 
-Choice: TypeAlias = Start | Fuse | Shed | Wait | Idle
+Choice: TypeAlias = Start | Merge | LoadShedding | Wait | Idle
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """What waits; a policy looks and does not touch."""
+    """All samples that wait; a policy looks at them and does not touch them."""
 
     queue: SampleQueue
     """For stage 0."""
     buffered: Sequence[BufferedQueue]
-    """[stages]: survivors that wait for each stage; none ever wait for stage 0 there."""
+    """[stages]: survivors that wait for each stage; the first is always empty."""
 
 
 def ready_bucket(waiting: Waiting, now_s: float) -> Bucket | Wait | Idle:
-    """The bucket that the next batch is formed of, or how long to wait for one."""
+    """Find the bucket that the next batch is formed of, or how long to wait for one."""
     bucket = waiting.queue.ready(now_s)
     if isinstance(bucket, Bucket):
         return bucket
@@ -62,31 +63,38 @@ def ready_bucket(waiting: Waiting, now_s: float) -> Bucket | Wait | Idle:
 
 
 class Policy(Protocol):
-    """Small, deterministic; the caller serialises the calls."""
+    """The rule by which streams are given batches; deterministic, and the caller serialises.
+
+    A class of :mod:`offramp.engine.scheduling.policies` that is made of operating points, the
+    largest batch size and the number of streams, in this order.
+    """
 
     @property
     def name(self) -> str:
-        """As it is chosen on the command line."""
+        """The name by which it is chosen on the command line."""
         ...
 
     def choose(self, waiting: Waiting, now_s: float) -> Choice:
-        """What a stream without a batch shall do. O(log n)."""
+        """Choose what a stream without a batch shall do. O(log n).
+
+        After :class:`LoadShedding` it is asked again at once.
+        """
         ...
 
     def runs_on(self, stage: int, before: int, survivors: int) -> bool:
         """Whether the survivors of a batch go on at once on their stream, or wait at the split.
 
         Args:
-            stage: That was just executed; not the last.
-            before: Rows that it had.
+            stage: The stage that was just executed; not the last.
+            before: Rows that the batch had.
             survivors: Rows that go on, at least one.
         """
         ...
 
 
-class RunsThrough:
-    """What policies share whose batches never wait at a split (PAME 4.2)."""
+class NeverBuffers:
+    """The base of policies whose batches never wait at a split (PAME 4.2)."""
 
     def runs_on(self, stage: int, before: int, survivors: int) -> bool:  # noqa: ARG002
-        """Always."""
+        """Go on at once, always."""
         return True

@@ -8,10 +8,15 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.engine.scheduling.base import DropCause, Dropped, SchedulerFullError, Submission
-from offramp.engine.scheduling.buckets import Bucket, BucketIndex, Entry, Taken
+from offramp.engine.scheduling.base import (
+    DropCause,
+    Dropped,
+    RowSet,
+    SchedulerFullError,
+    Submission,
+)
+from offramp.engine.scheduling.buckets import Bucket, BucketIndex, Taken
 from offramp.engine.scheduling.ordering import SortedQueue
-from offramp.engine.scheduling.rowset import RowSet
 
 PATIENCE_S = 1.0
 """A request without a deadline is ordered as if it had this long: it is never refused for being
@@ -25,7 +30,7 @@ so there may be any number."""
 
 
 class SampleQueue:
-    """Samples in buckets by batch key; O(log n) a request."""
+    """The samples that wait for stage 0, in buckets by batch key; O(log n) a request."""
 
     def __init__(self, capacity: int, *, full: int, max_delay_s: float = 0.0) -> None:
         """Start empty.
@@ -40,9 +45,9 @@ class SampleQueue:
         """Samples that wait."""
         self._buckets: dict[Hashable, Bucket] = {}
         self._index = BucketIndex(full=full, max_delay_s=max_delay_s)
-        self._by_request: dict[int, Entry] = {}
+        self._by_request: dict[int, Submission] = {}
         self._aged = max_delay_s > 0.0
-        self._by_deadline: SortedQueue[Entry] = SortedQueue()
+        self._by_deadline: SortedQueue[Submission] = SortedQueue()
         self.first_deadline_s = _NEVER
         """The first deadline of all that wait, or earlier: nothing expires before."""
         self._sequence = 0
@@ -60,7 +65,11 @@ class SampleQueue:
         Raises:
             SchedulerFullError: There is no room.
         """
-        request, count, deadline_s, priority, batch_key = submission
+        count, deadline_s, batch_key = (
+            submission.samples,
+            submission.deadline_s,
+            submission.batch_key,
+        )
         if self.size + count > self._capacity:
             raise SchedulerFullError(
                 f"{count} samples do not fit: {self.size} of {self._capacity} wait"
@@ -71,29 +80,30 @@ class SampleQueue:
         self._sequence += 1
         patient = deadline_s == _NEVER
         order_s = now_s + PATIENCE_S if patient else deadline_s
-        key = (-priority, order_s, self._sequence)
-        entry = Entry(submission, now_s, key, bucket)
-        bucket.push(entry)
+        submission.key = key = (-submission.priority, order_s, self._sequence)
+        submission.left, submission.submitted_s = count, now_s
+        bucket.push(submission)
         if not patient:
-            self._by_deadline.push((deadline_s, self._sequence), entry)
+            self._by_deadline.push((deadline_s, self._sequence), submission)
             self.first_deadline_s = min(self.first_deadline_s, deadline_s)
-        self._by_request[request] = entry
+        self._by_request[submission.request] = submission
         self.size += count
         self._arrived += count
         self._index.pushed(bucket, key)
 
     def remove(self, request: int, cause: DropCause) -> Dropped | None:
         """Remove what is left of a request; ``None`` if nothing of it waits."""
-        entry = self._by_request.pop(request, None)
-        if entry is None:
+        submission = self._by_request.pop(request, None)
+        if submission is None:
             return None
-        dropped = Dropped(request, entry.left, cause)
-        self.size -= entry.left
-        entry.bucket.forget(entry)
-        if entry.deadline_s != _NEVER:
+        dropped = Dropped(request, submission.left, cause)
+        self.size -= submission.left
+        bucket = self._buckets[submission.batch_key]
+        bucket.forget(submission)
+        if submission.deadline_s != _NEVER:
             self._by_deadline.died()
-        if not entry.bucket.size:
-            self._index.taken(entry.bucket)
+        if not bucket.size:
+            self._index.taken(bucket)
         return dropped
 
     def expire(self, now_s: float) -> Sequence[Dropped]:
@@ -102,9 +112,9 @@ class SampleQueue:
             return ()
         expired = []
         while self.next_expiry_s() <= now_s:
-            _, entry = self._by_deadline.head() or (None, None)
-            assert entry is not None
-            dropped = self.remove(entry.request, DropCause.EXPIRED)
+            _, submission = self._by_deadline.head() or (None, None)
+            assert submission is not None
+            dropped = self.remove(submission.request, DropCause.EXPIRED)
             assert dropped is not None
             expired.append(dropped)
         self.first_deadline_s = self.next_expiry_s()
@@ -116,17 +126,17 @@ class SampleQueue:
         return _NEVER if head is None else float(head[0][0])
 
     def ready(self, now_s: float) -> Bucket | float:
-        """The bucket of which the next batch is formed, or when there is one (maybe infinity)."""
+        """The bucket that the next batch is formed of, or when there is one (maybe infinity)."""
         return self._index.next(now_s) if self.size else _NEVER
 
     def take(self, bucket: Bucket, limit: int) -> RowSet:
         """Take up to ``limit`` samples of a bucket, most urgent first."""
         taken, timed = bucket.take(limit), 0
-        for entry, _, size in taken:
+        for submission, _, size in taken:
             self.size -= size
-            if not entry.left:
-                del self._by_request[entry.request]
-                timed += entry.deadline_s != _NEVER
+            if not submission.left:
+                del self._by_request[submission.request]
+                timed += submission.deadline_s != _NEVER
         self._by_deadline.died(timed)
         self._index.taken(bucket)
         first = self._started
@@ -145,11 +155,11 @@ class SampleQueue:
 
 
 def _rowset(taken: list[Taken], sample_ids: NDArray[np.int64]) -> RowSet:
-    requests = np.array([entry.request for entry, _, _ in taken], np.int64)
-    deadlines_s = np.array([entry.deadline_s for entry, _, _ in taken])
+    requests = np.array([submission.request for submission, _, _ in taken], np.int64)
+    deadlines_s = np.array([submission.deadline_s for submission, _, _ in taken])
     firsts = [first for _, first, _ in taken]
     sizes = [size for _, _, size in taken]
-    ranks = [entry.priority for entry, _, _ in taken]
+    ranks = [submission.priority for submission, _, _ in taken]
     # Nearly always every request is one sample of the default priority; two arrays less then.
     priorities = np.array(ranks, np.int64) if any(ranks) else _zeros(len(taken))
     if max(sizes) == 1:

@@ -18,7 +18,7 @@ from offramp.compiler.engines.options import PARTS, BuildSettings
 from offramp.compiler.engines.units import UnitGraphs, units_of
 from offramp.compiler.engines.verification import TOLERANCES
 from offramp.compiler.errors import EngineBuildError
-from offramp.compiler.runtime import Runner, relative_difference
+from offramp.compiler.runtime import GraphRunner, relative_difference
 from offramp.compiler.tensorrt import TensorRTBuilder
 from offramp.engine.kernels.compilation import source_hash
 from offramp.engine.tensorrt.device import primary_context
@@ -59,7 +59,7 @@ def inputs_of(
             else rng.integers(0, high, shape)
         ).astype(spec.dtype)  # fmt: skip
     for segment in bundle.manifest.segments[:first_segment]:
-        values |= Runner(onnx.load_from_string(bundle.read(segment.file))).run(values)
+        values |= GraphRunner(onnx.load_from_string(bundle.read(segment.file))).run(values)
     return values
 
 
@@ -76,7 +76,7 @@ def test_every_unit_is_built_and_agrees_within_every_profile(
         for unit in units:
             entry = store.entry(unit.name)
             assert entry is not None
-            reference = Runner(onnx.load_from_string(graphs.of(unit)))
+            reference = GraphRunner(onnx.load_from_string(graphs.of(unit)))
             with StandaloneEngine(store.read(entry)) as engine:
                 assert engine.profiles == len(entry.profiles) == batch_profiles.count(",") + 1
                 for index, profile in enumerate(entry.profiles):

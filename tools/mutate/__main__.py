@@ -22,7 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
@@ -77,22 +77,25 @@ class Tests:
             test = TestFile(**{**entry, "entered": frozenset(entry["entered"])})
             self._known[test.file] = test
 
-    def nearest(self, mutant: Mutant, most: int) -> list[TestFile]:
-        """Test files that enter a mutant's function, the nearest first.
+    def nearest(self, mutant: Mutant, most: int) -> Iterator[list[TestFile]]:
+        """Yield the test files that enter a mutant's function one by one, the nearest first.
 
         Where none of the nearest does (a command that they start in a process of its own, say),
-        the nearest.
+        the nearest all at once.
         """
         place = f"{mutant.file}::{mutant.function}"
-        able: list[TestFile] = []
-        others: list[TestFile] = []
+        entering, others = 0, []
         for name in self._nearness.ranked(mutant.file)[: 2 * most]:
             test = self._look_at(name)
-            if test.passed:
-                (able if place in test.entered else others).append(test)
-            if len(able) == most:
-                break
-        return able or others[:most]
+            if test.passed and place in test.entered:
+                yield [test]
+                entering += 1
+            elif test.passed:
+                others.append(test)
+            if entering == most:
+                return
+        if others and not entering:
+            yield others[:most]
 
     def _look_at(self, name: str) -> TestFile:
         if name not in self._known:

@@ -16,9 +16,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Final, NoReturn
@@ -98,26 +99,33 @@ class Workshop:
         passed = code == 0 and busy_s <= slowest_s
         return TestFile(file=test, seconds=seconds, passed=passed, entered=entered)
 
-    def judge(self, mutant: Mutant, tests: Sequence[TestFile]) -> Judged:
-        """Change the file, run the tests, and change it back."""
-        if not tests:
-            return Judged(mutant=mutant, outcome=Outcome.UNTESTED, by="", seconds=0.0)
-        path, started = self.root / mutant.file, time.monotonic()
+    def judge(self, mutant: Mutant, groups: Iterable[Sequence[TestFile]]) -> Judged:
+        """Run groups of tests on the changed file until one notices."""
+        outcome, seconds = Outcome.UNTESTED, 0.0
+        passed: list[str] = []
+        for tests in groups:
+            names, started = [test.file for test in tests], time.monotonic()
+            limit_s = self._grace_s + _TIMES_UNCHANGED * sum(test.seconds for test in tests)
+            with self._changed(mutant):
+                code, output = self._fork(partial(self._pytest, names), limit_s)
+            seconds += time.monotonic() - started
+            if code != 0:
+                outcome = Outcome.TIMED_OUT if code is None else Outcome.KILLED
+                failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+                by = failed[1] if failed else ", ".join(names)
+                return Judged(mutant=mutant, outcome=outcome, by=by, seconds=seconds)
+            outcome, passed = Outcome.SURVIVED, [*passed, *names]
+        return Judged(mutant=mutant, outcome=outcome, by=", ".join(passed), seconds=seconds)
+
+    @contextlib.contextmanager
+    def _changed(self, mutant: Mutant) -> Iterator[None]:
+        path = self.root / mutant.file
         source = path.read_bytes()
         path.write_bytes(mutant.apply(source))
-        limit_s = self._grace_s + _TIMES_UNCHANGED * sum(test.seconds for test in tests)
-        names = [test.file for test in tests]
         try:
-            code, output = self._fork(lambda: self._pytest(names), limit_s)
+            yield
         finally:
             path.write_bytes(source)
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-        outcome, by = Outcome.KILLED, failed[1] if failed else ""
-        if code == 0:
-            outcome, by = Outcome.SURVIVED, ", ".join(names)
-        elif code is None:
-            outcome = Outcome.TIMED_OUT
-        return Judged(mutant=mutant, outcome=outcome, by=by, seconds=time.monotonic() - started)
 
     def _fork(self, work: Callable[[], int], limit_s: float) -> tuple[int | None, str]:
         """Do something in a child process: its exit code, ``None`` if it hung, and its output."""

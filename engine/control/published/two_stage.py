@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from offramp.bundle import Manifest, Profile
-from offramp.certify.decision import BoolArray, FloatArray, IntArray
+from offramp.certify.decision import MODEL_END, BoolArray, FloatArray, IntArray
 from offramp.engine.scheduling.latency import Span, stage_seconds
 
 
@@ -89,7 +89,7 @@ class StageTimes:
 
     def stages_ms(self, exits: Sequence[int], rows: int) -> FloatArray:
         """float64[exits + 1, rows + 1]: each stage of a plan with these exits, by rows; 0 of 0."""
-        return self._spans_ms(self._starts(exits), [*exits, None], rows)
+        return self._spans_ms(self._starts(exits), [*exits, MODEL_END], rows)
 
     def matrix(
         self, *, after: int | None, candidates: Sequence[int], rows: int, interval: int = 1
@@ -109,9 +109,9 @@ class StageTimes:
         ms = np.empty((len(candidates), len(columns)))
         for place, exit_ in enumerate(candidates):
             starts = [first, self._first_segment(exit_)]
-            head, rest = self._spans_ms(starts, [exit_, None], rows)
+            head, rest = self._spans_ms(starts, [exit_, MODEL_END], rows)
             ms[place] = head[rows] + rest[columns]
-        (without,) = self._spans_ms([first], [None], rows)
+        (without,) = self._spans_ms([first], [MODEL_END], rows)
         return TimeMatrix(
             exits=tuple(candidates), columns=columns, ms=ms, limit_ms=float(without[rows])
         )
@@ -126,14 +126,14 @@ class StageTimes:
     def _first_segment(self, after: int | None) -> int:
         return 0 if after is None else self.after_segment[after] + 1
 
-    def _spans_ms(
-        self, starts: Sequence[int], exits: Sequence[int | None], rows: int
-    ) -> FloatArray:
+    def _spans_ms(self, starts: Sequence[int], exits: Sequence[int], rows: int) -> FloatArray:
         spans = [
             Span(first_segment=first, last_segment=self._last_segment(exit_), exit=exit_)
             for first, exit_ in zip(starts, exits, strict=True)
         ]
         return 1e3 * np.asarray(stage_seconds(self.profile, spans, rows))
 
-    def _last_segment(self, exit_: int | None) -> int:
-        return len(self.profile.segments_ms) - 1 if exit_ is None else self.after_segment[exit_]
+    def _last_segment(self, exit_: int) -> int:
+        return (
+            len(self.profile.segments_ms) - 1 if exit_ == MODEL_END else self.after_segment[exit_]
+        )

@@ -1,1 +1,1 @@
-"""The policies of the papers, each a small class; see :mod:`offramp.engine.scheduling.factory`."""
+"""The policies of the papers, a small class each; :mod:`..factory` makes them by name."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from offramp.engine.scheduling.buckets import Bucket
 from offramp.engine.scheduling.early_drop import EarlyDrop
 from offramp.engine.scheduling.latency import Latencies, Shrinking
+from offramp.engine.scheduling.points import OperatingPoints
 from offramp.engine.scheduling.policy import (
     Choice,
-    RunsThrough,
-    Shed,
+    LoadShedding,
+    NeverBuffers,
     Start,
     Waiting,
     ready_bucket,
@@ -16,8 +17,8 @@ from offramp.engine.scheduling.policy import (
 from offramp.engine.scheduling.queue import SampleQueue
 
 
-class Delay(RunsThrough):
-    """The knobs of TensorFlow Serving and Triton: most samples, longest wait (Apparate 2.1).
+class Delay(NeverBuffers):
+    """Batching by most samples and longest wait, as TensorFlow Serving and Triton (Apparate 2.1).
 
     Deadlines order the queue and nothing else: what is late is served as long as it is not too
     late already.
@@ -25,7 +26,7 @@ class Delay(RunsThrough):
 
     name = "delay"
 
-    def __init__(self, max_batch_size: int) -> None:
+    def __init__(self, _points: OperatingPoints, max_batch_size: int, _streams: int = 1) -> None:
         """Set the limit."""
         self._max_batch_size = max_batch_size
 
@@ -35,8 +36,8 @@ class Delay(RunsThrough):
         return Start(bucket, self._max_batch_size) if isinstance(bucket, Bucket) else bucket
 
 
-class RunThrough(RunsThrough):
-    """PAME 4.2: a batch stays on its stream, stage after stage, and shrinks as samples leave.
+class RunThrough(NeverBuffers):
+    """A batch stays on its stream, stage after stage, and shrinks as samples leave (PAME 4.2).
 
     Together with :class:`~offramp.engine.scheduling.parallel.ParallelLimit` (τ_b) this is PAME's
     parallel batch scheduling. PAME knows no deadlines; where there are some, a batch is only as
@@ -48,22 +49,20 @@ class RunThrough(RunsThrough):
 
     name = "run-through"
 
-    def __init__(self, max_batch_size: int, latencies: Latencies, streams: int = 1) -> None:
+    def __init__(self, points: OperatingPoints, max_batch_size: int, streams: int = 1) -> None:
         """Set the limits."""
-        self._former = BatchFormer(max_batch_size, latencies, streams)
+        self._former = BatchFormer(max_batch_size, points.latencies, streams)
 
     def choose(self, waiting: Waiting, now_s: float) -> Choice:
         """Start the most urgent bucket that is ready."""
         bucket = ready_bucket(waiting, now_s)
-        return (
-            self._former.form(waiting.queue, bucket, now_s)
-            if isinstance(bucket, Bucket)
-            else bucket
-        )
+        if not isinstance(bucket, Bucket):
+            return bucket
+        return self._former.form(waiting.queue, bucket, now_s)
 
 
 class BatchFormer:
-    """Forms new batches for policies that let samples leave as they like."""
+    """The rule that forms new batches for policies that let samples leave as they like."""
 
     def __init__(self, max_batch_size: int, latencies: Latencies, streams: int) -> None:
         """Set the limits."""
@@ -73,8 +72,8 @@ class BatchFormer:
         self._seen: Shrinking | None = None
         self._early_drop = EarlyDrop((), streams)
 
-    def form(self, queue: SampleQueue, bucket: Bucket, now_s: float) -> Start | Shed:
-        """Start as many as the first sample of the bucket can wait for, or give that up."""
+    def form(self, queue: SampleQueue, bucket: Bucket, now_s: float) -> Start | LoadShedding:
+        """Start as many as the first sample of the bucket can wait for, or give that one up."""
         slack_s = bucket.most_urgent().deadline_s - now_s
         if slack_s == float("inf"):
             return Start(bucket, self._max_batch_size)
@@ -82,7 +81,7 @@ class BatchFormer:
         latency_margin = self._latencies.latency_margin
         if not size or self._rule().gives_up(queue, bucket, now_s, latency_margin):
             self._latencies.invalidate()
-            return Shed(bucket)
+            return LoadShedding(bucket)
         return Start(bucket, min(size, self._max_batch_size))
 
     def _rule(self) -> EarlyDrop:

@@ -1,11 +1,11 @@
-"""Policies under which survivors wait at a split and are fused into fuller batches."""
+"""Policies under which survivors wait at a split and are merged into fuller batches."""
 
 from __future__ import annotations
 
 from offramp.engine.scheduling.buckets import Bucket
-from offramp.engine.scheduling.latency import Latencies
+from offramp.engine.scheduling.points import OperatingPoints
 from offramp.engine.scheduling.policies.batching import BatchFormer
-from offramp.engine.scheduling.policy import Choice, Fuse, Waiting, ready_bucket
+from offramp.engine.scheduling.policy import Choice, Merge, Waiting, ready_bucket
 
 SLACK = 0.2
 """Share by which the time that buffered samples still need is taken longer (E3 4)."""
@@ -16,7 +16,7 @@ many batch keys none may ever be full, and what waits holds memory."""
 
 
 class Refill:
-    """E3 3.3 and 4: survivors wait at a split until the batch is full again.
+    """Survivors wait at a split until the batch is full again (E3 3.3 and 4).
 
     In this order: a split that can fill a batch, the deepest first; a split whose most urgent
     sample has just enough time left; new samples; and where there are none, the split that
@@ -27,35 +27,35 @@ class Refill:
 
     name = "refill"
 
-    def __init__(self, max_batch_size: int, latencies: Latencies, streams: int = 1) -> None:
+    def __init__(self, points: OperatingPoints, max_batch_size: int, streams: int = 1) -> None:
         """Set the limits."""
         self._max_batch_size = max_batch_size
-        self._latencies = latencies
-        self._former = BatchFormer(max_batch_size, latencies, streams)
+        self._latencies = points.latencies
+        self._former = BatchFormer(max_batch_size, points.latencies, streams)
 
     def choose(self, waiting: Waiting, now_s: float) -> Choice:
-        """Fuse what is full or urgent, else start what is new, else fuse what there is."""
+        """Merge what is full or urgent, else start what is new, else merge what there is."""
         occupied = [s for s in reversed(range(len(waiting.buffered))) if waiting.buffered[s].size]
         for stage in occupied:
             size = waiting.buffered[stage].size
             if size >= self._max_batch_size:
                 bucket = waiting.buffered[stage].fullest()
                 if bucket.size >= self._max_batch_size or size >= CROWD * self._max_batch_size:
-                    return Fuse(stage, bucket, self._max_batch_size)
+                    return Merge(stage, bucket, self._max_batch_size)
         for stage in occupied:
             bucket = waiting.buffered[stage].most_urgent()
             if bucket.due_s - self._needed_s(stage, bucket.size) <= now_s:
-                return Fuse(stage, bucket, self._max_batch_size)
+                return Merge(stage, bucket, self._max_batch_size)
         fresh = ready_bucket(waiting, now_s)
         if isinstance(fresh, Bucket):
             return self._former.form(waiting.queue, fresh, now_s)
         if occupied:
             stage = max(occupied, key=lambda s: waiting.buffered[s].size)
-            return Fuse(stage, waiting.buffered[stage].fullest(), self._max_batch_size)
+            return Merge(stage, waiting.buffered[stage].fullest(), self._max_batch_size)
         return fresh
 
     def runs_on(self, stage: int, before: int, survivors: int) -> bool:  # noqa: ARG002
-        """Only a batch that is still full."""
+        """Go on only with a batch that is still full."""
         return survivors >= self._max_batch_size
 
     def _needed_s(self, stage: int, count: int) -> float:
@@ -64,18 +64,18 @@ class Refill:
 
 
 class Rebatch(Refill):
-    """Dynamic rebatching (DREX, arXiv 2512.15705): split a batch only where that pays.
+    """A batch is split only where that pays (dynamic rebatching; DREX, arXiv 2512.15705).
 
     Of b rows b′ leave. Refilling the places that they leave saves their share of the time t_d
-    that the rest of the model takes, and costs c, what fusing costs (measured while serving):
+    that the rest of the model takes, and costs c, what merging costs (measured while serving):
     it pays if b′ > (c / t_d) · b. Where it does not pay, the survivors run on alone.
     """
 
     name = "rebatch"
 
     def runs_on(self, stage: int, before: int, survivors: int) -> bool:
-        """Whether the gain is below the measured cost."""
+        """Go on where the gain of splitting is below its measured cost."""
         rest_s = self._latencies.span_s(stage + 1, self._latencies.stages - 1, before)
         if survivors >= self._max_batch_size:
             return True
-        return (before - survivors) * rest_s <= self._latencies.fusing_s * before
+        return (before - survivors) * rest_s <= self._latencies.merging_s * before

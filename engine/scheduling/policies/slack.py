@@ -18,8 +18,8 @@ from offramp.engine.scheduling.early_drop import EarlyDrop
 from offramp.engine.scheduling.points import OperatingPoint, OperatingPoints
 from offramp.engine.scheduling.policy import (
     Choice,
-    RunsThrough,
-    Shed,
+    LoadShedding,
+    NeverBuffers,
     Start,
     Waiting,
     ready_bucket,
@@ -30,7 +30,7 @@ BUCKETS = 64
 
 
 class Setting(NamedTuple):
-    """SuperServe's control tuple."""
+    """A batch size and a depth to run it to: SuperServe's control tuple."""
 
     batch_size: int
     deepest: int
@@ -38,7 +38,7 @@ class Setting(NamedTuple):
 
 
 class ArrivalRate:
-    """Samples a second that arrive, over about the last ``MEMORY_S``."""
+    """The rate in samples a second at which they arrived over about the last ``MEMORY_S``."""
 
     MEMORY_S = 0.1
     _SHORTEST_LOOK_S = 0.005
@@ -59,8 +59,8 @@ class ArrivalRate:
         self._count, self._looked_s = arrived, now_s
 
 
-class SlackPolicy(RunsThrough, ABC):
-    """What the policies of this module share."""
+class SlackPolicy(NeverBuffers, ABC):
+    """The base of policies that choose batch size and depth by the most urgent sample's slack."""
 
     name: str
 
@@ -81,7 +81,7 @@ class SlackPolicy(RunsThrough, ABC):
 
     @abstractmethod
     def setting(self, slack_s: float, wanted_rate: float = 0.0) -> Setting | None:
-        """What to run; ``None`` if there is no time for anything.
+        """Choose what to run; ``None`` if there is no time for anything.
 
         Args:
             slack_s: Of the most urgent sample, maybe infinite.
@@ -106,11 +106,11 @@ class SlackPolicy(RunsThrough, ABC):
         setting = self.setting(bucket.most_urgent().deadline_s - now_s, wanted_rate)
         if setting is None or self._early_drop.gives_up(queue, bucket, now_s, latency_margin):
             self._points.latencies.invalidate()
-            return Shed(bucket)
+            return LoadShedding(bucket)
         return Start(bucket, setting.batch_size, setting.deepest)
 
     def _settings(self) -> Iterator[tuple[float, float]]:
-        """Seconds, and rows a second, of whatever the policy would choose at any slack."""
+        """Give seconds, and rows a second, of whatever the policy would choose at any slack."""
         latencies = self._points.latencies
         slacks = {
             seconds
@@ -132,7 +132,7 @@ class SlackPolicy(RunsThrough, ABC):
 
 
 class SlackFit(SlackPolicy):
-    """SuperServe 4.2 and A.5: the bucket of settings that just fits the slack, largest batch.
+    """The largest batch of the bucket of settings that just fits the slack (SuperServe 4.2, A.5).
 
     All settings (a power of two or the limit as batch size, an operating point) are sorted into
     evenly sized buckets by latency, that of a batch that nobody leaves early. The bucket is the
@@ -201,19 +201,19 @@ class SlackFit(SlackPolicy):
 
 
 class BareSlackFit(SlackFit):
-    """SlackFit as published, to compare with."""
+    """SlackFit as published, to compare with (SuperServe 4.2, A.5)."""
 
     name = "slackfit-bare"
     keeps_up = False
 
 
 class MaxBatch(SlackPolicy):
-    """SuperServe A.5: the largest batch of the shallowest point, then the deepest for it."""
+    """The largest batch of the shallowest point, then the deepest for it (SuperServe A.5)."""
 
     name = "max-batch"
 
     def setting(self, slack_s: float, wanted_rate: float = 0.0) -> Setting | None:  # noqa: ARG002
-        """First the size, then the depth."""
+        """Choose first the size, then the depth."""
         size = self._largest_batch(self._points.points[0], slack_s)
         if not size:
             return None
@@ -225,12 +225,12 @@ class MaxBatch(SlackPolicy):
 
 
 class MaxAccuracy(SlackPolicy):
-    """SuperServe A.5: the deepest point that fits one sample, then the largest batch for it."""
+    """The deepest point that fits one sample, then the largest batch for it (SuperServe A.5)."""
 
     name = "max-accuracy"
 
     def setting(self, slack_s: float, wanted_rate: float = 0.0) -> Setting | None:  # noqa: ARG002
-        """First the depth, then the size."""
+        """Choose first the depth, then the size."""
         for point in reversed(self._points.points):
             size = self._largest_batch(point, slack_s)
             if size:
@@ -239,7 +239,7 @@ class MaxAccuracy(SlackPolicy):
 
 
 class Fixed(SlackPolicy):
-    """Clipper+ (SuperServe 6.1): one operating point for all, the largest batch in time."""
+    """One operating point for all, the largest batch in time: Clipper+ (SuperServe 6.1)."""
 
     name = "fixed"
 
@@ -256,13 +256,13 @@ class Fixed(SlackPolicy):
         self._point = points.points[-1] if point is None else point
 
     def setting(self, slack_s: float, wanted_rate: float = 0.0) -> Setting | None:  # noqa: ARG002
-        """Only the size is open."""
+        """Choose the size; nothing else is open."""
         size = self._largest_batch(self._point, slack_s)
         return Setting(size, self._point.deepest) if size else None
 
 
 class Cheapest(Fixed):
-    """INFaaS without an accuracy target (SuperServe 6.1): always the shallowest point."""
+    """Always the shallowest point: INFaaS without an accuracy target (SuperServe 6.1)."""
 
     name = "cheapest"
 

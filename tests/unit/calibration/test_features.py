@@ -21,7 +21,7 @@ from offramp.calibration.families import CutTensor, grids_of
 from offramp.calibration.features import WHOLE, Recording, fit_projections, record
 from offramp.calibration.records import dump_records, record_answers
 from offramp.compiler.heads import attach_poolings
-from offramp.compiler.runtime import Runner
+from offramp.compiler.runtime import GraphRunner
 from offramp.engine.exit_check import confidence_of
 
 SAMPLES = 150
@@ -45,7 +45,7 @@ def cut_values(pieces: Sliced, data: Dataset) -> dict[str, np.ndarray]:
     exposed.CopyFrom(pieces.model.proto)
     known = {info.name: info for info in exposed.graph.value_info}
     exposed.graph.output.extend(known[cut.name] for cut in pieces.cuts)
-    return Runner(exposed).run(data.inputs)
+    return GraphRunner(exposed).run(data.inputs)
 
 
 @pytest.mark.parametrize("name", ["residual", "bert", "mlp"])

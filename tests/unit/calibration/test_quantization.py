@@ -16,7 +16,7 @@ from offramp.calibration import quantization
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.errors import DataError
 from offramp.calibration.quantization import PREFIX, Ranges, measure_ranges, quantize
-from offramp.compiler.runtime import Runner, relative_difference
+from offramp.compiler.runtime import GraphRunner, relative_difference
 from offramp.engine.assembly import assemble
 
 TOLERANCE = 0.15
@@ -63,15 +63,15 @@ def test_int8_comes_near_float32(name: str) -> None:
     quantized = onnx.ModelProto.FromString(graph)
     onnx.checker.check_model(quantized, full_check=True)
     feeds, answer = inputs_of(pieces, 16, seed=1), pieces.model.answer.output
-    wanted = Runner(pieces.model.proto).run(feeds)[answer]
-    assert 0 < relative_difference(Runner(quantized).run(feeds)[answer], wanted) < TOLERANCE
+    wanted = GraphRunner(pieces.model.proto).run(feeds)[answer]
+    assert 0 < relative_difference(GraphRunner(quantized).run(feeds)[answer], wanted) < TOLERANCE
 
 
 def test_a_product_is_computed_as_int8_arithmetic_says() -> None:
     weight = np.array([[0.5, -2.0], [0.25, 1.0]], np.float32)
     graph = quantize(linear(weight).SerializeToString(), Ranges(limits={"x": 12.7}, samples=1))
     x = np.array([[1.04, -0.26], [100.0, -3.0]], np.float32)
-    found = Runner(onnx.ModelProto.FromString(graph)).run({"x": x})["y"]
+    found = GraphRunner(onnx.ModelProto.FromString(graph)).run({"x": x})["y"]
     rounded = np.array([[10, -3], [127, -30]]) * 0.1  # 100 is clipped to the limit
     scales = np.array([0.5, 2.0]) / 127
     np.testing.assert_allclose(found, rounded @ (np.round(weight / scales) * scales), rtol=1e-5)
@@ -223,7 +223,7 @@ def test_zeros_have_a_positive_scale() -> None:
     ranges = measure_ranges(graph, dataset(x), threads=1)
     quantized = onnx.ModelProto.FromString(quantize(graph, ranges))
     assert all((v > 0).all() for k, v in constants(quantized).items() if k.endswith("/scale"))
-    assert Runner(quantized).run({"x": x})["y"].tolist() == [[0, 0]] * 4
+    assert GraphRunner(quantized).run({"x": x})["y"].tolist() == [[0, 0]] * 4
 
 
 def test_batches_are_as_large_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:

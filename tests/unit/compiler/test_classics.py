@@ -15,8 +15,8 @@ from onnx import numpy_helper
 
 from offramp.compiler.cuts import find_cuts
 from offramp.compiler.model import read_model
-from offramp.compiler.runtime import Runner, random_inputs
-from offramp.compiler.segments import split, verify
+from offramp.compiler.runtime import GraphRunner, random_inputs
+from offramp.compiler.slicing import split, verify
 
 FOLDER = Path(onnx.__file__).parent / "backend/test/data/light"
 
@@ -61,6 +61,6 @@ def test_classic_topology(tmp_path, name, cuts, first, last):
 
     assert len(analysis.cuts) == cuts
     assert (analysis.cuts[0].operator, analysis.cuts[-1].operator) == (first, last)
-    answers = Runner(model.proto).run(samples)[model.answer.output]
+    answers = GraphRunner(model.proto).run(samples)[model.answer.output]
     assert answers.std() > 0, "with equal answers a comparison shows nothing"
     assert verify(model, split(model, analysis.cuts), samples, batch_sizes=(1, 2)) <= 1e-5

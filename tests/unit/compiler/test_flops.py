@@ -6,7 +6,7 @@ import pytest
 from onnx import TensorProto
 from tests import models
 
-from offramp.compiler.flops import SYMBOLIC_SIZE, count_flops
+from offramp.compiler.flow import SYMBOLIC_SIZE, count_flops
 from offramp.compiler.graph import Dataflow
 
 

@@ -14,7 +14,7 @@ from tests import models
 from offramp.compiler.cuts import find_cuts
 from offramp.compiler.errors import ModelError, NoCutPointError
 from offramp.compiler.model import read_model
-from offramp.compiler.runtime import Runner, relative_difference
+from offramp.compiler.runtime import GraphRunner, relative_difference
 from offramp.compiler.slicing import choose_candidates
 
 
@@ -44,12 +44,12 @@ def test_logits_are_told_from_probabilities(read):
 def test_fixed_batch_is_freed(read, proto, simplify):
     """At another batch size every row gets what the original gives it at its own."""
     size = proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value
-    original = Runner(proto)
+    original = GraphRunner(proto)
     model = read(proto, simplify=simplify)
     images = np.random.default_rng(1).standard_normal((6, 3, 16, 16)).astype(np.float32)
 
     wanted = [original.run({"image": images[i : i + size]}) for i in range(0, 6, size)]
-    actual = Runner(model.proto).run({"image": images})["logits"]
+    actual = GraphRunner(model.proto).run({"image": images})["logits"]
 
     assert relative_difference(actual, np.concatenate([w["logits"] for w in wanted])) <= 1e-5
     assert model.inputs[0].shape == ("batch", 3, 16, 16)
@@ -74,10 +74,10 @@ def test_batch_merged_into_rows_is_freed(read, batch):
     model = read(merged_rows(batch=batch), simplify=False)
 
     x = np.random.default_rng(0).standard_normal((2 * batch, 4, 8)).astype(np.float32)
-    original = Runner(merged_rows(batch=batch))
+    original = GraphRunner(merged_rows(batch=batch))
     wanted = [original.run({"x": part})["logits"] for part in np.split(x, 2)]
 
-    actual = Runner(model.proto).run({"x": x})["logits"]
+    actual = GraphRunner(model.proto).run({"x": x})["logits"]
     assert relative_difference(actual, np.concatenate(wanted)) <= 1e-5
 
 
@@ -96,10 +96,10 @@ def test_constant_joined_to_a_fixed_batch_is_repeated(read, simplify):
     model = read(class_token(), simplify=simplify)
 
     x = np.random.default_rng(0).standard_normal((3, 4, 8)).astype(np.float32)
-    original = Runner(class_token())
+    original = GraphRunner(class_token())
     wanted = [original.run({"x": row[None]})["logits"] for row in x]
 
-    actual = Runner(model.proto).run({"x": x})["logits"]
+    actual = GraphRunner(model.proto).run({"x": x})["logits"]
     assert relative_difference(actual, np.concatenate(wanted)) <= 1e-5
 
 
@@ -246,7 +246,7 @@ def test_external_data(tmp_path):
     outside, inside = read_model(path), read_model(inline)
 
     assert np.array_equal(
-        Runner(outside.proto).run(x)["logits"], Runner(inside.proto).run(x)["logits"]
+        GraphRunner(outside.proto).run(x)["logits"], GraphRunner(inside.proto).run(x)["logits"]
     )
     (tmp_path / "weights.bin").unlink()
     with pytest.raises(ModelError, match=r"external data .*weights\.bin are missing"):

@@ -18,7 +18,7 @@ from offramp.bundle.files import dump
 from offramp.bundle.measured import MEASURED
 from offramp.compiler.printing import print_bundle
 from offramp.compiler.report import render_report
-from offramp.compiler.report.words import Judged, measured_ratios
+from offramp.compiler.report.words import SavingsCheck, measured_ratios
 
 
 def measured_size(batch_size: int, busy: float, half_width: float = 0.01) -> MeasuredSize:
@@ -45,10 +45,10 @@ MEASUREMENT = Measured(
 )
 
 
-def judged(predicted: float, *, busy: float = 0.35, **changes: Any) -> Judged:
+def judged(predicted: float, *, busy: float = 0.35, **changes: Any) -> SavingsCheck:
     measurement = replace(MEASUREMENT, **{"disturbed": (), **changes})
     at = measured_size(8, busy, 0.01)
-    return Judged(measured=measurement, at=at, predicted_savings=predicted, profile=PROFILE)
+    return SavingsCheck(measured=measurement, at=at, predicted_savings=predicted, profile=PROFILE)
 
 
 def test_it_is_kept_as_it_was_made(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ SMALLER_BATCHES = "samples that go on do so in smaller batches, which take longe
     ],
 )
 def test_a_difference_is_said_with_its_likely_reason(
-    found: Judged, points: str, reasons: str
+    found: SavingsCheck, points: str, reasons: str
 ) -> None:
     said = found.difference
     assert said is not None

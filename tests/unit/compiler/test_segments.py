@@ -17,8 +17,8 @@ from offramp.compiler.cuts import CutAnalysis, find_cuts
 from offramp.compiler.errors import VerificationError
 from offramp.compiler.graph import Dataflow
 from offramp.compiler.model import SourceModel, read_model
-from offramp.compiler.runtime import Runner, random_inputs, relative_difference
-from offramp.compiler.segments import split, verify
+from offramp.compiler.runtime import GraphRunner, random_inputs, relative_difference
+from offramp.compiler.slicing import split, verify
 
 BUILDERS = {
     "residual": models.residual_cnn,
@@ -61,11 +61,11 @@ def test_rows_that_leave_between_segments_do_not_disturb_the_others(name):
     model, analysis = analysed(name)
     segments = split(model, analysis.cuts)
     values = random_inputs(model.proto, len(segments) + 2)
-    wanted = Runner(model.proto).run(values)[model.answer.output]
+    wanted = GraphRunner(model.proto).run(values)[model.answer.output]
     rows = np.arange(len(wanted))
 
     for segment in segments:
-        values |= Runner(segment.proto).run(values)
+        values |= GraphRunner(segment.proto).run(values)
         keep = np.delete(np.arange(len(rows)), len(rows) // 2)
         rows = rows[keep]
         values = {

@@ -127,6 +127,7 @@ def test_climbs_from_nothing(population: Population) -> None:
 
 
 @pytest.mark.parametrize("release", [True, False])
+@pytest.mark.slow
 def test_claims_are_rarely_wrong(release: bool) -> None:
     """200 streams without drift, each with its own calibration data and threshold path. Half of them start
     from a policy that disagrees on 1.1 %, though its bundle promised 1 %, and certifying it is

@@ -70,6 +70,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.slow
 def test_a_fault_is_found(fault: str, tmp_path: Path) -> None:
     if find_compiler() is None:
         pytest.skip("no C++ compiler here: CXX, g++, c++, clang++")

@@ -15,7 +15,6 @@ from offramp.engine.scheduling import (
     DropCause,
     Latencies,
     Run,
-    SuccessiveScheduler,
     Transition,
     Wait,
 )
@@ -32,8 +31,8 @@ class Setup(NamedTuple):
     max_violations: float | None = None
     feedback: bool = False
     """Whether samples may run on after their answer."""
-    succession: bool = False
-    """Whether plans succeed each other."""
+    hot_swaps: bool = False
+    """Whether plans are swapped."""
 
 
 class CheckedScheduler(RuleBasedStateMachine):
@@ -46,7 +45,7 @@ class CheckedScheduler(RuleBasedStateMachine):
         self.now = 0.0
         self.streams = 1
         self.random = np.random.default_rng(0)
-        self.s = SuccessiveScheduler(scheduler())
+        self.s = scheduler()
         self.account = Account()
         self.latencies: list[Latencies] = []
         """Of every plan there was."""
@@ -151,7 +150,7 @@ class CheckedScheduler(RuleBasedStateMachine):
             for sample in survivors:
                 self.account.place[sample] = "buffered"
         elif survivors:
-            self.before[stream] = run._replace(requests=run.requests[rows], rows=run.rows[rows])
+            self.before[stream] = run._replace(samples=run.samples.take(rows))
 
     def check_run(self, stream: int, run: Run) -> None:
         samples = pairs(run)
@@ -180,7 +179,7 @@ class CheckedScheduler(RuleBasedStateMachine):
             return
         assert run.plan < min(self.to_retry(stream), default=run.plan + 1), "retries go first"
         if run.pieces:
-            self.check_fused(run, samples)
+            self.check_merged(run, samples)
         else:
             self.check_new(run, samples)
             self.account.start(run)
@@ -203,14 +202,14 @@ class CheckedScheduler(RuleBasedStateMachine):
         assert taken == sorted(taken)
         assert not left or taken[-1] <= min(left), "a more urgent sample was left behind"
 
-    def check_fused(self, run: Run, samples: list[Sample]) -> None:
+    def check_merged(self, run: Run, samples: list[Sample]) -> None:
         assert run.stage > 0
-        fused = []
+        merged = []
         for number, positions in run.pieces:
             assert positions.tolist() == sorted(set(positions.tolist()))
             kept = self.account.kept[number]
-            fused += [kept.pop(position) for position in positions.tolist()]
-        assert fused == samples
+            merged += [kept.pop(position) for position in positions.tolist()]
+        assert merged == samples
         assert all(self.account.place[sample] == "buffered" for sample in samples)
 
     def check_retry(self, stream: int, samples: list[Sample]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from offramp.certify.decision import MODEL_END
 from offramp.engine.scheduling import (
     Latencies,
     ModelScheduler,
@@ -35,7 +36,7 @@ def points_of(latencies: Latencies, agreements: Sequence[float] | None = None) -
     worth = agreements or [(stage + 1) / (last + 1) for stage in range(last + 1)]
     return OperatingPoints(
         points=tuple(
-            OperatingPoint(deepest=s, exit=None if s == last else s, agreement=worth[s])
+            OperatingPoint(deepest=s, exit=MODEL_END if s == last else s, agreement=worth[s])
             for s in range(last + 1)
         ),
         latencies=latencies,
@@ -99,15 +100,17 @@ def queue_sizes(queue: SampleQueue) -> dict[str, int]:
 
 def sizes(s: ModelScheduler) -> dict[str, int]:
     """Entries of everything in a scheduler that grows."""
-    buffered = s._waiting.buffered
+    started = s._in_flight
+    buffered = [split for plan in started.plans for split in plan.waiting.buffered]
     return {
         **queue_sizes(s._queue),
-        "batches": len(s._batches),
-        "retries": len(s._retries),
-        "cancelled": len(s._cancelled),
-        "dropped": len(s._dropped),
-        "lost": len(s._lost),
+        "plans": len(started.plans),
+        "batches": len(started.batches),
+        "retries": len(started.retries),
+        "cancelled": len(started._cancelled),
+        "dropped": len(started._dropped),
+        "lost": len(started._lost),
         "buffered buckets": sum(len(p.buckets) for p in buffered),
         "buffered": sum(p.size for p in buffered),
-        "discarded": sum(len(p.discarded) for p in buffered),
+        "discarded": len(started._discarded),
     }

@@ -23,7 +23,6 @@ from offramp.engine.scheduling import (
     PolicyName,
     SchedulerFullError,
     Submission,
-    SuccessiveScheduler,
     make_policy,
 )
 from offramp.engine.scheduling.queue import PATIENCE_S
@@ -35,7 +34,7 @@ LIFE = {
     "serve": 0.46,
     "fail": 0.05,
     "cancel": 0.03,
-    "succeed": 0.05,
+    "hot swap": 0.05,
     "pass time": 0.07,
     "suspend": 0.04,
 }
@@ -53,7 +52,7 @@ class SchedulerMachine(CheckedScheduler):
             SIZE, fixed=self.setup.tau_b, max_violations=self.setup.max_violations
         )
         self.latencies = [table(first_s=0.25, more_s=0.125)]
-        first = scheduler(
+        self.s = scheduler(
             self.setup.policy,
             latencies=self.latencies[0],
             capacity=CAPACITY,
@@ -61,7 +60,6 @@ class SchedulerMachine(CheckedScheduler):
             streams=streams,
             parallel=limit,
         )
-        self.s = SuccessiveScheduler(first)
 
     # What happens
 
@@ -152,14 +150,14 @@ class SchedulerMachine(CheckedScheduler):
         if chance == 0:
             self.s.flush()
 
-    @precondition(lambda self: self.setup.succession)
+    @precondition(lambda self: self.setup.hot_swaps)
     @rule(stages=st.integers(1, STAGES + 1))
-    def succeed(self, stages: int) -> None:
+    def hot_swap(self, stages: int) -> None:
         chosen = PolicyName.parse(self.setup.policy)
-        fewest = 1 if chosen.exit is None else chosen.exit + 2  # it must have the exit
+        fewest = chosen.exit + 2  # it must have the exit
         latencies = table(max(stages, fewest), first_s=0.25, more_s=0.125)
         policy = make_policy(chosen, points_of(latencies), SIZE, self.streams)
-        self.s.succeed(len(self.latencies), policy, latencies)
+        self.s.hot_swap(len(self.latencies), policy, latencies)
         self.latencies.append(latencies)
 
     @rule(turns=st.integers(1, 25))
@@ -185,8 +183,8 @@ class SchedulerMachine(CheckedScheduler):
         elif action == "cancel" and self.account.place:
             open_ = sorted({request for request, _ in self.account.place})
             self.withdraw(open_[int(pick(len(open_)))], DropCause.CANCELLED)
-        elif action == "succeed" and self.setup.succession:
-            self.succeed(int(pick(1, STAGES + 2)))
+        elif action == "hot swap" and self.setup.hot_swaps:
+            self.hot_swap(int(pick(1, STAGES + 2)))
         elif action == "suspend" and stream not in self.running | self.before:
             self.toggle(stream)
         elif action == "pass time":
@@ -210,8 +208,8 @@ class SchedulerMachine(CheckedScheduler):
         assert not self.account.place, "a sample was never resolved"
         assert not self.account.kept
         assert (self.s.busy, self.s.in_flight, self.s.auditing) == (False, 0, 0)
-        assert (self.s._retiring, self.s._running) == ([], {})
-        left = sizes(self.s._current)
+        left = sizes(self.s)
+        assert left["plans"] == 1
         for name in ("requests", "batches", "retries", "cancelled", "dropped", "lost", "buffered"):
             assert left[name] == 0, left
         assert left["buffered buckets"] == left["discarded"] == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.unit.scheduling.helpers import points_of, table
 
+from offramp.certify.decision import MODEL_END
 from offramp.engine.scheduling import POLICIES, OperatingPoints, PolicyName, make_policy
 
 LATENCIES = table(first_s=1.0, more_s=0.5)
@@ -22,7 +23,7 @@ def test_names_are_read_as_they_are_written(text: str) -> None:
 
 def test_the_exit_of_fixed_is_read() -> None:
     assert PolicyName.parse("fixed:2") == PolicyName("fixed", 2)
-    assert PolicyName.parse("fixed:final") == PolicyName("fixed", None)
+    assert PolicyName.parse("fixed:final") == PolicyName("fixed", MODEL_END)
 
 
 @pytest.mark.parametrize(

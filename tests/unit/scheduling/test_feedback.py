@@ -16,7 +16,7 @@ from offramp.engine.scheduling import (
     Submission,
     Transition,
 )
-from offramp.engine.scheduling.rowset import RowSet
+from offramp.engine.scheduling.base import RowSet
 
 NEVER = float("inf")
 
@@ -296,10 +296,10 @@ def test_answered_rows_wait_at_a_split_with_the_others(policy: str) -> None:
     s.submit(Submission(2, 2), 0.25)
     second = started(s.next(0, 0.25))
     assert s.done(0, flags("xx"), 0.5, flags("x.")).buffered == second.batch
-    fused = started(s.next(0, 0.5))
-    assert (fused.stage, pairs(fused)) == (1, [(1, 0), (1, 2), (1, 3), (2, 0)])
-    assert fused.sample_ids.tolist() == [0, 2, 3, 4]
-    assert [(p.number, p.positions.tolist()) for p in fused.pieces] == [
+    merged = started(s.next(0, 0.5))
+    assert (merged.stage, pairs(merged)) == (1, [(1, 0), (1, 2), (1, 3), (2, 0)])
+    assert merged.sample_ids.tolist() == [0, 2, 3, 4]
+    assert [(p.number, p.positions.tolist()) for p in merged.pieces] == [
         (first.batch, [0, 1, 2]),
         (second.batch, [0]),
     ]

@@ -1,4 +1,4 @@
-"""Plans that succeed each other while samples wait, run and are buffered."""
+"""Plans that are swapped while samples wait, run and are buffered."""
 
 from __future__ import annotations
 
@@ -22,36 +22,38 @@ from offramp.engine.scheduling import (
     DropCause,
     Dropped,
     Idle,
+    ModelScheduler,
     ParallelLimit,
     PolicyName,
     Run,
     SchedulerFullError,
     Submission,
-    SuccessiveScheduler,
     Transition,
     Wait,
     make_policy,
 )
 
+STARTED = ("batches", "retries", "cancelled", "dropped", "lost", "buffered", "discarded")
 
-def first(policy: str = "run-through", **options: object) -> SuccessiveScheduler:
+
+def first(policy: str = "run-through", **options: object) -> ModelScheduler:
     """Plan 0, of three stages of 0.25 s."""
-    return SuccessiveScheduler(scheduler(policy, **options))  # type: ignore[arg-type]
+    return scheduler(policy, **options)  # type: ignore[arg-type]
 
 
-def succeed(
-    s: SuccessiveScheduler, plan: int, stages: int, policy: str = "run-through", streams: int = 1
+def hot_swap(
+    s: ModelScheduler, plan: int, stages: int, policy: str = "run-through", streams: int = 1
 ) -> None:
     latencies = table(stages, first_s=0.25, more_s=0.0)
     chosen = make_policy(PolicyName.parse(policy), points_of(latencies), SIZE, streams)
-    s.succeed(plan, chosen, latencies)
+    s.hot_swap(plan, chosen, latencies)
 
 
-def nobody_exits(s: SuccessiveScheduler, stream: int, run: Run, now_s: float = 0.0) -> Transition:
+def nobody_exits(s: ModelScheduler, stream: int, run: Run, now_s: float = 0.0) -> Transition:
     return s.done(stream, none_exit(run), now_s)
 
 
-def stages_of_a_batch(s: SuccessiveScheduler, stream: int = 0) -> list[tuple[int, int]]:
+def stages_of_a_batch(s: ModelScheduler, stream: int = 0) -> list[tuple[int, int]]:
     """(plan, stage) of all that a stream runs for the batch that it has or is given."""
     seen = []
     while True:
@@ -71,7 +73,7 @@ def test_a_running_batch_finishes_as_it_was_started(stages: int) -> None:
     run = started(s.next(0, 0.0))
     assert (run.plan, run.deepest) == (0, 2)
     s.submit(Submission(2, 2), 0.0)
-    succeed(s, 7, stages)
+    hot_swap(s, 7, stages)
     assert s.plan == 7
     nobody_exits(s, 0, run)
     assert stages_of_a_batch(s) == [(0, 1), (0, 2)]
@@ -83,8 +85,8 @@ def test_a_change_between_two_stages_does_not_tear_the_batch() -> None:
     s = first()
     s.submit(Submission(1, 1), 0.0)
     nobody_exits(s, 0, started(s.next(0, 0.0)))
-    succeed(s, 1, 2)
-    succeed(s, 2, 1)
+    hot_swap(s, 1, 2)
+    hot_swap(s, 2, 1)
     assert stages_of_a_batch(s) == [(0, 1), (0, 2)]
 
 
@@ -92,7 +94,7 @@ def test_nothing_waits_for_a_change() -> None:
     s = first(streams=2)
     s.submit(Submission(1, 1), 0.0)
     old = started(s.next(0, 0.0))
-    succeed(s, 1, 2, streams=2)
+    hot_swap(s, 1, 2, streams=2)
     s.submit(Submission(2, 1), 0.0)
     new = started(s.next(1, 0.0))
     assert (old.plan, new.plan, new.stage) == (0, 1, 0)
@@ -103,8 +105,8 @@ def test_plans_are_forgotten_once_they_are_through() -> None:
     s = first(streams=2)
     s.submit(Submission(1, 1), 0.0)
     old = started(s.next(0, 0.0))
-    succeed(s, 1, 2)  # nothing ever starts under it
-    succeed(s, 2, 2)
+    hot_swap(s, 1, 2)  # nothing ever starts under it
+    hot_swap(s, 2, 2)
     assert s.plans == {0, 2}
     s.done(0, all_exit(old), 0.0)
     assert (s.take_dropped(), s.take_lost(), s.take_discarded()) == ([], [], [])
@@ -118,7 +120,7 @@ def test_a_plan_is_kept_until_what_it_lost_was_told() -> None:
     number = s.done(0, np.array([True, False, False]), 0.0).buffered
     assert number == run.batch
     s.cancel(1)
-    succeed(s, 1, 3, "refill")
+    hot_swap(s, 1, 3, "refill")
     assert not s.busy
     assert s.plans == {0, 1}
     assert s.take_discarded() == [number]
@@ -133,7 +135,7 @@ def test_who_waits_at_a_split_goes_on_under_the_old_plan() -> None:
     s = first("refill")
     s.submit(Submission(1, 2), 0.0)
     buffered = nobody_exits(s, 0, started(s.next(0, 0.0))).buffered
-    succeed(s, 1, 2, "refill")
+    hot_swap(s, 1, 2, "refill")
     s.submit(Submission(2, 1), 0.0)
     # The new samples would make a batch of three with them, but under another plan.
     run = started(s.next(0, 0.0))
@@ -153,7 +155,7 @@ def test_what_is_left_of_the_oldest_plan_goes_first() -> None:
     for plan in range(3):
         s.submit(Submission(plan, 1), 0.0)
         runs.append(started(s.next(plan, 0.0)))
-        succeed(s, plan + 1, 3, "refill", streams=3)
+        hot_swap(s, plan + 1, 3, "refill", streams=3)
     for stream in (2, 0, 1):
         nobody_exits(s, stream, runs[stream])
     s.submit(Submission(9, SIZE), 0.0)
@@ -165,11 +167,11 @@ def test_what_is_left_of_the_oldest_plan_goes_first() -> None:
     assert (run.plan, run.stage, len(run.requests)) == (3, 0, SIZE)
 
 
-def test_survivors_of_different_plans_are_never_fused() -> None:
+def test_survivors_of_different_plans_are_never_merged() -> None:
     s = first("refill", streams=2)
     s.submit(Submission(1, 2), 0.0)
     old = started(s.next(0, 0.0))
-    succeed(s, 1, 3, "refill", streams=2)
+    hot_swap(s, 1, 3, "refill", streams=2)
     s.submit(Submission(2, 2), 0.0)
     new = started(s.next(1, 0.0))
     numbers = [nobody_exits(s, 1, new).buffered, nobody_exits(s, 0, old).buffered]
@@ -188,7 +190,7 @@ def test_buffered_numbers_are_unique_over_plans() -> None:
     for plan in range(5):
         s.submit(Submission(plan, 1), 0.0)
         runs.append(started(s.next(plan, 0.0)))
-        succeed(s, plan + 1, 3, "refill", streams=5)
+        hot_swap(s, plan + 1, 3, "refill", streams=5)
     assert [run.plan for run in runs] == [0, 1, 2, 3, 4]
     buffered = {nobody_exits(s, stream, run).buffered for stream, run in enumerate(runs)}
     assert len(buffered) == 5
@@ -199,7 +201,7 @@ def test_a_retry_runs_under_the_plan_that_it_was_started_under() -> None:
     s = first("fixed:1")
     s.submit(Submission(1, 2), 0.0)
     started(s.next(0, 0.0))
-    succeed(s, 1, 5, "fixed:0")
+    hot_swap(s, 1, 5, "fixed:0")
     s.failed(0, 0.0)
     again = started(s.next(0, 0.0))
     assert (again.plan, again.stage, again.deepest) == (0, 0, 1)
@@ -215,7 +217,7 @@ def test_a_retry_that_another_stream_has_to_take_does_not_hold_up_the_new_plan()
     s = first(streams=2)
     s.submit(Submission(1, 1, deadline_s=8.0), 0.0)
     started(s.next(0, 0.0))
-    succeed(s, 1, 2, streams=2)
+    hot_swap(s, 1, 2, streams=2)
     s.failed(0, 0.0)
     assert s.next(0, 0.0) == Wait(8.0)
     s.submit(Submission(2, 1), 0.0)
@@ -235,7 +237,7 @@ def test_waiting_samples_keep_their_order_and_the_numbering_goes_on() -> None:
     s.submit(Submission(3, 1, deadline_s=8.0), 0.0)
     s.submit(Submission(4, 1, priority=1), 0.0)
     s.submit(Submission(5, 2, deadline_s=7.0, batch_key="other"), 0.0)
-    succeed(s, 1, 2)
+    hot_swap(s, 1, 2)
     assert (s.queued, s.in_flight) == (7, 3)
     s.done(0, all_exit(run), 0.0)
     order, sample_ids = [], []
@@ -255,7 +257,7 @@ def test_a_stream_waits_for_what_comes_first_under_any_plan() -> None:
         s = first(streams=2, max_delay_s=1.0)
         s.submit(Submission(1, SIZE, deadline_s=3.0), 0.0)
         started(s.next(0, 0.0))
-        succeed(s, 1, 2, streams=2)
+        hot_swap(s, 1, 2, streams=2)
         s.failed(0, 0.0)
         s.submit(Submission(2, 1), submitted_s)
         assert s.next(0, now_s) == Wait(until_s)
@@ -265,7 +267,7 @@ def test_a_request_may_be_answered_under_two_plans_row_by_row() -> None:
     s = first(streams=2)
     s.submit(Submission(1, 5), 0.0)
     old = started(s.next(0, 0.0))
-    succeed(s, 1, 2, streams=2)
+    hot_swap(s, 1, 2, streams=2)
     new = started(s.next(1, 0.0))
     assert (pairs(old)[-1], pairs(new)) == ((1, 3), [(1, 4)])
     assert (old.plan, new.plan) == (0, 1)
@@ -280,7 +282,7 @@ def test_waiting_samples_keep_deadline_patience_and_room() -> None:
     s = first(max_delay_s=1.0, capacity=4)
     s.submit(Submission(1, 1), 0.0)
     s.submit(Submission(2, 1, deadline_s=0.75), 0.0)
-    succeed(s, 1, 2)
+    hot_swap(s, 1, 2)
     with pytest.raises(SchedulerFullError, match="3 samples do not fit: 2 of 4 wait"):
         s.submit(Submission(3, 3), 0.5)
     assert s.next(0, 0.5) == Wait(0.75)
@@ -292,7 +294,7 @@ def test_waiting_samples_keep_deadline_patience_and_room() -> None:
 def test_who_drains_goes_on_draining() -> None:
     s = first(max_delay_s=60.0)
     s.flush()
-    succeed(s, 1, 2)
+    hot_swap(s, 1, 2)
     s.submit(Submission(1, 1), 0.0)
     assert started(s.next(0, 0.0)).plan == 1
 
@@ -304,7 +306,7 @@ def test_counts_are_those_of_all_plans() -> None:
     s = first(streams=2)
     s.submit(Submission(1, 4), 0.0)
     old = started(s.next(0, 0.0))
-    succeed(s, 1, 2, streams=2)
+    hot_swap(s, 1, 2, streams=2)
     s.submit(Submission(2, 3), 0.0)
     new = started(s.next(1, 0.0))
     yes = np.array([True, True, False, False])
@@ -324,7 +326,7 @@ def test_feedback_of_an_old_plan_ends_at_its_own_last_stage() -> None:
     s.submit(Submission(1, 2), 0.0)
     run = started(s.next(0, 0.0))
     s.done(0, all_exit(run), 0.0, all_exit(run))
-    succeed(s, 1, 2)
+    hot_swap(s, 1, 2)
     run = started(s.next(0, 0.0))
     assert s.done(0, none_exit(run), 0.0, none_exit(run)).survivors.tolist() == [0, 1]
     run = started(s.next(0, 0.0))
@@ -336,7 +338,7 @@ def test_suspended_streams_stay_suspended() -> None:
     """With stream 1 out of service, stream 0 has to take its own retry."""
     s = first(streams=2)
     s.suspend(1)
-    succeed(s, 1, 2, streams=2)
+    hot_swap(s, 1, 2, streams=2)
     s.submit(Submission(1, 1), 0.0)
     started(s.next(0, 0.0))
     s.failed(0, 0.0)
@@ -347,7 +349,7 @@ def test_streams_are_suspended_and_resumed_under_every_plan() -> None:
     s = first(streams=2)
     s.submit(Submission(1, 1), 0.0)
     started(s.next(0, 0.0))
-    succeed(s, 1, 2, streams=2)
+    hot_swap(s, 1, 2, streams=2)
     s.failed(0, 0.0)
     assert isinstance(s.next(0, 0.0), Idle)  # for stream 1
     s.suspend(1)
@@ -356,7 +358,7 @@ def test_streams_are_suspended_and_resumed_under_every_plan() -> None:
     s.done(0, all_exit(again), 0.0)
     s.submit(Submission(2, 1), 0.0)
     started(s.next(0, 0.0))
-    succeed(s, 2, 2, streams=2)
+    hot_swap(s, 2, 2, streams=2)
     s.failed(0, 0.0)
     s.resume(1)
     assert isinstance(s.next(0, 0.0), Idle)
@@ -367,7 +369,7 @@ def test_streams_are_suspended_and_resumed_under_every_plan() -> None:
 def test_a_resumed_stream_is_in_service_under_the_new_plan_too() -> None:
     s = first(streams=2)
     s.suspend(1)
-    succeed(s, 1, 2, streams=2)
+    hot_swap(s, 1, 2, streams=2)
     s.resume(1)
     s.submit(Submission(2, 1), 0.0)
     assert started(s.next(0, 0.0)).plan == 1
@@ -380,7 +382,7 @@ def test_batches_of_all_plans_are_side_by_side_under_one_limit() -> None:
     s = first(streams=2, parallel=ParallelLimit(SIZE, fixed=2))
     s.submit(Submission(1, 2), 0.0)
     old = started(s.next(0, 0.0))
-    succeed(s, 1, 2, streams=2)
+    hot_swap(s, 1, 2, streams=2)
     s.submit(Submission(2, 1), 0.0)
     assert isinstance(s.next(1, 0.0), Idle)
     s.done(0, np.array([True, False]), 0.0)
@@ -394,7 +396,7 @@ def test_every_plan_learns_from_its_own_batches() -> None:
     old = s.latencies
     s.submit(Submission(1, 1), 0.0)
     run = started(s.next(0, 0.0))
-    succeed(s, 1, 3)
+    hot_swap(s, 1, 3)
     s.done(0, all_exit(run), 1.0)  # 0.25 s were predicted: speed moves 1/32 of the way to 4
     assert (old.speed, s.latencies.speed) == (1.0 + 3.0 / 32, 1.0)
     s.submit(Submission(2, 1), 1.0)
@@ -407,7 +409,7 @@ def test_what_expires_under_an_old_plan_is_told() -> None:
     s = first("refill")
     s.submit(Submission(1, 2, deadline_s=2.0), 0.0)
     number = nobody_exits(s, 0, started(s.next(0, 0.0))).buffered
-    succeed(s, 1, 2, "refill")
+    hot_swap(s, 1, 2, "refill")
     assert isinstance(s.next(0, 2.0), Idle)
     assert s.take_dropped() == [Dropped(1, 2, DropCause.EXPIRED)]
     assert [samples.sample_ids.tolist() for samples in s.take_lost()] == [[0, 1]]
@@ -417,7 +419,7 @@ def test_what_expires_under_an_old_plan_is_told() -> None:
 
 def test_failing_without_a_batch_does_nothing() -> None:
     s = first()
-    succeed(s, 1, 2)
+    hot_swap(s, 1, 2)
     s.failed(0, 0.0)
     assert isinstance(s.next(0, 0.0), Idle)
 
@@ -434,18 +436,16 @@ def test_however_many_plans_there_were_few_are_remembered(policy: str) -> None:
             s.submit(Submission(plan, int(rng.integers(1, 5)), now_s + 4.0), now_s)
         for stream in (0, 1):
             serve(s, stream, now_s, rng)
-        succeed(s, plan, 1 + plan % 4, policy, streams=2)
+        hot_swap(s, plan, 1 + plan % 4, policy, streams=2)
         assert len(s.take_dropped()) + len(s.take_lost()) + len(s.take_discarded()) <= 16
-        assert len(s._retiring) == len(s.plans) - 1
         plans.append(len(s.plans))
-        retiring = [size for old in s._retiring for size in sizes(old).values()]
-        largest = max([largest, *retiring])
+        largest = max(largest, *(sizes(s)[name] for name in STARTED))
     # What runs, is buffered or tried again goes before anything new, on both streams.
     assert 3 <= max(plans) <= 8
     assert 1 <= largest <= 8
 
 
-def serve(s: SuccessiveScheduler, stream: int, now_s: float, rng: np.random.Generator) -> None:
+def serve(s: ModelScheduler, stream: int, now_s: float, rng: np.random.Generator) -> None:
     """Run a stage, if there is one to run."""
     run = s.next(stream, now_s)
     if isinstance(run, Run):
@@ -466,7 +466,7 @@ def test_a_device_serves_the_plans_of_its_models() -> None:
     task = device.next(0, 0.0)
     assert isinstance(task, Assignment)
     device.submit("a", Submission(2, 1), 0.0)
-    succeed(device.model("a"), 1, 1)
+    hot_swap(device.model("a"), 1, 1)
     transition = device.done(0, all_exit(task.run), 1.0, np.array([True, False]))
     assert (transition.released.tolist(), transition.survivors.tolist()) == ([0, 1], [0])
     seen = []

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offramp.bundle import Profile
+from offramp.certify.decision import MODEL_END
 from offramp.engine.scheduling import Latencies, Span, stage_seconds
 
 
-def span(first: int, last: int, exit_: int | None = None) -> Span:
+def span(first: int, last: int, exit_: int = MODEL_END) -> Span:
     return Span(first_segment=first, last_segment=last, exit=exit_)
 
 
@@ -164,10 +165,10 @@ def test_calibration_is_bounded() -> None:
 
 def test_what_fusing_costs_is_what_goes_beyond_the_stage_itself() -> None:
     latencies = Latencies([[0.0, 1.0]])
-    latencies.observe_fused(0, 1, 4.2)
-    assert latencies.fusing_s == pytest.approx(3.2 / 32)
-    latencies.observe_fused(0, 1, 0.5)
-    assert latencies.fusing_s == pytest.approx(0.1 * 31 / 32)
+    latencies.observe_merged(0, 1, 4.2)
+    assert latencies.merging_s == pytest.approx(3.2 / 32)
+    latencies.observe_merged(0, 1, 0.5)
+    assert latencies.merging_s == pytest.approx(0.1 * 31 / 32)
     assert latencies.speed == 1.0
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.unit.scheduling.helpers import none_exit, pairs, scheduler, started, table
+from tests.unit.scheduling.helpers import none_exit, pairs, points_of, scheduler, started, table
 
 from offramp.engine.scheduling import Idle, SampleQueue, Submission, Wait
+from offramp.engine.scheduling.base import RowSet
 from offramp.engine.scheduling.buffered import BufferedQueue
 from offramp.engine.scheduling.policies.merging import Rebatch, Refill
-from offramp.engine.scheduling.policy import Fuse, Start, Waiting
-from offramp.engine.scheduling.rowset import RowSet
+from offramp.engine.scheduling.policy import Merge, Start, Waiting
 
 NEVER = float("inf")
 
@@ -21,7 +21,7 @@ class Scene:
     def __init__(self, *, fresh: int = 0, max_delay_s: float = 0.0) -> None:
         self.queue = SampleQueue(64, full=4, max_delay_s=max_delay_s)
         self.buffered = (BufferedQueue(), BufferedQueue(), BufferedQueue())
-        self.policy = Refill(4, table(first_s=0.25, more_s=0.0))
+        self.policy = Refill(points_of(table(first_s=0.25, more_s=0.0)), 4)
         if fresh:
             self.queue.push(Submission(1000, fresh), 0.0)
 
@@ -37,7 +37,7 @@ class Scene:
 
     def choice(self, now_s: float = 0.0) -> str:
         choice = self.policy.choose(Waiting(self.queue, self.buffered), now_s)
-        if isinstance(choice, Fuse):
+        if isinstance(choice, Merge):
             assert choice.limit == 4
             return f"fuse {choice.stage} {choice.bucket.batch_key}"
         return "start" if isinstance(choice, Start) else str(choice)
@@ -94,7 +94,7 @@ def test_a_batch_that_is_still_full_runs_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "fusing_s", "before", "leave", "runs_on"),
+    ("stage", "merging_s", "before", "leave", "runs_on"),
     [
         # Two stages are left, t_d = 0.5 s; c = 0.25 s: it pays if more than half leave.
         (0, 0.25, 4, 1, True),
@@ -110,11 +110,11 @@ def test_a_batch_that_is_still_full_runs_on() -> None:
     ],
 )
 def test_rebatch_splits_a_batch_only_where_the_gain_is_above_the_cost(
-    stage: int, fusing_s: float, before: int, leave: int, runs_on: bool
+    stage: int, merging_s: float, before: int, leave: int, runs_on: bool
 ) -> None:
     latencies = table(first_s=0.25, more_s=0.0)
-    latencies.fusing_s = fusing_s
-    assert Rebatch(4, latencies).runs_on(stage, before, before - leave) is runs_on
+    latencies.merging_s = merging_s
+    assert Rebatch(points_of(latencies), 4).runs_on(stage, before, before - leave) is runs_on
 
 
 def test_survivors_of_two_batches_become_a_full_one() -> None:
@@ -126,15 +126,15 @@ def test_survivors_of_two_batches_become_a_full_one() -> None:
         transition = s.done(0, np.array(exited), 0.0)
         numbers.append(transition.buffered)
     assert s.in_flight == 4
-    fused = started(s.next(0, 0.0))
-    assert (fused.stage, fused.deepest) == (1, 2)
-    assert pairs(fused) == [(1, 1), (1, 3), (1, 4), (1, 6)]
-    assert [(p.number, p.positions.tolist()) for p in fused.pieces] == [
+    merged = started(s.next(0, 0.0))
+    assert (merged.stage, merged.deepest) == (1, 2)
+    assert pairs(merged) == [(1, 1), (1, 3), (1, 4), (1, 6)]
+    assert [(p.number, p.positions.tolist()) for p in merged.pieces] == [
         (numbers[0], [0, 1]),
         (numbers[1], [0, 1]),
     ]
     assert s.take_discarded() == numbers
-    assert s.done(0, none_exit(fused), 0.0).buffered is None  # still full: it runs on
+    assert s.done(0, none_exit(merged), 0.0).buffered is None  # still full: it runs on
     assert (started(s.next(0, 0.0)).stage, s.in_flight) == (2, 4)
 
 

@@ -236,7 +236,7 @@ class Naive:
     def __init__(self, max_delay_s: float) -> None:
         self.max_delay_s = max_delay_s
         self.waiting: list[Plain] = []
-        self.ready: set[int] = set()
+        self.marked: set[int] = set()
 
     def bucket(self, batch_key: int) -> list[Plain]:
         return sorted((p for p in self.waiting if p.batch_key == batch_key), key=lambda p: p.key)
@@ -247,11 +247,11 @@ class Naive:
     def push(self, plain: Plain) -> None:
         self.waiting.append(plain)
         if self.max_delay_s <= 0 or self.size(plain.batch_key) >= 4:
-            self.ready.add(plain.batch_key)
+            self.marked.add(plain.batch_key)
 
     def remove(self, which: list[Plain]) -> None:
         self.waiting = [p for p in self.waiting if p not in which]
-        self.ready &= {p.batch_key for p in self.waiting}
+        self.marked &= {p.batch_key for p in self.waiting}
 
     def ready(self, now_s: float) -> tuple[int | None, float]:
         """The bucket, or when there is one."""
@@ -259,8 +259,8 @@ class Naive:
         for plain in self.waiting:
             due_s = plain.submitted_s + self.max_delay_s
             due[plain.batch_key] = min(due[plain.batch_key], due_s)
-        self.ready |= {batch_key for batch_key, due_s in due.items() if due_s <= now_s}
-        ready = [p for p in self.waiting if p.batch_key in self.ready]
+        self.marked |= {batch_key for batch_key, due_s in due.items() if due_s <= now_s}
+        ready = [p for p in self.waiting if p.batch_key in self.marked]
         if ready:
             return min(ready, key=lambda p: p.key).batch_key, now_s
         return None, min(due.values(), default=NEVER)
@@ -273,8 +273,8 @@ class Naive:
             plain.first, plain.left, limit = plain.first + count, plain.left - count, limit - count
         self.waiting = [p for p in self.waiting if p.left]
         if self.max_delay_s > 0 and self.size(batch_key) < 4:
-            self.ready.discard(batch_key)
-        self.ready &= {p.batch_key for p in self.waiting}
+            self.marked.discard(batch_key)
+        self.marked &= {p.batch_key for p in self.waiting}
         return rows
 
 

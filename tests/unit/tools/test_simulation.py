@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from offramp.certify.decision import MODEL_END
 from offramp.engine.scheduling import (
     Latencies,
     OperatingPoint,
@@ -39,7 +40,7 @@ def run(
     points = OperatingPoints(
         points=(
             OperatingPoint(deepest=0, exit=5, agreement=0.5),
-            OperatingPoint(deepest=1, exit=None, agreement=1.0),
+            OperatingPoint(deepest=1, exit=MODEL_END, agreement=1.0),
         ),
         latencies=latencies,
     )

@@ -10,7 +10,7 @@ import pytest
 from tests.models import Builder
 
 from offramp.compiler.engines.halving import fold_normalisations, halve
-from offramp.compiler.runtime import Runner
+from offramp.compiler.runtime import GraphRunner
 
 
 def normalised(b: Builder, x: str, channels: int, **attributes: float) -> str:
@@ -80,7 +80,7 @@ def test_what_is_folded_computes_the_same(layers: Callable[[Builder, str], str],
     kinds = [node.op_type for node in folded.graph.node]
     assert kinds.count("BatchNormalization") == left
     x = np.random.default_rng(0).standard_normal((3, 2, 4, 4)).astype(np.float32)
-    wanted, found = (Runner(p).run({"x": x})["y"] for p in (proto, folded))
+    wanted, found = (GraphRunner(p).run({"x": x})["y"] for p in (proto, folded))
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 

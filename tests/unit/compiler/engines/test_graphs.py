@@ -25,7 +25,7 @@ from offramp.compiler.engines.units import (
     units_of,
 )
 from offramp.compiler.errors import ModelError
-from offramp.compiler.runtime import Runner, relative_difference
+from offramp.compiler.runtime import GraphRunner, relative_difference
 from offramp.engine.plan import make_plan
 
 TOLERANCES: dict[Precision, float] = {"fp32": 1e-5, "tf32": 1e-5, "fp16": 1e-2, "int8": 0.15}
@@ -81,9 +81,9 @@ def test_segments_chained_answer_like_the_source(bundle: Bundle, precision: Prec
     given = graphs(bundle, precision)
     values: dict[str, NDArray[np.generic]] = dict(feeds)
     for unit in segment_units(manifest):
-        values |= Runner(onnx.ModelProto.FromString(given.of(unit))).run(values)
+        values |= GraphRunner(onnx.ModelProto.FromString(given.of(unit))).run(values)
     source = onnx.ModelProto.FromString(bundle.read(manifest.source.file))
-    wanted = Runner(source).run(feeds)[manifest.answer.output]
+    wanted = GraphRunner(source).run(feeds)[manifest.answer.output]
     assert relative_difference(values[manifest.answer.output], wanted) < TOLERANCES[precision]
 
 
@@ -100,8 +100,8 @@ def test_an_exit_computes_in_float32_on_the_float32_cut_tensor(
     weights = {t.name: t for t in found.graph.initializer}
     assert [weights[t.name] for t in alone.graph.initializer] == list(alone.graph.initializer)
     feeds = inputs_of(sliced(bundle.manifest.name), 6, seed=2)
-    given = Runner(found).run(feeds)
-    wanted = Runner(alone).run(given)  # of the cut tensor that the unit itself gave
+    given = GraphRunner(found).run(feeds)
+    wanted = GraphRunner(alone).run(given)  # of the cut tensor that the unit itself gave
     np.testing.assert_allclose(given[exit_.output], wanted[exit_.output], rtol=1e-5, atol=1e-6)
 
 

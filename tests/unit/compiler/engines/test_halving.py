@@ -14,9 +14,8 @@ from onnx import TensorProto, helper, numpy_helper
 from tests.models import Builder
 from tests.sliced import BUILDERS, inputs_of, sliced
 
-from offramp.compiler.engines.halving import SUFFIX, halve
-from offramp.compiler.engines.rounding import rounded
-from offramp.compiler.runtime import Runner, relative_difference
+from offramp.compiler.engines.halving import SUFFIX, halve, rounded
+from offramp.compiler.runtime import GraphRunner, relative_difference
 
 TOLERANCE = 1e-2
 """Float16 has 11 bits (5e-4); a dozen layers add up, and small answers are relative to more."""
@@ -30,7 +29,7 @@ def halved(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 def run(half: onnx.ModelProto, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """Compute in float16, which ONNX Runtime by itself does not."""
-    return Runner(onnx.ModelProto.FromString(rounded(half.SerializeToString()))).run(feeds)
+    return GraphRunner(onnx.ModelProto.FromString(rounded(half.SerializeToString()))).run(feeds)
 
 
 def node_giving(proto: onnx.ModelProto, tensor: str) -> onnx.NodeProto:
@@ -51,7 +50,7 @@ def test_models_compute_the_same_within_float16(name: str) -> None:
     pieces = sliced(name)
     half, feeds = halved(pieces.model.proto), inputs_of(pieces, 5)
     answer = pieces.model.answer.output
-    wanted, found = Runner(pieces.model.proto).run(feeds)[answer], run(half, feeds)[answer]
+    wanted, found = GraphRunner(pieces.model.proto).run(feeds)[answer], run(half, feeds)[answer]
     assert found.dtype == np.float32
     assert 0 < relative_difference(found, wanted) < TOLERANCE
 
@@ -105,7 +104,7 @@ def test_a_variance_beyond_float16_stays_in_float32() -> None:
     kept = ["mean", "square", "variance", "padded", "deviation", "normal"]
     assert [in_half(half, name) for name in kept] == [False] * len(kept)
     assert in_half(half, "off")
-    wanted, found = Runner(proto).run({"x": x})["normal"], run(half, {"x": x})["normal"]
+    wanted, found = GraphRunner(proto).run({"x": x})["normal"], run(half, {"x": x})["normal"]
     np.testing.assert_allclose(found, wanted, atol=5e-3)
 
 
@@ -124,7 +123,7 @@ def test_a_square_that_is_a_product_stays_in_float32_too(centred: bool) -> None:
     half = halved(proto)
     assert not in_half(half, "square")
     x = np.float32([[1, 2, 3, 600, 5, 6, 7, 8]])
-    wanted = Runner(proto).run({"x": x})["normal"]
+    wanted = GraphRunner(proto).run({"x": x})["normal"]
     np.testing.assert_allclose(run(half, {"x": x})["normal"], wanted, atol=5e-3)
 
 
@@ -336,7 +335,7 @@ def test_rotary_angles_of_positions_stay_exact(product: str, given: str) -> None
     places = {name: in_half(half, name) for name in ("sine", "cosine", "turned")}
     assert places == {"sine": False, "cosine": False, "turned": True}
     feeds = {"positions": np.arange(4096)[None], "x": np.ones((1, 4096, 8), np.float32)}
-    wanted = Runner(proto).run(feeds)["y"]
+    wanted = GraphRunner(proto).run(feeds)["y"]
     np.testing.assert_allclose(run(half, feeds)["y"], wanted, atol=3e-3)
 
 

@@ -11,7 +11,7 @@ from tests.sliced import BUILDERS, sliced
 
 from offramp.compiler.engines.lowering import IR_VERSION, OPSET, lower
 from offramp.compiler.errors import ModelError
-from offramp.compiler.runtime import Runner
+from offramp.compiler.runtime import GraphRunner
 
 X = np.random.default_rng(0).standard_normal((2, 6, 4)).astype(np.float32)
 
@@ -50,7 +50,9 @@ def test_axes_of_reductions_become_attributes(kind: str, opset: int) -> None:
     assert attributes(low, kind)["axes"] == [1, -1]
     assert list(low.graph.initializer) == []
     feeds = {"x": np.abs(X)}
-    np.testing.assert_array_equal(Runner(low).run(feeds)["y"], Runner(proto).run(feeds)["y"])
+    np.testing.assert_array_equal(
+        GraphRunner(low).run(feeds)["y"], GraphRunner(proto).run(feeds)["y"]
+    )
 
 
 def test_axes_may_be_a_constant_node() -> None:
@@ -60,14 +62,16 @@ def test_axes_may_be_a_constant_node() -> None:
     low = lowered(proto)
     assert [n.op_type for n in low.graph.node] == ["ReduceMean"]
     assert attributes(low, "ReduceMean") == {"keepdims": 1, "axes": [2]}
-    np.testing.assert_array_equal(Runner(low).run({"x": X})["y"], Runner(proto).run({"x": X})["y"])
+    np.testing.assert_array_equal(
+        GraphRunner(low).run({"x": X})["y"], GraphRunner(proto).run({"x": X})["y"]
+    )
 
 
 def test_without_axes_everything_is_reduced_before_and_after() -> None:
     proto = one("ReduceMax", opset=20).build(opset=20)
     low = lowered(proto)
     assert "axes" not in attributes(low, "ReduceMax")
-    assert Runner(low).run({"x": X})["y"].item() == X.max()
+    assert GraphRunner(low).run({"x": X})["y"].item() == X.max()
 
 
 def test_reduce_sum_keeps_its_axes_as_an_input() -> None:
@@ -76,7 +80,9 @@ def test_reduce_sum_keeps_its_axes_as_an_input() -> None:
     proto = one("ReduceSum", b.constant([1], np.int64), opset=18, b=b).build(opset=18)
     low = lowered(proto)
     assert [list(n.input) for n in low.graph.node] == [["x", "w0"]]
-    np.testing.assert_array_equal(Runner(low).run({"x": X})["y"], Runner(proto).run({"x": X})["y"])
+    np.testing.assert_array_equal(
+        GraphRunner(low).run({"x": X})["y"], GraphRunner(proto).run({"x": X})["y"]
+    )
 
 
 def test_new_attributes_at_their_defaults_are_dropped() -> None:
@@ -95,7 +101,7 @@ def test_a_network_of_any_opset_computes_the_same(opset: int) -> None:
     low = lowered(proto)
     feeds = {"image": np.random.default_rng(1).standard_normal((2, 3, 16, 16)).astype(np.float32)}
     np.testing.assert_allclose(
-        Runner(low).run(feeds)["logits"], Runner(proto).run(feeds)["logits"], rtol=1e-6
+        GraphRunner(low).run(feeds)["logits"], GraphRunner(proto).run(feeds)["logits"], rtol=1e-6
     )
 
 
@@ -117,7 +123,7 @@ def test_an_equal_split_loses_only_its_number() -> None:
     b.output("z", ["batch", 3, 4])
     low = lowered(b.build(opset=18))
     assert attributes(low, "Split") == {"axis": 1}
-    np.testing.assert_array_equal(Runner(low).run({"x": X})["z"], X[:, 3:])
+    np.testing.assert_array_equal(GraphRunner(low).run({"x": X})["z"], X[:, 3:])
 
 
 def test_bodies_are_lowered_too() -> None:
@@ -137,7 +143,7 @@ def test_bodies_are_lowered_too() -> None:
     b.node("If", deep, out="y", **bodies)
     b.output("y", ["batch", 1, 4])
     low = lowered(b.build(opset=18))
-    np.testing.assert_array_equal(Runner(low).run({"x": X})["y"], X.max(axis=1, keepdims=True))
+    np.testing.assert_array_equal(GraphRunner(low).run({"x": X})["y"], X.max(axis=1, keepdims=True))
 
 
 def test_the_same_graph_gives_the_same_bytes() -> None:

@@ -18,14 +18,14 @@ from offramp.bundle.bundle import CERTIFY
 from offramp.bundle.engines import Precision
 from offramp.calibration.dataset import Dataset, read_dataset
 from offramp.calibration.errors import DataError
-from offramp.compiler.engines.precision import (
-    Parts,
+from offramp.compiler.engines.units import ranges_of
+from offramp.compiler.engines.verification import (
     PrecisionCheck,
+    PrecisionData,
     Verdict,
     measure_precision,
     part_data,
 )
-from offramp.compiler.engines.units import ranges_of
 from offramp.compiler.errors import VerificationError
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend, make_session
 from offramp.engine.pipeline import Pipeline
@@ -215,7 +215,7 @@ def test_the_certify_split_judges_the_data_that_a_bundle_was_made_with(
 
 
 def test_a_split_of_another_seed_is_not_taken_for_it(compiled: tuple[Bundle, Dataset]) -> None:
-    parts: Parts = part_data(*compiled, seed=8)
+    parts: PrecisionData = part_data(*compiled, seed=8)
     assert not parts.unseen
     assert len(parts.judged) == 500
 

@@ -23,7 +23,7 @@ from offramp.compiler.engines.profiles import (
     unit_profiles,
 )
 from offramp.compiler.errors import EngineOptionsError
-from offramp.compiler.runtime import Runner
+from offramp.compiler.runtime import GraphRunner
 
 BATCHES = parse_batches("1,2-8")
 
@@ -104,7 +104,7 @@ def test_shapes_are_those_of_a_run(name: str, tmp_path: Path) -> None:
     shapes = ModelShapes(bundle).at(Point(5, tuple((s, 16) for s in symbols_of(bundle.manifest))))
     values: dict[str, Any] = inputs_of(sliced(name), 5)
     for segment in sliced(name).segments:
-        values |= Runner(segment.proto).run(values)
+        values |= GraphRunner(segment.proto).run(values)
     assert shapes == {name: value.shape for name, value in values.items()}
 
 
@@ -125,11 +125,11 @@ def test_the_model_is_run_once_for_all_batches(
     shapes = ModelShapes(bert)
     runs = []
 
-    def counted(runner: Runner, feeds: Mapping[str, Any]) -> Any:
+    def counted(runner: GraphRunner, feeds: Mapping[str, Any]) -> Any:
         runs.append(feeds)
         return run(runner, feeds)
 
-    run = Runner.run
-    monkeypatch.setattr(Runner, "run", counted)
+    run = GraphRunner.run
+    monkeypatch.setattr(GraphRunner, "run", counted)
     unit_profiles(["layer0/out"], sizes_of(bert, "sequence=8,20"), shapes)
     assert sorted(feeds["input_ids"].shape for feeds in runs) == [(2, 1), (2, 8), (2, 9), (2, 20)]

@@ -14,9 +14,8 @@ from onnx.reference import ReferenceEvaluator
 from tests.models import Builder
 from tests.sliced import BUILDERS, inputs_of, sliced
 
-from offramp.compiler.engines.halving import halve
-from offramp.compiler.engines.rounding import rounded
-from offramp.compiler.runtime import Runner, relative_difference
+from offramp.compiler.engines.halving import halve, rounded
+from offramp.compiler.runtime import GraphRunner, relative_difference
 from offramp.engine.onnx_subset import has_half_precision
 
 Tensors = Mapping[str, NDArray[Any]]
@@ -25,7 +24,7 @@ Tensors = Mapping[str, NDArray[Any]]
 def run(graph: bytes, feeds: Tensors) -> dict[str, NDArray[Any]]:
     proto = onnx.ModelProto.FromString(rounded(graph))
     onnx.checker.check_model(proto, full_check=True)
-    return Runner(proto).run(feeds)
+    return GraphRunner(proto).run(feeds)
 
 
 def steps(*operators: tuple[str, float]) -> bytes:
@@ -125,7 +124,7 @@ def test_float16_borders_bodies_and_other_domains_keep_their_float16() -> None:
     model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
     made = onnx.ModelProto.FromString(rounded(model.SerializeToString()))
     x = np.array([0.3, 2000], np.float16)
-    found = Runner(made).run({"x": x})
+    found = GraphRunner(made).run({"x": x})
     assert {array.dtype for array in found.values()} == {x.dtype}
     reads = {node.output[0]: list(node.input) for node in made.graph.node}
     assert reads["last"] == ["inner"]

@@ -28,7 +28,7 @@ from offramp.compiler.engines.profiles import (
 from offramp.compiler.engines.units import Unit, UnitGraphs
 from offramp.compiler.engines.verification import TOLERANCES, Verifier
 from offramp.compiler.errors import EngineBuildError
-from offramp.compiler.runtime import Runner
+from offramp.compiler.runtime import GraphRunner
 
 Tensors = Mapping[str, NDArray[Any]]
 WHOLE, MIDDLE = Unit(0, 5, None), Unit(2, 2, 1)
@@ -46,7 +46,7 @@ class Case:
     def __init__(self, bundle: Bundle, unit: Unit, samples: Dataset | None = None) -> None:
         self.unit = unit
         self.graph = UnitGraphs(bundle, "fp32", tensorrt_version="10").of(unit)
-        self.runner = Runner(onnx.load_from_string(self.graph))
+        self.runner = GraphRunner(onnx.load_from_string(self.graph))
         sizes = profile_sizes(
             bundle.manifest, parse_batches("1,2-4"), parse_buckets(["sequence=8,20"])
         )
@@ -83,7 +83,7 @@ def test_inputs_inside_the_model_are_real_activations(bert: Bundle) -> None:
     middle.check()
     _, model_inputs = whole.calls[0]
     _, unit_inputs = middle.calls[0]
-    parts = [Runner(segment.proto) for segment in sliced("bert").segments[:2]]
+    parts = [GraphRunner(segment.proto) for segment in sliced("bert").segments[:2]]
     values: dict[str, Any] = dict(model_inputs)
     for part in parts:
         values |= part.run(values)
@@ -188,7 +188,7 @@ def test_an_engine_of_half_precision_is_held_against_true_float16(tmp_path: Path
         return {"y": np.clip(y, -8, 8).astype(np.float32)}
 
     assert verifier.check(unit, graph, profiles, truly) == 0.0
-    unrounded = Runner(onnx.load_from_string(graph))
+    unrounded = GraphRunner(onnx.load_from_string(graph))
     with pytest.raises(EngineBuildError, match="'y' of the engine differs"):
         verifier.check(unit, graph, profiles, lambda inputs, _: unrounded.run(inputs))
 

@@ -27,7 +27,7 @@ from tests.sliced import inputs_of
 
 from offramp.bundle import ActiveExit, Bundle
 from offramp.compiler.export.export import make_model
-from offramp.compiler.export.naming import Names
+from offramp.compiler.export.nesting import Names
 from offramp.engine.layouts import enter_blocked
 from offramp.engine.plan import make_plan
 

@@ -1,28 +1,96 @@
-"""Making a fixed batch dimension symbolic."""
+"""Bringing a model into the form that slicing needs, without changing what it computes.
+
+Operators get names, what is unused goes, onnxslim simplifies, and a fixed batch becomes symbolic.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 import numpy as np
 import onnx
+import onnxslim
 from onnx import helper, numpy_helper
 
 from offramp.compiler.errors import ModelError
-from offramp.compiler.graph import Dataflow
-from offramp.compiler.runtime import Runner, random_inputs, relative_difference
+from offramp.compiler.graph import Dataflow, constant_tensor, copied, refill
+from offramp.compiler.runtime import GraphRunner, random_inputs, relative_difference
 from offramp.compiler.shapes import BATCH, UNKNOWN, TensorType, annotate, forget_shapes, infer_types
 
+_log = logging.getLogger(__name__)
+
 _TOLERANCE = 1e-4
-"""Between a row alone and in a batch: kernels differ by batch size, in the last bits."""
-_ROWS = 3
+"""Relative: folding a BatchNormalization into the weights of its Conv rounds them anew; kernels
+differ by batch size, in the last bits."""
+_BATCH, _ROWS = 2, 3
+"""Samples that a simplified model, and one whose batch was freed, are compared on."""
+
+
+def unlist_initializers(proto: onnx.ModelProto) -> None:
+    """Take initializers off the graph inputs, where files before IR version 4 list them."""
+    graph = proto.graph
+    constants = {tensor.name for tensor in graph.initializer}
+    refill(graph.input, [info for info in graph.input if info.name not in constants])
+
+
+def remove_unused(proto: onnx.ModelProto) -> None:
+    """Remove operators and initializers that no output depends on; sort the rest."""
+    graph = proto.graph
+    flow = Dataflow(graph)
+    kept = flow.behind(flow.outputs, stop=frozenset())
+    read = {t for op in kept for t in op.reads} | set(flow.outputs)
+    refill(graph.node, [op.proto for op in kept])
+    refill(graph.initializer, [tensor for tensor in graph.initializer if tensor.name in read])
+
+
+def name_operators(proto: onnx.ModelProto) -> None:
+    """Give every operator a name of its own, so that segments can be united by name."""
+    taken: set[str] = set()
+    for node in proto.graph.node:
+        if not node.name or node.name in taken:
+            first = next((t for t in node.output if t), "")
+            node.name = f"{node.op_type}:{first}"
+        while node.name in taken:
+            node.name += "'"
+        taken.add(node.name)
+
+
+def simplified(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Fold constants and fuse operators of a model with a symbolic batch; it is not changed.
+
+    The raw graph of an export can hide most of its cut points. Where onnxslim fails, or its result
+    differs on random inputs, ``proto`` itself is returned, with a warning logged.
+    """
+    try:
+        slim: onnx.ModelProto = onnxslim.slim(copied(proto))
+        onnx.checker.check_model(slim)
+        difference = _difference(proto, slim)
+    except Exception as error:  # whatever a third party's optimiser raises
+        _log.warning("not simplified: onnxslim fails: %s", error)
+        return proto
+    if not difference <= _TOLERANCE:
+        _log.warning("not simplified: onnxslim changes the outputs by %.1e", difference)
+        return proto
+    return slim
+
+
+def _difference(proto: onnx.ModelProto, slim: onnx.ModelProto) -> float:
+    """Largest relative difference of any output; infinite if inputs or outputs changed."""
+    before, after = GraphRunner(proto), GraphRunner(slim)
+    if set(after.inputs) - set(before.inputs) or before.outputs != after.outputs:
+        return float("inf")
+    feeds = random_inputs(proto, _BATCH)
+    wanted, actual = before.run(feeds), after.run(feeds)
+    return max(relative_difference(actual[name], wanted[name]) for name in wanted)
 
 
 def free_batch(proto: onnx.ModelProto) -> None:
     """Name dimension 0 of every graph input ``batch``, in place, and repair what was fixed to it.
 
-    After the repair (:mod:`offramp.compiler.batch`) the model is run at batch 1 and 3, which
-    have to agree row by row.
+    Exporters bake the size into the targets of ``Reshape``, and into constants that are joined to
+    data, such as the class token of a vision transformer. After the repair the model is run at
+    batch 1 and 3, which have to agree row by row.
 
     Raises:
         ModelError: An input has no batch dimension, or the model cannot be made to work at
@@ -30,7 +98,9 @@ def free_batch(proto: onnx.ModelProto) -> None:
     """
     old = _old_batch(proto)
     if old is not None:
-        repair(proto, old)
+        types = infer_types(proto)
+        _free_reshapes(proto, types, old)
+        _free_concats(proto, types)
         forget_shapes(proto.graph)
     _rename_batch(proto.graph)
     annotate(proto)  # ONNX Runtime folds by the shapes that a model states, stale ones too
@@ -79,7 +149,7 @@ def _check_rows(proto: onnx.ModelProto, old: int) -> None:
     )
     feeds = random_inputs(proto, _ROWS)
     try:
-        runner = Runner(proto)
+        runner = GraphRunner(proto)
         together = runner.run(feeds)
         alone = [runner.run({k: v[i : i + 1] for k, v in feeds.items()}) for i in range(_ROWS)]
     except RuntimeError as error:
@@ -89,13 +159,6 @@ def _check_rows(proto: onnx.ModelProto, old: int) -> None:
         same = all(len(row) == 1 for row in apart) and len(rows) == _ROWS
         if not same or not relative_difference(rows, np.concatenate(apart)) <= _TOLERANCE:
             raise ModelError(f"{remedy}. Output {name!r} of a sample depends on its batch")
-
-
-def repair(proto: onnx.ModelProto, batch: int) -> None:
-    """Open, in place, what is fixed to ``batch``; the caller checks that the result runs."""
-    types = infer_types(proto)
-    _free_reshapes(proto, types, batch)
-    _free_concats(proto, types)
 
 
 def _free_reshapes(proto: onnx.ModelProto, types: Mapping[str, TensorType], batch: int) -> None:
@@ -144,13 +207,8 @@ def _constant_value(
         if tensor.name == name:
             return numpy_helper.to_array(tensor)
     op = graph.producers.get(name)
-    if op is not None and op.kind == "Constant":
-        for attribute in op.proto.attribute:
-            if attribute.name == "value":
-                return numpy_helper.to_array(attribute.t)
-            if attribute.name == "value_ints":
-                return np.array(attribute.ints, np.int64)
-    return None
+    given = constant_tensor(op.proto) if op is not None else None
+    return None if given is None else numpy_helper.to_array(given)
 
 
 def _free_concats(proto: onnx.ModelProto, types: Mapping[str, TensorType]) -> None:
@@ -172,8 +230,7 @@ def _free_concats(proto: onnx.ModelProto, types: Mapping[str, TensorType]) -> No
                 )
                 op.proto.input[i] = name
     nodes = [n for node in proto.graph.node for n in (*added.get(node.output[0], ()), node)]
-    del proto.graph.node[:]
-    proto.graph.node.extend(nodes)
+    refill(proto.graph.node, nodes)
 
 
 def _repeat(

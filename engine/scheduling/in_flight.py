@@ -1,0 +1,272 @@
+"""The samples of a model that were started: in running batches, at splits, and before a retry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.engine.scheduling.base import DropCause, Dropped, Piece, Rows, RowSet, Transition
+from offramp.engine.scheduling.buffered import BufferedQueue
+from offramp.engine.scheduling.latency import Latencies
+from offramp.engine.scheduling.policy import Policy, Waiting
+from offramp.engine.scheduling.queue import SampleQueue
+
+_NO_ROWS: Rows = np.empty(0, np.intp)
+
+
+@dataclass(slots=True, eq=False)
+class ServedPlan:
+    """A plan of the model's stages, with what chooses and predicts for batches started under it."""
+
+    number: int
+    """Of the plan: :attr:`Run.plan`."""
+    policy: Policy
+    latencies: Latencies
+    """Of its stages; told what is observed."""
+    waiting: Waiting
+    """What its policy may choose from."""
+
+    @property
+    def last(self) -> int:
+        """The last stage."""
+        return self.latencies.stages - 1
+
+    @property
+    def buffering(self) -> bool:
+        """Whether survivors wait at one of its splits."""
+        return any(buffer.size for buffer in self.waiting.buffered)
+
+
+@dataclass(slots=True, eq=False)
+class ScheduledBatch:
+    """A batch on a stream, or of a request to be tried again; its samples leave bit by bit."""
+
+    plan: ServedPlan
+    """The plan that its samples were started under, and end under."""
+    stage: int
+    samples: RowSet
+    batch_key: Hashable
+    deepest: int
+    """The stage where all that are still here must leave."""
+    pieces: tuple[Piece, ...] = ()
+    """The buffered batches that it was just merged of."""
+    failed_on: int | None = None
+    """The stream that its samples failed on before, if this is their second try."""
+    number: int = 0
+    """Given when a stream takes it."""
+    executing: bool = False
+    started_s: float = 0.0
+    earliest_s: float = field(init=False)
+    """First deadline among its samples, or earlier."""
+
+    def __post_init__(self) -> None:
+        """Find the first deadline."""
+        self.earliest_s = min(self.samples.deadlines_s.tolist())
+
+
+class InFlight:
+    """The account of all started samples, and of whatever leaves without an answer."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self.batches: dict[int, ScheduledBatch] = {}
+        """By stream."""
+        self.retries: list[ScheduledBatch] = []
+        """One request each."""
+        self.plans: list[ServedPlan] = []
+        """Oldest first; new batches start under the last."""
+        self.buffered = 0
+        """Samples that wait at splits."""
+        self._cancelled: dict[int, DropCause] = {}
+        """Withdrawn requests of which samples run."""
+        self._dropped: list[Dropped] = []
+        self._lost: list[RowSet] = []
+        self._discarded: list[int] = []
+
+    def add_plan(
+        self, number: int, policy: Policy, latencies: Latencies, queue: SampleQueue
+    ) -> ServedPlan:
+        """Make a plan the one that new batches start under; the queue is its from here on."""
+        if self.plans:
+            old = self.plans[-1].waiting
+            self.plans[-1].waiting = Waiting(SampleQueue(0, full=1), old.buffered)
+        splits = tuple(BufferedQueue(discarded=self._discarded) for _ in range(latencies.stages))
+        plan = ServedPlan(number, policy, latencies, Waiting(queue, splits))
+        self.plans.append(plan)
+        self.forget_old_plans()
+        return plan
+
+    def forget_old_plans(self) -> None:
+        """Forget plans of which no sample is left and every loss was told."""
+        if self._dropped or self._lost or self._discarded:
+            return
+        used = {batch.plan.number for batch in (*self.batches.values(), *self.retries)}
+        *old, current = self.plans
+        self.plans = [plan for plan in old if plan.number in used or plan.buffering] + [current]
+
+    def samples(self) -> Iterator[RowSet]:
+        """Give all samples that were started and have not left."""
+        yield from (batch.samples for batch in self.batches.values())
+        yield from (retry.samples for retry in self.retries)
+        if self.buffered:
+            for buffer in self._buffers():
+                for bucket in buffer.buckets.values():
+                    yield from (waiting.samples for waiting in bucket.batches)
+
+    def buffer(self, batch: ScheduledBatch, now_s: float) -> None:
+        """Let the survivors of a batch wait at the split that it has come to."""
+        buffer = batch.plan.waiting.buffered[batch.stage]
+        buffer.buffer(batch.samples, batch.batch_key, batch.number, now_s)
+        self.buffered += len(batch.samples.requests)
+
+    def finish(self, stream: int) -> None:
+        """Forget the batch of a stream."""
+        self.batches.pop(stream, None)
+        if self._cancelled:
+            running = {r for b in self.batches.values() for r in b.samples.requests.tolist()}
+            self._cancelled = {r: c for r, c in self._cancelled.items() if r in running}
+
+    # Rows at the end of a stage
+
+    def leave(
+        self,
+        batch: ScheduledBatch,
+        exited: NDArray[np.bool_],
+        runs_on: NDArray[np.bool_] | None,
+        now_s: float,
+    ) -> Transition:
+        """Decide which rows of a batch are released, dropped and go on; report the dropped."""
+        if batch.samples.answered.any() or (runs_on is not None and runs_on.any()):
+            staying = np.zeros(len(exited), np.bool_) if runs_on is None else runs_on
+            return self._release(batch, exited, staying, now_s)
+        return self._shrink(batch, exited, now_s)
+
+    def _shrink(self, batch: ScheduledBatch, exited: NDArray[np.bool_], now_s: float) -> Transition:
+        """Decide about each row where whoever is released leaves."""
+        before = len(exited)
+        leaving = before
+        if batch.stage < batch.deepest:
+            leaving = int(np.count_nonzero(exited))
+            batch.plan.latencies.observe_shrinking(batch.stage, before, before - leaving)
+        released, dropped, survivors = _NO_ROWS, _NO_ROWS, _NO_ROWS
+        if leaving == before:
+            released = _all_rows(before)
+        elif self._cancelled or batch.earliest_s <= now_s:
+            staying = ~exited
+            dropped = self.lose_late(batch, staying, now_s)
+            staying[dropped] = False
+            released, survivors = exited.nonzero()[0], staying.nonzero()[0]
+        elif leaving:
+            released, survivors = exited.nonzero()[0], (~exited).nonzero()[0]
+        else:
+            survivors = _all_rows(before)
+        return Transition(released, dropped, survivors)
+
+    def _release(
+        self,
+        batch: ScheduledBatch,
+        exited: NDArray[np.bool_],
+        runs_on: NDArray[np.bool_],
+        now_s: float,
+    ) -> Transition:
+        """Decide about each row where some run on after their answer."""
+        samples = batch.samples
+        if batch.stage == batch.deepest:
+            released, ended = (~samples.answered).nonzero()[0], samples.answered.nonzero()[0]
+            return Transition(released, _NO_ROWS, _NO_ROWS, ended=ended)
+        newly = exited & ~samples.answered
+        staying = ~newly | runs_on
+        going_on = int(np.count_nonzero(staying))
+        batch.plan.latencies.observe_shrinking(batch.stage, len(exited), going_on)
+        dropped = self.lose_late(batch, ~(newly | samples.answered), now_s)
+        staying[dropped] = False
+        released = newly.nonzero()[0]
+        if len(released):
+            batch.samples = samples.answering(released)
+        return Transition(released, dropped, staying.nonzero()[0])
+
+    # Samples that leave without an answer
+
+    def cancel(self, request: int, cause: DropCause) -> None:
+        """Withdraw a request: what waits leaves now, what runs when its stage is done."""
+        self._drop_buffered(lambda buffer: buffer.remove(request), cause)
+        self._drop_retries(lambda retry: retry.samples.requests[0] == request, cause)
+        if any((batch.samples.requests == request).any() for batch in self.batches.values()):
+            self._cancelled.setdefault(request, cause)
+
+    def expire(self, now_s: float) -> None:
+        """Drop what waits and can no longer be answered in time."""
+        self._drop_buffered(lambda buffer: buffer.expire(now_s), DropCause.EXPIRED)
+        self._drop_retries(lambda retry: retry.samples.deadlines_s[0] <= now_s, DropCause.EXPIRED)
+
+    def lose_late(self, batch: ScheduledBatch, staying: NDArray[np.bool_], now_s: float) -> Rows:
+        """Report and give the staying rows that were withdrawn or whose deadline has passed."""
+        if not self._cancelled and batch.earliest_s > now_s:
+            return _NO_ROWS
+        samples = batch.samples
+        withdrawn = np.isin(samples.requests, list(self._cancelled))
+        late = withdrawn | (samples.deadlines_s <= now_s)
+        rows = np.flatnonzero(staying & late & ~samples.answered)
+        if len(rows):
+            lost = samples.take(rows)
+            self._lost.append(lost)
+            for item in lost.dropped(DropCause.EXPIRED):
+                cause = self._cancelled.get(item.request, item.cause)
+                self._dropped.append(Dropped(item.request, item.count, cause))
+        return rows
+
+    def lose(self, samples: RowSet, cause: DropCause = DropCause.FAILED) -> None:
+        """Report samples that leave without what they were started for."""
+        self._dropped += samples.dropped(cause)
+        self._lost.append(samples)
+
+    def drop(self, dropped: Iterable[Dropped]) -> None:
+        """Report samples that leave before they were started."""
+        self._dropped += dropped
+
+    def take_dropped(self) -> list[Dropped]:
+        """Give the reports since the last call."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+    def take_lost(self) -> list[RowSet]:
+        """Give the started samples that were lost since the last call."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    def take_discarded(self) -> list[int]:
+        """Give the buffered batches of which nothing waits any more, since the last call."""
+        discarded = self._discarded.copy()
+        self._discarded.clear()
+        if len(self.plans) > 1:
+            self.forget_old_plans()
+        return discarded
+
+    def _drop_buffered(
+        self, drop: Callable[[BufferedQueue], list[RowSet]], cause: DropCause
+    ) -> None:
+        for buffer in self._buffers() if self.buffered else ():
+            for samples in drop(buffer) if buffer.size else ():
+                self.lose(samples, cause)
+                self.buffered -= len(samples.requests)
+
+    def _drop_retries(self, which: Callable[[ScheduledBatch], bool], cause: DropCause) -> None:
+        for retry in [retry for retry in self.retries if which(retry)]:
+            self.retries.remove(retry)
+            self.lose(retry.samples, cause)
+
+    def _buffers(self) -> Iterator[BufferedQueue]:
+        for plan in self.plans:
+            yield from plan.waiting.buffered
+
+
+@cache
+def _all_rows(count: int) -> Rows:
+    """Positions of a whole batch; not made anew for every stage that nobody or everybody leaves."""
+    rows = np.arange(count)
+    rows.flags.writeable = False
+    return rows
