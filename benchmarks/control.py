@@ -27,9 +27,8 @@ from offramp.calibration.dataset import read_dataset
 from offramp.engine.core import Engine
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
-from offramp.tools.bench.environment import describe_environment, write_json
+from offramp.tools.bench.output import describe_environment, wide_console, write_json
 from offramp.tools.bench.replay import Replay
-from offramp.tools.bench.table import wide_console
 
 MODEL = "model"
 CONCURRENCY = 64

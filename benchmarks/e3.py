@@ -26,8 +26,8 @@ from offramp.engine.scheduling import (
     PolicyName,
     make_scheduler,
 )
-from offramp.tools.bench.environment import describe_environment, write_json
 from offramp.tools.bench.outcomes import FINAL, Summary, summarise
+from offramp.tools.bench.output import describe_environment, write_json
 from offramp.tools.bench.simulation import Behaviour, draw_load, simulate
 from offramp.tools.bench.traces import constant
 

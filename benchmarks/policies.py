@@ -31,11 +31,15 @@ from offramp.bundle import Bundle
 from offramp.calibration.dataset import read_dataset
 from offramp.engine.core import Engine
 from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.tools.bench.environment import describe_environment, write_json
 from offramp.tools.bench.outcomes import Summary, summarise
+from offramp.tools.bench.output import (
+    describe_environment,
+    print_summaries,
+    wide_console,
+    write_json,
+)
 from offramp.tools.bench.replay import Replay
 from offramp.tools.bench.simulate_command import System
-from offramp.tools.bench.table import print_summaries, wide_console
 from offramp.tools.bench.traces import Trace, azure, constant, gamma, poisson
 
 SYSTEMS = (

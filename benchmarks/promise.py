@@ -24,7 +24,7 @@ from offramp.certify import evaluate, tuning_path
 from offramp.engine.control.costs import CostModel
 from offramp.engine.options import available_cores
 from offramp.tools.bench.adapt.recording import Recorder
-from offramp.tools.bench.environment import check_outputs, describe_environment, write_json
+from offramp.tools.bench.output import check_outputs, describe_environment, write_json
 
 
 def main() -> None:

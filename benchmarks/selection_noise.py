@@ -33,7 +33,7 @@ from offramp.calibration.selection import Candidates, certified_policy
 from offramp.certify import count_answers, first_exit, savings_of, tuning_path
 from offramp.engine.control.costs import CostModel
 from offramp.engine.timing import Rounds, repeats_of
-from offramp.tools.bench.environment import check_outputs, describe_environment, write_json
+from offramp.tools.bench.output import check_outputs, describe_environment, write_json
 
 FloatArray = NDArray[np.float64]
 Draw = Callable[[np.random.Generator, FloatArray], FloatArray]

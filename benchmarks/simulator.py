@@ -36,8 +36,8 @@ from offramp.bundle import Bundle
 from offramp.engine.deployment import STAGE_OVERHEAD_S
 from offramp.engine.options import ModelOptions
 from offramp.engine.served_model import scheduler_of
-from offramp.tools.bench.environment import describe_environment, write_json
 from offramp.tools.bench.outcomes import Outcomes, Summary, summarise
+from offramp.tools.bench.output import describe_environment, write_json
 from offramp.tools.bench.simulate_command import System
 from offramp.tools.bench.simulation import SimulatedModel, draw_load, model_of, simulate
 from offramp.tools.bench.traces import Trace, constant, poisson

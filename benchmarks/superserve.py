@@ -33,10 +33,14 @@ from offramp.engine.scheduling import (
     PolicyName,
     make_scheduler,
 )
-from offramp.tools.bench.environment import describe_environment, write_json
 from offramp.tools.bench.outcomes import FINAL, Outcomes, Summary, summarise
+from offramp.tools.bench.output import (
+    describe_environment,
+    print_summaries,
+    wide_console,
+    write_json,
+)
 from offramp.tools.bench.simulation import Behaviour, draw_load, simulate
-from offramp.tools.bench.table import print_summaries, wide_console
 from offramp.tools.bench.traces import Trace, bursty, constant
 
 ACCURACIES = (0.7382, 0.7669, 0.7764, 0.7825, 0.7944, 0.8016)

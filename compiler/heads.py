@@ -186,21 +186,16 @@ def _layers(
     part: PartBuilder, features: str, weights: Mapping[str, NDArray[np.float32]], name: str = ""
 ) -> str:
     """One or two dense layers, of which the last is named; weights as [inputs, outputs]."""
+
+    def dense(tensor: str, layer: str, name: str = "") -> str:
+        weight = part.weight("weight", weights[f"{layer}weight"])
+        return part.add(
+            "Gemm", [tensor, weight, part.weight("bias", weights[f"{layer}bias"])], name
+        )
+
     if "hidden_weight" in weights:
-        hidden = _dense(part, features, weights["hidden_weight"], weights["hidden_bias"])
-        features = part.add("Relu", [hidden])
-    return _dense(part, features, weights["weight"], weights["bias"], name)
-
-
-def _dense(
-    part: PartBuilder,
-    tensor: str,
-    weight: NDArray[np.float32],
-    bias: NDArray[np.float32],
-    name: str = "",
-) -> str:
-    inputs = [tensor, part.weight("weight", weight), part.weight("bias", bias)]
-    return part.add("Gemm", inputs, name)
+        features = part.add("Relu", [dense(features, "hidden_")])
+    return dense(features, "", name)
 
 
 def _pool_tokens(

@@ -31,6 +31,9 @@ class SilentProgress:
         yield lambda _: None
 
 
+SILENT = SilentProgress()
+
+
 class TerminalProgress:
     """A bar a step, on standard error."""
 

@@ -18,14 +18,14 @@ from offramp.engine.backends.base import Backend, Rows, Slot, Stage, StageResult
 from offramp.engine.plan import Mode, Plan, StageSpec
 
 
-class Step(NamedTuple):
-    """What a stage did to a batch of b rows."""
+class StageStep(NamedTuple):
+    """The result of a stage on a batch of b rows, and which of them exit."""
 
     result: StageResult
     exited: NDArray[np.bool_]
     """[b]: whether the row leaves with the stage's answer. Not to be changed."""
     leaving: int
-    """How many do."""
+    """How many rows leave."""
 
 
 class Departure(NamedTuple):
@@ -71,19 +71,19 @@ class Pipeline:
         self._at_least = tuple(np.float32(spec.threshold) for spec in plan.stages)
         self._thresholds = tuple(float(threshold) for threshold in self._at_least)
 
-    def step(self, slot: Slot, index: int, batch: TensorBatch) -> Step:
+    def step(self, slot: Slot, index: int, batch: TensorBatch) -> StageStep:
         """Run stage ``index`` on a batch and check which rows exit."""
         result = slot.run(self._stages[index], batch, self._leaving[index])
         answer, confidence, carry = result
         rows = len(batch)
         if carry is None:
-            return Step(result, _everyone(rows), rows)
+            return StageStep(result, _everyone(rows), rows)
         # That nobody leaves Python sees sooner than numpy, whose first call after a stage is
         # slow. A NaN is never the largest, or is the first: then numpy decides below.
         if answer is None or max(confidence.tolist(), default=0.0) < self._thresholds[index]:
-            return Step(result, _nobody(rows), 0)
+            return StageStep(result, _nobody(rows), 0)
         exited = leaves(confidence, self._at_least[index])
-        return Step(result, exited, exited.tolist().count(True))
+        return StageStep(result, exited, exited.tolist().count(True))
 
     def run(self, slot: Slot, tensors: Mapping[str, NDArray[Any]]) -> Iterator[Departure]:
         """Run one batch to its end, giving the rows that leave as they leave."""

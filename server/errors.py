@@ -19,25 +19,25 @@ import grpc.aio
 
 from offramp.engine.errors import (
     BackendError,
+    BadInputError,
     CapacityError,
     DeadlineExceededError,
     DrainingError,
     EngineError,
-    InvalidInputError,
+    InvalidRequestError,
+    ModelNotServedError,
     OptionsError,
     OutOfServiceError,
     QueueFullError,
-    RequestError,
-    UnknownModelError,
 )
 
 logger = logging.getLogger(__name__)
 
 STATUS_CODES: Final[Mapping[type[EngineError], grpc.StatusCode]] = MappingProxyType(
     {
-        UnknownModelError: grpc.StatusCode.NOT_FOUND,
-        InvalidInputError: grpc.StatusCode.INVALID_ARGUMENT,
-        RequestError: grpc.StatusCode.INVALID_ARGUMENT,
+        ModelNotServedError: grpc.StatusCode.NOT_FOUND,
+        BadInputError: grpc.StatusCode.INVALID_ARGUMENT,
+        InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
         QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
         DeadlineExceededError: grpc.StatusCode.DEADLINE_EXCEEDED,
         DrainingError: grpc.StatusCode.UNAVAILABLE,

@@ -24,8 +24,8 @@ from prometheus_client.registry import Collector
 from offramp.bundle import Promise
 from offramp.engine.control.controller import ControlStatus, Evidence
 from offramp.engine.statistics import FAILURE_CAUSES, Histogram, ModelStatistics
-from offramp.server.agreement import exits_in_use
 from offramp.server.served import ServedEngine
+from offramp.server.status import exits_in_use
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -109,7 +109,7 @@ class Twin:
         chosen = [self._some(len(part.cpu)) for part in parts]
         return Pair(
             self.slot.merge([(p.ours, rows) for p, rows in zip(parts, chosen, strict=True)]),
-            self.cpu_slot.join([(p.cpu, rows) for p, rows in zip(parts, chosen, strict=True)]),
+            self.cpu_slot.merge([(p.cpu, rows) for p, rows in zip(parts, chosen, strict=True)]),
         )
 
     def run(self, inputs: Inputs, batches: int, *, rows: int) -> None:

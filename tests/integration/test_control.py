@@ -21,7 +21,7 @@ from offramp.engine.core import Engine
 from offramp.engine.deployment import DeploymentMaker, zeros
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
-from offramp.engine.results import AnswerKind
+from offramp.engine.results import ResultKind
 
 LIMIT_S = 120.0
 IMAGES = np.load(EXAMPLE / "test.npz")["image"]
@@ -84,7 +84,7 @@ def test_final_answers_are_the_unmodified_models(bundle_path: Path) -> None:
     async def release(engine: Engine) -> None:
         stream = engine.infer_stream("fashion", {"image": IMAGES[:200]})
         early, late = [result async for result in stream]
-        assert early.kind is AnswerKind.EARLY
+        assert early.kind is ResultKind.EARLY
         assert (early.exits >= 0).any()
         # A stage that ends elsewhere sums in another order: some ulps of logits of about 10.
         left = early.exits >= 0

@@ -30,8 +30,8 @@ from offramp.tools.bench.adapt.report import (
 from offramp.tools.bench.adapt.scenarios import SCENARIOS, Material, Settings, scenarios_of
 from offramp.tools.bench.adapt.scores import course, hindsight, score
 from offramp.tools.bench.adapt.sequence import Population, Sequence, draw
-from offramp.tools.bench.environment import check_outputs, describe_environment, write_json
-from offramp.tools.bench.numbers import positive, share
+from offramp.tools.bench.arguments import positive, share
+from offramp.tools.bench.output import check_outputs, describe_environment, write_json
 
 
 def add_parser(commands: Any) -> None:

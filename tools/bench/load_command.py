@@ -14,15 +14,16 @@ from rich.progress import Progress, TaskID
 
 from offramp.bundle import Bundle
 from offramp.client import ModelMetadata
-from offramp.tools.bench.environment import check_outputs, describe_environment
-from offramp.tools.bench.load.dealing import Share, deal, deal_concurrency, used_samples
+from offramp.tools.bench.arguments import add_trace_arguments
 from offramp.tools.bench.load.generator import Load, generate
 from offramp.tools.bench.load.metrics_poll import MetricsPoll
 from offramp.tools.bench.load.reference import (
     LoadData,
     Reference,
     ask_source,
+    check_server,
     given_reference,
+    input_specs,
     read_data,
 )
 from offramp.tools.bench.load.report import (
@@ -33,11 +34,17 @@ from offramp.tools.bench.load.report import (
     settings_json,
     warning,
 )
-from offramp.tools.bench.load.requests import serialise_requests
-from offramp.tools.bench.load.server_check import check_server, input_specs
 from offramp.tools.bench.load.settings import LoadSettings, read_options
+from offramp.tools.bench.load.shares import (
+    Share,
+    deal,
+    deal_concurrency,
+    serialise_requests,
+    used_samples,
+)
 from offramp.tools.bench.load.worker import Task
-from offramp.tools.bench.traces import Trace, add_trace_arguments
+from offramp.tools.bench.output import check_outputs, describe_environment
+from offramp.tools.bench.traces import Trace
 
 _LEAST_POLL_S: Final = 0.25
 """Between two readings of the metrics: each costs the server some milliseconds."""

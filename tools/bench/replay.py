@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from offramp.engine.core import Engine
 from offramp.engine.errors import CapacityError, DeadlineExceededError, EngineError
-from offramp.engine.results import InferResult
+from offramp.engine.results import EngineResult
 from offramp.tools.bench.load.alarm import make_alarm
 from offramp.tools.bench.outcomes import Outcomes, Status
 
@@ -138,7 +138,7 @@ class _Log:
         self._forced = np.zeros(count, np.bool_)
         self._agrees = np.full(count, -1, np.int8)
 
-    def answered(self, number: int, result: InferResult, latency_s: float, right: int) -> None:
+    def answered(self, number: int, result: EngineResult, latency_s: float, right: int) -> None:
         (answer,) = result.outputs.values()
         self.status[number] = Status.OK
         self._latency_s[number] = latency_s

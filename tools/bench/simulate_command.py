@@ -22,13 +22,18 @@ from offramp.engine.scheduling import (
     PolicyName,
 )
 from offramp.engine.served_model import scheduler_of
+from offramp.tools.bench.arguments import add_trace_arguments, positive, share, trace_of
 from offramp.tools.bench.dynamics import Run, write_page
-from offramp.tools.bench.environment import check_outputs, describe_environment, write_json
-from offramp.tools.bench.numbers import positive, share
 from offramp.tools.bench.outcomes import Outcomes, hdr_table, summarise, timeline
+from offramp.tools.bench.output import (
+    check_outputs,
+    describe_environment,
+    print_summaries,
+    wide_console,
+    write_json,
+)
 from offramp.tools.bench.simulation import draw_load, model_of, simulate
-from offramp.tools.bench.table import print_summaries, wide_console
-from offramp.tools.bench.traces import Trace, add_trace_arguments, trace_of
+from offramp.tools.bench.traces import Trace
 
 _DESCRIPTION = """\
 Drive the server's own scheduler and policies on virtual time. Stages take as long as the bundle's

@@ -263,7 +263,7 @@ class ApparateController(PublishedController):
         task = self._tuning_task(exits)
         if task.confidence.shape[1] < least:
             newest = self._recent.confidence(exits, least)
-            known: BoolArray = ~np.isnan(newest).any(axis=1)
+            known = np.asarray(~np.isnan(newest).any(axis=1)).tolist()
             exits = tuple(e for e, saw_all in zip(exits, known, strict=True) if saw_all)
             task = self._tuning_task(exits)
         samples = task.confidence.shape[1]

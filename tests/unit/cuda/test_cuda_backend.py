@@ -89,14 +89,14 @@ def test_a_slot_that_only_joins_lets_go_of_stages_too(bundle: Bundle) -> None:
     for _ in range(2):
         carry = early.run(first, early.upload(samples(2))).carry
         assert carry is not None
-        late.run(second, late.join([(early.buffer(carry, rows), rows)]))
+        late.run(second, late.merge([(early.buffer(carry, rows), rows)]))
     carry = early.run(first, early.upload(samples(2))).carry
     assert carry is not None
     buffered = early.buffer(carry, rows)
     assert factory.open == {"stages": 2, "executables": 2}
     del second
     gc.collect()
-    late.join([(buffered, rows)])
+    late.merge([(buffered, rows)])
     assert factory.open == {"stages": 1, "executables": 1}
     early.close()
     late.close()

@@ -363,7 +363,7 @@ def test_batches_stay_in_their_slot_unless_buffered(bench: Bench) -> None:
     with pytest.raises(BackendError, match="a batch of another slot"):
         other.run(bench.stages[1], carry)
     with pytest.raises(BackendError, match="only buffered batches of the same backend"):
-        other.join([(carry, np.array([0]))])
+        other.merge([(carry, np.array([0]))])
     other.close()
 
 
@@ -381,7 +381,7 @@ def test_buffered_memory_is_used_again_when_nobody_refers_to_it(bench: Bench) ->
 def test_buffered_memory_is_not_handed_on_while_a_join_reads_it(bench: Bench) -> None:
     other = bench.backend.open_slot()
     kept = bench.slot.buffer(carry_of(bench, [0.1, 0.2, 0.3]), np.array([0, 2]))
-    joined = other.join([(kept, np.array([0]))])
+    joined = other.merge([(kept, np.array([0]))])
     del kept
     again = bench.slot.buffer(carry_of(bench, [0.3, 0.2, 0.1]), np.array([1]))
     carry = other.run(bench.stages[1], joined).carry

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.unit.scheduling.helpers import none_exit, pairs, scheduler, started, table
+from tests.unit.scheduling.helpers import none_exit, pairs, points_of, scheduler, started, table
 
 from offramp.engine.scheduling import Idle, SampleQueue, Submission, Wait
 from offramp.engine.scheduling.base import RowSet
@@ -21,7 +21,7 @@ class Scene:
     def __init__(self, *, fresh: int = 0, max_delay_s: float = 0.0) -> None:
         self.queue = SampleQueue(64, full=4, max_delay_s=max_delay_s)
         self.buffered = (BufferedQueue(), BufferedQueue(), BufferedQueue())
-        self.policy = Refill(4, table(first_s=0.25, more_s=0.0))
+        self.policy = Refill(points_of(table(first_s=0.25, more_s=0.0)), 4)
         if fresh:
             self.queue.push(Submission(1000, fresh), 0.0)
 
@@ -114,7 +114,7 @@ def test_rebatch_splits_a_batch_only_where_the_gain_is_above_the_cost(
 ) -> None:
     latencies = table(first_s=0.25, more_s=0.0)
     latencies.merging_s = merging_s
-    assert Rebatch(4, latencies).runs_on(stage, before, before - leave) is runs_on
+    assert Rebatch(points_of(latencies), 4).runs_on(stage, before, before - leave) is runs_on
 
 
 def test_survivors_of_two_batches_become_a_full_one() -> None:

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from offramp.server.grpc_endpoint import GrpcEndpoint
-from offramp.server.http_endpoint import HttpEndpoint
+from offramp.server.endpoints import GrpcEndpoint, HttpEndpoint
 from offramp.server.options import MIB
 from offramp.testing.engine import FakeEngine
 

@@ -82,7 +82,7 @@ def test_audits_are_drawn_by_the_seed_with_the_probability() -> None:
     ]
     np.testing.assert_array_equal(traces[0].audited, traces[1].audited)
     assert (traces[0].audited != traces[2].audited).any()
-    early = traces[0].answered_at < 2
+    early = traces[0].answered_at != MODEL_END
     assert not traces[0].audited[~early].any()
     # 6,000 coins: 5 standard deviations are 0.03
     assert abs(traces[0].audited[early].mean() - 0.3) < 0.03

@@ -3,8 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from offramp.tools.bench.load.replies import UNKNOWN, Reply
-from offramp.tools.bench.load.requests_sent import Ledger, Records, merge
+from offramp.tools.bench.load.request_log import UNKNOWN, Ledger, Records, Reply, merge
 from offramp.tools.bench.outcomes import FINAL, Status
 
 

@@ -5,9 +5,9 @@ import pytest
 
 from offramp.proto.messages import ModelInferRequest, ModelInferResponse
 from offramp.proto.tensors import encode_tensor
-from offramp.tools.bench.load.replies import UNKNOWN, Causes, Reply, read_reply, status_of
-from offramp.tools.bench.load.requests import serialise_requests
+from offramp.tools.bench.load.request_log import UNKNOWN, Causes, Reply, read_reply, status_of
 from offramp.tools.bench.load.settings import LoadSettings
+from offramp.tools.bench.load.shares import serialise_requests
 from offramp.tools.bench.outcomes import FINAL, Status
 
 

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from offramp.tools.bench.load.generator import Load
 from offramp.tools.bench.load.metrics_poll import Reading
-from offramp.tools.bench.load.replies import Reply
 from offramp.tools.bench.load.report import (
     WINDOWS,
     LoadReport,
@@ -20,7 +19,7 @@ from offramp.tools.bench.load.report import (
     settings_json,
     warning,
 )
-from offramp.tools.bench.load.requests_sent import Ledger
+from offramp.tools.bench.load.request_log import Ledger, Reply
 from offramp.tools.bench.load.settings import LoadSettings
 from offramp.tools.bench.outcomes import Status
 

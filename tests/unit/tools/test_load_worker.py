@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 
 from offramp.engine.errors import BackendError, DeadlineExceededError, QueueFullError
-from offramp.server.grpc_endpoint import GrpcEndpoint
+from offramp.server.endpoints import GrpcEndpoint
 from offramp.server.options import MIB
 from offramp.testing.engine import FakeEngine
 from offramp.tools.bench.load.alarm import LoopAlarm, make_alarm
-from offramp.tools.bench.load.dealing import Share
-from offramp.tools.bench.load.requests import serialise_requests
 from offramp.tools.bench.load.settings import LoadSettings
+from offramp.tools.bench.load.shares import Share, serialise_requests
 from offramp.tools.bench.load.worker import Report, Sender, Task
 from offramp.tools.bench.outcomes import FINAL, Status
 

@@ -13,8 +13,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from offramp.tools.bench.load.replies import Causes
-from offramp.tools.bench.load.requests_sent import Records, merge
+from offramp.tools.bench.load.request_log import Causes, Records, merge
 from offramp.tools.bench.load.settings import LoadError
 from offramp.tools.bench.load.worker import READY, Report, Task, run_worker
 

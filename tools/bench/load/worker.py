@@ -24,10 +24,9 @@ import grpc.aio
 from offramp.proto.descriptors import method_path
 from offramp.proto.messages import ModelInferResponse
 from offramp.tools.bench.load.alarm import make_alarm
-from offramp.tools.bench.load.dealing import Share
-from offramp.tools.bench.load.replies import Causes, read_reply, status_of
-from offramp.tools.bench.load.requests_sent import Ledger, Records
+from offramp.tools.bench.load.request_log import Causes, Ledger, Records, read_reply, status_of
 from offramp.tools.bench.load.settings import LoadError, LoadSettings
+from offramp.tools.bench.load.shares import Share
 from offramp.tools.bench.outcomes import Status
 
 READY: Final = "ready"
