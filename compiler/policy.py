@@ -79,7 +79,7 @@ class FixedPath:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyChoice:
-    """What an exit policy is chosen for: exits with their times, and the promise to be made."""
+    """The choice of an exit policy: the exits, their times, and the promise to be made."""
 
     structure: ModelStructure
     profile: Profile
@@ -98,7 +98,7 @@ class PolicyChoice:
 
     @property
     def times(self) -> StageTimes:
-        """What stages take, for rehearsals."""
+        """The times of stages, for rehearsals."""
         after = tuple(e.after_segment for e in self.structure.exits)
         return StageTimes(profile=self.profile, after_segment=after)
 

@@ -211,7 +211,7 @@ def renewed_manifest(
 
 
 def _kept_settings(bundle: Bundle, profile: Profile) -> RehearsalSettings:
-    """Those that the bundle was rehearsed with."""
+    """Give the settings that the bundle was rehearsed with, or the defaults."""
     if REHEARSAL in {entry.path for entry in bundle.manifest.files}:
         return Rehearsed.parse(bundle.read(REHEARSAL)).rehearsal.settings
     profiled = [size for size in profile.batch_sizes if size <= DEFAULT_BATCH]

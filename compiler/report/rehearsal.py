@@ -30,7 +30,7 @@ class StepView(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsalView:
-    """A section of the page."""
+    """The page's section on how exits were chosen by rehearsing batches."""
 
     summary: str
     outcome: str
@@ -65,7 +65,9 @@ def rehearsal_view(rehearsed: Rehearsed | None) -> RehearsalView | None:
         ending=_ENDINGS[rehearsal.ended],
         steps=tuple(
             StepView(
-                f"Step {number}: from {_place(step)}", _caption(rehearsal, step), draw_step(step)
+                f"Step {number}: from {_place(step)}",
+                _caption(rehearsal, step),
+                draw_step(step),
             )
             for number, step in enumerate(rehearsal.steps, start=1)
         ),
