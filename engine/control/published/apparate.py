@@ -22,12 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from offramp.bundle import NEVER, ExitPolicy
-from offramp.certify import BoolArray, Float32Array, FloatArray, Observations, Window
+from offramp.certify import BoolArray, Float32Array, FloatArray, Observations, Weighted, Window
 from offramp.engine.control.adjustment import DEFAULT_MAX_OVERHEAD, Adjustment, adjust
 from offramp.engine.control.controller import Evidence, Job
 from offramp.engine.control.costs import CostModel
@@ -73,55 +73,49 @@ class ApparateSettings:
             raise ValueError(f"unknown method {self.method!r}, expected one of {METHODS}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TuningTask:
-    """All that a tuning needs, to be computed elsewhere."""
-
-    confidence: Float32Array
-    """float32[exits, n] of the exits to tune."""
-    agrees: BoolArray
-    """bool[exits, n]."""
-    latency_ms: FloatArray
-    """float64[exits + 1]: with all exits in use."""
-    source_ms: float
-    """The model without exits."""
-    settings: ApparateSettings
+_TuningArguments: TypeAlias = tuple[Weighted, FloatArray, float, ApparateSettings]
+"""Those of :func:`run_tuning`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AdjustmentTask:
-    """All that an adjustment needs, to be computed elsewhere."""
+def run_tuning(
+    samples: Weighted, latency_ms: FloatArray, source_ms: float, settings: ApparateSettings
+) -> Tuning:
+    """Tune elsewhere; a job.
 
-    active: tuple[int, ...]
-    thresholds: tuple[float, ...]
-    confidence: Float32Array
-    """float32[active, n]: the samples to judge exits by."""
-    tuning: TuningTask
-    """Of all exits in use, if it comes to that."""
-    costs: CostModel
-
-
-def run_tuning(task: TuningTask) -> Tuning:
-    """Tune."""
+    Args:
+        samples: Of the exits to tune.
+        latency_ms: float64[exits + 1]: until each of them and the end, all exits in use paid.
+        source_ms: The model without exits.
+        settings: Name bound and method.
+    """
     return tune(
-        task.confidence,
-        task.agrees,
-        task.latency_ms,
-        task.settings.max_disagreement,
-        task.settings.method,
-        vanilla_ms=task.source_ms,
+        samples.confidence,
+        samples.agrees,
+        latency_ms,
+        settings.max_disagreement,
+        settings.method,
+        vanilla_ms=source_ms,
     )
 
 
-def run_adjustment(task: AdjustmentTask) -> Adjustment:
-    """Adjust, with the fast round of tuning that may come first."""
+def run_adjustment(
+    confidence: Float32Array, policy: ExitPolicy, costs: CostModel, tuning: _TuningArguments
+) -> Adjustment:
+    """Adjust elsewhere, with the fast round of tuning that may come first; a job.
+
+    Args:
+        confidence: float32[active, n]: the samples to judge exits by.
+        policy: In force.
+        costs: Of all exits of the bundle.
+        tuning: Of all exits in use, if it comes to that.
+    """
     return adjust(
-        task.confidence,
-        task.active,
-        task.thresholds,
-        task.costs,
-        max_overhead=task.tuning.settings.max_overhead,
-        retune=lambda: run_tuning(task.tuning).thresholds,
+        confidence,
+        [a.exit for a in policy.active],
+        [a.threshold for a in policy.active],
+        costs,
+        max_overhead=tuning[-1].max_overhead,
+        retune=lambda: run_tuning(*tuning).thresholds,
     )
 
 
@@ -260,19 +254,19 @@ class ApparateController(PublishedController):
         """Tune the exits in use; those that saw too few samples are left out, at NEVER."""
         least = self._settings.agreement_window
         exits = self._exits
-        task = self._tuning_task(exits)
-        if task.confidence.shape[1] < least:
+        task = self._tuning(exits)
+        if len(task[0]) < least:
             newest = self._recent.confidence(exits, least)
-            known: BoolArray = np.asarray(~np.isnan(newest).any(axis=1))
+            known = np.asarray(~np.isnan(newest).any(axis=1)).tolist()
             exits = tuple(e for e, saw_all in zip(exits, known, strict=True) if saw_all)
-            task = self._tuning_task(exits)
-        samples = task.confidence.shape[1]
+            task = self._tuning(exits)
+        samples = len(task[0])
         if not exits or samples < least:
             return None
         self._violated, self._wrong = False, self._wrong[:0]
         purpose = f"tuning on {samples} samples after lost accuracy"
         self._out = _Out(number=self._next_number(), tuned_exits=exits, samples=samples)
-        return Job(number=self._out.number, purpose=purpose, function=run_tuning, arguments=(task,))
+        return Job(number=self._out.number, purpose=purpose, function=run_tuning, arguments=task)
 
     def _adjustment_job(self) -> Job | None:
         active, settings = self._exits, self._settings
@@ -281,30 +275,19 @@ class ApparateController(PublishedController):
         if samples < settings.agreement_window:
             return None
         self._since_adjustment = 0
-        task = AdjustmentTask(
-            active=active,
-            thresholds=self._thresholds,
-            confidence=recent.confidence,
-            tuning=self._tuning_task(active),
-            costs=self._costs,
-        )
+        task = (recent.confidence, self.policy, self._costs, self._tuning(active))
         purpose = f"adjusting the exits in use by {samples} samples"
         self._out = _Out(number=self._next_number(), tuned_exits=(), samples=samples)
         return Job(
-            number=self._out.number, purpose=purpose, function=run_adjustment, arguments=(task,)
+            number=self._out.number, purpose=purpose, function=run_adjustment, arguments=task
         )
 
-    def _tuning_task(self, exits: tuple[int, ...]) -> TuningTask:
+    def _tuning(self, exits: tuple[int, ...]) -> _TuningArguments:
         """Tune some of the exits in use; the others stay where they are, and cost their time."""
         recent = self._recent.seen_by(exits).newest(self._settings.tuning_window)
         rows = [self._exits.index(e) for e in exits]
-        return TuningTask(
-            confidence=recent.confidence,
-            agrees=recent.agrees,
-            latency_ms=self._costs.latency_ms(self._exits)[[*rows, -1]],
-            source_ms=self._costs.source_ms,
-            settings=self._settings,
-        )
+        latency_ms = self._costs.latency_ms(self._exits)[[*rows, -1]]
+        return recent, latency_ms, self._costs.source_ms, self._settings
 
     def _take_tuning(self, out: _Out, tuning: Tuning) -> None:
         self._counters.tunings += 1

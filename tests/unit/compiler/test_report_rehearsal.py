@@ -70,17 +70,17 @@ def test_the_page_says_what_was_found() -> None:
     page = page_of(REHEARSED)
     assert "2 batches of 4 were drawn from 8 samples of the tuning split." in page.text
     assert "11.8 ms until an answer on average, 16.0 ms until a batch's last one" in page.text
-    assert "RehearsalStep 1: from the model's start" in page.text
+    assert "Step 1: from the model's start" in page.text
     assert (
         "4 rows come; 24.0 ms without an exit. E0 chosen: shortest average latency of those "
         "allowed (average latency 13.8 ms, 0.0\u202f% of the batches late, 50.0\u202f% of the "
         "samples go on)." in page.text
     )
     assert (
-        "RehearsalStep 2: from E0. 3 rows may come at most; 15.0 ms without an exit." in page.text
+        "Step 2: from E0. 3 rows may come at most; 15.0 ms without an exit." in page.text
     )
     assert (
-        "RehearsalStep 3: from E1. 2 rows may come at most; 8.00 ms without an exit. None"
+        "Step 3: from E1. 2 rows may come at most; 8.00 ms without an exit. None"
         in page.text
     )
     assert "The search ended: every later exit makes too many batches late." in page.text
