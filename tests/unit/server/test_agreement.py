@@ -96,7 +96,7 @@ def test_a_certificate_says_no_more_than_its_constraint() -> None:
 
 
 def test_without_a_promise_calibration_speaks_of_the_constraint() -> None:
-    control = dataclasses.replace(fake_control(Evidence.CALIBRATED), confidence=0.9)
+    control = dataclasses.replace(fake_control(Evidence.CALIBRATED), confidence_level=0.9)
     seen = view_agreement(statistics(control), None)
     assert seen is not None
     assert seen.statement.startswith(
