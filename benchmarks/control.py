@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import uvloop
+from benchmarks.replay import Replay, single_samples, stages_s
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
@@ -28,7 +29,6 @@ from offramp.engine.core import Engine
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
 from offramp.tools.bench.output import describe_environment, wide_console, write_json
-from offramp.tools.bench.replay import Replay
 
 MODEL = "model"
 CONCURRENCY = 64
@@ -48,17 +48,13 @@ class DrivenEngine:
         self.busy_ms: list[float] = []
 
     async def round(self, duration_s: float) -> None:
-        before, answered = self.stages_s(), self.engine.statistics()[MODEL].answered
+        before, answered = stages_s(self.engine, MODEL), self.engine.statistics()[MODEL].answered
         took_s = await self.replay.saturate(CONCURRENCY, duration_s)
         answered = self.engine.statistics()[MODEL].answered - answered
         self.rates.append(len(took_s) / (0.9 * duration_s))
         self.p50_ms.append(float(np.quantile(took_s, 0.5)) * 1e3)
         self.p99_ms.append(float(np.quantile(took_s, 0.99)) * 1e3)
-        self.busy_ms.append((self.stages_s() - before) / answered * 1e3)
-
-    def stages_s(self) -> float:
-        """Seconds that stages have run."""
-        return sum(stage.run_s.total for stage in self.engine.statistics()[MODEL].stages)
+        self.busy_ms.append((stages_s(self.engine, MODEL) - before) / answered * 1e3)
 
     def figures(self) -> dict[str, Any]:
         statistics = self.engine.statistics()[MODEL]
@@ -84,10 +80,7 @@ class DrivenEngine:
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All that the module's docstring says."""
     data = read_dataset(options.data, Bundle.open(options.bundle).manifest.inputs)
-    samples = [
-        {name: np.ascontiguousarray(array[n : n + 1]) for name, array in data.inputs.items()}
-        for n in range(min(options.samples, len(data)))
-    ]
+    samples = single_samples(data, options.samples)
     async with AsyncExitStack() as stack:
         systems: dict[str, DrivenEngine] = {}
         for name, mode in (

@@ -9,7 +9,7 @@ itself is reported. First the source model's latency at batch 1 and its capacity
 trace is rescaled to a share of that capacity. Then every system runs it: without deadlines, so that
 all requests are answered and quantiles of latency can be compared; and under two latency
 objectives, 2 and 10 times the source model's latency at batch 1, where quantiles are those of the
-answered only, and attainment and goodput are what counts. SimulatedSystem after system, in rounds; every
+answered only, and attainment and goodput are what counts. System after system, in rounds; every
 figure is the median over rounds. ``source:delay`` has the same largest batch as the others.
 """
 
@@ -25,6 +25,7 @@ from typing import Any, Self
 
 import numpy as np
 import uvloop
+from benchmarks.replay import Replay, single_samples, stages_s
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
@@ -38,8 +39,7 @@ from offramp.tools.bench.output import (
     wide_console,
     write_json,
 )
-from offramp.tools.bench.replay import Replay
-from offramp.tools.bench.simulate_command import SimulatedSystem
+from offramp.tools.bench.simulate_command import SystemUnderTest
 from offramp.tools.bench.traces import Trace, azure, constant, gamma, poisson
 
 SYSTEMS = (
@@ -76,11 +76,7 @@ class Bench:
         """Read all; ``streams`` are as many as there are cores, unless given."""
         self.bundle = bundle
         dataset = read_dataset(data, Bundle.open(bundle).manifest.inputs)
-        rows = range(min(samples, len(dataset)))
-        self._samples = [
-            {name: np.ascontiguousarray(array[i : i + 1]) for name, array in dataset.inputs.items()}
-            for i in rows
-        ]
+        self._samples = single_samples(dataset, samples)
         self._reference: NDArray[np.int64] = np.zeros(len(self._samples), np.int64)
         self.streams = streams or os.cpu_count() or 1
         self.lateness_ms: list[dict[str, float]] = []
@@ -135,7 +131,7 @@ class _Opened:
         samples: Sequence[dict[str, NDArray[Any]]],
         reference: NDArray[np.int64],
     ) -> None:
-        parsed = SimulatedSystem.parse(system)
+        parsed = SystemUnderTest.parse(system)
         self._bundle = bundle
         self._samples = samples
         self._reference = reference
@@ -179,7 +175,7 @@ class _Opened:
 
     def stages_s(self) -> float:
         """Seconds that stages have run."""
-        return sum(stage.run_s.total for stage in self._engine.statistics()[MODEL].stages)
+        return stages_s(self._engine, MODEL)
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from offramp.certify.agreement import tuning_path
 from offramp.certify.records import evaluate
 from offramp.engine.control.costs import CostModel
 from offramp.engine.options import available_cores
-from offramp.tools.bench.adapt.recording import Recorder
+from offramp.tools.bench.adapt.scenarios import answering
 from offramp.tools.bench.output import check_outputs, describe_environment, write_json
 
 
@@ -55,8 +55,8 @@ def resample(path: Path, data: Path, *, draws: int, seed: int) -> dict[str, floa
     tune, certify = records["split"] == TUNE, records["split"] == CERTIFY
     thresholds = tuning_path(records["confidence"][rows][:, tune], agrees[rows][:, tune])
 
-    test = Recorder(bundle, threads=available_cores()).record(
-        read_dataset(data, bundle.manifest.inputs)
+    test = answering(bundle, threads=available_cores())(
+        read_dataset(data, bundle.manifest.inputs), lambda _: None
     )
     confidence = np.concatenate([records["confidence"][:, certify], test.confidence], axis=1)
     agreed = np.concatenate([agrees[:, certify], test.prediction == test.final], axis=1)

@@ -210,11 +210,11 @@ def _lines(
     values = values[np.isfinite(values)]
     if not values.size:
         return None
-    keys = [Key(s.label, _stroke("solid", s.colour)) for s in series if s.label]
+    keys = [Key(s.label, stroke("solid", s.colour)) for s in series if s.label]
     levels = []
     if slo_ms is not None and slo_ms <= 10 * values.max():  # farther off it would flatten the rest
         levels.append(slo_ms)
-        keys.append(Key(f"objective, {slo_ms:g} ms", _stroke("dashed", "ink")))
+        keys.append(Key(f"objective, {slo_ms:g} ms", stroke("dashed", "ink")))
     axis = axis_of(np.append(values, levels))
 
     def draw(width: float) -> Markup:
@@ -232,7 +232,8 @@ def _lines(
     return Plot(title, tuple(keys), draw(_WIDE), draw(_NARROW))
 
 
-def _stroke(kind: str, colour: str) -> str:
+def stroke(kind: str, colour: str) -> str:
+    """CSS of the mark of a line in a legend: ``solid``, ``dashed`` or ``dotted``."""
     return f"height: 0; border-radius: 0; border-top: 2px {kind} var(--{colour})"
 
 

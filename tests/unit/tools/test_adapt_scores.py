@@ -60,7 +60,9 @@ def trace_of(
     return ReplayTrace(**given)
 
 
-def judge(sequence: Sequence, trace: ReplayTrace, place: int = 0, bound: float = 0.1) -> SegmentScore:
+def judge(
+    sequence: Sequence, trace: ReplayTrace, place: int = 0, bound: float = 0.1
+) -> SegmentScore:
     return score(sequence, trace, max_disagreement=bound).segments[place]
 
 

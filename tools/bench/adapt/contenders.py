@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +26,7 @@ from offramp.engine.controllers import make_controller
 from offramp.engine.options import ModelOptions
 from offramp.engine.plan import Mode
 from offramp.tools.bench.adapt.replay import Contender
+from offramp.tools.bench.arguments import look_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +73,7 @@ def contenders_of(names: Sequence[str]) -> dict[str, Kind]:
     """
     if tuple(names) == ("all",):
         return dict(KINDS)
-    for name in names:
-        if name not in KINDS:
-            near = difflib.get_close_matches(name, KINDS, n=1) or KINDS
-            raise ValueError(f"unknown controller {name!r}; there is {', '.join(near)}")
-    return {name: KINDS[name] for name in names}
+    return look_up("controller", names, KINDS)
 
 
 def make_contender(name: str, workplace: Workplace) -> Contender:

@@ -236,7 +236,9 @@ def _run(job: Job, started: int, settings: ReplaySettings, log: _Log) -> _Out:
         delay = math.ceil(took_s * settings.rate)
     arrives_at = started + delay
     log.tunings.append(
-        ReplayedJob(purpose=job.purpose, taken_at=started, arrived_at=arrives_at, took_ms=took_s * 1e3)
+        ReplayedJob(
+            purpose=job.purpose, taken_at=started, arrived_at=arrives_at, took_ms=took_s * 1e3
+        )
     )
     return _Out(job, result, arrives_at)
 

@@ -194,7 +194,11 @@ def course(sequence: Sequence, trace: ReplayTrace) -> Course:
 
 
 def _segment(
-    sequence: Sequence, trace: ReplayTrace, risk: FloatArray, span: SegmentSpan, max_disagreement: float
+    sequence: Sequence,
+    trace: ReplayTrace,
+    risk: FloatArray,
+    span: SegmentSpan,
+    max_disagreement: float,
 ) -> SegmentScore:
     rows = np.arange(span.start, span.end)
     above = risk[rows] > max_disagreement + _ROUNDING
@@ -227,7 +231,9 @@ def _segment(
     )
 
 
-def _conduct(trace: ReplayTrace, risk: FloatArray, rows: IntArray, max_disagreement: float) -> Conduct:
+def _conduct(
+    trace: ReplayTrace, risk: FloatArray, rows: IntArray, max_disagreement: float
+) -> Conduct:
     return Conduct(
         samples=len(rows),
         agreement=float(trace.agrees[rows].mean()),

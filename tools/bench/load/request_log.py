@@ -226,3 +226,9 @@ def merge(parts: list[RequestRecords]) -> RequestRecords:
             for field in fields(RequestRecords)
         }
     )
+
+
+def percentiles_ms(lateness_s: NDArray[np.float64]) -> dict[str, float]:
+    """The figures ``p50``, ``p99`` and ``max`` of how late requests were sent, in milliseconds."""
+    p50, p99 = np.quantile(lateness_s, (0.5, 0.99)) * 1e3
+    return {"p50": float(p50), "p99": float(p99), "max": float(lateness_s.max()) * 1e3}
