@@ -1,4 +1,4 @@
-"""What control costs while serving: modes against each other, and the controller on and off.
+"""The cost of control while serving: modes against each other, the controller on and off.
 
     python -m benchmarks.control BUNDLE --data TEST.npz [--rounds 5] [--json FILE]
 
@@ -141,7 +141,7 @@ async def settle(system: DrivenEngine, limit_s: float) -> float:
 
 
 def summary(found: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """What the figures come to."""
+    """The ratios that the figures amount to."""
     busy = {name: figures["busy_ms_per_sample"] for name, figures in found.items()}
     saved = {name: 1 - value / busy["source"] for name, value in busy.items()}
     watched, unwatched = found["audit"], found["audit, unwatched"]

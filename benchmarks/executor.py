@@ -1,4 +1,4 @@
-"""What the Python path costs: executor and scheduler, without a model.
+"""The time of the Python path, executor and scheduler, without a model.
 
 Two measurements on the fake backend, whose own time is taken off:
 

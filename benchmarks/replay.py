@@ -63,7 +63,7 @@ class Replay:
         self._lateness_s = np.empty(0)
 
     def lateness_ms(self) -> dict[str, float]:
-        """How late the last open loop sent its requests: it shares the engine's event loop."""
+        """The lateness of the last open loop's requests: it shares the engine's event loop."""
         return percentiles_ms(self._lateness_s)
 
     async def open_loop(

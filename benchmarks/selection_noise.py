@@ -57,7 +57,7 @@ OLD_QUANTILE, OLD_OVERHEAD = 0.25, 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """Which disturbances there are."""
+    """The disturbances of a simulated measurement."""
 
     lognormal: bool = False
     spikes: bool = False
@@ -126,11 +126,11 @@ class Case:
 
     @cached_property
     def shipped(self) -> dict[tuple[int, ...], Shipped]:
-        """By the exits chosen; certification knows nothing of costs, but that they are saved."""
+        """Certified policies by the exits chosen; costs do not matter to certification."""
         return {}
 
     def costs(self, profile: Profile) -> list[CostModel]:
-        """By batch size."""
+        """The cost models of a profile, one a batch size."""
         return [CostModel.of(self.bundle.manifest, profile, size) for size in profile.batch_sizes]
 
     def reference(self, profile: Profile) -> CostModel:
@@ -138,7 +138,7 @@ class Case:
         return CostModel.of(self.bundle.manifest, profile, size)
 
     def true_savings(self, active: tuple[int, ...], profile: Profile) -> float:
-        """Of what ships if these exits are chosen by this profile: true times, certify split."""
+        """The savings of what ships if this profile chooses these exits, at true times."""
         if active not in self.shipped:
             self.shipped[active] = self._certified(active)
         policy = self.shipped[active]
@@ -230,7 +230,7 @@ def estimated(case: Case, seen: DrawnRounds) -> Profile:
 
 
 def case_bytes(case: Case) -> FloatArray:
-    """What of the true borders grows with the batch; stands for the bytes that cross."""
+    """The part of the true borders that grows with the batch, in place of the bytes that cross."""
     rows = np.array(case.profile.stages_ms)
     sizes = np.array(case.profile.batch_sizes)
     slopes = [max(np.polyfit(sizes, row, 1)[0], 1e-9) for row in rows]
@@ -301,7 +301,7 @@ def _swapped(active: tuple[int, ...], exits: int) -> list[tuple[int, ...]]:
 
 
 def new_choice(case: Case, profile: Profile) -> tuple[int, ...]:
-    """What compiling chooses."""
+    """The exits that the compiler chooses."""
     return case.candidates.choose(case.reference(profile))
 
 
@@ -336,7 +336,7 @@ def measure(case: Case, draws: int) -> dict[str, Any]:
 
 
 def summary(saved: FloatArray, best: float) -> dict[str, float]:
-    """How often, and how far, draws fall behind the noiseless choice of the new rule."""
+    """The share of draws that fall behind the noiseless choice of the new rule, and how far."""
     return {
         "within_3_points": float((saved >= best - WITHIN).mean()),
         "no_exit": float((saved == 0).mean()),

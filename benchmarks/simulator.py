@@ -52,7 +52,7 @@ DURATION_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """What a request spends on its way to the scheduler and back."""
+    """The time of a request on its way to the scheduler and back."""
 
     name: str
     seconds: float
@@ -69,7 +69,7 @@ class Twin:
         self.slowdown = 1.0
 
     def model(self) -> SimulatedModel:
-        """As it is simulated now."""
+        """The simulated model at the current slowdown."""
         return model_of(
             self._bundle,
             self.system.mode,
@@ -125,7 +125,7 @@ async def compare(policy: str, options: argparse.Namespace, bench: Bench) -> lis
 def row(
     policy: str, rate: float, way: Way, measured: Mapping[str, Any], twin: Twin
 ) -> dict[str, Any]:
-    """What was measured beside what is simulated."""
+    """Measured figures beside the simulated ones."""
     simulated = twin.simulated(poisson(rate, DURATION_S, 1), SLO_S - way.seconds).to_json()
     measured_ms = {q: measured["latency_ms"][q] for q in QUANTILES}
     simulated_ms = {q: simulated["latency_ms"][q] + way.seconds * 1e3 for q in QUANTILES}

@@ -181,7 +181,7 @@ class _Alarm:
         self._timer.start()
 
     def stop(self) -> None:
-        """Harmless if it rang, or was stopped before."""
+        """Stop it, unless it rang or was stopped before."""
         self._timer.cancel()
 
     def _ring(self) -> None:

@@ -153,7 +153,7 @@ def _file(options: argparse.Namespace) -> Path:
 
 
 class _Kind(NamedTuple):
-    """What a trace is made from."""
+    """The options that a kind of trace needs and takes, and how it is made."""
 
     needs: tuple[str, ...]
     may: tuple[str, ...]

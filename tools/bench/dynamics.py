@@ -31,7 +31,7 @@ _SHARE_SPANS = (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 class RunView(NamedTuple):
-    """What is shown of a run."""
+    """The facts of a run that its page shows."""
 
     name: str
     summary: Summary
@@ -318,7 +318,7 @@ def _up_to_all(values: NDArray[np.float64]) -> _Axis:
 
 
 def _latency_axis(values: NDArray[np.float64]) -> _Axis:
-    """From zero, or logarithmic over more than a decade."""
+    """An axis of latencies: from zero, or logarithmic over more than a decade."""
     low, high = float(values.min()), float(values.max())
     if not 0 < 10 * low < high:
         return _from_zero(values)

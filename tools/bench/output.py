@@ -1,4 +1,4 @@
-"""What ``eebench`` writes: tables, JSON documents, and the environment of a measurement."""
+"""The output of ``eebench``: tables, JSON documents, the environment of a measurement."""
 
 from __future__ import annotations
 

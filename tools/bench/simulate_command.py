@@ -46,7 +46,7 @@ _MODES = {"source": Mode.OFF, "release": Mode.RELEASE, "audit": Mode.AUDIT}
 
 @dataclass(frozen=True, slots=True)
 class SystemUnderTest:
-    """What is simulated: a policy on the multi-exit model in some mode, or on the source model."""
+    """A scheduling policy on the multi-exit model in some mode, or on the source model."""
 
     label: str
     mode: Mode

@@ -31,7 +31,7 @@ from offramp.tools.bench.arguments import look_up
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workplace:
-    """What controllers are made from."""
+    """The bundle and the limits that every compared controller is made from."""
 
     bundle: Bundle
     batch_size: int
@@ -110,7 +110,7 @@ def _static_separate(workplace: Workplace) -> Controller:
 
 
 def _apparate(workplace: Workplace, window: int) -> Controller:
-    """As published: evenly spaced exits, none of which answers at first (3.1)."""
+    """Apparate as published: evenly spaced exits, none of which answers at first (3.1)."""
     budget = workplace.ramp_budget
     budget = DEFAULT_MAX_OVERHEAD if budget is None else budget
     exits = evenly_spaced(workplace.costs, budget)
@@ -127,7 +127,7 @@ def _apparate(workplace: Workplace, window: int) -> Controller:
 
 
 def _pame(workplace: Workplace) -> Controller:
-    """Its thresholds never fall again, so all feedback there is keeps it from raising in vain."""
+    """PAME's controller: its thresholds never fall again, so feedback spares it needless rises."""
     settings = PameSettings(
         max_disagreement=workplace.max_disagreement,
         confidence=workplace.confidence,

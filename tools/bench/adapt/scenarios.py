@@ -1,4 +1,4 @@
-"""How the distribution of samples shifts: named scenarios, each a row of segments."""
+"""Scenarios by name: each is a row of segments between which the distribution shifts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def answering(bundle: Bundle, *, threads: int) -> Callable[[Dataset, _Progress],
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScenarioSettings:
-    """Of all scenarios."""
+    """The settings that all scenarios share."""
 
     samples: int
     """Of each segment."""
@@ -83,7 +83,7 @@ class Material:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the data sets."""
+        """The names of the data sets."""
         return tuple(self._datasets)
 
     @property
