@@ -15,12 +15,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import uvloop
-from benchmarks.replay import Replay, single_samples, stages_s
+from benchmarks.common import make_parser
+from benchmarks.replay import Replay, single_samples
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
@@ -48,13 +48,13 @@ class DrivenEngine:
         self.busy_ms: list[float] = []
 
     async def round(self, duration_s: float) -> None:
-        before, answered = stages_s(self.engine, MODEL), self.engine.statistics()[MODEL].answered
+        before, answered = self.replay.stages_s(), self.engine.statistics()[MODEL].answered
         took_s = await self.replay.saturate(CONCURRENCY, duration_s)
         answered = self.engine.statistics()[MODEL].answered - answered
         self.rates.append(len(took_s) / (0.9 * duration_s))
         self.p50_ms.append(float(np.quantile(took_s, 0.5)) * 1e3)
         self.p99_ms.append(float(np.quantile(took_s, 0.99)) * 1e3)
-        self.busy_ms.append((stages_s(self.engine, MODEL) - before) / answered * 1e3)
+        self.busy_ms.append((self.replay.stages_s() - before) / answered * 1e3)
 
     def figures(self) -> dict[str, Any]:
         statistics = self.engine.statistics()[MODEL]
@@ -162,15 +162,12 @@ def summary(found: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("bundle", type=Path)
-    parser.add_argument("--data", type=Path, required=True, help=".npz of samples")
+    parser = make_parser(__doc__, bundle=True, data=True)
     parser.add_argument("--samples", type=int, default=4096, help="used of them")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--duration-s", type=float, default=3.0, help="of a system's turn")
     parser.add_argument("--settle-s", type=float, default=120.0, help="longest, of audits")
     parser.add_argument("--max-batch-size", type=int, default=32)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     found = uvloop.run(measure(options))
     console = wide_console()

@@ -11,10 +11,10 @@ of 1 - confidence of the draws to be above the bound.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import numpy as np
+from benchmarks.common import make_parser
 
 from offramp.bundle import Bundle
 from offramp.bundle.bundle import CERTIFY, TUNE
@@ -30,12 +30,9 @@ from offramp.tools.bench.output import check_outputs, describe_environment, writ
 
 def main() -> None:
     """Draw, certify, look up, print."""
-    parser = argparse.ArgumentParser(description="Resample what certifies a bundle's policy.")
-    parser.add_argument("bundle", type=Path)
-    parser.add_argument("--data", type=Path, required=True, help="test data, unseen in compiling")
+    parser = make_parser(__doc__, bundle=True, data=True)
     parser.add_argument("--draws", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     check_outputs(options.json)
     found = resample(options.bundle, options.data, draws=options.draws, seed=options.seed)

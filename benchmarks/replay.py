@@ -33,11 +33,6 @@ def single_samples(dataset: Dataset, count: int) -> list[dict[str, NDArray[Any]]
     ]
 
 
-def stages_s(engine: Engine, model: str) -> float:
-    """Seconds that the stages of a model have run so far."""
-    return sum(stage.run_s.total for stage in engine.statistics()[model].stages)
-
-
 class Replay:
     """Sends samples to an engine one by one and notes how each request ends."""
 
@@ -61,6 +56,28 @@ class Replay:
         self._samples = samples
         self._reference = reference
         self._lateness_s = np.empty(0)
+
+    def stages_s(self) -> float:
+        """Seconds that stages have run so far."""
+        return sum(stage.run_s.total for stage in self._engine.statistics()[self._model].stages)
+
+    async def answers(self) -> NDArray[np.int64]:
+        """The class of every sample."""
+        found = []
+        for sample in self._samples:
+            (answer,) = (await self._engine.infer(self._model, sample)).outputs.values()
+            found.append(int(answer[0].argmax()))
+        return np.array(found)
+
+    async def lone(self, requests: int) -> tuple[float, float]:
+        """Mean seconds of requests sent one after the other, in all and within stages."""
+        before = self.stages_s()
+        times = []
+        for number in range(requests):
+            started_s = time.monotonic()
+            await self._engine.infer(self._model, self._samples[number % len(self._samples)])
+            times.append(time.monotonic() - started_s)
+        return float(np.mean(times)), (self.stages_s() - before) / requests
 
     def lateness_ms(self) -> dict[str, float]:
         """The lateness of the last open loop's requests: it shares the engine's event loop."""

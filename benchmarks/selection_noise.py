@@ -15,15 +15,14 @@ size).
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks.common import make_parser
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, Profile
@@ -348,12 +347,10 @@ def summary(saved: FloatArray, best: float) -> dict[str, float]:
 
 def main() -> None:
     """Print the table, and write it if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("bundle", type=Path)
+    parser = make_parser(__doc__, bundle=True)
     parser.add_argument("--draws", type=int, default=500, help="of each kind of noise")
     parser.add_argument("--max-disagreement", type=float, default=0.01)
     parser.add_argument("--confidence", type=float, default=0.95)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     check_outputs(arguments.json)
     case = Case(Bundle.open(arguments.bundle), arguments.max_disagreement, arguments.confidence)

@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import uvloop
+from benchmarks.common import make_parser
 from benchmarks.policies import MAX_BATCH, Bench
 
 from offramp.bundle import Bundle
@@ -210,10 +211,7 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure, simulate, print, and write if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("bundle", type=Path)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--json", type=Path)
+    parser = make_parser(__doc__, bundle=True, data=True)
     options = parser.parse_args()
     speed = speeds(options.bundle)
     for name, value in speed.items():
