@@ -19,7 +19,7 @@ from offramp.compiler.report import numbers, svg
 from offramp.compiler.report.svg import Scale, Tick
 from offramp.tools.bench.adapt.report import Comparison, ControllerRun
 from offramp.tools.bench.adapt.sequence import Sequence as Served
-from offramp.tools.bench.dynamics import load_template, plain
+from offramp.tools.bench.dynamics import load_template, plain, stroke
 
 _WIDTH, _HEIGHT = 520.0, 132.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 6.0, 16.0, 20.0
@@ -118,12 +118,12 @@ def _agreement(
         svg.path(_points(x, y, run.course.ends, run.course.agreement), "series"),
     )
     keys: tuple[tuple[str, str], ...] = (
-        ("last 1,000 answers", _stroke("solid", "accent")),
-        ("in the long run", _stroke("solid", "quiet")),
-        ("constraint", _stroke("dashed", "wrong")),
+        ("last 1,000 answers", stroke("solid", "accent")),
+        ("in the long run", stroke("solid", "quiet")),
+        ("constraint", stroke("dashed", "wrong")),
     )
     if alarms:
-        keys = (*keys, ("alarm", _stroke("dotted", "ink")))
+        keys = (*keys, ("alarm", stroke("dotted", "ink")))
     return CardPlot("Agreement with the source model", keys, drawing)
 
 
@@ -141,8 +141,8 @@ def _savings(sequence: Served, run: ControllerRun, low: float) -> CardPlot:
         svg.path(_points(x, y, course.ends, course.latency_savings), "series"),
     )
     keys = (
-        ("time until the answer", _stroke("solid", "accent")),
-        ("busy time, audits included", _stroke("dashed", "wrong")),
+        ("time until the answer", stroke("solid", "accent")),
+        ("busy time, audits included", stroke("dashed", "wrong")),
     )
     return CardPlot("Saved, predicted from profiled times", keys, drawing)
 
@@ -164,8 +164,7 @@ def _thresholds(sequence: Served, run: ControllerRun) -> CardPlot:
     ]
     label = f"Thresholds of {run.contender.label} over time"
     keys = tuple(
-        (f"exit {e}", f"{_stroke('solid', 'accent')}; opacity: {_shade(e, exits):.2f}")
-        for e in used
+        (f"exit {e}", f"{stroke('solid', 'accent')}; opacity: {_shade(e, exits):.2f}") for e in used
     )
     drawing = _draw(sequence, label, x, y, ticks, *paths)
     return CardPlot("Thresholds of the exits that answer", keys, drawing)
@@ -219,10 +218,6 @@ def _steps(changed: list[int], thresholds: FloatArray) -> Iterator[list[tuple[fl
 def _shade(exit_: int, exits: int) -> float:
     """Deeper exits are darker."""
     return 0.35 + 0.65 * (exit_ + 1) / exits
-
-
-def _stroke(kind: str, colour: str) -> str:
-    return f"height: 0; border-radius: 0; border-top: 2px {kind} var(--{colour})"
 
 
 def _count(value: int | None) -> str:

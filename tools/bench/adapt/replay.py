@@ -45,7 +45,7 @@ class Contender:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySettings:
-    """How serving goes on."""
+    """The pace of a replay: chunks, delays, and the assumed rate."""
 
     chunk: int = 32
     """Samples that start at once, under one policy."""
@@ -82,7 +82,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReplayTrace:
-    """What became of all N samples."""
+    """The course of a replay: where and how each of N samples was answered."""
 
     answered_at: IntArray
     """int64[N]: the exit that answered; :data:`MODEL_END` if none did."""
@@ -128,7 +128,7 @@ class _Log:
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """What is known of the samples of a chunk, once all are through."""
+    """The answers to the samples of a chunk, and what the controller may see of them."""
 
     answered_at: IntArray
     complete: BoolArray
@@ -171,7 +171,7 @@ def replay(
 
 @dataclass(frozen=True, slots=True)
 class _Chances:
-    """Of the samples of a chunk to run on."""
+    """The probability of the samples of a chunk to run on after an early answer."""
 
     mode: Mode
     coins: FloatArray

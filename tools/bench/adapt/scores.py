@@ -1,4 +1,4 @@
-"""What a trace was worth: agreement, violations, savings, by segment and over time."""
+"""Scores of a replay: agreement, violations and savings, by segment and over time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ROUNDING: Final = 1e-12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conduct:
-    """How a controller did over some samples. Shares are of these samples unless said."""
+    """The figures of a controller over some samples. Shares are of these unless said."""
 
     samples: int
     agreement: float
@@ -105,14 +105,14 @@ class Course:
     changed_at: IntArray
     """int64[policies]: when each policy came into force."""
     thresholds: FloatArray
-    """float64[policies, K]: NaN where an exit was not in use, ``NEVER`` where it looked on."""
+    """float64[policies, K]: NaN where an exit was not in use, ``NEVER`` in shadow mode."""
     risk: FloatArray
     """float64[windows]: mean of the risk of the policies in force."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hindsight:
-    """What the best thresholds for a segment would have brought, had they been known before."""
+    """The figures of the best thresholds for a segment, had they been known before."""
 
     agreement: float
     latency_savings: float

@@ -1,4 +1,4 @@
-"""What is streamed: samples drawn from recorded populations, segment by segment.
+"""The samples that are streamed, drawn from recorded populations segment by segment.
 
 Every segment draws with replacement from a finite population with known weights. So the samples of
 a segment are independent and alike, and what any policy would disagree on in the long run is known
@@ -22,7 +22,7 @@ from offramp.certify.agreement import float32_at_least
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Population:
-    """What the model and all its K exits say of m samples."""
+    """The recorded answers of a model and all its K exits to m samples."""
 
     confidence: Float32Array
     """float32[K, m]."""
@@ -78,7 +78,7 @@ class ShiftSegment:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SegmentSpan:
-    """Where a segment lies in its sequence."""
+    """The place of a segment in its sequence."""
 
     segment: ShiftSegment
     start: int
