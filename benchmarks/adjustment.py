@@ -23,7 +23,7 @@ import numpy as np
 from offramp.bundle.policy import NEVER
 from offramp.engine.control.adjustment import Reason, adjust
 from offramp.engine.control.costs import CostModel
-from offramp.tools.bench.environment import check_outputs, describe_environment, write_json
+from offramp.tools.bench.output import check_outputs, describe_environment, write_json
 
 EXITS = 13
 SEED = 0

@@ -42,7 +42,7 @@ from offramp.engine.scheduling import (
 )
 from offramp.engine.served_model import ServedModel
 from offramp.testing.backend import SCRIPT, FakeBackend, FakeSlot
-from offramp.tools.bench.environment import describe_environment, write_json
+from offramp.tools.bench.output import describe_environment, write_json
 
 BATCH = 8
 STAGES = 4

@@ -21,9 +21,13 @@ from typing import Any
 import uvloop
 from benchmarks.policies import MAX_BATCH, Bench, median_of
 
-from offramp.tools.bench.environment import describe_environment, write_json
 from offramp.tools.bench.outcomes import Summary
-from offramp.tools.bench.table import print_summaries, wide_console
+from offramp.tools.bench.output import (
+    describe_environment,
+    print_summaries,
+    wide_console,
+    write_json,
+)
 from offramp.tools.bench.traces import gamma, poisson
 
 SHARES = (0.8, 1.0, 1.5, 2.0)

@@ -20,12 +20,11 @@ from offramp.bundle import Bundle
 from offramp.bundle.bundle import CERTIFY, TUNE
 from offramp.calibration.dataset import read_dataset
 from offramp.calibration.selection import certified_policy
-from offramp.certify.agreement import tuning_path
-from offramp.certify.records import evaluate
+from offramp.certify import evaluate, tuning_path
 from offramp.engine.control.costs import CostModel
 from offramp.engine.options import available_cores
 from offramp.tools.bench.adapt.recording import Recorder
-from offramp.tools.bench.environment import check_outputs, describe_environment, write_json
+from offramp.tools.bench.output import check_outputs, describe_environment, write_json
 
 
 def main() -> None:

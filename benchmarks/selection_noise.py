@@ -30,12 +30,10 @@ from offramp.bundle import Bundle, Profile
 from offramp.bundle.bundle import CERTIFY, TUNE
 from offramp.calibration.estimates import backbone_of, heads_of, sets_of_exits, stages_of
 from offramp.calibration.selection import Candidates, certified_policy
-from offramp.certify.agreement import tuning_path
-from offramp.certify.decision import count_answers, first_exit
-from offramp.certify.records import savings_of
+from offramp.certify import count_answers, first_exit, savings_of, tuning_path
 from offramp.engine.control.costs import CostModel
 from offramp.engine.timing import Rounds, repeats_of
-from offramp.tools.bench.environment import check_outputs, describe_environment, write_json
+from offramp.tools.bench.output import check_outputs, describe_environment, write_json
 
 FloatArray = NDArray[np.float64]
 Draw = Callable[[np.random.Generator, FloatArray], FloatArray]
@@ -176,7 +174,7 @@ class Shipped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class DrawnRounds:
     """Rounds by batch size."""
 
     backbone: list[Rounds]
@@ -185,7 +183,7 @@ class Seen:
     stages: list[Rounds]
 
 
-def draw_rounds(case: Case, noise: Noise, rng: np.random.Generator) -> Seen:
+def draw_rounds(case: Case, noise: Noise, rng: np.random.Generator) -> DrawnRounds:
     """Measure the truth on a disturbed machine."""
     truth, sets = case.profile, sets_of_exits(len(case.after))
     sizes = truth.batch_sizes
@@ -205,14 +203,14 @@ def draw_rounds(case: Case, noise: Noise, rng: np.random.Generator) -> Seen:
         return result
 
     empty = np.full(len(sizes), EMPTY)
-    return Seen(
+    return DrawnRounds(
         backbone=rounds([source, *segments], SWEEPS),
         heads=[rounds([empty, empty + head], 16) for head in heads],
         stages=rounds([source, *served], SWEEPS),
     )
 
 
-def estimated(case: Case, seen: Seen) -> Profile:
+def estimated(case: Case, seen: DrawnRounds) -> Profile:
     """The profile that compiling makes of rounds."""
     truth, sets = case.profile, sets_of_exits(len(case.after))
     backbone = backbone_of(seen.backbone, truth.batch_sizes)
@@ -237,7 +235,7 @@ def case_bytes(case: Case) -> FloatArray:
     return np.array(slopes)
 
 
-def old_profile(case: Case, seen: Seen) -> Profile:
+def old_profile(case: Case, seen: DrawnRounds) -> Profile:
     """OLD RULE: the quartile of each part over its rounds, borders cut off at 0, alike for all."""
 
     def typical(rounds: Rounds) -> FloatArray:

@@ -33,10 +33,14 @@ from offramp.engine.scheduling import (
     PolicyName,
     make_scheduler,
 )
-from offramp.tools.bench.environment import describe_environment, write_json
-from offramp.tools.bench.outcomes import FINAL, Outcomes, Summary, summarise
+from offramp.tools.bench.outcomes import Outcomes, Summary, summarise
+from offramp.tools.bench.output import (
+    describe_environment,
+    print_summaries,
+    wide_console,
+    write_json,
+)
 from offramp.tools.bench.simulation import Behaviour, draw_load, simulate
-from offramp.tools.bench.table import print_summaries, wide_console
 from offramp.tools.bench.traces import Trace, bursty, constant
 
 ACCURACIES = (0.7382, 0.7669, 0.7764, 0.7825, 0.7944, 0.8016)
@@ -101,7 +105,7 @@ def main() -> None:
 def run(policy: str, costs: list[float], trace: Trace, seed: int) -> Summary:
     """Simulate one policy; accuracy is reported as agreement."""
     found = outcomes(policy, costs, trace, seed)
-    worth = np.array(ACCURACIES)[found.exit[found.answered]]  # the last point is FINAL, −1
+    worth = np.array(ACCURACIES)[found.exit[found.answered]]  # the last point is MODEL_END, −1
     accuracy = float(worth.mean()) if worth.size else None
     return replace(summarise(found, slo_ms=SLO_MS), agreement=accuracy)
 
@@ -124,7 +128,7 @@ def outcomes(policy: str, costs: list[float], trace: Trace, seed: int) -> Outcom
         latencies=Latencies(table.tolist()),
     )
     behaviour = Behaviour(
-        exits=(*range(depth - 1), FINAL),
+        exits=(*range(depth - 1), MODEL_END),
         leaves_at=np.full(RECORDS, depth - 1),
         agrees=np.ones((depth, RECORDS), np.bool_),
     )

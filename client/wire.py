@@ -17,14 +17,13 @@ from offramp.client.results import (
     StreamedResult,
     TensorMetadata,
 )
-from offramp.proto.datatypes import TensorError, dtype_of
 from offramp.proto.messages import (
     ModelInferRequest,
     ModelInferResponse,
     ModelMetadataResponse,
     ModelStreamInferResponse,
 )
-from offramp.proto.tensors import decode_tensors, encode_tensor
+from offramp.proto.tensors import TensorError, decode_tensors, dtype_of, encode_tensor
 
 
 def build_request(

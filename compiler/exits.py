@@ -67,7 +67,7 @@ class FoundExits:
 
 
 def exit_prefix(candidate: int) -> str:
-    """What the names of a candidate's exit begin with; unique in the joined graph."""
+    """Give the prefix of all names in a candidate's exit, unique in the joined graph."""
     return f"offramp_exit_{candidate:02d}/"
 
 

@@ -4,18 +4,49 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack
+import signal
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any, Final, TypeVar
 
-from offramp.server.addresses import check_free, join_address
-from offramp.server.grpc_endpoint import GrpcEndpoint
-from offramp.server.http_endpoint import HttpEndpoint
+from offramp.server.endpoints import GrpcEndpoint, HttpEndpoint, check_free, join_address
 from offramp.server.options import MIB, ServerOptions
 from offramp.server.served import ServedEngine
-from offramp.server.stop_signals import StopSignals
 
 logger = logging.getLogger(__name__)
+
+
+class StopSignals:
+    """What was asked for so far."""
+
+    def __init__(self) -> None:
+        self.requested = asyncio.Event()
+        """Set by the first signal."""
+        self.forced = asyncio.Event()
+        """Set by the second."""
+
+    def request(self, name: str) -> None:
+        """Ask once more; ``name`` is who asks, for the log."""
+        if not self.requested.is_set():
+            logger.info("%s: leaving once the requests in flight are answered", name)
+            self.requested.set()
+        else:
+            logger.warning("%s again: leaving at once", name)
+            self.forced.set()
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Listen to the signals of the process; on its main thread, in a running loop."""
+        loop = asyncio.get_running_loop()
+        handled = (signal.SIGTERM, signal.SIGINT)
+        for number in handled:
+            loop.add_signal_handler(number, self.request, number.name)
+        try:
+            yield
+        finally:
+            for number in handled:
+                loop.remove_signal_handler(number)
+
 
 EXIT_OK: Final = 0
 EXIT_UNANSWERED: Final = 1

@@ -1,24 +1,122 @@
-"""The whole command line, joined with the configuration file that it may name."""
+"""The command line of ``eeserve``, joined with the configuration file that it may name."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final
 
 from offramp import __version__
 from offramp.engine.options import EngineOptions, ModelOptions
-from offramp.server.arguments.control import add_control, refuse_ignored
-from offramp.server.arguments.execution import add_execution
-from offramp.server.arguments.groups import settings_in
-from offramp.server.arguments.log import add_logging
-from offramp.server.arguments.models import add_models, name_models
-from offramp.server.arguments.network import add_network, server_options
-from offramp.server.arguments.scheduling import add_scheduling
+from offramp.server.arguments.settings import (
+    add_control,
+    add_execution,
+    add_scheduling,
+    option_adder,
+    refuse_ignored,
+    settings_in,
+)
+from offramp.server.arguments.values import integer, named_path, number, port
 from offramp.server.configuration import Configuration, ConfigurationError, read_configuration
-from offramp.server.options import ServerOptions
+from offramp.server.logging_setup import FORMATS, LEVELS
+from offramp.server.options import MAX_MESSAGE_MIB, ServerOptions
+
+
+def add_logging(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    group = parser.add_argument_group("logging")
+    group.add_argument(
+        "--log-level", choices=LEVELS, default="info", help="least level (default: %(default)s)"
+    )
+    group.add_argument(
+        "--log-format",
+        choices=FORMATS,
+        default="human",
+        help="lines for people, or a JSON object a line (default: %(default)s)",
+    )
+
+
+BUNDLE_SUFFIX: Final = ".ee"
+
+
+def add_models(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    group = parser.add_argument_group("models")
+    group.add_argument(
+        "bundles",
+        metavar="BUNDLE",
+        nargs="*",
+        type=Path,
+        help="folder that eecompile wrote; served under its name without .ee",
+    )
+    group.add_argument(
+        "--model",
+        metavar="NAME=PATH",
+        action="append",
+        default=[],
+        type=named_path,
+        help="a bundle and the name to serve it under; may be repeated",
+    )
+    group.add_argument(
+        "--config",
+        metavar="FILE",
+        type=Path,
+        help="TOML file with models and their own settings; they are served besides those named "
+        "here. What a model's table says goes before the command line, which goes before the "
+        "tables [engine] and [defaults]",
+    )
+
+
+def name_models(bundles: Sequence[Path], named: Sequence[tuple[str, Path]]) -> dict[str, Path]:
+    """Bundle folders by name: as given, or the folder's name without ``.ee``.
+
+    Raises:
+        ValueError: There is none, or two have the same name.
+    """
+    unnamed = [(bundle.resolve().name.removesuffix(BUNDLE_SUFFIX), bundle) for bundle in bundles]
+    models: dict[str, Path] = {}
+    for name, path in (*unnamed, *named):
+        if name in models:
+            raise ValueError(
+                f"two models are named {name!r}: {models[name]} and {path}; "
+                f"give one another name, for instance --model {name}-2={path}"
+            )
+        models[name] = path
+    if not models:
+        raise ValueError("no model to serve; name a bundle that eecompile wrote: eeserve model.ee")
+    return models
+
+
+def add_network(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    add = option_adder(parser.add_argument_group("network"), ServerOptions())
+    add("--host", "interface to listen on; 0.0.0.0 is all of them", metavar="ADDRESS")
+    add("--grpc-port", "port of gRPC; 0 takes any free one", metavar="PORT", type=port)
+    add("--http-port", "port of HTTP; 0 takes any free one", metavar="PORT", type=port)
+    add(
+        "--max-message-mib",
+        "largest request; gRPC refuses a larger one with RESOURCE_EXHAUSTED",
+        metavar="MIB",
+        type=integer(1, MAX_MESSAGE_MIB),
+    )
+    add(
+        "--shutdown-timeout-s",
+        "after SIGTERM, how long requests in flight may take to end",
+        metavar="S",
+        type=number(0.0),
+    )
+
+
+def server_options(given: argparse.Namespace) -> ServerOptions:
+    """What they were given.
+
+    Raises:
+        ValueError: Both ports are the same.
+    """
+    return ServerOptions(**{f.name: getattr(given, f.name) for f in fields(ServerOptions)})
+
 
 _DESCRIPTION: Final = """\
 Serve bundles over gRPC (Open Inference Protocol, as Triton's clients speak it), with a

@@ -17,10 +17,19 @@ from offramp.calibration.dataset import read_dataset
 from offramp.engine.backends import BACKENDS, make_backend
 from offramp.engine.backends.factory import CPU
 from offramp.engine.tensorrt.probe import parse_device
-from offramp.tools.bench.compare import OFFRAMP, SOURCE, Row, baseline_of, batches_of, compare
-from offramp.tools.bench.compare_also import AlsoRunner, describe_also, parse_also
-from offramp.tools.bench.environment import check_outputs, describe_environment, write_json
-from offramp.tools.bench.numbers import positive, positives
+from offramp.tools.bench.arguments import positive, positives
+from offramp.tools.bench.compare import (
+    OFFRAMP,
+    SOURCE,
+    AlsoRunner,
+    Row,
+    baseline_of,
+    batches_of,
+    compare,
+    describe_also,
+    parse_also,
+)
+from offramp.tools.bench.output import check_outputs, describe_environment, write_json
 
 
 def add_parser(commands: Any) -> None:

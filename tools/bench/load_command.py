@@ -14,15 +14,16 @@ from rich.progress import Progress, TaskID
 
 from offramp.bundle import Bundle
 from offramp.client import ModelMetadata
-from offramp.tools.bench.environment import check_outputs, describe_environment
-from offramp.tools.bench.load.dealing import Share, deal, deal_concurrency, used_samples
-from offramp.tools.bench.load.generator import Load, generate
+from offramp.tools.bench.arguments import add_trace_arguments
+from offramp.tools.bench.load.generator import GeneratedLoad, generate
 from offramp.tools.bench.load.metrics_poll import MetricsPoll
 from offramp.tools.bench.load.reference import (
     LoadData,
     Reference,
     ask_source,
+    check_server,
     given_reference,
+    input_specs,
     read_data,
 )
 from offramp.tools.bench.load.report import (
@@ -33,11 +34,17 @@ from offramp.tools.bench.load.report import (
     settings_json,
     warning,
 )
-from offramp.tools.bench.load.requests import serialise_requests
-from offramp.tools.bench.load.server_check import check_server, input_specs
 from offramp.tools.bench.load.settings import LoadSettings, read_options
+from offramp.tools.bench.load.shares import (
+    Share,
+    deal,
+    deal_concurrency,
+    serialise_requests,
+    used_samples,
+)
 from offramp.tools.bench.load.worker import Task
-from offramp.tools.bench.traces import Trace, add_trace_arguments
+from offramp.tools.bench.output import check_outputs, describe_environment
+from offramp.tools.bench.traces import Trace
 
 _LEAST_POLL_S: Final = 0.25
 """Between two readings of the metrics: each costs the server some milliseconds."""
@@ -191,7 +198,7 @@ def _generate(
     data: LoadData,
     answer: str | None,
     poll: MetricsPoll | None,
-) -> Load:
+) -> GeneratedLoad:
     tasks = [
         Task(
             settings=settings,
@@ -201,7 +208,7 @@ def _generate(
         )
         for share in shares
     ]
-    with _progress(f"Load, {settings.loop}", settings.duration_s) as (bars, bar):
+    with _progress(f"GeneratedLoad, {settings.loop}", settings.duration_s) as (bars, bar):
 
         def on_tick(at_s: float) -> None:
             bars.update(bar, completed=max(0.0, at_s))
@@ -244,9 +251,9 @@ def _tell(options: argparse.Namespace, settings: LoadSettings, report: LoadRepor
 
 def _write_page(path: Path, report: LoadReport, *, title: str) -> None:
     # it draws with the compiler's report, which is loaded only where a page is wanted
-    from offramp.tools.bench.dynamics import Run, write_page  # noqa: PLC0415
+    from offramp.tools.bench.dynamics import RunView, write_page  # noqa: PLC0415
 
-    shown = Run(
+    shown = RunView(
         name=str(report.environment["trace"] or report.environment["loop"]),
         summary=report.summary,
         timeline=report.timeline,

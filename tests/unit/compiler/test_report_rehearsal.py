@@ -9,8 +9,7 @@ import pytest
 from tests.unit.calibration.rehearsal.rehearsals import load, settings, times
 from tests.unit.compiler.test_report import Page, make
 
-from offramp.calibration.rehearsal.rehearsal import rehearse
-from offramp.calibration.rehearsal.result import Rehearsed
+from offramp.calibration.rehearsal import Rehearsed, rehearse
 from offramp.compiler.report import render_report
 from offramp.compiler.report.rehearsal import draw_step, rehearsal_view
 
@@ -77,8 +76,13 @@ def test_the_page_says_what_was_found() -> None:
         "allowed (average latency 13.8 ms, 0.0\u202f% of the batches late, 50.0\u202f% of the "
         "samples go on)." in page.text
     )
-    assert "Step 2: from E0. 3 rows may come at most; 15.0 ms without an exit." in page.text
-    assert "Step 3: from E1. 2 rows may come at most; 8.00 ms without an exit. None" in page.text
+    assert (
+        "Step 2: from E0. 3 rows may come at most; 15.0 ms without an exit." in page.text
+    )
+    assert (
+        "Step 3: from E1. 2 rows may come at most; 8.00 ms without an exit. None"
+        in page.text
+    )
     assert "The search ended: every later exit makes too many batches late." in page.text
     assert "tolerated" not in page.text
     assert "Tuned and certified on " + "ef" * 32 in page.text

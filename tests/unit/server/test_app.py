@@ -22,12 +22,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from offramp.client import AsyncClient, Client, ConnectionFailedError, ServerUnavailableError
-from offramp.server.addresses import check_free, join_address
-from offramp.server.app import serve_until_stopped
+from offramp.server.app import StopSignals, serve_until_stopped
+from offramp.server.endpoints import check_free, join_address
 from offramp.server.errors import StartError
 from offramp.server.logging_setup import FORMATS, JsonFormatter, set_up_logging
 from offramp.server.options import ServerOptions
-from offramp.server.stop_signals import StopSignals
 from offramp.testing.engine import FakeEngine
 
 X = np.array([[1, 2, 3, 0.95]], np.float32)

@@ -16,8 +16,7 @@ from offramp.engine.scheduling import POLICIES, PolicyName
 from offramp.engine.tensorrt import probe
 from offramp.server import cli
 from offramp.server.arguments import make_parser, parse_arguments
-from offramp.server.arguments.control import CONTROLLER_WORDS, MODES
-from offramp.server.arguments.scheduling import POLICY_GROUPS
+from offramp.server.arguments.settings import CONTROLLER_WORDS, MODES, POLICY_GROUPS
 from offramp.server.options import ServerOptions
 
 

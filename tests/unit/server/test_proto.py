@@ -13,9 +13,9 @@ from google.protobuf.descriptor import Descriptor
 from tests.descriptors import layout
 
 from offramp.proto import messages
-from offramp.proto.datatypes import DATATYPES
 from offramp.proto.descriptors import FILE, POOL, SERVICE
 from offramp.proto.generate import DESCRIPTORS, STUB, compile_schema
+from offramp.proto.tensors import DATATYPES
 
 TRITON = triton.service_pb2.DESCRIPTOR
 

@@ -11,7 +11,7 @@ import pytest
 from offramp.bundle import TensorSpec
 from offramp.engine.errors import BadInputError, ModelNotServedError
 from offramp.proto.messages import ModelInferRequest
-from offramp.server.requests import InferCall, check_version, read_request
+from offramp.server.codec import InferCall, check_version, read_request
 from offramp.testing.engine import fake_model
 
 

@@ -29,7 +29,7 @@ from offramp.engine import errors as engine_errors
 from offramp.engine.plan import Mode
 from offramp.proto import messages
 from offramp.proto.descriptors import method_path
-from offramp.server.streaming import MAX_IN_FLIGHT, RequestStream
+from offramp.server.service import MAX_IN_FLIGHT, RequestStream
 from offramp.testing.engine import FakeEngine
 
 X = np.array([[1, 2, 3, 0.95], [4, 5, 6, 0.25], [7, 8, 9, 0.99], [3, 2, 1, 0.92]], np.float32)

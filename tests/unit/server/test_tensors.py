@@ -9,9 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offramp.proto.datatypes import DATATYPES, TensorError, datatype_of, dtype_of
 from offramp.proto.messages import InferTensorContents, ModelInferRequest
-from offramp.proto.tensors import _CONTENTS_FIELDS, decode_tensors, encode_tensor
+from offramp.proto.tensors import (
+    _CONTENTS_FIELDS,
+    DATATYPES,
+    TensorError,
+    datatype_of,
+    decode_tensors,
+    dtype_of,
+    encode_tensor,
+)
 
 Input = ModelInferRequest.InferInputTensor
 

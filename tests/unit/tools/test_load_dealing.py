@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offramp.tools.bench.load.dealing import deal, deal_concurrency, used_samples
+from offramp.tools.bench.load.shares import deal, deal_concurrency, used_samples
 
 
 def test_arrivals_are_dealt_out_in_turn() -> None:

@@ -8,8 +8,7 @@ import pytest
 from offramp.bundle import TensorSpec
 from offramp.calibration.errors import DataError
 from offramp.client import ModelMetadata, TensorMetadata
-from offramp.tools.bench.load.reference import LoadData, given_reference, read_data
-from offramp.tools.bench.load.server_check import input_specs
+from offramp.tools.bench.load.reference import LoadData, given_reference, input_specs, read_data
 from offramp.tools.bench.load.settings import LoadError
 
 X = TensorSpec(name="x", dtype="float32", shape=("batch", 2))

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offramp.tools.bench import traces
+from offramp.tools.bench import arguments, traces
 from offramp.tools.bench.traces import Trace, TraceError
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
@@ -19,7 +19,7 @@ AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
 def options(*given: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    traces.add_trace_arguments(parser)
+    arguments.add_trace_arguments(parser)
     return parser.parse_args(given)
 
 
@@ -245,19 +245,19 @@ def test_the_cv2_of_one_gap_is_unknown() -> None:
     ],
 )
 def test_options_make_the_trace_that_they_name(given: str, made: Callable[[], Trace]) -> None:
-    found, expected = traces.trace_of(options(*given.split())), made()
+    found, expected = arguments.trace_of(options(*given.split())), made()
     assert found.arrivals_s.tolist() == expected.arrivals_s.tolist()
     assert (found.name, found.duration_s) == (expected.name, expected.duration_s)
 
 
 def test_options_name_files(tmp_path: Path) -> None:
     path = azure_file(tmp_path, "10.0", "11.0", "12.0", "36.0")
-    whole = traces.trace_of(options("--trace", f"azure:{path}", "--rate", "5"))
+    whole = arguments.trace_of(options("--trace", f"azure:{path}", "--rate", "5"))
     assert whole.duration_s == pytest.approx(0.8)
-    cut = traces.trace_of(options("--trace", f"azure:{path}"))
+    cut = arguments.trace_of(options("--trace", f"azure:{path}"))
     assert cut.arrivals_s.tolist() == [0, 1, 2, 26]
     rates = rates_file(tmp_path, "0,100\n600,300\n")
-    squeezed = traces.trace_of(options("--trace", f"rate:{rates}"))
+    squeezed = arguments.trace_of(options("--trace", f"rate:{rates}"))
     assert squeezed.duration_s == pytest.approx(10)
 
 
@@ -278,12 +278,12 @@ def test_options_name_files(tmp_path: Path) -> None:
 )
 def test_options_that_do_not_fit_are_refused(given: str, message: str) -> None:
     with pytest.raises(TraceError, match=message):
-        traces.trace_of(options(*given.split()))
+        arguments.trace_of(options(*given.split()))
 
 
 def test_help_names_real_defaults_only() -> None:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    traces.add_trace_arguments(parser)
+    arguments.add_trace_arguments(parser)
     text = parser.format_help()
     assert "None" not in text
     assert all(f"(default: {value})" in text for value in ("poisson", "0", "1"))

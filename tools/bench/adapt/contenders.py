@@ -10,7 +10,7 @@ from typing import Final
 
 from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy
 from offramp.bundle.bundle import TUNE
-from offramp.certify.records import Records
+from offramp.certify import Records
 from offramp.engine.control.adjustment import DEFAULT_MAX_OVERHEAD, evenly_spaced
 from offramp.engine.control.controller import Controller
 from offramp.engine.control.costs import CostModel
@@ -95,7 +95,7 @@ def _fixed(workplace: Workplace, policy: ExitPolicy) -> Controller:
     return StaticController(
         policy,
         max_disagreement=workplace.max_disagreement,
-        confidence=workplace.confidence,
+        confidence_level=workplace.confidence,
     )
 
 
@@ -123,7 +123,7 @@ def _apparate(workplace: Workplace, window: int) -> Controller:
     )
     settings = ApparateSettings(
         max_disagreement=workplace.max_disagreement,
-        confidence=workplace.confidence,
+        confidence_level=workplace.confidence,
         max_overhead=budget,
         tuning_window=window,
     )
@@ -134,7 +134,7 @@ def _pame(workplace: Workplace) -> Controller:
     """Its thresholds never fall again, so all feedback there is keeps it from raising in vain."""
     settings = PameSettings(
         max_disagreement=workplace.max_disagreement,
-        confidence=workplace.confidence,
+        confidence_level=workplace.confidence,
         batch_size=workplace.batch_size,
     )
     bundle = workplace.bundle

@@ -18,9 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, ExitPolicy
-from offramp.certify.decision import MODEL_END, BoolArray, FloatArray, IntArray, reaches
-from offramp.certify.observations import UNKNOWN, Observations
-from offramp.engine.control.controller import Controller, ControlStatus, Event, Job
+from offramp.certify import (
+    MODEL_END,
+    UNKNOWN,
+    BoolArray,
+    FloatArray,
+    IntArray,
+    Observations,
+    reaches,
+)
+from offramp.engine.control.controller import ControlEvent, Controller, ControlStatus, Job
 from offramp.engine.control.costs import CostModel
 from offramp.engine.plan import Mode
 from offramp.tools.bench.adapt.sequence import Population, Sequence, answering_places
@@ -53,7 +60,7 @@ class ReplaySettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tuning:
+class ReplayedJob:
     """A job of a controller."""
 
     purpose: str
@@ -74,7 +81,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Trace:
+class ReplayTrace:
     """What became of all N samples."""
 
     answered_at: IntArray
@@ -95,8 +102,8 @@ class Trace:
     """Samples that each of the following stands for."""
     statuses: tuple[ControlStatus, ...]
     """When each chunk started."""
-    tunings: tuple[Tuning, ...]
-    events: tuple[tuple[int, Event], ...]
+    tunings: tuple[ReplayedJob, ...]
+    events: tuple[tuple[int, ControlEvent], ...]
     """With the samples started before."""
     source_ms: float
     """What the source model takes; predicted."""
@@ -115,8 +122,8 @@ class _Out:
 class _Log:
     changes: list[Change] = field(default_factory=list)
     statuses: list[ControlStatus] = field(default_factory=list)
-    tunings: list[Tuning] = field(default_factory=list)
-    events: list[tuple[int, Event]] = field(default_factory=list)
+    tunings: list[ReplayedJob] = field(default_factory=list)
+    events: list[tuple[int, ControlEvent]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +139,7 @@ class _Served:
 
 def replay(
     sequence: Sequence, contender: Contender, costs: CostModel, settings: ReplaySettings
-) -> Trace:
+) -> ReplayTrace:
     """Serve a sequence under a controller.
 
     Args:
@@ -236,7 +243,9 @@ def _run(job: Job, started: int, settings: ReplaySettings, log: _Log) -> _Out:
         delay = math.ceil(took_s * settings.rate)
     arrives_at = started + delay
     log.tunings.append(
-        Tuning(purpose=job.purpose, taken_at=started, arrived_at=arrives_at, took_ms=took_s * 1e3)
+        ReplayedJob(
+            purpose=job.purpose, taken_at=started, arrived_at=arrives_at, took_ms=took_s * 1e3
+        )
     )
     return _Out(job, result, arrives_at)
 
@@ -247,7 +256,7 @@ def _trace(
     chunks: list[_Served],
     costs: CostModel,
     settings: ReplaySettings,
-) -> Trace:
+) -> ReplayTrace:
     def joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
         return np.concatenate(arrays)
 
@@ -255,7 +264,7 @@ def _trace(
     complete = joined([c.complete for c in chunks])
     every = np.arange(len(sequence))
     starts = np.array([change.at for change in log.changes])
-    return Trace(
+    return ReplayTrace(
         answered_at=answered_at,
         agrees=sequence.drawn.agrees[answered_at, every],
         audited=complete & (answered_at != MODEL_END),

@@ -7,7 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from offramp.tools.bench.traces import Trace, trace_of
+from offramp.tools.bench.arguments import trace_of
+from offramp.tools.bench.traces import Trace
 
 CLOSED_LOOP_DURATION_S: Final = 10.0
 _TRACE_OPTIONS: Final = ("rate", "base_rate", "cv2", "rate_to", "acceleration")

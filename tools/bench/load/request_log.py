@@ -1,20 +1,116 @@
-"""What a process writes down of each request, and the outcomes that are made of it."""
+"""What a load generator notes of each request, and the outcomes that are made of it."""
 
 from __future__ import annotations
 
 import math
+import re
 from array import array
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.tools.bench.load.replies import UNKNOWN, Reply
-from offramp.tools.bench.outcomes import FINAL, Outcomes, Status
+from offramp.certify.decision import MODEL_END
+from offramp.proto.messages import ModelInferResponse
+from offramp.proto.tensors import dtype_of
+from offramp.tools.bench.outcomes import Outcomes, Status
+
+UNKNOWN: Final = -1
+"""The class of an answer that is not looked at."""
+
+_STATUSES: Final[Mapping[str, Status]] = {
+    "DEADLINE_EXCEEDED": Status.EXPIRED,
+    "RESOURCE_EXHAUSTED": Status.REJECTED,
+    "UNAVAILABLE": Status.REJECTED,
+}
+"""By gRPC's name of the code."""
+
+_MOST_CAUSES: Final = 20
+_MOST_CHARS: Final = 300
+_NUMBER: Final = re.compile(r"-?\d+(\.\d+)?")
+
+
+class Reply(NamedTuple):
+    """What a response says of its one sample."""
+
+    exit: int
+    """Index of the exit that answered; ``MODEL_END`` where the response, of another server, says
+    nothing of exits."""
+    forced: bool
+    """It had to take the exit, below its threshold."""
+    prediction: int
+    """Index of the largest element of the answer, or ``UNKNOWN``."""
+
+
+def read_reply(response: ModelInferResponse, answer: str | None) -> Reply:
+    """Read the response to a request of one sample.
+
+    Args:
+        response: As it came.
+        answer: Name of the output that is the answer; ``None`` leaves it unread.
+
+    Raises:
+        ValueError: It is malformed; the message says how.
+    """
+    parameters = response.parameters
+    exit_, forced = MODEL_END, False
+    if "offramp_exits" in parameters:
+        exit_ = int(parameters["offramp_exits"].string_param)
+    if "offramp_forced" in parameters:
+        forced = parameters["offramp_forced"].string_param == "1"
+    return Reply(exit_, forced, UNKNOWN if answer is None else _prediction(response, answer))
+
+
+def _prediction(response: ModelInferResponse, answer: str) -> int:
+    for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
+        if output.name == answer:
+            return int(np.frombuffer(raw, dtype_of(output.datatype, answer)).argmax())
+    raise ValueError(f"the response has no output {answer!r}, which is the model's answer")
+
+
+def status_of(code: str) -> Status:
+    """How a request ended whose call ended with this status code, for instance ``UNAVAILABLE``."""
+    return _STATUSES.get(code, Status.FAILED)
+
+
+class Causes:
+    """Why requests failed: counts by message, where messages that differ only in numbers are one.
+
+    The first of them is kept as it was.
+    """
+
+    def __init__(self) -> None:
+        self._examples: dict[str, str] = {}
+        self._counts: Counter[str] = Counter()
+
+    def count(self, cause: str, times: int = 1) -> None:
+        """Count it; once there are many different ones, new ones count as ``others``."""
+        kind = _NUMBER.sub("0", cause)
+        if kind not in self._counts and len(self._counts) >= _MOST_CAUSES:
+            kind = cause = "others"
+        short = cause if len(cause) <= _MOST_CHARS else f"{cause[:_MOST_CHARS]}…"
+        self._examples.setdefault(kind, short)
+        self._counts[kind] += times
+
+    def to_json(self) -> dict[str, int]:
+        """Counts by message, the most frequent first."""
+        return {self._examples[kind]: count for kind, count in self._counts.most_common()}
+
+    @classmethod
+    def merge(cls, parts: Iterable[Mapping[str, int]]) -> Causes:
+        """Add up what several processes counted."""
+        total = cls()
+        for part in parts:
+            for cause, times in part.items():
+                total.count(cause, times)
+        return total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Records:
+class RequestRecords:
     """One element a request, in the order of intended sending."""
 
     sample: NDArray[np.int64]
@@ -28,7 +124,7 @@ class Records:
     status: NDArray[np.uint8]
     """[n]: a ``Status``."""
     exit: NDArray[np.int16]
-    """[n]: index, or ``FINAL``."""
+    """[n]: index, or ``MODEL_END``."""
     forced: NDArray[np.bool_]
     """[n]"""
     prediction: NDArray[np.int64]
@@ -72,7 +168,7 @@ class Records:
         return int(np.cumsum(steps[order]).max(initial=0))
 
 
-class Ledger:
+class RequestLog:
     """Grows by a line a request; a request that nothing more is heard of stays unanswered."""
 
     def __init__(self) -> None:
@@ -87,7 +183,7 @@ class Ledger:
         self._sent_s.append(math.nan)
         self._ended_s.append(math.nan)
         self._status.append(Status.UNANSWERED)
-        self._exit.append(FINAL)
+        self._exit.append(MODEL_END)
         self._forced.append(0)
         self._prediction.append(UNKNOWN)
         return len(self._sample) - 1
@@ -107,9 +203,9 @@ class Ledger:
         self._ended_s[line] = at_s
         self._status[line] = status
 
-    def close(self) -> Records:
+    def close(self) -> RequestRecords:
         """All lines as arrays."""
-        return Records(
+        return RequestRecords(
             sample=np.array(self._sample, np.int64),
             intended_s=np.array(self._intended_s, np.float64),
             sent_s=np.array(self._sent_s, np.float64),
@@ -121,12 +217,12 @@ class Ledger:
         )
 
 
-def merge(parts: list[Records]) -> Records:
+def merge(parts: list[RequestRecords]) -> RequestRecords:
     """One run's records out of its processes', in the order of intended sending."""
     order = np.argsort(np.concatenate([part.intended_s for part in parts]), kind="stable")
-    return Records(
+    return RequestRecords(
         **{
             field.name: np.concatenate([getattr(part, field.name) for part in parts])[order]
-            for field in fields(Records)
+            for field in fields(RequestRecords)
         }
     )

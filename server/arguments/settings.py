@@ -1,0 +1,307 @@
+"""Options of ``eeserve`` that a configuration file may set too: the engine's own options."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any, Final, Protocol
+
+from offramp.bundle.engines import PRECISIONS
+from offramp.engine.backends.factory import BACKENDS
+from offramp.engine.options import CONTROLLERS, EngineOptions, ModelOptions
+from offramp.engine.plan import Mode
+from offramp.server.arguments.values import integer, mode, number, policy, share
+from offramp.server.options import DEFAULT_MODE
+
+
+class Adder(Protocol):
+    """Adds an option; ``how`` is what ``add_argument`` takes beside."""
+
+    def __call__(self, flag: str, text: str, **how: Any) -> None:
+        """Add it, told with its default unless there is none."""
+        ...
+
+
+def setting_adder(group: argparse._ArgumentGroup, defaults: EngineOptions | ModelOptions) -> Adder:
+    """Add options that a configuration file may set too.
+
+    Where one is not given, it is absent from the namespace, so that the file counts; its name
+    there is the name of the field.
+    """
+
+    def add(flag: str, text: str, **how: Any) -> None:
+        field = how.pop("dest", _destination(flag))
+        text = _with_default(text, getattr(defaults, field))
+        group.add_argument(flag, dest=field, default=argparse.SUPPRESS, help=text, **how)
+
+    return add
+
+
+def settings_in(
+    given: argparse.Namespace, kind: type[EngineOptions | ModelOptions]
+) -> dict[str, Any]:
+    """What the command line says about the fields of ``kind``, by their names."""
+    return {f.name: getattr(given, f.name) for f in fields(kind) if hasattr(given, f.name)}
+
+
+def option_adder(group: argparse._ArgumentGroup, defaults: object) -> Adder:
+    """Add options that are set on the command line alone; defaults are read from an object."""
+
+    def add(flag: str, text: str, **how: Any) -> None:
+        default = getattr(defaults, _destination(flag))
+        group.add_argument(flag, default=default, help=_with_default(text, default), **how)
+
+    return add
+
+
+def _destination(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _with_default(text: str, default: object) -> str:
+    return text if default is None else f"{text} (default: {default})"
+
+
+MODES: Final[Mapping[Mode, str]] = {
+    Mode.AUDIT: "a sample that is sure enough at an exit leaves there; a few of those,\n"
+    "drawn by chance, run on after their answer, so that disagreement\n"
+    "with the unmodified model is measured, and kept within bounds",
+    Mode.RELEASE: "it is answered there, and always runs on: no compute is saved, but\n"
+    "everything is measured, and clients that stream get the final answer\n"
+    "as well (Apparate)",
+    Mode.LEAVE: "it leaves, and nothing is measured: thresholds stay as compiled, and\n"
+    "what calibration promised holds while the data stay like it",
+    Mode.OFF: "nothing leaves: the unmodified model, to compare with",
+}
+"""What each does, in the words of the help."""
+
+CONTROLLER_WORDS: Final[Mapping[str, str]] = {
+    "certified": "moves thresholds and exits only as far as evidence carries",
+    "apparate": "tunes to what was just seen, as Apparate publishes it; promises nothing",
+    "static": "changes nothing, measures only",
+}
+"""What each does, in half a line."""
+
+_WATCHING: Final[Mapping[str, str]] = {
+    "controller": "--controller",
+    "max_disagreement": "--max-disagreement",
+    "confidence": "--confidence",
+    "audit_budget": "--audit-budget",
+    "ramp_budget": "--ramp-budget",
+    "keep_state": "--no-state",
+}
+"""Options that mean something only where answers are observed, by their fields."""
+
+
+def add_control(parser: argparse.ArgumentParser) -> None:
+    """Add the options; all are fields of :class:`EngineOptions` or :class:`ModelOptions`."""
+    group = parser.add_argument_group(
+        "control",
+        "Of exits over their answers. Modes and controllers are described below; all but mode and\n"
+        "state may differ between models in the configuration file.",
+    )
+    add = setting_adder(group, EngineOptions(mode=DEFAULT_MODE))
+    add(
+        "--mode",
+        "what happens to a sample that is sure enough at an exit",
+        metavar=f"{{{','.join(MODES)}}}",
+        type=mode,
+    )
+    add = setting_adder(group, ModelOptions())
+    add(
+        "--max-disagreement",
+        "largest share of answers that may differ from the unmodified model's, 0.01 for 1 %% "
+        "(default: what the bundle was compiled for)",
+        metavar="SHARE",
+        type=share,
+    )
+    add(
+        "--confidence",
+        "how sure to be that it is kept; more takes longer to show",
+        metavar="SHARE",
+        type=share,
+    )
+    add(
+        "--controller",
+        "what watches, and moves thresholds and exits",
+        choices=CONTROLLERS,
+    )
+    add(
+        "--audit-budget",
+        "largest share of all compute that audits may take, of audit mode",
+        metavar="SHARE",
+        type=share,
+    )
+    add(
+        "--ramp-budget",
+        "how much later the model's end may come for all exits in use, as a share of its time "
+        "(default: 0.02 in release mode, else as much as those compiled in cost, at least 0.1)",
+        metavar="SHARE",
+        type=number(0.0),
+    )
+    group.add_argument(
+        "--no-state",
+        dest="keep_state",
+        action="store_false",
+        default=argparse.SUPPRESS,
+        help="forget what the controller learned when the server ends (default: it is kept beside "
+        "the bundle)",
+    )
+    parser.add_argument_group("modes", "\n".join(_describe(MODES)))
+    parser.add_argument_group("controllers", "\n".join(_describe(CONTROLLER_WORDS)))
+
+
+def refuse_ignored(given: Mapping[str, Any], mode: Mode) -> None:
+    """Refuse options of the command line that would do nothing in a mode.
+
+    What a configuration file says is not refused, so that one file serves in every mode.
+
+    Args:
+        given: Fields that the command line names.
+        mode: That it is to serve in.
+
+    Raises:
+        ValueError: Names the option.
+    """
+    for field, flag in _WATCHING.items():
+        if field in given and not mode.observed:
+            raise ValueError(
+                f"{flag} does nothing in mode {mode.value}, which observes nothing; "
+                "leave it out, or choose --mode audit or release"
+            )
+    if "audit_budget" in given and mode is Mode.RELEASE:
+        raise ValueError(
+            "--audit-budget does nothing in mode release, where every sample runs to the end; "
+            "leave it out, or choose --mode audit"
+        )
+
+
+def _describe(words: Mapping[Any, str]) -> Iterator[str]:
+    for name, text in words.items():
+        first, *rest = text.splitlines()
+        yield f"  {name:<14} {first}"
+        yield from (f"{'':<17}{line}" for line in rest)
+
+
+def add_execution(parser: argparse.ArgumentParser) -> None:
+    """Add the options; all are fields of :class:`EngineOptions`."""
+    group = parser.add_argument_group("execution")
+    add = setting_adder(group, EngineOptions())
+    add(
+        "--backend",
+        "what executes the stages: tensorrt, on engines of eecompile build; cuda, that is ONNX "
+        "Runtime on a GPU; onnxruntime, on the CPU; auto takes the first of these that can be "
+        "used here, and the log says which and why",
+        choices=BACKENDS,
+    )
+    add("--device", "the GPU, for tensorrt and cuda", metavar="cuda:N")
+    add(
+        "--precision",
+        "of the engines, for tensorrt (default: the least of those that were built)",
+        choices=PRECISIONS,
+    )
+    group.add_argument(
+        "--no-cuda-graphs",
+        dest="graphs",
+        action="store_false",
+        default=argparse.SUPPRESS,
+        help="enqueue every kernel of a stage by itself, for tensorrt (default: each stage and "
+        "batch size is captured once and then launched as a whole)",
+    )
+    add(
+        "--streams",
+        "batches that run at the same time, of whatever models",
+        metavar="N",
+        type=integer(1),
+    )
+    add(
+        "--threads",
+        "threads of each stream, for onnxruntime (default: the cores, shared among the streams)",
+        metavar="N",
+        type=integer(1),
+    )
+    add = setting_adder(group.add_mutually_exclusive_group(), EngineOptions())
+    add(
+        "--parallel-below",
+        "a new batch starts beside running ones once each has fewer samples than this (PAME's "
+        "tau_b); not given: on any idle stream",
+        metavar="N",
+        type=integer(1),
+    )
+    add(
+        "--max-violations",
+        "instead, let that number follow from the share of late samples that is tolerated "
+        "(PAME's tau_l), above 0 and below 1",
+        metavar="SHARE",
+        type=share,
+    )
+
+
+POLICY_GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
+    "exits are taken by those who are sure enough, and by nobody else": {
+        "run-through": "a batch runs through, and shrinks as samples leave (PAME)",
+        "refill": "who is left waits at an exit until the batch is full again (E3)",
+        "rebatch": "the same, but only where it costs less than it saves (DREX)",
+        "clockwork": "the largest batch of which even the slowest is in time",
+        "delay": "size and delay alone, as in Triton; deadlines order the queue",
+    },
+    "depth too follows from the time that is left: exits may be forced": {
+        "slackfit": "the largest batch whose time is just within the slack (SuperServe)",
+        "slackfit-bare": "the same as published, to compare with; may fall behind for good",
+        "max-batch": "the largest batch first, then the deepest exit that still fits",
+        "max-accuracy": "the deepest exit first, then the largest batch that still fits",
+        "cheapest": "all leave at the first exit at the latest (INFaaS)",
+        "fixed:K": "all leave at exit K at the latest; fixed:final is the model's end",
+    },
+}
+"""What each does, in half a line."""
+
+
+def add_scheduling(parser: argparse.ArgumentParser) -> None:
+    """Add the options; all are fields of :class:`ModelOptions`."""
+    group = parser.add_argument_group(
+        "scheduling", "Of every model that the configuration file does not say otherwise of."
+    )
+    add = setting_adder(group, ModelOptions())
+    add("--policy", "one of those below", metavar="NAME", type=policy, dest="scheduling")
+    add(
+        "--slo-ms",
+        "deadline of requests that bring none (default: none)",
+        metavar="MS",
+        type=number(0.0, above=True),
+    )
+    add(
+        "--max-batch-size",
+        "most samples that run together; larger requests are split",
+        metavar="N",
+        type=integer(1),
+    )
+    add(
+        "--max-queue-delay-ms",
+        "longest wait for batch mates while a stream idles; of run-through, refill, rebatch, delay",
+        metavar="MS",
+        type=number(0.0),
+    )
+    add(
+        "--max-queue-samples",
+        "most samples that wait; more are refused",
+        metavar="N",
+        type=integer(1),
+    )
+    group.add_argument(
+        "--forbid-forced-exits",
+        dest="forced_exits",
+        action="store_false",
+        default=argparse.SUPPRESS,
+        help="never make a sample leave at an exit that it is not sure enough at, however short "
+        "its time: the promise of agreement then holds for every answer",
+    )
+    parser.add_argument_group("policies", "\n".join(_describe_policies()))
+
+
+def _describe_policies() -> Iterator[str]:
+    for heading, names in POLICY_GROUPS.items():
+        yield f"{heading}:"
+        for name, words in names.items():
+            yield f"  {name:<14} {words}"

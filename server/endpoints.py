@@ -1,0 +1,274 @@
+"""The two ports of a server: gRPC for inference, health and reflection; HTTP for its pages."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any, Final
+
+import grpc.aio
+from aiohttp import web
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
+
+from offramp.proto.descriptors import FILE, SERVICE
+from offramp.server.errors import StartError
+from offramp.server.metrics import CONTENT_TYPE, render_metrics
+from offramp.server.served import ServedEngine
+from offramp.server.service import inference_handler
+from offramp.server.status import render_status
+
+
+def join_address(host: str, port: int) -> str:
+    """``127.0.0.1:8001``, ``[::1]:8001``."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check_free(host: str, port: int, *, option: str) -> None:
+    """Make sure that a port can be listened on, before models are loaded for nothing.
+
+    grpc reports a taken port in lines of its own on stderr, and without the reason in the
+    exception; so it is asked for here first.
+
+    Args:
+        host: Name or address of an interface.
+        port: 0 is always free.
+        option: The command line option that sets it, for the message.
+
+    Raises:
+        StartError: It is taken, or cannot be bound for another reason.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise StartError(_reason(error, host, port, option)) from error
+
+
+def _reason(error: OSError, host: str, port: int, option: str) -> str:
+    where = join_address(host, port)
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"port {port} is in use on {host}; stop the process that listens there, "
+            f"or choose another port with {option} (0 takes any free one)"
+        )
+    if error.errno == errno.EACCES:
+        return f"no permission to listen on {where}; choose a port from 1024 on with {option}"
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return (
+            f"{host!r} is no address of this machine ({error.strerror}); "
+            "choose one with --host, 0.0.0.0 is all of them"
+        )
+    return f"cannot listen on {where}: {error.strerror}"
+
+
+logger = logging.getLogger(__name__)
+
+POLL_S: Final = 0.5
+"""Between two looks at the engine; it tells nobody when its readiness changes."""
+
+_STATUS: Final = {
+    True: health_pb2.HealthCheckResponse.SERVING,
+    False: health_pb2.HealthCheckResponse.NOT_SERVING,
+}
+
+
+class HealthReporter:
+    """Reports each model as the engine says, and server and service as ready with all models.
+
+    Watchers are told of changes. To be used on the event loop's thread.
+    """
+
+    def __init__(self, engine: ServedEngine) -> None:
+        self.servicer: Final = health.aio.HealthServicer()
+        """To be added to the server."""
+        self._engine = engine
+        self._reported: dict[str, bool] = {}
+        self._following: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Report now, and follow the engine from here on."""
+        await self._report()
+        self._following = asyncio.create_task(self._follow(), name="health")
+
+    async def leave(self) -> None:
+        """Report everything as not serving, for good."""
+        await self.stop()
+        await self.servicer.enter_graceful_shutdown()
+
+    async def stop(self) -> None:
+        """Follow the engine no more; harmless if it was never followed."""
+        following, self._following = self._following, None
+        if following is not None:
+            following.cancel()
+            await asyncio.wait((following,))
+
+    async def _follow(self) -> None:
+        try:
+            while True:
+                await asyncio.sleep(POLL_S)
+                await self._report()
+        except Exception:
+            logger.exception("health is no longer followed")
+
+    async def _report(self) -> None:
+        for name, ready in self._readiness():
+            if self._reported.get(name) != ready:
+                if name in self._reported:
+                    logger.warning("%s: %s", name or "server", "ready" if ready else "not ready")
+                self._reported[name] = ready
+                await self.servicer.set(name, _STATUS[ready])
+
+    def _readiness(self) -> Iterator[tuple[str, bool]]:
+        for name in ("", SERVICE):
+            yield name, self._engine.ready()
+        for model in self._engine.models():
+            yield model.name, self._engine.ready(model.name)
+
+
+SERVICES: Final = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+"""What reflection lists."""
+
+
+class GrpcEndpoint:
+    """A grpc.aio server; made and used on the event loop's thread."""
+
+    def __init__(self, engine: ServedEngine, *, max_message_bytes: int) -> None:
+        self._health = HealthReporter(engine)
+        self._server = grpc.aio.server(options=_channel_options(max_message_bytes))
+        self._server.add_generic_rpc_handlers((inference_handler(engine),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(
+            reflection.aio.ReflectionServicer(SERVICES, pool=_reflection_pool()), self._server
+        )
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen, and return the port, which the system chooses for port 0.
+
+        Raises:
+            StartError: The address cannot be listened on.
+        """
+        address = join_address(host, port)
+        try:
+            port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise StartError(f"cannot listen for gRPC on {address}: {error}") from error
+        await self._server.start()
+        return port
+
+    async def serving(self) -> None:
+        """From now on report models, service and server as ready as the engine is."""
+        await self._health.start()
+
+    async def leaving(self) -> None:
+        """Report everything as not serving, for good; calls are answered all the same."""
+        await self._health.leave()
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no more calls; give those in flight ``grace_s`` to end, then cancel them."""
+        await self._health.stop()
+        await self._server.stop(grace_s)
+
+
+def _channel_options(max_message_bytes: int) -> list[tuple[str, Any]]:
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        # gRPC lets a second server share the port, and splits the calls between the two.
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+def _reflection_pool() -> DescriptorPool:
+    """Our messages and those of gRPC's own services; their home is the process-wide pool."""
+    pool = DescriptorPool()
+    for file in (FILE, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
+        pool.AddSerializedFile(file.serialized_pb)
+    return pool
+
+
+SECURITY_HEADERS: Final[Mapping[str, str]] = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
+    "X-Content-Type-Options": "nosniff",
+}
+"""On every response; the page needs nothing but its own style sheet."""
+
+
+class HttpEndpoint:
+    """An aiohttp server; made and used on the event loop's thread."""
+
+    def __init__(self, engine: ServedEngine) -> None:
+        self._runner = web.AppRunner(make_application(engine), access_log=None)
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen, and return the port, which the system chooses for port 0.
+
+        Raises:
+            StartError: The address cannot be listened on.
+        """
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, host, port, reuse_address=True).start()
+        except OSError as error:
+            reason = "it is in use" if error.errno == errno.EADDRINUSE else error.strerror
+            address = join_address(host, port)
+            raise StartError(f"cannot listen for HTTP on {address}: {reason}") from error
+        return int(self._runner.addresses[0][1])
+
+    async def stop(self) -> None:
+        """Close all connections; harmless if it never started."""
+        await self._runner.cleanup()
+
+
+def make_application(engine: ServedEngine) -> web.Application:
+    """The routes over an engine."""
+    application = web.Application()
+    routes = {
+        "/": lambda: _html(render_status(engine)),
+        "/health/live": lambda: _text("live\n"),
+        "/health/ready": lambda: _readiness(engine),
+        "/metrics": lambda: web.Response(
+            body=render_metrics(engine), headers={"Content-Type": CONTENT_TYPE}
+        ),
+    }
+    for path, respond in routes.items():
+        application.router.add_get(path, _handler(respond))
+    return application
+
+
+def _handler(
+    respond: Callable[[], web.Response],
+) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def handle(_request: web.Request) -> web.Response:
+        response = respond()
+        response.headers.update(SECURITY_HEADERS)
+        return response
+
+    return handle
+
+
+def _readiness(engine: ServedEngine) -> web.Response:
+    waiting = [model.name for model in engine.models() if not engine.ready(model.name)]
+    if waiting:
+        reason = (
+            f"not ready: {', '.join(waiting)} (shutting down, or out of service: see the log)\n"
+        )
+        return _text(reason, status=503)
+    return _text("ready\n") if engine.ready() else _text("not ready: shutting down\n", status=503)
+
+
+def _html(text: str) -> web.Response:
+    return web.Response(text=text, content_type="text/html")
+
+
+def _text(text: str, *, status: int = 200) -> web.Response:
+    return web.Response(text=text, status=status)

@@ -1,0 +1,162 @@
+"""Arguments that several subcommands of ``eebench`` take: numbers and arrival traces."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from offramp.tools.bench.traces import (
+    Trace,
+    TraceError,
+    accelerate,
+    azure,
+    bursty,
+    constant,
+    gamma,
+    poisson,
+    rate_file,
+)
+
+_DEFAULT_DURATION_S = 10.0
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def share(text: str) -> float:
+    """A number above 0, at most 1."""
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a share: above 0, at most 1")
+    return value
+
+
+def positives(text: str) -> list[int]:
+    """Whole numbers of at least 1, separated by commas."""
+    return [positive(part) for part in text.split(",")]
+
+
+_OPTIONS = {
+    "rate": "requests per second; of bursty, its gamma stream's; of accelerate, the first; files "
+    "are rescaled to it, if given",
+    "base_rate": "of bursty: requests per second of its constant stream",
+    "cv2": "of gamma gaps: their squared coefficient of variation (default: 1)",
+    "rate_to": "of accelerate: requests per second that it goes to",
+    "acceleration": "of accelerate: requests per second per second",
+    "duration_s": "how long; where azure:FILE is cut, what rate:FILE is squeezed into "
+    f"(default: {_DEFAULT_DURATION_S:g}, and all of azure:FILE)",
+}
+"""Numbers, by what they are called in the options."""
+
+
+def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that ``trace_of`` reads, as a group; what is not given is ``None``."""
+    group = parser.add_argument_group("arrivals", "When requests are sent.")
+    add = group.add_argument
+    add(
+        "--trace",
+        default="poisson",
+        metavar="TRACE",
+        help="constant, poisson, gamma, bursty (constant and gamma), accelerate, azure:FILE "
+        "(CSV of requests: TIMESTAMP,ContextTokens,GeneratedTokens) or rate:FILE (CSV: "
+        "t_s,rate_rps)",
+    )
+    for name, words in _OPTIONS.items():
+        # "%(default).0s" prints nothing, and keeps a formatter from adding "(default: None)"
+        add(_flag(name), type=float, metavar="X", help=words + "%(default).0s")
+    add("--seed", type=int, default=0, metavar="K", help="of all that is drawn at random")
+
+
+def trace_of(options: argparse.Namespace) -> Trace:
+    """Make the trace that the options of ``add_trace_arguments`` ask for.
+
+    Raises:
+        TraceError: It cannot be made, or an option was given that means nothing to it.
+    """
+    kind, colon, file = str(options.trace).partition(":")
+    if kind not in _KINDS:
+        close = difflib.get_close_matches(kind, _KINDS, n=1)
+        meant = f"did you mean {close[0]}? " if close else ""
+        raise TraceError(f"no trace is called '{kind}'; {meant}there are {', '.join(_KINDS)}")
+    asked = _KINDS[kind]
+    if asked.reads_file != bool(file):
+        right = f"{kind}:FILE" if asked.reads_file else kind
+        raise TraceError(f"--trace {kind}{colon}{file} must be --trace {right}")
+    for name, words in _OPTIONS.items():
+        value = getattr(options, name)
+        if value is None and name in asked.needs:
+            raise TraceError(f"--trace {kind} needs {_flag(name)}: {words}")
+        if value is not None and name not in asked.takes:
+            users = ", ".join(other for other, spec in _KINDS.items() if name in spec.takes)
+            raise TraceError(
+                f"--trace {kind} has no {_flag(name)} (it is for {users}); leave it out"
+            )
+    return asked.make(options)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _synthetic(options: argparse.Namespace) -> Trace:
+    """Make one that is drawn."""
+    rate, seed = options.rate, options.seed
+    duration_s = _DEFAULT_DURATION_S if options.duration_s is None else options.duration_s
+    cv2 = 1.0 if options.cv2 is None else options.cv2
+    match options.trace:
+        case "constant":
+            return constant(rate, duration_s)
+        case "poisson":
+            return poisson(rate, duration_s, seed)
+        case "gamma":
+            return gamma(rate, cv2, duration_s, seed)
+        case "bursty":
+            return bursty(options.base_rate, rate, cv2, duration_s, seed)
+    to, acceleration = options.rate_to, options.acceleration
+    return accelerate(rate, to, acceleration, cv2, duration_s, seed=seed)
+
+
+def _from_azure(options: argparse.Namespace) -> Trace:
+    path, rate = _file(options), options.rate
+    return azure(path, rate, options.duration_s)
+
+
+def _from_rates(options: argparse.Namespace) -> Trace:
+    duration_s = _DEFAULT_DURATION_S if options.duration_s is None else options.duration_s
+    return rate_file(_file(options), options.rate, duration_s, seed=options.seed)
+
+
+def _file(options: argparse.Namespace) -> Path:
+    return Path(str(options.trace).partition(":")[2]).expanduser()
+
+
+class _Kind(NamedTuple):
+    """What a trace is made from."""
+
+    needs: tuple[str, ...]
+    may: tuple[str, ...]
+    make: Callable[[argparse.Namespace], Trace]
+    reads_file: bool = False
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        return (*self.needs, *self.may, "duration_s")
+
+
+_KINDS = {
+    "constant": _Kind(("rate",), (), _synthetic),
+    "poisson": _Kind(("rate",), (), _synthetic),
+    "gamma": _Kind(("rate",), ("cv2",), _synthetic),
+    "bursty": _Kind(("rate", "base_rate"), ("cv2",), _synthetic),
+    "accelerate": _Kind(("rate", "rate_to", "acceleration"), ("cv2",), _synthetic),
+    "azure": _Kind((), ("rate",), _from_azure, reads_file=True),
+    "rate": _Kind((), ("rate",), _from_rates, reads_file=True),
+}
