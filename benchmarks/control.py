@@ -36,7 +36,7 @@ SETTLED_S = 2.0
 """Between two looks at whether audits have settled."""
 
 
-class System:
+class DrivenEngine:
     """An engine that is driven now and then."""
 
     def __init__(self, engine: Engine, samples: Sequence[dict[str, NDArray[Any]]]) -> None:
@@ -89,7 +89,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         for n in range(min(options.samples, len(data)))
     ]
     async with AsyncExitStack() as stack:
-        systems: dict[str, System] = {}
+        systems: dict[str, DrivenEngine] = {}
         for name, mode in (
             ("source", Mode.OFF),
             ("leave", Mode.LEAVE),
@@ -108,7 +108,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
                 ),
             )
             await stack.enter_async_context(engine)
-            systems[name] = System(engine, samples)
+            systems[name] = DrivenEngine(engine, samples)
         settled_s = 0.0
         for name in ("audit", "audit, unwatched"):
             settled_s = max(settled_s, await settle(systems[name], options.settle_s))
@@ -133,7 +133,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-async def settle(system: System, limit_s: float) -> float:
+async def settle(system: DrivenEngine, limit_s: float) -> float:
     """Drive a system until its audit probability stays; gives how long that took."""
     taken_s, before = 0.0, -1.0
     while taken_s < limit_s:

@@ -26,7 +26,7 @@ from offramp.engine.scheduling import (
     PolicyName,
     make_scheduler,
 )
-from offramp.tools.bench.outcomes import FINAL, Summary, summarise
+from offramp.tools.bench.outcomes import Summary, summarise
 from offramp.tools.bench.output import describe_environment, write_json
 from offramp.tools.bench.simulation import Behaviour, draw_load, simulate
 from offramp.tools.bench.traces import constant
@@ -100,7 +100,7 @@ def run(system: str, easy: float, size: int, *, rate: float, seed: int) -> Summa
     last = len(table) - 1
     hard = np.random.default_rng(seed).random(RECORDS) >= easy
     behaviour = Behaviour(
-        exits=(FINAL,) if not last else (0, FINAL),
+        exits=(MODEL_END,) if not last else (0, MODEL_END),
         leaves_at=np.where(hard, last, 0),
         agrees=np.ones((last + 1, RECORDS), np.bool_),
     )

@@ -9,7 +9,7 @@ itself is reported. First the source model's latency at batch 1 and its capacity
 trace is rescaled to a share of that capacity. Then every system runs it: without deadlines, so that
 all requests are answered and quantiles of latency can be compared; and under two latency
 objectives, 2 and 10 times the source model's latency at batch 1, where quantiles are those of the
-answered only, and attainment and goodput are what counts. System after system, in rounds; every
+answered only, and attainment and goodput are what counts. SimulatedSystem after system, in rounds; every
 figure is the median over rounds. ``source:delay`` has the same largest batch as the others.
 """
 
@@ -39,7 +39,7 @@ from offramp.tools.bench.output import (
     write_json,
 )
 from offramp.tools.bench.replay import Replay
-from offramp.tools.bench.simulate_command import System
+from offramp.tools.bench.simulate_command import SimulatedSystem
 from offramp.tools.bench.traces import Trace, azure, constant, gamma, poisson
 
 SYSTEMS = (
@@ -135,7 +135,7 @@ class _Opened:
         samples: Sequence[dict[str, NDArray[Any]]],
         reference: NDArray[np.int64],
     ) -> None:
-        parsed = System.parse(system)
+        parsed = SimulatedSystem.parse(system)
         self._bundle = bundle
         self._samples = samples
         self._reference = reference

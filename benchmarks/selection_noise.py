@@ -174,7 +174,7 @@ class Shipped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class DrawnRounds:
     """Rounds by batch size."""
 
     backbone: list[Rounds]
@@ -183,7 +183,7 @@ class Seen:
     stages: list[Rounds]
 
 
-def draw_rounds(case: Case, noise: Noise, rng: np.random.Generator) -> Seen:
+def draw_rounds(case: Case, noise: Noise, rng: np.random.Generator) -> DrawnRounds:
     """Measure the truth on a disturbed machine."""
     truth, sets = case.profile, sets_of_exits(len(case.after))
     sizes = truth.batch_sizes
@@ -203,14 +203,14 @@ def draw_rounds(case: Case, noise: Noise, rng: np.random.Generator) -> Seen:
         return result
 
     empty = np.full(len(sizes), EMPTY)
-    return Seen(
+    return DrawnRounds(
         backbone=rounds([source, *segments], SWEEPS),
         heads=[rounds([empty, empty + head], 16) for head in heads],
         stages=rounds([source, *served], SWEEPS),
     )
 
 
-def estimated(case: Case, seen: Seen) -> Profile:
+def estimated(case: Case, seen: DrawnRounds) -> Profile:
     """The profile that compiling makes of rounds."""
     truth, sets = case.profile, sets_of_exits(len(case.after))
     backbone = backbone_of(seen.backbone, truth.batch_sizes)
@@ -235,7 +235,7 @@ def case_bytes(case: Case) -> FloatArray:
     return np.array(slopes)
 
 
-def old_profile(case: Case, seen: Seen) -> Profile:
+def old_profile(case: Case, seen: DrawnRounds) -> Profile:
     """OLD RULE: the quartile of each part over its rounds, borders cut off at 0, alike for all."""
 
     def typical(rounds: Rounds) -> FloatArray:

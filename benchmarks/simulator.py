@@ -38,7 +38,7 @@ from offramp.engine.options import ModelOptions
 from offramp.engine.served_model import scheduler_of
 from offramp.tools.bench.outcomes import Outcomes, Summary, summarise
 from offramp.tools.bench.output import describe_environment, write_json
-from offramp.tools.bench.simulate_command import System
+from offramp.tools.bench.simulate_command import SimulatedSystem
 from offramp.tools.bench.simulation import SimulatedModel, draw_load, model_of, simulate
 from offramp.tools.bench.traces import Trace, constant, poisson
 
@@ -63,7 +63,7 @@ class Twin:
 
     def __init__(self, policy: str, bundle: Path) -> None:
         """Read the bundle."""
-        self.system = System.parse(policy)
+        self.system = SimulatedSystem.parse(policy)
         self._bundle = Bundle.open(bundle)
         self._options = ModelOptions(scheduling=self.system.scheduling, max_batch_size=MAX_BATCH)
         self.slowdown = 1.0
@@ -182,7 +182,7 @@ def load(address: str, options: argparse.Namespace, arguments: Sequence[str]) ->
 @contextmanager
 def serving(policy: str, bundle: Path) -> Iterator[str]:
     """A server of the bundle, as ``model``; gives its address."""
-    system = System.parse(policy)
+    system = SimulatedSystem.parse(policy)
     command = [sys.executable, "-m", "offramp.server.cli", "--model", f"model={bundle}"]
     command += ["--policy", str(system.scheduling), "--mode", system.mode.value]
     command += ["--max-batch-size", str(MAX_BATCH), "--streams", "1", "--threads", "1"]

@@ -33,7 +33,7 @@ from offramp.engine.scheduling import (
     PolicyName,
     make_scheduler,
 )
-from offramp.tools.bench.outcomes import FINAL, Outcomes, Summary, summarise
+from offramp.tools.bench.outcomes import Outcomes, Summary, summarise
 from offramp.tools.bench.output import (
     describe_environment,
     print_summaries,
@@ -105,7 +105,7 @@ def main() -> None:
 def run(policy: str, costs: list[float], trace: Trace, seed: int) -> Summary:
     """Simulate one policy; accuracy is reported as agreement."""
     found = outcomes(policy, costs, trace, seed)
-    worth = np.array(ACCURACIES)[found.exit[found.answered]]  # the last point is FINAL, −1
+    worth = np.array(ACCURACIES)[found.exit[found.answered]]  # the last point is MODEL_END, −1
     accuracy = float(worth.mean()) if worth.size else None
     return replace(summarise(found, slo_ms=SLO_MS), agreement=accuracy)
 
@@ -128,7 +128,7 @@ def outcomes(policy: str, costs: list[float], trace: Trace, seed: int) -> Outcom
         latencies=Latencies(table.tolist()),
     )
     behaviour = Behaviour(
-        exits=(*range(depth - 1), FINAL),
+        exits=(*range(depth - 1), MODEL_END),
         leaves_at=np.full(RECORDS, depth - 1),
         agrees=np.ones((depth, RECORDS), np.bool_),
     )

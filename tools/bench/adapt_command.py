@@ -22,12 +22,12 @@ from offramp.tools.bench.adapt.recording import Recorder
 from offramp.tools.bench.adapt.replay import ReplaySettings, replay
 from offramp.tools.bench.adapt.report import (
     Comparison,
-    Run,
+    ControllerRun,
     make_console,
     print_comparison,
     to_json,
 )
-from offramp.tools.bench.adapt.scenarios import SCENARIOS, Material, Settings, scenarios_of
+from offramp.tools.bench.adapt.scenarios import SCENARIOS, Material, ScenarioSettings, scenarios_of
 from offramp.tools.bench.adapt.scores import course, hindsight, score
 from offramp.tools.bench.adapt.sequence import Population, Sequence, draw
 from offramp.tools.bench.arguments import positive, share
@@ -157,7 +157,7 @@ def _compare(
         contender = make_contender(name, workplace)
         trace = replay(sequence, contender, workplace.costs, settings)
         runs.append(
-            Run(
+            ControllerRun(
                 contender=contender,
                 trace=trace,
                 score=score(sequence, trace, max_disagreement=bound),
@@ -269,7 +269,7 @@ class _ProgressingRecorder:
 def _sequences(
     bundle: Bundle, datasets: dict[str, Dataset], options: argparse.Namespace, bars: Progress
 ) -> Iterator[Sequence]:
-    settings = Settings(
+    settings = ScenarioSettings(
         samples=options.samples,
         corruption=options.corruption,
         severity=options.severity,

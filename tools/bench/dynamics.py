@@ -30,7 +30,7 @@ _SHARE_SPANS = (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """How far below all a plot of shares may begin."""
 
 
-class Run(NamedTuple):
+class RunView(NamedTuple):
     """What is shown of a run."""
 
     name: str
@@ -76,7 +76,7 @@ class _Axis(NamedTuple):
     """From a value to what is drawn."""
 
 
-def write_page(path: Path, *, title: str, measured: bool, runs: Sequence[Run]) -> None:
+def write_page(path: Path, *, title: str, measured: bool, runs: Sequence[RunView]) -> None:
     """Write one HTML file that needs nothing beside it.
 
     Args:
@@ -121,7 +121,7 @@ def figures(summary: Summary) -> list[tuple[str, str]]:
     return found
 
 
-def plots(run: Run) -> list[Plot]:
+def plots(run: RunView) -> list[Plot]:
     """Draw a run over time: plots of one time axis, without those that have nothing to show."""
     t, slo_ms = run.timeline, run.summary.slo_ms
     rates = [
@@ -144,7 +144,7 @@ def plots(run: Run) -> list[Plot]:
     return [plot for plot in drawn if plot is not None]
 
 
-def percentile_plot(run: Run) -> Plot | None:
+def percentile_plot(run: RunView) -> Plot | None:
     """Draw latency by percentile, with as much room for each tenth of the tail that remains."""
     if not run.percentiles:
         return None

@@ -15,7 +15,7 @@ from rich.progress import Progress, TaskID
 from offramp.bundle import Bundle
 from offramp.client import ModelMetadata
 from offramp.tools.bench.arguments import add_trace_arguments
-from offramp.tools.bench.load.generator import Load, generate
+from offramp.tools.bench.load.generator import GeneratedLoad, generate
 from offramp.tools.bench.load.metrics_poll import MetricsPoll
 from offramp.tools.bench.load.reference import (
     LoadData,
@@ -198,7 +198,7 @@ def _generate(
     data: LoadData,
     answer: str | None,
     poll: MetricsPoll | None,
-) -> Load:
+) -> GeneratedLoad:
     tasks = [
         Task(
             settings=settings,
@@ -208,7 +208,7 @@ def _generate(
         )
         for share in shares
     ]
-    with _progress(f"Load, {settings.loop}", settings.duration_s) as (bars, bar):
+    with _progress(f"GeneratedLoad, {settings.loop}", settings.duration_s) as (bars, bar):
 
         def on_tick(at_s: float) -> None:
             bars.update(bar, completed=max(0.0, at_s))
@@ -251,9 +251,9 @@ def _tell(options: argparse.Namespace, settings: LoadSettings, report: LoadRepor
 
 def _write_page(path: Path, report: LoadReport, *, title: str) -> None:
     # it draws with the compiler's report, which is loaded only where a page is wanted
-    from offramp.tools.bench.dynamics import Run, write_page  # noqa: PLC0415
+    from offramp.tools.bench.dynamics import RunView, write_page  # noqa: PLC0415
 
-    shown = Run(
+    shown = RunView(
         name=str(report.environment["trace"] or report.environment["loop"]),
         summary=report.summary,
         timeline=report.timeline,

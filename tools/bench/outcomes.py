@@ -19,10 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from offramp.certify.decision import MODEL_END
 from offramp.engine.plan import exit_label
 
-FINAL = -1
-"""The exit of answers from the model's end."""
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
 
 
@@ -51,7 +50,7 @@ class Outcomes:
     status: NDArray[np.uint8]
     """[n]: a ``Status``."""
     exit: NDArray[np.int16]
-    """[n]: index of the exit that answered, or ``FINAL``; means something where OK."""
+    """[n]: index of the exit that answered, or ``MODEL_END``; means something where OK."""
     forced: NDArray[np.bool_]
     """[n]: answered at an exit that it had to take, below its threshold."""
     agrees: NDArray[np.int8]
@@ -328,9 +327,9 @@ def _by_window(
 def _places(outcomes: Outcomes) -> tuple[tuple[str, ...], NDArray[np.int64]]:
     """Labels of the places that answered, and for each answered its place among them."""
     taken = outcomes.exit[outcomes.answered]
-    exits = np.unique(taken[taken != FINAL])
-    labels = (*(exit_label(int(index)) for index in exits), exit_label(FINAL))
-    return labels, np.where(taken == FINAL, len(exits), np.searchsorted(exits, taken))
+    exits = np.unique(taken[taken != MODEL_END])
+    labels = (*(exit_label(int(index)) for index in exits), exit_label(MODEL_END))
+    return labels, np.where(taken == MODEL_END, len(exits), np.searchsorted(exits, taken))
 
 
 def _known_sizes(outcomes: Outcomes) -> NDArray[np.int16]:

@@ -41,7 +41,7 @@ class Behaviour:
     """Where recorded samples leave a model on their own, and what each stage would answer."""
 
     exits: tuple[int, ...]
-    """[stages]: the exit of each; ``FINAL`` at the model's end."""
+    """[stages]: the exit of each; ``MODEL_END`` at the last."""
     leaves_at: NDArray[np.int64]
     """[records]: first stage where the sample is sure enough."""
     agrees: NDArray[np.bool_]
@@ -101,7 +101,7 @@ def model_of(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Load:
+class SimulatedLoad:
     """Requests of one sample each."""
 
     arrivals_s: NDArray[np.float64]
@@ -115,17 +115,17 @@ class Load:
 
 def draw_load(
     arrivals_s: NDArray[np.float64], duration_s: float, records: int, *, slo_s: float, seed: int
-) -> Load:
+) -> SimulatedLoad:
     """Send records at random, each as likely as any other."""
     drawn = np.random.default_rng(seed).integers(0, records, len(arrivals_s))
-    return Load(arrivals_s=arrivals_s, records=drawn, slo_s=slo_s, duration_s=duration_s)
+    return SimulatedLoad(arrivals_s=arrivals_s, records=drawn, slo_s=slo_s, duration_s=duration_s)
 
 
 def simulate(  # noqa: PLR0915 - one loop, and few calls in it: it is what a request costs
     model: Behaviour,
     scheduler: ModelScheduler,
     stage_s: Sequence[Sequence[float]],
-    load: Load,
+    load: SimulatedLoad,
     *,
     streams: int,
     runs_on: NDArray[np.bool_] | None = None,
@@ -218,7 +218,7 @@ class _Log:
     def outcomes(
         self,
         model: Behaviour,
-        load: Load,
+        load: SimulatedLoad,
         leaves_at: NDArray[np.int64],
         dropped: Sequence[Dropped],
     ) -> Outcomes:

@@ -12,7 +12,7 @@ from offramp.bundle import ActiveExit, ExitPolicy
 from offramp.certify import Observations
 from offramp.engine.control.controller import ControlEvent, ControlStatus, Evidence, Job
 from offramp.engine.control.costs import CostModel
-from offramp.tools.bench.adapt.sequence import Population, Segment, Sequence, Span
+from offramp.tools.bench.adapt.sequence import Population, SegmentSpan, Sequence, ShiftSegment
 
 COSTS = CostModel(
     source_ms=10.0,
@@ -59,8 +59,8 @@ def in_order(*parts: tuple[str, Population]) -> Sequence:
     spans, start = [], 0
     for name, part in parts:
         even = np.full(len(part), 1 / len(part))
-        segment = Segment(name=name, population=part, weights=even, samples=len(part))
-        spans.append(Span(segment=segment, start=start, end=start + len(part)))
+        segment = ShiftSegment(name=name, population=part, weights=even, samples=len(part))
+        spans.append(SegmentSpan(segment=segment, start=start, end=start + len(part)))
         start += len(part)
     populations = [part for _, part in parts]
     labels = [p.labels for p in populations if p.labels is not None]

@@ -14,8 +14,8 @@ from offramp.bundle import NEVER
 from offramp.engine.control.controller import ControlEvent
 from offramp.engine.plan import Mode
 from offramp.tools.bench.adapt.page import cards, write_page
-from offramp.tools.bench.adapt.replay import Contender, ReplaySettings, Trace, replay
-from offramp.tools.bench.adapt.report import Comparison, Run
+from offramp.tools.bench.adapt.replay import Contender, ReplaySettings, ReplayTrace, replay
+from offramp.tools.bench.adapt.report import Comparison, ControllerRun
 from offramp.tools.bench.adapt.scores import course, hindsight, score
 
 SEQUENCE = in_order(("first", repeated(FOUR, 500)), ("second <b>", repeated(FOUR, 500)))
@@ -29,9 +29,9 @@ def comparison(label: str = "some <name>", **changed: Any) -> Comparison:
         controller=Scripted(policy_of(1, {0: 0.5, 1: NEVER})),
         mode=Mode.RELEASE,
     )
-    trace: Trace = replay(SEQUENCE, contender, COSTS, ReplaySettings())
+    trace: ReplayTrace = replay(SEQUENCE, contender, COSTS, ReplaySettings())
     trace = replace(trace, **changed)
-    run = Run(
+    run = ControllerRun(
         contender=contender,
         trace=trace,
         score=score(SEQUENCE, trace, max_disagreement=0.01),

@@ -11,10 +11,10 @@ from tests.unit.tools.adapt_cases import COSTS, FOUR, Scripted, in_order, policy
 from offramp.bundle import NEVER
 from offramp.certify import MODEL_END, UNKNOWN
 from offramp.engine.plan import Mode
-from offramp.tools.bench.adapt.replay import Contender, ReplaySettings, Trace, replay
+from offramp.tools.bench.adapt.replay import Contender, ReplaySettings, ReplayTrace, replay
 
 
-def run(controller: Scripted, mode: Mode, times: int = 1, **settings: Any) -> Trace:
+def run(controller: Scripted, mode: Mode, times: int = 1, **settings: Any) -> ReplayTrace:
     given = {"chunk": 4, "delay_chunks": 0, "tuning_delay": 0, **settings}
     contender = Contender(label="x", description="", controller=controller, mode=mode)
     sequence = in_order(("all", repeated(FOUR, times)))

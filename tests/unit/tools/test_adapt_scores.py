@@ -19,7 +19,7 @@ from tests.unit.tools.adapt_cases import (
 
 from offramp.certify import MODEL_END
 from offramp.engine.control.controller import ControlStatus, Evidence
-from offramp.tools.bench.adapt.replay import Change, TimedTuning, Trace
+from offramp.tools.bench.adapt.replay import Change, ReplayedJob, ReplayTrace
 from offramp.tools.bench.adapt.scores import SegmentScore, course, hindsight, risks, score
 from offramp.tools.bench.adapt.sequence import Sequence
 
@@ -36,7 +36,7 @@ def status(**changed: Any) -> ControlStatus:
 
 def trace_of(
     sequence: Sequence, *parts: tuple[int, Any], statuses: Any = None, **changed: Any
-) -> Trace:
+) -> ReplayTrace:
     """Serve under policies that come into force at samples."""
     count = len(sequence)
     starts = [at for at, _ in parts]
@@ -57,10 +57,12 @@ def trace_of(
         "source_ms": 10.0,
         **changed,
     }
-    return Trace(**given)
+    return ReplayTrace(**given)
 
 
-def judge(sequence: Sequence, trace: Trace, place: int = 0, bound: float = 0.1) -> SegmentScore:
+def judge(
+    sequence: Sequence, trace: ReplayTrace, place: int = 0, bound: float = 0.1
+) -> SegmentScore:
     return score(sequence, trace, max_disagreement=bound).segments[place]
 
 
@@ -163,7 +165,7 @@ def test_a_segment_shorter_than_a_window_is_one() -> None:
 
 def test_counts_and_times(sequence: Sequence) -> None:
     tunings = tuple(
-        TimedTuning(purpose="t", taken_at=0, arrived_at=1, took_ms=float(ms)) for ms in (1, 2, 9)
+        ReplayedJob(purpose="t", taken_at=0, arrived_at=1, took_ms=float(ms)) for ms in (1, 2, 9)
     )
     last = status(alarms=3, adjustments=2)
     statuses = [status()] * 59 + [last]

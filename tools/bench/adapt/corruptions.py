@@ -30,14 +30,14 @@ _OCCLUSION: Final = (0.0, 0.18, 0.25, 0.32, 0.38, 0.45)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Range:
+class PixelRange:
     """The values that a model's image may have."""
 
     low: float
     high: float
 
     @classmethod
-    def of(cls, images: NDArray[Any]) -> Range:
+    def of(cls, images: NDArray[Any]) -> PixelRange:
         """What the data spans; all of it for bytes.
 
         Raises:
@@ -52,7 +52,7 @@ class Range:
 
 
 def corrupt(
-    images: NDArray[Any], kind: str, severity: int, *, range_: Range, rng: np.random.Generator
+    images: NDArray[Any], kind: str, severity: int, *, range_: PixelRange, rng: np.random.Generator
 ) -> NDArray[Any]:
     """Give the images at a severity.
 

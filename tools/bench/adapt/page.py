@@ -17,7 +17,7 @@ from markupsafe import Markup
 from offramp.certify import FloatArray
 from offramp.compiler.report import numbers, svg
 from offramp.compiler.report.svg import Scale, Tick
-from offramp.tools.bench.adapt.report import Comparison, Run
+from offramp.tools.bench.adapt.report import Comparison, ControllerRun
 from offramp.tools.bench.adapt.sequence import Sequence as Served
 from offramp.tools.bench.dynamics import load_template, plain
 
@@ -31,7 +31,7 @@ _LABEL_ROOM: Final = 7.0
 """Pixels that a letter of a segment's name takes, about."""
 
 
-class Plot(NamedTuple):
+class CardPlot(NamedTuple):
     """A drawing and its title."""
 
     title: str
@@ -43,8 +43,8 @@ class Plot(NamedTuple):
 class Card(NamedTuple):
     """A controller on one sequence."""
 
-    run: Run
-    plots: tuple[Plot, ...]
+    run: ControllerRun
+    plots: tuple[CardPlot, ...]
 
 
 def write_page(
@@ -91,7 +91,9 @@ def cards(comparison: Comparison, max_disagreement: float) -> list[Card]:
     ]
 
 
-def _agreement(sequence: Served, run: Run, low: float, max_disagreement: float) -> Plot:
+def _agreement(
+    sequence: Served, run: ControllerRun, low: float, max_disagreement: float
+) -> CardPlot:
     x, y = _scales(sequence, low, 1.0)
     constraint = 1 - max_disagreement
     below = svg.box(
@@ -122,10 +124,10 @@ def _agreement(sequence: Served, run: Run, low: float, max_disagreement: float) 
     )
     if alarms:
         keys = (*keys, ("alarm", _stroke("dotted", "ink")))
-    return Plot("Agreement with the source model", keys, drawing)
+    return CardPlot("Agreement with the source model", keys, drawing)
 
 
-def _savings(sequence: Served, run: Run, low: float) -> Plot:
+def _savings(sequence: Served, run: ControllerRun, low: float) -> CardPlot:
     x, y = _scales(sequence, min(low, -0.05), 1.0)
     ticks: list[Tick] = [(v, f"{100 * v:g}%") for v in (0.0, 0.5, 1.0)]
     course = run.course
@@ -142,10 +144,10 @@ def _savings(sequence: Served, run: Run, low: float) -> Plot:
         ("time until the answer", _stroke("solid", "accent")),
         ("busy time, audits included", _stroke("dashed", "wrong")),
     )
-    return Plot("Saved, predicted from profiled times", keys, drawing)
+    return CardPlot("Saved, predicted from profiled times", keys, drawing)
 
 
-def _thresholds(sequence: Served, run: Run) -> Plot:
+def _thresholds(sequence: Served, run: ControllerRun) -> CardPlot:
     x, y = _scales(sequence, 0.0, 1.0)
     ticks: list[Tick] = [(v, f"{v:g}") for v in (0.0, 0.5, 1.0)]
     changed = [*run.course.changed_at.tolist(), len(sequence)]
@@ -166,7 +168,7 @@ def _thresholds(sequence: Served, run: Run) -> Plot:
         for e in used
     )
     drawing = _draw(sequence, label, x, y, ticks, *paths)
-    return Plot("Thresholds of the exits that answer", keys, drawing)
+    return CardPlot("Thresholds of the exits that answer", keys, drawing)
 
 
 def _draw(

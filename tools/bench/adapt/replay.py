@@ -60,7 +60,7 @@ class ReplaySettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimedTuning:
+class ReplayedJob:
     """A job of a controller."""
 
     purpose: str
@@ -81,7 +81,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Trace:
+class ReplayTrace:
     """What became of all N samples."""
 
     answered_at: IntArray
@@ -102,7 +102,7 @@ class Trace:
     """Samples that each of the following stands for."""
     statuses: tuple[ControlStatus, ...]
     """When each chunk started."""
-    tunings: tuple[TimedTuning, ...]
+    tunings: tuple[ReplayedJob, ...]
     events: tuple[tuple[int, ControlEvent], ...]
     """With the samples started before."""
     source_ms: float
@@ -122,7 +122,7 @@ class _Out:
 class _Log:
     changes: list[Change] = field(default_factory=list)
     statuses: list[ControlStatus] = field(default_factory=list)
-    tunings: list[TimedTuning] = field(default_factory=list)
+    tunings: list[ReplayedJob] = field(default_factory=list)
     events: list[tuple[int, ControlEvent]] = field(default_factory=list)
 
 
@@ -139,7 +139,7 @@ class _Served:
 
 def replay(
     sequence: Sequence, contender: Contender, costs: CostModel, settings: ReplaySettings
-) -> Trace:
+) -> ReplayTrace:
     """Serve a sequence under a controller.
 
     Args:
@@ -243,7 +243,7 @@ def _run(job: Job, started: int, settings: ReplaySettings, log: _Log) -> _Out:
         delay = math.ceil(took_s * settings.rate)
     arrives_at = started + delay
     log.tunings.append(
-        TimedTuning(
+        ReplayedJob(
             purpose=job.purpose, taken_at=started, arrived_at=arrives_at, took_ms=took_s * 1e3
         )
     )
@@ -256,7 +256,7 @@ def _trace(
     chunks: list[_Served],
     costs: CostModel,
     settings: ReplaySettings,
-) -> Trace:
+) -> ReplayTrace:
     def joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
         return np.concatenate(arrays)
 
@@ -264,7 +264,7 @@ def _trace(
     complete = joined([c.complete for c in chunks])
     every = np.arange(len(sequence))
     starts = np.array([change.at for change in log.changes])
-    return Trace(
+    return ReplayTrace(
         answered_at=answered_at,
         agrees=sequence.drawn.agrees[answered_at, every],
         audited=complete & (answered_at != MODEL_END),

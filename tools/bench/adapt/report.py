@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from offramp.tools.bench.adapt.replay import Contender, Trace
+from offramp.tools.bench.adapt.replay import Contender, ReplayTrace
 from offramp.tools.bench.adapt.scores import WINDOW, Course, Hindsight, Score, SegmentScore
 from offramp.tools.bench.adapt.sequence import Sequence
 
@@ -17,11 +17,11 @@ _WIDTH = 124
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Run:
+class ControllerRun:
     """One controller on one sequence."""
 
     contender: Contender
-    trace: Trace
+    trace: ReplayTrace
     score: Score
     course: Course
 
@@ -31,7 +31,7 @@ class Comparison:
     """All controllers on one sequence."""
 
     sequence: Sequence
-    runs: tuple[Run, ...]
+    runs: tuple[ControllerRun, ...]
     hindsight: tuple[Hindsight, ...]
     """By segment; empty where there is nothing to tune."""
 
@@ -85,7 +85,7 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _run_json(run: Run) -> dict[str, Any]:
+def _run_json(run: ControllerRun) -> dict[str, Any]:
     every = slice(None, None, 10)
     return {
         "controller": run.contender.label,
@@ -148,7 +148,7 @@ def _marked(agreement: float, max_disagreement: float) -> str:
     return text if agreement >= 1 - max_disagreement else f"[red]{text}[/]"
 
 
-def _summary(run: Run) -> str:
+def _summary(run: ControllerRun) -> str:
     score = run.score
     times = ""
     if score.tuning_ms is not None:

@@ -11,8 +11,8 @@ import numpy as np
 
 from offramp.calibration.dataset import Dataset
 from offramp.certify import BoolArray, FloatArray
-from offramp.tools.bench.adapt.corruptions import Range, channel_axis, corrupt
-from offramp.tools.bench.adapt.sequence import Population, Segment
+from offramp.tools.bench.adapt.corruptions import PixelRange, channel_axis, corrupt
+from offramp.tools.bench.adapt.sequence import Population, ShiftSegment
 
 EASY: Final = 0.8
 """Share of the data that counts as easy: the mix that E3 found in practice (5)."""
@@ -31,7 +31,7 @@ class RecordsData(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class ScenarioSettings:
     """Of all scenarios."""
 
     samples: int
@@ -46,7 +46,7 @@ class Material:
     """Data sets, and the model's answers to them, each found out once."""
 
     def __init__(
-        self, datasets: Mapping[str, Dataset], recorder: RecordsData, settings: Settings
+        self, datasets: Mapping[str, Dataset], recorder: RecordsData, settings: ScenarioSettings
     ) -> None:
         """Take data by name; the first is the one that most scenarios use."""
         self.settings = settings
@@ -85,7 +85,7 @@ class Material:
         clean = dataset.inputs[image]
         rng = np.random.default_rng([self.settings.seed, severity])
         kind = self.settings.corruption
-        worse = corrupt(clean, kind, severity, range_=Range.of(clean), rng=rng)
+        worse = corrupt(clean, kind, severity, range_=PixelRange.of(clean), rng=rng)
         inputs = {**dataset.inputs, image: worse}
         return Dataset(inputs=inputs, labels=dataset.labels, sha256=dataset.sha256)
 
@@ -94,7 +94,7 @@ class Material:
         return [name for name, array in first.inputs.items() if _holds_images(array.shape)]
 
 
-_Make: TypeAlias = Callable[[Material], Sequence[Segment]]
+_Make: TypeAlias = Callable[[Material], Sequence[ShiftSegment]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,11 +137,11 @@ def is_easy(population: Population) -> BoolArray:
     return easy
 
 
-def _difficulty(material: Material) -> list[Segment]:
+def _difficulty(material: Material) -> list[ShiftSegment]:
     population = material.population()
     easy = is_easy(population)
     return [
-        Segment(
+        ShiftSegment(
             name=f"{round(100 * share)}:{round(100 - 100 * share)}",
             population=population,
             weights=_mix({"easy samples": easy, "hard samples": ~easy}, share),
@@ -151,7 +151,7 @@ def _difficulty(material: Material) -> list[Segment]:
     ]
 
 
-def _classes(material: Material) -> list[Segment]:
+def _classes(material: Material) -> list[ShiftSegment]:
     population = material.population()
     classes = population.final if population.labels is None else population.labels
     middle = int(np.unique(classes)[len(np.unique(classes)) // 2])
@@ -165,26 +165,26 @@ def _classes(material: Material) -> list[Segment]:
     weights = {"all classes": _uniform(population)}
     weights |= dict(zip(groups, mixed, strict=True))
     return [
-        Segment(name=n, population=population, weights=w, samples=material.settings.samples)
+        ShiftSegment(name=n, population=population, weights=w, samples=material.settings.samples)
         for n, w in weights.items()
     ]
 
 
-def _corruption(material: Material) -> list[Segment]:
+def _corruption(material: Material) -> list[ShiftSegment]:
     kind, worst = material.settings.corruption, material.settings.severity
     steps = [(f"{kind} {severity}", severity) for severity in range(1, worst + 1)]
     return [_all_of(material, name, severity) for name, severity in [("clean", 0), *steps]]
 
 
-def _abrupt(material: Material) -> list[Segment]:
+def _abrupt(material: Material) -> list[ShiftSegment]:
     kind, worst = material.settings.corruption, material.settings.severity
     steps = [("clean", 0), (f"{kind} {worst}", worst), ("clean again", 0)]
     return [_all_of(material, name, severity) for name, severity in steps]
 
 
-def _domain(material: Material) -> list[Segment]:
+def _domain(material: Material) -> list[ShiftSegment]:
     return [
-        Segment(
+        ShiftSegment(
             name=name,
             population=material.population(name),
             weights=_uniform(material.population(name)),
@@ -229,9 +229,9 @@ _NEEDS: Final = {
 }
 
 
-def _all_of(material: Material, name: str, severity: int) -> Segment:
+def _all_of(material: Material, name: str, severity: int) -> ShiftSegment:
     population = material.population(severity=severity)
-    return Segment(
+    return ShiftSegment(
         name=name,
         population=population,
         weights=_uniform(population),

@@ -50,7 +50,7 @@ class Population:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Segment:
+class ShiftSegment:
     """A stretch of samples that are alike."""
 
     name: str
@@ -77,10 +77,10 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Span:
+class SegmentSpan:
     """Where a segment lies in its sequence."""
 
-    segment: Segment
+    segment: ShiftSegment
     start: int
     end: int
     """One past the last."""
@@ -92,7 +92,7 @@ class Sequence:
 
     scenario: str
     description: str
-    spans: tuple[Span, ...]
+    spans: tuple[SegmentSpan, ...]
     drawn: Population
     """The samples, one after another."""
     rows: IntArray
@@ -104,7 +104,7 @@ class Sequence:
 
 
 def draw(
-    scenario: str, description: str, segments: Row[Segment], rng: np.random.Generator
+    scenario: str, description: str, segments: Row[ShiftSegment], rng: np.random.Generator
 ) -> Sequence:
     """Draw the samples of all segments."""
     rows = [rng.choice(len(s.weights), s.samples, p=s.weights) for s in segments]
@@ -116,7 +116,7 @@ def draw(
     return Sequence(
         scenario=scenario,
         description=description,
-        spans=tuple(Span(segment=s, start=a, end=b) for s, a, b in spans),
+        spans=tuple(SegmentSpan(segment=s, start=a, end=b) for s, a, b in spans),
         drawn=Population(
             confidence=np.concatenate([p.confidence[:, r] for p, r in pairs], axis=1),
             prediction=np.concatenate([p.prediction[:, r] for p, r in pairs], axis=1),

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from offramp.tools.bench.load.generator import Load
+from offramp.tools.bench.load.generator import GeneratedLoad
 from offramp.tools.bench.load.metrics_poll import Reading, mean_batch_size, series
 from offramp.tools.bench.load.settings import LoadSettings
 from offramp.tools.bench.outcomes import (
@@ -64,7 +64,7 @@ class LoadReport:
 
 def make_report(
     settings: LoadSettings,
-    load: Load,
+    load: GeneratedLoad,
     outcomes: Outcomes,
     *,
     readings: Sequence[Reading],
@@ -155,7 +155,7 @@ def rows(summary: Summary) -> Iterator[tuple[str, str]]:
             yield status, f"{count:,} ({count / summary.requests:.2%})"
 
 
-def _generator(load: Load, summary: Summary) -> dict[str, Any]:
+def _generator(load: GeneratedLoad, summary: Summary) -> dict[str, Any]:
     """How the generator fared."""
     return {
         "generator_lateness_ms": load.lateness_ms,

@@ -13,9 +13,10 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from offramp.certify.decision import MODEL_END
 from offramp.proto.messages import ModelInferResponse
 from offramp.proto.tensors import dtype_of
-from offramp.tools.bench.outcomes import FINAL, Outcomes, Status
+from offramp.tools.bench.outcomes import Outcomes, Status
 
 UNKNOWN: Final = -1
 """The class of an answer that is not looked at."""
@@ -36,7 +37,7 @@ class Reply(NamedTuple):
     """What a response says of its one sample."""
 
     exit: int
-    """Index of the exit that answered; ``FINAL`` where the response, of another server, says
+    """Index of the exit that answered; ``MODEL_END`` where the response, of another server, says
     nothing of exits."""
     forced: bool
     """It had to take the exit, below its threshold."""
@@ -55,7 +56,7 @@ def read_reply(response: ModelInferResponse, answer: str | None) -> Reply:
         ValueError: It is malformed; the message says how.
     """
     parameters = response.parameters
-    exit_, forced = FINAL, False
+    exit_, forced = MODEL_END, False
     if "offramp_exits" in parameters:
         exit_ = int(parameters["offramp_exits"].string_param)
     if "offramp_forced" in parameters:
@@ -109,7 +110,7 @@ class Causes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Records:
+class RequestRecords:
     """One element a request, in the order of intended sending."""
 
     sample: NDArray[np.int64]
@@ -123,7 +124,7 @@ class Records:
     status: NDArray[np.uint8]
     """[n]: a ``Status``."""
     exit: NDArray[np.int16]
-    """[n]: index, or ``FINAL``."""
+    """[n]: index, or ``MODEL_END``."""
     forced: NDArray[np.bool_]
     """[n]"""
     prediction: NDArray[np.int64]
@@ -167,7 +168,7 @@ class Records:
         return int(np.cumsum(steps[order]).max(initial=0))
 
 
-class Ledger:
+class RequestLog:
     """Grows by a line a request; a request that nothing more is heard of stays unanswered."""
 
     def __init__(self) -> None:
@@ -182,7 +183,7 @@ class Ledger:
         self._sent_s.append(math.nan)
         self._ended_s.append(math.nan)
         self._status.append(Status.UNANSWERED)
-        self._exit.append(FINAL)
+        self._exit.append(MODEL_END)
         self._forced.append(0)
         self._prediction.append(UNKNOWN)
         return len(self._sample) - 1
@@ -202,9 +203,9 @@ class Ledger:
         self._ended_s[line] = at_s
         self._status[line] = status
 
-    def close(self) -> Records:
+    def close(self) -> RequestRecords:
         """All lines as arrays."""
-        return Records(
+        return RequestRecords(
             sample=np.array(self._sample, np.int64),
             intended_s=np.array(self._intended_s, np.float64),
             sent_s=np.array(self._sent_s, np.float64),
@@ -216,12 +217,12 @@ class Ledger:
         )
 
 
-def merge(parts: list[Records]) -> Records:
+def merge(parts: list[RequestRecords]) -> RequestRecords:
     """One run's records out of its processes', in the order of intended sending."""
     order = np.argsort(np.concatenate([part.intended_s for part in parts]), kind="stable")
-    return Records(
+    return RequestRecords(
         **{
             field.name: np.concatenate([getattr(part, field.name) for part in parts])[order]
-            for field in fields(Records)
+            for field in fields(RequestRecords)
         }
     )
