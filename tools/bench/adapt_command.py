@@ -218,7 +218,7 @@ def _workplace(bundle: Bundle, options: argparse.Namespace) -> Workplace:
         batch_size=options.batch_size,
         costs=costs,
         max_disagreement=constraint,
-        confidence=options.confidence,
+        confidence_level=options.confidence,
         ramp_budget=options.ramp_budget,
         audit_budget=options.audit_budget,
     )
@@ -290,7 +290,7 @@ def _write(
         bundle=options.bundle.name,
         data=[path.name for path in options.data],
         max_disagreement=workplace.max_disagreement,
-        confidence=workplace.confidence,
+        confidence=workplace.confidence_level,
         audit_budget=workplace.audit_budget,
         ramp_budget=workplace.ramp_budget,
         batch_size=options.batch_size,

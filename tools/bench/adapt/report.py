@@ -79,7 +79,7 @@ def _run_json(run: ControllerRun) -> dict[str, Any]:
         "controller": run.contender.label,
         "mode": run.contender.mode.value,
         "description": run.contender.description,
-        "score": run.score.to_json(),
+        "score": asdict(run.score),
         "windows": {
             "end": run.course.ends[every].tolist(),
             "agreement": run.course.agreement[every].round(4).tolist(),

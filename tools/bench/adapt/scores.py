@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Row
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -85,10 +85,6 @@ class Score:
     adjustments: int
     """Changes of the exits in use."""
     alarms: int
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
