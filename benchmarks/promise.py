@@ -20,8 +20,7 @@ from offramp.bundle import Bundle
 from offramp.bundle.bundle import CERTIFY, TUNE
 from offramp.calibration.dataset import read_dataset
 from offramp.calibration.selection import certified_policy
-from offramp.certify.agreement import tuning_path
-from offramp.certify.records import evaluate
+from offramp.certify import evaluate, tuning_path
 from offramp.engine.control.costs import CostModel
 from offramp.engine.options import available_cores
 from offramp.tools.bench.adapt.scenarios import answering

@@ -29,9 +29,7 @@ from offramp.bundle import Bundle, Profile
 from offramp.bundle.bundle import CERTIFY, TUNE
 from offramp.calibration.estimates import backbone_of, heads_of, sets_of_exits, stages_of
 from offramp.calibration.selection import Candidates, certified_policy
-from offramp.certify.agreement import tuning_path
-from offramp.certify.decision import count_answers, first_exit
-from offramp.certify.records import savings_of
+from offramp.certify import count_answers, first_exit, savings_of, tuning_path
 from offramp.engine.control.costs import CostModel
 from offramp.engine.timing import Rounds, repeats_of
 from offramp.tools.bench.output import check_outputs, describe_environment, write_json

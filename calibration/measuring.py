@@ -27,11 +27,11 @@ from offramp.calibration.paired import (
     never_exiting,
 )
 from offramp.calibration.records import ExitRecords
-from offramp.certify.decision import MODEL_END, first_exit
+from offramp.certify import MODEL_END, first_exit
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Plan
-from offramp.engine.timing import Estimate, Load, Rounds, disturbances
+from offramp.engine.timing import Estimate, MachineLoad, Rounds, disturbances
 
 MEASURED_BATCH_SIZES = (1, 16)
 Clock = Callable[[], float]
@@ -151,7 +151,7 @@ def measure_runners(
         source, bundle = (np.concatenate(s.prediction) for s in systems[:2])
         agrees.append(source == bundle)
         progress(1)
-    load = Load(wall_s=clock() - started_s, own_cpu_s=cpu_clock() - started_cpu_s)
+    load = MachineLoad(wall_s=clock() - started_s, own_cpu_s=cpu_clock() - started_cpu_s)
     return Measured(
         device="cpu",
         threads=threads,

@@ -23,9 +23,9 @@ from offramp.compiler.engines.building import (
     target_of,
 )
 from offramp.compiler.engines.options import EngineBuildOptions
-from offramp.compiler.engines.precision import PrecisionData, measure_precision, part_data
 from offramp.compiler.engines.profiles import ModelShapes, profile_notes, profile_sizes
 from offramp.compiler.engines.units import UnitGraphs, ranges_of, units_of
+from offramp.compiler.engines.verification import PrecisionData, measure_precision, part_data
 from offramp.compiler.errors import EngineOptionsError, EnginesUnavailableError
 from offramp.compiler.progress import Progress, SilentProgress
 from offramp.engine.errors import BackendError
@@ -299,11 +299,15 @@ def _keep_kernels(store: EngineStore, device: str, reports: Reports) -> None:
     Where that fails, those of the last build are kept if they are of the same sources.
     """
     capability, source = store.index.target.compute_capability, source_hash()
+    driver = None
+    with contextlib.suppress(BackendError):
+        driver = find_device(parse_device(device)).driver_version
     try:
-        cubin = load_kernels(capability, driver_version=_driver_version(device))
+        cubin = load_kernels(capability, driver_version=driver)
     except BackendError as error:
-        if _has_kernels(store, source):
-            return
+        with contextlib.suppress(BundleError):
+            if store.read_kernels(source) is not None:
+                return
         store.drop_kernels()
         if isinstance(error, KernelCompilerNotFoundError):
             reports.say(f"warning: no CUDA compiler, so the server will have to find one: {error}")
@@ -311,18 +315,6 @@ def _keep_kernels(store: EngineStore, device: str, reports: Reports) -> None:
             reports.say(f"warning: the kernels are not in the bundle: {error}")
         return
     store.put_kernels(cubin, source=source)
-
-
-def _has_kernels(store: EngineStore, source: str) -> bool:
-    with contextlib.suppress(BundleError):
-        return store.read_kernels(source) is not None
-    return False
-
-
-def _driver_version(device: str) -> tuple[int, int] | None:
-    with contextlib.suppress(BackendError):
-        return find_device(parse_device(device)).driver_version
-    return None
 
 
 def _threads() -> int:

@@ -17,6 +17,9 @@ from rich.logging import RichHandler
 from offramp.bundle import BundleError
 from offramp.calibration.errors import DataError
 from offramp.compiler import arguments
+from offramp.compiler.errors import CompileError, EngineOptionsError
+from offramp.compiler.progress import TerminalProgress
+from offramp.engine.options import available_cores
 
 if TYPE_CHECKING:
     from offramp.compiler.build import BuildOptions
@@ -25,7 +28,7 @@ _Options = TypeVar("_Options")
 
 
 class Command(NamedTuple):
-    """What ``eecompile NAME …`` does."""
+    """A subcommand of ``eecompile``: its parser, and the function that runs it."""
 
     parser: Callable[[], argparse.ArgumentParser]
     run: Callable[[argparse.Namespace, Console], int]
@@ -37,10 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     named = COMMANDS.get(given[0]) if given else None
     command = named or COMPILE
     options = command.parser().parse_args(given[1:] if named else given)
-    try:
-        from offramp.compiler.errors import CompileError  # noqa: PLC0415
-    except ImportError as error:
-        return _missing(error)
     console = Console(stderr=True)
     logging.basicConfig(
         level=logging.WARNING,
@@ -79,8 +78,6 @@ def _compile(options: argparse.Namespace, console: Console) -> int:
     from offramp.compiler.compile import compile_model  # noqa: PLC0415
     from offramp.compiler.options import CompileOptions  # noqa: PLC0415
     from offramp.compiler.printing import print_bundle  # noqa: PLC0415
-    from offramp.compiler.progress import TerminalProgress  # noqa: PLC0415
-    from offramp.engine.options import available_cores  # noqa: PLC0415
 
     output = options.output or options.model.with_suffix(".ee")
     engines = _engines_to_build(options, output)
@@ -101,13 +98,12 @@ def _compile(options: argparse.Namespace, console: Console) -> int:
 
 
 def _engines_to_build(options: argparse.Namespace, output: Path) -> BuildOptions | None:
-    """What ``--backend tensorrt`` asks for, checked before any long work.
+    """Read what ``--backend tensorrt`` asks for, and check it before any long work.
 
     Raises:
         CompileError: It makes no sense, or this machine cannot build it.
     """
     from offramp.compiler.build import BuildOptions, check_device, check_options  # noqa: PLC0415
-    from offramp.compiler.errors import EngineOptionsError  # noqa: PLC0415
 
     if options.backend != "tensorrt":
         given = arguments.given_engine_options(options)
@@ -140,7 +136,6 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
 def _rehearse(options: argparse.Namespace, console: Console) -> int:
     from offramp.compiler.options import RehearseOptions  # noqa: PLC0415
     from offramp.compiler.printing import print_rehearsing  # noqa: PLC0415
-    from offramp.compiler.progress import TerminalProgress  # noqa: PLC0415
     from offramp.compiler.rehearse import rehearse_bundle  # noqa: PLC0415
 
     with TerminalProgress(console) as progress:
@@ -153,7 +148,6 @@ def _profile(options: argparse.Namespace, console: Console) -> int:
     from offramp.compiler.options import ProfileOptions  # noqa: PLC0415
     from offramp.compiler.printing import print_profiled  # noqa: PLC0415
     from offramp.compiler.profile import profile_bundle  # noqa: PLC0415
-    from offramp.compiler.progress import TerminalProgress  # noqa: PLC0415
 
     with TerminalProgress(console) as progress:
         done = profile_bundle(_read(ProfileOptions, options), progress)
@@ -164,7 +158,6 @@ def _profile(options: argparse.Namespace, console: Console) -> int:
 def _export(options: argparse.Namespace, console: Console) -> int:
     from offramp.compiler.export.export import ExportOptions, export_bundle  # noqa: PLC0415
     from offramp.compiler.printing import print_exported  # noqa: PLC0415
-    from offramp.compiler.progress import TerminalProgress  # noqa: PLC0415
 
     with TerminalProgress(console) as progress:
         done = export_bundle(_read(ExportOptions, options), progress)
@@ -182,8 +175,7 @@ def _build(options: argparse.Namespace, console: Console) -> int:
 def _build_and_print(options: BuildOptions, console: Console) -> int:
     """Build engines, and print what came of it; gives the exit status."""
     from offramp.compiler.build import Reports, build_bundle  # noqa: PLC0415
-    from offramp.compiler.build_table import print_building  # noqa: PLC0415
-    from offramp.compiler.progress import TerminalProgress  # noqa: PLC0415
+    from offramp.compiler.printing import print_building  # noqa: PLC0415
 
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     try:

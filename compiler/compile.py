@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from offramp.bundle import Bundle, ExitPolicy, Measured, Profile, write_bundle
+from offramp.bundle import Bundle, ExitPolicy, Measured, write_bundle
 from offramp.bundle.bundle import check_target
 from offramp.calibration.dataset import Dataset, Parts, read_dataset, split
 from offramp.calibration.errors import DataError
@@ -24,35 +20,26 @@ from offramp.calibration.limits import (
 )
 from offramp.calibration.measuring import MEASURED_BATCH_SIZES, measure_policy, stages_of_samples
 from offramp.calibration.profiling import BATCH_SIZES
-from offramp.calibration.records import ExitRecords, record_answers
-from offramp.calibration.rehearsal.recorded import forecast_policy, rehearse_records
-from offramp.calibration.rehearsal.result import Rehearsal, RehearsalSettings, Rehearsed
-from offramp.calibration.selection import certified_policy, choose_active
-from offramp.certify.agreement import tuning_path
-from offramp.certify.learn_then_test import samples_needed
+from offramp.calibration.records import ExitRecords
+from offramp.calibration.rehearsal import RehearsalSettings, Rehearsed
+from offramp.certify import samples_needed
 from offramp.compiler.exits import FoundExits, find_exits, time_exits
 from offramp.compiler.model import read_model
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.packing import Draft, make_manifest, pack
+from offramp.compiler.policy import FixedPath, PolicyChoice, record_exits
 from offramp.compiler.profile import ProfileTimer
-from offramp.compiler.progress import Progress, SilentProgress
-from offramp.compiler.segments import verify
-from offramp.compiler.slicing import Sliced, slice_model
-from offramp.engine.assembly import assemble
-from offramp.engine.control.costs import CostModel
-from offramp.engine.control.published.two_stage import StageTimes
-from offramp.engine.options import available_cores
-from offramp.engine.plan import Mode, ModelStructure, Plan, plan_stages
+from offramp.compiler.progress import SILENT, Progress
+from offramp.compiler.slicing import Sliced, slice_model, verify
+from offramp.engine.plan import Mode, Plan, plan_stages
 
 _log = logging.getLogger(__name__)
 
 VERIFIED_SAMPLES = 64
 """Calibration samples that chained segments and source must agree on."""
 
-_SILENT = SilentProgress()
 
-
-def compile_model(options: CompileOptions, progress: Progress = _SILENT) -> Bundle:
+def compile_model(options: CompileOptions, progress: Progress = SILENT) -> Bundle:
     """Compile a model into a bundle.
 
     Raises:
@@ -81,16 +68,24 @@ def compile_model(options: CompileOptions, progress: Progress = _SILENT) -> Bund
         sliced, found.exits, timer.samples, threads=options.threads, batch_sizes=times.batch_sizes
     )
     profile = timer.finish(times, exits_ms, built, built.read)
-    choice = PolicyChoice(built=built, profile=profile, options=options)
-
-    def record(title: str, part: Dataset) -> ExitRecords:
-        return record_exits(built, built.read, part, title, progress)
-
-    tune = record("Tune the exits", parts.tune)
-    path = choice.fix_path(tune)
-    certify = record("Certify the policy", parts.certify)
+    choice = PolicyChoice(
+        structure=built,
+        profile=profile,
+        max_disagreement=options.max_disagreement,
+        confidence_level=options.confidence,
+        batch_size=options.reference_batch_size,
+        seed=options.seed,
+    )
+    tune = record_exits(built, built.read, parts.tune, "Tune the exits", progress)
+    path = _fix_path(choice, tune, options)
+    certify = record_exits(built, built.read, parts.certify, "Certify the policy", progress)
     policy = choice.certify(path, certify)
-    rehearsed = choice.forecast(path, policy, certify, data_sha256=parts.train.sha256)
+    rehearsed = None
+    if path.rehearsal is not None:
+        shipped = choice.forecast(policy, certify, path.rehearsal.settings)
+        rehearsed = Rehearsed(
+            rehearsal=path.rehearsal, shipped=shipped, data_sha256=parts.train.sha256
+        )
     measured = _measure(
         policy,
         certify,
@@ -102,7 +97,7 @@ def compile_model(options: CompileOptions, progress: Progress = _SILENT) -> Bund
     )
     limit = None
     if not policy.active:
-        limit = choice.limit(found, path, tune=tune, certify=certify)
+        limit = _limit(choice, found, path, options, tune=tune, certify=certify)
         _log.warning(
             "NO EXIT IS ACTIVE, the bundle will serve the unmodified model: %s.", limit.message
         )
@@ -126,130 +121,44 @@ def compile_model(options: CompileOptions, progress: Progress = _SILENT) -> Bund
     return write_bundle(options.output, manifest, policy, content, overwrite=options.overwrite)
 
 
-def record_exits(
-    structure: ModelStructure,
-    read: Callable[[str], bytes],
-    dataset: Dataset,
-    title: str,
-    progress: Progress,
-) -> ExitRecords:
-    """Answer a data set at every exit, with the graphs that will be served."""
-    outputs = [(e.output, e.confidence) for e in structure.exits]
-    files = [*(s.file for s in structure.segments), *(e.file for e in structure.exits)]
-    wanted = [*itertools.chain(*outputs), structure.answer.output]
-    graph = assemble([read(file) for file in files], wanted)
-    with progress.step(title, len(dataset)) as advance:
-        return record_answers(
-            graph, outputs, structure.answer, dataset, threads=available_cores(), progress=advance
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FixedPath:
-    """The exit policies that the certify split will be asked about; fixed without it."""
-
-    active: tuple[int, ...]
-    """Exits in use."""
-    thresholds: NDArray[np.float64]
-    """[levels, active], from conservative to aggressive."""
-    rehearsal: Rehearsal | None = None
-    """By which the exits were chosen, if they were chosen so."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyChoice:
-    """Chooses an exit policy from recorded answers and profiled times, and certifies it."""
-
-    built: Draft
-    profile: Profile
-    options: CompileOptions
-
-    def cost(self, batch_size: int) -> CostModel:
-        """Costs of all exits at a batch size that was profiled."""
-        column = self.profile.column(batch_size)
-        after = [e.after_segment for e in self.built.exits]
-        exits_ms = [row[column] for row in self.profile.exits_ms]
-        return CostModel.at(self.profile, batch_size, after, exits_ms)
-
-    @property
-    def times(self) -> StageTimes:
-        """What stages take, for rehearsals."""
-        after = tuple(e.after_segment for e in self.built.exits)
-        return StageTimes(profile=self.profile, after_segment=after)
-
-    def fix_path(self, tune: ExitRecords) -> FixedPath:
-        """Choose the exits in use and the path of their thresholds, by the tuning split alone."""
-        options, rehearsal = self.options, None
-        if options.selection == "pame" and self.built.exits:
-            settings = RehearsalSettings(
-                batch_size=options.rehearsal_batch,
-                max_disagreement=options.max_disagreement,
-                max_violations=options.max_violations,
-            )
-            rehearsal = rehearse_records(
-                tune, self.times, settings, confidence_level=options.confidence, seed=options.seed
-            )
-            active = tuple(a.exit for a in rehearsal.active)
-        else:
-            active = choose_active(
-                tune.confidence,
-                tune.agrees,
-                self.cost(options.reference_batch_size),
-                max_disagreement=options.max_disagreement,
-                confidence_level=options.confidence,
-                max_overhead=options.max_overhead,
-            )
-        return FixedPath(active=active, thresholds=path_of_exits(tune, active), rehearsal=rehearsal)
-
-    def certify(self, path: FixedPath, certify: ExitRecords) -> ExitPolicy:
-        """Find how far along the path the promise holds."""
-        return certified_policy(
-            path.active,
-            path.thresholds,
-            certify.confidence,
-            certify.agrees,
-            self.cost(self.options.reference_batch_size),
-            max_disagreement=self.options.max_disagreement,
-            confidence_level=self.options.confidence,
-        )
-
-    def forecast(
-        self, path: FixedPath, policy: ExitPolicy, certify: ExitRecords, *, data_sha256: str
-    ) -> Rehearsed | None:
-        """Predict what the certified policy brings, if its exits were chosen by a rehearsal."""
-        if path.rehearsal is None:
-            return None
-        shipped = forecast_policy(
-            policy, certify, self.times, path.rehearsal.settings, seed=self.options.seed
-        )
-        return Rehearsed(rehearsal=path.rehearsal, shipped=shipped, data_sha256=data_sha256)
-
-    def limit(
-        self, found: FoundExits, path: FixedPath, *, tune: ExitRecords, certify: ExitRecords
-    ) -> Limit:
-        """Find what kept all exits out of use, where no policy was certified."""
-        options = self.options
-        asked = Asked(
+def _fix_path(choice: PolicyChoice, tune: ExitRecords, options: CompileOptions) -> FixedPath:
+    """Choose the exits in use and the path of their thresholds."""
+    if options.selection == "pame" and choice.structure.exits:
+        settings = RehearsalSettings(
+            batch_size=options.rehearsal_batch,
             max_disagreement=options.max_disagreement,
-            confidence=options.confidence,
-            max_overhead=options.max_overhead,
-            batch_size=options.reference_batch_size,
+            max_violations=options.max_violations,
         )
-        if not found.exits:
-            column = self.profile.column(asked.batch_size)
-            return limit_of_heads(found.best, self.profile.source_ms[column], asked)
-        if not path.active and options.selection == "pame":
-            return limit_of_rehearsal(options.max_violations)
-        if not path.active:
-            costs = {size: self.cost(size) for size in self.profile.batch_sizes}
-            return limit_of_choice(tune, costs, asked)
-        return limit_of_certificate(path.active, path.thresholds, certify, asked)
+        return choice.by_rehearsal(tune, settings)
+    return choice.by_savings(tune, options.max_overhead)
 
 
-def path_of_exits(tune: ExitRecords, active: Sequence[int]) -> NDArray[np.float64]:
-    """Thresholds [levels, active] of some exits, from conservative to aggressive."""
-    rows = list(active)
-    return tuning_path(tune.confidence[rows], tune.agrees[rows]) if rows else np.empty((0, 0))
+def _limit(
+    choice: PolicyChoice,
+    found: FoundExits,
+    path: FixedPath,
+    options: CompileOptions,
+    *,
+    tune: ExitRecords,
+    certify: ExitRecords,
+) -> Limit:
+    """Find what kept all exits out of use, where no policy was certified."""
+    profile = choice.profile
+    asked = Asked(
+        max_disagreement=options.max_disagreement,
+        confidence=options.confidence,
+        max_overhead=options.max_overhead,
+        batch_size=options.reference_batch_size,
+    )
+    if not found.exits:
+        return limit_of_heads(
+            found.best, profile.source_ms[profile.column(asked.batch_size)], asked
+        )
+    if not path.active and options.selection == "pame":
+        return limit_of_rehearsal(options.max_violations)
+    if not path.active:
+        return limit_of_choice(tune, {n: choice.cost(n) for n in profile.batch_sizes}, asked)
+    return limit_of_certificate(path.active, path.thresholds, certify, asked)
 
 
 def warn_of_violations(rehearsed: Rehearsed | None) -> None:

@@ -73,7 +73,7 @@ class CutAnalysis:
     main_inputs: tuple[str, ...]
     """Graph inputs whose data flow through the cut tensors."""
     total_flops: float
-    """Of one sample, a multiply-add counting as two; see :mod:`offramp.compiler.flow`."""
+    """Of one sample, a multiply-add counting as two."""
 
 
 def find_cuts(model: SourceModel) -> CutAnalysis:
@@ -121,7 +121,12 @@ class GraphAnalysis:
         choices = [(name,) for name in inputs] + ([inputs] if len(inputs) > 1 else [])
         flows = [trace(self.graph, self.costs, c, free_shapes=free_shapes) for c in choices]
         judged = [(flow, *self.judge(flow)) for flow in flows]
-        return max(judged, key=lambda j: (len(j[1]), len(j[0].steps) > 0, -self._side_flops(j[0])))
+
+        def merit(choice: tuple[Flow, list[Gate], list[Rejection]]) -> tuple[int, bool, float]:
+            flow, kept, _ = choice
+            return len(kept), len(flow.steps) > 0, -sum(self.costs[i] for i in flow.side_use)
+
+        return max(judged, key=merit)
 
     def judge(self, flow: Flow) -> tuple[list[Gate], list[Rejection]]:
         """Keep one gate per run of cheap steps, and say why the others fall."""
@@ -136,7 +141,9 @@ class GraphAnalysis:
             reasons = {gate.tensor: self._unfit(gate) for gate in run}
             fit = [gate for gate in run if not reasons[gate.tensor]]
             if fit:
-                kept.append(self._preferred(fit))
+                # the last one that is not merely a view of the one before
+                solid = [g for g in fit if self.graph.producers[g.tensor].kind not in _VIEWS]
+                kept.append((solid or fit)[-1])
             else:
                 rejected.append(self._rejection(run, reasons[run[-1].tensor]))
         rejected += [self._rejection(run, reason) for reason, run in ends.items()]
@@ -168,9 +175,6 @@ class GraphAnalysis:
                     "computed from the graph inputs; export the model with fixed sizes",
                 )
 
-    def _side_flops(self, flow: Flow) -> float:
-        return sum(self.costs[i] for i in flow.side_use)
-
     def _share_after(self, flow: Flow, gate: Gate) -> float:
         after = sum(self.costs[op.index] for op in flow.steps[gate.step + 1 :])
         return after / self.total if self.total else 0.0
@@ -197,11 +201,6 @@ class GraphAnalysis:
                 ", ".join(f"`{name}`" for name in sorted(gate.side_inputs))
             )
         return ""
-
-    def _preferred(self, run: Sequence[Gate]) -> Gate:
-        """The last one of a run that is not merely a view of the one before."""
-        solid = [g for g in run if self.graph.producers[g.tensor].kind not in _VIEWS]
-        return (solid or run)[-1]
 
     def _rejection(self, run: Sequence[Gate], reason: str) -> Rejection:
         tensor = run[0].tensor

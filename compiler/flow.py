@@ -155,11 +155,9 @@ class _SideSweep:
             elif source.index not in self.last_step:
                 self.last_step[source.index] = step
                 self._flops += self._costs[source.index]
-                pending.extend(self._side_reads(source))
-
-    def _side_reads(self, op: Operator) -> list[str]:
-        """What a side operator reads: a main tensor only for its sizes, or a main input."""
-        return [t for t in op.reads if t not in self._main or t in self._graph.inputs]
+                # a side operator reads a main tensor only for its sizes, or a main input
+                inputs = self._graph.inputs
+                pending += [t for t in source.reads if t not in self._main or t in inputs]
 
     def gate(self, tensor: str, step: int) -> Gate:
         """Describe a gate given all steps after it."""
@@ -263,17 +261,14 @@ def _attention(_: Operator, operands: Sequence[tuple[int, ...]], __: float) -> f
     return 4.0 * prod(query) * (key[-2] if len(key) > 1 else 1)
 
 
-def _packed_attention(_: Operator, operands: Sequence[tuple[int, ...]], __: float) -> float:
-    """Projection to queries, keys and values by one weight, then attention."""
+def _packed_attention(op: Operator, operands: Sequence[tuple[int, ...]], written: float) -> float:
+    """Projection to queries, keys and values by one weight, then attention; ONNX's has none."""
+    if not op.proto.domain:
+        return _attention(op, operands, written)
     tokens, weight = operands[0], operands[1]
     if len(tokens) < 3 or len(weight) < 2:
         return 0.0
     return 2.0 * prod(tokens) * weight[-1] + 4.0 * prod(tokens) * tokens[1]
-
-
-def _standard_or_packed(op: Operator, operands: Sequence[tuple[int, ...]], written: float) -> float:
-    rule = _packed_attention if op.proto.domain else _attention
-    return rule(op, operands, written)
 
 
 _RULES: Mapping[str, _Rule] = {
@@ -293,7 +288,7 @@ _RULES: Mapping[str, _Rule] = {
     "LSTM": _recurrent,
     "GRU": _recurrent,
     "RNN": _recurrent,
-    "Attention": _standard_or_packed,
+    "Attention": _packed_attention,
     "MultiHeadAttention": _attention,
     "GroupQueryAttention": _attention,
 }

@@ -8,8 +8,17 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
 
+import numpy as np
 import onnx
 from google.protobuf.message import Message
+from onnx import helper, numpy_helper
+
+_PLAIN_CONSTANTS = {
+    "value_float": np.float32,
+    "value_floats": np.float32,
+    "value_int": np.int64,
+    "value_ints": np.int64,
+}
 
 _Message = TypeVar("_Message", bound=Message)
 
@@ -108,6 +117,22 @@ def refill(field: Any, items: Iterable[Any]) -> None:
     kept = list(items)
     del field[:]
     field.extend(kept)
+
+
+def constant_tensor(node: onnx.NodeProto) -> onnx.TensorProto | None:
+    """Give a ``Constant`` node's value under the name of its output; ``None`` for other nodes."""
+    if node.op_type != "Constant" or not is_standard(node):
+        return None
+    attribute = node.attribute[0]
+    if attribute.name == "value":
+        tensor = copied(attribute.t)
+    elif attribute.name in _PLAIN_CONSTANTS:
+        value = helper.get_attribute_value(attribute)
+        tensor = numpy_helper.from_array(np.asarray(value, _PLAIN_CONSTANTS[attribute.name]))
+    else:
+        return None
+    tensor.name = node.output[0]
+    return tensor
 
 
 def serialised(proto: onnx.ModelProto) -> bytes:

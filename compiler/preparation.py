@@ -14,7 +14,7 @@ import onnxslim
 from onnx import helper, numpy_helper
 
 from offramp.compiler.errors import ModelError
-from offramp.compiler.graph import Dataflow, copied, refill
+from offramp.compiler.graph import Dataflow, constant_tensor, copied, refill
 from offramp.compiler.runtime import GraphRunner, random_inputs, relative_difference
 from offramp.compiler.shapes import BATCH, UNKNOWN, TensorType, annotate, forget_shapes, infer_types
 
@@ -207,13 +207,8 @@ def _constant_value(
         if tensor.name == name:
             return numpy_helper.to_array(tensor)
     op = graph.producers.get(name)
-    if op is not None and op.kind == "Constant":
-        for attribute in op.proto.attribute:
-            if attribute.name == "value":
-                return numpy_helper.to_array(attribute.t)
-            if attribute.name == "value_ints":
-                return np.array(attribute.ints, np.int64)
-    return None
+    given = constant_tensor(op.proto) if op is not None else None
+    return None if given is None else numpy_helper.to_array(given)
 
 
 def _free_concats(proto: onnx.ModelProto, types: Mapping[str, TensorType]) -> None:

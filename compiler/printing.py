@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -14,19 +13,21 @@ from rich.table import Table
 
 from offramp.bundle import Bundle, ExitPolicy, Promise
 from offramp.bundle.bundle import REPORT
+from offramp.bundle.engines import ENGINES, EngineEntry
+from offramp.calibration.rehearsal import Forecast
+from offramp.compiler.build import UNKNOWN, Building
+from offramp.compiler.cuts import CutAnalysis, CutPoint, Rejection
+from offramp.compiler.engines.building import BuildSummary, Planned, PlannedEngine, UnitResult
+from offramp.compiler.engines.options import SizeRange, describe_ranges
+from offramp.compiler.engines.units import Unit, segment_units, source_unit, stage_units
+from offramp.compiler.export.export import Exported
+from offramp.compiler.model import SourceModel
+from offramp.compiler.profile import Profiled
+from offramp.compiler.rehearse import Rehearsing
 from offramp.compiler.report import numbers, words
 from offramp.engine.control.costs import CostModel
 from offramp.engine.plan import exit_label
 from offramp.engine.profile_check import predicted_savings
-
-if TYPE_CHECKING:
-    from offramp.calibration.rehearsal.adaptation import Move
-    from offramp.calibration.rehearsal.load import Forecast
-    from offramp.compiler.cuts import CutAnalysis, CutPoint, Rejection
-    from offramp.compiler.export.export import Exported
-    from offramp.compiler.model import SourceModel
-    from offramp.compiler.profile import Profiled
-    from offramp.compiler.rehearse import Rehearsing
 
 
 def print_bundle(bundle: Bundle, console: Console) -> None:
@@ -63,7 +64,7 @@ def _promised(promise: Promise, like: str) -> str:
 
 
 def _brought(bundle: Bundle, promise: Promise) -> Iterator[str]:
-    """What the exits bring: as it was measured, or as it is predicted where it was not."""
+    """Say what the exits bring: as it was measured, or as it is predicted where it was not."""
     measured, profile = bundle.measured(), bundle.profile()
     if measured is None:
         yield (
@@ -86,7 +87,7 @@ def _brought(bundle: Bundle, promise: Promise) -> Iterator[str]:
 
 
 def _added(bundle: Bundle) -> str:
-    """What the exits in use add where none is taken, at batch 1 and at the reference size."""
+    """Say what the exits in use add where none is taken, at batch 1 and at the reference size."""
     profile, active = bundle.profile(), [a.exit for a in bundle.policy.active]
     sizes = sorted({profile.batch_sizes[0], bundle.manifest.calibration.reference_batch_size})
     costs = [CostModel.of(bundle.manifest, profile, size) for size in sizes]
@@ -175,7 +176,7 @@ def print_profiled(done: Profiled, console: Console) -> None:
 
 
 def _advice(done: Profiled, active: list[int]) -> str:
-    """What the new profile means for the policy."""
+    """Say what the new profile means for the policy."""
     size = done.bundle.manifest.calibration.reference_batch_size
     saved = predicted_savings(done.bundle, done.after, size)
     if not active:
@@ -196,7 +197,9 @@ def print_rehearsing(done: Rehearsing, console: Console) -> None:
     """Print the policy before and after ``eecompile rehearse``, and what both bring."""
     say = partial(console.print, highlight=False, soft_wrap=True)
     for move in done.moves:
-        say(_moved(move))
+        where = "no longer in use" if move.to is None else f"moved to exit {move.to}"
+        late = numbers.percent(move.violations)
+        say(f"exit {move.exit} {where}: it would make {late} of the batches late")
     console.print(_rehearsed_table(done))
     settings = done.rehearsed.rehearsal.settings
     say(
@@ -220,12 +223,6 @@ def print_rehearsing(done: Rehearsing, console: Console) -> None:
         say("Dry run: nothing was written.")
     else:
         say(f"Written: {escape(str(done.written))}")
-
-
-def _moved(move: Move) -> str:
-    where = "no longer in use" if move.to is None else f"moved to exit {move.to}"
-    late = numbers.percent(move.violations)
-    return f"exit {move.exit} {where}: it would make {late} of the batches late"
 
 
 def _rehearsed_table(done: Rehearsing) -> Table:
@@ -287,3 +284,110 @@ def print_exported(done: Exported, data: Path, console: Console) -> None:
     )
     if not done.calibration_data:
         say("These are not the data that the bundle was compiled with.")
+
+
+_MIB = 2**20
+_STYLES = {"built": "green", "fresh": "dim", "failed": "bold red"}
+
+
+def print_building(building: Building, console: Console) -> None:
+    """Print a line a unit, and what there is now."""
+    if building.summary is None:
+        console.print(_plan_table(building))
+        console.print(_plan_line(building), highlight=False, soft_wrap=True)
+    else:
+        console.print(_result_table(building, building.summary))
+        console.print(_result_line(building, building.summary), highlight=False, soft_wrap=True)
+
+
+def _result_table(building: Building, summary: BuildSummary) -> Table:
+    table = _table("profiles", "size", "build", "difference")
+    for result in summary.results:
+        entry = result.entry if result.status != "failed" else None
+        table.add_row(
+            result.unit.name,
+            part_of(result.unit, building.bundle),
+            *(_measured(entry) if entry else ["–"] * 3),
+            "–" if result.error is None else f"{result.error:.1e}",
+            f"[{_STYLES[result.status]}]{result.status}[/]",
+        )
+    return table
+
+
+def _measured(entry: EngineEntry) -> list[str]:
+    return [
+        str(len(entry.profiles)),
+        f"{entry.size_bytes / _MIB:.1f} MiB",
+        f"{entry.build_s:.1f} s",
+    ]
+
+
+def _result_line(building: Building, summary: BuildSummary) -> str:
+    counts = [
+        f"{sum(r.status == status for r in summary.results)} {status}"
+        for status in ("built", "fresh", "failed")
+        if status != "failed" or summary.failed
+    ]
+    entries = [r.entry for r in summary.results if r.entry and r.status != "failed"]
+    size = sum(entry.size_bytes for entry in entries) / _MIB
+    path = f"{building.bundle.path}/{ENGINES}/{building.target.folder}"
+    line = f"{escape(building.target.describe())}: {', '.join(counts)}"
+    if not entries:
+        return line
+    return (
+        f"{line}, {size:.1f} MiB for batches {_batches(entries)} in [bold]{escape(path)}[/bold]\n"
+        "Measured: the time of building, and the largest difference from ONNX Runtime on the CPU, "
+        "as a share of the output's largest magnitude."
+    )
+
+
+def _batches(entries: Iterable[EngineEntry]) -> str:
+    ranges = {SizeRange(p.first_batch, p.last_batch) for e in entries for p in e.profiles}
+    return describe_ranges(sorted(ranges))
+
+
+def _plan_table(building: Building) -> Table:
+    table = _table("profiles")
+    table.add_column("why")
+    for plan in building.planned:
+        profiles = str(len(plan.profiles)) if isinstance(plan, PlannedEngine) else "–"
+        part = part_of(plan.unit, building.bundle)
+        table.add_row(plan.unit.name, part, profiles, *_intention(plan))
+    return table
+
+
+def _table(*numbers: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("engine", no_wrap=True)
+    table.add_column("of", no_wrap=True)
+    for title in numbers:
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("")
+    return table
+
+
+def _intention(plan: Planned) -> tuple[str, str]:
+    if isinstance(plan, UnitResult):
+        return "[bold red]refused[/]", escape(plan.problem)
+    return ("build", escape(plan.stale)) if plan.stale else ("[dim]keep[/]", "")
+
+
+def _plan_line(building: Building) -> str:
+    stale = [p for p in building.planned if not isinstance(p, PlannedEngine) or p.stale]
+    target = building.target
+    unknown = f"a GPU that is not known, {target.precision}"
+    there = unknown if target.gpu == UNKNOWN else target.describe()
+    return (
+        f"{len(stale)} of {len(building.planned)} engines would be built for {escape(there)}; "
+        "nothing was written"
+    )
+
+
+def part_of(unit: Unit, bundle: Bundle) -> str:
+    """Say which part of the bundle a unit is, or parts."""
+    parts = {
+        "source model": [source_unit(bundle.manifest)],
+        "stage": stage_units(bundle),
+        "segment": segment_units(bundle.manifest),
+    }
+    return ", ".join(part for part, units in parts.items() if unit in units)

@@ -20,20 +20,19 @@ from offramp.calibration.estimates import BackboneTimes
 from offramp.calibration.families import CutTensor
 from offramp.calibration.profiling import profile_backbone, profile_heads, profile_stages
 from offramp.calibration.records import ExitRecords
-from offramp.calibration.rehearsal.result import REHEARSAL, Rehearsed
+from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
 from offramp.compiler.exits import Samples
 from offramp.compiler.graph import default_opset
 from offramp.compiler.heads import build_empty
 from offramp.compiler.options import ProfileOptions
 from offramp.compiler.packing import bundle_name, rewrite
-from offramp.compiler.progress import Progress, SilentProgress
+from offramp.compiler.progress import SILENT, Progress
 from offramp.compiler.report import render_report
 from offramp.engine.deployment import zeros
 from offramp.engine.plan import ModelStructure, plan_stages
 from offramp.engine.profile_check import predicted_savings
 from offramp.engine.timing import Effort
 
-_SILENT = SilentProgress()
 PROFILE = "profiles/cpu.json"
 
 
@@ -49,7 +48,7 @@ class Profiled:
     """Where the bundle is; ``None`` after a dry run."""
 
 
-def profile_bundle(options: ProfileOptions, progress: Progress = _SILENT) -> Profiled:
+def profile_bundle(options: ProfileOptions, progress: Progress = SILENT) -> Profiled:
     """Measure a bundle's profile on this machine, and write it.
 
     Raises:
@@ -65,7 +64,7 @@ def profile_bundle(options: ProfileOptions, progress: Progress = _SILENT) -> Pro
 
 
 def measure(
-    bundle: Bundle, threads: int, batch_sizes: tuple[int, ...], progress: Progress = _SILENT
+    bundle: Bundle, threads: int, batch_sizes: tuple[int, ...], progress: Progress = SILENT
 ) -> Profile:
     """Time a bundle's parts as compiling does, on zeros."""
     manifest = bundle.manifest

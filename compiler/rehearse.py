@@ -13,35 +13,35 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, ExitPolicy, Manifest, Profile
 from offramp.bundle.bundle import RECORDS, REPORT
 from offramp.calibration.dataset import CERTIFY_SHARE, TUNE_SHARE, Dataset, read_dataset
 from offramp.calibration.errors import DataError
 from offramp.calibration.records import ExitRecords, dump_records
-from offramp.calibration.rehearsal.adaptation import Move, adapt, raising_path
-from offramp.calibration.rehearsal.load import Forecast
-from offramp.calibration.rehearsal.recorded import draw_load, forecast_policy, rehearse_records
-from offramp.calibration.rehearsal.result import REHEARSAL, Rehearsal, RehearsalSettings, Rehearsed
-from offramp.calibration.selection import certifiable_errors, certified_policy
-from offramp.certify.learn_then_test import samples_needed
-from offramp.compiler.compile import path_of_exits, record_exits
+from offramp.calibration.rehearsal import (
+    REHEARSAL,
+    Forecast,
+    Move,
+    RehearsalSettings,
+    Rehearsed,
+    adapt,
+    draw_load,
+    raising_path,
+)
+from offramp.calibration.selection import certifiable_errors
+from offramp.certify import samples_needed
 from offramp.compiler.errors import CompileError
 from offramp.compiler.options import RehearseOptions
 from offramp.compiler.packing import bundle_name, judged, rewrite
-from offramp.compiler.progress import Progress, SilentProgress
+from offramp.compiler.policy import FixedPath, PolicyChoice, record_exits
+from offramp.compiler.progress import SILENT, Progress
 from offramp.compiler.report import render_report
-from offramp.engine.control.costs import CostModel
-from offramp.engine.control.published.two_stage import StageTimes
 
 DEFAULT_BATCH = 32
 """Rows of a rehearsed batch, where they were profiled."""
 DEFAULT_CONFIDENCE_LEVEL = 0.95
 """Of the promise, where the bundle makes none."""
-
-_SILENT = SilentProgress()
-_NO_PATH = np.empty((0, 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class Rehearsing:
     """Where the bundle is; ``None`` after a dry run."""
 
 
-def rehearse_bundle(options: RehearseOptions, progress: Progress = _SILENT) -> Rehearsing:
+def rehearse_bundle(options: RehearseOptions, progress: Progress = SILENT) -> Rehearsing:
     """Adapt a bundle to new data, and write it.
 
     Raises:
@@ -74,26 +74,29 @@ def rehearse_bundle(options: RehearseOptions, progress: Progress = _SILENT) -> R
             "compiled; compile the model again on the new data"
         )
     target = options.target()
-    renewal = Renewal.of(bundle, options)
+    settings, choice = _asked(bundle, options)
     dataset = read_dataset(options.data, bundle.manifest.inputs)
-    tune, certify = (
-        record_exits(bundle.manifest, bundle.read, part, title, progress)
-        for part, title in zip(
-            renewal.split(dataset), ("Rehearse the exits", "Certify the policy"), strict=True
-        )
+    for_tuning, for_certifying = _split(dataset, settings, choice)
+    tune = record_exits(bundle.manifest, bundle.read, for_tuning, "Rehearse the exits", progress)
+    certify = record_exits(
+        bundle.manifest, bundle.read, for_certifying, "Certify the policy", progress
     )
-    found = renewal.search(tune) if renewal.anew else renewal.adapt(tune)
-    policy = renewal.certify(found, certify)
+    if options.anew or not bundle.policy.active:
+        path = choice.by_rehearsal(tune, settings)
+    else:
+        path = _adapted(bundle.policy, choice, tune, settings)
+    assert path.rehearsal is not None
+    policy = replace(choice.certify(path, certify), version=bundle.policy.version + 1)
     done = Rehearsing(
         before=bundle.policy,
-        before_forecast=renewal.forecast(bundle.policy, certify),
+        before_forecast=choice.forecast(bundle.policy, certify, settings),
         after=policy,
         rehearsed=Rehearsed(
-            rehearsal=found.rehearsal,
-            shipped=renewal.forecast(policy, certify),
+            rehearsal=path.rehearsal,
+            shipped=choice.forecast(policy, certify, settings),
             data_sha256=dataset.sha256,
         ),
-        moves=found.moves,
+        moves=path.moves,
         written=target,
     )
     if target is not None:
@@ -101,118 +104,65 @@ def rehearse_bundle(options: RehearseOptions, progress: Progress = _SILENT) -> R
     return done
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadPath:
-    """What the tuning split of a new load says; fixed before the certify split is looked at."""
+def _asked(bundle: Bundle, options: RehearseOptions) -> tuple[RehearsalSettings, PolicyChoice]:
+    """Fill in what was not asked for: as the bundle was made."""
+    profile, promise = bundle.profile(), bundle.policy.promise
+    kept = _kept_settings(bundle, profile)
+    promised = kept.max_disagreement if promise is None else promise.max_disagreement
+    level = DEFAULT_CONFIDENCE_LEVEL if promise is None else promise.confidence
+    bound, violations = options.max_disagreement or promised, options.max_violations
+    settings = replace(
+        kept,
+        batch_size=options.rehearsal_batch or kept.batch_size,
+        max_disagreement=bound,
+        max_violations=kept.max_violations if violations is None else violations,
+    )
+    return settings, PolicyChoice(
+        structure=bundle.manifest,
+        profile=profile,
+        max_disagreement=bound,
+        confidence_level=options.confidence or level,
+        batch_size=bundle.manifest.calibration.reference_batch_size,
+        seed=options.seed,
+    )
 
-    rehearsal: Rehearsal
-    moves: tuple[Move, ...]
-    exits: tuple[int, ...]
-    path: NDArray[np.float64]
-    """[levels, exits], from conservative to aggressive."""
 
+def _split(
+    dataset: Dataset, settings: RehearsalSettings, choice: PolicyChoice
+) -> tuple[Dataset, Dataset]:
+    """Part new data at random: to tune with, and to certify with.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Renewal:
-    """The adaptation of a bundle to a new load: what it has to keep within, and its steps."""
-
-    bundle: Bundle
-    profile: Profile
-    settings: RehearsalSettings
-    confidence_level: float
-    """Of the promise."""
-    anew: bool
-    seed: int
-
-    @classmethod
-    def of(cls, bundle: Bundle, options: RehearseOptions) -> Renewal:
-        """Fill in what was not asked for: as the bundle was made."""
-        profile, promise = bundle.profile(), bundle.policy.promise
-        kept = _kept_settings(bundle, profile)
-        promised = kept.max_disagreement if promise is None else promise.max_disagreement
-        sure = DEFAULT_CONFIDENCE_LEVEL if promise is None else promise.confidence
-        return cls(
-            bundle=bundle,
-            profile=profile,
-            settings=replace(
-                kept,
-                batch_size=options.rehearsal_batch or kept.batch_size,
-                max_disagreement=options.max_disagreement or promised,
-                max_violations=kept.max_violations
-                if options.max_violations is None
-                else options.max_violations,
-            ),
-            confidence_level=options.confidence or sure,
-            anew=options.anew or not bundle.policy.active,
-            seed=options.seed,
+    Raises:
+        DataError: There are too few samples; the message says how many are needed.
+    """
+    least = samples_needed(choice.max_disagreement, choice.confidence_level)
+    tune = _tune_samples(len(dataset), least)
+    if tune < settings.batch_size:
+        more = itertools.count(len(dataset) + 1)
+        needed = next(n for n in more if _tune_samples(n, least) >= settings.batch_size)
+        raise DataError(
+            f"{len(dataset)} samples are too few: the promise alone needs {least}, and a "
+            f"batch of {settings.batch_size} others must be rehearsed; give at least "
+            f"{needed} (2,000 serve well), or relax --max-disagreement or --confidence"
         )
+    order = np.random.default_rng(choice.seed).permutation(len(dataset))
+    return dataset.subset(np.sort(order[:tune])), dataset.subset(np.sort(order[tune:]))
 
-    @property
-    def times(self) -> StageTimes:
-        """The hardware's, as profiled when the bundle was compiled."""
-        return StageTimes.of(self.bundle.manifest, self.profile)
 
-    def split(self, dataset: Dataset) -> tuple[Dataset, Dataset]:
-        """Part new data at random: to tune with, and to certify with.
-
-        Raises:
-            DataError: There are too few samples; the message says how many are needed.
-        """
-        least = samples_needed(self.settings.max_disagreement, self.confidence_level)
-        tune = _tune_samples(len(dataset), least)
-        if tune < self.settings.batch_size:
-            more = itertools.count(len(dataset) + 1)
-            needed = next(n for n in more if _tune_samples(n, least) >= self.settings.batch_size)
-            raise DataError(
-                f"{len(dataset)} samples are too few: the promise alone needs {least}, and a "
-                f"batch of {self.settings.batch_size} others must be rehearsed; give at least "
-                f"{needed} (2,000 serve well), or relax --max-disagreement or --confidence"
-            )
-        order = np.random.default_rng(self.seed).permutation(len(dataset))
-        return dataset.subset(np.sort(order[:tune])), dataset.subset(np.sort(order[tune:]))
-
-    def search(self, tune: ExitRecords) -> LoadPath:
-        """Rehearse from scratch, as compiling does."""
-        rehearsal = rehearse_records(
-            tune, self.times, self.settings, confidence_level=self.confidence_level, seed=self.seed
-        )
-        exits = tuple(a.exit for a in rehearsal.active)
-        path = path_of_exits(tune, exits)
-        return LoadPath(rehearsal=rehearsal, moves=(), exits=exits, path=path)
-
-    def adapt(self, tune: ExitRecords) -> LoadPath:
-        """Move exits that make batches late, and find how thresholds are raised (7.6)."""
-        load = draw_load(tune, self.settings, seed=self.seed)
-        allowed = certifiable_errors(
-            load.samples, self.settings.max_disagreement, self.confidence_level
-        )
-        found = adapt(
-            load, self.times, self.bundle.policy.active, self.settings, allowed_errors=allowed
-        )
-        return LoadPath(
-            rehearsal=found.rehearsal,
-            moves=found.moves,
-            exits=tuple(a.exit for a in found.least),
-            path=raising_path(load, found.least) if found.least else _NO_PATH,
-        )
-
-    def certify(self, found: LoadPath, certify: ExitRecords) -> ExitPolicy:
-        """Find how far along the path the promise holds for the new load."""
-        manifest = self.bundle.manifest
-        policy = certified_policy(
-            found.exits,
-            found.path,
-            certify.confidence,
-            certify.agrees,
-            CostModel.of(manifest, self.profile, manifest.calibration.reference_batch_size),
-            max_disagreement=self.settings.max_disagreement,
-            confidence_level=self.confidence_level,
-        )
-        return replace(policy, version=self.bundle.policy.version + 1)
-
-    def forecast(self, policy: ExitPolicy, records: ExitRecords) -> Forecast:
-        """Predict what a policy brings for the new load."""
-        return forecast_policy(policy, records, self.times, self.settings, seed=self.seed)
+def _adapted(
+    policy: ExitPolicy, choice: PolicyChoice, tune: ExitRecords, settings: RehearsalSettings
+) -> FixedPath:
+    """Move exits that make batches late, and find how thresholds are raised (7.6)."""
+    load = draw_load(tune, settings, seed=choice.seed)
+    bound, level = choice.max_disagreement, choice.confidence_level
+    allowed = certifiable_errors(load.samples, bound, level)
+    found = adapt(load, choice.times, policy.active, settings, allowed_errors=allowed)
+    return FixedPath(
+        active=tuple(a.exit for a in found.least),
+        thresholds=raising_path(load, found.least) if found.least else np.empty((0, 0)),
+        rehearsal=found.rehearsal,
+        moves=found.moves,
+    )
 
 
 def _write(
@@ -261,7 +211,7 @@ def renewed_manifest(
 
 
 def _kept_settings(bundle: Bundle, profile: Profile) -> RehearsalSettings:
-    """Those that the bundle was rehearsed with."""
+    """Give the settings that the bundle was rehearsed with, or the defaults."""
     if REHEARSAL in {entry.path for entry in bundle.manifest.files}:
         return Rehearsed.parse(bundle.read(REHEARSAL)).rehearsal.settings
     profiled = [size for size in profile.batch_sizes if size <= DEFAULT_BATCH]

@@ -27,7 +27,7 @@ from offramp.engine.errors import BackendError
 from offramp.engine.tensorrt import compat, probe
 from offramp.engine.tensorrt.device import primary_context
 from offramp.engine.tensorrt.messages import errors_of_tensorrt, logger
-from offramp.engine.tensorrt.trial import run_plan
+from offramp.engine.tensorrt.standalone import run_plan
 
 if TYPE_CHECKING:
     import tensorrt as trt
@@ -116,7 +116,8 @@ class TensorRTBuilder:
             _add_profiles(builder, config, network, profiles)
             cache = self._set_timing_cache(config, timing_cache)
             plan: trt.IHostMemory | None = builder.build_serialized_network(network, config)
-            measured = _serialized(cache)
+            held: trt.IHostMemory | None = cache.serialize()
+            measured = b"" if held is None else bytes(held)
             del config, kept  # in this order: the monitor has to outlive the config
         if plan is None:
             raise _failed("build the engine", errors)
@@ -321,11 +322,6 @@ def _new_timing_cache(config: trt.IBuilderConfig, data: bytes) -> trt.ITimingCac
     if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
         raise EngineBuildError("TensorRT could not begin a timing cache")
     return cache
-
-
-def _serialized(cache: trt.ITimingCache) -> bytes:
-    data: trt.IHostMemory | None = cache.serialize()
-    return b"" if data is None else bytes(data)
 
 
 def _failed(what: str, errors: Sequence[str]) -> EngineBuildError:

@@ -1,1 +1,1 @@
-"""The runtime: executes the stages of bundles; no network in it."""
+"""The runtime that executes bundles' stages; imports bundle and certify, and knows no network."""

@@ -1,4 +1,4 @@
-"""Join segments and an exit into the one graph of a stage.
+"""The assembly of segments and an exit into the one graph of a stage.
 
 Every segment and exit names its tensors as the source model does (exits under a prefix of their
 own), so that a stage is the plain union of its parts: nodes and initializers that several parts

@@ -38,10 +38,10 @@ _DOCUMENT: Final = "document"
 _ARRAY: Final = "array_"
 _REFERENCE: Final = "$array"
 _KINDS: Final = "biufcSUmM"
-"""Of the dtypes that numpy writes without pickles, and reads as they were."""
+"""The kinds of dtypes that numpy writes without pickles, and reads as they were."""
 
 _unwritable: set[Path] = set()
-"""Where the last attempt to save failed: one warning is enough until one succeeds."""
+"""Files that the last attempt to save failed on: one warning is enough until one succeeds."""
 
 
 class _UnusableError(Exception):
@@ -49,13 +49,13 @@ class _UnusableError(Exception):
 
 
 def state_path_of(bundle: str | os.PathLike[str]) -> Path:
-    """Where the state for a bundle is kept: beside it, and beside the folder if it is a link."""
+    """Give the file that keeps a bundle's state: beside it, or beside what a link leads to."""
     place = Path(bundle).resolve()
     return place.with_name(place.name + SUFFIX)
 
 
 def identity_of(bundle: Bundle) -> dict[str, str]:
-    """What tells a bundle from any other, for a fingerprint: SHA-256 of what its manifest says.
+    """Give what tells a bundle from any other, for a fingerprint: the SHA-256 of its manifest.
 
     The manifest holds the hashes of all other files, the policy's and the weights' among them, so
     it changes with any of them.
@@ -70,12 +70,12 @@ def save_state(
     """Keep a state, in place of the one kept before; readers find either, whole.
 
     Args:
-        path: Of the file, see :func:`state_path_of`.
+        path: The file, see :func:`state_path_of`.
         state: ``None``, bools, ints, floats (NaN and infinities too), strings and numpy arrays, in
             lists and in mappings by string, to any depth. These come back as they were, arrays with
             dtype and shape. Tuples come back as lists, numpy's scalars as Python's. Nobody may
             change it meanwhile.
-        fingerprint: Circumstances that it was found under, and is of use under.
+        fingerprint: The circumstances that the state was found under, and is of use under.
 
     Returns:
         Whether it is kept. If the file system refuses, a warning says so, once.

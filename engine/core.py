@@ -20,18 +20,18 @@ from offramp.engine.backends.factory import CPU
 from offramp.engine.control_loop import ControlLoop
 from offramp.engine.errors import (
     BackendError,
+    BadInputError,
     DrainingError,
-    InvalidInputError,
-    UnknownModelError,
+    ModelNotServedError,
 )
 from offramp.engine.executor import Executor
 from offramp.engine.options import EngineOptions
 from offramp.engine.request_table import Request
 from offramp.engine.results import (
-    AnswerKind,
-    InferResult,
+    EngineResult,
     ModelInfo,
-    StreamedResult,
+    ResultKind,
+    StreamResult,
     final_result,
     first_result,
 )
@@ -140,7 +140,7 @@ class Engine:
         *,
         deadline_s: float | None = None,
         priority: int = 0,
-    ) -> InferResult:
+    ) -> EngineResult:
         """Answer a request of n samples (first dimension of every input, n ≥ 1).
 
         Each sample exits on its own; the result is complete. Cancelling the awaiting task
@@ -153,8 +153,8 @@ class Engine:
             priority: Higher is served first.
 
         Raises:
-            UnknownModelError: No such model.
-            InvalidInputError: A tensor is not what the model takes.
+            ModelNotServedError: No such model.
+            BadInputError: A tensor is not what the model takes.
             QueueFullError: No room in the queue.
             DeadlineExceededError: The deadline passed before all samples were computed. Answers
                 that are there are returned, though they may be late.
@@ -166,7 +166,7 @@ class Engine:
         await self._finished(model, request)
         answer = request.first.values
         assert answer is not None
-        return InferResult(
+        return EngineResult(
             outputs={served.answer.output: answer},
             exits=request.exits,
             confidences=request.first.confidences,
@@ -181,7 +181,7 @@ class Engine:
         *,
         deadline_s: float | None = None,
         priority: int = 0,
-    ) -> AsyncGenerator[StreamedResult, None]:
+    ) -> AsyncGenerator[StreamResult, None]:
         """Answer a request early, and once more when its samples have run to the end.
 
         In release mode a second result follows if an exit answered any of the samples; in audit
@@ -207,7 +207,7 @@ class Engine:
             await self._finished(model, request)
             early = first_result(served.answer.output, request)
             yield early
-            if early.kind is AnswerKind.EARLY:
+            if early.kind is ResultKind.EARLY:
                 await followup
                 if request.final is not None and request.final.filled.any():
                     yield final_result(served.answer.output, request)
@@ -238,7 +238,7 @@ class Engine:
             max_samples=options.max_queue_samples,
         )
         if wrong:
-            raise InvalidInputError(f"{model}: {wrong}")
+            raise BadInputError(f"{model}: {wrong}")
         now_s = time.monotonic()
         if deadline_s is None:
             deadline_s = float("inf") if options.slo_ms is None else now_s + options.slo_ms / 1e3
@@ -274,7 +274,7 @@ class Engine:
         """Describe one served model.
 
         Raises:
-            UnknownModelError: No such model.
+            ModelNotServedError: No such model.
         """
         served = self._served(name)
         return ModelInfo(
@@ -348,7 +348,7 @@ class Engine:
             close = difflib.get_close_matches(name, self._models, n=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
             served = ", ".join(map(repr, sorted(self._models)))
-            raise UnknownModelError(
+            raise ModelNotServedError(
                 f"no model {name!r} is served here; {hint}served: {served}"
             ) from None
 

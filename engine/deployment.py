@@ -36,7 +36,7 @@ _KEPT_STAGES: Final = 32
 """Prepared stages that are kept though no plan has them: exits that were tried come back."""
 
 _Unit: TypeAlias = tuple[int, int, int | None]
-"""Of :attr:`StageSpec.unit`."""
+"""A :attr:`StageSpec.unit`: what a prepared stage was made of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Deployment:
     """An exit policy, and what batches that start under it are run with, to their end."""
 
     number: int
-    """Of the plan; never used twice for a model (:attr:`offramp.engine.scheduling.Run.plan`)."""
+    """The plan's number, never used twice for a model (:attr:`.Run.plan`)."""
     policy: ExitPolicy
     pipeline: Pipeline
     points: OperatingPoints
@@ -162,13 +162,13 @@ def points_of(
     *,
     overhead_s: float = STAGE_OVERHEAD_S,
 ) -> OperatingPoints:
-    """What a plan's stages cost by a profile, and what stopping at each is worth.
+    """Predict what a plan's stages cost by a profile, and what stopping at each is worth.
 
     Args:
         profile: Of the bundle.
         records: Of the bundle.
         plan: Of it.
-        options: Say the largest batch, and whether exits may be forced.
+        options: Give the largest batch, and whether exits may be forced.
         overhead_s: What each stage costs beyond its graph.
     """
     spans = [

@@ -1,4 +1,4 @@
-"""What a model's parts take on the device that serves it, where none compiled for it.
+"""The profile of a model on the device that serves it, measured where it was not compiled there.
 
 A bundle is profiled where it is compiled, on a CPU. A GPU is not only faster: its time hardly
 grows with the batch until it is full. Scheduling and control need that shape, not only a speed.
@@ -41,13 +41,13 @@ def measure_profile(
 
     Measured on zeros: the source model, and its segments one after another. What chaining them
     takes beyond the source model is the borders' (and the exits' that engines of segments have
-    fused in, which makes a prediction cautious). Heads are in no graph of their own on a device:
-    their times are predicted, as the share of the source model's that they have in the compiler's
-    profile. So are the segments' if they cannot be run by themselves.
+    fused in, which makes a prediction conservative). Heads are in no graph of their own on a
+    device: their times are predicted, as the share of the source model's that they have in the
+    compiler's profile. So are the segments' if they cannot be run by themselves.
 
     Args:
-        bundle: Whose parts.
-        backend: Of the device.
+        bundle: Its parts are timed.
+        backend: Runs them on the device.
         compiled: The bundle's own profile; says which batch sizes.
         max_batch_size: Of those that will be served; larger ones are not run.
         clock: Seconds.

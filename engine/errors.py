@@ -3,9 +3,9 @@
 ::
 
     EngineError
-    ├── RequestError               the caller's: mend the request
-    │   ├── UnknownModelError      no model of that name is served
-    │   └── InvalidInputError      a tensor's name, shape, dtype or content is wrong
+    ├── InvalidRequestError               the caller's: mend the request
+    │   ├── ModelNotServedError      no model of that name is served
+    │   └── BadInputError      a tensor's name, shape, dtype or content is wrong
     ├── CapacityError              nobody's: try again later, or send less
     │   ├── QueueFullError         the bounded queue has no room
     │   ├── DeadlineExceededError  the deadline passed before an answer was there
@@ -21,15 +21,15 @@ class EngineError(Exception):
     """Base of all errors of :mod:`offramp.engine`."""
 
 
-class RequestError(EngineError):
+class InvalidRequestError(EngineError):
     """The request is wrong; sending it again will not help."""
 
 
-class UnknownModelError(RequestError):
+class ModelNotServedError(InvalidRequestError):
     """No model of that name is served."""
 
 
-class InvalidInputError(RequestError):
+class BadInputError(InvalidRequestError):
     """A tensor's name, shape, dtype or content is not what the model takes."""
 
 

@@ -34,11 +34,11 @@ from offramp.engine.job_worker import READY, answer, describe, read_message, wri
 _log = logging.getLogger(__name__)
 
 LIMIT_S: Final = 60.0
-"""For a job by default: some hundred times what a tuning takes."""
+"""Limit of a job by default: some hundred times what a tuning takes."""
 _START_S: Final = 60.0
-"""For a child to report, on a machine that is busy with what goes first."""
+"""Limit of a child's start, on a machine that is busy with what goes first."""
 _STOP_S: Final = 5.0
-"""For what takes moments, but must not be waited for without end."""
+"""Limit of what takes moments, but must not be waited for without end."""
 _WORKER: Final = "offramp.engine.job_worker"
 _THREADS: Final = (
     "MKL_NUM_THREADS",
@@ -56,11 +56,11 @@ class JobError(EngineError):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Task:
-    """What waits for its turn."""
+    """A job that waits for its turn."""
 
     purpose: str
     message: bytes | None
-    """Of :mod:`.job_worker`; ``None`` only starts the child."""
+    """A message of :mod:`.job_worker`; ``None`` only starts the child."""
     future: Future[Any] = field(default_factory=Future)
 
     def fail(self, error: JobError) -> None:
@@ -282,17 +282,9 @@ class _Child:
         Raises:
             _ChildError: It ended, is too slow, or is something else.
         """
-        said = self._talk(None, _START_S)
+        said = self.ask(None, _START_S)
         if said != READY:
             raise _ChildError(f"{sys.executable} said {said!r:.40}, expected {READY!r}")
-
-    def ask(self, message: bytes, limit_s: float) -> bytes:
-        """Have a message answered.
-
-        Raises:
-            _ChildError: It took longer than ``limit_s`` and was killed, or ended by itself.
-        """
-        return self._talk(message, limit_s)
 
     def kill(self) -> None:
         """End it at once; it has nothing to put in order."""
@@ -310,7 +302,12 @@ class _Child:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_STOP_S)
 
-    def _talk(self, message: bytes | None, limit_s: float) -> bytes:
+    def ask(self, message: bytes | None, limit_s: float) -> bytes:
+        """Have a message answered; ``None`` waits for what the child says first.
+
+        Raises:
+            _ChildError: It took longer than ``limit_s`` and was killed, or ended by itself.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         expired = threading.Event()
@@ -337,7 +334,7 @@ class _Child:
         self.kill()
 
     def _fate(self, limit_s: float | None) -> str:
-        """What became of it, in words."""
+        """Say how the process ended."""
         if limit_s is not None:
             return f"took longer than {limit_s:g} s, so its process was killed"
         try:
@@ -350,7 +347,7 @@ class _Child:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, where the same modules are found, and numpy has one thread."""
+    """Our environment, in which the child finds the same modules and numpy has one thread."""
     found = os.pathsep.join(os.path.abspath(place) for place in sys.path)  # noqa: PTH100 ("" too)
     return {**os.environ, **dict.fromkeys(_THREADS, "1"), "PYTHONPATH": found}
 

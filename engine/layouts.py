@@ -1,4 +1,4 @@
-"""Keep a stage in the blocked layout that ONNX Runtime's convolutions compute in on CPUs.
+"""A rewrite that keeps a stage in the blocked layout of ONNX Runtime's convolutions on CPUs.
 
 ONNX Runtime runs convolutions on CPUs on tensors whose channels lie in blocks (NCHWc), and
 reorders where plain tensors come in and go out. A stage's input comes in plain. A convolution

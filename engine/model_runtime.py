@@ -14,7 +14,7 @@ from offramp.certify.decision import MODEL_END
 from offramp.engine.backends.base import Rows, TensorBatch
 from offramp.engine.deployment import Deployment
 from offramp.engine.errors import BackendError, DrainingError, EngineError
-from offramp.engine.pipeline import Step
+from offramp.engine.pipeline import StageStep
 from offramp.engine.request_table import CompletionQueue, Request, RequestTable
 from offramp.engine.scheduling import (
     DropCause,
@@ -122,7 +122,7 @@ class ModelRuntime:
             forced = run.deepest < len(deployment.plan.stages) - 1
             self._recorder.start(run.sample_ids, deployment.policy.version, forced=forced)
 
-    def observe(self, run: Run, step: Step) -> NDArray[np.bool_] | None:
+    def observe(self, run: Run, step: StageStep) -> NDArray[np.bool_] | None:
         """Record what a stage said; gives which rows run on once they are answered.
 
         Without the lock.
@@ -139,7 +139,7 @@ class ModelRuntime:
         return recorder.runs_on(run.sample_ids)
 
     def conclude(
-        self, run: Run, step: Step, transition: Transition, run_s: float
+        self, run: Run, step: StageStep, transition: Transition, run_s: float
     ) -> Future[TensorBatch] | None:
         """Do for every row of a run what the scheduler says becomes of it.
 
@@ -228,7 +228,9 @@ class ModelRuntime:
         """The exit that gives the answers of a run's stage, or ``MODEL_END``."""
         return self.under(run).plan.stages[run.stage].answered_by
 
-    def _answer(self, run: Run, step: Step, rows: Rows, exit_index: int, following: int) -> None:
+    def _answer(
+        self, run: Run, step: StageStep, rows: Rows, exit_index: int, following: int
+    ) -> None:
         """Give the answers of some rows to their request."""
         number, (answer, confidence, _) = int(run.requests[rows[0]]), step.result
         assert answer is not None

@@ -1,4 +1,4 @@
-"""How models are executed."""
+"""The options of an engine, and of each model that it serves."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from offramp.engine.tensorrt.probe import parse_device
 RUN_THROUGH = PolicyName("run-through")
 _INFINITY = float("inf")
 CONTROLLERS = ("certified", "apparate", "static")
-"""What may watch a model in release and audit mode (:mod:`offramp.engine.control`)."""
+"""The controllers that a model may have in release and audit mode."""
 _ON_CPU = "onnxruntime"
 """The backend whose streams are the machine's cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """How one model is scheduled."""
+    """The options of one model: how it is scheduled, and how its policy is controlled."""
 
     scheduling: PolicyName = RUN_THROUGH
     """The scheduling policy (:data:`offramp.engine.scheduling.POLICIES`)."""
@@ -49,7 +49,7 @@ class ModelOptions:
     """The constraint: largest tolerated share of answers unlike the unmodified model's;
     ``None`` is what the bundle was compiled for."""
     confidence: float = 0.95
-    """Of certificate and upper bound."""
+    """With which certificate and upper bound hold."""
     audit_budget: float = 0.05
     """Largest share of all compute that audits may take (audit mode)."""
     ramp_budget: float | None = None
@@ -86,7 +86,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """How an engine executes: its device, and how each model is scheduled."""
+    """The options of an engine: its device and mode, and those of each model."""
 
     mode: Mode = Mode.LEAVE
     backend: str = "auto"
@@ -94,7 +94,7 @@ class EngineOptions:
     device: str = "cuda:0"
     """The GPU, for backends that use one."""
     precision: Precision | None = None
-    """Of TensorRT's engines; ``None`` is the least of those that were built."""
+    """The precision of TensorRT's engines; ``None`` is the least of those that were built."""
     graphs: bool = True
     """Whether such backends capture stages into CUDA graphs."""
     streams: int = 1
@@ -110,7 +110,7 @@ class EngineOptions:
     """Whether what a controller learned is kept beside the bundle, over restarts."""
     defaults: ModelOptions = field(default_factory=ModelOptions)
     models: Mapping[str, ModelOptions] = field(default_factory=dict)
-    """Of models that differ from ``defaults``, whole."""
+    """By name, of models that differ from ``defaults``, whole."""
 
     def __post_init__(self) -> None:
         """Refuse what could never serve."""
@@ -147,16 +147,16 @@ class EngineOptions:
             )
 
     def of(self, model: str) -> ModelOptions:
-        """How a model is scheduled."""
+        """Give the options of a model."""
         return self.models.get(model, self.defaults)
 
     def threads_per_stream(self) -> int:
-        """The threads asked for, or an equal share of the cores (at least one)."""
+        """Give the threads asked for, or an equal share of the cores (at least one)."""
         return self.threads or max(1, available_cores() // self.streams)
 
 
 def available_cores() -> int:
-    """Cores that this process may use."""
+    """Count the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -29,7 +29,7 @@ from offramp.engine.assembly import assemble
 
 
 class Mode(StrEnum):
-    """What happens to a sample that is sure enough at an exit."""
+    """The serving modes: what happens to a sample that is sure enough at an exit."""
 
     LEAVE = "leave"
     """It leaves the batch, and its further compute is saved (PAME, E3)."""
@@ -73,8 +73,8 @@ class StageSpec:
     """Least confidence to leave with, a float32 value (the policy's rounded up, so that none
     leaves below it); 0 in the last stage, where everything leaves."""
     bundle: Bundle | None = field(default=None, compare=False, repr=False)
-    """What it is a stage of, for backends that have more in a bundle than graphs; ``None`` while
-    there is none yet."""
+    """The stage's bundle, for backends that have more in one than graphs; ``None`` while there is
+    none yet."""
 
     @property
     def final(self) -> bool:

@@ -1,10 +1,10 @@
-"""Does a bundle's profile hold on this CPU? Checked when a bundle is loaded, and kept by CPU.
+"""The check whether a bundle's profile holds on this CPU, made when the bundle is loaded.
 
 A bundle is profiled where it is compiled. Another CPU is not only faster or slower: what borders
 and heads cost beside the model differs, and so whether exits pay. So source model and stages run
 in turns for a second or two (a few times at least, which takes longer where the model does), at a
 few batch sizes with nobody leaving, and the profile is scaled part by part to what was seen. What
-was measured is kept beside the bundle (it is no part of it).
+was measured is kept by CPU, beside the bundle (it is no part of it).
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 from offramp.bundle import Bundle, BundleError, Profile
 from offramp.bundle.bundle import CERTIFY
 from offramp.bundle.serde import from_plain, to_plain
-from offramp.certify.decision import count_answers, first_exit
-from offramp.certify.records import savings_of
+from offramp.certify import count_answers, first_exit, savings_of
 from offramp.engine.backends.base import Backend, Slot, TensorBatch
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control_state import identity_of
@@ -36,12 +35,12 @@ from offramp.engine.deployment import zeros
 from offramp.engine.options import available_cores
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, make_plan
-from offramp.engine.timing import Effort, Estimate, Timer, disturbances, repeats_of, time_rounds
+from offramp.engine.timing import Effort, Timer, disturbances, repeats_of, time_rounds
 
 _log = logging.getLogger(__name__)
 
 SUFFIX = ".measured.json"
-"""Of the file beside a bundle that keeps what was measured."""
+"""Suffix of the file beside a bundle that keeps what was measured."""
 LIMIT_S = 1.5
 """Time that the rounds of a model may take; its sessions are loaded besides."""
 _EFFORT = Effort(least=4, most=40, seconds=0.5 * LIMIT_S, half_width=0.01)
@@ -57,8 +56,8 @@ FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """Medians at one batch size."""
+class SeenTimes:
+    """Median times at one batch size."""
 
     batch_size: int
     source_ms: float
@@ -72,7 +71,7 @@ def profile_here(
     """Give the profile of a bundle on this CPU, measured if it is not known yet.
 
     Args:
-        bundle: Whose active exits are run.
+        bundle: Its source model and the stages of its policy are run.
         backend: ONNX Runtime on the CPU.
         compiled: The bundle's own profile.
         max_batch_size: Of those that will be served.
@@ -95,7 +94,7 @@ def profile_here(
 
 
 def fingerprint(bundle: Bundle, backend: Backend, max_batch_size: int) -> dict[str, str]:
-    """What a measurement holds for."""
+    """Name what a measurement holds for."""
     return {
         **identity_of(bundle),
         "cpu": _cpu_model(),
@@ -115,7 +114,7 @@ def measure(
     *,
     clock: Callable[[], float] = time.perf_counter,
     cpu_clock: Callable[[], float] = time.process_time,
-) -> tuple[list[Seen], tuple[str, ...]]:
+) -> tuple[list[SeenTimes], tuple[str, ...]]:
     """Run the source model and the stages of a plan in turns, at a few batch sizes.
 
     Returns:
@@ -142,14 +141,12 @@ def measure(
     finally:
         slot.close()
     seen = [
-        Seen(batch_size=size, source_ms=r.base().value, stages=tuple(map(_value, r.ratios())))
+        SeenTimes(
+            batch_size=size, source_ms=r.base().value, stages=tuple(e.value for e in r.ratios())
+        )
         for size, r in zip(sizes, found.rounds, strict=True)
     ]
     return seen, disturbances("stages", found.load, found.rounds)
-
-
-def _value(found: Estimate) -> float:
-    return found.value
 
 
 def sizes_within(
@@ -194,7 +191,7 @@ def _step_ms(
     return (clock() - started_s) * 1e3
 
 
-def scaled(compiled: Profile, plan: Plan, seen: Sequence[Seen]) -> Profile:
+def scaled(compiled: Profile, plan: Plan, seen: Sequence[SeenTimes]) -> Profile:
     """Scale a profile, part by part, to what was seen of a plan's stages.
 
     At each size seen: the source model by its own time, segments by how their stage's share of it
@@ -231,7 +228,7 @@ def _rows(table: FloatArray) -> tuple[tuple[float, ...], ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Factors:
-    """What was seen over what the profile says, at one batch size."""
+    """The ratios of what was seen to what the profile says, at one batch size."""
 
     source: float
     stages: tuple[float, ...]
@@ -242,7 +239,7 @@ class _Factors:
     """What all stages took beyond the source model; noise can make it negative."""
 
 
-def _factors(compiled: Profile, plan: Plan, seen: Seen) -> _Factors:
+def _factors(compiled: Profile, plan: Plan, seen: SeenTimes) -> _Factors:
     column = compiled.column(seen.batch_size)
     rows = seen.batch_size / compiled.batch_sizes[column]
     whole = compiled.source_ms[column]

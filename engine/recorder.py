@@ -1,4 +1,4 @@
-"""What becomes of every sample, kept in arrays until a controller reads it.
+"""The record of what exits and model said of served samples, kept until a controller reads it.
 
 Written by the streams' threads as samples pass, without a lock: every sample has a place of its
 own, by its sample id, in buffers that are made once. Read by one other thread, in the order in
@@ -13,8 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.certify.decision import MODEL_END
-from offramp.certify.observations import UNKNOWN, Observations
+from offramp.certify import MODEL_END, UNKNOWN, Observations
 
 CAPACITY: Final = 1 << 14
 """Samples remembered; a power of two."""
@@ -27,7 +26,7 @@ SampleIds = NDArray[np.int64]
 
 
 class Recorder:
-    """A ring of samples by sample id, and the coins that say who is audited."""
+    """A ring of samples by sample id, and the coins that say which are audited."""
 
     def __init__(self, exits: int, *, seed: int | None = None, capacity: int = CAPACITY) -> None:
         """Start empty, with audits of everything.
@@ -64,24 +63,22 @@ class Recorder:
 
     @property
     def exits(self) -> int:
-        """K."""
+        """K, all exits of the bundle."""
         return len(self._confidence)
 
     def start(self, sample_ids: SampleIds, version: int, *, forced: bool = False) -> None:
-        """Take note of samples that start, under which policy, and toss their coins.
+        """Record samples that start and the policy that they start under, and toss their coins.
 
         Args:
             sample_ids: [n].
             version: Of the policy.
             forced: Whether they will have to leave before the model's end.
         """
-        sample_ids = sample_ids[
-            self._sample_id[sample_ids & self._mask] <= sample_ids
-        ]  # tried again, too late
+        # A sample that is tried again so late that another one has its place is left out.
+        sample_ids = sample_ids[self._sample_id[sample_ids & self._mask] <= sample_ids]
         slots = sample_ids & self._mask
-        self._state[slots] = (
-            _RUNNING  # before the sample_id: a reader must not take the last owner's
-        )
+        # Before the sample id: a reader must not take the last owner's state for this one's.
+        self._state[slots] = _RUNNING
         self._confidence[:, slots] = np.nan
         self._prediction[:, slots] = UNKNOWN
         self._answered_at[slots] = MODEL_END
@@ -94,7 +91,7 @@ class Recorder:
         self._sample_id[slots] = sample_ids
 
     def runs_on(self, sample_ids: SampleIds) -> NDArray[np.bool_]:
-        """[n]: whose coin says that they run on after an early answer."""
+        """[n]: whether the sample's coin says that it runs on after an early answer."""
         chosen: NDArray[np.bool_] = self._runs_on[sample_ids & self._mask]
         return chosen
 
@@ -105,32 +102,32 @@ class Recorder:
         confidence: NDArray[np.float32],
         prediction: NDArray[np.int64],
     ) -> None:
-        """Take note of what an exit said of samples, whether it answered them or not."""
+        """Record what an exit said of samples, whether it answered them or not."""
         slots, mine = self._own(sample_ids)
         self._confidence[exit_index, slots] = confidence[mine]
         self._prediction[exit_index, slots] = prediction[mine]
 
     def answered(self, sample_ids: SampleIds, exit_index: int, forced: NDArray[np.bool_]) -> None:
-        """Take note of samples that an exit answered; ``forced`` [n] are below its threshold."""
+        """Record samples that an exit answered; ``forced`` [n] are below its threshold."""
         slots, mine = self._own(sample_ids)
         self._answered_at[slots] = exit_index
         self._forced[slots] |= forced[mine]
 
     def final(self, sample_ids: SampleIds, prediction: NDArray[np.int64]) -> None:
-        """Take note of what the model's end said of samples."""
+        """Record what the model's end said of samples."""
         slots, mine = self._own(sample_ids)
         self._final[slots] = prediction[mine]
 
     def finish(self, sample_ids: SampleIds) -> None:
-        """Say that no more will be known of samples."""
+        """Record that no more will be known of samples."""
         self._state[self._own(sample_ids)[0]] = _FINISHED
 
     def lose(self, sample_ids: SampleIds) -> None:
-        """Say that samples left otherwise than they were meant to: they are no evidence."""
+        """Record that samples left otherwise than they were meant to: they are no evidence."""
         self._state[self._own(sample_ids)[0]] = _LOST
 
     def take(self) -> Observations | None:
-        """What is known of the next samples, in the order in which they were started.
+        """Take what is known of the next samples, in the order in which they were started.
 
         ``None`` if the next one is still under way. One reader.
         """

@@ -30,8 +30,8 @@ _MOST, _LEAST_BOUND_S = 2.0, 1e-3
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Answers:
-    """Answers to the samples of a request, filled in as stages give them."""
+class RequestAnswers:
+    """The answers to the samples of a request, filled in as stages give them."""
 
     count: int
     values: NDArray[Any] | None = None
@@ -82,9 +82,9 @@ class Request:
     """Samples that neither have an answer nor were dropped."""
     following: int = 0
     """Answered samples that run on."""
-    first: Answers = field(init=False)
+    first: RequestAnswers = field(init=False)
     """What each sample was answered at first."""
-    final: Answers | None = None
+    final: RequestAnswers | None = None
     """What the model's end said of samples that ran on; ``None`` if none did."""
     exits: NDArray[np.int32] = field(init=False)
     """[count]: the exit that answered the sample; ``MODEL_END`` is the model's own answer."""
@@ -100,7 +100,7 @@ class Request:
     def __post_init__(self) -> None:
         """Start without any answer."""
         self.remaining = self.count
-        self.first = Answers(count=self.count)
+        self.first = RequestAnswers(count=self.count)
         self.exits = np.full(self.count, MODEL_END, np.int32)
         self.forced = np.zeros(self.count, np.bool_)
 
@@ -245,7 +245,7 @@ class RequestTable:
         request.policy_version = max(request.policy_version, policy_version)
         if following and request.followup is not None:
             request.following += following
-            request.final = request.final or Answers(count=request.count)
+            request.final = request.final or RequestAnswers(count=request.count)
         counters = self.counters.stages[exit_index]
         counters.answered += count
         counters.forced += int(np.count_nonzero(forced))

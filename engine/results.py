@@ -16,7 +16,7 @@ from offramp.engine.request_table import Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InferResult:
+class EngineResult:
     """The answer to one request of n samples."""
 
     outputs: Mapping[str, NDArray[Any]]
@@ -30,7 +30,7 @@ class InferResult:
     policy_version: int
 
 
-class AnswerKind(StrEnum):
+class ResultKind(StrEnum):
     """The kinds of answers that :meth:`Engine.infer_stream` gives."""
 
     ANSWER = "answer"
@@ -44,10 +44,10 @@ class AnswerKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamedResult(InferResult):
+class StreamResult(EngineResult):
     """One answer to a request, of which there may be two."""
 
-    kind: AnswerKind
+    kind: ResultKind
     final: NDArray[np.bool_]
     """[n]: whether the sample's answer is the unmodified model's."""
     corrected: NDArray[np.bool_]
@@ -71,23 +71,23 @@ class ModelInfo:
     """Name of the scheduling policy."""
 
 
-def first_result(output: str, request: Request) -> StreamedResult:
+def first_result(output: str, request: Request) -> StreamResult:
     """The first answer to a request, ``output`` being the model's own."""
     first = request.first
     assert first.values is not None
-    return StreamedResult(
+    return StreamResult(
         outputs={output: first.values},
         exits=request.exits,
         confidences=first.confidences,
         forced=request.forced,
         policy_version=request.policy_version,
-        kind=AnswerKind.ANSWER if request.final is None else AnswerKind.EARLY,
+        kind=ResultKind.ANSWER if request.final is None else ResultKind.EARLY,
         final=request.exits == MODEL_END,
         corrected=np.zeros(request.count, np.bool_),
     )
 
 
-def final_result(output: str, request: Request) -> StreamedResult:
+def final_result(output: str, request: Request) -> StreamResult:
     """The second answer: the first one, with the model's own answers where there are any."""
     first, final = request.first, request.final
     assert first.values is not None
@@ -97,13 +97,13 @@ def final_result(output: str, request: Request) -> StreamedResult:
     values, confidences = first.values.copy(), first.confidences.copy()
     values[known], confidences[known] = final.values[known], final.confidences[known]
     corrected = values.argmax(axis=1) != first.values.argmax(axis=1)
-    return StreamedResult(
+    return StreamResult(
         outputs={output: values},
         exits=np.where(known, np.int32(MODEL_END), request.exits),
         confidences=confidences,
         forced=request.forced,
         policy_version=request.policy_version,
-        kind=AnswerKind.CORRECTION if corrected.any() else AnswerKind.CONFIRMATION,
+        kind=ResultKind.CORRECTION if corrected.any() else ResultKind.CONFIRMATION,
         final=known | (request.exits == MODEL_END),
         corrected=corrected,
     )

@@ -1,4 +1,4 @@
-"""A model as it was loaded from its bundle: its facts, first deployment, scheduler, and control."""
+"""Served models as they are loaded from bundles: facts, first deployment, scheduler, control."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from offramp.engine.scheduling import (
 _log = logging.getLogger(__name__)
 
 _TIMED_RUNS = 5
-"""Runs whose fastest says how fast this machine is, against the profile."""
+"""Timed runs, the fastest of which tells this machine's speed against the profile's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelControl:
-    """What observes a model while it serves, and changes its policy."""
+    """The control of a model: what observes it while it serves, and changes its policy."""
 
     controller: Controller
     recorder: Recorder
@@ -65,7 +65,7 @@ class ServedModel:
     mode: Mode
     options: ModelOptions
     deployment: Deployment
-    """To start with."""
+    """The one to start with."""
     scheduler: ModelScheduler
     """Made for that deployment."""
     good_inputs: Mapping[str, NDArray[Any]]
@@ -150,7 +150,7 @@ class ServedModel:
 
 
 def _profile(name: str, bundle: Bundle, backend: Backend, options: EngineOptions) -> Profile:
-    """What the model's parts take where it is served, as far as that can be measured."""
+    """Give the profile of the model where it is served, as far as that can be measured."""
     compiled, largest = bundle.profile(), options.of(name).max_batch_size
     try:
         if not backend.on_cpu:

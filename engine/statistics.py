@@ -28,7 +28,7 @@ BATCH_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Histogram:
-    """Counts per bucket (not cumulative), and the sum."""
+    """A histogram: counts per bucket (not cumulative), and the sum."""
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
@@ -38,7 +38,7 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """Observations."""
+        """Number of observations."""
         return sum(self.counts)
 
     @property
@@ -60,7 +60,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageStatistics:
-    """One place where answers come from: an exit in use, or that was, or the model's end."""
+    """The counts of one exit that is in use, or once was, or of the model's end."""
 
     label: str
     """``exit 3`` or ``final``."""
@@ -78,7 +78,7 @@ class StageStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountersSnapshot:
-    """Everything counted since the model was loaded, of one instant.
+    """A snapshot of everything counted since the model was loaded.
 
     ``samples`` is ``answered + queued + in_flight`` and the samples in ``failed`` that were
     accepted (all causes but ``rejected``).

@@ -9,7 +9,7 @@ GIVE_UP_AFTER = 5
 
 
 class StreamHealth:
-    """Failures in a row of each stream; not locked.
+    """Counts the failures in a row of each stream; not locked.
 
     A single failure is most often a request's own fault: it is tried again, alone, and fails
     again. From the second in a row on the stream itself is suspected: it has to run a batch that
@@ -21,7 +21,7 @@ class StreamHealth:
     """
 
     def __init__(self, streams: int) -> None:
-        """All are well."""
+        """Start with all streams well."""
         self._failures = [0] * streams
         self._failed_starts = [0] * streams
         self._fruitless = [0] * streams
@@ -31,12 +31,12 @@ class StreamHealth:
 
     @property
     def streams(self) -> int:
-        """How many there are."""
+        """How many streams there are."""
         return len(self._failures)
 
     @property
     def in_service(self) -> int:
-        """How many can run something."""
+        """How many streams can run something."""
         return self._failed_starts.count(0)
 
     @property

@@ -1,8 +1,8 @@
-"""Times that hold on a busy machine: paired rounds, and estimates with a spread.
+"""Timing that holds on a busy machine: paired rounds, and estimates with a spread.
 
-Everything that is compared runs once a round, and is compared within
-the round: with the model timed a moment before or after, at the same clock rate and beside the
-same neighbours. Medians over rounds then ignore rounds in which something else got in between.
+Everything that is compared runs once a round, and is compared within the round: with the model
+timed a moment before or after, at the same clock rate and beside the same neighbours. Medians over
+rounds then ignore rounds in which something else got in between.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Timer = Callable[[], float]
 
 WARM_UP_ROUNDS = 2
 LEVEL = 0.95
-"""Of every interval."""
+"""The confidence level of every interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How long to measure: until it is narrow enough, or time is up."""
+    """How long to measure: until estimates are narrow enough, or time is up."""
 
     least: int = 6
     """Sweeps over all batch sizes that are always run."""
@@ -104,7 +104,7 @@ def _rank(rounds: int) -> int:
 
 @dataclass(slots=True)
 class Sweeps:
-    """Decides which system runs next, and when there was enough of it.
+    """The order in which systems are run, sweep after sweep, and the rule that ends it.
 
     A sweep visits every batch size, so that whatever disturbs the machine for a while does so at
     all of them. Within a round the systems take turns in being first, since whoever is first
@@ -146,12 +146,12 @@ def repeats_of(batch_sizes: Sequence[int], most: int = 4) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """What the machine did during some sweeps."""
+class MachineLoad:
+    """The load of the machine during some sweeps."""
 
     wall_s: float
     own_cpu_s: float
-    """Of this process, all threads."""
+    """Seconds of this process, of all its threads."""
 
     @property
     def own_share(self) -> float:
@@ -164,7 +164,7 @@ class Timed:
     """Rounds by batch size, and what the machine did meanwhile."""
 
     rounds: tuple[Rounds, ...]
-    load: Load
+    load: MachineLoad
 
 
 def time_rounds(
@@ -205,7 +205,7 @@ def time_rounds(
         rounds = [Rounds(times_ms=np.array(of_size)) for of_size in times]
         if sweeps.done <= effort.least:
             progress(1)
-    load = Load(wall_s=clock() - started_s, own_cpu_s=cpu_clock() - started_cpu_s)
+    load = MachineLoad(wall_s=clock() - started_s, own_cpu_s=cpu_clock() - started_cpu_s)
     return Timed(rounds=tuple(rounds), load=load)
 
 
@@ -214,7 +214,7 @@ MOST_SPREAD = 0.05
 MOST_DRIFT = 0.05
 
 
-def disturbances(what: str, load: Load, rounds: Sequence[Rounds]) -> tuple[str, ...]:
+def disturbances(what: str, load: MachineLoad, rounds: Sequence[Rounds]) -> tuple[str, ...]:
     """Say in what ways a machine was disturbed while it was measured; empty if it was not.
 
     Args:
@@ -243,7 +243,7 @@ def _relative(found: Estimate) -> float:
 
 
 def _drift(times_ms: FloatArray) -> float:
-    """How much slower the second half was, as a share."""
+    """Give how much slower the second half was, as a share."""
     half = len(times_ms) // 2
     if not half:
         return 0.0

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import TensorSpec
-from offramp.engine.errors import InvalidInputError, UnknownModelError
-from offramp.engine.results import AnswerKind, InferResult, ModelInfo, StreamedResult
+from offramp.engine.errors import BadInputError, ModelNotServedError
+from offramp.engine.results import EngineResult, ModelInfo, ResultKind, StreamResult
 from offramp.proto.messages import (
     InferParameter,
     ModelConfig,
@@ -63,8 +63,8 @@ def read_request(
         time_remaining_s: What gRPC's deadline leaves; ``None`` without one.
 
     Raises:
-        UnknownModelError: It names another version than ours.
-        InvalidInputError: A tensor, an output name or a parameter is wrong.
+        ModelNotServedError: It names another version than ours.
+        BadInputError: A tensor, an output name or a parameter is wrong.
     """
     check_version(request.model_name, request.model_version)
     return InferCall(
@@ -79,10 +79,10 @@ def check_version(model: str, version: str) -> None:
     """Refuse any version but ours.
 
     Raises:
-        UnknownModelError
+        ModelNotServedError
     """
     if version not in {"", MODEL_VERSION}:
-        raise UnknownModelError(
+        raise ModelNotServedError(
             f"model {model!r} has no version {version!r}; "
             f"leave the version empty or send {MODEL_VERSION!r}"
         )
@@ -94,14 +94,14 @@ def _inputs(request: ModelInferRequest) -> dict[str, NDArray[Any]]:
     try:
         return decode_tensors(request.inputs, request.raw_input_contents)
     except TensorError as error:
-        raise InvalidInputError(str(error)) from error
+        raise BadInputError(str(error)) from error
 
 
 def _requested_outputs(request: ModelInferRequest, model: ModelInfo) -> tuple[str, ...]:
     known = tuple(tensor.name for tensor in model.outputs)
     for tensor in request.outputs:
         if tensor.name not in known:
-            raise InvalidInputError(
+            raise BadInputError(
                 f"model {model.name!r} has no output {tensor.name!r}; it has {', '.join(known)}"
             )
         refused = ("shared_memory_region", "classification")
@@ -113,7 +113,7 @@ def _refuse(parameters: Mapping[str, InferParameter], what: str, names: Sequence
     """Refuse the parameters that change where or what a tensor is; others are hints."""
     for name in names:
         if name in parameters:
-            raise InvalidInputError(
+            raise BadInputError(
                 f"{what} has the parameter {name!r}, which is not supported; "
                 "tensors travel whole, inside the message"
             )
@@ -141,7 +141,7 @@ def _integer(parameters: Mapping[str, InferParameter], name: str, meaning: str) 
     kind = parameters[name].WhichOneof("parameter_choice") or "empty"
     value = getattr(parameters[name], kind, None)
     if kind not in {"int64_param", "uint64_param"} or not isinstance(value, int) or value < 0:
-        raise InvalidInputError(
+        raise BadInputError(
             f"parameter {name!r} is {value!r} ({kind}); "
             f"expected int64_param or uint64_param, at least 0 ({meaning})"
         )
@@ -149,7 +149,7 @@ def _integer(parameters: Mapping[str, InferParameter], name: str, meaning: str) 
 
 
 def write_response(
-    request: ModelInferRequest, result: InferResult, outputs: Sequence[str]
+    request: ModelInferRequest, result: EngineResult, outputs: Sequence[str]
 ) -> ModelInferResponse:
     """The response to ``request``: the named outputs, raw, and where each sample's came from."""
     response = _response_to(request)
@@ -161,7 +161,7 @@ def write_response(
 
 
 def write_streamed(
-    request: ModelInferRequest, result: StreamedResult, outputs: Sequence[str]
+    request: ModelInferRequest, result: StreamResult, outputs: Sequence[str]
 ) -> ModelStreamInferResponse:
     """The response that carries one of the results of a request on a stream.
 
@@ -170,7 +170,7 @@ def write_streamed(
     """
     response = write_response(request, result, outputs)
     response.parameters["offramp_answer"].string_param = result.kind.value
-    _end(response, final=result.kind is not AnswerKind.EARLY)
+    _end(response, final=result.kind is not ResultKind.EARLY)
     if result.corrected.any():
         response.parameters["offramp_corrected"].string_param = _flags(result.corrected)
     return ModelStreamInferResponse(infer_response=response)
@@ -236,7 +236,7 @@ def _end(response: ModelInferResponse, *, final: bool) -> None:
     response.parameters["triton_final_response"].bool_param = final
 
 
-def _write_parameters(response: ModelInferResponse, result: InferResult) -> None:
+def _write_parameters(response: ModelInferResponse, result: EngineResult) -> None:
     """Parameters hold scalars and strings only: what is per sample is joined by commas.
 
     ``offramp_forced``, 0 or 1 a sample, is there only where the promise does not hold for one.

@@ -118,7 +118,7 @@ _CONTROL_GAUGES: Final[_Readings] = {
     ),
     "offramp_disagreement_confidence_ratio": (
         "Confidence of upper bound and certificate.",
-        "confidence",
+        "confidence_level",
     ),
     "offramp_audit_probability_ratio": (
         "Probability that a sample answered early runs on to be compared.",

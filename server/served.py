@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from offramp.engine.results import InferResult, ModelInfo, StreamedResult
+from offramp.engine.results import EngineResult, ModelInfo, StreamResult
 from offramp.engine.statistics import ModelStatistics
 
 
@@ -25,7 +25,7 @@ class ServedEngine(Protocol):
         *,
         deadline_s: float | None = None,
         priority: int = 0,
-    ) -> InferResult:
+    ) -> EngineResult:
         """Answer a request; cancelling the awaiting task withdraws it."""
         ...
 
@@ -36,7 +36,7 @@ class ServedEngine(Protocol):
         *,
         deadline_s: float | None = None,
         priority: int = 0,
-    ) -> AsyncGenerator[StreamedResult, None]:
+    ) -> AsyncGenerator[StreamResult, None]:
         """Answer a request once or twice; closing the iterator withdraws it."""
         ...
 
@@ -45,7 +45,7 @@ class ServedEngine(Protocol):
         ...
 
     def model(self, name: str) -> ModelInfo:
-        """One served model, or UnknownModelError."""
+        """Give one served model, or raise ModelNotServedError."""
         ...
 
     def ready(self, model: str | None = None) -> bool:

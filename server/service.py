@@ -14,8 +14,8 @@ import grpc.aio
 from google.protobuf.descriptor import MethodDescriptor
 
 from offramp import __version__
-from offramp.engine.errors import EngineError, UnknownModelError
-from offramp.engine.results import AnswerKind
+from offramp.engine.errors import EngineError, ModelNotServedError
+from offramp.engine.results import ResultKind
 from offramp.proto import messages
 from offramp.proto.descriptors import FILE, SERVICE
 from offramp.proto.messages import ModelInferRequest, ModelStreamInferResponse
@@ -94,7 +94,7 @@ class RequestStream:
         more = False
         async with aclosing(results):  # withdraws the request, should the client leave
             async for result in results:
-                more = result.kind is AnswerKind.EARLY
+                more = result.kind is ResultKind.EARLY
                 await self._send(write_streamed(request, result, call.outputs))
         if more:  # the final answer was lost: nobody shall wait for it
             await self._send(write_end(request))
@@ -153,7 +153,7 @@ class InferenceService:
         try:
             check_version(request.name, request.version)
             self._engine.model(request.name)
-        except UnknownModelError:
+        except ModelNotServedError:
             return messages.ModelReadyResponse(ready=False)
         return messages.ModelReadyResponse(ready=self._engine.ready(request.name))
 

@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from offramp.bundle import NEVER, ActiveExit, Answer, ExitPolicy, Promise, TensorSpec
 from offramp.engine.control.controller import ControlStatus, Evidence
 from offramp.engine.errors import (
+    BadInputError,
     DeadlineExceededError,
     DrainingError,
-    InvalidInputError,
-    UnknownModelError,
+    ModelNotServedError,
 )
 from offramp.engine.plan import Mode
-from offramp.engine.results import AnswerKind, InferResult, ModelInfo, StreamedResult
+from offramp.engine.results import EngineResult, ModelInfo, ResultKind, StreamResult
 from offramp.engine.statistics import (
     BATCH_BOUNDS,
     HISTOGRAM_BOUNDS_S,
@@ -74,7 +74,7 @@ def fake_control(evidence: Evidence) -> ControlStatus:
     known = ControlStatus(
         controller="certified",
         max_disagreement=0.01,
-        confidence=0.95,
+        confidence_level=0.95,
         evidence=evidence,
         disagreement=0.0024,
         disagreement_upper_bound=0.0083,
@@ -95,7 +95,7 @@ def fake_control(evidence: Evidence) -> ControlStatus:
                 known, disagreement=None, disagreement_upper_bound=1.0, observed=310, audited=14,
                 disagreed=0, tunings=0, adjustments=0, audit_probability=0.2, state="starting",
             )  # fmt: skip
-        case Evidence.CAUTIOUS:
+        case Evidence.CONSERVATIVE:
             return replace(
                 known, disagreement=0.0, disagreement_upper_bound=0.0, disagreed=37, alarms=1,
                 audit_probability=1.0, state="recovering: 312 of about 480 samples",
@@ -167,7 +167,7 @@ class FakeEngine:
         *,
         deadline_s: float | None = None,
         priority: int = 0,
-    ) -> InferResult:
+    ) -> EngineResult:
         """Answer as the class says, after ``hold``."""
         call = FakeCall(model=model, inputs=inputs, deadline_s=deadline_s, priority=priority)
         return await self._first_answer(call)
@@ -179,12 +179,12 @@ class FakeEngine:
         *,
         deadline_s: float | None = None,
         priority: int = 0,
-    ) -> AsyncGenerator[StreamedResult, None]:
+    ) -> AsyncGenerator[StreamResult, None]:
         """Answer as the class says, after ``hold``; and once more after ``hold_final``."""
         call = FakeCall(model=model, inputs=inputs, deadline_s=deadline_s, priority=priority)
         first = await self._first_answer(call)
         followed = self._followed(first.exits)
-        yield _streamed(first, AnswerKind.EARLY if followed.any() else AnswerKind.ANSWER)
+        yield _streamed(first, ResultKind.EARLY if followed.any() else ResultKind.ANSWER)
         if not followed.any():
             return
         await self._run_on(int(followed.sum()))
@@ -196,12 +196,12 @@ class FakeEngine:
         return self.served
 
     def model(self, name: str) -> ModelInfo:
-        """One served model, or UnknownModelError."""
+        """One served model, or ModelNotServedError."""
         for info in self.served:
             if info.name == name:
                 return info
         names = ", ".join(info.name for info in self.served)
-        raise UnknownModelError(f"no model {name!r} is served; served: {names}")
+        raise ModelNotServedError(f"no model {name!r} is served; served: {names}")
 
     def ready(self, model: str | None = None) -> bool:
         """Until it drains, and for models that are there and in service."""
@@ -227,7 +227,7 @@ class FakeEngine:
         """Note that it was closed."""
         self.closed = True
 
-    async def _first_answer(self, call: FakeCall) -> InferResult:
+    async def _first_answer(self, call: FakeCall) -> EngineResult:
         info = self.model(call.model)
         self.calls.append(call)
         self._check(info, call.inputs)
@@ -260,7 +260,7 @@ class FakeEngine:
         if self.failure is not None:
             raise self.failure
         if wrong := check_tensors(info.inputs, inputs):
-            raise InvalidInputError(f"{info.name}: {wrong}")
+            raise BadInputError(f"{info.name}: {wrong}")
 
     async def _held(self, samples: int, deadline_s: float | None) -> None:
         if self.hold is None:
@@ -280,7 +280,7 @@ class FakeEngine:
             if not self.waiting:
                 self.idle.set()
 
-    def _answer(self, x: NDArray[Any]) -> InferResult:
+    def _answer(self, x: NDArray[Any]) -> EngineResult:
         confidences = x[:, 3].astype(np.float32)
         sure = confidences >= THRESHOLD
         forced = ~sure & self.hurried
@@ -289,7 +289,7 @@ class FakeEngine:
         self.answered[0] += early
         self.answered[1] += len(x) - early
         self.forced += int(forced.sum())
-        return InferResult(
+        return EngineResult(
             outputs={"logits": x[:, :3]},
             exits=exits,
             confidences=confidences,
@@ -298,8 +298,8 @@ class FakeEngine:
         )
 
     def _statistics(self) -> ModelStatistics:
-        cautious = self.control is not None and self.control.evidence is Evidence.CAUTIOUS
-        threshold = NEVER if cautious else THRESHOLD
+        conservative = self.control is not None and self.control.evidence is Evidence.CONSERVATIVE
+        threshold = NEVER if conservative else THRESHOLD
         places = (("exit 0", threshold, self.forced), ("final", 0.0, 0))
         return ModelStatistics(
             mode=self.mode.value,
@@ -336,19 +336,19 @@ class FakeEngine:
         )
 
 
-def _streamed(result: InferResult, kind: AnswerKind) -> StreamedResult:
+def _streamed(result: EngineResult, kind: ResultKind) -> StreamResult:
     """A result that corrects nothing."""
-    known = {item.name: getattr(result, item.name) for item in fields(InferResult)}
+    known = {item.name: getattr(result, item.name) for item in fields(EngineResult)}
     corrected = np.zeros(len(result.exits), np.bool_)
-    return StreamedResult(**known, kind=kind, final=result.exits < 0, corrected=corrected)
+    return StreamResult(**known, kind=kind, final=result.exits < 0, corrected=corrected)
 
 
-def _final(first: InferResult, followed: NDArray[np.bool_], *, mistaken: bool) -> StreamedResult:
+def _final(first: EngineResult, followed: NDArray[np.bool_], *, mistaken: bool) -> StreamResult:
     logits = first.outputs["logits"].copy()
     if mistaken:
         logits[followed] = logits[followed, ::-1]
     corrected = logits.argmax(axis=1) != first.outputs["logits"].argmax(axis=1)
-    kind = AnswerKind.CORRECTION if corrected.any() else AnswerKind.CONFIRMATION
+    kind = ResultKind.CORRECTION if corrected.any() else ResultKind.CONFIRMATION
     exits = np.where(followed, np.int32(-1), first.exits)
     known = _streamed(replace(first, outputs={"logits": logits}, exits=exits), kind)
     return replace(known, corrected=corrected)

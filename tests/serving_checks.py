@@ -20,7 +20,7 @@ from offramp.engine.errors import BackendError
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, make_plan
-from offramp.engine.results import InferResult
+from offramp.engine.results import EngineResult
 from offramp.engine.scheduling import make_policy
 
 MODEL = "m"
@@ -65,7 +65,7 @@ class Truth:
         return {name: array[rows] for name, array in self.inputs.items()}
 
     def check(
-        self, result: InferResult, rows: NDArray[np.intp], policies: list[ExitPolicy]
+        self, result: EngineResult, rows: NDArray[np.intp], policies: list[ExitPolicy]
     ) -> None:
         """Every row answered as the CPU does at that exit, under one of the policies."""
         (found,) = result.outputs.values()

@@ -29,6 +29,7 @@ from offramp.compiler.engines.profiles import ModelShapes, SizedProfile, Sizes, 
 from offramp.compiler.engines.units import Unit, UnitGraphs
 from offramp.compiler.engines.verification import Verifier
 from offramp.compiler.errors import CompileError, EngineBuildError, EngineOptionsError
+from offramp.compiler.graph import Dataflow
 from offramp.compiler.progress import Advance, Progress
 
 Status: TypeAlias = Literal["built", "fresh", "failed"]
@@ -157,7 +158,8 @@ class EngineWork:
 
     def _plan_unit(self, unit: Unit, store: EngineStore, *, rebuild: bool) -> PlannedEngine:
         graph = self.graphs.of(unit)
-        profiles = unit_profiles(_inputs_of(graph), self.sizes, self.shapes)
+        inputs = Dataflow(onnx.load_from_string(graph).graph).inputs
+        profiles = unit_profiles(inputs, self.sizes, self.shapes)
         shapes = [profile.shapes for profile in profiles]
         parts = parts_digest(self.bundle.manifest, *unit)
         key = engine_key(store.index.target, self.settings, graph, shapes, parts=parts)
@@ -208,11 +210,14 @@ class EngineWork:
         store: EngineStore,
         advance: Advance,
     ) -> Built:
+        timing_cache = b""
+        with contextlib.suppress(BundleError):  # a damaged one only costs time
+            timing_cache = store.read_timing_cache()
         built = builder.build(
             graph,
             [profile.shapes for profile in plan.profiles],
             self.settings,
-            timing_cache=_timing_cache(store),
+            timing_cache=timing_cache,
             progress=outermost(advance),
         )
         if built.timing_cache:
@@ -281,19 +286,6 @@ def _staleness(store: EngineStore, unit: Unit, key: dict[str, str]) -> str:
     except BundleError:
         return "its file is missing or was altered"
     return ""
-
-
-def _timing_cache(store: EngineStore) -> bytes:
-    """A damaged one is as good as none: it only saves time."""
-    with contextlib.suppress(BundleError):
-        return store.read_timing_cache()
-    return b""
-
-
-def _inputs_of(graph: bytes) -> list[str]:
-    proto = onnx.load_from_string(graph).graph
-    weights = {tensor.name for tensor in proto.initializer}
-    return [info.name for info in proto.input if info.name not in weights]
 
 
 def _failure(unit: Unit, error: Exception) -> UnitResult:

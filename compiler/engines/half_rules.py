@@ -69,7 +69,7 @@ class Slots(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What of a graph is computed in half precision."""
+    """The choice of what in a graph is computed in half precision."""
 
     halved: dict[int, Slots]
     """Operators by their index."""
@@ -151,10 +151,11 @@ def _slots(
     """Which positions become float16; ``None`` if the operator cannot be computed in it."""
     if any(name and name not in types for name in (*node.input, *node.output)):
         return None  # what is not understood is left alone
-    if node.op_type == "Cast" and node.domain == "":
-        return _cast_slots(node, floats)
+    is_cast = node.op_type == "Cast" and node.domain == ""
+    if is_cast and node.input[0] not in floats:
+        return Slots(frozenset(), frozenset({0} if node.output[0] in floats else ()))
     variables = _type_variables(node.op_type, node.domain, opset)
-    if variables is None:
+    if variables is None or is_cast:  # indices that were floats must not be rounded
         return None
     reads, writes, takes_half = variables
     inputs, bound = set(), set()
@@ -170,12 +171,6 @@ def _slots(
     if any(writes[min(place, len(writes) - 1)] not in bound for place in outputs):
         return None  # the type follows from an attribute, such as that of ConstantOfShape
     return Slots(frozenset(inputs), frozenset(outputs))
-
-
-def _cast_slots(node: onnx.NodeProto, floats: set[str]) -> Slots | None:
-    if node.input[0] in floats:
-        return None  # indices that were floats must not be rounded
-    return Slots(frozenset(), frozenset({0} if node.output[0] in floats else ()))
 
 
 @cache

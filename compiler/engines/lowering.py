@@ -18,7 +18,7 @@ from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import (
     bodies,
     captured_names,
-    copied,
+    constant_tensor,
     default_opset,
     is_standard,
     refill,
@@ -110,7 +110,7 @@ class _Lowering:
         return moved
 
     def _schemas(self, node: onnx.NodeProto) -> tuple[onnx.defs.OpSchema, onnx.defs.OpSchema]:
-        """As the model means the operator, and as of opset 17."""
+        """Give an operator's schema as the model means it, and as of opset 17."""
         new = onnx.defs.get_schema(node.op_type, self._opset)
         try:
             return new, onnx.defs.get_schema(node.op_type, OPSET)
@@ -185,14 +185,6 @@ def _named(node: onnx.NodeProto) -> str:
     return f"operator {node.name or node.output[0]!r}"
 
 
-_PLAIN = {
-    "value_float": np.float32,
-    "value_floats": np.float32,
-    "value_int": np.int64,
-    "value_ints": np.int64,
-}
-
-
 def folded(model: bytes) -> bytes:
     """Give a serialised model without ``Constant`` nodes, as :func:`fold_constants` does."""
     proto = onnx.ModelProto.FromString(model)
@@ -218,19 +210,3 @@ def fold_constants(graph: onnx.GraphProto) -> None:
         for body in bodies(node):
             fold_constants(body)
     refill(graph.node, kept)
-
-
-def constant_tensor(node: onnx.NodeProto) -> onnx.TensorProto | None:
-    """What a ``Constant`` node gives, under the name of its output; ``None`` for other nodes."""
-    if node.op_type != "Constant" or not is_standard(node):
-        return None
-    attribute = node.attribute[0]
-    if attribute.name == "value":
-        tensor = copied(attribute.t)
-    elif attribute.name in _PLAIN:
-        value = onnx.helper.get_attribute_value(attribute)
-        tensor = numpy_helper.from_array(np.asarray(value, _PLAIN[attribute.name]))
-    else:
-        return None
-    tensor.name = node.output[0]
-    return tensor

@@ -1,23 +1,40 @@
-"""Proof that an engine computes what its graph does: it is run beside ONNX Runtime on the CPU."""
+"""Proof that an engine computes what its graph does, and what a precision costs in answers.
+
+Engines are run beside ONNX Runtime on the CPU. What a precision costs is measured before any is
+built: a promise ("disagreement with the source model stays within 1 %") was certified in float32,
+and in float16 or int8 other samples leave early and the model itself answers some otherwise. So
+the exit policy's stages are run in the precision, beside the float32 source model, on ONNX Runtime,
+where Q/DQ pairs are computed as they are written, and float16 as
+:func:`~offramp.compiler.engines.halving.rounded` writes it out. That is the arithmetic the graphs
+ask for; TensorRT rounds a little differently at places.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from offramp.bundle import Bundle
+from offramp.bundle import Bundle, Promise
+from offramp.bundle.bundle import CERTIFY
 from offramp.bundle.engines import Precision
 from offramp.calibration.dataset import Dataset
+from offramp.calibration.errors import DataError
+from offramp.calibration.quantization import RANGE_SAMPLES, Ranges
+from offramp.calibration.running import BATCH_SIZE, run_over
+from offramp.certify.binomial import binomial_cdf, upper_bound
 from offramp.compiler.engines.halving import rounded
 from offramp.compiler.engines.profiles import ModelShapes, Point, SizedProfile, bound
-from offramp.compiler.engines.units import Unit
-from offramp.compiler.errors import EngineBuildError
+from offramp.compiler.engines.units import Unit, UnitGraphs
+from offramp.compiler.errors import EngineBuildError, VerificationError
 from offramp.compiler.runtime import GraphRunner, random_inputs, relative_difference
 from offramp.engine.assembly import assemble
+from offramp.engine.exit_check import exits
+from offramp.engine.plan import Mode, StageSpec, make_plan
 
 TOLERANCES: Mapping[Precision, float] = {
     "fp32": 1e-3,  # sums in another order, through all layers of a model
@@ -137,3 +154,221 @@ class Verifier:
             if all(cut[name].shape == shape for name, shape in shapes.items()):
                 return cut
         return dict(random_inputs(bound(self._source, shapes), point.batch, seed=self._seed))
+
+
+Verdict: TypeAlias = Literal["kept", "open", "broken"]
+
+_RECOGNISED = 200
+"""Samples by which a split is recognised."""
+_OPSETS_AS_THEY_ARE = "10"
+
+
+class PrecisionData(NamedTuple):
+    """Disjoint samples to set a precision with and to judge it on.
+
+    Ranges are not judged on what they were measured on.
+    """
+
+    ranges: Dataset
+    judged: Dataset
+    unseen: bool
+    """Whether ``judged`` is known to hold nothing that heads or thresholds were fitted on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionCheck:
+    """How often answers in a precision differ from those of the float32 source model."""
+
+    precision: Precision
+    samples: int
+    """Samples that everything here was measured on."""
+    unseen: bool
+    """Whether the samples are known to hold nothing that heads or thresholds were fitted on."""
+    source_differs: int
+    """Samples that the source model in this precision answers otherwise, without exits."""
+    policy_differs: int
+    """Samples that the bundle's policy in this precision answers otherwise."""
+    policy_differs_fp32: int
+    """The same in float32: what exits cost by themselves."""
+    promise: Promise | None
+    """The bundle's, which was certified in float32."""
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The verdict on the promise by exact binomial tests at its confidence level.
+
+        ``kept``: these samples certify it in this precision. ``broken``: they disprove it.
+        ``open``: they do neither. ``None``: there is no promise.
+        """
+        if self.promise is None:
+            return None
+        bound, alpha = self.promise.max_disagreement, 1 - self.promise.confidence
+        if binomial_cdf(self.policy_differs, self.samples, bound) <= alpha:
+            return "kept"
+        as_many = 1 - binomial_cdf(self.policy_differs - 1, self.samples, bound)
+        return "broken" if as_many <= alpha else "open"
+
+    def describe(self) -> str:
+        """One or two sentences for the command line."""
+        text = (
+            f"{self.precision}: of {self.samples:,} samples the model answers "
+            f"{_share(self.source_differs, self.samples)} unlike in fp32, the exits' policy "
+            f"{_share(self.policy_differs, self.samples)} unlike the fp32 model "
+            f"(in fp32: {_share(self.policy_differs_fp32, self.samples)})"
+        )
+        if self.promise is not None:
+            most = upper_bound(self.policy_differs, self.samples, self.promise.confidence)
+            promised = f"{self.promise.max_disagreement:.2%} at {self.promise.confidence:.0%}"
+            said = {
+                "kept": f"the promise ({promised}) holds",
+                "open": f"the promise ({promised}) is neither certified nor disproved: at most "
+                f"{most:.2%} at that confidence",
+                "broken": f"the promise ({promised}) is broken",
+            }
+            assert self.verdict is not None
+            text += f"; {said[self.verdict]}"
+        seen = "" if self.unseen else " Some of these samples may have trained the exits."
+        return f"{text}.{seen}"
+
+    def demand(self) -> None:
+        """Insist that the promise is not disproved.
+
+        Raises:
+            VerificationError: It is.
+        """
+        if self.verdict == "broken":
+            raise VerificationError(
+                f"{self.describe()} Build with a finer --precision (fp16, tf32 or fp32), or add "
+                "--accept-disagreement to serve it all the same"
+            )
+
+
+def part_data(
+    bundle: Bundle, dataset: Dataset, *, seed: int = 0, threads: int = 1
+) -> PrecisionData:
+    """Part samples into those that set ranges and those that judge.
+
+    Of the data that the bundle was compiled with, the certify split judges: nothing was fitted
+    on it. It is found again with the seed of the compilation, and recognised by what the source
+    model answered. Other data are parted in two halves by a seeded permutation; they count as
+    unseen, as nothing of the bundle was made with them.
+
+    Raises:
+        DataError: Fewer than two samples.
+    """
+    if len(dataset) < 2:
+        raise DataError(f"{len(dataset)} samples are too few to measure and to judge; give 1,000")
+    order = np.random.default_rng(seed).permutation(len(dataset))
+    made_with = bundle.manifest.calibration
+    own = dataset.sha256 == made_with.data_sha256
+    fitted = made_with.train_samples + made_with.tune_samples
+    if own and fitted + made_with.certify_samples == len(dataset) and fitted:
+        judged = dataset.subset(np.sort(order[fitted:]))
+        if _is_certify_split(bundle, judged, threads):
+            ranges = dataset.subset(np.sort(order[:fitted][:RANGE_SAMPLES]))
+            return PrecisionData(ranges, judged, unseen=True)
+    half = len(dataset) // 2
+    ranges = dataset.subset(np.sort(order[:half][:RANGE_SAMPLES]))
+    return PrecisionData(ranges, dataset.subset(np.sort(order[half:])), unseen=not own)
+
+
+def measure_precision(
+    bundle: Bundle,
+    precision: Precision,
+    ranges: Ranges | None,
+    dataset: Dataset,
+    *,
+    unseen: bool,
+    threads: int = 1,
+) -> PrecisionCheck:
+    """Run the source model and the policy's stages in a precision, and compare with float32.
+
+    All samples are run, four times. ``ranges``, for ``int8``, are not measured on ``dataset``;
+    ``unseen`` is what :class:`PrecisionData` says of it.
+
+    Raises:
+        DataError: The model fails on a sample.
+    """
+    graphs = UnitGraphs(bundle, precision, ranges=ranges, tensorrt_version=_OPSETS_AS_THEY_ARE)
+    plain = UnitGraphs(bundle, "fp32", tensorrt_version=_OPSETS_AS_THEY_ARE)
+    off, policy = (make_plan(bundle, mode=mode).stages for mode in (Mode.OFF, Mode.LEAVE))
+
+    def judged(unit: Unit) -> bytes:
+        return rounded(graphs.of(unit))
+
+    wanted = _answers(plain.of, off, dataset, threads)
+
+    def differs(graph_of: Callable[[Unit], bytes], stages: Sequence[StageSpec]) -> int:
+        return int(np.count_nonzero(_answers(graph_of, stages, dataset, threads) != wanted))
+
+    return PrecisionCheck(
+        precision=precision,
+        samples=len(dataset),
+        unseen=unseen,
+        source_differs=differs(judged, off),
+        policy_differs=differs(judged, policy),
+        policy_differs_fp32=differs(plain.of, policy),
+        promise=bundle.policy.promise,
+    )
+
+
+def _answers(
+    graph_of: Callable[[Unit], bytes], stages: Sequence[StageSpec], dataset: Dataset, threads: int
+) -> NDArray[np.intp]:
+    """Class that each sample is answered with."""
+    runners = [
+        GraphRunner(onnx.load_from_string(graph_of(Unit(*stage.unit))), threads) for stage in stages
+    ]
+    classes = np.empty(len(dataset), np.intp)
+    for start in range(0, len(dataset), BATCH_SIZE):
+        batch = dataset.take(slice(start, start + BATCH_SIZE))
+        try:
+            for rows, answer in _leaving(stages, runners, batch):
+                classes[start + rows] = answer.argmax(axis=1)
+        except RuntimeError as error:
+            raise DataError(
+                f"the model fails on one of {BATCH_SIZE} samples from {dataset.rows[start]} on: "
+                f"{error}"
+            ) from error
+    return classes
+
+
+def _leaving(
+    stages: Sequence[StageSpec], runners: Sequence[GraphRunner], tensors: dict[str, NDArray[Any]]
+) -> Iterator[tuple[NDArray[np.intp], NDArray[Any]]]:
+    """Run one batch; give the rows that leave, and their answers."""
+    rows = np.arange(len(next(iter(tensors.values()))))
+    for stage, runner in zip(stages, runners, strict=True):
+        tensors = tensors | runner.run(tensors)
+        if stage.answer is None:
+            continue
+        if stage.confidence is None:
+            yield rows, tensors[stage.answer]
+            return
+        left = exits(tensors[stage.confidence], stage.threshold)
+        yield rows[left], tensors[stage.answer][left]
+        rows = rows[~left]
+        if not len(rows):
+            return
+        tensors = {name: tensors[name][~left] for name in stage.carried}
+
+
+def _is_certify_split(bundle: Bundle, judged: Dataset, threads: int) -> bool:
+    """Whether the source model answers the first samples as it did when the bundle was made."""
+    records = bundle.records()
+    said = records["final_prediction"][records["split"] == CERTIFY][:_RECOGNISED]
+    if len(records["split"][records["split"] == CERTIFY]) != len(judged):
+        return False
+    manifest = bundle.manifest
+    first = judged.subset(np.arange(len(said)))
+    source = bundle.read(manifest.source.file)
+    found = [
+        answer.argmax(axis=1)
+        for _, (answer,) in run_over(source, [manifest.answer.output], first, threads=threads)
+    ]
+    # Another machine may round otherwise; a chance order of the samples differs far more often.
+    return float((np.concatenate(found) == said).mean()) >= 0.99
+
+
+def _share(count: int, samples: int) -> str:
+    return f"{count / samples:.2%}"

@@ -22,13 +22,12 @@ from offramp.compiler.errors import ExportError
 from offramp.compiler.export.nesting import Names, nest
 from offramp.compiler.export.verification import Verified, verify
 from offramp.compiler.model import MAX_BYTES
-from offramp.compiler.progress import Progress, SilentProgress
+from offramp.compiler.progress import SILENT, Progress
 from offramp.engine.errors import BackendError
 from offramp.engine.plan import Plan, make_plan
 
 METADATA = "offramp."
 """What the keys of an exported file's metadata begin with."""
-_SILENT = SilentProgress()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +57,7 @@ class Exported:
     """Whether the bundle was calibrated on the data that it was verified with."""
 
 
-def export_bundle(options: ExportOptions, progress: Progress = _SILENT) -> Exported:
+def export_bundle(options: ExportOptions, progress: Progress = SILENT) -> Exported:
     """Export a bundle, verify the file, and write it.
 
     Raises:

@@ -1,5 +1,81 @@
-"""The bundle's ``report.html``: what a person looks at."""
+"""The bundle's ``report.html``, what a person looks at: every part of it, put into the template."""
 
-from offramp.compiler.report.page import render_report
+from __future__ import annotations
+
+from functools import cache
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+
+from offramp.bundle import ExitPolicy, Manifest, Measured, Profile
+from offramp.calibration.limits import Limit
+from offramp.calibration.records import ExitRecords
+from offramp.calibration.rehearsal import Rehearsed
+from offramp.compiler.report import numbers, words
+from offramp.compiler.report.charts import exit_curves, latency_chart, latency_rows, savings_chart
+from offramp.compiler.report.figures import PolicyFigures
+from offramp.compiler.report.rehearsal import rehearsal_view
+from offramp.compiler.report.route import route
 
 __all__ = ["render_report"]
+
+
+def render_report(
+    manifest: Manifest,
+    policy: ExitPolicy,
+    profile: Profile,
+    certify: ExitRecords,
+    rehearsed: Rehearsed | None = None,
+    *,
+    limit: Limit | None = None,
+    measured: Measured | None = None,
+) -> str:
+    """Render the bundle's ``report.html``: one page that needs nothing beside it.
+
+    ``profile`` is of the device that the savings were predicted for; ``rehearsed`` says how the
+    exits in use were chosen, if by a rehearsal, and ``limit`` what kept all out of use.
+
+    Raises:
+        ValueError: The parts do not belong together.
+    """
+    found = PolicyFigures.of(manifest, policy, profile, certify)
+    judged = None if measured is None else words.SavingsCheck.of(found, measured)
+    page = _template().render(
+        found=found,
+        manifest=manifest,
+        summary=words.summary(found),
+        promise=words.promise(found),
+        warning=words.warning(found, limit, judged),
+        headlines=words.headlines(found, judged),
+        route=route(found),
+        exits=manifest.exits,
+        cost=found.cost(found.reference),
+        curves=exit_curves(found),
+        savings=savings_chart(found),
+        latency=latency_chart(found),
+        latency_rows=latency_rows(found),
+        rehearsal=rehearsal_view(rehearsed),
+        facts=words.facts(found, rehearsed),
+        judged=judged,
+    )
+    # file names may hold bytes that are no text; the page is written as UTF-8
+    return page.encode("utf-8", "replace").decode("utf-8")
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        loader=PackageLoader("offramp.compiler"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        percent=numbers.percent,
+        ms=numbers.milliseconds,
+        threshold=numbers.threshold,
+        count=numbers.count,
+        plural=numbers.plural,
+        ratio=words.ratio,
+    )
+    return environment.get_template("report.html")

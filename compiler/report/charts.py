@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from markupsafe import Markup
@@ -22,8 +22,7 @@ _DEFAULT_REACH = 0.05
 """Its end where nothing was promised."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatencyRow:
+class LatencyRow(NamedTuple):
     """Milliseconds at one batch size."""
 
     batch_size: int
@@ -73,15 +72,8 @@ def latency_rows(found: PolicyFigures) -> list[LatencyRow]:
     rows = []
     for size, source in zip(found.profile.batch_sizes, found.profile.source_ms, strict=True):
         predicted = found.predicted_ms(size)
-        rows.append(
-            LatencyRow(
-                batch_size=size,
-                source_ms=source,
-                source_sample_ms=source / size,
-                predicted_sample_ms=predicted / size,
-                savings=1 - predicted / source if source else 0.0,
-            )
-        )
+        saved = 1 - predicted / source if source else 0.0
+        rows.append(LatencyRow(size, source, source / size, predicted / size, saved))
     return rows
 
 
@@ -175,7 +167,7 @@ _SUREST = 0.99995
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitCurves:
-    """An exit's two drawings."""
+    """An exit's two drawings: agreement against coverage, and how its confidences are spread."""
 
     index: int
     active: bool

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from markupsafe import Markup
 
-from offramp.calibration.rehearsal.result import Candidate, Rehearsal, Rehearsed, Step
+from offramp.calibration.rehearsal import Candidate, Rehearsal, RehearsalStep, Rehearsed
 from offramp.compiler.report import numbers, svg
 from offramp.compiler.report.svg import Scale
 
@@ -19,8 +20,7 @@ _FAINTEST = 0.12
 """Opacity of a cell with next to nothing in it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepView:
+class StepView(NamedTuple):
     """A step of the search as the page shows it."""
 
     title: str
@@ -30,7 +30,7 @@ class StepView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsalView:
-    """A section of the page."""
+    """The page's section on how exits were chosen by rehearsing batches."""
 
     summary: str
     outcome: str
@@ -63,7 +63,14 @@ def rehearsal_view(rehearsed: Rehearsed | None) -> RehearsalView | None:
         ),
         warning=f"More batches are late than the {tolerated} tolerated." if late else None,
         ending=_ENDINGS[rehearsal.ended],
-        steps=tuple(_view(rehearsal, index, step) for index, step in enumerate(rehearsal.steps)),
+        steps=tuple(
+            StepView(
+                f"Step {number}: from {_place(step)}",
+                _caption(rehearsal, step),
+                draw_step(step),
+            )
+            for number, step in enumerate(rehearsal.steps, start=1)
+        ),
     )
 
 
@@ -77,16 +84,11 @@ _ENDINGS = {
 }
 
 
-def _view(rehearsal: Rehearsal, index: int, step: Step) -> StepView:
-    where = "the model's start" if step.after_exit is None else f"E{step.after_exit}"
-    return StepView(
-        title=f"Step {index + 1}: from {where}",
-        caption=_caption(rehearsal, step),
-        drawing=draw_step(step),
-    )
+def _place(step: RehearsalStep) -> str:
+    return "the model's start" if step.after_exit is None else f"E{step.after_exit}"
 
 
-def _caption(rehearsal: Rehearsal, step: Step) -> str:
+def _caption(rehearsal: Rehearsal, step: RehearsalStep) -> str:
     limit = numbers.milliseconds(step.limit_ms)
     brought = "come" if step.after_exit is None else "may come at most"
     start = f"{numbers.plural(step.rows, 'row')} {brought}; {limit} ms without an exit."
@@ -105,32 +107,30 @@ def _caption(rehearsal: Rehearsal, step: Step) -> str:
     )
 
 
-def draw_step(step: Step) -> Markup:
+def draw_step(step: RehearsalStep) -> Markup:
     """Draw the inference time matrix and the batching pattern matrix side by side."""
     second = _LEFT + _WIDTH + _GAP
     width, bottom = second + _WIDTH + _RIGHT, _TOP + _ROW * len(step.candidates)
-    times = _Grid(step, _LEFT)
-    pattern = _Grid(step, second)
+    times, pattern = _Grid(step, _LEFT), _Grid(step, second)
+    rows = range(len(step.candidates))
     return svg.drawing(
         width,
         bottom + _BOTTOM,
         "Inference time matrix and batching pattern matrix by exit and rows that go on",
         times.headed("inference time, predicted from the profile"),
-        *itertools.chain.from_iterable(times.times(row) for row in range(len(step.candidates))),
+        *itertools.chain.from_iterable(map(times.times, rows)),
         times.boundary(),
         pattern.headed("batches of the load, counted"),
-        *itertools.chain.from_iterable(pattern.batches(row) for row in range(len(step.candidates))),
+        *itertools.chain.from_iterable(map(pattern.batches, rows)),
         pattern.boundary(),
-        *itertools.chain.from_iterable(
-            _words(step, row, second + _WIDTH + 8) for row in range(len(step.candidates))
-        ),
+        *itertools.chain.from_iterable(_words(step, row, second + _WIDTH + 8) for row in rows),
     )
 
 
 class _Grid:
     """Cells of a matrix: a row a candidate, a column a number of rows that go on."""
 
-    def __init__(self, step: Step, left: float) -> None:
+    def __init__(self, step: RehearsalStep, left: float) -> None:
         self._step = step
         columns = len(step.columns)
         self._x = Scale(low=0, high=columns, start=left, end=left + _WIDTH)
@@ -158,7 +158,9 @@ class _Grid:
         """Shade by time, as a share of the limit; runs of one shade are one box."""
         candidate, limit_ms = self._step.candidates[row], self._step.limit_ms
         shades = [
-            (_SHADES, "cell late") if self._late(row, place) else (_shade(ms / limit_ms), "cell")
+            (_SHADES, "cell late")
+            if self._late(row, place)
+            else (min(_SHADES, round(ms / limit_ms * _SHADES)), "cell")
             for place, ms in enumerate(candidate.times_ms)
         ]
         place = 0
@@ -223,7 +225,7 @@ class _Grid:
         return svg.box(self._x.start - 1, _top(row) - 0.5, _WIDTH + 2, _ROW + 1, class_="picked")
 
 
-def _words(step: Step, row: int, right: float) -> Iterator[Markup]:
+def _words(step: RehearsalStep, row: int, right: float) -> Iterator[Markup]:
     """The exit's name at the left, and what speaks for or against it at the right."""
     candidate = step.candidates[row]
     base = _top(row) + _ROW - 5.5
@@ -233,7 +235,7 @@ def _words(step: Step, row: int, right: float) -> Iterator[Markup]:
     yield svg.text(right, base, _against(step, candidate), "tick strong" if chosen else "tick")
 
 
-def _against(step: Step, candidate: Candidate) -> str:
+def _against(step: RehearsalStep, candidate: Candidate) -> str:
     ms = candidate.average_ms if step.after_exit is None else candidate.tail_ms
     kind = "mean" if step.after_exit is None else "tail"
     latency = f"{kind} {numbers.milliseconds(ms)} ms"
@@ -252,10 +254,6 @@ def _against(step: Step, candidate: Candidate) -> str:
 
 def _top(row: int) -> float:
     return _TOP + _ROW * row
-
-
-def _shade(share: float) -> int:
-    return min(_SHADES, max(0, round(share * _SHADES)))
 
 
 def _going_on(columns: tuple[int, ...], place: int, length: int) -> str:

@@ -26,23 +26,22 @@ from offramp.engine.scheduling.policy import Policy
 from offramp.engine.scheduling.queue import SampleQueue
 from offramp.engine.scheduling.scheduler import ModelScheduler
 
-_Maker = Callable[[OperatingPoints, int, int], Policy]
-"""From operating points, largest batch, and streams."""
-
-_MAKERS: Final[Mapping[str, _Maker]] = {
-    RunThrough.name: lambda points, size, streams: RunThrough(size, points.latencies, streams),
-    Refill.name: lambda points, size, streams: Refill(size, points.latencies, streams),
-    Rebatch.name: lambda points, size, streams: Rebatch(size, points.latencies, streams),
-    SlackFit.name: SlackFit,
-    BareSlackFit.name: BareSlackFit,
-    MaxAccuracy.name: MaxAccuracy,
-    MaxBatch.name: MaxBatch,
-    Cheapest.name: Cheapest,
-    Clockwork.name: Clockwork,
-    Delay.name: lambda _points, size, _streams: Delay(size),
+_CLASSES: Final = (
+    RunThrough,
+    Refill,
+    Rebatch,
+    SlackFit,
+    BareSlackFit,
+    MaxAccuracy,
+    MaxBatch,
+    Cheapest,
+    Clockwork,
+    Delay,
+)
+_BY_NAME: Final[Mapping[str, Callable[[OperatingPoints, int, int], Policy]]] = {
+    policy.name: policy for policy in _CLASSES
 }
-
-POLICIES: Final = (*_MAKERS, Fixed.name)
+POLICIES: Final = (*_BY_NAME, Fixed.name)
 """Names; ``fixed`` is followed by its exit: ``fixed:2``, or ``fixed:final``."""
 
 
@@ -76,7 +75,7 @@ class PolicyName:
         return cls(name, MODEL_END if depth == "final" else int(depth))
 
     def __str__(self) -> str:
-        """As :meth:`parse` reads it."""
+        """Write the name as :meth:`parse` reads it."""
         if self.name != Fixed.name:
             return self.name
         return f"{self.name}:{_exit_name(self.exit)}"
@@ -92,7 +91,7 @@ def make_policy(
     """
     if chosen.name == Fixed.name:
         return Fixed(points, max_batch_size, streams, point=_point_at(points, chosen))
-    return _MAKERS[chosen.name](points, max_batch_size, streams)
+    return _BY_NAME[chosen.name](points, max_batch_size, streams)
 
 
 def make_scheduler(
@@ -141,6 +140,6 @@ def _point_at(points: OperatingPoints, chosen: PolicyName) -> OperatingPoint:
             return point
     known = ", ".join(_exit_name(point.exit) for point in points.points)
     raise ValueError(
-        f"policy {chosen}: exit {chosen.exit} is not in use here, or may not be forced; "
-        f"there are: {known}"
+        f"policy {chosen}: exit {_exit_name(chosen.exit)} is not in use here, or may not be "
+        f"forced; there are: {known}"
     )

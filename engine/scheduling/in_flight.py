@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.engine.scheduling.base import DropCause, Dropped, Piece, Rows, RowSet
+from offramp.engine.scheduling.base import DropCause, Dropped, Piece, Rows, RowSet, Transition
 from offramp.engine.scheduling.buffered import BufferedQueue
 from offramp.engine.scheduling.latency import Latencies
 from offramp.engine.scheduling.policy import Policy, Waiting
 from offramp.engine.scheduling.queue import SampleQueue
+
+_NO_ROWS: Rows = np.empty(0, np.intp)
 
 
 @dataclass(slots=True, eq=False)
@@ -20,12 +23,12 @@ class ServedPlan:
     """A plan of the model's stages, with what chooses and predicts for batches started under it."""
 
     number: int
-    """Of the plan: :attr:`Run.plan`."""
+    """The plan's number: :attr:`Run.plan`."""
     policy: Policy
     latencies: Latencies
-    """Of its stages; told what is observed."""
+    """The predictions for its stages; told what is observed."""
     waiting: Waiting
-    """What its policy may choose from."""
+    """The samples that its policy may choose from: once it is old, those at its splits only."""
 
     @property
     def last(self) -> int:
@@ -71,9 +74,9 @@ class InFlight:
     def __init__(self) -> None:
         """Start empty."""
         self.batches: dict[int, ScheduledBatch] = {}
-        """By stream."""
+        """The running batches, by stream."""
         self.retries: list[ScheduledBatch] = []
-        """One request each."""
+        """Batches of one request each, to be tried again from stage 0."""
         self.plans: list[ServedPlan] = []
         """Oldest first; new batches start under the last."""
         self.buffered = 0
@@ -127,6 +130,65 @@ class InFlight:
             running = {r for b in self.batches.values() for r in b.samples.requests.tolist()}
             self._cancelled = {r: c for r, c in self._cancelled.items() if r in running}
 
+    # Rows at the end of a stage
+
+    def leave(
+        self,
+        batch: ScheduledBatch,
+        exited: NDArray[np.bool_],
+        runs_on: NDArray[np.bool_] | None,
+        now_s: float,
+    ) -> Transition:
+        """Decide which rows of a batch are released, dropped and go on; report the dropped."""
+        if batch.samples.answered.any() or (runs_on is not None and runs_on.any()):
+            staying = np.zeros(len(exited), np.bool_) if runs_on is None else runs_on
+            return self._release(batch, exited, staying, now_s)
+        return self._shrink(batch, exited, now_s)
+
+    def _shrink(self, batch: ScheduledBatch, exited: NDArray[np.bool_], now_s: float) -> Transition:
+        """Decide about each row where whoever is released leaves."""
+        before = len(exited)
+        leaving = before
+        if batch.stage < batch.deepest:
+            leaving = int(np.count_nonzero(exited))
+            batch.plan.latencies.observe_shrinking(batch.stage, before, before - leaving)
+        released, dropped, survivors = _NO_ROWS, _NO_ROWS, _NO_ROWS
+        if leaving == before:
+            released = _all_rows(before)
+        elif self._cancelled or batch.earliest_s <= now_s:
+            staying = ~exited
+            dropped = self.lose_late(batch, staying, now_s)
+            staying[dropped] = False
+            released, survivors = exited.nonzero()[0], staying.nonzero()[0]
+        elif leaving:
+            released, survivors = exited.nonzero()[0], (~exited).nonzero()[0]
+        else:
+            survivors = _all_rows(before)
+        return Transition(released, dropped, survivors)
+
+    def _release(
+        self,
+        batch: ScheduledBatch,
+        exited: NDArray[np.bool_],
+        runs_on: NDArray[np.bool_],
+        now_s: float,
+    ) -> Transition:
+        """Decide about each row where some run on after their answer."""
+        samples = batch.samples
+        if batch.stage == batch.deepest:
+            released, ended = (~samples.answered).nonzero()[0], samples.answered.nonzero()[0]
+            return Transition(released, _NO_ROWS, _NO_ROWS, ended=ended)
+        newly = exited & ~samples.answered
+        staying = ~newly | runs_on
+        going_on = int(np.count_nonzero(staying))
+        batch.plan.latencies.observe_shrinking(batch.stage, len(exited), going_on)
+        dropped = self.lose_late(batch, ~(newly | samples.answered), now_s)
+        staying[dropped] = False
+        released = newly.nonzero()[0]
+        if len(released):
+            batch.samples = samples.answering(released)
+        return Transition(released, dropped, staying.nonzero()[0])
+
     # Samples that leave without an answer
 
     def cancel(self, request: int, cause: DropCause) -> None:
@@ -141,12 +203,11 @@ class InFlight:
         self._drop_buffered(lambda buffer: buffer.expire(now_s), DropCause.EXPIRED)
         self._drop_retries(lambda retry: retry.samples.deadlines_s[0] <= now_s, DropCause.EXPIRED)
 
-    def may_lose(self, batch: ScheduledBatch, now_s: float) -> bool:
-        """Whether :meth:`lose_late` might find anything in a batch."""
-        return bool(self._cancelled) or batch.earliest_s <= now_s
-
-    def lose_late(self, samples: RowSet, staying: NDArray[np.bool_], now_s: float) -> Rows:
+    def lose_late(self, batch: ScheduledBatch, staying: NDArray[np.bool_], now_s: float) -> Rows:
         """Report and give the staying rows that were withdrawn or whose deadline has passed."""
+        if not self._cancelled and batch.earliest_s > now_s:
+            return _NO_ROWS
+        samples = batch.samples
         withdrawn = np.isin(samples.requests, list(self._cancelled))
         late = withdrawn | (samples.deadlines_s <= now_s)
         rows = np.flatnonzero(staying & late & ~samples.answered)
@@ -201,3 +262,11 @@ class InFlight:
     def _buffers(self) -> Iterator[BufferedQueue]:
         for plan in self.plans:
             yield from plan.waiting.buffered
+
+
+@cache
+def _all_rows(count: int) -> Rows:
+    """Positions of a whole batch; not made anew for every stage that nobody or everybody leaves."""
+    rows = np.arange(count)
+    rows.flags.writeable = False
+    return rows

@@ -63,7 +63,11 @@ def ready_bucket(waiting: Waiting, now_s: float) -> Bucket | Wait | Idle:
 
 
 class Policy(Protocol):
-    """The rule by which streams are given batches; deterministic, and the caller serialises."""
+    """The rule by which streams are given batches; deterministic, and the caller serialises.
+
+    A class of :mod:`offramp.engine.scheduling.policies` that is made of operating points, the
+    largest batch size and the number of streams, in this order.
+    """
 
     @property
     def name(self) -> str:

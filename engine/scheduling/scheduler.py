@@ -1,4 +1,4 @@
-"""The mechanism: one model's queue, batches and retries, under any policy and successive plans.
+"""The mechanism: one model's queue, batches and retries, under any policy and plan.
 
 Sans I/O and deterministic; the caller serialises the calls. What it promises whatever the policy
 chooses: every sample is released exactly once, or dropped with a cause; no sample runs a stage
@@ -19,7 +19,6 @@ that policy takes for granted.
 from __future__ import annotations
 
 import itertools
-from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,8 +41,6 @@ from offramp.engine.scheduling.latency import Latencies
 from offramp.engine.scheduling.parallel import ParallelLimit
 from offramp.engine.scheduling.policy import LoadShedding, Merge, Policy, Start
 from offramp.engine.scheduling.queue import SampleQueue
-
-_NO_ROWS: Rows = np.empty(0, np.intp)
 
 
 class ModelScheduler:
@@ -193,11 +190,7 @@ class ModelScheduler:
         batch = self._in_flight.batches[stream]
         samples, before = batch.samples, len(exited)
         self._observe(batch, before, now_s)
-        if samples.answered.any() or (runs_on is not None and runs_on.any()):
-            staying = np.zeros(before, np.bool_) if runs_on is None else runs_on
-            transition = self._release(batch, exited, staying, now_s)
-        else:
-            transition = self._shrink(batch, exited, now_s)
+        transition = self._in_flight.leave(batch, exited, runs_on, now_s)
         if self._parallel.adapts:
             self._count_late(samples, transition.released, now_s)
         survivors = transition.survivors
@@ -228,7 +221,7 @@ class ModelScheduler:
             return
         answered = batch.samples.answered
         staying = ~answered
-        staying[self._in_flight.lose_late(batch.samples, staying, now_s)] = False
+        staying[self._in_flight.lose_late(batch, staying, now_s)] = False
         if answered.any():  # feedback is not worth a second try
             self._in_flight.lose(batch.samples.take(np.flatnonzero(answered)))
         for samples in batch.samples.take(np.flatnonzero(staying)).by_request():
@@ -332,55 +325,6 @@ class ModelScheduler:
         key = merge.bucket.batch_key
         return ScheduledBatch(plan, merge.stage, samples, key, plan.last, pieces)
 
-    # What comes of a run
-
-    def _shrink(self, batch: ScheduledBatch, exited: NDArray[np.bool_], now_s: float) -> Transition:
-        """Decide about each row where whoever is released leaves."""
-        before = len(exited)
-        leaving = before
-        if batch.stage < batch.deepest:
-            leaving = int(np.count_nonzero(exited))
-            batch.plan.latencies.observe_shrinking(batch.stage, before, before - leaving)
-        released, dropped, survivors = _NO_ROWS, _NO_ROWS, _NO_ROWS
-        if leaving == before:
-            released = _all_rows(before)
-        elif self._in_flight.may_lose(batch, now_s):
-            staying = ~exited
-            dropped = self._in_flight.lose_late(batch.samples, staying, now_s)
-            staying[dropped] = False
-            released, survivors = exited.nonzero()[0], staying.nonzero()[0]
-        elif leaving:
-            released, survivors = exited.nonzero()[0], (~exited).nonzero()[0]
-        else:
-            survivors = _all_rows(before)
-        return Transition(released, dropped, survivors)
-
-    def _release(
-        self,
-        batch: ScheduledBatch,
-        exited: NDArray[np.bool_],
-        runs_on: NDArray[np.bool_],
-        now_s: float,
-    ) -> Transition:
-        """Decide about each row where some run on after their answer."""
-        samples = batch.samples
-        if batch.stage == batch.deepest:
-            released, ended = (~samples.answered).nonzero()[0], samples.answered.nonzero()[0]
-            return Transition(released, _NO_ROWS, _NO_ROWS, ended=ended)
-        newly = exited & ~samples.answered
-        staying = ~newly | runs_on
-        going_on = int(np.count_nonzero(staying))
-        batch.plan.latencies.observe_shrinking(batch.stage, len(exited), going_on)
-        dropped = _NO_ROWS
-        if self._in_flight.may_lose(batch, now_s):
-            undecided = ~(newly | samples.answered)
-            dropped = self._in_flight.lose_late(samples, undecided, now_s)
-            staying[dropped] = False
-        released = newly.nonzero()[0]
-        if len(released):
-            batch.samples = samples.answering(released)
-        return Transition(released, dropped, staying.nonzero()[0])
-
     def _observe(self, batch: ScheduledBatch, size: int, now_s: float) -> None:
         elapsed_s = now_s - batch.started_s
         if batch.pieces:
@@ -405,11 +349,3 @@ class ModelScheduler:
             self._in_flight.drop(self._queue.expire(now_s))
         if self._in_flight.buffered or self._in_flight.retries:
             self._in_flight.expire(now_s)
-
-
-@cache
-def _all_rows(count: int) -> Rows:
-    """Positions of a whole batch; not made anew for every stage that nobody or everybody leaves."""
-    rows = np.arange(count)
-    rows.flags.writeable = False
-    return rows

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 from benchmarks import adjustment, e3, superserve
-from offramp.engine.control.agreement import tuning_path
 
 from offramp.bundle import Bundle
 from offramp.bundle.bundle import CERTIFY, TUNE
 from offramp.calibration.selection import certified_policy, choose_active
-from offramp.engine.control import tune
+from offramp.certify.agreement import tuning_path
 from offramp.engine.control.costs import CostModel
+from offramp.engine.control.published.thresholds import tune
 from offramp.tools.bench.traces import bursty, constant
 
 CONFIDENCE = 0.95

@@ -19,7 +19,7 @@ from offramp.bundle import Bundle, Promise
 from offramp.bundle.engines import EngineStore, list_targets
 from offramp.compiler import build
 from offramp.compiler.cli import main
-from offramp.compiler.engines.precision import PrecisionCheck
+from offramp.compiler.engines.verification import PrecisionCheck
 from offramp.engine.errors import BackendError
 from offramp.engine.kernels.compilation import source_hash
 from offramp.testing.builder import FakeBuilder

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
 from offramp.bundle.bundle import CERTIFY
-from offramp.certify.decision import leaves
+from offramp.certify import leaves
 from offramp.engine.deployment import points_of
 from offramp.engine.options import ModelOptions
 from offramp.engine.plan import Mode, make_plan

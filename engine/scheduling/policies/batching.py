@@ -5,6 +5,7 @@ from __future__ import annotations
 from offramp.engine.scheduling.buckets import Bucket
 from offramp.engine.scheduling.early_drop import EarlyDrop
 from offramp.engine.scheduling.latency import Latencies, Shrinking
+from offramp.engine.scheduling.points import OperatingPoints
 from offramp.engine.scheduling.policy import (
     Choice,
     LoadShedding,
@@ -25,7 +26,7 @@ class Delay(NeverBuffers):
 
     name = "delay"
 
-    def __init__(self, max_batch_size: int) -> None:
+    def __init__(self, _points: OperatingPoints, max_batch_size: int, _streams: int = 1) -> None:
         """Set the limit."""
         self._max_batch_size = max_batch_size
 
@@ -48,9 +49,9 @@ class RunThrough(NeverBuffers):
 
     name = "run-through"
 
-    def __init__(self, max_batch_size: int, latencies: Latencies, streams: int = 1) -> None:
+    def __init__(self, points: OperatingPoints, max_batch_size: int, streams: int = 1) -> None:
         """Set the limits."""
-        self._former = BatchFormer(max_batch_size, latencies, streams)
+        self._former = BatchFormer(max_batch_size, points.latencies, streams)
 
     def choose(self, waiting: Waiting, now_s: float) -> Choice:
         """Start the most urgent bucket that is ready."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from offramp.engine.scheduling.buckets import Bucket
-from offramp.engine.scheduling.latency import Latencies
+from offramp.engine.scheduling.points import OperatingPoints
 from offramp.engine.scheduling.policies.batching import BatchFormer
 from offramp.engine.scheduling.policy import Choice, Merge, Waiting, ready_bucket
 
@@ -27,11 +27,11 @@ class Refill:
 
     name = "refill"
 
-    def __init__(self, max_batch_size: int, latencies: Latencies, streams: int = 1) -> None:
+    def __init__(self, points: OperatingPoints, max_batch_size: int, streams: int = 1) -> None:
         """Set the limits."""
         self._max_batch_size = max_batch_size
-        self._latencies = latencies
-        self._former = BatchFormer(max_batch_size, latencies, streams)
+        self._latencies = points.latencies
+        self._former = BatchFormer(max_batch_size, points.latencies, streams)
 
     def choose(self, waiting: Waiting, now_s: float) -> Choice:
         """Merge what is full or urgent, else start what is new, else merge what there is."""

@@ -18,7 +18,7 @@ from offramp.compiler.errors import VerificationError
 from offramp.compiler.graph import Dataflow
 from offramp.compiler.model import SourceModel, read_model
 from offramp.compiler.runtime import GraphRunner, random_inputs, relative_difference
-from offramp.compiler.segments import split, verify
+from offramp.compiler.slicing import split, verify
 
 BUILDERS = {
     "residual": models.residual_cnn,

@@ -14,7 +14,7 @@ import pytest
 from tests.engines import engine_bundle
 from tests.unit.cuda.fake_pycuda import ENTRY_POINTS_OF_CUBIN, Gpu, installed
 
-from offramp.bundle.engines import EngineEntry, EngineStore, EngineTarget
+from offramp.bundle.engines import EngineEntry, EngineStore, EngineTarget, list_targets
 from offramp.engine.backends import factory, make_backend, onnxruntime_cuda
 from offramp.engine.backends.base import Backend
 from offramp.engine.errors import BackendError
@@ -209,6 +209,28 @@ def test_kernels_of_the_engines_are_taken_if_they_are_of_these_sources(
     store.put_kernels(b"kept", source=source_hash())
     assert factory.kernels_for(H200, [path]) == b"kept"
     assert factory.kernels_for(replace(H200, compute_capability=(8, 0)), [path]) == b"compiled"
+
+
+def test_engines_of_other_gpus_or_damaged_kernels_do_not_hide_the_right_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(factory, "load_kernels", lambda capability, **_: b"compiled")
+    path = tmp_path / "a.ee"
+    engine_bundle("residual", path)
+    targets = [
+        replace(TARGET, gpu="NVIDIA A10", compute_capability=(8, 6)),
+        replace(TARGET, precision="fp16"),
+        TARGET,
+    ]
+    for number, target in enumerate(targets):
+        store = EngineStore.open(path, target)
+        store.put(EngineEntry.of("00-03", b"plan", key={}, profiles=(), build_s=1.0), b"plan")
+        store.put_kernels(b"kernels %d" % number, source=source_hash())
+    assert list_targets(path) == tuple(targets)
+    (damaged,) = (f for f in path.rglob("*") if f.is_file() and f.read_bytes() == b"kernels 1")
+    damaged.write_bytes(b"KERNELS 1")
+    assert factory.kernels_for(H200, [path]) == b"kernels 2"
+    assert damaged.name in caplog.text
 
 
 def test_kernels_are_compiled_for_what_the_driver_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,11 @@ from tests.unit.engine.serving import LIMIT_S, Gate, with_engine
 
 from offramp.engine.core import Engine
 from offramp.engine.errors import (
+    BadInputError,
     DeadlineExceededError,
     DrainingError,
-    InvalidInputError,
+    ModelNotServedError,
     QueueFullError,
-    UnknownModelError,
 )
 from offramp.testing.backend import SCRIPT, FakeBackend
 
@@ -149,11 +149,11 @@ def test_a_full_queue_refuses_and_says_so() -> None:
 
 def test_wrong_input_and_unknown_model() -> None:
     async def body(engine: Engine, backend: FakeBackend) -> None:
-        with pytest.raises(UnknownModelError, match=r"'fakee'.*did you mean 'fake'"):
+        with pytest.raises(ModelNotServedError, match=r"'fakee'.*did you mean 'fake'"):
             await engine.infer("fakee", {})
-        with pytest.raises(InvalidInputError, match=r"fake: input 'script' is float64"):
+        with pytest.raises(BadInputError, match=r"fake: input 'script' is float64"):
             await engine.infer("fake", {SCRIPT: script([0.95, 0.5]).astype(np.float64)})
-        with pytest.raises(InvalidInputError, match=r"dimension 0 \(batch\) is empty"):
+        with pytest.raises(BadInputError, match=r"dimension 0 \(batch\) is empty"):
             await engine.infer("fake", {SCRIPT: script([0.95, 0.5])[:0]})
         assert backend.runs == []
 
@@ -250,7 +250,7 @@ def test_closing_does_not_wait_for_a_stage_that_hangs(monkeypatch: pytest.Monkey
 
 def test_more_samples_than_the_queue_holds_are_the_callers_mistake() -> None:
     async def body(engine: Engine, backend: FakeBackend) -> None:
-        with pytest.raises(InvalidInputError, match="send them in several requests"):
+        with pytest.raises(BadInputError, match="send them in several requests"):
             await engine.infer("fake", {SCRIPT: script(*[[0.95, 0.5]] * 5000)})
 
     with_engine(body)
@@ -264,7 +264,7 @@ def test_a_priority_or_deadline_that_is_none_is_the_callers_mistake(
     how: dict[str, Any], message: str
 ) -> None:
     async def body(engine: Engine, backend: FakeBackend) -> None:
-        with pytest.raises(InvalidInputError, match=message):
+        with pytest.raises(BadInputError, match=message):
             await engine.infer("fake", {SCRIPT: script([0.95, 0.5])}, **how)
         assert engine.ready()
 

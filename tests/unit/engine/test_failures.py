@@ -16,7 +16,7 @@ from tests.unit.engine.serving import LIMIT_S, Gate, until, with_engine
 from offramp.engine.backends.base import Rows, StageResult, TensorBatch
 from offramp.engine.core import Engine
 from offramp.engine.errors import BackendError, DeadlineExceededError
-from offramp.engine.results import InferResult
+from offramp.engine.results import EngineResult
 from offramp.engine.scheduling import PolicyName
 from offramp.testing.backend import SCRIPT, FakeBackend, FakeBatch, FakeSlot
 
@@ -50,7 +50,7 @@ class Poisoned(FakeBackend):
         return PoisonedSlot(self)
 
 
-def ask(engine: Engine, *rows: list[float], **how: Any) -> asyncio.Task[InferResult]:
+def ask(engine: Engine, *rows: list[float], **how: Any) -> asyncio.Task[EngineResult]:
     return asyncio.create_task(engine.infer("fake", {SCRIPT: script(*rows)}, **how))
 
 
@@ -155,7 +155,7 @@ def test_one_bad_request_fails_alone() -> None:
         tasks = [ask(engine, [p, 0.7]) for p in (0.91, BAD, 0.6, 0.93)]
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert isinstance(results[1], BackendError)
-        answered = [r for r in results if isinstance(r, InferResult)]
+        answered = [r for r in results if isinstance(r, EngineResult)]
         assert [r.exits.tolist() for r in answered] == [[0], [-1], [0]]
         statistics = engine.statistics()["fake"]
         assert statistics.failed == {"backend_error": 1}

@@ -14,13 +14,12 @@ from tests.fakes import FakeDeployments, ScriptedController, fake_model, policy_
 from tests.unit.engine.serving import LIMIT_S, Gate, until, with_engine
 
 from offramp.bundle import NEVER
-from offramp.certify.decision import MODEL_END
-from offramp.certify.observations import Observations
+from offramp.certify import MODEL_END, Observations
 from offramp.engine.control.controller import ControlStatus, Job
 from offramp.engine.control_state import load_state
 from offramp.engine.core import Engine
 from offramp.engine.errors import BackendError
-from offramp.engine.results import AnswerKind, StreamedResult
+from offramp.engine.results import ResultKind, StreamResult
 from offramp.testing.backend import SCRIPT, FakeBackend
 
 TWO_EXITS = (0.9, 0.9)
@@ -49,7 +48,7 @@ def of_control(engine: Engine) -> ControlStatus:
     return status
 
 
-async def streamed(engine: Engine, rows: Any) -> list[StreamedResult]:
+async def streamed(engine: Engine, rows: Any) -> list[StreamResult]:
     return [result async for result in engine.infer_stream("fake", {SCRIPT: rows})]
 
 
@@ -112,13 +111,13 @@ def test_a_stream_gives_the_early_answer_and_then_the_final_one() -> None:
     async def body(engine: Engine, _backend: FakeBackend) -> None:
         stream = engine.infer_stream("fake", {SCRIPT: script([0.95, 0.2], [0.03, 0.4])})
         early = await anext(stream)  # though the end is held
-        assert early.kind is AnswerKind.EARLY
+        assert early.kind is ResultKind.EARLY
         assert early.exits.tolist() == [0, 0]
         assert early.final.tolist() == [False, False]
         np.testing.assert_allclose(early.outputs["answer"][:, 0], [0.95, 0.03], rtol=1e-6)
         gate.open()
         late = await anext(stream)
-        assert late.kind is AnswerKind.CORRECTION
+        assert late.kind is ResultKind.CORRECTION
         assert late.corrected.tolist() == [True, False]
         assert late.final.tolist() == [True, True]
         assert late.exits.tolist() == [-1, -1]
@@ -133,13 +132,13 @@ def test_a_stream_gives_the_early_answer_and_then_the_final_one() -> None:
 @pytest.mark.parametrize(
     ("rows", "kinds"),
     [
-        ([[0.95, 0.8]], [AnswerKind.EARLY, AnswerKind.CONFIRMATION]),
-        ([[0.5, 0.8]], [AnswerKind.ANSWER]),
-        ([[0.5, 0.8], [0.95, 0.1]], [AnswerKind.EARLY, AnswerKind.CORRECTION]),
+        ([[0.95, 0.8]], [ResultKind.EARLY, ResultKind.CONFIRMATION]),
+        ([[0.5, 0.8]], [ResultKind.ANSWER]),
+        ([[0.5, 0.8], [0.95, 0.1]], [ResultKind.EARLY, ResultKind.CORRECTION]),
     ],
 )
 def test_a_second_answer_comes_only_where_the_first_was_early(
-    rows: list[list[float]], kinds: list[AnswerKind]
+    rows: list[list[float]], kinds: list[ResultKind]
 ) -> None:
     async def body(engine: Engine, _backend: FakeBackend) -> None:
         assert [result.kind for result in await streamed(engine, script(*rows))] == kinds
@@ -150,7 +149,7 @@ def test_a_second_answer_comes_only_where_the_first_was_early(
 def test_in_leave_mode_a_stream_gives_one_answer() -> None:
     async def body(engine: Engine, _backend: FakeBackend) -> None:
         results = await streamed(engine, script([0.95, 0.1], [0.5, 0.1]))
-        assert [result.kind for result in results] == [AnswerKind.ANSWER]
+        assert [result.kind for result in results] == [ResultKind.ANSWER]
         assert results[0].final.tolist() == [False, True]
 
     with_engine(body)
@@ -184,7 +183,7 @@ def test_an_early_answer_stands_when_the_final_one_is_lost() -> None:
 
     async def body(engine: Engine, _backend: FakeBackend) -> None:
         results = await streamed(engine, script([0.95, 0.1]))
-        assert [result.kind for result in results] == [AnswerKind.EARLY]
+        assert [result.kind for result in results] == [ResultKind.EARLY]
         await until(lambda: engine.statistics()["fake"].lost_feedback == 1)
         statistics = engine.statistics()["fake"]
         assert (statistics.answered, statistics.failed) == (1, {})
@@ -198,7 +197,7 @@ def test_leaving_a_stream_early_withdraws_nothing_from_others() -> None:
 
     async def body(engine: Engine, _backend: FakeBackend) -> None:
         stream = engine.infer_stream("fake", {SCRIPT: script([0.95, 0.1])})
-        assert (await anext(stream)).kind is AnswerKind.EARLY
+        assert (await anext(stream)).kind is ResultKind.EARLY
         await stream.aclose()
         await told(controller, 1)  # it ran on for the controller all the same
         assert await engine.drain(LIMIT_S)
@@ -340,11 +339,11 @@ def test_a_drain_waits_for_second_answers() -> None:
 
     async def body(engine: Engine, _backend: FakeBackend) -> None:
         stream = engine.infer_stream("fake", {SCRIPT: script([0.95, 0.2])})
-        assert (await anext(stream)).kind is AnswerKind.EARLY
+        assert (await anext(stream)).kind is ResultKind.EARLY
         assert not await engine.drain(0.02)
         gate.open()
         assert await engine.drain(LIMIT_S)
-        assert (await anext(stream)).kind is AnswerKind.CORRECTION
+        assert (await anext(stream)).kind is ResultKind.CORRECTION
 
     with_engine(body, hold_the_end, controller=controller)
 

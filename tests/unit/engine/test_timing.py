@@ -12,7 +12,7 @@ from offramp.calibration.estimates import fit_borders, rising
 from offramp.engine.timing import (
     WARM_UP_ROUNDS,
     Effort,
-    Load,
+    MachineLoad,
     Rounds,
     Sweeps,
     disturbances,
@@ -146,21 +146,21 @@ def test_nothing_is_negative() -> None:
 
 def test_a_quiet_machine_is_not_called_disturbed() -> None:
     quiet = rounds_of(np.random.default_rng(3), 30, 1.1, sigma=0.01)
-    assert disturbances("stages", Load(wall_s=2.0, own_cpu_s=1.99), [quiet]) == ()
+    assert disturbances("stages", MachineLoad(wall_s=2.0, own_cpu_s=1.99), [quiet]) == ()
 
 
 def test_a_disturbed_machine_is_noticed() -> None:
     quiet = rounds_of(np.random.default_rng(3), 30, 1.1, sigma=0.01)
-    (note,) = disturbances("stages", Load(wall_s=2.0, own_cpu_s=1.0), [quiet])
+    (note,) = disturbances("stages", MachineLoad(wall_s=2.0, own_cpu_s=1.0), [quiet])
     assert note.startswith("stages: this process had 50% of a core (at least 90% expected)")
     restless = Rounds(times_ms=np.array([[10.0], [15.0], [12.0]] * 10))
-    (note,) = disturbances("stages", Load(wall_s=2.0, own_cpu_s=2.0), [restless])
+    (note,) = disturbances("stages", MachineLoad(wall_s=2.0, own_cpu_s=2.0), [restless])
     assert "times are sure to ±" in note
     drifting = Rounds(times_ms=quiet.times_ms * np.linspace(1.0, 1.06, 30)[:, None] ** 4)
-    (*_, note) = disturbances("stages", Load(wall_s=2.0, own_cpu_s=2.0), [drifting])
+    (*_, note) = disturbances("stages", MachineLoad(wall_s=2.0, own_cpu_s=2.0), [drifting])
     assert "slower meanwhile" in note
     (*_, note) = disturbances(
-        "stages", Load(wall_s=2.0, own_cpu_s=2.0), [Rounds(times_ms=drifting.times_ms[::-1])]
+        "stages", MachineLoad(wall_s=2.0, own_cpu_s=2.0), [Rounds(times_ms=drifting.times_ms[::-1])]
     )
     assert "faster meanwhile" in note
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from offramp.bundle import TensorSpec
-from offramp.engine.errors import InvalidInputError, UnknownModelError
+from offramp.engine.errors import BadInputError, ModelNotServedError
 from offramp.proto.messages import ModelInferRequest
 from offramp.server.codec import InferCall, check_version, read_request
 from offramp.testing.engine import fake_model
@@ -65,7 +65,7 @@ def test_a_priority_as_int64_is_understood() -> None:
     ],
 )
 def test_wrong_parameters_are_named(parameters: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidInputError, match=re.escape(message)):
+    with pytest.raises(BadInputError, match=re.escape(message)):
         read(request(**parameters))
 
 
@@ -88,19 +88,19 @@ def test_outputs_keep_the_order_asked_for() -> None:
 def test_outputs_in_another_form_are_refused(parameter: str) -> None:
     asked = request()
     asked.outputs.add(name="logits").parameters[parameter].int64_param = 1
-    with pytest.raises(InvalidInputError, match=f"'logits' has the parameter '{parameter}'"):
+    with pytest.raises(BadInputError, match=f"'logits' has the parameter '{parameter}'"):
         read(asked)
 
 
 def test_inputs_in_shared_memory_are_refused() -> None:
     asked = request()
     asked.inputs.add(name="x").parameters["shared_memory_region"].string_param = "r"
-    with pytest.raises(InvalidInputError, match="'x' has the parameter 'shared_memory_region'"):
+    with pytest.raises(BadInputError, match="'x' has the parameter 'shared_memory_region'"):
         read(asked)
 
 
 def test_there_is_one_version() -> None:
     check_version("fake", "")
     check_version("fake", "1")
-    with pytest.raises(UnknownModelError, match="no version '2'; leave the version empty"):
+    with pytest.raises(ModelNotServedError, match="no version '2'; leave the version empty"):
         check_version("fake", "2")

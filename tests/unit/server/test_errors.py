@@ -29,8 +29,8 @@ def test_every_engine_error_has_a_status_of_its_own_row() -> None:
 @pytest.mark.parametrize(
     ("name", "code"),
     [
-        ("UnknownModelError", "NOT_FOUND"),
-        ("InvalidInputError", "INVALID_ARGUMENT"),
+        ("ModelNotServedError", "NOT_FOUND"),
+        ("BadInputError", "INVALID_ARGUMENT"),
         ("QueueFullError", "RESOURCE_EXHAUSTED"),
         ("DeadlineExceededError", "DEADLINE_EXCEEDED"),
         ("DrainingError", "UNAVAILABLE"),
@@ -78,6 +78,19 @@ def test_an_engine_error_is_told_with_its_class() -> None:
     assert metadata == (("offramp-error", "QueueFullError"),)
 
 
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [
+        (engine_errors.InvalidRequestError, "RequestError"),
+        (engine_errors.ModelNotServedError, "UnknownModelError"),
+        (engine_errors.BadInputError, "InvalidInputError"),
+    ],
+)
+def test_the_names_in_the_metadata_are_fixed(error: type[Exception], name: str) -> None:
+    _, _, metadata = abort_of(error("wrong"))
+    assert metadata == (("offramp-error", name),)
+
+
 def test_an_unexpected_error_is_logged_and_not_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
         code, message, _ = abort_of(KeyError("secret"))
@@ -87,5 +100,5 @@ def test_an_unexpected_error_is_logged_and_not_told(caplog: pytest.LogCaptureFix
 
 
 def test_a_long_message_fits_into_grpcs_metadata() -> None:
-    _, message, _ = abort_of(engine_errors.InvalidInputError("é" * 10_000))
+    _, message, _ = abort_of(engine_errors.BadInputError("é" * 10_000))
     assert len(message) == 1501

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import onnx
 import pytest
 from numpy.typing import NDArray
 from tests.engines import engine_bundle, half_leave
@@ -19,7 +20,7 @@ from tests.unit.tensorrt.fake_runtime import FakeRuntime
 
 from offramp.bundle import NEVER, Bundle
 from offramp.bundle.engines import EngineEntry, EngineStore, EngineTarget, parts_digest
-from offramp.compiler.engines.building import _inputs_of, engine_key
+from offramp.compiler.engines.building import engine_key
 from offramp.compiler.engines.options import (
     PARTS,
     BuildSettings,
@@ -29,6 +30,7 @@ from offramp.compiler.engines.options import (
 )
 from offramp.compiler.engines.profiles import ModelShapes, profile_sizes, unit_profiles
 from offramp.compiler.engines.units import UnitGraphs, units_of
+from offramp.compiler.graph import Dataflow
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.backends.tensorrt import TensorRTFactory, TensorRTRun, TensorRTStage
 from offramp.engine.cuda.backend import CudaBackend
@@ -96,7 +98,8 @@ def build(
     store = EngineStore.open(bundle.path, there)
     for unit in units_of(bundle, parts):
         graph = graphs.of(unit)
-        profiles = [p.shapes for p in unit_profiles(_inputs_of(graph), sizes, shapes)]
+        inputs = Dataflow(onnx.load_from_string(graph).graph).inputs
+        profiles = [p.shapes for p in unit_profiles(inputs, sizes, shapes)]
         parts_hash = parts_digest(bundle.manifest, *unit)
         key = engine_key(there, settings, graph, profiles, parts=parts_hash)
         plan = fake.plan(graph, profiles)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from offramp.bundle import ActiveExit, ExitPolicy
-from offramp.certify.observations import Observations
-from offramp.engine.control.controller import ControlStatus, Event, Evidence, Job
+from offramp.certify import Observations
+from offramp.engine.control.controller import ControlEvent, ControlStatus, Evidence, Job
 from offramp.engine.control.costs import CostModel
 from offramp.tools.bench.adapt.sequence import Population, SegmentSpan, Sequence, ShiftSegment
 
@@ -130,7 +130,7 @@ class Scripted:
         return ControlStatus(
             controller=self.name,
             max_disagreement=0.01,
-            confidence=0.95,
+            confidence_level=0.95,
             evidence=Evidence.NONE,
             disagreement=None,
             disagreement_upper_bound=1.0,
@@ -144,8 +144,8 @@ class Scripted:
             state="",
         )
 
-    def take_events(self) -> list[Event]:
-        return [Event(kind="note", text=str(len(self.calls)))]
+    def take_events(self) -> list[ControlEvent]:
+        return [ControlEvent(kind="note", text=str(len(self.calls)))]
 
     def state(self) -> Mapping[str, Any] | None:
         return None

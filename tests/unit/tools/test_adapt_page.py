@@ -11,7 +11,7 @@ import numpy as np
 from tests.unit.tools.adapt_cases import COSTS, FOUR, Scripted, in_order, policy_of, repeated
 
 from offramp.bundle import NEVER
-from offramp.engine.control.controller import Event
+from offramp.engine.control.controller import ControlEvent
 from offramp.engine.plan import Mode
 from offramp.tools.bench.adapt.page import cards, write_page
 from offramp.tools.bench.adapt.replay import Contender, ReplaySettings, ReplayTrace, replay
@@ -70,7 +70,10 @@ def test_alarms_are_marked_with_what_they_say() -> None:
     plain, _, _ = cards(comparison(events=()), 0.01)[0].plots
     assert "alarm" not in plain.drawing
     assert "alarm" not in [label for label, _ in plain.keys]
-    events = ((2400, Event(kind="alarm", text="it > 1 %")), (9, Event(kind="policy", text="no")))
+    events = (
+        (2400, ControlEvent(kind="alarm", text="it > 1 %")),
+        (9, ControlEvent(kind="policy", text="no")),
+    )
     rung, _, _ = cards(comparison(events=events), 0.01)[0].plots
     assert rung.drawing.count('class="alarm"') == 1
     assert "<title>it &gt; 1 %</title>" in rung.drawing

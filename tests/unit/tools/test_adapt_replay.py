@@ -9,8 +9,7 @@ import pytest
 from tests.unit.tools.adapt_cases import COSTS, FOUR, Scripted, in_order, policy_of, repeated
 
 from offramp.bundle import NEVER
-from offramp.certify.decision import MODEL_END
-from offramp.certify.observations import UNKNOWN
+from offramp.certify import MODEL_END, UNKNOWN
 from offramp.engine.plan import Mode
 from offramp.tools.bench.adapt.replay import Contender, ReplaySettings, ReplayTrace, replay
 

@@ -17,7 +17,7 @@ from tests.unit.tools.adapt_cases import (
     repeated,
 )
 
-from offramp.certify.decision import MODEL_END
+from offramp.certify import MODEL_END
 from offramp.engine.control.controller import ControlStatus, Evidence
 from offramp.tools.bench.adapt.replay import Change, ReplayedJob, ReplayTrace
 from offramp.tools.bench.adapt.scores import SegmentScore, course, hindsight, risks, score

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.tools.adapt_cases import FOUR, policy_of
 
 from offramp.bundle import NEVER
-from offramp.certify.decision import MODEL_END
+from offramp.certify import MODEL_END
 from offramp.tools.bench.adapt.sequence import ShiftSegment, answering_places, draw, thresholds_of
 
 

@@ -9,7 +9,7 @@ from typing import Final
 
 from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy
 from offramp.bundle.bundle import TUNE
-from offramp.certify.records import Records
+from offramp.certify import Records
 from offramp.engine.control.adjustment import DEFAULT_MAX_OVERHEAD, evenly_spaced
 from offramp.engine.control.controller import Controller
 from offramp.engine.control.costs import CostModel
@@ -91,7 +91,7 @@ def _fixed(workplace: Workplace, policy: ExitPolicy) -> Controller:
     return StaticController(
         policy,
         max_disagreement=workplace.max_disagreement,
-        confidence=workplace.confidence_level,
+        confidence_level=workplace.confidence_level,
     )
 
 
@@ -119,7 +119,7 @@ def _apparate(workplace: Workplace, window: int) -> Controller:
     )
     settings = ApparateSettings(
         max_disagreement=workplace.max_disagreement,
-        confidence=workplace.confidence_level,
+        confidence_level=workplace.confidence_level,
         max_overhead=budget,
         tuning_window=window,
     )
@@ -130,7 +130,7 @@ def _pame(workplace: Workplace) -> Controller:
     """PAME's controller: its thresholds never fall again, so feedback spares it needless rises."""
     settings = PameSettings(
         max_disagreement=workplace.max_disagreement,
-        confidence=workplace.confidence_level,
+        confidence_level=workplace.confidence_level,
         batch_size=workplace.batch_size,
     )
     bundle = workplace.bundle

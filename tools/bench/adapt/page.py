@@ -14,7 +14,7 @@ import numpy as np
 from jinja2 import Template
 from markupsafe import Markup
 
-from offramp.certify.decision import FloatArray
+from offramp.certify import FloatArray
 from offramp.compiler.report import numbers, svg
 from offramp.compiler.report.svg import Scale, Tick
 from offramp.tools.bench.adapt.report import Comparison, ControllerRun

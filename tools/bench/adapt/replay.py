@@ -18,9 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, ExitPolicy
-from offramp.certify.decision import MODEL_END, BoolArray, FloatArray, IntArray, reaches
-from offramp.certify.observations import UNKNOWN, Observations
-from offramp.engine.control.controller import Controller, ControlStatus, Event, Job
+from offramp.certify import (
+    MODEL_END,
+    UNKNOWN,
+    BoolArray,
+    FloatArray,
+    IntArray,
+    Observations,
+    reaches,
+)
+from offramp.engine.control.controller import ControlEvent, Controller, ControlStatus, Job
 from offramp.engine.control.costs import CostModel
 from offramp.engine.plan import Mode
 from offramp.tools.bench.adapt.sequence import Population, Sequence, answering_places
@@ -96,7 +103,7 @@ class ReplayTrace:
     statuses: tuple[ControlStatus, ...]
     """When each chunk started."""
     tunings: tuple[ReplayedJob, ...]
-    events: tuple[tuple[int, Event], ...]
+    events: tuple[tuple[int, ControlEvent], ...]
     """With the samples started before."""
     source_ms: float
     """What the source model takes; predicted."""
@@ -116,7 +123,7 @@ class _Log:
     changes: list[Change] = field(default_factory=list)
     statuses: list[ControlStatus] = field(default_factory=list)
     tunings: list[ReplayedJob] = field(default_factory=list)
-    events: list[tuple[int, Event]] = field(default_factory=list)
+    events: list[tuple[int, ControlEvent]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

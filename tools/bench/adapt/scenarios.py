@@ -12,7 +12,7 @@ import numpy as np
 from offramp.bundle import Bundle
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.records import record_answers
-from offramp.certify.decision import BoolArray, FloatArray
+from offramp.certify import BoolArray, FloatArray
 from offramp.engine.assembly import assemble
 from offramp.tools.bench.adapt.corruptions import PixelRange, channel_axis, corrupt
 from offramp.tools.bench.adapt.sequence import Population, ShiftSegment

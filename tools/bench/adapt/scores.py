@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from offramp.certify.decision import BoolArray, FloatArray, IntArray
+from offramp.certify import BoolArray, FloatArray, IntArray
 from offramp.engine.control.controller import Evidence
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.published.thresholds import tune

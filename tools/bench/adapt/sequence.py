@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from offramp.bundle import ExitPolicy
 from offramp.bundle.policy import NEVER
+from offramp.certify import BoolArray, Float32Array, FloatArray, IntArray, first_exit
 from offramp.certify.agreement import float32_at_least
-from offramp.certify.decision import BoolArray, Float32Array, FloatArray, IntArray, first_exit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -18,14 +18,14 @@ from offramp.bundle.bundle import CERTIFY
 from offramp.bundle.engines import Precision
 from offramp.calibration.dataset import Dataset, read_dataset
 from offramp.calibration.errors import DataError
-from offramp.compiler.engines.precision import (
+from offramp.compiler.engines.units import ranges_of
+from offramp.compiler.engines.verification import (
     PrecisionCheck,
     PrecisionData,
     Verdict,
     measure_precision,
     part_data,
 )
-from offramp.compiler.engines.units import ranges_of
 from offramp.compiler.errors import VerificationError
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend, make_session
 from offramp.engine.pipeline import Pipeline

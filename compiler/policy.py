@@ -1,0 +1,140 @@
+"""Choosing an exit policy from recorded answers and profiled times, and certifying it.
+
+The exits in use and the path of their thresholds are fixed by the tuning split alone; then the
+certify split says how far along the path the promise holds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import ExitPolicy, Profile
+from offramp.calibration.dataset import Dataset
+from offramp.calibration.records import ExitRecords, record_answers
+from offramp.calibration.rehearsal import (
+    Forecast,
+    Move,
+    Rehearsal,
+    RehearsalSettings,
+    forecast_policy,
+    rehearse_records,
+)
+from offramp.calibration.selection import certified_policy, choose_active
+from offramp.certify.agreement import tuning_path
+from offramp.compiler.progress import Progress
+from offramp.engine.assembly import assemble
+from offramp.engine.control.costs import CostModel
+from offramp.engine.control.published.two_stage import StageTimes
+from offramp.engine.options import available_cores
+from offramp.engine.plan import ModelStructure
+
+
+def record_exits(
+    structure: ModelStructure,
+    read: Callable[[str], bytes],
+    dataset: Dataset,
+    title: str,
+    progress: Progress,
+) -> ExitRecords:
+    """Answer a data set at every exit, with the graphs that will be served."""
+    outputs = [(e.output, e.confidence) for e in structure.exits]
+    files = [*(s.file for s in structure.segments), *(e.file for e in structure.exits)]
+    wanted = [*itertools.chain(*outputs), structure.answer.output]
+    graph = assemble([read(file) for file in files], wanted)
+    with progress.step(title, len(dataset)) as advance:
+        return record_answers(
+            graph, outputs, structure.answer, dataset, threads=available_cores(), progress=advance
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedPath:
+    """The exit policies that the certify split will be asked about; fixed without it."""
+
+    active: tuple[int, ...]
+    """Exits in use."""
+    thresholds: NDArray[np.float64]
+    """[levels, active], from conservative to aggressive."""
+    rehearsal: Rehearsal | None = None
+    """By which the exits were chosen, if they were chosen so."""
+    moves: tuple[Move, ...] = ()
+    """Exits that made too many batches late, and were moved."""
+
+    @classmethod
+    def of(
+        cls, tune: ExitRecords, active: Sequence[int], rehearsal: Rehearsal | None = None
+    ) -> FixedPath:
+        """Take the common path of some exits, as the tuning split gives it."""
+        rows = list(active)
+        thresholds = np.empty((0, 0))
+        if rows:
+            thresholds = tuning_path(tune.confidence[rows], tune.agrees[rows])
+        return cls(active=tuple(rows), thresholds=thresholds, rehearsal=rehearsal)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyChoice:
+    """The choice of an exit policy: the exits, their times, and the promise to be made."""
+
+    structure: ModelStructure
+    profile: Profile
+    max_disagreement: float
+    confidence_level: float
+    """Of the promise."""
+    batch_size: int
+    """That savings are predicted at."""
+    seed: int
+
+    def cost(self, batch_size: int) -> CostModel:
+        """Costs of all exits at a batch size that was profiled."""
+        column = self.profile.column(batch_size)
+        exits_ms = [row[column] for row in self.profile.exits_ms]
+        return CostModel.at(self.profile, batch_size, self.times.after_segment, exits_ms)
+
+    @property
+    def times(self) -> StageTimes:
+        """The times of stages, for rehearsals."""
+        after = tuple(e.after_segment for e in self.structure.exits)
+        return StageTimes(profile=self.profile, after_segment=after)
+
+    def by_savings(self, tune: ExitRecords, max_overhead: float | None) -> FixedPath:
+        """Choose the exits that are expected to save most time together."""
+        active = choose_active(
+            tune.confidence,
+            tune.agrees,
+            self.cost(self.batch_size),
+            max_disagreement=self.max_disagreement,
+            confidence_level=self.confidence_level,
+            max_overhead=max_overhead,
+        )
+        return FixedPath.of(tune, active)
+
+    def by_rehearsal(self, tune: ExitRecords, settings: RehearsalSettings) -> FixedPath:
+        """Choose the exits by rehearsing batches, such that batches do not become late (PAME)."""
+        rehearsal = rehearse_records(
+            tune, self.times, settings, confidence_level=self.confidence_level, seed=self.seed
+        )
+        return FixedPath.of(tune, [a.exit for a in rehearsal.active], rehearsal)
+
+    def certify(self, path: FixedPath, certify: ExitRecords) -> ExitPolicy:
+        """Find how far along the path the promise holds."""
+        return certified_policy(
+            path.active,
+            path.thresholds,
+            certify.confidence,
+            certify.agrees,
+            self.cost(self.batch_size),
+            max_disagreement=self.max_disagreement,
+            confidence_level=self.confidence_level,
+        )
+
+    def forecast(
+        self, policy: ExitPolicy, certify: ExitRecords, settings: RehearsalSettings
+    ) -> Forecast:
+        """Predict what a policy brings for batches of the load that was recorded."""
+        return forecast_policy(policy, certify, self.times, settings, seed=self.seed)
