@@ -66,13 +66,16 @@ class Segment:
     """Share of the source model's floating-point operations, 0 to 1."""
 
 
+HeadKind: TypeAlias = Literal["grid", "first", "mean", "mean_max", "attention", "vector"]
+"""How a head pools: average to a grid; first token; masked mean; first, mean and max joined;
+learned attention queries; not at all. :mod:`offramp.calibration.families` has a class for each."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """How an exit pools its cut tensor and what follows (findings: "the head decides")."""
+    """How an exit pools its cut tensor, and the layers behind the pooling."""
 
-    kind: Literal["grid", "first", "mean", "mean_max", "attention", "vector"]
-    """Pooling: average to a grid; first token; masked mean; first, mean and max joined;
-    learned attention queries; none."""
+    kind: HeadKind
     grid: int = 0
     """Side of the pooled map, for ``grid``."""
     queries: int = 0
@@ -85,11 +88,9 @@ class Head:
         pooling = {
             "grid": f"{self.grid}×{self.grid} grid",
             "first": "first token",
-            "mean": "mean",
             "mean_max": "first+mean+max",
             "attention": f"attention, {self.queries} {'query' if self.queries == 1 else 'queries'}",
-            "vector": "vector",
-        }[self.kind]
+        }.get(self.kind, self.kind)
         return f"{pooling}, {f'hidden {self.hidden}' if self.hidden else 'linear'}"
 
 

@@ -21,7 +21,7 @@ from offramp.bundle import Answer
 from offramp.calibration.augmentation import MadeSamples
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.errors import DataError
-from offramp.calibration.families import CutTensor
+from offramp.calibration.families import POOLINGS, CutTensor, family_of
 from offramp.calibration.preconditioning import LARGEST, Preconditioner
 from offramp.calibration.running import check_answers, run_over
 
@@ -157,7 +157,12 @@ def fit_projections(
     wide = [
         candidate
         for candidate, (cut, names) in enumerate(zip(cuts, outputs, strict=True))
-        if cut.rank == 3 and names and cut.width and TOKEN_COMPONENTS < cut.width <= LARGEST
+        if cut.rank == 3
+        and names
+        and cut.width
+        and TOKEN_COMPONENTS < cut.width <= LARGEST
+        # of features that are no averages, such as a maximum, coordinates say nothing
+        and all(POOLINGS[head.kind].averages for head in family_of(cut))
     ]
     if not wide:
         return {}

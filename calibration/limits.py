@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from offramp.bundle.manifest import HeadTrial
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.selection import MIN_GAIN, Candidates
-from offramp.certify.binomial import allowed_errors
-from offramp.certify.path import walk
+from offramp.certify import allowed_errors, walk
 from offramp.engine.control.costs import CostModel
 
 _MOST_SAMPLES = 200_000

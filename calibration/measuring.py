@@ -27,7 +27,7 @@ from offramp.calibration.paired import (
     never_exiting,
 )
 from offramp.calibration.records import ExitRecords
-from offramp.certify.decision import MODEL_END, first_exit
+from offramp.certify import MODEL_END, first_exit
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Plan

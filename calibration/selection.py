@@ -13,13 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, ActiveExit, ExitPolicy, Promise
-from offramp.certify.agreement import tuning_path
-from offramp.certify.learn_then_test import (
-    allowed_errors,
-    certify,
-)
-from offramp.certify.path import walk
-from offramp.certify.records import evaluate, savings_of
+from offramp.certify import allowed_errors, certify, evaluate, savings_of, tuning_path, walk
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.published.thresholds import count_allowed
 

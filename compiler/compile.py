@@ -21,8 +21,8 @@ from offramp.calibration.limits import (
 from offramp.calibration.measuring import MEASURED_BATCH_SIZES, measure_policy, stages_of_samples
 from offramp.calibration.profiling import BATCH_SIZES
 from offramp.calibration.records import ExitRecords
-from offramp.calibration.rehearsal.result import RehearsalSettings, Rehearsed
-from offramp.certify.learn_then_test import samples_needed
+from offramp.calibration.rehearsal import RehearsalSettings, Rehearsed
+from offramp.certify import samples_needed
 from offramp.compiler.exits import FoundExits, find_exits, time_exits
 from offramp.compiler.model import read_model
 from offramp.compiler.options import CompileOptions

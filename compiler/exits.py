@@ -23,16 +23,10 @@ from offramp.calibration.dataset import Parts
 from offramp.calibration.estimates import BackboneTimes
 from offramp.calibration.families import CutTensor, family_of
 from offramp.calibration.features import Recording, fit_projections, record
+from offramp.calibration.learners import Preconditioners, view_of
 from offramp.calibration.profiling import profile_heads
 from offramp.calibration.selection import net_savings_alone
-from offramp.calibration.training import (
-    Preconditioners,
-    TrainedHead,
-    TrainingOptions,
-    count_steps,
-    train_heads,
-    view_of,
-)
+from offramp.calibration.training import TrainedHead, TrainingOptions, count_steps, train_heads
 from offramp.compiler.heads import attach_poolings, build_empty, build_exit
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.progress import Progress
@@ -73,7 +67,7 @@ class FoundExits:
 
 
 def exit_prefix(candidate: int) -> str:
-    """What the names of a candidate's exit begin with; unique in the joined graph."""
+    """Give the prefix of all names in a candidate's exit, unique in the joined graph."""
     return f"offramp_exit_{candidate:02d}/"
 
 

@@ -29,7 +29,7 @@ from offramp.calibration.dataset import Parts
 from offramp.calibration.families import mask_of
 from offramp.calibration.limits import Limit
 from offramp.calibration.records import ExitRecords, dump_records
-from offramp.calibration.rehearsal.result import REHEARSAL, Rehearsed
+from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
 from offramp.compiler.exits import BuiltExit, exit_prefix
 from offramp.compiler.heads import CONFIDENCE
 from offramp.compiler.options import CompileOptions

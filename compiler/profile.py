@@ -20,7 +20,7 @@ from offramp.calibration.estimates import BackboneTimes
 from offramp.calibration.families import CutTensor
 from offramp.calibration.profiling import profile_backbone, profile_heads, profile_stages
 from offramp.calibration.records import ExitRecords
-from offramp.calibration.rehearsal.result import REHEARSAL, Rehearsed
+from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
 from offramp.compiler.exits import Samples
 from offramp.compiler.graph import default_opset
 from offramp.compiler.heads import build_empty

@@ -1,4 +1,4 @@
-"""From the engine's errors to gRPC's status codes.
+"""The gRPC status codes of the engine's errors.
 
 The codes are those that Triton answers with, so that its clients' retry rules fit. Beside code and
 message, the trailing metadata names the error's class: gRPC itself answers with the same codes

@@ -183,7 +183,7 @@ class PrecisionCheck:
     samples: int
     """Samples that everything here was measured on."""
     unseen: bool
-    """See :class:`PrecisionData`."""
+    """Whether the samples are known to hold nothing that heads or thresholds were fitted on."""
     source_differs: int
     """Samples that the source model in this precision answers otherwise, without exits."""
     policy_differs: int
@@ -195,10 +195,10 @@ class PrecisionCheck:
 
     @property
     def verdict(self) -> Verdict | None:
-        """What these samples say of the promise, by exact binomial tests at its confidence.
+        """The verdict on the promise by exact binomial tests at its confidence level.
 
-        ``kept``: they certify it in this precision. ``broken``: they disprove it. ``open``: they
-        do neither. ``None``: there is no promise.
+        ``kept``: these samples certify it in this precision. ``broken``: they disprove it.
+        ``open``: they do neither. ``None``: there is no promise.
         """
         if self.promise is None:
             return None

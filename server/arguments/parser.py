@@ -110,7 +110,7 @@ def add_network(parser: argparse.ArgumentParser) -> None:
 
 
 def server_options(given: argparse.Namespace) -> ServerOptions:
-    """What they were given.
+    """The server's own options, as the command line gives them.
 
     Raises:
         ValueError: Both ports are the same.

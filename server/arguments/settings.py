@@ -41,7 +41,7 @@ def setting_adder(group: argparse._ArgumentGroup, defaults: EngineOptions | Mode
 def settings_in(
     given: argparse.Namespace, kind: type[EngineOptions | ModelOptions]
 ) -> dict[str, Any]:
-    """What the command line says about the fields of ``kind``, by their names."""
+    """The fields of ``kind`` that the command line sets, by name."""
     return {f.name: getattr(given, f.name) for f in fields(kind) if hasattr(given, f.name)}
 
 

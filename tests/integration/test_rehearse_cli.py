@@ -15,7 +15,7 @@ from tests.integration.test_compile_tiny import images
 
 from offramp.bundle import NEVER, Bundle, ExitPolicy
 from offramp.calibration import profiling
-from offramp.calibration.rehearsal.result import REHEARSAL, Rehearsed
+from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
 from offramp.certify import binomial_cdf, evaluate
 from offramp.compiler import rehearse
 from offramp.compiler.cli import COMMANDS, main

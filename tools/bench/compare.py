@@ -60,7 +60,7 @@ class Row:
     exit_shares: dict[str, float]
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """The fields as plain values."""
         return asdict(self)
 
 

@@ -17,8 +17,7 @@ from offramp.calibration.limits import (
     limit_of_rehearsal,
 )
 from offramp.calibration.records import ExitRecords
-from offramp.certify.agreement import tuning_path
-from offramp.certify.binomial import allowed_errors
+from offramp.certify import allowed_errors, tuning_path
 from offramp.engine.control.costs import CostModel
 
 ASKED = Asked(max_disagreement=0.05, confidence=0.9, max_overhead=None, batch_size=8)

@@ -17,10 +17,7 @@ from offramp.calibration.selection import (
     certified_policy,
     choose_active,
 )
-from offramp.certify import binomial_cdf, evaluate, samples_needed
-from offramp.certify.agreement import tuning_path
-from offramp.certify.path import walk
-from offramp.certify.records import savings_of
+from offramp.certify import binomial_cdf, evaluate, samples_needed, savings_of, tuning_path, walk
 
 PROMISE = {"max_disagreement": 0.05, "confidence_level": 0.9}
 COST = CostModel(

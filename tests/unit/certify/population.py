@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import ActiveExit, ExitPolicy, Promise
-from offramp.certify.decision import MODEL_END, first_exit, reaches
-from offramp.certify.observations import UNKNOWN, Observations
+from offramp.certify import MODEL_END, UNKNOWN, Observations, first_exit, reaches
 from offramp.engine.control.controller import Controller
 from offramp.engine.control.costs import CostModel
 

@@ -28,7 +28,7 @@ from offramp.bundle import (
 from offramp.bundle.manifest import Calibration, HeadTrial, Source
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.selection import certified_policy
-from offramp.certify.agreement import tuning_path
+from offramp.certify import tuning_path
 from offramp.compiler.report import numbers, render_report
 from offramp.compiler.report.charts import coverage, latency_rows
 from offramp.compiler.report.figures import PolicyFigures, savings_curve

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from offramp.bundle import ActiveExit, ExitPolicy
-from offramp.certify.observations import Observations
-from offramp.engine.control.controller import ControlStatus, Event, Evidence, Job
+from offramp.certify import Observations
+from offramp.engine.control.controller import ControlEvent, ControlStatus, Evidence, Job
 from offramp.engine.control.costs import CostModel
-from offramp.tools.bench.adapt.sequence import Population, Segment, Sequence, Span
+from offramp.tools.bench.adapt.sequence import Population, SegmentSpan, Sequence, ShiftSegment
 
 COSTS = CostModel(
     source_ms=10.0,
@@ -59,8 +59,8 @@ def in_order(*parts: tuple[str, Population]) -> Sequence:
     spans, start = [], 0
     for name, part in parts:
         even = np.full(len(part), 1 / len(part))
-        segment = Segment(name=name, population=part, weights=even, samples=len(part))
-        spans.append(Span(segment=segment, start=start, end=start + len(part)))
+        segment = ShiftSegment(name=name, population=part, weights=even, samples=len(part))
+        spans.append(SegmentSpan(segment=segment, start=start, end=start + len(part)))
         start += len(part)
     populations = [part for _, part in parts]
     labels = [p.labels for p in populations if p.labels is not None]
@@ -130,7 +130,7 @@ class Scripted:
         return ControlStatus(
             controller=self.name,
             max_disagreement=0.01,
-            confidence=0.95,
+            confidence_level=0.95,
             evidence=Evidence.NONE,
             disagreement=None,
             disagreement_upper_bound=1.0,
@@ -144,8 +144,8 @@ class Scripted:
             state="",
         )
 
-    def take_events(self) -> list[Event]:
-        return [Event(kind="note", text=str(len(self.calls)))]
+    def take_events(self) -> list[ControlEvent]:
+        return [ControlEvent(kind="note", text=str(len(self.calls)))]
 
     def state(self) -> Mapping[str, Any] | None:
         return None

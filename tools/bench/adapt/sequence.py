@@ -1,4 +1,4 @@
-"""What is streamed: samples drawn from recorded populations, segment by segment.
+"""The samples that are streamed, drawn from recorded populations segment by segment.
 
 Every segment draws with replacement from a finite population with known weights. So the samples of
 a segment are independent and alike, and what any policy would disagree on in the long run is known
@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from offramp.bundle import ExitPolicy
 from offramp.bundle.policy import NEVER
+from offramp.certify import BoolArray, Float32Array, FloatArray, IntArray, first_exit
 from offramp.certify.agreement import float32_at_least
-from offramp.certify.decision import BoolArray, Float32Array, FloatArray, IntArray, first_exit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Population:
-    """What the model and all its K exits say of m samples."""
+    """The recorded answers of a model and all its K exits to m samples."""
 
     confidence: Float32Array
     """float32[K, m]."""
@@ -50,7 +50,7 @@ class Population:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Segment:
+class ShiftSegment:
     """A stretch of samples that are alike."""
 
     name: str
@@ -77,10 +77,10 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Span:
-    """Where a segment lies in its sequence."""
+class SegmentSpan:
+    """The place of a segment in its sequence."""
 
-    segment: Segment
+    segment: ShiftSegment
     start: int
     end: int
     """One past the last."""
@@ -92,7 +92,7 @@ class Sequence:
 
     scenario: str
     description: str
-    spans: tuple[Span, ...]
+    spans: tuple[SegmentSpan, ...]
     drawn: Population
     """The samples, one after another."""
     rows: IntArray
@@ -104,7 +104,7 @@ class Sequence:
 
 
 def draw(
-    scenario: str, description: str, segments: Row[Segment], rng: np.random.Generator
+    scenario: str, description: str, segments: Row[ShiftSegment], rng: np.random.Generator
 ) -> Sequence:
     """Draw the samples of all segments."""
     rows = [rng.choice(len(s.weights), s.samples, p=s.weights) for s in segments]
@@ -116,7 +116,7 @@ def draw(
     return Sequence(
         scenario=scenario,
         description=description,
-        spans=tuple(Span(segment=s, start=a, end=b) for s, a, b in spans),
+        spans=tuple(SegmentSpan(segment=s, start=a, end=b) for s, a, b in spans),
         drawn=Population(
             confidence=np.concatenate([p.confidence[:, r] for p, r in pairs], axis=1),
             prediction=np.concatenate([p.prediction[:, r] for p, r in pairs], axis=1),
