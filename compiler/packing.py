@@ -25,9 +25,9 @@ from offramp.bundle.bundle import POLICY, RECORDS, REPORT, dump_profile
 from offramp.bundle.files import dump
 from offramp.bundle.manifest import SCHEMA_VERSION, Calibration, Source
 from offramp.bundle.measured import MEASURED
-from offramp.calibration.dataset import Parts
+from offramp.calibration.dataset import DataSplit
 from offramp.calibration.families import mask_of
-from offramp.calibration.limits import Limit
+from offramp.calibration.limits import BindingLimit
 from offramp.calibration.records import ExitRecords, dump_records
 from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
 from offramp.compiler.exits import BuiltExit, exit_prefix
@@ -40,7 +40,7 @@ _TOOLS = ("offramp", "onnx", "onnx-graphsurgeon", "onnxslim", "onnxruntime", "to
 
 
 def make_manifest(
-    sliced: Sliced, built: Draft, certify: ExitRecords, parts: Parts, options: CompileOptions
+    sliced: Sliced, built: Draft, certify: ExitRecords, parts: DataSplit, options: CompileOptions
 ) -> Manifest:
     """Describe the bundle; hashes are filled in when it is written."""
     model = sliced.model
@@ -84,7 +84,7 @@ def pack(
     tune: ExitRecords,
     certify: ExitRecords,
     rehearsed: Rehearsed | None,
-    limit: Limit | None = None,
+    limit: BindingLimit | None = None,
     measured: Measured | None = None,
 ) -> dict[str, bytes]:
     """Give the content of every file but manifest and policy, by path.

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
-from offramp.calibration.paired import Runner
+from offramp.calibration.paired import BatchRunner
 from offramp.engine.backends.base import Slot
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, make_plan
@@ -72,7 +72,7 @@ def latencies(
         for share in settings.go_on:
             data = model.samples(settings.samples, share, seed=settings.seed)
             with ExitStack() as stack:
-                others: dict[str, Runner] = {}
+                others: dict[str, BatchRunner] = {}
                 bare = machine.bare(bundle, settings.batches)
                 if bare is not None:
                     others[BARE] = stack.enter_context(bare)

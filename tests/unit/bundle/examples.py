@@ -22,7 +22,7 @@ from offramp.bundle import (
     write_bundle,
 )
 from offramp.bundle.bundle import dump_profile
-from offramp.bundle.manifest import SCHEMA_VERSION, Calibration, HeadTrial, Source
+from offramp.bundle.manifest import SCHEMA_VERSION, Calibration, HeadScore, Source
 
 HEAD = Head(kind="grid", grid=2, hidden=64)
 
@@ -53,7 +53,7 @@ MANIFEST = Manifest(
             confidence="exit/confidence",
             head=HEAD,
             agreement=0.875,
-            trials=(HeadTrial(head=HEAD, agreement=0.9, cost_ms=0.5, net_savings=-0.25),),
+            trials=(HeadScore(head=HEAD, agreement=0.9, cost_ms=0.5, net_savings=-0.25),),
         ),
     ),
     calibration=Calibration(

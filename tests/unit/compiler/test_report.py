@@ -25,7 +25,7 @@ from offramp.bundle import (
     Segment,
     TensorSpec,
 )
-from offramp.bundle.manifest import Calibration, HeadTrial, Source
+from offramp.bundle.manifest import Calibration, HeadScore, Source
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.selection import certified_policy
 from offramp.certify import tuning_path
@@ -99,7 +99,7 @@ def make_records(exits: int, samples: int, *, labels: bool) -> ExitRecords:
 
 def make_manifest(exits: int, certify: ExitRecords, name: str) -> Manifest:
     labels = certify.labels
-    trial = HeadTrial(
+    trial = HeadScore(
         head=Head(kind="grid", grid=2), agreement=0.8125, cost_ms=0.0123, net_savings=0.3333
     )
     built = tuple(
