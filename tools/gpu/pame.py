@@ -86,7 +86,7 @@ def latencies(
                     samples=settings.samples,
                     others=others,
                 )
-            found += [{"go_on_replayed": share_name(share), **row.to_json()} for row in rows]
+            found += [{"go_on_replayed": share_name(share), **asdict(row)} for row in rows]
     finally:
         backend.close()
     return [{**row, "baseline": baseline_of(backend, 1)} for row in found]
