@@ -13,10 +13,8 @@ dedicates devices to each half; here every device serves both.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import numpy as np
+from benchmarks.common import make_parser
 
 from offramp.certify.decision import MODEL_END
 from offramp.engine.scheduling import (
@@ -44,8 +42,7 @@ PUBLISHED = (
 
 def main() -> None:
     """Simulate, print, and write if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
+    parser = make_parser(__doc__)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     goodput = {

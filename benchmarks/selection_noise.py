@@ -15,15 +15,14 @@ size).
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks.common import make_parser
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, Profile
@@ -55,7 +54,7 @@ OLD_QUANTILE, OLD_OVERHEAD = 0.25, 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """Which disturbances there are."""
+    """The disturbances of a simulated measurement."""
 
     lognormal: bool = False
     spikes: bool = False
@@ -94,7 +93,7 @@ class Case:
 
     bundle: Bundle
     max_disagreement: float
-    confidence: float
+    confidence_level: float
 
     @cached_property
     def profile(self) -> Profile:
@@ -119,16 +118,16 @@ class Case:
             confidence,
             agrees,
             max_disagreement=self.max_disagreement,
-            confidence_level=self.confidence,
+            confidence_level=self.confidence_level,
         )
 
     @cached_property
     def shipped(self) -> dict[tuple[int, ...], Shipped]:
-        """By the exits chosen; certification knows nothing of costs, but that they are saved."""
+        """Certified policies by the exits chosen; costs do not matter to certification."""
         return {}
 
     def costs(self, profile: Profile) -> list[CostModel]:
-        """By batch size."""
+        """The cost models of a profile, one a batch size."""
         return [CostModel.of(self.bundle.manifest, profile, size) for size in profile.batch_sizes]
 
     def reference(self, profile: Profile) -> CostModel:
@@ -136,7 +135,7 @@ class Case:
         return CostModel.of(self.bundle.manifest, profile, size)
 
     def true_savings(self, active: tuple[int, ...], profile: Profile) -> float:
-        """Of what ships if these exits are chosen by this profile: true times, certify split."""
+        """The savings of what ships if this profile chooses these exits, at true times."""
         if active not in self.shipped:
             self.shipped[active] = self._certified(active)
         policy = self.shipped[active]
@@ -154,7 +153,7 @@ class Case:
             *certify,
             self.reference(self.profile),
             max_disagreement=self.max_disagreement,
-            confidence_level=self.confidence,
+            confidence_level=self.confidence_level,
         )
         kept = [a.exit for a in policy.active]
         thresholds = np.array([a.threshold for a in policy.active])
@@ -228,7 +227,7 @@ def estimated(case: Case, seen: DrawnRounds) -> Profile:
 
 
 def case_bytes(case: Case) -> FloatArray:
-    """What of the true borders grows with the batch; stands for the bytes that cross."""
+    """The part of the true borders that grows with the batch, in place of the bytes that cross."""
     rows = np.array(case.profile.stages_ms)
     sizes = np.array(case.profile.batch_sizes)
     slopes = [max(np.polyfit(sizes, row, 1)[0], 1e-9) for row in rows]
@@ -299,7 +298,7 @@ def _swapped(active: tuple[int, ...], exits: int) -> list[tuple[int, ...]]:
 
 
 def new_choice(case: Case, profile: Profile) -> tuple[int, ...]:
-    """What compiling chooses."""
+    """The exits that the compiler chooses."""
     return case.candidates.choose(case.reference(profile))
 
 
@@ -334,7 +333,7 @@ def measure(case: Case, draws: int) -> dict[str, Any]:
 
 
 def summary(saved: FloatArray, best: float) -> dict[str, float]:
-    """How often, and how far, draws fall behind the noiseless choice of the new rule."""
+    """The share of draws that fall behind the noiseless choice of the new rule, and how far."""
     return {
         "within_3_points": float((saved >= best - WITHIN).mean()),
         "no_exit": float((saved == 0).mean()),
@@ -346,12 +345,10 @@ def summary(saved: FloatArray, best: float) -> dict[str, float]:
 
 def main() -> None:
     """Print the table, and write it if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("bundle", type=Path)
+    parser = make_parser(__doc__, bundle=True)
     parser.add_argument("--draws", type=int, default=500, help="of each kind of noise")
     parser.add_argument("--max-disagreement", type=float, default=0.01)
     parser.add_argument("--confidence", type=float, default=0.95)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     check_outputs(arguments.json)
     case = Case(Bundle.open(arguments.bundle), arguments.max_disagreement, arguments.confidence)

@@ -18,12 +18,11 @@ sustain 8,000, 7,500, 7,000, 5,500, 3,500 and 2,000 requests/s, chosen so that t
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
+from benchmarks.common import make_parser
 
 from offramp.certify.decision import MODEL_END
 from offramp.engine.scheduling import (
@@ -71,8 +70,7 @@ PUBLISHED = (
 
 def main() -> None:
     """Simulate, print, and write if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
+    parser = make_parser(__doc__)
     parser.add_argument("--duration-s", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

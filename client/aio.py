@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from types import ModuleType, TracebackType
+from typing import Any, ClassVar, Self
 
 import grpc
 import grpc.aio
@@ -32,7 +32,7 @@ class AsyncClient(ClientBase):
     Arguments, and what they raise, are those of :class:`offramp.client.Client`.
     """
 
-    _grpc = grpc.aio
+    _grpc: ClassVar[ModuleType] = grpc.aio
 
     async def infer(
         self,

@@ -1,4 +1,4 @@
-"""How a client reaches its server: the part that the blocking and the asyncio client share."""
+"""The connection to a server: the part that the blocking and the asyncio client share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ not by how long we wait (offramp.server.service)."""
 
 
 class CallLimit(NamedTuple):
-    """How long a call may take, as grpc's methods take it."""
+    """The time limit of a call, in the arguments that grpc's methods take."""
 
     timeout: float | None
     metadata: tuple[tuple[str, str], ...] | None
@@ -43,7 +43,7 @@ class Tls:
     certificate_chain: bytes | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """In grpc's terms."""
+        """The credentials as grpc takes them."""
         return grpc.ssl_channel_credentials(
             root_certificates=self.root_certificates,
             private_key=self.private_key,
@@ -53,7 +53,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionSettings:
-    """Where a client's server is, and the limits of its calls."""
+    """The server that a client calls, and the limits of its calls."""
 
     address: str
     """``host:port`` of the server's gRPC side."""
@@ -88,7 +88,7 @@ class ConnectionSettings:
         return CallLimit(timeout_s, None)
 
     def stream_timeout_s(self, timeout_s: float | None) -> float | None:
-        """How long a stream may take whose first answer is due after ``timeout_s``.
+        """The time limit of a stream whose first answer is due after ``timeout_s``.
 
         What may follow the first answer has as long as a call that names no limit.
         """
@@ -99,7 +99,7 @@ class ConnectionSettings:
         return DeadlineError(f"{self.address}: no answer within {timeout_s:g} s")
 
     def error(self, error: grpc.RpcError) -> OfframpError:
-        """What a failed call means; to be raised from ``error``."""
+        """The error that a failed call stands for; to be raised from ``error``."""
         if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
             return OfframpError(f"{self.address}: {error!r}")
         metadata = error.trailing_metadata() or ()

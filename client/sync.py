@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from types import ModuleType, TracebackType
+from typing import Any, ClassVar, Self
 
 import grpc
 from google.protobuf.message import Message
@@ -36,7 +36,7 @@ class Client(ClientBase):
         ValueError: The address is not ``host:port``, or a limit is not above 0.
     """
 
-    _grpc = grpc
+    _grpc: ClassVar[ModuleType] = grpc
 
     def infer(
         self,
@@ -181,7 +181,7 @@ class _Alarm:
         self._timer.start()
 
     def stop(self) -> None:
-        """Harmless if it rang, or was stopped before."""
+        """Stop it, unless it rang or was stopped before."""
         self._timer.cancel()
 
     def _ring(self) -> None:

@@ -181,7 +181,7 @@ def _failures(models: _Models) -> Metric:
 
 
 def _device(models: Iterable[ModelStatistics]) -> Iterator[Metric]:
-    """What all models share, and each of them tells: without a label, for sums to be right."""
+    """The device's metrics, which each model tells: without a label, for sums to be right."""
     shared = next(iter(models), None)
     if shared is None:
         return

@@ -27,7 +27,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreementView:
-    """What a controller knows, for people."""
+    """A controller's findings in words."""
 
     heading: str
     """Two or three words: how far to rely on the statement."""
@@ -67,7 +67,7 @@ def view_agreement(statistics: ModelStatistics, promise: Promise | None) -> Agre
 
 
 def exits_in_use(statistics: ModelStatistics) -> bool:
-    """Whether any exit answers; those that only look on, or were retired, do not."""
+    """Whether any exit answers; those in shadow mode, or retired, do not."""
     return any(stage.threshold < NEVER for stage in statistics.stages[:-1])
 
 

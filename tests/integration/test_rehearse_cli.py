@@ -17,7 +17,7 @@ from offramp.bundle import NEVER, Bundle, ExitPolicy
 from offramp.calibration import profiling
 from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
 from offramp.certify import binomial_cdf, evaluate
-from offramp.compiler import rehearse
+from offramp.compiler import policy
 from offramp.compiler.cli import COMMANDS, main
 
 MADE_WITH = ("--selection", "pame", "--rehearsal-batch", "24", "--max-violations", "0.1")
@@ -223,7 +223,7 @@ def test_a_load_for_which_nothing_can_be_certified_is_served_without_exits(
 ) -> None:
     with monkeypatch.context() as patched:
         none = ExitPolicy(version=1, active=())
-        patched.setattr(rehearse, "certified_policy", lambda *_a, **_k: none)
+        patched.setattr(policy, "certified_policy", lambda *_a, **_k: none)
         assert main(["rehearse", "tiny.ee", "--data", "harder.npz"]) == 0
     renewed = Bundle.open("tiny.ee")
     assert renewed.policy == ExitPolicy(version=bundle.policy.version + 1, active=())

@@ -31,7 +31,7 @@ _SHARE_SPANS = (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 class RunView(NamedTuple):
-    """What is shown of a run."""
+    """The facts of a run that its page shows."""
 
     name: str
     summary: Summary
@@ -210,11 +210,11 @@ def _lines(
     values = values[np.isfinite(values)]
     if not values.size:
         return None
-    keys = [Key(s.label, _stroke("solid", s.colour)) for s in series if s.label]
+    keys = [Key(s.label, stroke("solid", s.colour)) for s in series if s.label]
     levels = []
     if slo_ms is not None and slo_ms <= 10 * values.max():  # farther off it would flatten the rest
         levels.append(slo_ms)
-        keys.append(Key(f"objective, {slo_ms:g} ms", _stroke("dashed", "ink")))
+        keys.append(Key(f"objective, {slo_ms:g} ms", stroke("dashed", "ink")))
     axis = axis_of(np.append(values, levels))
 
     def draw(width: float) -> Markup:
@@ -232,7 +232,8 @@ def _lines(
     return Plot(title, tuple(keys), draw(_WIDE), draw(_NARROW))
 
 
-def _stroke(kind: str, colour: str) -> str:
+def stroke(kind: str, colour: str) -> str:
+    """CSS of the mark of a line in a legend: ``solid``, ``dashed`` or ``dotted``."""
     return f"height: 0; border-radius: 0; border-top: 2px {kind} var(--{colour})"
 
 
@@ -317,7 +318,7 @@ def _up_to_all(values: NDArray[np.float64]) -> _Axis:
 
 
 def _latency_axis(values: NDArray[np.float64]) -> _Axis:
-    """From zero, or logarithmic over more than a decade."""
+    """An axis of latencies: from zero, or logarithmic over more than a decade."""
     low, high = float(values.min()), float(values.max())
     if not 0 < 10 * low < high:
         return _from_zero(values)

@@ -43,7 +43,7 @@ from offramp.tools.bench.load.shares import (
     used_samples,
 )
 from offramp.tools.bench.load.worker import Task
-from offramp.tools.bench.output import check_outputs, describe_environment
+from offramp.tools.bench.output import check_outputs, describe_environment, warn_of_calibration_data
 from offramp.tools.bench.traces import Trace
 
 _LEAST_POLL_S: Final = 0.25
@@ -233,16 +233,12 @@ def _tell(options: argparse.Namespace, settings: LoadSettings, report: LoadRepor
     name = report.environment["trace"] or settings.loop
     title = f"{settings.model} at {settings.address}, {name}"
     if report.environment["data_is_calibration_data"]:
-        console.print(
-            "[bold red]This is the data that the bundle was calibrated on:[/] agreement on it "
-            "says nothing about unseen data. Give --data that the compiler never saw.",
-            soft_wrap=True,
-        )
+        warn_of_calibration_data(console)
     print_report(
         console, report, title=f"{title}: measured without the first {settings.warm_up_s:g} s"
     )
-    if (doubt := warning(report)) is not None:
-        print(f"eebench: {doubt}", file=sys.stderr)
+    if (text := warning(report)) is not None:
+        print(f"eebench: {text}", file=sys.stderr)
     if options.json is not None:
         report.write_json(options.json)
     if options.html is not None:

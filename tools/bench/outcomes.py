@@ -1,4 +1,4 @@
-"""What became of each request of a load, and the figures that are made of it.
+"""The outcomes of a load's requests, and the figures that are made of them.
 
 A load generator and a simulator both write ``Outcomes``; what a figure means is decided here, once.
 A latency runs from the moment when a request was to be sent: counting from when it was sent would
@@ -26,7 +26,7 @@ _QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
 
 
 class Status(IntEnum):
-    """How a request ended."""
+    """The way in which a request ended."""
 
     OK = 0
     EXPIRED = 1
@@ -41,7 +41,7 @@ class Status(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Outcomes:
-    """One element a request (of one sample), in order of intended sending."""
+    """The outcome of every request (of one sample), in order of intended sending."""
 
     intended_s: NDArray[np.float64]
     """[n]: when it was to be sent, from the start of the run."""
@@ -138,7 +138,7 @@ class Summary:
     """Mean over requests, where known."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """The fields as plain values."""
         return asdict(self)
 
 
@@ -206,7 +206,7 @@ class Timeline:
     """Exits that answered in this run by index, then ``final``."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values; NaN, which JSON has not, becomes None."""
+        """The timeline as plain values; NaN, which JSON has not, becomes None."""
         return {
             f.name: _plain(value)
             if isinstance(value := getattr(self, f.name), np.ndarray)
@@ -276,7 +276,7 @@ def hdr_table(latency_s: NDArray[np.float64]) -> list[tuple[float, float, int]]:
 
 
 def _arrays(outcomes: Outcomes) -> dict[str, NDArray[Any]]:
-    """By field, without what is not known."""
+    """The arrays by field, without those that are not known."""
     found = {f.name: getattr(outcomes, f.name) for f in fields(outcomes)}
     return {name: value for name, value in found.items() if isinstance(value, np.ndarray)}
 

@@ -45,15 +45,15 @@ _MODES = {"source": Mode.OFF, "release": Mode.RELEASE, "audit": Mode.AUDIT}
 
 
 @dataclass(frozen=True, slots=True)
-class SimulatedSystem:
-    """What is simulated: a policy on the multi-exit model in some mode, or on the source model."""
+class SystemUnderTest:
+    """A scheduling policy on the multi-exit model in some mode, or on the source model."""
 
     label: str
     mode: Mode
     scheduling: PolicyName
 
     @classmethod
-    def parse(cls, text: str) -> SimulatedSystem:
+    def parse(cls, text: str) -> SystemUnderTest:
         """Read ``slackfit``, ``source:clockwork`` or ``audit:run-through``.
 
         Raises:
@@ -138,7 +138,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         BundleError, TraceError, ValueError
     """
-    systems = [SimulatedSystem.parse(text.strip()) for text in options.policy.split(",")]
+    systems = [SystemUnderTest.parse(text.strip()) for text in options.policy.split(",")]
     check_outputs(options.json, options.html)
     if options.slo_ms is not None and not options.slo_ms > 0:
         raise ValueError(f"--slo-ms is {options.slo_ms:g}; it must be more than 0")
@@ -154,7 +154,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _runs(
-    bundle: Bundle, systems: list[SimulatedSystem], trace: Trace, options: argparse.Namespace
+    bundle: Bundle, systems: list[SystemUnderTest], trace: Trace, options: argparse.Namespace
 ) -> Iterator[Simulated]:
     for system in systems:
         settings = ModelOptions(

@@ -38,7 +38,7 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Behaviour:
-    """Where recorded samples leave a model on their own, and what each stage would answer."""
+    """The exits of recorded samples on their own, and the answer that each stage would give."""
 
     exits: tuple[int, ...]
     """[stages]: the exit of each; ``MODEL_END`` at the last."""
@@ -197,7 +197,7 @@ def simulate(  # noqa: PLR0915 - one loop, and few calls in it: it is what a req
 
 
 class _Log:
-    """What happened, as it happened; made into arrays at the end."""
+    """The events of a simulation as they happen, made into arrays at the end."""
 
     def __init__(self) -> None:
         self.rejected: list[int] = []

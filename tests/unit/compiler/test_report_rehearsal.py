@@ -76,13 +76,8 @@ def test_the_page_says_what_was_found() -> None:
         "allowed (average latency 13.8 ms, 0.0\u202f% of the batches late, 50.0\u202f% of the "
         "samples go on)." in page.text
     )
-    assert (
-        "Step 2: from E0. 3 rows may come at most; 15.0 ms without an exit." in page.text
-    )
-    assert (
-        "Step 3: from E1. 2 rows may come at most; 8.00 ms without an exit. None"
-        in page.text
-    )
+    assert "Step 2: from E0. 3 rows may come at most; 15.0 ms without an exit." in page.text
+    assert "Step 3: from E1. 2 rows may come at most; 8.00 ms without an exit. None" in page.text
     assert "The search ended: every later exit makes too many batches late." in page.text
     assert "tolerated" not in page.text
     assert "Tuned and certified on " + "ef" * 32 in page.text

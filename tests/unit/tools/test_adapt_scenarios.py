@@ -52,7 +52,7 @@ def material(
         name: Dataset(inputs={"x": images}, labels=np.arange(SAMPLES) % 10, sha256="")
         for name in names
     }
-    return Material(datasets, recorder, ScenarioSettings(**settings)), recorder
+    return Material(datasets, recorder.record, ScenarioSettings(**settings)), recorder
 
 
 def test_easy_are_those_answered_surely_and_rightly_in_the_first_half() -> None:

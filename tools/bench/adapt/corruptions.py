@@ -38,7 +38,7 @@ class PixelRange:
 
     @classmethod
     def of(cls, images: NDArray[Any]) -> PixelRange:
-        """What the data spans; all of it for bytes.
+        """The range that the data span; 0 to 255 for bytes.
 
         Raises:
             ValueError: All pixels are alike.

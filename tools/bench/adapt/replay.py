@@ -30,7 +30,7 @@ from offramp.certify import (
 from offramp.engine.control.controller import ControlEvent, Controller, ControlStatus, Job
 from offramp.engine.control.costs import CostModel
 from offramp.engine.plan import Mode
-from offramp.tools.bench.adapt.sequence import Population, Sequence, answering_places
+from offramp.tools.bench.adapt.sequence import Population, SampleSequence, answering_places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Contender:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySettings:
-    """How serving goes on."""
+    """The pace of a replay: chunks, delays, and the assumed rate."""
 
     chunk: int = 32
     """Samples that start at once, under one policy."""
@@ -82,7 +82,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReplayTrace:
-    """What became of all N samples."""
+    """The course of a replay: where and how each of N samples was answered."""
 
     answered_at: IntArray
     """int64[N]: the exit that answered; :data:`MODEL_END` if none did."""
@@ -128,7 +128,7 @@ class _Log:
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """What is known of the samples of a chunk, once all are through."""
+    """The answers to the samples of a chunk, and what the controller may see of them."""
 
     answered_at: IntArray
     complete: BoolArray
@@ -138,7 +138,7 @@ class _Served:
 
 
 def replay(
-    sequence: Sequence, contender: Contender, costs: CostModel, settings: ReplaySettings
+    sequence: SampleSequence, contender: Contender, costs: CostModel, settings: ReplaySettings
 ) -> ReplayTrace:
     """Serve a sequence under a controller.
 
@@ -171,7 +171,7 @@ def replay(
 
 @dataclass(frozen=True, slots=True)
 class _Chances:
-    """Of the samples of a chunk to run on."""
+    """The probability of the samples of a chunk to run on after an early answer."""
 
     mode: Mode
     coins: FloatArray
@@ -251,7 +251,7 @@ def _run(job: Job, started: int, settings: ReplaySettings, log: _Log) -> _Out:
 
 
 def _trace(
-    sequence: Sequence,
+    sequence: SampleSequence,
     log: _Log,
     chunks: list[_Served],
     costs: CostModel,

@@ -1,4 +1,4 @@
-"""What a load generator notes of each request, and the outcomes that are made of it."""
+"""The log of a load generator, a line a request, and the outcomes that are made of it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NUMBER: Final = re.compile(r"-?\d+(\.\d+)?")
 
 
 class Reply(NamedTuple):
-    """What a response says of its one sample."""
+    """The answer to a request of one sample."""
 
     exit: int
     """Index of the exit that answered; ``MODEL_END`` where the response, of another server, says
@@ -72,12 +72,12 @@ def _prediction(response: ModelInferResponse, answer: str) -> int:
 
 
 def status_of(code: str) -> Status:
-    """How a request ended whose call ended with this status code, for instance ``UNAVAILABLE``."""
+    """The status of a request whose call ended with a gRPC code, for instance ``UNAVAILABLE``."""
     return _STATUSES.get(code, Status.FAILED)
 
 
 class Causes:
-    """Why requests failed: counts by message, where messages that differ only in numbers are one.
+    """Counts of failures by message, where messages that differ only in numbers are one.
 
     The first of them is kept as it was.
     """
@@ -111,7 +111,7 @@ class Causes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RequestRecords:
-    """One element a request, in the order of intended sending."""
+    """A load's requests and how they ended: arrays in the order of intended sending."""
 
     sample: NDArray[np.int64]
     """[n]: index into the data."""
@@ -155,7 +155,7 @@ class RequestRecords:
         )
 
     def lateness_s(self, warm_up_s: float) -> NDArray[np.float64]:
-        """From when a request was to be sent until it was; of those sent after the warm-up."""
+        """The seconds from when requests were due until they were sent, without the warm-up."""
         counted = np.isfinite(self.sent_s) & (self.intended_s >= warm_up_s)
         return (self.sent_s - self.intended_s)[counted]
 
@@ -169,7 +169,7 @@ class RequestRecords:
 
 
 class RequestLog:
-    """Grows by a line a request; a request that nothing more is heard of stays unanswered."""
+    """The log of one sending process; a request that nothing more is heard of stays unanswered."""
 
     def __init__(self) -> None:
         self._sample, self._prediction = array("q"), array("q")
@@ -189,17 +189,17 @@ class RequestLog:
         return len(self._sample) - 1
 
     def sent(self, line: int, at_s: float) -> None:
-        """It is on its way."""
+        """Note that a request was sent."""
         self._sent_s[line] = at_s
 
     def answered(self, line: int, at_s: float, reply: Reply) -> None:
-        """Its answer is there."""
+        """Note the answer to a request."""
         self._ended_s[line] = at_s
         self._status[line] = Status.OK
         self._exit[line], self._forced[line], self._prediction[line] = reply
 
     def failed(self, line: int, at_s: float, status: Status) -> None:
-        """It ended without an answer."""
+        """Note that a request ended without an answer."""
         self._ended_s[line] = at_s
         self._status[line] = status
 
@@ -226,3 +226,9 @@ def merge(parts: list[RequestRecords]) -> RequestRecords:
             for field in fields(RequestRecords)
         }
     )
+
+
+def percentiles_ms(lateness_s: NDArray[np.float64]) -> dict[str, float]:
+    """The figures ``p50``, ``p99`` and ``max`` of how late requests were sent, in milliseconds."""
+    p50, p99 = np.quantile(lateness_s, (0.5, 0.99)) * 1e3
+    return {"p50": float(p50), "p99": float(p99), "max": float(lateness_s.max()) * 1e3}

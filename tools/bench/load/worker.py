@@ -47,7 +47,7 @@ _CHANNEL_OPTIONS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Task:
-    """What a process is started with."""
+    """The part of a load that a process is started with."""
 
     settings: LoadSettings
     share: Share
@@ -59,7 +59,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Report:
-    """What a process gives back."""
+    """The log of a process and its use of the processor."""
 
     records: RequestRecords
     causes: Mapping[str, int]
@@ -104,7 +104,7 @@ async def _work(task: Task, pipe: Connection) -> Report:
 
 
 class Sender:
-    """Sends a share and writes down what becomes of it.
+    """Sends a process's share of a load and logs how each request ends.
 
     Args:
         task: What to send.
@@ -228,7 +228,7 @@ class Sender:
             self._mistake = mistake
 
     def _now_s(self) -> float:
-        """From the start of the load."""
+        """The seconds since the start of the load."""
         return time.monotonic() - self._start_s
 
     def _report(self, cpu_s: float) -> Report:
