@@ -200,8 +200,8 @@ def limit_of_certificate(
     return BindingLimit(
         kind="data",
         message=f"the data is too little to certify disagreement ≤ {terms.max_disagreement:g} "
-        f"with confidence {terms.confidence_level:g}: {found}; more --data lifts it{more}, so does a larger "
-        "--max-disagreement or a smaller --confidence",
+        f"with confidence {terms.confidence_level:g}: {found}; more --data lifts it{more}, "
+        "so does a larger --max-disagreement or a smaller --confidence",
     )
 
 

@@ -20,7 +20,7 @@ from offramp.engine.exit_check import confidence_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitRecords:
-    """The answers of all exits and of the source model, reduced to what thresholds are chosen by."""
+    """The answers of exits and source model, reduced to what thresholds are chosen by."""
 
     confidence: NDArray[np.float32]
     """[exits, samples]."""

@@ -242,7 +242,7 @@ def certified_policy(
         ),
         promise=Promise(
             max_disagreement=max_disagreement,
-            confidence=confidence_level,
+            confidence_level=confidence_level,
             certify_samples=certificate.samples,
             certify_errors=certificate.errors,
             p_value=certificate.p_value,

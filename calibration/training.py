@@ -36,7 +36,7 @@ from offramp.calibration.learners import (
 _EVALUATED = 512
 """Samples that are answered at once."""
 _FEWEST_STEPS = 24
-"""Fewest steps of an epoch: little data is taken in smaller batches, or heads would hardly learn."""
+"""Fewest steps of an epoch: little data comes in smaller batches, or heads would hardly learn."""
 _SMALLEST_BATCH = 32
 _WARM_UP = 0.1
 """Share of the steps in which the learning rate rises."""

@@ -21,7 +21,7 @@ from offramp.bundle import (
     TensorSpec,
     write_bundle,
 )
-from offramp.bundle.bundle import POLICY, RECORDS, REPORT, dump_profile
+from offramp.bundle.bundle import POLICY, RECORDS, REPORT
 from offramp.bundle.files import dump
 from offramp.bundle.manifest import SCHEMA_VERSION, Calibration, Source
 from offramp.bundle.measured import MEASURED
@@ -98,7 +98,7 @@ def pack(
     return {
         manifest.source.file: sliced.model.proto.SerializeToString(),
         **built.files,
-        "profiles/cpu.json": dump_profile(profile),
+        "profiles/cpu.json": dump(profile),
         RECORDS: dump_records(tune, certify),
         REPORT: report.encode(),
         **({} if rehearsed is None else {REHEARSAL: rehearsed.dump()}),

@@ -89,7 +89,7 @@ def assert_promise_is_what_the_records_say(bundle: Bundle) -> None:
         thresholds_of(bundle),
     )
     assert promise is not None
-    assert (promise.max_disagreement, promise.confidence) == (0.05, 0.95)
+    assert (promise.max_disagreement, promise.confidence_level) == (0.05, 0.95)
     assert promise.certify_samples == certify.sum() == bundle.manifest.calibration.certify_samples
     assert promise.certify_errors == found.errors
     assert promise.p_value == binomial_cdf(found.errors, int(certify.sum()), 0.05) <= 0.05
@@ -214,7 +214,7 @@ def test_what_is_asked_for_is_promised(bundle: Bundle) -> None:
     renewed = Bundle.open("new.ee")
     assert renewed.policy.promise is not None
     promise, settings = renewed.policy.promise, rehearsed(renewed).rehearsal.settings
-    assert (promise.max_disagreement, promise.confidence) == (0.1, 0.9)
+    assert (promise.max_disagreement, promise.confidence_level) == (0.1, 0.9)
     assert (settings.batch_size, settings.max_violations) == (8, 0.0)
 
 

@@ -57,7 +57,7 @@ specs = st.builds(
 promises = st.builds(
     Promise,
     max_disagreement=numbers,
-    confidence=numbers,
+    confidence_level=numbers,
     certify_samples=counts,
     certify_errors=counts,
     p_value=numbers,

@@ -248,7 +248,7 @@ def test_headline_is_the_promise() -> None:
     parts = make(3)
     promise = Promise(
         max_disagreement=0.015,
-        confidence=0.9,
+        confidence_level=0.9,
         certify_samples=2000,
         certify_errors=21,
         p_value=0.0456,
