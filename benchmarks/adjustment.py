@@ -12,13 +12,12 @@ Apparate reports 0.5 ms a round (5.4).
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import time
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
+from benchmarks.common import make_parser, time_ms
 
 from offramp.bundle.policy import NEVER
 from offramp.engine.control.adjustment import Reason, adjust
@@ -35,17 +34,18 @@ KINDS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--samples", type=int, nargs="+", default=[128, 512])
     parser.add_argument("--situations", type=int, default=50, help="of each kind")
     parser.add_argument("--repeat", type=int, default=21, help="decisions of each situation")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     check_outputs(arguments.json)
     rows = []
     for samples in arguments.samples:
         for kind, situations in draw(samples, arguments.situations).items():
-            times = [time_ms(situation, arguments.repeat) for situation in situations]
+            times = [
+                time_ms(partial(adjust, **situation), arguments.repeat) for situation in situations
+            ]
             rows.append(
                 {
                     "samples": samples,
@@ -99,16 +99,6 @@ def situation_of(rng: np.random.Generator, samples: int, active: list[int]) -> d
         "costs": costs,
         "max_overhead": costs.overhead(active) * slack,
     }
-
-
-def time_ms(situation: dict[str, Any], repeat: int) -> float:
-    """Median of ``repeat`` decisions."""
-    times = []
-    for _ in range(repeat):
-        start = time.perf_counter()
-        adjust(**situation)
-        times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times)
 
 
 if __name__ == "__main__":

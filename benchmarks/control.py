@@ -1,4 +1,4 @@
-"""What control costs while serving: modes against each other, and the controller on and off.
+"""The cost of control while serving: modes against each other, the controller on and off.
 
     python -m benchmarks.control BUNDLE --data TEST.npz [--rounds 5] [--json FILE]
 
@@ -15,11 +15,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import uvloop
+from benchmarks.common import make_parser
+from benchmarks.replay import Replay, single_samples
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
@@ -28,7 +29,6 @@ from offramp.engine.core import Engine
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
 from offramp.tools.bench.output import describe_environment, wide_console, write_json
-from offramp.tools.bench.replay import Replay
 
 MODEL = "model"
 CONCURRENCY = 64
@@ -36,7 +36,7 @@ SETTLED_S = 2.0
 """Between two looks at whether audits have settled."""
 
 
-class System:
+class DrivenEngine:
     """An engine that is driven now and then."""
 
     def __init__(self, engine: Engine, samples: Sequence[dict[str, NDArray[Any]]]) -> None:
@@ -48,17 +48,13 @@ class System:
         self.busy_ms: list[float] = []
 
     async def round(self, duration_s: float) -> None:
-        before, answered = self.stages_s(), self.engine.statistics()[MODEL].answered
+        before, answered = self.replay.stages_s(), self.engine.statistics()[MODEL].answered
         took_s = await self.replay.saturate(CONCURRENCY, duration_s)
         answered = self.engine.statistics()[MODEL].answered - answered
         self.rates.append(len(took_s) / (0.9 * duration_s))
         self.p50_ms.append(float(np.quantile(took_s, 0.5)) * 1e3)
         self.p99_ms.append(float(np.quantile(took_s, 0.99)) * 1e3)
-        self.busy_ms.append((self.stages_s() - before) / answered * 1e3)
-
-    def stages_s(self) -> float:
-        """Seconds that stages have run."""
-        return sum(stage.run_s.total for stage in self.engine.statistics()[MODEL].stages)
+        self.busy_ms.append((self.replay.stages_s() - before) / answered * 1e3)
 
     def figures(self) -> dict[str, Any]:
         statistics = self.engine.statistics()[MODEL]
@@ -84,12 +80,9 @@ class System:
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All that the module's docstring says."""
     data = read_dataset(options.data, Bundle.open(options.bundle).manifest.inputs)
-    samples = [
-        {name: np.ascontiguousarray(array[n : n + 1]) for name, array in data.inputs.items()}
-        for n in range(min(options.samples, len(data)))
-    ]
+    samples = single_samples(data, options.samples)
     async with AsyncExitStack() as stack:
-        systems: dict[str, System] = {}
+        systems: dict[str, DrivenEngine] = {}
         for name, mode in (
             ("source", Mode.OFF),
             ("leave", Mode.LEAVE),
@@ -108,7 +101,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
                 ),
             )
             await stack.enter_async_context(engine)
-            systems[name] = System(engine, samples)
+            systems[name] = DrivenEngine(engine, samples)
         settled_s = 0.0
         for name in ("audit", "audit, unwatched"):
             settled_s = max(settled_s, await settle(systems[name], options.settle_s))
@@ -133,7 +126,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-async def settle(system: System, limit_s: float) -> float:
+async def settle(system: DrivenEngine, limit_s: float) -> float:
     """Drive a system until its audit probability stays; gives how long that took."""
     taken_s, before = 0.0, -1.0
     while taken_s < limit_s:
@@ -148,7 +141,7 @@ async def settle(system: System, limit_s: float) -> float:
 
 
 def summary(found: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """What the figures come to."""
+    """The ratios that the figures amount to."""
     busy = {name: figures["busy_ms_per_sample"] for name, figures in found.items()}
     saved = {name: 1 - value / busy["source"] for name, value in busy.items()}
     watched, unwatched = found["audit"], found["audit, unwatched"]
@@ -169,15 +162,12 @@ def summary(found: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("bundle", type=Path)
-    parser.add_argument("--data", type=Path, required=True, help=".npz of samples")
+    parser = make_parser(__doc__, bundle=True, data=True)
     parser.add_argument("--samples", type=int, default=4096, help="used of them")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--duration-s", type=float, default=3.0, help="of a system's turn")
     parser.add_argument("--settle-s", type=float, default=120.0, help="longest, of audits")
     parser.add_argument("--max-batch-size", type=int, default=32)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     found = uvloop.run(measure(options))
     console = wide_console()

@@ -13,10 +13,8 @@ dedicates devices to each half; here every device serves both.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import numpy as np
+from benchmarks.common import make_parser
 
 from offramp.certify.decision import MODEL_END
 from offramp.engine.scheduling import (
@@ -26,7 +24,7 @@ from offramp.engine.scheduling import (
     PolicyName,
     make_scheduler,
 )
-from offramp.tools.bench.outcomes import FINAL, Summary, summarise
+from offramp.tools.bench.outcomes import Summary, summarise
 from offramp.tools.bench.output import describe_environment, write_json
 from offramp.tools.bench.simulation import Behaviour, draw_load, simulate
 from offramp.tools.bench.traces import constant
@@ -44,8 +42,7 @@ PUBLISHED = (
 
 def main() -> None:
     """Simulate, print, and write if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
+    parser = make_parser(__doc__)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     goodput = {
@@ -100,7 +97,7 @@ def run(system: str, easy: float, size: int, *, rate: float, seed: int) -> Summa
     last = len(table) - 1
     hard = np.random.default_rng(seed).random(RECORDS) >= easy
     behaviour = Behaviour(
-        exits=(FINAL,) if not last else (0, FINAL),
+        exits=(MODEL_END,) if not last else (0, MODEL_END),
         leaves_at=np.where(hard, last, 0),
         agrees=np.ones((last + 1, RECORDS), np.bool_),
     )

@@ -1,4 +1,4 @@
-"""What the Python path costs: executor and scheduler, without a model.
+"""The time of the Python path, executor and scheduler, without a model.
 
 Two measurements on the fake backend, whose own time is taken off:
 
@@ -12,15 +12,14 @@ Two measurements on the fake backend, whose own time is taken off:
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks.common import make_parser
 from numpy.typing import NDArray
 
 from offramp.bundle import Answer, ExitPolicy, TensorSpec
@@ -97,8 +96,7 @@ class StampingBackend(FakeBackend):
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     rounds = [asyncio.run(stage_gaps_us()) for _ in range(options.rounds)]

@@ -17,15 +17,14 @@ savings are predicted from profiled times.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks.common import make_parser
 from tests.unit.certify.population import (
     Population,
     feed,
@@ -52,11 +51,9 @@ NEVER = 10**9
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("bundle", type=Path)
+    parser = make_parser(__doc__, bundle=True)
     parser.add_argument("--streams", type=int, default=200, help="of each kind")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     check_outputs(arguments.json)
     bundle = Bundle.open(arguments.bundle)

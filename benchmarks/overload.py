@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import uvloop
+from benchmarks.common import make_parser
 from benchmarks.policies import MAX_BATCH, Bench, median_of
 
 from offramp.tools.bench.outcomes import Summary
@@ -119,14 +119,11 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print, and write if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("bundle", type=Path)
-    parser.add_argument("--data", type=Path, required=True)
+    parser = make_parser(__doc__, bundle=True, data=True)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", type=int, help="default: as many as there are cores")
     parser.add_argument("--slo-ms", type=float, help="default: 10 times the latency at batch 1")
     parser.add_argument("--parts", default="bursts,overload")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         document = runner.run(measure(options))

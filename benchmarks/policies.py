@@ -18,13 +18,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import uvloop
+from benchmarks.common import make_parser
+from benchmarks.replay import Replay, single_samples
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
@@ -38,8 +40,7 @@ from offramp.tools.bench.output import (
     wide_console,
     write_json,
 )
-from offramp.tools.bench.replay import Replay
-from offramp.tools.bench.simulate_command import System
+from offramp.tools.bench.simulate_command import SystemUnderTest
 from offramp.tools.bench.traces import Trace, azure, constant, gamma, poisson
 
 SYSTEMS = (
@@ -76,11 +77,7 @@ class Bench:
         """Read all; ``streams`` are as many as there are cores, unless given."""
         self.bundle = bundle
         dataset = read_dataset(data, Bundle.open(bundle).manifest.inputs)
-        rows = range(min(samples, len(dataset)))
-        self._samples = [
-            {name: np.ascontiguousarray(array[i : i + 1]) for name, array in dataset.inputs.items()}
-            for i in rows
-        ]
+        self._samples = single_samples(dataset, samples)
         self._reference: NDArray[np.int64] = np.zeros(len(self._samples), np.int64)
         self.streams = streams or os.cpu_count() or 1
         self.lateness_ms: list[dict[str, float]] = []
@@ -96,90 +93,46 @@ class Bench:
         async with self._replaying("source:delay") as replay:
             self._reference = await replay.answers()
 
-    def _replaying(self, system: str) -> _Opened:
-        return _Opened(self.bundle, system, self.streams, self._samples, self._reference)
+    @asynccontextmanager
+    async def _replaying(self, system: str) -> AsyncIterator[Replay]:
+        """A replay on an engine that is open meanwhile."""
+        parsed = SystemUnderTest.parse(system)
+        options = EngineOptions(
+            mode=parsed.mode,
+            streams=self.streams,
+            threads=1,
+            defaults=ModelOptions(
+                scheduling=parsed.scheduling,
+                max_batch_size=MAX_BATCH,
+                max_queue_delay_ms=DELAY_MS if parsed.scheduling.name == "delay" else 0.0,
+            ),
+        )
+        async with await Engine.open({MODEL: self.bundle}, options) as engine:
+            yield Replay(engine, MODEL, self._samples, self._reference)
 
     async def lone(self, system: str) -> tuple[float, float]:
         """Mean seconds of requests sent one after the other, in all and within stages."""
         async with self._replaying(system) as replay:
-            return await replay.lone()
+            return await replay.lone(LONE_REQUESTS)
 
     async def sparse(self, system: str) -> tuple[float, float]:
         """Mean seconds of requests that come 10 ms apart, in all and within stages."""
         trace = constant(100.0, 6.0)
         async with self._replaying(system) as replay:
-            outcomes = await replay.replay.open_loop(trace.arrivals_s, trace.duration_s, None)
+            outcomes = await replay.open_loop(trace.arrivals_s, trace.duration_s, None)
             return float(outcomes.latency_s.mean()), replay.stages_s() / len(trace.arrivals_s)
 
     async def capacity_rps(self, system: str, duration_s: float) -> float:
         """Answers a second with many requests under way."""
         async with self._replaying(system) as replay:
-            return await replay.replay.closed_loop(SATURATED, duration_s)
+            return await replay.closed_loop(SATURATED, duration_s)
 
     async def under(self, system: str, trace: Trace, slo_s: float | None) -> Summary:
         """Run a trace."""
         async with self._replaying(system) as replay:
-            outcomes = await replay.replay.open_loop(trace.arrivals_s, trace.duration_s, slo_s)
-            self.lateness_ms.append(replay.replay.lateness_ms())
+            outcomes = await replay.open_loop(trace.arrivals_s, trace.duration_s, slo_s)
+            self.lateness_ms.append(replay.lateness_ms())
         return summarise(outcomes, slo_ms=None if slo_s is None else slo_s * 1e3)
-
-
-class _Opened:
-    """An engine while it is open, and a replay on it."""
-
-    def __init__(
-        self,
-        bundle: Path,
-        system: str,
-        streams: int,
-        samples: Sequence[dict[str, NDArray[Any]]],
-        reference: NDArray[np.int64],
-    ) -> None:
-        parsed = System.parse(system)
-        self._bundle = bundle
-        self._samples = samples
-        self._reference = reference
-        delayed = parsed.scheduling.name == "delay"
-        self._options = EngineOptions(
-            mode=parsed.mode,
-            streams=streams,
-            threads=1,
-            defaults=ModelOptions(
-                scheduling=parsed.scheduling,
-                max_batch_size=MAX_BATCH,
-                max_queue_delay_ms=DELAY_MS if delayed else 0.0,
-            ),
-        )
-
-    async def __aenter__(self) -> Self:
-        self._engine = await Engine.open({MODEL: self._bundle}, self._options)
-        self.replay = Replay(self._engine, MODEL, self._samples, self._reference)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._engine.close()
-
-    async def answers(self) -> NDArray[np.int64]:
-        """The class of every sample."""
-        found = []
-        for sample in self._samples:
-            (answer,) = (await self._engine.infer(MODEL, sample)).outputs.values()
-            found.append(int(answer[0].argmax()))
-        return np.array(found)
-
-    async def lone(self) -> tuple[float, float]:
-        """Mean seconds of requests sent one after the other, in all and within stages."""
-        before = self.stages_s()
-        times = []
-        for number in range(LONE_REQUESTS):
-            started_s = time.monotonic()
-            await self._engine.infer(MODEL, self._samples[number % len(self._samples)])
-            times.append(time.monotonic() - started_s)
-        return float(np.mean(times)), (self.stages_s() - before) / LONE_REQUESTS
-
-    def stages_s(self) -> float:
-        """Seconds that stages have run."""
-        return sum(stage.run_s.total for stage in self._engine.statistics()[MODEL].stages)
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -273,9 +226,7 @@ def _median(values: Sequence[Any]) -> Any:
 
 def main() -> None:
     """Measure, print, and write if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("bundle", type=Path)
-    parser.add_argument("--data", type=Path, required=True)
+    parser = make_parser(__doc__, bundle=True, data=True)
     parser.add_argument("--trace", default="poisson", help="poisson, gamma:CV2 or azure:FILE")
     parser.add_argument("--share", type=float, default=0.8, help="of the source model's capacity")
     parser.add_argument("--duration-s", type=float, default=10.0, help="of drawn traces")
@@ -283,7 +234,6 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=4000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         document = runner.run(measure(options))

@@ -11,31 +11,27 @@ of 1 - confidence of the draws to be above the bound.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import numpy as np
+from benchmarks.common import make_parser
 
 from offramp.bundle import Bundle
 from offramp.bundle.bundle import CERTIFY, TUNE
 from offramp.calibration.dataset import read_dataset
 from offramp.calibration.selection import certified_policy
-from offramp.certify.agreement import tuning_path
-from offramp.certify.records import evaluate
+from offramp.certify import evaluate, tuning_path
 from offramp.engine.control.costs import CostModel
 from offramp.engine.options import available_cores
-from offramp.tools.bench.adapt.recording import Recorder
+from offramp.tools.bench.adapt.scenarios import answering
 from offramp.tools.bench.output import check_outputs, describe_environment, write_json
 
 
 def main() -> None:
     """Draw, certify, look up, print."""
-    parser = argparse.ArgumentParser(description="Resample what certifies a bundle's policy.")
-    parser.add_argument("bundle", type=Path)
-    parser.add_argument("--data", type=Path, required=True, help="test data, unseen in compiling")
+    parser = make_parser(__doc__, bundle=True, data=True)
     parser.add_argument("--draws", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     check_outputs(options.json)
     found = resample(options.bundle, options.data, draws=options.draws, seed=options.seed)
@@ -55,8 +51,8 @@ def resample(path: Path, data: Path, *, draws: int, seed: int) -> dict[str, floa
     tune, certify = records["split"] == TUNE, records["split"] == CERTIFY
     thresholds = tuning_path(records["confidence"][rows][:, tune], agrees[rows][:, tune])
 
-    test = Recorder(bundle, threads=available_cores()).record(
-        read_dataset(data, bundle.manifest.inputs)
+    test = answering(bundle, threads=available_cores())(
+        read_dataset(data, bundle.manifest.inputs), lambda _: None
     )
     confidence = np.concatenate([records["confidence"][:, certify], test.confidence], axis=1)
     agreed = np.concatenate([agrees[:, certify], test.prediction == test.final], axis=1)
@@ -69,7 +65,7 @@ def resample(path: Path, data: Path, *, draws: int, seed: int) -> dict[str, floa
         drawn = rng.integers(0, confidence.shape[1], size)
         policy = certified_policy(
             rows, thresholds, confidence[:, drawn], agreed[:, drawn], cost,
-            max_disagreement=promise.max_disagreement, confidence_level=promise.confidence,
+            max_disagreement=promise.max_disagreement, confidence_level=promise.confidence_level,
         )  # fmt: skip
         used = [active.exit for active in policy.active]
         outcome = evaluate(
@@ -83,7 +79,7 @@ def resample(path: Path, data: Path, *, draws: int, seed: int) -> dict[str, floa
         "population": confidence.shape[1],
         "certify_samples": size,
         "bound": promise.max_disagreement,
-        "allowed_share_above": 1 - promise.confidence,
+        "allowed_share_above": 1 - promise.confidence_level,
         "share_above": float(np.mean(np.array(true) > promise.max_disagreement)),
         "median_disagreement": float(np.median(true)),
         "largest_disagreement": float(np.max(true)),

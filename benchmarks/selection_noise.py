@@ -15,24 +15,21 @@ size).
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks.common import make_parser
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, Profile
 from offramp.bundle.bundle import CERTIFY, TUNE
 from offramp.calibration.estimates import backbone_of, heads_of, sets_of_exits, stages_of
 from offramp.calibration.selection import Candidates, certified_policy
-from offramp.certify.agreement import tuning_path
-from offramp.certify.decision import count_answers, first_exit
-from offramp.certify.records import savings_of
+from offramp.certify import count_answers, first_exit, savings_of, tuning_path
 from offramp.engine.control.costs import CostModel
 from offramp.engine.timing import Rounds, repeats_of
 from offramp.tools.bench.output import check_outputs, describe_environment, write_json
@@ -57,7 +54,7 @@ OLD_QUANTILE, OLD_OVERHEAD = 0.25, 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """Which disturbances there are."""
+    """The disturbances of a simulated measurement."""
 
     lognormal: bool = False
     spikes: bool = False
@@ -96,7 +93,7 @@ class Case:
 
     bundle: Bundle
     max_disagreement: float
-    confidence: float
+    confidence_level: float
 
     @cached_property
     def profile(self) -> Profile:
@@ -121,16 +118,16 @@ class Case:
             confidence,
             agrees,
             max_disagreement=self.max_disagreement,
-            confidence_level=self.confidence,
+            confidence_level=self.confidence_level,
         )
 
     @cached_property
     def shipped(self) -> dict[tuple[int, ...], Shipped]:
-        """By the exits chosen; certification knows nothing of costs, but that they are saved."""
+        """Certified policies by the exits chosen; costs do not matter to certification."""
         return {}
 
     def costs(self, profile: Profile) -> list[CostModel]:
-        """By batch size."""
+        """The cost models of a profile, one a batch size."""
         return [CostModel.of(self.bundle.manifest, profile, size) for size in profile.batch_sizes]
 
     def reference(self, profile: Profile) -> CostModel:
@@ -138,7 +135,7 @@ class Case:
         return CostModel.of(self.bundle.manifest, profile, size)
 
     def true_savings(self, active: tuple[int, ...], profile: Profile) -> float:
-        """Of what ships if these exits are chosen by this profile: true times, certify split."""
+        """The savings of what ships if this profile chooses these exits, at true times."""
         if active not in self.shipped:
             self.shipped[active] = self._certified(active)
         policy = self.shipped[active]
@@ -156,7 +153,7 @@ class Case:
             *certify,
             self.reference(self.profile),
             max_disagreement=self.max_disagreement,
-            confidence_level=self.confidence,
+            confidence_level=self.confidence_level,
         )
         kept = [a.exit for a in policy.active]
         thresholds = np.array([a.threshold for a in policy.active])
@@ -176,7 +173,7 @@ class Shipped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class DrawnRounds:
     """Rounds by batch size."""
 
     backbone: list[Rounds]
@@ -185,7 +182,7 @@ class Seen:
     stages: list[Rounds]
 
 
-def draw_rounds(case: Case, noise: Noise, rng: np.random.Generator) -> Seen:
+def draw_rounds(case: Case, noise: Noise, rng: np.random.Generator) -> DrawnRounds:
     """Measure the truth on a disturbed machine."""
     truth, sets = case.profile, sets_of_exits(len(case.after))
     sizes = truth.batch_sizes
@@ -205,14 +202,14 @@ def draw_rounds(case: Case, noise: Noise, rng: np.random.Generator) -> Seen:
         return result
 
     empty = np.full(len(sizes), EMPTY)
-    return Seen(
+    return DrawnRounds(
         backbone=rounds([source, *segments], SWEEPS),
         heads=[rounds([empty, empty + head], 16) for head in heads],
         stages=rounds([source, *served], SWEEPS),
     )
 
 
-def estimated(case: Case, seen: Seen) -> Profile:
+def estimated(case: Case, seen: DrawnRounds) -> Profile:
     """The profile that compiling makes of rounds."""
     truth, sets = case.profile, sets_of_exits(len(case.after))
     backbone = backbone_of(seen.backbone, truth.batch_sizes)
@@ -230,14 +227,14 @@ def estimated(case: Case, seen: Seen) -> Profile:
 
 
 def case_bytes(case: Case) -> FloatArray:
-    """What of the true borders grows with the batch; stands for the bytes that cross."""
+    """The part of the true borders that grows with the batch, in place of the bytes that cross."""
     rows = np.array(case.profile.stages_ms)
     sizes = np.array(case.profile.batch_sizes)
     slopes = [max(np.polyfit(sizes, row, 1)[0], 1e-9) for row in rows]
     return np.array(slopes)
 
 
-def old_profile(case: Case, seen: Seen) -> Profile:
+def old_profile(case: Case, seen: DrawnRounds) -> Profile:
     """OLD RULE: the quartile of each part over its rounds, borders cut off at 0, alike for all."""
 
     def typical(rounds: Rounds) -> FloatArray:
@@ -301,7 +298,7 @@ def _swapped(active: tuple[int, ...], exits: int) -> list[tuple[int, ...]]:
 
 
 def new_choice(case: Case, profile: Profile) -> tuple[int, ...]:
-    """What compiling chooses."""
+    """The exits that the compiler chooses."""
     return case.candidates.choose(case.reference(profile))
 
 
@@ -336,7 +333,7 @@ def measure(case: Case, draws: int) -> dict[str, Any]:
 
 
 def summary(saved: FloatArray, best: float) -> dict[str, float]:
-    """How often, and how far, draws fall behind the noiseless choice of the new rule."""
+    """The share of draws that fall behind the noiseless choice of the new rule, and how far."""
     return {
         "within_3_points": float((saved >= best - WITHIN).mean()),
         "no_exit": float((saved == 0).mean()),
@@ -348,12 +345,10 @@ def summary(saved: FloatArray, best: float) -> dict[str, float]:
 
 def main() -> None:
     """Print the table, and write it if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("bundle", type=Path)
+    parser = make_parser(__doc__, bundle=True)
     parser.add_argument("--draws", type=int, default=500, help="of each kind of noise")
     parser.add_argument("--max-disagreement", type=float, default=0.01)
     parser.add_argument("--confidence", type=float, default=0.95)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     check_outputs(arguments.json)
     case = Case(Bundle.open(arguments.bundle), arguments.max_disagreement, arguments.confidence)

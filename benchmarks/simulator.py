@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import uvloop
+from benchmarks.common import make_parser
 from benchmarks.policies import MAX_BATCH, Bench
 
 from offramp.bundle import Bundle
@@ -38,7 +39,7 @@ from offramp.engine.options import ModelOptions
 from offramp.engine.served_model import scheduler_of
 from offramp.tools.bench.outcomes import Outcomes, Summary, summarise
 from offramp.tools.bench.output import describe_environment, write_json
-from offramp.tools.bench.simulate_command import System
+from offramp.tools.bench.simulate_command import SystemUnderTest
 from offramp.tools.bench.simulation import SimulatedModel, draw_load, model_of, simulate
 from offramp.tools.bench.traces import Trace, constant, poisson
 
@@ -52,7 +53,7 @@ DURATION_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """What a request spends on its way to the scheduler and back."""
+    """The time of a request on its way to the scheduler and back."""
 
     name: str
     seconds: float
@@ -63,13 +64,13 @@ class Twin:
 
     def __init__(self, policy: str, bundle: Path) -> None:
         """Read the bundle."""
-        self.system = System.parse(policy)
+        self.system = SystemUnderTest.parse(policy)
         self._bundle = Bundle.open(bundle)
         self._options = ModelOptions(scheduling=self.system.scheduling, max_batch_size=MAX_BATCH)
         self.slowdown = 1.0
 
     def model(self) -> SimulatedModel:
-        """As it is simulated now."""
+        """The simulated model at the current slowdown."""
         return model_of(
             self._bundle,
             self.system.mode,
@@ -125,7 +126,7 @@ async def compare(policy: str, options: argparse.Namespace, bench: Bench) -> lis
 def row(
     policy: str, rate: float, way: Way, measured: Mapping[str, Any], twin: Twin
 ) -> dict[str, Any]:
-    """What was measured beside what is simulated."""
+    """Measured figures beside the simulated ones."""
     simulated = twin.simulated(poisson(rate, DURATION_S, 1), SLO_S - way.seconds).to_json()
     measured_ms = {q: measured["latency_ms"][q] for q in QUANTILES}
     simulated_ms = {q: simulated["latency_ms"][q] + way.seconds * 1e3 for q in QUANTILES}
@@ -182,7 +183,7 @@ def load(address: str, options: argparse.Namespace, arguments: Sequence[str]) ->
 @contextmanager
 def serving(policy: str, bundle: Path) -> Iterator[str]:
     """A server of the bundle, as ``model``; gives its address."""
-    system = System.parse(policy)
+    system = SystemUnderTest.parse(policy)
     command = [sys.executable, "-m", "offramp.server.cli", "--model", f"model={bundle}"]
     command += ["--policy", str(system.scheduling), "--mode", system.mode.value]
     command += ["--max-batch-size", str(MAX_BATCH), "--streams", "1", "--threads", "1"]
@@ -210,10 +211,7 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure, simulate, print, and write if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("bundle", type=Path)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--json", type=Path)
+    parser = make_parser(__doc__, bundle=True, data=True)
     options = parser.parse_args()
     speed = speeds(options.bundle)
     for name, value in speed.items():

@@ -18,12 +18,11 @@ sustain 8,000, 7,500, 7,000, 5,500, 3,500 and 2,000 requests/s, chosen so that t
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
+from benchmarks.common import make_parser
 
 from offramp.certify.decision import MODEL_END
 from offramp.engine.scheduling import (
@@ -33,7 +32,7 @@ from offramp.engine.scheduling import (
     PolicyName,
     make_scheduler,
 )
-from offramp.tools.bench.outcomes import FINAL, Outcomes, Summary, summarise
+from offramp.tools.bench.outcomes import Outcomes, Summary, summarise
 from offramp.tools.bench.output import (
     describe_environment,
     print_summaries,
@@ -71,8 +70,7 @@ PUBLISHED = (
 
 def main() -> None:
     """Simulate, print, and write if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
+    parser = make_parser(__doc__)
     parser.add_argument("--duration-s", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -105,7 +103,7 @@ def main() -> None:
 def run(policy: str, costs: list[float], trace: Trace, seed: int) -> Summary:
     """Simulate one policy; accuracy is reported as agreement."""
     found = outcomes(policy, costs, trace, seed)
-    worth = np.array(ACCURACIES)[found.exit[found.answered]]  # the last point is FINAL, −1
+    worth = np.array(ACCURACIES)[found.exit[found.answered]]  # the last point is MODEL_END, −1
     accuracy = float(worth.mean()) if worth.size else None
     return replace(summarise(found, slo_ms=SLO_MS), agreement=accuracy)
 
@@ -128,7 +126,7 @@ def outcomes(policy: str, costs: list[float], trace: Trace, seed: int) -> Outcom
         latencies=Latencies(table.tolist()),
     )
     behaviour = Behaviour(
-        exits=(*range(depth - 1), FINAL),
+        exits=(*range(depth - 1), MODEL_END),
         leaves_at=np.full(RECORDS, depth - 1),
         agrees=np.ones((depth, RECORDS), np.bool_),
     )

@@ -11,13 +11,11 @@ times as fast ours is on the same problems.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
-import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.common import make_parser, time_ms
 from tests.unit.certify.problems import greedy_loops, realistic, tree_optimum, unstructured
 
 from offramp.certify import Records, common_path, evaluate, walk
@@ -36,11 +34,10 @@ METHODS = ("search", "greedy", "path")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--samples", type=int, nargs="+", default=[512, 4096, 16384])
     parser.add_argument("--problems", type=int, default=10, help="problems of each kind")
     parser.add_argument("--loops-up-to", type=int, default=4096, help="samples; loops are slow")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     check_outputs(arguments.json)
     rows = []
@@ -103,16 +100,6 @@ def best_known(problem: Problem, allowed: int) -> float:
         return tree_optimum(problem, allowed)
     wide = beam_search(Records.of(*problem), allowed, found.thresholds, width=400)
     return max(found.savings, evaluate(*problem, wide).savings)
-
-
-def time_ms(action: Callable[[], object], repeat: int = 5) -> float:
-    """Median of ``repeat`` calls."""
-    times = []
-    for _ in range(repeat):
-        start = time.perf_counter()
-        action()
-        times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times)
 
 
 def walk_largest() -> Callable[[], object]:

@@ -66,13 +66,16 @@ class Segment:
     """Share of the source model's floating-point operations, 0 to 1."""
 
 
+HeadKind: TypeAlias = Literal["grid", "first", "mean", "mean_max", "attention", "vector"]
+"""How a head pools: average to a grid; first token; masked mean; first, mean and max joined;
+learned attention queries; not at all. :mod:`offramp.calibration.families` has a class for each."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """How an exit pools its cut tensor and what follows (findings: "the head decides")."""
+    """How an exit pools its cut tensor, and the layers behind the pooling."""
 
-    kind: Literal["grid", "first", "mean", "mean_max", "attention", "vector"]
-    """Pooling: average to a grid; first token; masked mean; first, mean and max joined;
-    learned attention queries; none."""
+    kind: HeadKind
     grid: int = 0
     """Side of the pooled map, for ``grid``."""
     queries: int = 0
@@ -85,16 +88,14 @@ class Head:
         pooling = {
             "grid": f"{self.grid}×{self.grid} grid",
             "first": "first token",
-            "mean": "mean",
             "mean_max": "first+mean+max",
             "attention": f"attention, {self.queries} {'query' if self.queries == 1 else 'queries'}",
-            "vector": "vector",
-        }[self.kind]
+        }.get(self.kind, self.kind)
         return f"{pooling}, {f'hidden {self.hidden}' if self.hidden else 'linear'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeadTrial:
+class HeadScore:
     """One head that was trained for an exit to the end, and what it brought there."""
 
     head: Head
@@ -124,7 +125,7 @@ class Exit:
     """Share of the certify split answered like the source model if all exit here."""
     accuracy: float | None = None
     """The same against the labels of the data, where there were any."""
-    trials: tuple[HeadTrial, ...] = ()
+    trials: tuple[HeadScore, ...] = ()
     """The heads that were trained to the end; the chosen one is among them."""
 
 

@@ -1,19 +1,25 @@
-"""Which heads are tried at a cut point (findings 3, "The head decides").
+"""The kinds of heads: how each pools its cut tensor, and which of them are tried at a cut point.
 
 Apparate 3.1 pools globally and adds one linear layer. A coarse grid instead of global pooling
 keeps where things are, a small hidden layer adds the rest, and learned attention queries pool
-tokens far better than any fixed rule.
-
-Attention over maps was tried on the Fashion-MNIST example (four queries over a 7×7 grid): it netted
-13 % at the first exit where the grid itself netted 64 %, and less than it at every other exit.
+tokens far better than any fixed rule. Attention over maps was tried on the Fashion-MNIST example
+(four queries over a 7×7 grid): it netted 13 % at the first exit where the grid itself netted 64 %,
+and less than it at every other exit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol
 
-from offramp.bundle import Head
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle.manifest import Head, HeadKind
+
+FloatArray = NDArray[np.float32]
 
 HIDDEN = 128
 """Width of the hidden layer."""
@@ -22,11 +28,13 @@ QUERIES = (1, 4)
 MAX_FEATURES = 2048
 """Grids with more pooled values than this are not tried: a hidden layer behind them has a megabyte
 of weights, and a batch of one waits for all of them to be read."""
+FAR_BELOW = -1e9
+"""Added to the scores of padding, so that a softmax or a maximum passes over it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutTensor:
-    """What a head sees."""
+    """The tensor at a cut point, which the heads of an exit read."""
 
     name: str
     dtype: str
@@ -38,7 +46,7 @@ class CutTensor:
 
     @property
     def rank(self) -> int:
-        """Dimensions, with the batch."""
+        """Number of dimensions, with the batch."""
         return len(self.shape)
 
     @property
@@ -49,40 +57,181 @@ class CutTensor:
         return size if isinstance(size, int) else None
 
 
-def mask_of(cut: CutTensor, head: Head) -> str | None:
-    """The mask that a head reads beside its cut tensor, if it does."""
-    return cut.mask if cut.rank == 3 and head.kind in ("mean", "mean_max", "attention") else None
+class GraphPart(Protocol):
+    """An ONNX graph that a pooling adds its nodes to."""
+
+    def add(self, op: str, inputs: Sequence[str], name: str = "", **attributes: Any) -> str:
+        """Add a node with one output; gives the output's name."""
+        ...
+
+    def weight(self, name: str, value: NDArray[Any]) -> str:
+        """Add a constant; gives its name."""
+        ...
+
+    def reduce(self, op: str, tensor: str, axis: int, name: str = "") -> str:
+        """Add ReduceMax or ReduceMean, without the reduced axis; gives the output's name."""
+        ...
+
+
+class ServedHead(NamedTuple):
+    """A trained head that is made part of a served graph."""
+
+    cut: CutTensor
+    head: Head
+    weights: Mapping[str, FloatArray]
+
+
+class Pooling(ABC):
+    """How heads of one kind make features of their cut tensor, in training and as served."""
+
+    kind: ClassVar[HeadKind]
+    rank: ClassVar[int]
+    """Dimensions of the cut tensors that it reads, with the batch."""
+    reads_mask: ClassVar[bool] = False
+    """Whether the head reads the mask too, where the model has one."""
+    averages: ClassVar[bool] = True
+    """Whether features are averages of what is recorded. Only then may tokens be recorded as
+    principal components: an average of coordinates is the coordinate of the average."""
+    learned: ClassVar[bool] = False
+    """Whether the pooling itself has weights, so that training computes it at every step."""
+
+    tried: ClassVar[tuple[Head, ...]] = ()
+    """The heads of this kind that are tried on every cut tensor that it can read."""
+
+    def heads(self, cut: CutTensor) -> Sequence[Head]:  # noqa: ARG002
+        """Give the heads of this kind that are tried on a cut tensor of known width."""
+        return self.tried
+
+    @abstractmethod
+    def build(self, part: GraphPart, tensor: str, served: ServedHead) -> str:
+        """Add the operators that make features of a float32 tensor; gives their output's name."""
+
+    def features(self, tokens: FloatArray, keep: FloatArray) -> FloatArray:
+        """Pool recorded tokens [n, tokens, width] to [n, features], as the served graph does.
+
+        ``keep`` [n, tokens, 1] is 1 where a token counts, and 0 where it is padding. Vectors and
+        grids are recorded as heads read them, and learned poolings are computed in training.
+        """
+        raise NotImplementedError(f"{self.kind} heads are not trained on pooled tokens")
+
+
+class _GridPooling(Pooling):
+    """Averages of a map over the cells of a grid."""
+
+    kind, rank = "grid", 4
+
+    def heads(self, cut: CutTensor) -> Sequence[Head]:
+        coarsest, finest = grids_of(cut)[0], grids_of(cut)[-1]
+        cheap = [] if coarsest == finest else [Head(kind="grid", grid=coarsest)]
+        return [*cheap, *(Head(kind="grid", grid=finest, hidden=h) for h in (0, HIDDEN))]
+
+    def build(self, part: GraphPart, tensor: str, served: ServedHead) -> str:
+        return part.add("Flatten", [pool_map(part, served.cut, tensor, served.head.grid)], axis=1)
+
+
+class _VectorPooling(Pooling):
+    """The cut tensor itself, where it is a vector."""
+
+    kind, rank = "vector", 2
+    tried = (Head(kind="vector"), Head(kind="vector", hidden=HIDDEN))
+
+    def build(self, part: GraphPart, tensor: str, served: ServedHead) -> str:  # noqa: ARG002
+        return tensor
+
+
+class _FirstTokenPooling(Pooling):
+    """The first token, which many encoders are trained to answer by."""
+
+    kind, rank = "first", 3
+    tried = (Head(kind="first"),)
+
+    def features(self, tokens: FloatArray, keep: FloatArray) -> FloatArray:  # noqa: ARG002
+        return tokens[:, 0]
+
+    def build(self, part: GraphPart, tensor: str, served: ServedHead) -> str:  # noqa: ARG002
+        return _first_token(part, tensor)
+
+
+class _MeanPooling(Pooling):
+    """The mean of the tokens that are no padding."""
+
+    kind, rank, reads_mask = "mean", 3, True
+    tried = (Head(kind="mean"),)
+
+    def features(self, tokens: FloatArray, keep: FloatArray) -> FloatArray:
+        mean: FloatArray = (tokens * keep).sum(axis=1) / np.maximum(keep.sum(axis=1), 1)
+        return mean
+
+    def build(self, part: GraphPart, tensor: str, served: ServedHead) -> str:
+        return _masked_mean(part, tensor, _token_mask(part, served.cut))
+
+
+class _MeanMaxPooling(Pooling):
+    """First token, mean and maximum of the tokens, joined.
+
+    It is served, but not tried: it was no better than the mean, and the maximum of projected tokens
+    is not that of the tokens.
+    """
+
+    kind, rank, reads_mask, averages = "mean_max", 3, True, False
+
+    def features(self, tokens: FloatArray, keep: FloatArray) -> FloatArray:
+        mean = POOLINGS["mean"].features(tokens, keep)
+        largest = (tokens + (1 - keep) * np.float32(FAR_BELOW)).max(axis=1)
+        return np.concatenate([tokens[:, 0], mean, largest], axis=1)
+
+    def build(self, part: GraphPart, tensor: str, served: ServedHead) -> str:
+        keep = _token_mask(part, served.cut)
+        mean, first = _masked_mean(part, tensor, keep), _first_token(part, tensor)
+        masked = tensor if keep is None else part.add("Add", [tensor, _padding_bias(part, keep)])
+        return part.add("Concat", [first, mean, part.reduce("ReduceMax", masked, 1)], axis=-1)
+
+
+class _AttentionPooling(Pooling):
+    """Averages of the tokens, weighted by learned attention queries."""
+
+    kind, rank, reads_mask, learned = "attention", 3, True, True
+    tried = (
+        *(Head(kind="attention", queries=queries) for queries in QUERIES),
+        Head(kind="attention", queries=QUERIES[0], hidden=HIDDEN),
+    )
+
+    def build(self, part: GraphPart, tensor: str, served: ServedHead) -> str:
+        keep = _token_mask(part, served.cut)
+        queries = part.weight("queries", served.weights["queries"].T)
+        scores = part.add("MatMul", [tensor, queries])
+        if keep is not None:
+            scores = part.add("Add", [scores, _padding_bias(part, keep)])
+        by_query = part.add("Transpose", [scores], perm=[0, 2, 1])  # [n, queries, tokens]
+        attention = part.add("Softmax", [by_query], axis=-1)
+        return part.add("Flatten", [part.add("MatMul", [attention, tensor])], axis=1)
+
+
+POOLINGS: Mapping[HeadKind, Pooling] = {
+    pooling.kind: pooling
+    for pooling in (
+        _GridPooling(),
+        _VectorPooling(),
+        _FirstTokenPooling(),
+        _MeanPooling(),
+        _MeanMaxPooling(),
+        _AttentionPooling(),
+    )
+}
+"""Every kind of head by its name in the manifest; heads are tried in this order."""
 
 
 def family_of(cut: CutTensor) -> tuple[Head, ...]:
     """Give the heads to try; none where the tensor's shape has no known kind of head."""
     if cut.width is None:
         return ()
-    if cut.rank == 4:
-        return tuple(_map_heads(cut))
-    if cut.rank == 3:
-        return tuple(_token_heads())
-    if cut.rank == 2:
-        return (Head(kind="vector"), Head(kind="vector", hidden=HIDDEN))
-    return ()
+    fitting = [pooling for pooling in POOLINGS.values() if pooling.rank == cut.rank]
+    return tuple(head for pooling in fitting for head in pooling.heads(cut))
 
 
-def _map_heads(cut: CutTensor) -> Sequence[Head]:
-    coarsest, finest = grids_of(cut)[0], grids_of(cut)[-1]
-    cheap = [] if coarsest == finest else [Head(kind="grid", grid=coarsest)]
-    return [
-        *cheap,
-        Head(kind="grid", grid=finest),
-        Head(kind="grid", grid=finest, hidden=HIDDEN),
-    ]
-
-
-def _token_heads() -> Sequence[Head]:
-    # Joined with first token and maximum, the mean was no better; and the maximum of projected
-    # tokens is not that of the tokens.
-    fixed = [Head(kind="first"), Head(kind="mean")]
-    learned = [Head(kind="attention", queries=queries) for queries in QUERIES]
-    return [*fixed, *learned, Head(kind="attention", queries=QUERIES[0], hidden=HIDDEN)]
+def mask_of(cut: CutTensor, head: Head) -> str | None:
+    """Give the mask that a head reads beside its cut tensor, if it does."""
+    return cut.mask if POOLINGS[head.kind].reads_mask else None
 
 
 def grids_of(cut: CutTensor) -> tuple[int, ...]:
@@ -108,3 +257,46 @@ def pooling_window(size: int, grid: int) -> tuple[int, int]:
     """
     stride = size // grid
     return size - (grid - 1) * stride, stride
+
+
+def pool_map(part: GraphPart, cut: CutTensor, tensor: str, grid: int) -> str:
+    """Average-pool a map [n, channels, height, width] to [n, channels, grid, grid]."""
+    height, width = cut.shape[2], cut.shape[3]
+    if grid == 1:
+        return part.add("GlobalAveragePool", [tensor])
+    assert isinstance(height, int)
+    assert isinstance(width, int)
+    if height == width == grid:
+        return tensor
+    windows = pooling_window(height, grid), pooling_window(width, grid)
+    kernel, strides = ([window[i] for window in windows] for i in (0, 1))
+    return part.add("AveragePool", [tensor], kernel_shape=kernel, strides=strides)
+
+
+def _first_token(part: GraphPart, tokens: str) -> str:
+    return part.add("Gather", [tokens, part.weight("first", np.array(0, np.int64))], axis=1)
+
+
+def _token_mask(part: GraphPart, cut: CutTensor) -> str | None:
+    """Add the mask as float32 [n, tokens, 1]; nothing where the model has none."""
+    if cut.mask is None:
+        return None
+    as_float = part.add("Cast", [cut.mask], to=1)  # onnx.TensorProto.FLOAT
+    return part.add("Unsqueeze", [as_float, part.weight("last", np.array([2], np.int64))])
+
+
+def _padding_bias(part: GraphPart, keep: str) -> str:
+    """Add what padding's scores are lowered by: 0 for tokens that count."""
+    one = part.weight("one", np.array(1, np.float32))
+    far = part.weight("far_above", np.array(-FAR_BELOW, np.float32))
+    return part.add("Mul", [part.add("Sub", [keep, one]), far])
+
+
+def _masked_mean(part: GraphPart, tokens: str, keep: str | None) -> str:
+    if keep is None:
+        return part.reduce("ReduceMean", tokens, 1)
+    axis = part.weight("axis", np.array([1], np.int64))
+    total = part.add("ReduceSum", [part.add("Mul", [tokens, keep]), axis], keepdims=0)
+    count = part.add("ReduceSum", [keep, axis], keepdims=0)
+    one = part.weight("one", np.array(1, np.float32))
+    return part.add("Div", [total, part.add("Max", [count, one])])

@@ -1,39 +1,112 @@
-"""The promise: what exits decide on recorded samples, and what can be said of samples unseen.
+"""The statistics behind early exits: what can be promised of answers that skip part of a model.
 
-Confidence is in [0, 1], higher is surer; a sample exits at the first exit whose confidence
-reaches its threshold.
+A multi-exit model has exits 0, 1, … before its end. Each gives an answer with a confidence in
+[0, 1]; a sample leaves at the first exit whose confidence reaches the exit's threshold. Its *loss*
+is 1 if that answer is not the one that the model's end would have given, else 0; the mean loss over
+the population is the *disagreement*, or risk, of the thresholds. This package finds thresholds of
+which one may say "the disagreement is at most ε" with confidence 1 − α. It needs numpy alone:
+
+>>> import numpy as np
+>>> from offramp.certify import certify, tuning_path
+>>> rng = np.random.default_rng(0)
+>>> ease = rng.normal(size=6_000)  # two exits, 6,000 samples: the easier, the surer and righter
+>>> confidence = 1 / (1 + np.exp(-(3 + 3 * ease + rng.normal(size=(2, 6_000)))))
+>>> agrees = rng.random((2, 6_000)) < confidence
+>>> tune, unseen = slice(3_000), slice(3_000, None)
+>>> path = tuning_path(confidence[:, tune], agrees[:, tune])
+>>> found = certify(path, confidence[:, unseen], agrees[:, unseen], max_disagreement=0.02)
+>>> found.errors, found.samples, found.p_value <= 0.05
+(46, 3000, True)
+
+**Once, from recorded samples** (:mod:`.learn_then_test`; Learn then Test, Angelopoulos, Bates,
+Candès, Jordan, Lei 2021). One split of the data fixes a path of thresholds, from conservative to
+aggressive: a logistic curve per exit turns confidence into a probability of agreement
+(:mod:`.agreement`), and one level u moves all thresholds. Along it the disagreement is tested on
+another split, level by level, each with an exact binomial test at α, until one fails. *Theorem:*
+with probability at least 1 − α over the second split, the disagreement of the level kept is at most
+ε. *Assumptions:* the samples of that split and those served later are independent draws from one
+distribution, and nothing of the path was fitted on that split.
+
+**Always, while serving** (:mod:`.threshold_path`; anytime-valid testing by betting, Ville 1939,
+Waudby-Smith and Ramdas 2024). A sample that was answered early runs on to the model's end with a
+known probability q, drawn before; its loss divided by q has the mean of the loss, whatever policy
+is in force. Every level of a path is bet against with these losses (:mod:`.betting`); it passes
+once the wealth of the bets, and that of all levels before it, has reached 1/α. *Theorem:* with
+probability at least 1 − α, at no time has a level passed whose disagreement is ε or more; so one
+may look after every sample, and change thresholds as often as one likes. *Assumptions:* samples are
+exchangeable while a path is in use, and audits are drawn by q alone. A change in the inputs breaks
+the first one: whoever notices it has to start a new path, with a share of α of its own.
+
+The rooms, from the ground up: :mod:`.decision` (who exits where), :mod:`.records` and
+:mod:`.observations` (samples recorded at all exits, and samples as they were served),
+:mod:`.window` (the last of them), :mod:`.path` (what every level of a path does), :mod:`.agreement`
+and :mod:`.fitting` (where paths come from), :mod:`.binomial` and :mod:`.betting` (tests),
+:mod:`.learn_then_test` and :mod:`.threshold_path` (tested paths). It imports nothing else of
+Offramp, so that the compiler, calibration, bundles and the engine may all import it.
 """
 
 from offramp.certify.agreement import (
     AgreementCurve,
     common_path,
     fit_agreement,
+    fit_curves,
     path_levels,
+    tuning_path,
 )
-from offramp.certify.binomial import (
-    allowed_errors,
-    binomial_cdf,
-    samples_needed,
-    upper_bound,
+from offramp.certify.binomial import allowed_errors, binomial_cdf, samples_needed, upper_bound
+from offramp.certify.decision import (
+    MODEL_END,
+    NEVER,
+    BoolArray,
+    ConfidenceArray,
+    Float32Array,
+    FloatArray,
+    IntArray,
+    count_answers,
+    first_exit,
+    leaves,
+    reaches,
 )
 from offramp.certify.learn_then_test import Certificate, certify
+from offramp.certify.observations import UNKNOWN, Observations
 from offramp.certify.path import Walk, walk
-from offramp.certify.records import Outcome, Records, evaluate
+from offramp.certify.records import Evaluation, Records, evaluate, savings_of
+from offramp.certify.threshold_path import ThresholdPath
+from offramp.certify.window import Weighted, Window
 
 __all__ = [
+    "MODEL_END",
+    "NEVER",
+    "UNKNOWN",
     "AgreementCurve",
+    "BoolArray",
     "Certificate",
-    "Outcome",
+    "ConfidenceArray",
+    "Evaluation",
+    "Float32Array",
+    "FloatArray",
+    "IntArray",
+    "Observations",
     "Records",
+    "ThresholdPath",
     "Walk",
+    "Weighted",
+    "Window",
     "allowed_errors",
     "binomial_cdf",
     "certify",
     "common_path",
+    "count_answers",
     "evaluate",
+    "first_exit",
     "fit_agreement",
+    "fit_curves",
+    "leaves",
     "path_levels",
+    "reaches",
     "samples_needed",
+    "savings_of",
+    "tuning_path",
     "upper_bound",
     "walk",
 ]

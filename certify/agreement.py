@@ -2,7 +2,7 @@
 
 A head's softmax is no probability of agreement: early heads are over- or underconfident in their
 own way. One logistic curve per exit puts them on one scale, so that a single level u means the
-same at every exit. Isotonic curves were tried and need far more data (findings.md 5).
+same at every exit. Isotonic curves were tried and need far more data.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ def fit_curves(confidence: ConfidenceArray, agrees: BoolArray) -> tuple[Agreemen
 
 
 def tuning_path(confidence: ConfidenceArray, agrees: BoolArray) -> FloatArray:
-    """The path of policies from cautious to bold, fixed by the tuning split alone.
+    """The path of thresholds from conservative to aggressive, fixed by the tuning split alone.
 
-    One number, the calibrated probability of agreement, moves all thresholds (findings 5).
+    One number, the calibrated probability of agreement, moves all thresholds.
 
     Args:
         confidence: float[exits, samples] of the split.
@@ -99,17 +99,20 @@ def tuning_path(confidence: ConfidenceArray, agrees: BoolArray) -> FloatArray:
     return common_path(fit_curves(confidence, agrees))
 
 
-def path_levels(count: int = 400, *, surest: float = 1e-6, boldest: float = 0.5) -> FloatArray:
+def path_levels(
+    count: int = 400, *, conservative: float = 1e-6, aggressive: float = 0.5
+) -> FloatArray:
     """Levels u of the path, float64[count], falling from 1 (no exits).
 
-    Geometric in 1 − u from ``surest`` to ``boldest``: even steps in the error that a level
+    Geometric in 1 − u from ``conservative`` to ``aggressive``: even steps in the error that a level
     admits, which is where thresholds of a percent or less of disagreement lie.
     """
-    if count < 2 or not 0 < surest < boldest < 1:
+    if count < 2 or not 0 < conservative < aggressive < 1:
         raise ValueError(
-            f"expected count >= 2 and 0 < surest < boldest < 1, got {count}, {surest}, {boldest}"
+            "expected count >= 2 and 0 < conservative < aggressive < 1, "
+            f"got {count}, {conservative}, {aggressive}"
         )
-    return np.concatenate([[1.0], 1.0 - np.geomspace(surest, boldest, count - 1)])
+    return np.concatenate([[1.0], 1.0 - np.geomspace(conservative, aggressive, count - 1)])
 
 
 def common_path(
@@ -119,7 +122,7 @@ def common_path(
     exits: int | None = None,
     enabled: Sequence[bool] | BoolArray | None = None,
 ) -> FloatArray:
-    """Thresholds of all exits along one number u: float64[levels, exits], cautious to bold.
+    """Thresholds of all exits along one number u: float64[levels, exits].
 
     With ``curves``, a sample exits where P(agree | confidence) >= u; without, where its raw
     confidence >= u. A level of 1 switches every exit off. Every threshold is a float32 value, so
@@ -189,14 +192,14 @@ def _newton(
             break
         scale = 1.0
         while scale > 1e-6:
-            trial = weights - scale * step
-            trial_loss = _loss(design, target, trial, prior, ridge)
-            if trial_loss <= loss:
+            tried = weights - scale * step
+            tried_loss = _loss(design, target, tried, prior, ridge)
+            if tried_loss <= loss:
                 break
             scale /= 2
         else:
             break
-        weights, loss = trial, trial_loss
+        weights, loss = tried, tried_loss
     return float(weights[0]), float(weights[1])
 
 

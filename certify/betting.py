@@ -13,10 +13,9 @@ before, has the loss ℓ/q if it did, and 0 if it did not. That has the mean of 
 is at most 1/q, which bounds the bets. q may change with all that was seen before.
 
 Bets are fixed per chunk of samples here, from what earlier chunks said. Every q and every policy in
-a chunk was also chosen from earlier chunks, since that is all that whoever chooses has seen. For
+a chunk was also chosen from earlier chunks, since nothing else has been seen then. For
 losses of 0 and B with mean p the bet (m − p) / (m (B − m)) grows fastest (Kelly 1956); both are
-estimated from the past, drawn towards a prior while there is little of it. A bad estimate only
-slows the growth: the theorem does not need it.
+estimated from the past, drawn towards a prior while there is little of it.
 """
 
 from __future__ import annotations
@@ -31,23 +30,23 @@ import numpy as np
 from offramp.certify.decision import FloatArray
 
 Losses: TypeAlias = Sequence[tuple[float, FloatArray | int]]
-"""Losses above 0 in a chunk: a value, and how many samples have it, [hypotheses] or a number."""
+"""Losses above 0 in a chunk: a value, and how many samples have it, [hypotheses] or one number."""
 
-_BOLDEST: Final = 0.85
+_LARGEST_STAKE: Final = 0.85
 """Share of the wealth that the worst loss may take; at 1 a single one ends the game."""
 _PRIOR_SAMPLES: Final = 150.0
-"""Audited samples that the prior counts for. 50 to 200 and a boldest bet of 0.75 to 0.9 were tried:
-of the samples needed at a risk of 0, 0.25 and 0.5 of the bound, they move a tenth either way."""
+"""Audited samples that the prior counts for. 50 to 200, and largest stakes of 0.75 to 0.9, were
+tried: of the samples needed at a risk of 0, 0.25 and 0.5 of the bound, they move a tenth."""
 _PRIOR_MEAN: Final = 0.5
-"""Of the bound."""
+"""Mean loss that the prior takes for granted, as a share of the bound."""
 _MEMORY, _SHORT_MEMORY = 8_000.0, 1_000.0
 """Audited samples after which estimates have forgotten all but a third. Where the short memory is
 clearly better than the long one, data became easier, and the long one starts again from there:
 else what was too much for long would get no second chance as long again."""
 _CLEARLY: Final = 3.0
-"""Standard errors."""
+"""Standard errors by which the short memory must be below the long one."""
 _CHECK_EVERY: Final = 4
-"""Chunks, for speed."""
+"""Chunks from one comparison of the memories to the next, for speed."""
 _KEPT: Final = ("log", "highest", "_long", "_short")
 _GRID: Final = 64
 _LEAST_BOUND, _MOST_BOUND = 1e-4, 0.5
@@ -87,11 +86,12 @@ class Wealth:
         bounds, prior = self.bounds, _PRIOR_SAMPLES * largest
         samples, losses, squares = self._long
         mean = (prior * _PRIOR_MEAN * bounds + losses) / (prior + samples)
-        # losses of several sizes are taken for losses of one size with the same ratio of moments
+        # Losses of several sizes are taken for losses of one size with the same ratio of moments.
         size = np.minimum((squares + largest**2) / (losses + largest), largest)
         room = np.maximum(largest - bounds, 1e-12)
+        # Kelly's bet for losses of 0 and this size; a bad estimate only slows the growth.
         best = (bounds - mean) / (bounds * np.maximum(size - bounds, 1e-12))
-        bets: FloatArray = np.clip(best, 0.0, _BOLDEST / room)
+        bets: FloatArray = np.clip(best, 0.0, _LARGEST_STAKE / room)
         return bets
 
     def add(self, samples: int, losses: Losses, *, largest: float) -> None:
@@ -160,7 +160,7 @@ class Wealth:
 
 
 class UpperBound:
-    """The least bound that one stream's risk is known to keep, at any time, with confidence.
+    """The least bound that one stream's risk is known to keep, at any time, with confidence 1 − α.
 
     A confidence sequence: a number m on a grid is out once the wealth against "the risk is m or
     more" has reached 1/α. The bound is the number after the last one that is not out. It is wrong
@@ -181,8 +181,8 @@ class UpperBound:
     @property
     def value(self) -> float:
         """Upper bound of the risk; 1 at first."""
-        standing = np.flatnonzero(self._wealth.highest < math.log(1 / self.alpha))
-        first_out = int(standing[-1]) + 1 if standing.size else 0
+        not_out = np.flatnonzero(self._wealth.highest < math.log(1 / self.alpha))
+        first_out = int(not_out[-1]) + 1 if not_out.size else 0
         return float(self._wealth.bounds[first_out]) if first_out < _GRID else 1.0
 
     def add(self, losses: FloatArray, *, largest: float) -> None:

@@ -66,4 +66,4 @@ def count_answers(answered_at: IntArray, exits: int) -> IntArray:
 
 def reaches(answered_at: IntArray, exits: ArrayLike) -> BoolArray:
     """Whether samples came as far as each of some exits, bool[exits, samples]."""
-    return (answered_at == MODEL_END) | (answered_at >= np.asarray(exits)[:, None])
+    return np.asarray((answered_at == MODEL_END) | (answered_at >= np.asarray(exits)[:, None]))

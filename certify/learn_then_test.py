@@ -23,40 +23,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from offramp.certify.agreement import (
-    AgreementCurve,
-    common_path,
-    fit_agreement,
-    path_levels,
-)
-from offramp.certify.binomial import (
-    allowed_errors,
-    binomial_cdf,
-    samples_needed,
-    upper_bound,
-)
+from offramp.certify.binomial import allowed_errors, binomial_cdf
 from offramp.certify.path import walk
 
 if TYPE_CHECKING:
     from offramp.certify.decision import BoolArray, ConfidenceArray, FloatArray
 
-__all__ = [
-    "AgreementCurve",
-    "Certificate",
-    "allowed_errors",
-    "binomial_cdf",
-    "certify",
-    "common_path",
-    "fit_agreement",
-    "path_levels",
-    "samples_needed",
-    "upper_bound",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Certificate:
-    """The boldest policy of the path that passed."""
+    """The most aggressive level of the path that passed."""
 
     index: int
     """Level of the path."""
@@ -85,16 +61,17 @@ def certify(
     theorem and its assumptions are above).
 
     Args:
-        path_thresholds: float64[levels, exits], from cautious to bold, no threshold rising
-            (:func:`common_path`), fixed without the samples given here.
+        path_thresholds: float64[levels, exits], from conservative to aggressive, no threshold
+            rising (:func:`.agreement.common_path`), fixed without the samples given here.
         confidence: float[exits, samples] of the certify split.
         agrees: bool[exits, samples].
         max_disagreement: ε, in (0, 1).
         confidence_level: 1 − δ, in (0, 1).
 
     Returns:
-        ``None`` if not even the first level passed: too few samples (:func:`samples_needed`), or
-        a path that starts too boldly. Serve without exits then.
+        ``None`` if not even the first level passed: too few samples
+        (:func:`.binomial.samples_needed`), or a path that starts too aggressively. Serve without
+        exits then.
 
     Raises:
         ValueError: no samples, shapes that do not fit, a path that rises, numbers out of range.

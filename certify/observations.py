@@ -1,4 +1,4 @@
-"""What is known of samples once they are through: the food of every controller.
+"""Observations: what serving shows of samples, which tests and controllers take as evidence.
 
 Arrays over samples, in the order in which the samples were started, so that whether and when a
 sample runs on does not decide when it is counted.
@@ -20,7 +20,7 @@ UNKNOWN = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Observations:
-    """Of n samples and all K exits of a bundle, whether in use or not."""
+    """What is known of n served samples at all K exits of a bundle, whether in use or not."""
 
     confidence: Float32Array
     """float32[K, n] in [0, 1]; NaN where the sample did not pass the exit, or it was not in use."""
@@ -63,7 +63,7 @@ class Observations:
     @property
     def early(self) -> BoolArray:
         """bool[n]: answered by an exit."""
-        return self.answered_at != MODEL_END
+        return np.asarray(self.answered_at != MODEL_END)
 
     @property
     def complete(self) -> BoolArray:

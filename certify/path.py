@@ -1,4 +1,4 @@
-"""What happens along a path of thresholds from cautious to bold, all levels in one pass.
+"""Paths of thresholds from conservative to aggressive: what every level does, in one pass.
 
 As the thresholds of a path only fall, each (exit, sample) has one level from which on its
 confidence suffices. So a sample is answered at exit e from that level until an earlier exit takes
@@ -7,22 +7,41 @@ it over: two entries in a difference array, whatever the number of levels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from offramp.certify.decision import NEVER, BoolArray, ConfidenceArray, FloatArray, IntArray
+from offramp.certify.decision import (
+    NEVER,
+    BoolArray,
+    ConfidenceArray,
+    Float32Array,
+    FloatArray,
+    IntArray,
+)
 from offramp.certify.records import Records, check_confidence, savings_of
+from offramp.certify.window import Weighted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Walk:
-    """Counts at each level of a path."""
+    """Counts of samples at each level of a path."""
 
     errors: IntArray
     """int64[levels]: samples answered unlike the source model."""
     counts: IntArray
     """int64[levels, exits + 1]: samples answered at each exit, the last by the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Outlook:
+    """Shares of weighted samples at each level of a path."""
+
+    risk: FloatArray
+    """float64[levels]: share answered unlike the source model."""
+    shares: FloatArray
+    """float64[levels, exits + 1]: share answered at each exit, the last by the model."""
 
 
 def walk(path_thresholds: FloatArray, confidence: ConfidenceArray, agrees: BoolArray) -> Walk:
@@ -39,21 +58,40 @@ def walk(path_thresholds: FloatArray, confidence: ConfidenceArray, agrees: BoolA
     confidence, agrees = check_confidence(confidence, agrees)
     path = check_path(path_thresholds, exits=confidence.shape[0])
     levels, exits = path.shape
-    samples = confidence.shape[1]
-    errors = np.zeros(levels + 1, dtype=np.int64)
-    counts = np.zeros((exits + 1, levels + 1), dtype=np.int64)
-    taken = np.full(samples, levels)  # level from which on an earlier exit answers
+    begin, end = answered_between(search_keys(path), confidence)
+    answers = begin < end
+    errors = np.zeros(levels)
+    counts = np.zeros((levels, exits + 1), dtype=np.int64)
     for exit_ in range(exits):
-        # first level with threshold <= confidence, on the rising row of negated thresholds
-        level = np.searchsorted(-path[:, exit_], -confidence[exit_].astype(np.float64))
-        span = level < taken
-        counts[exit_] = _spans(level[span], taken[span], levels)
-        wrong = span & ~agrees[exit_]
-        errors += _spans(level[wrong], taken[wrong], levels)
-        taken = np.minimum(taken, level)
-    counts = np.cumsum(counts, axis=1)
-    counts[exits] = samples - counts[:exits].sum(axis=0)
-    return Walk(errors=np.cumsum(errors)[:levels], counts=counts[:, :levels].T)
+        here, wrong = answers[exit_], answers[exit_] & ~agrees[exit_]
+        counts[:, exit_] = spread(begin[exit_, here], end[exit_, here], levels)
+        errors += spread(begin[exit_, wrong], end[exit_, wrong], levels)
+    counts[:, exits] = confidence.shape[1] - counts.sum(axis=1)
+    return Walk(errors=errors.astype(np.int64), counts=counts)
+
+
+def look_ahead(thresholds: FloatArray, samples: Weighted) -> Outlook:
+    """Try every level of a path, float64[levels, exits], on weighted samples (at least one)."""
+    return outlook(thresholds, samples.confidence, (~samples.agrees).astype(float), samples.weight)
+
+
+def outlook(
+    thresholds: FloatArray, confidence: Float32Array, loss: FloatArray, weight: FloatArray
+) -> Outlook:
+    """Try every level; ``loss`` is float64[exits, n], what an answer there costs."""
+    levels, exits = thresholds.shape
+    begin, end = answered_between(search_keys(thresholds), confidence)
+    shares = np.zeros((levels, exits + 1))
+    risk = np.zeros(levels)
+    total = float(weight.sum())
+    for exit_ in range(exits):
+        here = np.flatnonzero(begin[exit_] < end[exit_])
+        first, until, stands_for = begin[exit_, here], end[exit_, here], weight[here]
+        shares[:, exit_] = spread(first, until, levels, stands_for) / total
+        risk += spread(first, until, levels, stands_for * loss[exit_, here]) / total
+    # Sums of floats may miss 0 and 1 by a rounding error.
+    shares[:, exits] = np.maximum(1 - shares[:, :exits].sum(axis=1), 0.0)
+    return Outlook(risk=np.maximum(risk, 0.0), shares=shares)
 
 
 def best_common_thresholds(
@@ -83,13 +121,42 @@ def check_path(path_thresholds: FloatArray, *, exits: int) -> FloatArray:
     if rising.size:
         level, exit_ = rising[0]
         raise ValueError(
-            f"the path must go from cautious to bold, but exit {exit_} rises at level {level + 1}: "
+            "the path must go from conservative to aggressive, but exit "
+            f"{exit_} rises at level {level + 1}: "
             f"{path[level, exit_]} to {path[level + 1, exit_]}"
         )
     return path
 
 
-def _spans(first: IntArray, end: IntArray, levels: int) -> IntArray:
-    """Difference array, int64[levels + 1], of half-open level ranges."""
-    begins = np.bincount(first, minlength=levels + 1)
-    return np.asarray(begins - np.bincount(end, minlength=levels + 1), dtype=np.int64)
+def search_keys(thresholds: FloatArray) -> list[FloatArray]:
+    """A rising row per exit, for :func:`answered_between`: the negated thresholds."""
+    return [np.ascontiguousarray(-column) for column in thresholds.T]
+
+
+def answered_between(
+    keys: Sequence[FloatArray], confidence: ConfidenceArray
+) -> tuple[IntArray, IntArray]:
+    """From which level on each exit answers each sample, and until which: int64[exits, n] twice.
+
+    Where the second is no later than the first, the exit answers the sample at no level.
+    """
+    exits, samples = confidence.shape
+    begin = np.empty((exits, samples), dtype=np.int64)
+    for exit_, key in enumerate(keys):
+        # The first level with threshold <= confidence. −NaN sorts behind all levels: such an exit
+        # never answers.
+        begin[exit_] = np.searchsorted(key, -confidence[exit_].astype(np.float64))
+    end = np.empty_like(begin)
+    if exits:
+        end[0] = len(keys[0])
+        np.minimum.accumulate(begin[:-1], axis=0, out=end[1:])
+    return begin, end
+
+
+def spread(
+    first: IntArray, until: IntArray, levels: int, weight: FloatArray | None = None
+) -> FloatArray:
+    """Samples, or their weights, at each level, float64[levels]: sums over half-open ranges."""
+    begins = np.bincount(first, weight, minlength=levels + 1)
+    ends = np.bincount(until, weight, minlength=levels + 1)
+    return np.asarray(np.cumsum(begins - ends)[:levels], dtype=np.float64)

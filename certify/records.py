@@ -1,7 +1,7 @@
-"""What is known of each exit on a set of samples, and what thresholds would do with it.
+"""Recorded answers of all exits on a set of samples, and what thresholds would do with them.
 
-Every sample ran through the whole model with every exit looking on, so any thresholds can be
-tried without running anything again (Apparate 3.2, "Evaluating threshold configurations").
+Every sample ran through the whole model and past every exit, so any thresholds can be tried
+without running anything again (Apparate 3.2, "Evaluating threshold configurations").
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Records:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Outcome:
+class Evaluation:
     """What thresholds bring on given records."""
 
     savings: float
@@ -80,7 +80,7 @@ def evaluate(
     thresholds: FloatArray,
     *,
     vanilla_ms: float | None = None,
-) -> Outcome:
+) -> Evaluation:
     """Send every sample to the first exit whose confidence reaches the threshold.
 
     Args:
@@ -105,10 +105,10 @@ def evaluate(
 
 def outcome(
     counts: IntArray, errors: int, latency_ms: FloatArray, *, vanilla_ms: float | None = None
-) -> Outcome:
+) -> Evaluation:
     """Turn the number of samples answered at each place, int[exits + 1], into an outcome."""
     samples = int(counts.sum())
-    return Outcome(
+    return Evaluation(
         savings=float(savings_of(counts, latency_ms, vanilla_ms)),
         disagreement=errors / samples,
         exit_shares=counts / samples,

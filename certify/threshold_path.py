@@ -1,6 +1,6 @@
-"""A path of policies from cautious to bold, each tested on everything that is served.
+"""A path of thresholds, each level of which is tested on everything that is served.
 
-Anytime-valid Learn then Test. Let the levels of a threshold path be fixed before the samples that they are
+Anytime-valid Learn then Test. Let the levels of a path be fixed before the samples that they are
 tested on are observed. Whenever a sample ran to the end, all its exits' answers and the source
 model's are known, and with them what *every* level would have answered. So level j has the loss
 X^j = ℓ^j / π if the sample ran to the end, else 0, where ℓ^j says whether level j answers it unlike
@@ -13,16 +13,17 @@ With probability at least 1 − α, at no time has a level passed whose risk is 
 
 Why: let j be the first level whose risk is ε or more. A wrong one can pass only if W^j reached 1/α,
 and the probability that it ever does is at most α (Ville). So neither looking at any time nor the
-number of levels costs anything (fixed sequence testing, as in :mod:`.certify`). A controller's k-th
-threshold path is tested at α / (k (k + 1)), which sums to α: over its whole life, with any number of
-retunings and of sets of exits, every level that ever passed is right with probability 1 − α.
+number of levels costs anything (fixed sequence testing, as in :mod:`.learn_then_test`). A
+controller's k-th path is tested at α / (k (k + 1)), which sums to α: over its whole life, with any
+number of retunings and of sets of exits, every level that ever passed is right with probability
+1 − α.
 
-Assumptions: while a threshold path is in use, samples are exchangeable (a level's risk does not change;
-drift ends a threshold path, see :mod:`.drift`), q was fixed before a sample was started and audits are
-drawn by it alone, and every exit of the threshold path was in use for each sample counted. Samples that are
-started and then dropped, late or withdrawn, are none: where many are, and hard ones more often than
-easy ones, bolder levels look better than they are. Answers that
-were forced below their threshold are not counted.
+Assumptions: while a path is in use, samples are exchangeable (a level's risk does not change; drift
+ends a path), q was fixed before a sample was started and audits are drawn by it alone, and every
+exit of the path was in use for each sample counted. Samples that are started and then dropped, late
+or withdrawn, are no samples here: where many are, and hard ones more often than easy ones,
+aggressive levels look better than they are. Answers that were forced below their threshold are not
+counted.
 
 Level 0 answers nothing, and needs no evidence.
 """
@@ -31,16 +32,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from offramp.certify.betting import Wealth
-from offramp.certify.decision import BoolArray, Float32Array, FloatArray, IntArray
+from offramp.certify.betting import Losses, Wealth
+from offramp.certify.decision import BoolArray, Float32Array, FloatArray
 from offramp.certify.observations import Observations
-from offramp.certify.path import check_path
-from offramp.certify.window import Weighted
+from offramp.certify.path import answered_between, check_path, search_keys, spread
 
 
 def alpha_of(number: int, alpha: float) -> float:
@@ -49,7 +48,7 @@ def alpha_of(number: int, alpha: float) -> float:
 
 
 class ThresholdPath:
-    """Levels, and what is known of them."""
+    """Levels from conservative to aggressive, and the evidence for each of them."""
 
     def __init__(
         self,
@@ -92,17 +91,17 @@ class ThresholdPath:
         """Audited samples since a level last passed, or as many as they are worth."""
         self._ready = False
         """Whether every exit is known to be in use."""
-        self._keys = _search_keys(self.thresholds)
+        self._keys = search_keys(self.thresholds)
         self._certified = 0
 
     @property
     def levels(self) -> int:
-        """How many, the one that answers nothing included."""
+        """How many levels there are, the one that answers nothing included."""
         return len(self.thresholds)
 
     @property
     def certified(self) -> int:
-        """The boldest level that passed."""
+        """The most aggressive level that passed."""
         return self._certified
 
     @property
@@ -173,111 +172,37 @@ class ThresholdPath:
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> ThresholdPath:
-        """Make the one that was kept; its evidence counts on.
+        """Make the path that was kept; its evidence counts on.
 
         Raises:
-            ValueError: It is none.
+            ValueError: The state is none of a path.
         """
-        exits = [int(e) for e in state["exits"]]
-        threshold_path = cls(
-            exits,
+        path = cls(
+            [int(e) for e in state["exits"]],
             np.asarray(state["thresholds"], dtype=np.float64),
             np.asarray(state["shares"], dtype=np.float64),
             bound=float(state["bound"]),
             alpha=float(state["alpha"]),
         )
-        threshold_path.wealth.restore(state["wealth"])
-        threshold_path.samples, threshold_path.effort = (
-            int(state["samples"]),
-            float(state["effort"]),
-        )
-        threshold_path._certified = int(state["certified"])
-        if not 0 <= threshold_path._certified <= threshold_path._passed():
-            raise ValueError(f"state: level {threshold_path._certified} did not pass")
-        return threshold_path
+        path.wealth.restore(state["wealth"])
+        path.samples, path.effort = int(state["samples"]), float(state["effort"])
+        path._certified = int(state["certified"])
+        if not 0 <= path._certified <= path._passed():
+            raise ValueError(f"state: level {path._certified} did not pass")
+        return path
 
-    def _losses(
-        self, confidence: Float32Array, wrong: BoolArray, weight: FloatArray
-    ) -> list[tuple[float, FloatArray | int]]:
-        """By their value: how many samples have it, [levels]."""
+    def _losses(self, confidence: Float32Array, wrong: BoolArray, weight: FloatArray) -> Losses:
+        """Losses above 0 by their value: how many samples have it, [levels]."""
         begin, end = answered_between(self._keys, confidence)
         exit_, sample = np.nonzero(wrong & (begin < end))
-        if not exit_.size:
-            return []
         first, until, value = begin[exit_, sample], end[exit_, sample], weight[sample]
         return [
-            (v, _spread(first[value == v], until[value == v], self.levels))
+            (v, spread(first[value == v], until[value == v], self.levels))
             for v in sorted(set(value.tolist()))
         ]
 
     def _passed(self) -> int:
+        # Fixed sequence testing: the first level that has not passed ends it for all behind.
         failed = self.wealth.highest < math.log(1 / self.alpha)
         failed[0] = False
         return (int(failed.argmax()) if failed.any() else self.levels) - 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Outlook:
-    """What each level would have done on some samples."""
-
-    risk: FloatArray
-    """float64[levels]: share answered unlike the source model."""
-    shares: FloatArray
-    """float64[levels, exits + 1]: shares answered at each exit, the last by the model's end."""
-
-
-def look_ahead(thresholds: FloatArray, samples: Weighted) -> Outlook:
-    """Try every level of a path, float64[levels, exits], on weighted samples (at least one)."""
-    return outlook(thresholds, samples.confidence, (~samples.agrees).astype(float), samples.weight)
-
-
-def outlook(
-    thresholds: FloatArray, confidence: Float32Array, loss: FloatArray, weight: FloatArray
-) -> Outlook:
-    """Try every level; ``loss`` is float64[exits, n], what an answer there costs."""
-    levels, exits = thresholds.shape
-    begin, end = answered_between(_search_keys(thresholds), confidence)
-    shares = np.zeros((levels, exits + 1))
-    risk = np.zeros(levels)
-    total = float(weight.sum())
-    for exit_ in range(exits):
-        span = np.flatnonzero(begin[exit_] < end[exit_])
-        first, until, stands_for = begin[exit_, span], end[exit_, span], weight[span]
-        shares[:, exit_] = _spread(first, until, levels, stands_for) / total
-        risk += _spread(first, until, levels, stands_for * loss[exit_, span]) / total
-    shares[:, exits] = np.maximum(1 - shares[:, :exits].sum(axis=1), 0.0)
-    return Outlook(risk=np.maximum(risk, 0.0), shares=shares)
-
-
-def answered_between(
-    keys: Sequence[FloatArray], confidence: Float32Array
-) -> tuple[IntArray, IntArray]:
-    """From which level on each exit answers each sample, and until which: int64[exits, n] twice.
-
-    As thresholds only fall, an exit's confidence suffices from one level on, until from another
-    level on an earlier exit takes the sample over. Where that is no earlier it never answers.
-    """
-    exits, samples = confidence.shape
-    begin = np.empty((exits, samples), dtype=np.int64)
-    for exit_, key in enumerate(keys):  # −NaN sorts behind all levels: such an exit never answers
-        begin[exit_] = np.searchsorted(key, -confidence[exit_].astype(np.float64))
-    end = np.empty_like(begin)
-    if exits:
-        end[0] = len(keys[0])
-        np.minimum.accumulate(begin[:-1], axis=0, out=end[1:])
-    return begin, end
-
-
-def _search_keys(thresholds: FloatArray) -> list[FloatArray]:
-    """Per exit a rising row, for searches."""
-    return [np.ascontiguousarray(-column) for column in thresholds.T]
-
-
-def _spread(
-    first: IntArray, until: IntArray, levels: int, weight: FloatArray | None = None
-) -> FloatArray:
-    """Sum over half-open ranges of levels, float64[levels]."""
-    begins = np.bincount(first, weight, minlength=levels + 1)
-    ends = np.bincount(until, weight, minlength=levels + 1)
-    spread: FloatArray = np.cumsum(begins - ends)[:levels].astype(np.float64)
-    return spread

@@ -1,4 +1,4 @@
-"""The last samples that ran to the end, with how many samples each of them stands for."""
+"""A window of the last samples, and how many samples each of them stands for."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offramp.certify.decision import BoolArray, Float32Array, FloatArray, first_exit
+from offramp.certify.decision import BoolArray, Float32Array, FloatArray, IntArray, first_exit
 from offramp.certify.observations import Observations
 from offramp.certify.records import final_agrees
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Weighted:
-    """Samples that some exits all looked at; inverse propensities make their mean that of all."""
+    """Samples that some exits all saw; inverse propensities make their mean that of all samples."""
 
     confidence: Float32Array
     """float32[exits, n]."""
@@ -22,6 +22,10 @@ class Weighted:
     """bool[exits, n]."""
     weight: FloatArray
     """float64[n], at least 1: how many samples it stands for."""
+
+    def __len__(self) -> int:
+        """Samples."""
+        return len(self.weight)
 
     @property
     def effective(self) -> float:
@@ -42,9 +46,18 @@ class Weighted:
             confidence=self.confidence[rows], agrees=self.agrees[rows], weight=self.weight
         )
 
+    def newest(self, most: int) -> Weighted:
+        """The last samples, at most so many."""
+        last = slice(max(len(self) - most, 0), None)
+        return Weighted(
+            confidence=self.confidence[:, last],
+            agrees=self.agrees[:, last],
+            weight=self.weight[last],
+        )
+
 
 class Window:
-    """A ring of complete samples; forced answers do not matter here, only whole samples do."""
+    """A ring buffer of samples; exits that were not in use know nothing of one (NaN)."""
 
     def __init__(self, *, exits: int, capacity: int) -> None:
         """Start empty.
@@ -57,37 +70,47 @@ class Window:
             raise ValueError(f"capacity must be at least 1 sample, got {capacity}")
         self._capacity = capacity
         self._confidence: Float32Array = np.empty((exits, capacity), dtype=np.float32)
-        self._agrees: BoolArray = np.empty((exits, capacity), dtype=np.bool_)
-        self._weight: FloatArray = np.empty(capacity)
-        self._added = 0
+        self._agrees: BoolArray = np.zeros((exits, capacity), dtype=np.bool_)
+        self._weight: FloatArray = np.zeros(capacity)
+        self._added = self._held = 0
 
     def __len__(self) -> int:
         """Samples held."""
-        return min(self._added, self._capacity)
+        return self._held
 
-    def clear(self) -> None:
-        """Forget all."""
-        self._added = 0
+    def keep(self, newest: int) -> None:
+        """Forget all but the newest samples."""
+        self._held = min(self._held, newest)
 
     def add(self, seen: Observations) -> None:
-        """Take in the complete ones; the oldest go."""
+        """Take in the samples that ran to the end, forced or not; the oldest go."""
         rows = np.flatnonzero(seen.complete)[-self._capacity :]
-        places = (self._added + np.arange(len(rows))) % self._capacity
-        self._confidence[:, places] = seen.confidence[:, rows]
+        places = self.add_confidence(seen.confidence[:, rows])
         self._agrees[:, places] = seen.prediction[:, rows] == seen.final[rows]
         self._weight[places] = seen.weight[rows]
-        self._added += len(rows)
+
+    def add_confidence(self, confidence: Float32Array) -> IntArray:
+        """Take in float32[K, n] of samples of which nothing else is known; gives their places."""
+        confidence = confidence[:, -self._capacity :]
+        count = confidence.shape[1]
+        places: IntArray = (self._added + np.arange(count)) % self._capacity
+        self._confidence[:, places] = confidence
+        self._added += count
+        self._held = min(self._held + count, self._capacity)
+        return places
+
+    def confidence(self, exits: Sequence[int], most: int | None = None) -> Float32Array:
+        """What exits said, float32[exits, n], of the newest samples (default all), oldest first."""
+        return self._confidence[np.ix_(np.asarray(exits, dtype=np.int64), self._newest(most))]
 
     def seen_by(self, exits: Sequence[int], most: int | None = None) -> Weighted:
-        """Those that all these exits looked at, oldest first.
+        """Those that all these exits saw, oldest first.
 
         Args:
             exits: Their indices.
             most: Look at so many samples only, the newest; default all.
         """
-        count = len(self) if most is None else min(most, len(self))
-        order = np.arange(self._added - count, self._added) % self._capacity
-        rows = np.asarray(exits, dtype=np.int64)
+        order, rows = self._newest(most), np.asarray(exits, dtype=np.int64)
         confidence = self._confidence[np.ix_(rows, order)]
         known = ~np.isnan(confidence).any(axis=0)
         if not known.all():
@@ -97,3 +120,9 @@ class Window:
             agrees=self._agrees[np.ix_(rows, order)],
             weight=self._weight[order],
         )
+
+    def _newest(self, most: int | None) -> IntArray:
+        """Places of the newest samples, oldest first."""
+        count = self._held if most is None else min(most, self._held)
+        places: IntArray = np.arange(self._added - count, self._added) % self._capacity
+        return places

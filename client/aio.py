@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from types import TracebackType
-from typing import Final, Self, TypeVar
+from types import ModuleType, TracebackType
+from typing import Any, ClassVar, Self
 
 import grpc
 import grpc.aio
 from google.protobuf.message import Message
 from numpy.typing import ArrayLike
 
-from offramp.client.connection import DEFAULT_MAX_MESSAGE_MIB, DEFAULT_TIMEOUT_S, Settings, Tls
+from offramp.client.connection import ClientBase
 from offramp.client.results import InferResult, ModelMetadata, StreamedResult
 from offramp.client.wire import build_request, parse_metadata, parse_response, parse_streamed
 from offramp.proto import messages
-from offramp.proto.descriptors import method_path
-
-_Request = TypeVar("_Request", bound=Message)
-_Response = TypeVar("_Response", bound=Message)
 
 
-class AsyncClient:
+class AsyncClient(ClientBase):
     """Calls one server from the event loop that it is made in.
 
     Cancelling a call's task withdraws its request from the server.
@@ -33,49 +29,10 @@ class AsyncClient:
             result = await client.infer("model", {"image": images})
             result.outputs["logits"], result.exits, result.confidences
 
-    Args:
-        address: ``host:port`` of the server's gRPC side.
-        timeout_s: How long to wait in calls that name no limit; ``None`` waits for ever.
-        max_message_mib: Largest response; the server limits requests.
-        tls: Encrypts the connection; ``None`` does not.
-
-    Raises:
-        ValueError: The address is not ``host:port``, or a limit is not above 0.
+    Arguments, and what they raise, are those of :class:`offramp.client.Client`.
     """
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        timeout_s: float | None = DEFAULT_TIMEOUT_S,
-        max_message_mib: int = DEFAULT_MAX_MESSAGE_MIB,
-        tls: Tls | None = None,
-    ) -> None:
-        self._settings: Final = Settings(
-            address=address, timeout_s=timeout_s, max_message_mib=max_message_mib
-        )
-        options = self._settings.channel_options()
-        if tls is None:
-            self._channel = grpc.aio.insecure_channel(address, options)
-        else:
-            self._channel = grpc.aio.secure_channel(address, tls.credentials(), options)
-        self._infer = self._method(
-            "ModelInfer", messages.ModelInferRequest, messages.ModelInferResponse
-        )
-        self._stream = self._channel.stream_stream(
-            method_path("ModelStreamInfer"),
-            request_serializer=messages.ModelInferRequest.SerializeToString,
-            response_deserializer=messages.ModelStreamInferResponse.FromString,
-        )
-        self._metadata = self._method(
-            "ModelMetadata", messages.ModelMetadataRequest, messages.ModelMetadataResponse
-        )
-        self._server_ready = self._method(
-            "ServerReady", messages.ServerReadyRequest, messages.ServerReadyResponse
-        )
-        self._model_ready = self._method(
-            "ModelReady", messages.ModelReadyRequest, messages.ModelReadyResponse
-        )
+    _grpc: ClassVar[ModuleType] = grpc.aio
 
     async def infer(
         self,
@@ -86,22 +43,7 @@ class AsyncClient:
         timeout_s: float | None = None,
         priority: int = 0,
     ) -> InferResult:
-        """Ask for the answers to n samples.
-
-        Args:
-            model: Name of a served model.
-            inputs: By name; first dimension n, dtype exactly the model's (lists become numpy's
-                default: float64, int64).
-            outputs: Names of the outputs wanted; ``None`` is all of them.
-            timeout_s: Of this call, which is then its deadline on the server too; ``None`` waits
-                as long as the client does, and leaves the deadline to the model's SLO.
-            priority: As in Triton: 1 is served first, 0 is the default, which is level 5.
-
-        Raises:
-            UnknownModelError, InvalidInputError, MessageTooLargeError, ServerBusyError,
-            DeadlineError, ServerUnavailableError, ConnectionFailedError, ServerError,
-            ResponseError
-        """
+        """Ask for the answers to n samples; takes and raises what ``Client.infer`` does."""
         request = build_request(model, inputs, outputs=outputs, priority=priority)
         return parse_response(await self._call(self._infer, request, timeout_s))
 
@@ -116,10 +58,7 @@ class AsyncClient:
     ) -> AsyncGenerator[StreamedResult, None]:
         """Ask for the answers to n samples: the early ones first, the final ones when they come.
 
-        One result of kind ``answer`` is all there is unless exits answered some sample and the
-        server compares it with the unmodified model: always in release mode, now and then in
-        audit mode. Then the first result is ``early``, and a ``confirmation`` or a ``correction``
-        follows, which is left out should the server lose it.
+        Takes, gives and raises what ``Client.infer_stream`` does.
 
         ::
 
@@ -129,17 +68,6 @@ class AsyncClient:
 
         Closing the iterator withdraws the request. ``break`` alone leaves that to the garbage
         collector, so enter ``contextlib.aclosing(client.infer_stream(...))`` to leave early.
-
-        Args:
-            model: As of :meth:`infer`, like the others.
-            inputs: The same.
-            outputs: The same.
-            timeout_s: Until the first answer, which is then its deadline on the server too. What
-                follows may take as long again as the client waits in calls without a limit.
-            priority: The same.
-
-        Raises:
-            OfframpError: As :meth:`infer`, with the first result that is asked for or after it.
         """
         request = build_request(
             model, inputs, outputs=outputs, priority=priority, deadline_s=timeout_s
@@ -175,8 +103,7 @@ class AsyncClient:
             DeadlineError, ConnectionFailedError
         """
         request = messages.ServerReadyRequest()
-        response = await self._call(self._server_ready, request, timeout_s)
-        return response.ready
+        return bool((await self._call(self._server_ready, request, timeout_s)).ready)
 
     async def model_ready(self, model: str, *, timeout_s: float | None = None) -> bool:
         """Whether a model takes requests; false for one that is not there.
@@ -185,8 +112,7 @@ class AsyncClient:
             DeadlineError, ConnectionFailedError
         """
         request = messages.ModelReadyRequest(name=model)
-        response = await self._call(self._model_ready, request, timeout_s)
-        return response.ready
+        return bool((await self._call(self._model_ready, request, timeout_s)).ready)
 
     async def close(self) -> None:
         """Close the connection; calls in flight are cancelled."""
@@ -203,21 +129,7 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    def _method(
-        self, name: str, request: type[_Request], response: type[_Response]
-    ) -> grpc.aio.UnaryUnaryMultiCallable[_Request, _Response]:
-        return self._channel.unary_unary(
-            method_path(name),
-            request_serializer=request.SerializeToString,
-            response_deserializer=response.FromString,
-        )
-
-    async def _call(
-        self,
-        method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Response],
-        request: _Request,
-        timeout_s: float | None,
-    ) -> _Response:
+    async def _call(self, method: Any, request: Message, timeout_s: float | None) -> Any:
         limit = self._settings.limit(timeout_s)
         try:
             return await method(request, timeout=limit.timeout, metadata=limit.metadata)

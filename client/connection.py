@@ -1,14 +1,17 @@
-"""How a client reaches its server; the same for both clients."""
+"""The connection to a server: the part that the blocking and the asyncio client share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from types import ModuleType
+from typing import Any, ClassVar, Final, NamedTuple
 
 import grpc
 import grpc.aio
 
 from offramp.client.errors import DeadlineError, OfframpError, error_from_status
+from offramp.proto import messages
+from offramp.proto.descriptors import method_path
 
 DEFAULT_TIMEOUT_S: Final = 30.0
 DEFAULT_MAX_MESSAGE_MIB: Final = 64
@@ -22,8 +25,8 @@ _PATIENCE: Final = (("offramp-deadline", "slo"),)
 not by how long we wait (offramp.server.service)."""
 
 
-class Limit(NamedTuple):
-    """How long a call may take, as grpc's methods take it."""
+class CallLimit(NamedTuple):
+    """The time limit of a call, in the arguments that grpc's methods take."""
 
     timeout: float | None
     metadata: tuple[tuple[str, str], ...] | None
@@ -40,7 +43,7 @@ class Tls:
     certificate_chain: bytes | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """In grpc's terms."""
+        """The credentials as grpc takes them."""
         return grpc.ssl_channel_credentials(
             root_certificates=self.root_certificates,
             private_key=self.private_key,
@@ -49,8 +52,8 @@ class Tls:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What both clients are made with."""
+class ConnectionSettings:
+    """The server that a client calls, and the limits of its calls."""
 
     address: str
     """``host:port`` of the server's gRPC side."""
@@ -78,14 +81,14 @@ class Settings:
             ("grpc.max_send_message_length", -1),
         ]
 
-    def limit(self, timeout_s: float | None) -> Limit:
+    def limit(self, timeout_s: float | None) -> CallLimit:
         """The limit of a call that names ``timeout_s``, or none."""
         if timeout_s is None:
-            return Limit(self.timeout_s, _PATIENCE)
-        return Limit(timeout_s, None)
+            return CallLimit(self.timeout_s, _PATIENCE)
+        return CallLimit(timeout_s, None)
 
     def stream_timeout_s(self, timeout_s: float | None) -> float | None:
-        """How long a stream may take whose first answer is due after ``timeout_s``.
+        """The time limit of a stream whose first answer is due after ``timeout_s``.
 
         What may follow the first answer has as long as a call that names no limit.
         """
@@ -96,7 +99,7 @@ class Settings:
         return DeadlineError(f"{self.address}: no answer within {timeout_s:g} s")
 
     def error(self, error: grpc.RpcError) -> OfframpError:
-        """What a failed call means; to be raised from ``error``."""
+        """The error that a failed call stands for; to be raised from ``error``."""
         if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
             return OfframpError(f"{self.address}: {error!r}")
         metadata = error.trailing_metadata() or ()
@@ -105,4 +108,44 @@ class Settings:
             error.details() or "",
             address=self.address,
             from_server=any(key == _ERROR_METADATA_KEY for key, _ in metadata),
+        )
+
+
+class ClientBase:
+    """A channel to one server and the methods of its service, of ``grpc`` or ``grpc.aio``."""
+
+    _grpc: ClassVar[ModuleType]
+    """The module that opens the channel; both have functions and methods of the same names."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        max_message_mib: int = DEFAULT_MAX_MESSAGE_MIB,
+        tls: Tls | None = None,
+    ) -> None:
+        self._settings: Final = ConnectionSettings(
+            address=address, timeout_s=timeout_s, max_message_mib=max_message_mib
+        )
+        options = self._settings.channel_options()
+        if tls is None:
+            self._channel = self._grpc.insecure_channel(address, options)
+        else:
+            self._channel = self._grpc.secure_channel(address, tls.credentials(), options)
+        self._infer = self._unary("ModelInfer")
+        self._metadata = self._unary("ModelMetadata")
+        self._server_ready = self._unary("ServerReady")
+        self._model_ready = self._unary("ModelReady")
+        self._stream = self._channel.stream_stream(
+            method_path("ModelStreamInfer"),
+            request_serializer=messages.ModelInferRequest.SerializeToString,
+            response_deserializer=messages.ModelStreamInferResponse.FromString,
+        )
+
+    def _unary(self, method: str) -> Any:
+        return self._channel.unary_unary(
+            method_path(method),
+            request_serializer=getattr(messages, f"{method}Request").SerializeToString,
+            response_deserializer=getattr(messages, f"{method}Response").FromString,
         )

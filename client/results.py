@@ -1,4 +1,4 @@
-"""What the server answers, in the client's terms."""
+"""The results and metadata that a client's methods return."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class InferResult:
 
 
 class AnswerKind(StrEnum):
-    """What a result of ``infer_stream`` is."""
+    """The kind of a result of ``infer_stream``: early or last, and in which way."""
 
     ANSWER = "answer"
     """The only one."""
@@ -67,7 +67,7 @@ class TensorMetadata:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelMetadata:
-    """What a client may know of a model."""
+    """A served model's inputs and outputs."""
 
     name: str
     platform: str

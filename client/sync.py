@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from types import TracebackType
-from typing import Final, Self, TypeVar
+from types import ModuleType, TracebackType
+from typing import Any, ClassVar, Self
 
 import grpc
 from google.protobuf.message import Message
 from numpy.typing import ArrayLike
 
-from offramp.client.connection import DEFAULT_MAX_MESSAGE_MIB, DEFAULT_TIMEOUT_S, Settings, Tls
+from offramp.client.connection import ClientBase
 from offramp.client.results import InferResult, ModelMetadata, StreamedResult
 from offramp.client.wire import build_request, parse_metadata, parse_response, parse_streamed
 from offramp.proto import messages
-from offramp.proto.descriptors import method_path
-
-_Request = TypeVar("_Request", bound=Message)
-_Response = TypeVar("_Response", bound=Message)
 
 
-class Client:
+class Client(ClientBase):
     """Calls one server; may be shared among threads.
 
     ::
@@ -40,39 +36,7 @@ class Client:
         ValueError: The address is not ``host:port``, or a limit is not above 0.
     """
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        timeout_s: float | None = DEFAULT_TIMEOUT_S,
-        max_message_mib: int = DEFAULT_MAX_MESSAGE_MIB,
-        tls: Tls | None = None,
-    ) -> None:
-        self._settings: Final = Settings(
-            address=address, timeout_s=timeout_s, max_message_mib=max_message_mib
-        )
-        options = self._settings.channel_options()
-        if tls is None:
-            self._channel = grpc.insecure_channel(address, options)
-        else:
-            self._channel = grpc.secure_channel(address, tls.credentials(), options)
-        self._infer = self._method(
-            "ModelInfer", messages.ModelInferRequest, messages.ModelInferResponse
-        )
-        self._stream = self._channel.stream_stream(
-            method_path("ModelStreamInfer"),
-            request_serializer=messages.ModelInferRequest.SerializeToString,
-            response_deserializer=messages.ModelStreamInferResponse.FromString,
-        )
-        self._metadata = self._method(
-            "ModelMetadata", messages.ModelMetadataRequest, messages.ModelMetadataResponse
-        )
-        self._server_ready = self._method(
-            "ServerReady", messages.ServerReadyRequest, messages.ServerReadyResponse
-        )
-        self._model_ready = self._method(
-            "ModelReady", messages.ModelReadyRequest, messages.ModelReadyResponse
-        )
+    _grpc: ClassVar[ModuleType] = grpc
 
     def infer(
         self,
@@ -171,8 +135,7 @@ class Client:
             DeadlineError, ConnectionFailedError
         """
         request = messages.ServerReadyRequest()
-        response = self._call(self._server_ready, request, timeout_s)
-        return response.ready
+        return bool((self._call(self._server_ready, request, timeout_s)).ready)
 
     def model_ready(self, model: str, *, timeout_s: float | None = None) -> bool:
         """Whether a model takes requests; false for one that is not there.
@@ -181,8 +144,7 @@ class Client:
             DeadlineError, ConnectionFailedError
         """
         request = messages.ModelReadyRequest(name=model)
-        response = self._call(self._model_ready, request, timeout_s)
-        return response.ready
+        return bool((self._call(self._model_ready, request, timeout_s)).ready)
 
     def close(self) -> None:
         """Close the connection; calls in flight are cancelled."""
@@ -199,21 +161,7 @@ class Client:
     ) -> None:
         self.close()
 
-    def _method(
-        self, name: str, request: type[_Request], response: type[_Response]
-    ) -> grpc.UnaryUnaryMultiCallable[_Request, _Response]:
-        return self._channel.unary_unary(
-            method_path(name),
-            request_serializer=request.SerializeToString,
-            response_deserializer=response.FromString,
-        )
-
-    def _call(
-        self,
-        method: grpc.UnaryUnaryMultiCallable[_Request, _Response],
-        request: _Request,
-        timeout_s: float | None,
-    ) -> _Response:
+    def _call(self, method: Any, request: Message, timeout_s: float | None) -> Any:
         limit = self._settings.limit(timeout_s)
         try:
             return method(request, timeout=limit.timeout, metadata=limit.metadata)
@@ -233,7 +181,7 @@ class _Alarm:
         self._timer.start()
 
     def stop(self) -> None:
-        """Harmless if it rang, or was stopped before."""
+        """Stop it, unless it rang or was stopped before."""
         self._timer.cancel()
 
     def _ring(self) -> None:

@@ -153,7 +153,7 @@ def _tensors(
 
 
 def _flags(response: ModelInferResponse, name: str, samples: int) -> NDArray[np.bool_]:
-    """Absent where no sample's is set."""
+    """A parameter of one flag a sample, which is absent where no flag is set."""
     if name not in response.parameters:
         return np.zeros(samples, np.bool_)
     values = _per_sample(response, name, np.int32)

@@ -28,7 +28,7 @@ _Options = TypeVar("_Options")
 
 
 class Command(NamedTuple):
-    """What ``eecompile NAME …`` does."""
+    """A subcommand of ``eecompile``: its parser, and the function that runs it."""
 
     parser: Callable[[], argparse.ArgumentParser]
     run: Callable[[argparse.Namespace, Console], int]
@@ -98,7 +98,7 @@ def _compile(options: argparse.Namespace, console: Console) -> int:
 
 
 def _engines_to_build(options: argparse.Namespace, output: Path) -> BuildOptions | None:
-    """What ``--backend tensorrt`` asks for, checked before any long work.
+    """Read what ``--backend tensorrt`` asks for, and check it before any long work.
 
     Raises:
         CompileError: It makes no sense, or this machine cannot build it.

@@ -73,7 +73,7 @@ class CutAnalysis:
     main_inputs: tuple[str, ...]
     """Graph inputs whose data flow through the cut tensors."""
     total_flops: float
-    """Of one sample, a multiply-add counting as two; see :mod:`offramp.compiler.flow`."""
+    """Of one sample, a multiply-add counting as two."""
 
 
 def find_cuts(model: SourceModel) -> CutAnalysis:

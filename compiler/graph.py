@@ -120,7 +120,7 @@ def refill(field: Any, items: Iterable[Any]) -> None:
 
 
 def constant_tensor(node: onnx.NodeProto) -> onnx.TensorProto | None:
-    """What a ``Constant`` node gives, under the name of its output; ``None`` for other nodes."""
+    """Give a ``Constant`` node's value under the name of its output; ``None`` for other nodes."""
     if node.op_type != "Constant" or not is_standard(node):
         return None
     attribute = node.attribute[0]

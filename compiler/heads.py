@@ -15,15 +15,21 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from offramp.bundle import Answer, Head
-from offramp.calibration.families import CutTensor, family_of, grids_of, mask_of, pooling_window
+from offramp.calibration.families import (
+    POOLINGS,
+    CutTensor,
+    ServedHead,
+    family_of,
+    grids_of,
+    mask_of,
+    pool_map,
+)
 from offramp.calibration.features import WHOLE
 from offramp.compiler.model import SourceModel
 from offramp.engine.assembly import assemble
 
 CONFIDENCE = "confidence"
 """Name of the output with the largest probability, after the exit's prefix."""
-FAR_BELOW = -1e9
-"""Added to the score of a masked token."""
 
 
 class PartBuilder:
@@ -86,24 +92,6 @@ def _value_info(name: str, dtype: str, shape: Sequence[int | str]) -> onnx.Value
     return helper.make_tensor_value_info(name, element, list(shape))
 
 
-def pool_map(part: PartBuilder, cut: CutTensor, tensor: str, grid: int) -> str:
-    """Average-pool a map [n, channels, height, width] to [n, channels, grid, grid]."""
-    height, width = cut.shape[2], cut.shape[3]
-    if grid == 1:
-        return part.add("GlobalAveragePool", [tensor])
-    assert isinstance(height, int)
-    assert isinstance(width, int)
-    if height == width == grid:
-        return tensor
-    (kernel_h, stride_h), (kernel_w, stride_w) = (
-        pooling_window(height, grid),
-        pooling_window(width, grid),
-    )
-    return part.add(
-        "AveragePool", [tensor], kernel_shape=[kernel_h, kernel_w], strides=[stride_h, stride_w]
-    )
-
-
 def build_pooling(
     cut: CutTensor, prefix: str, grids: Sequence[int], *, opset: int, ir_version: int
 ) -> tuple[bytes, dict[int, str]]:
@@ -143,12 +131,7 @@ def build_exit(
     """
     part = PartBuilder(prefix, opset, ir_version)
     tensor = _as_float32(part, cut)
-    if head.kind == "grid":
-        features = part.add("Flatten", [pool_map(part, cut, tensor, head.grid)], axis=1)
-    elif head.kind == "vector":
-        features = tensor
-    else:
-        features = _pool_tokens(part, cut, tensor, head, weights)
+    features = POOLINGS[head.kind].build(part, tensor, ServedHead(cut, head, weights))
     # Whatever has the answer's type gets its name: a Cast to the same type would be carried out.
     names = {answer.form: answer.output} if answer_dtype == "float32" else {}
     logits = _layers(part, features, weights, names.get("logits", ""))
@@ -196,54 +179,6 @@ def _layers(
     if "hidden_weight" in weights:
         features = part.add("Relu", [dense(features, "hidden_")])
     return dense(features, "", name)
-
-
-def _pool_tokens(
-    part: PartBuilder,
-    cut: CutTensor,
-    tokens: str,
-    head: Head,
-    weights: Mapping[str, NDArray[np.float32]],
-) -> str:
-    """Pool tokens [n, tokens, width] to [n, features]."""
-    if head.kind == "first":
-        return part.add("Gather", [tokens, part.weight("first", np.array(0, np.int64))], axis=1)
-    keep = None if cut.mask is None else _token_mask(part, cut.mask)
-    if head.kind == "attention":
-        scores = part.add("MatMul", [tokens, part.weight("queries", weights["queries"].T)])
-        if keep is not None:
-            scores = part.add("Add", [scores, _bias(part, keep)])
-        by_query = part.add("Transpose", [scores], perm=[0, 2, 1])  # [n, queries, tokens]
-        attention = part.add("Softmax", [by_query], axis=-1)
-        return part.add("Flatten", [part.add("MatMul", [attention, tokens])], axis=1)
-    mean = _masked_mean(part, tokens, keep)
-    if head.kind == "mean":
-        return mean
-    first = part.add("Gather", [tokens, part.weight("first", np.array(0, np.int64))], axis=1)
-    masked = tokens if keep is None else part.add("Add", [tokens, _bias(part, keep)])
-    return part.add("Concat", [first, mean, part.reduce("ReduceMax", masked, 1)], axis=-1)
-
-
-def _token_mask(part: PartBuilder, mask: str) -> str:
-    """The mask as float32 [n, tokens, 1]."""
-    as_float = part.add("Cast", [mask], to=TensorProto.FLOAT)
-    return part.add("Unsqueeze", [as_float, part.weight("last", np.array([2], np.int64))])
-
-
-def _bias(part: PartBuilder, keep: str) -> str:
-    one = part.weight("one", np.array(1, np.float32))
-    far = part.weight("far_above", np.array(-FAR_BELOW, np.float32))
-    return part.add("Mul", [part.add("Sub", [keep, one]), far])
-
-
-def _masked_mean(part: PartBuilder, tokens: str, keep: str | None) -> str:
-    if keep is None:
-        return part.reduce("ReduceMean", tokens, 1)
-    axis = part.weight("axis", np.array([1], np.int64))
-    total = part.add("ReduceSum", [part.add("Mul", [tokens, keep]), axis], keepdims=0)
-    count = part.add("ReduceSum", [keep, axis], keepdims=0)
-    one = part.weight("one", np.array(1, np.float32))
-    return part.add("Div", [total, part.add("Max", [count, one])])
 
 
 def attach_poolings(

@@ -69,7 +69,7 @@ class RewriteOptions:
     """Write nothing."""
 
     def target(self) -> Path | None:
-        """Where to write, checked before any long work; ``None`` in a dry run.
+        """Find where to write, and check it before any long work; ``None`` in a dry run.
 
         Raises:
             BundleExistsError: There is something at ``output`` already.

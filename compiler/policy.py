@@ -16,10 +16,14 @@ from numpy.typing import NDArray
 from offramp.bundle import ExitPolicy, Profile
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.records import ExitRecords, record_answers
-from offramp.calibration.rehearsal.adaptation import Move
-from offramp.calibration.rehearsal.load import Forecast
-from offramp.calibration.rehearsal.recorded import forecast_policy, rehearse_records
-from offramp.calibration.rehearsal.result import Rehearsal, RehearsalSettings
+from offramp.calibration.rehearsal import (
+    Forecast,
+    Move,
+    Rehearsal,
+    RehearsalSettings,
+    forecast_policy,
+    rehearse_records,
+)
 from offramp.calibration.selection import certified_policy, choose_active
 from offramp.certify.agreement import tuning_path
 from offramp.compiler.progress import Progress
@@ -75,7 +79,7 @@ class FixedPath:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyChoice:
-    """What an exit policy is chosen for: exits with their times, and the promise to be made."""
+    """The choice of an exit policy: the exits, their times, and the promise to be made."""
 
     structure: ModelStructure
     profile: Profile
@@ -94,7 +98,7 @@ class PolicyChoice:
 
     @property
     def times(self) -> StageTimes:
-        """What stages take, for rehearsals."""
+        """The times of stages, for rehearsals."""
         after = tuple(e.after_segment for e in self.structure.exits)
         return StageTimes(profile=self.profile, after_segment=after)
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from offramp.bundle import Bundle, ExitPolicy, Promise
 from offramp.bundle.bundle import REPORT
 from offramp.bundle.engines import ENGINES, EngineEntry
-from offramp.calibration.rehearsal.load import Forecast
+from offramp.calibration.rehearsal import Forecast
 from offramp.compiler.build import UNKNOWN, Building
 from offramp.compiler.cuts import CutAnalysis, CutPoint, Rejection
 from offramp.compiler.engines.building import BuildSummary, Planned, PlannedEngine, UnitResult
@@ -58,13 +58,13 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
 def _promised(promise: Promise, like: str) -> str:
     return (
         f"Disagreement with the unmodified model ≤ {100 * promise.max_disagreement:g}% on "
-        f"unseen data like {like}, with {100 * promise.confidence:g}% confidence "
+        f"unseen data like {like}, with {100 * promise.confidence_level:g}% confidence "
         f"({promise.certify_errors} of {promise.certify_samples} certify samples disagreed)."
     )
 
 
 def _brought(bundle: Bundle, promise: Promise) -> Iterator[str]:
-    """What the exits bring: as it was measured, or as it is predicted where it was not."""
+    """Say what the exits bring: as it was measured, or as it is predicted where it was not."""
     measured, profile = bundle.measured(), bundle.profile()
     if measured is None:
         yield (
@@ -87,7 +87,7 @@ def _brought(bundle: Bundle, promise: Promise) -> Iterator[str]:
 
 
 def _added(bundle: Bundle) -> str:
-    """What the exits in use add where none is taken, at batch 1 and at the reference size."""
+    """Say what the exits in use add where none is taken, at batch 1 and at the reference size."""
     profile, active = bundle.profile(), [a.exit for a in bundle.policy.active]
     sizes = sorted({profile.batch_sizes[0], bundle.manifest.calibration.reference_batch_size})
     costs = [CostModel.of(bundle.manifest, profile, size) for size in sizes]
@@ -176,7 +176,7 @@ def print_profiled(done: Profiled, console: Console) -> None:
 
 
 def _advice(done: Profiled, active: list[int]) -> str:
-    """What the new profile means for the policy."""
+    """Say what the new profile means for the policy."""
     size = done.bundle.manifest.calibration.reference_batch_size
     saved = predicted_savings(done.bundle, done.after, size)
     if not active:

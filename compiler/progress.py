@@ -15,7 +15,7 @@ Advance: TypeAlias = Callable[[int], None]
 
 
 class Progress(Protocol):
-    """Where long steps report to."""
+    """The protocol by which long steps report their progress."""
 
     def step(self, title: str, total: int) -> AbstractContextManager[Advance]:
         """Begin a step of ``total`` units; it is done when the context ends."""
@@ -35,7 +35,7 @@ SILENT = SilentProgress()
 
 
 class TerminalProgress:
-    """A bar a step, on standard error."""
+    """Progress as bars on standard error, one a step."""
 
     def __init__(self, console: Console) -> None:
         """Draw on ``console``."""

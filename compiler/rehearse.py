@@ -19,12 +19,18 @@ from offramp.bundle.bundle import RECORDS, REPORT
 from offramp.calibration.dataset import CERTIFY_SHARE, TUNE_SHARE, Dataset, read_dataset
 from offramp.calibration.errors import DataError
 from offramp.calibration.records import ExitRecords, dump_records
-from offramp.calibration.rehearsal.adaptation import Move, adapt, raising_path
-from offramp.calibration.rehearsal.load import Forecast
-from offramp.calibration.rehearsal.recorded import draw_load
-from offramp.calibration.rehearsal.result import REHEARSAL, RehearsalSettings, Rehearsed
+from offramp.calibration.rehearsal import (
+    REHEARSAL,
+    Forecast,
+    Move,
+    RehearsalSettings,
+    Rehearsed,
+    adapt,
+    draw_load,
+    raising_path,
+)
 from offramp.calibration.selection import certifiable_errors
-from offramp.certify.learn_then_test import samples_needed
+from offramp.certify import samples_needed
 from offramp.compiler.errors import CompileError
 from offramp.compiler.options import RehearseOptions
 from offramp.compiler.packing import bundle_name, judged, rewrite
@@ -103,7 +109,7 @@ def _asked(bundle: Bundle, options: RehearseOptions) -> tuple[RehearsalSettings,
     profile, promise = bundle.profile(), bundle.policy.promise
     kept = _kept_settings(bundle, profile)
     promised = kept.max_disagreement if promise is None else promise.max_disagreement
-    level = DEFAULT_CONFIDENCE_LEVEL if promise is None else promise.confidence
+    level = DEFAULT_CONFIDENCE_LEVEL if promise is None else promise.confidence_level
     bound, violations = options.max_disagreement or promised, options.max_violations
     settings = replace(
         kept,
@@ -205,7 +211,7 @@ def renewed_manifest(
 
 
 def _kept_settings(bundle: Bundle, profile: Profile) -> RehearsalSettings:
-    """Those that the bundle was rehearsed with."""
+    """Give the settings that the bundle was rehearsed with, or the defaults."""
     if REHEARSAL in {entry.path for entry in bundle.manifest.files}:
         return Rehearsed.parse(bundle.read(REHEARSAL)).rehearsal.settings
     profiled = [size for size in profile.batch_sizes if size <= DEFAULT_BATCH]

@@ -205,7 +205,7 @@ class SegmentModel:
     """Share of the model's FLOPs, 0 to 1; they add up to 1."""
 
     def described(self) -> Segment:
-        """As a bundle describes it."""
+        """Describe the segment as a bundle does."""
         return Segment(
             index=self.index,
             file=f"segments/{self.index:02d}.onnx",

@@ -27,7 +27,7 @@ from offramp.engine.errors import BackendError
 from offramp.engine.tensorrt import compat, probe
 from offramp.engine.tensorrt.device import primary_context
 from offramp.engine.tensorrt.messages import errors_of_tensorrt, logger
-from offramp.engine.tensorrt.trial import run_plan
+from offramp.engine.tensorrt.standalone import run_plan
 
 if TYPE_CHECKING:
     import tensorrt as trt

@@ -36,7 +36,7 @@ _STOP_S: Final = 10.0
 
 
 @dataclass(slots=True, kw_only=True)
-class _Loop:
+class _State:
     """The state of one model in the loop."""
 
     name: str
@@ -76,8 +76,8 @@ class ControlLoop:
         self._executor = executor
         self._jobs = jobs or JobRunner()
         self._period_s = period_s
-        self._loops = {
-            name: _Loop(
+        self._states = {
+            name: _State(
                 name=name,
                 options=model.options,
                 control=model.control,
@@ -93,8 +93,8 @@ class ControlLoop:
 
     def start(self) -> None:
         """Restore what was kept of the controllers, and start the thread."""
-        for loop in self._loops.values():
-            self._restore(loop)
+        for state in self._states.values():
+            self._restore(state)
         self._thread.start()
 
     def stop(self) -> None:
@@ -102,139 +102,140 @@ class ControlLoop:
         self._stopped.set()
         if self._thread.ident is not None:
             self._thread.join(_STOP_S)
-        for loop in self._loops.values():
-            self._save(loop)
-            loop.control.deployments.cancel()
+        for state in self._states.values():
+            self._save(state)
+            state.control.deployments.cancel()
         self._jobs.close()
         self._builder.shutdown(wait=True, cancel_futures=True)
 
     def status(self, model: str) -> ControlStatus:
         """Give what a controller knows, as of the last look."""
-        return self._loops[model].status
+        return self._states[model].status
 
     def look(self) -> None:
         """Look at every model once; what the thread does all the time."""
-        for name, loop in self._loops.items():
+        for name, state in self._states.items():
             try:
-                self._look_at(loop)
+                self._look_at(state)
             except Exception:  # serving goes on as it is, and whoever operates it must know
-                if not loop.failing:
+                if not state.failing:
                     _log.exception("%s: control failed; its policy stays as it is", name)
-                loop.failing = True
+                state.failing = True
             else:
-                loop.failing = False
+                state.failing = False
 
-    def _look_at(self, loop: _Loop) -> None:
-        controller = loop.control.controller
-        self._observe(loop)
-        self._compute(loop)
-        loop.status = controller.status()
-        self._put_in_force(loop)
-        loop.looks += 1
+    def _look_at(self, state: _State) -> None:
+        controller = state.control.controller
+        self._observe(state)
+        self._compute(state)
+        state.status = controller.status()
+        self._put_in_force(state)
+        state.looks += 1
         version = controller.policy.version
-        if version != loop.saved_version or loop.looks % _SAVE_EVERY == 0:
-            loop.saved_version = version
-            self._save(loop)
+        if version != state.saved_version or state.looks % _SAVE_EVERY == 0:
+            state.saved_version = version
+            self._save(state)
 
     def _work(self) -> None:
         while not self._stopped.wait(self._period_s):
             self.look()
 
-    def _observe(self, loop: _Loop) -> None:
+    def _observe(self, state: _State) -> None:
         """Hand the controller what was seen since the last look."""
-        control = loop.control
+        control = state.control
         while (seen := control.recorder.take()) is not None:
             control.controller.observe(seen)
         control.recorder.audit_probability = control.controller.audit_probability
         for event in control.controller.take_events():
             level = logging.WARNING if event.warning else logging.INFO
-            _log.log(level, "%s: %s", loop.name, event.text)
+            _log.log(level, "%s: %s", state.name, event.text)
 
-    def _compute(self, loop: _Loop) -> None:
+    def _compute(self, state: _State) -> None:
         """Start the job that the controller wants, or give it what came of the last one."""
-        controller, name = loop.control.controller, loop.name
-        if loop.job is not None and loop.job[1].done():
-            (job, future), loop.job = loop.job, None
+        controller, name = state.control.controller, state.name
+        if state.job is not None and state.job[1].done():
+            (job, future), state.job = state.job, None
             try:
                 controller.finish(job, future.result())
             except JobError as error:
                 _log.warning("%s: %s failed: %s", name, job.purpose, error)
                 controller.finish(job, None)
-        if loop.job is None and (wanted := controller.take_job()) is not None:
+        if state.job is None and (wanted := controller.take_job()) is not None:
             try:
-                loop.job = (wanted, self._jobs.submit(wanted))
+                state.job = (wanted, self._jobs.submit(wanted))
             except (JobError, TypeError) as error:
                 _log.error("%s: %s cannot be computed: %s", name, wanted.purpose, error)
                 controller.finish(wanted, None)
 
-    def _put_in_force(self, loop: _Loop) -> None:
+    def _put_in_force(self, state: _State) -> None:
         """Have batches start under the controller's policy, as soon as its stages are there."""
-        deployments, current = loop.control.deployments, self._executor.deployment(loop.name)
-        wanted = loop.control.controller.policy
+        deployments, current = state.control.deployments, self._executor.deployment(state.name)
+        wanted = state.control.controller.policy
         if wanted == current.policy:
             return
         exits = tuple(active.exit for active in wanted.active)
         if deployments.prepared(exits):
-            self._hot_swap(loop, wanted)
+            self._hot_swap(state, wanted)
             return
-        self._build(loop, exits)
+        self._build(state, exits)
         meanwhile = with_exits(wanted, current.plan.exits)
         if meanwhile is not None and meanwhile != current.policy:
-            self._hot_swap(loop, meanwhile)
+            self._hot_swap(state, meanwhile)
 
-    def _build(self, loop: _Loop, exits: tuple[int, ...]) -> None:
+    def _build(self, state: _State, exits: tuple[int, ...]) -> None:
         """Have the stages for some exits prepared, one set at a time."""
-        if loop.building is not None:
-            built, future = loop.building
+        if state.building is not None:
+            built, future = state.building
             if not future.done():
                 return
-            loop.building = None
+            state.building = None
             error = future.exception()
             if error is not None:
-                loop.refused.add(built)
-                _log.error("%s: exits %s cannot be put in use: %s", loop.name, built, error)
-        if exits not in loop.refused:
-            prepare: Callable[[tuple[int, ...]], None] = loop.control.deployments.prepare
-            loop.building = (exits, self._builder.submit(prepare, exits))
+                state.refused.add(built)
+                _log.error("%s: exits %s cannot be put in use: %s", state.name, built, error)
+        if exits not in state.refused:
+            prepare: Callable[[tuple[int, ...]], None] = state.control.deployments.prepare
+            state.building = (exits, self._builder.submit(prepare, exits))
 
-    def _hot_swap(self, loop: _Loop, policy: ExitPolicy) -> None:
-        before = self._executor.deployment(loop.name)
-        deployment = loop.control.deployments.make(policy, before)
-        options, streams = loop.options, self._executor.health.streams
+    def _hot_swap(self, state: _State, policy: ExitPolicy) -> None:
+        before = self._executor.deployment(state.name)
+        deployment = state.control.deployments.make(policy, before)
+        options, streams = state.options, self._executor.health.streams
         try:
             scheduling = make_policy(
                 options.scheduling, deployment.points, options.max_batch_size, streams
             )
         except ValueError as error:
             exits = tuple(active.exit for active in policy.active)
-            if exits not in loop.refused:
-                loop.refused.add(exits)
-                _log.error("%s: exits %s do not suit scheduling: %s", loop.name, exits, error)
+            if exits not in state.refused:
+                state.refused.add(exits)
+                _log.error("%s: exits %s do not suit scheduling: %s", state.name, exits, error)
             return
-        self._executor.hot_swap(loop.name, deployment, scheduling)
+        self._executor.hot_swap(state.name, deployment, scheduling)
 
-    def _restore(self, loop: _Loop) -> None:
+    def _restore(self, state: _State) -> None:
         """Go on from what was kept, if it was kept for the same."""
-        if loop.control.state_path is None:
-            return
-        state = load_state(loop.control.state_path, fingerprint=loop.control.fingerprint)
-        if state is None:
+        control, path = state.control, state.control.state_path
+        kept = None if path is None else load_state(path, fingerprint=control.fingerprint)
+        if path is None or kept is None:
             return
         try:
-            loop.control.controller.restore(state)
+            control.controller.restore(kept)
         except (ValueError, KeyError, TypeError) as error:
-            _log.warning("%s: %s is of no use: %s", loop.name, loop.control.state_path.name, error)
+            _log.warning("%s: %s is of no use: %s", state.name, path.name, error)
             return
-        _log.info("%s: goes on from %s", loop.name, loop.control.state_path.name)
-        loop.status = loop.control.controller.status()
-        loop.saved_version = loop.control.controller.policy.version
+        _log.info("%s: goes on from %s", state.name, path.name)
+        state.status = control.controller.status()
+        state.saved_version = control.controller.policy.version
 
-    def _save(self, loop: _Loop) -> None:
-        if loop.control.state_path is None:
+    def _save(self, state: _State) -> None:
+        """Keep what the controller knows, if it knows anything that is worth it."""
+        control = state.control
+        if control.state_path is None:
             return
-        state = loop.control.controller.state()
-        if state is not None:
-            save_state(loop.control.state_path, state, fingerprint=loop.control.fingerprint)
+        learned = control.controller.state()
+        if learned is not None:
+            save_state(control.state_path, learned, fingerprint=control.fingerprint)
 
 
 def with_exits(policy: ExitPolicy, exits: tuple[int, ...]) -> ExitPolicy | None:

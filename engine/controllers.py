@@ -12,11 +12,11 @@ from offramp.engine.control.adjustment import DEFAULT_MAX_OVERHEAD
 from offramp.engine.control.certified import CertifiedController, CertifiedSettings
 from offramp.engine.control.controller import Controller
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.exit_proposals import AdjustingController
+from offramp.engine.control.exit_proposals import ExitProposals
 from offramp.engine.control.initial import certified_on, within_budget
 from offramp.engine.control.published.apparate import ApparateController, ApparateSettings
 from offramp.engine.control.published.static import StaticController
-from offramp.engine.control.shift_guard import WatchfulController
+from offramp.engine.control.shift_guard import ShiftGuard
 from offramp.engine.control_state import identity_of
 from offramp.engine.options import ModelOptions
 from offramp.engine.plan import Mode
@@ -56,28 +56,30 @@ def make_controller(
         controller = StaticController(
             policy,
             max_disagreement=max_disagreement,
-            confidence=options.confidence,
+            confidence_level=options.confidence,
             audit_probability=1.0 if mode is Mode.RELEASE else STATIC_AUDIT_PROBABILITY,
         )
     elif options.controller == "apparate":
         settings = ApparateSettings(
-            max_disagreement=max_disagreement, max_overhead=budget, confidence=options.confidence
+            max_disagreement=max_disagreement,
+            max_overhead=budget,
+            confidence_level=options.confidence,
         )
         controller = ApparateController(policy, costs, settings)
     else:
-        certified = CertifiedController(
+        controller = CertifiedController(
             policy,
             costs,
             records,
             CertifiedSettings(
                 max_disagreement=max_disagreement,
-                confidence=options.confidence,
+                confidence_level=options.confidence,
                 audit_budget=options.audit_budget,
                 release=mode is Mode.RELEASE,
             ),
+            guard=ShiftGuard(records["confidence"]),
+            proposals=ExitProposals(costs, max_overhead=budget),
         )
-        watchful = WatchfulController(certified, records["confidence"])
-        controller = AdjustingController(watchful, costs, max_overhead=budget)
     fingerprint = {
         **identity_of(bundle),
         "mode": mode.value,
@@ -119,5 +121,5 @@ def _start(
         costs,
         records,
         max_disagreement=max_disagreement,
-        confidence=options.confidence,
+        confidence_level=options.confidence,
     )

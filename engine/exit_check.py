@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import AnswerForm
-from offramp.certify.decision import leaves
+from offramp.certify import leaves
 
 _ZERO = np.float32(0)
 """``fmax`` with it takes the place of NaN."""

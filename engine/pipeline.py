@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.certify.decision import NEVER, leaves
+from offramp.certify import NEVER, leaves
 from offramp.engine.backends.base import Backend, Rows, Slot, Stage, StageResult, TensorBatch
 from offramp.engine.plan import Mode, Plan, StageSpec
 
@@ -53,8 +53,8 @@ class Pipeline:
         """Prepare every stage; takes seconds.
 
         Args:
-            backend: Executes.
-            plan: Says what.
+            backend: Prepares the stages and runs them.
+            plan: The stages.
             prepare: Instead of the backend's own, to use stages again that are prepared.
 
         Raises:
@@ -68,11 +68,12 @@ class Pipeline:
         self._leaving = tuple(
             NEVER if plan.mode is Mode.RELEASE else spec.threshold for spec in plan.stages
         )
+        # The same number twice: numpy compares with a float32, Python with a float.
         self._at_least = tuple(np.float32(spec.threshold) for spec in plan.stages)
         self._thresholds = tuple(float(threshold) for threshold in self._at_least)
 
     def step(self, slot: Slot, index: int, batch: TensorBatch) -> StageStep:
-        """Run stage ``index`` on a batch and check which rows exit."""
+        """Run stage ``index`` on a batch, and decide which rows exit."""
         result = slot.run(self._stages[index], batch, self._leaving[index])
         answer, confidence, carry = result
         rows = len(batch)
@@ -91,16 +92,15 @@ class Pipeline:
         rows = _first(len(batch))
         for index in range(len(self._stages)):
             (answer, confidence, carry), exited, leaving = self.step(slot, index, batch)
-            if leaving:
+            if carry is None or 0 < leaving == len(rows):
                 assert answer is not None
-                if leaving == len(rows):
-                    yield Departure(index, rows, answer, confidence)
-                    return
-                (left,) = exited.nonzero()
-                yield Departure(index, rows[left], answer[left], confidence[left])
-            assert carry is not None, "every row leaves with the model's own answer"
+                yield Departure(index, rows, answer, confidence)
+                return
             batch = carry
             if leaving:
+                assert answer is not None
+                (left,) = exited.nonzero()
+                yield Departure(index, rows[left], answer[left], confidence[left])
                 (staying,) = (~exited).nonzero()
                 rows, batch = rows[staying], slot.select(batch, staying)
 

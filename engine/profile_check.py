@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 from offramp.bundle import Bundle, BundleError, Profile
 from offramp.bundle.bundle import CERTIFY
 from offramp.bundle.serde import from_plain, to_plain
-from offramp.certify.decision import count_answers, first_exit
-from offramp.certify.records import savings_of
+from offramp.certify import count_answers, first_exit, savings_of
 from offramp.engine.backends.base import Backend, Slot, TensorBatch
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control_state import identity_of

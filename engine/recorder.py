@@ -13,8 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.certify.decision import MODEL_END
-from offramp.certify.observations import UNKNOWN, Observations
+from offramp.certify import MODEL_END, UNKNOWN, Observations
 
 CAPACITY: Final = 1 << 14
 """Samples remembered; a power of two."""

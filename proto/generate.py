@@ -29,7 +29,7 @@ _STUB_HEADER = """\
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
-    """What the compiler makes of the schema."""
+    """The two files that are generated from the schema."""
 
     descriptors: bytes
     """A serialised ``google.protobuf.FileDescriptorSet``."""

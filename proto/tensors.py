@@ -1,4 +1,4 @@
-"""From tensors on the wire to numpy arrays, and back.
+"""Conversion of tensors on the wire to numpy arrays, and back.
 
 Elements travel in one of two forms. *Raw*, the form that every serious client uses, is the array's
 memory, little endian and row by row, and is viewed without a copy. *Typed* contents are a

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class StopSignals:
-    """What was asked for so far."""
+    """The stop signals that came so far: the first asks to leave, the second to leave at once."""
 
     def __init__(self) -> None:
         self.requested = asyncio.Event()
@@ -76,7 +76,7 @@ def serve(open_engine: EngineOpener, options: ServerOptions) -> int:
 async def serve_until_stopped(
     open_engine: EngineOpener, options: ServerOptions, stop: StopSignals | None = None
 ) -> int:
-    """As :func:`serve`, inside a running loop; ``stop`` lets a test stand in for the signals."""
+    """Serve as :func:`serve` does, in a running loop; ``stop`` may stand in for the signals."""
     stop = StopSignals() if stop is None else stop
     with stop.installed():
         check_free(options.host, options.grpc_port, option="--grpc-port")

@@ -1,4 +1,4 @@
-"""From the protocol's messages to what the engine takes, and from its results to messages."""
+"""Conversion of the protocol's requests to engine calls, and of results to responses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LOWEST_PRIORITY_LEVEL: Final = 2**31
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferCall:
-    """A decoded request."""
+    """The arguments of an engine call and the outputs to answer with, read from a request."""
 
     inputs: Mapping[str, NDArray[Any]]
     outputs: tuple[str, ...]
@@ -63,8 +63,10 @@ def read_request(
         time_remaining_s: What gRPC's deadline leaves; ``None`` without one.
 
     Raises:
+        ModelNotServedError: It names another version than ours.
         BadInputError: A tensor, an output name or a parameter is wrong.
     """
+    check_version(request.model_name, request.model_version)
     return InferCall(
         inputs=_inputs(request),
         outputs=_requested_outputs(request, model),
@@ -161,7 +163,7 @@ def write_response(
 def write_streamed(
     request: ModelInferRequest, result: StreamResult, outputs: Sequence[str]
 ) -> ModelStreamInferResponse:
-    """As :func:`write_response`, of one of the results of a request on a stream.
+    """The response that carries one of the results of a request on a stream.
 
     ``offramp_corrected``, 0 or 1 a sample, is there only where something was corrected. Whose
     answer is the unmodified model's is told by ``offramp_exits``.
@@ -175,7 +177,7 @@ def write_streamed(
 
 
 def write_end(request: ModelInferRequest) -> ModelStreamInferResponse:
-    """Nothing, where an answer was to follow: none will, as in Triton's empty final responses."""
+    """The empty last response where no answer follows after all, as in Triton."""
     response = _response_to(request)
     _end(response, final=True)
     return ModelStreamInferResponse(infer_response=response)
@@ -192,7 +194,7 @@ def write_failure(
 
 
 def write_metadata(model: ModelInfo) -> ModelMetadataResponse:
-    """What a client may know of a model."""
+    """A model's inputs and outputs as a response."""
     return ModelMetadataResponse(
         name=model.name,
         versions=[MODEL_VERSION],
@@ -203,7 +205,7 @@ def write_metadata(model: ModelInfo) -> ModelMetadataResponse:
 
 
 def write_config(model: ModelInfo) -> ModelConfig:
-    """What of Triton's model configuration means something here."""
+    """The fields of Triton's model configuration that mean something here."""
     return ModelConfig(
         name=model.name,
         platform=model.platform,
@@ -214,7 +216,7 @@ def write_config(model: ModelInfo) -> ModelConfig:
 
 
 def _configured(tensor: TensorSpec) -> dict[str, Any]:
-    """The same fields of an input and an output: sizes are without the batch."""
+    """The fields that describe an input or output, whose sizes leave out the batch."""
     metadata = _tensor_metadata(tensor)
     return {
         "name": metadata.name,

@@ -53,7 +53,7 @@ class ConfiguredModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """What a file says, and nothing that it leaves open; the empty one is no file."""
+    """The settings that a configuration file makes; an empty one stands for no file."""
 
     source: Path | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class _Table:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What a key may be set to."""
+    """The values that a key may be set to."""
 
     expected: str
     types: tuple[type, ...]

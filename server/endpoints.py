@@ -165,7 +165,7 @@ class GrpcEndpoint:
         return port
 
     async def serving(self) -> None:
-        """From now on report models, service and server as ready as the engine is."""
+        """Start to report models, service and server as ready as the engine is."""
         await self._health.start()
 
     async def leaving(self) -> None:

@@ -7,9 +7,9 @@ grows. Labels are the served model's name, and the place that an answer came fro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
-from typing import Final
+from typing import Any, Final, TypeAlias
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import (
@@ -21,8 +21,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from offramp.bundle import Promise
-from offramp.engine.control.controller import ControlStatus, Evidence
+from offramp.engine.control.controller import Evidence
 from offramp.engine.statistics import FAILURE_CAUSES, Histogram, ModelStatistics
 from offramp.server.served import ServedEngine
 from offramp.server.status import exits_in_use
@@ -31,7 +30,7 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class EngineCollector(Collector):
-    """Reads one snapshot per scrape; counts nothing itself."""
+    """The metrics of an engine, read from one snapshot per scrape; it counts nothing itself."""
 
     def __init__(self, engine: ServedEngine) -> None:
         self._engine = engine
@@ -39,22 +38,29 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """All families, each with every model."""
         statistics = self._engine.statistics()
-        yield _info(statistics.items())
-        yield from _counters(statistics.items())
-        yield from _gauges(statistics.items())
+        models = list(statistics.items())
+        yield _info(models)
+        yield from _families(CounterMetricFamily, _COUNTERS, models)
+        yield _failures(models)
+        yield from _families(GaugeMetricFamily, _GAUGES, models)
         yield from _device(statistics.values())
-        yield from _model_histograms(statistics.items())
-        yield from _stage_metrics(statistics.items())
-        yield from _promises(
-            [
-                (model.name, model.policy.promise)
-                for model in self._engine.models()
-                if model.policy.promise and exits_in_use(statistics[model.name])
-            ]
-        )
-        observed = [(name, model) for name, model in statistics.items() if model.control]
+        yield from _model_histograms(models)
+        yield from _stage_metrics(models)
+        # without an exit in use there is nothing to promise
+        promises = [
+            (model.name, model.policy.promise)
+            for model in self._engine.models()
+            if model.policy.promise and exits_in_use(statistics[model.name])
+        ]
+        yield from _families(GaugeMetricFamily, _PROMISE, promises)
+        observed = [(name, model) for name, model in models if model.control]
         if observed:
-            yield from _control(observed)
+            control = [(name, model.control) for name, model in observed]
+            yield from _families(GaugeMetricFamily, _CONTROL_GAUGES, control)
+            yield _evidence(control)
+            yield from _families(CounterMetricFamily, _CONTROL_COUNTERS, control)
+            yield from _families(GaugeMetricFamily, _AUDITING, observed)
+            yield from _families(CounterMetricFamily, _LOST, observed)
 
 
 def render_metrics(engine: ServedEngine) -> bytes:
@@ -63,6 +69,93 @@ def render_metrics(engine: ServedEngine) -> bytes:
     registry.register(EngineCollector(engine))
     ProcessCollector(registry=registry)
     return generate_latest(registry)
+
+
+_Readings: TypeAlias = Mapping[str, tuple[str, str]]
+"""Metrics by name: their documentation, and the attribute that they are read from."""
+
+_COUNTERS: Final[_Readings] = {
+    "offramp_requests": ("Requests accepted.", "requests"),
+    "offramp_samples": ("Samples accepted.", "samples"),
+    "offramp_retried": ("Samples of failed batches that were tried again.", "retried"),
+}
+_GAUGES: Final[_Readings] = {
+    "offramp_queued_samples": ("Samples waiting now.", "queued"),
+    "offramp_in_flight_samples": (
+        "Samples accepted that neither wait for stage 0 nor have left.",
+        "in_flight",
+    ),
+    "offramp_policy_version": ("Version of the exit policy in force.", "policy_version"),
+    "offramp_uptime_seconds": ("Time since the model was loaded.", "uptime_s"),
+}
+_PROMISE: Final[_Readings] = {
+    "offramp_promise_max_disagreement_ratio": (
+        "Largest disagreement with the unmodified model that was certified.",
+        "max_disagreement",
+    ),
+    "offramp_promise_confidence_ratio": ("Probability that the certificate holds.", "confidence"),
+    "offramp_promise_certify_samples": (
+        "Samples that the certificate rests on.",
+        "certify_samples",
+    ),
+    "offramp_promise_certify_errors": (
+        "Those of them answered unlike the unmodified model.",
+        "certify_errors",
+    ),
+}
+_CONTROL_GAUGES: Final[_Readings] = {
+    "offramp_disagreement_constraint_ratio": (
+        "Largest tolerated share of answers unlike the unmodified model's.",
+        "max_disagreement",
+    ),
+    "offramp_disagreement_estimate_ratio": (
+        "That share as measured under the policy in force; absent before any evidence.",
+        "disagreement",
+    ),
+    "offramp_disagreement_upper_bound_ratio": (
+        "That share is not above it, with the confidence of the model's control; 1 at first.",
+        "disagreement_upper_bound",
+    ),
+    "offramp_disagreement_confidence_ratio": (
+        "Confidence of upper bound and certificate.",
+        "confidence_level",
+    ),
+    "offramp_audit_probability_ratio": (
+        "Probability that a sample answered early runs on to be compared.",
+        "audit_probability",
+    ),
+}
+_CONTROL_COUNTERS: Final[_Readings] = {
+    "offramp_observed": ("Samples that control has seen.", "observed"),
+    "offramp_audited": ("Samples answered early that ran on to be compared.", "audited"),
+    "offramp_disagreed": ("Those of them answered unlike the unmodified model.", "disagreed"),
+    "offramp_drift_alarms": ("Alarms that the data are no longer what they were.", "alarms"),
+    "offramp_tunings": ("Threshold tunings finished.", "tunings"),
+    "offramp_exit_adjustments": ("Changes of the set of exits in use.", "adjustments"),
+}
+_AUDITING: Final[_Readings] = {
+    "offramp_auditing_samples": ("Samples that have their answer and run on.", "auditing"),
+}
+_LOST: Final[_Readings] = {
+    "offramp_lost_feedback": (
+        "Samples that ran on, and whose final answer was lost to control.",
+        "lost_feedback",
+    ),
+}
+
+
+def _families(
+    kind: type[CounterMetricFamily | GaugeMetricFamily],
+    readings: _Readings,
+    known: Iterable[tuple[str, Any]],
+) -> Iterator[Metric]:
+    """One family a reading, with the value of each model; a value that is ``None`` is left out."""
+    for name, (documentation, attribute) in readings.items():
+        family = kind(name, documentation, labels=["model"])
+        for model, facts in known:
+            if (value := getattr(facts, attribute)) is not None:
+                family.add_metric([model], value)
+        yield family
 
 
 _Models = Iterable[tuple[str, ModelStatistics]]
@@ -77,43 +170,18 @@ def _info(models: _Models) -> Metric:
     return family
 
 
-def _counters(models: _Models) -> Iterator[Metric]:
-    requests = CounterMetricFamily("offramp_requests", "Requests accepted.", labels=["model"])
-    samples = CounterMetricFamily("offramp_samples", "Samples accepted.", labels=["model"])
-    failures = CounterMetricFamily(
+def _failures(models: _Models) -> Metric:
+    family = CounterMetricFamily(
         "offramp_failures", "Samples without an answer, by cause.", labels=["model", "cause"]
     )
-    retried = CounterMetricFamily(
-        "offramp_retried", "Samples of failed batches that were tried again.", labels=["model"]
-    )
     for name, model in models:
-        requests.add_metric([name], model.requests)
-        samples.add_metric([name], model.samples)
-        retried.add_metric([name], model.retried)
         for cause in FAILURE_CAUSES:  # from 0 on, or the first event would go unseen by rate()
-            failures.add_metric([name, cause], model.failed.get(cause, 0))
-    return iter((requests, samples, failures, retried))
-
-
-def _gauges(models: _Models) -> Iterator[Metric]:
-    readings = {
-        "offramp_queued_samples": ("Samples waiting now.", "queued"),
-        "offramp_in_flight_samples": (
-            "Samples accepted that neither wait for stage 0 nor have left.",
-            "in_flight",
-        ),
-        "offramp_policy_version": ("Version of the exit policy in force.", "policy_version"),
-        "offramp_uptime_seconds": ("Time since the model was loaded.", "uptime_s"),
-    }
-    for name, (documentation, attribute) in readings.items():
-        family = GaugeMetricFamily(name, documentation, labels=["model"])
-        for model, statistics in models:
-            family.add_metric([model], getattr(statistics, attribute))
-        yield family
+            family.add_metric([name, cause], model.failed.get(cause, 0))
+    return family
 
 
 def _device(models: Iterable[ModelStatistics]) -> Iterator[Metric]:
-    """What all models share, and each of them tells: without a label, for sums to be right."""
+    """The device's metrics, which each model tells: without a label, for sums to be right."""
     shared = next(iter(models), None)
     if shared is None:
         return
@@ -188,81 +256,7 @@ def _stage_metrics(models: _Models) -> Iterator[Metric]:
     return iter((answers, forced, threshold, batch_size, duration))
 
 
-def _promises(promises: Iterable[tuple[str, Promise]]) -> Iterator[Metric]:
-    """Of the models with exits in use: without any, there is nothing to promise."""
-    readings = {
-        "offramp_promise_max_disagreement_ratio": (
-            "Largest disagreement with the unmodified model that was certified.",
-            "max_disagreement",
-        ),
-        "offramp_promise_confidence_ratio": (
-            "Probability that the certificate holds.",
-            "confidence",
-        ),
-        "offramp_promise_certify_samples": (
-            "Samples that the certificate rests on.",
-            "certify_samples",
-        ),
-        "offramp_promise_certify_errors": (
-            "Those of them answered unlike the unmodified model.",
-            "certify_errors",
-        ),
-    }
-    for name, (documentation, attribute) in readings.items():
-        family = GaugeMetricFamily(name, documentation, labels=["model"])
-        for model, promise in promises:
-            family.add_metric([model], getattr(promise, attribute))
-        yield family
-
-
-def _control(models: Sequence[tuple[str, ModelStatistics]]) -> Iterator[Metric]:
-    """Of the models whose answers are compared with the unmodified model's while serving."""
-    known = [(name, model.control) for name, model in models if model.control is not None]
-    readings = {
-        "offramp_disagreement_constraint_ratio": (
-            "Largest tolerated share of answers unlike the unmodified model's.",
-            "max_disagreement",
-        ),
-        "offramp_disagreement_estimate_ratio": (
-            "That share as measured under the policy in force; absent before any evidence.",
-            "disagreement",
-        ),
-        "offramp_disagreement_upper_bound_ratio": (
-            "That share is not above it, with the confidence of the model's control; 1 at first.",
-            "disagreement_upper_bound",
-        ),
-        "offramp_disagreement_confidence_ratio": (
-            "Confidence of upper bound and certificate.",
-            "confidence",
-        ),
-        "offramp_audit_probability_ratio": (
-            "Probability that a sample answered early runs on to be compared.",
-            "audit_probability",
-        ),
-    }
-    for reading, (documentation, attribute) in readings.items():
-        family = GaugeMetricFamily(reading, documentation, labels=["model"])
-        for name, control in known:
-            if (value := getattr(control, attribute)) is not None:
-                family.add_metric([name], value)
-        yield family
-    yield _evidence(known)
-    yield from _control_counters(known)
-    auditing = GaugeMetricFamily(
-        "offramp_auditing_samples", "Samples that have their answer and run on.", labels=["model"]
-    )
-    lost = CounterMetricFamily(
-        "offramp_lost_feedback",
-        "Samples that ran on, and whose final answer was lost to control.",
-        labels=["model"],
-    )
-    for name, model in models:
-        auditing.add_metric([name], model.auditing)
-        lost.add_metric([name], model.lost_feedback)
-    yield from (auditing, lost)
-
-
-def _evidence(known: Sequence[tuple[str, ControlStatus]]) -> Metric:
+def _evidence(known: Iterable[tuple[str, Any]]) -> Metric:
     family = GaugeMetricFamily(
         "offramp_evidence",
         "1 for what stands behind the exits in use: certified while serving, calibrated before, "
@@ -273,25 +267,6 @@ def _evidence(known: Sequence[tuple[str, ControlStatus]]) -> Metric:
         for evidence in Evidence:
             family.add_metric([name, evidence.value], float(control.evidence is evidence))
     return family
-
-
-def _control_counters(known: Sequence[tuple[str, ControlStatus]]) -> Iterator[Metric]:
-    counts = {
-        "offramp_observed": ("Samples that control has seen.", "observed"),
-        "offramp_audited": ("Samples answered early that ran on to be compared.", "audited"),
-        "offramp_disagreed": (
-            "Those of them answered unlike the unmodified model.",
-            "disagreed",
-        ),
-        "offramp_drift_alarms": ("Alarms that the data are no longer what they were.", "alarms"),
-        "offramp_tunings": ("Threshold tunings finished.", "tunings"),
-        "offramp_exit_adjustments": ("Changes of the set of exits in use.", "adjustments"),
-    }
-    for name, (documentation, attribute) in counts.items():
-        family = CounterMetricFamily(name, documentation, labels=["model"])
-        for model, control in known:
-            family.add_metric([model], getattr(control, attribute))
-        yield family
 
 
 def _add_histogram(family: HistogramMetricFamily, labels: list[str], histogram: Histogram) -> None:

@@ -1,4 +1,4 @@
-"""What the server is told at its start, apart from the engine's own options."""
+"""The options of a server, apart from the engine's own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_MESSAGE_MIB: Final = 2047
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """Where to listen, and the limits."""
+    """The addresses that a server listens on, and its limits."""
 
     host: str = "127.0.0.1"
     """Name or address of the interface; ``0.0.0.0`` is all of them."""

@@ -1,4 +1,4 @@
-"""What the server asks of an engine.
+"""The interface of an engine that the server needs.
 
 The services depend on this, not on :class:`offramp.engine.core.Engine`, which satisfies it; so
 does the stub that the tests serve.

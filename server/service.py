@@ -86,7 +86,6 @@ class RequestStream:
 
     async def _infer(self, request: ModelInferRequest) -> None:
         model = self._engine.model(request.model_name)
-        check_version(request.model_name, request.model_version)
         # gRPC's deadline is the whole stream's, and says nothing about one request of it.
         call = read_request(request, model, now_s=time.monotonic(), time_remaining_s=None)
         results = self._engine.infer_stream(
@@ -175,7 +174,7 @@ class InferenceService:
     async def ModelConfig(  # noqa: N802
         self, request: messages.ModelConfigRequest, _context: _Context
     ) -> messages.ModelConfigResponse:
-        """What perf_analyzer reads: batch size, and that a request has one answer."""
+        """The configuration that perf_analyzer reads: batch size, and one answer a request."""
         model = self._engine.model(request.name)
         check_version(request.name, request.version)
         return messages.ModelConfigResponse(config=write_config(model))
@@ -185,7 +184,6 @@ class InferenceService:
     ) -> messages.ModelInferResponse:
         """Decode, ask the engine, encode."""
         model = self._engine.model(request.model_name)
-        check_version(request.model_name, request.model_version)
         call = read_request(
             request,
             model,
@@ -208,7 +206,7 @@ class InferenceService:
 
 
 def _time_remaining_s(context: _Context) -> float | None:
-    """What gRPC's deadline leaves; ``None`` without one, or if it is only how long we are awaited.
+    """The time until gRPC's deadline; ``None`` without one, or if the client only limits its wait.
 
     Our clients always set one, lest they wait for ever, and say which of the two it is.
     """

@@ -27,7 +27,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreementView:
-    """What a controller knows, for people."""
+    """A controller's findings in words."""
 
     heading: str
     """Two or three words: how far to rely on the statement."""
@@ -53,21 +53,21 @@ def view_agreement(statistics: ModelStatistics, promise: Promise | None) -> Agre
     headings = {
         Evidence.CERTIFIED: "Certified while serving",
         Evidence.CALIBRATED: "Promised by calibration",
-        Evidence.CAUTIOUS: "No exit answers",
+        Evidence.CONSERVATIVE: "No exit answers",
         Evidence.NONE: "Nothing is promised",
     }
     return AgreementView(
         heading=headings[control.evidence],
         statement=_statement(control, promise),
         alarming=control.evidence is Evidence.NONE
-        or (control.evidence is Evidence.CAUTIOUS and control.alarms > 0),
+        or (control.evidence is Evidence.CONSERVATIVE and control.alarms > 0),
         state=control.state,
         figures=_figures(statistics, control),
     )
 
 
 def exits_in_use(statistics: ModelStatistics) -> bool:
-    """Whether any exit answers; those that only look on, or were retired, do not."""
+    """Whether any exit answers; those in shadow mode, or retired, do not."""
     return any(stage.threshold < NEVER for stage in statistics.stages[:-1])
 
 
@@ -81,13 +81,13 @@ def describe_promise(promise: Promise) -> str:
     return (
         f"disagreement with the unmodified model ≤ {promise.max_disagreement * 100:g} % "
         f"on data like the calibration set, "
-        f"certified with {promise.confidence * 100:g} % confidence "
+        f"certified with {promise.confidence_level * 100:g} % confidence "
         f"on {promise.certify_samples:,} samples ({promise.certify_errors:,} errors)"
     )
 
 
 def _statement(control: ControlStatus, promise: Promise | None) -> str:
-    sure = f"with {percent(control.confidence)} confidence"
+    sure = f"with {percent(control.confidence_level)} confidence"
     constraint = percent(control.max_disagreement)
     match control.evidence:
         case Evidence.CERTIFIED:
@@ -100,7 +100,7 @@ def _statement(control: ControlStatus, promise: Promise | None) -> str:
             promised = f"disagreement with the unmodified model ≤ {constraint} {sure}"
             words = promised if promise is None else describe_promise(promise)
             return f"{words}; not yet confirmed by what is served. {_seen(control)}"
-        case Evidence.CAUTIOUS:
+        case Evidence.CONSERVATIVE:
             return (
                 "every answer is the unmodified model's, until there is evidence for more "
                 f"(constraint: disagreement ≤ {constraint} {sure}). {_seen(control)}"
@@ -123,7 +123,7 @@ def _figures(statistics: ModelStatistics, control: ControlStatus) -> tuple[Figur
     bound = percent(control.disagreement_upper_bound) if known else "–"
     return (
         Figure(value=measured, label="disagreement measured"),
-        Figure(value=bound, label=f"at most, with {percent(control.confidence)} confidence"),
+        Figure(value=bound, label=f"at most, with {percent(control.confidence_level)} confidence"),
         Figure(value=percent(control.max_disagreement), label="constraint"),
         Figure(value=control.controller, label="controller, by name"),
         Figure(value=percent(control.audit_probability), label="of early answers are audited"),

@@ -1,1 +1,55 @@
-"""Fakes of every outside party: backend, engine, CUDA driver and kernels, TensorRT builder."""
+"""Fakes of every outside party, for our tests and for those of whoever uses Offramp.
+
+::
+
+    FakeServer    a server in the test's own process: real gRPC, a fake engine   server, engine
+    FakeEngine    an engine without models, and what it may be told to do        engine
+    FakeBackend   a backend without a model, which answers by script             backend
+    FakeDriver    a CUDA driver without a GPU, which finds misuse                cuda_driver, cuda_*
+    FakeBuilder   an engine builder without TensorRT                             builder
+
+A name is imported from its module when it is asked for: who wants the fake backend needs neither
+gRPC nor what the compiler needs. docs/testing.md has examples.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from offramp.testing.backend import SCRIPT, FakeBackend, FakeSlot
+    from offramp.testing.builder import FakeBuilder
+    from offramp.testing.cuda_driver import FakeDriver, MisuseError
+    from offramp.testing.engine import FakeEngine, fake_control, fake_model
+    from offramp.testing.server import FakeServer
+
+__all__ = [
+    "SCRIPT",
+    "FakeBackend",
+    "FakeBuilder",
+    "FakeDriver",
+    "FakeEngine",
+    "FakeServer",
+    "FakeSlot",
+    "MisuseError",
+    "fake_control",
+    "fake_model",
+]
+
+
+def __getattr__(name: str) -> Any:
+    module: Any
+    match name:
+        case "SCRIPT" | "FakeBackend" | "FakeSlot":
+            from offramp.testing import backend as module  # noqa: PLC0415
+        case "FakeBuilder":
+            from offramp.testing import builder as module  # noqa: PLC0415
+        case "FakeDriver" | "MisuseError":
+            from offramp.testing import cuda_driver as module  # noqa: PLC0415
+        case "FakeEngine" | "fake_control" | "fake_model":
+            from offramp.testing import engine as module  # noqa: PLC0415
+        case "FakeServer":
+            from offramp.testing import server as module  # noqa: PLC0415
+        case _:
+            raise AttributeError(f"offramp.testing has no {name!r}; it has {', '.join(__all__)}")
+    return getattr(module, name)

@@ -114,7 +114,7 @@ class FakeSlot:
         for batch, rows in parts:
             assert isinstance(batch, FakeBatch)
             if batch.epoch != BUFFERED:
-                raise BackendError("only buffered batches can be joined")
+                raise BackendError("only buffered batches can be merged")
             scripts.append(batch.script[rows])
         return FakeBatch(np.concatenate(scripts), self._epoch)
 

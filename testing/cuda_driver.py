@@ -1,4 +1,4 @@
-"""A driver without a GPU, for tests of everything above it; ships with the package.
+"""A CUDA driver without a GPU, for tests of everything above it.
 
 Memory is the host's. What is enqueued does not run before somebody waits for it, and then in a
 random order that the streams and events allow. What CUDA would let pass, or would end the process
@@ -18,35 +18,33 @@ Results that are read too early are no error but a pattern, which no test will t
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from types import MappingProxyType
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.engine.cuda.driver import DeviceLostError, DeviceMemoryError, Event, Kernel, Stream
+from offramp.engine.cuda.driver import (
+    DeviceLostError,
+    DeviceMemoryError,
+    Kernel,
+    Stream,
+    StreamEvent,
+)
 from offramp.engine.errors import BackendError
 from offramp.engine.kernels.arguments import ENTRY_POINTS, Launch
 from offramp.testing import cuda_kernels
+from offramp.testing.cuda_calls import CheckedCalls
 from offramp.testing.cuda_handles import FakeEvent, FakeGraph, FakePinned, FakeStream
-from offramp.testing.cuda_memory import Memory, MisuseError, Range
+from offramp.testing.cuda_memory import ByteRange, FakeMemory, MisuseError
 from offramp.testing.cuda_queues import PENDING, Operation, Queues, Run, Work, merge
 
 __all__ = ["PENDING", "FakeDriver", "MisuseError"]
 
-_IN_CAPTURE: Final = frozenset(
-    {"copy_in", "copy_out", "copy_within", "clear", "launch", "call", "launch_graph", "memory"}
-)
-"""What may be called while the thread captures."""
-_RELEASES: Final = frozenset({"free", "free_pinned", "close_stream", "close_event", "close_graph"})
-"""What still works when the context is lost."""
 
-
-class FakeDriver:
-    """A device on the host: a :class:`offramp.engine.cuda.driver.Driver`."""
+class FakeDriver(CheckedCalls):
+    """A device that is the host: a :class:`offramp.engine.cuda.driver.Driver`."""
 
     def __init__(
         self,
@@ -65,6 +63,7 @@ class FakeDriver:
             run_kernel: Runs a kernel on true addresses; ``None``: in numpy. What it uses is
                 checked before it runs, by what the numpy kernel would use.
         """
+        super().__init__()
         self.device = "Fake GPU"
         """Its name."""
         self.multiprocessors = 4
@@ -75,38 +74,14 @@ class FakeDriver:
         """Of device memory; tests may change it."""
         self.graphs = graphs
         """Whether there are CUDA graphs."""
-        self.calls: Counter[str] = Counter()
-        """Of every method, in captures too: ``allocate``, ``launch``, ``launch_graph``, …"""
         self.bytes_in = 0
         """That copies brought to the device, in all."""
         self.bytes_out = 0
         """That copies brought to the host, in all."""
-        self.misuses: list[Exception] = []
-        """Every :class:`MisuseError` so far, and whatever a :meth:`call` raised by mistake."""
         self._run_kernel = run_kernel
-        self._lock = threading.RLock()
-        self._memory = Memory()
+        self._memory = FakeMemory()
         self._queues = Queues(self._memory, seed)
-        self._current: Counter[int] = Counter()
-        """By thread: how often the context was made current and not yet left."""
-        self._capturing: dict[int, tuple[FakeStream, list[Work]]] = {}
-        """By thread."""
         self._open: list[FakeStream | FakeEvent | FakeGraph] = []
-        self._failures: dict[str, dict[int, BackendError]] = {}
-        """By method: by number of the call that fails."""
-        self._lost = ""
-        self._closed = False
-
-    def fail_next(self, call: str, *, after: int = 0, error: BackendError | None = None) -> None:
-        """Let a call fail, once.
-
-        Args:
-            call: As in :attr:`calls`; the failing call counts too.
-            after: How many calls succeed before.
-            error: What it raises.
-        """
-        error = error or BackendError(f"{call} failed, as the test wants it")
-        self._failures.setdefault(call, {})[self.calls[call] + after + 1] = error
 
     def lose(self) -> None:
         """Lose the context, as after an illegal address: nothing that is enqueued runs any more."""
@@ -125,26 +100,12 @@ class FakeDriver:
     def read(self, address: int, size_bytes: int) -> NDArray[np.uint8]:
         """Memory that the running :meth:`call` reads; read only."""
         with self._lock, self._noting():
-            return self._queues.use(Range(address, size_bytes, writes=False))
+            return self._queues.use(ByteRange(address, size_bytes, writes=False))
 
     def write(self, address: int, size_bytes: int) -> NDArray[np.uint8]:
         """Memory that the running :meth:`call` writes."""
         with self._lock, self._noting():
-            return self._queues.use(Range(address, size_bytes, writes=True))
-
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """Make the context the calling thread's."""
-        thread = threading.get_ident()
-        with self._lock, self._noting():
-            if self._closed:
-                raise MisuseError("the driver is closed")
-            self._current[thread] += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._current[thread] -= 1
+            return self._queues.use(ByteRange(address, size_bytes, writes=True))
 
     def memory(self) -> tuple[int, int]:
         """Free and total bytes."""
@@ -173,12 +134,12 @@ class FakeDriver:
             if size_bytes > free_bytes:
                 raise DeviceMemoryError(size_bytes, free_bytes, "the host's pinned memory")
             block = self._memory.allocate(max(size_bytes, 1), "pinned")
-            return FakePinned(block, block.content[:size_bytes], self._free_pinned)
+            return FakePinned(self._free_pinned, block, block.content[:size_bytes])
 
     def stream(self) -> FakeStream:
         """Make a stream."""
         with self._called("stream"):
-            stream = FakeStream(self._queues.open(), self._close_stream)
+            stream = FakeStream(self._close_stream, self._queues.open())
             self._open.append(stream)
             return stream
 
@@ -193,7 +154,7 @@ class FakeDriver:
         """Enqueue a copy from pinned memory, which must not change before."""
         with self._called("copy_in"):
             reads = self._pinned(source, writes=False)
-            writes = self._on_device(Range(target, source.nbytes, writes=True))
+            writes = self._on_device(target, source.nbytes, writes=True)
 
             def enqueued() -> Run:
                 before = source.copy()
@@ -213,7 +174,7 @@ class FakeDriver:
         """Enqueue a copy to pinned memory, which holds a pattern until then."""
         with self._called("copy_out"):
             writes = self._pinned(target, writes=True)
-            reads = self._on_device(Range(source, target.nbytes, writes=False))
+            reads = self._on_device(source, target.nbytes, writes=False)
 
             def run() -> None:
                 self._queues.use(writes)[:] = self._queues.use(reads)
@@ -224,8 +185,8 @@ class FakeDriver:
     def copy_within(self, target: int, source: int, size_bytes: int, stream: Stream) -> None:
         """Enqueue a copy on the device."""
         with self._called("copy_within"):
-            reads = self._on_device(Range(source, size_bytes, writes=False))
-            writes = self._on_device(Range(target, size_bytes, writes=True))
+            reads = self._on_device(source, size_bytes, writes=False)
+            writes = self._on_device(target, size_bytes, writes=True)
             if reads.conflicts(writes):
                 raise MisuseError(f"copy_within from {source:#x} to {target:#x}: they overlap")
 
@@ -237,25 +198,25 @@ class FakeDriver:
     def clear(self, address: int, size_bytes: int, stream: Stream) -> None:
         """Enqueue zeros."""
         with self._called("clear"):
-            writes = self._on_device(Range(address, size_bytes, writes=True))
+            writes = self._on_device(address, size_bytes, writes=True)
 
             def run() -> None:
                 self._queues.use(writes)[:] = 0
 
             self._enqueue_run(stream, "clear", run, writes)
 
-    def record(self, event: Event, stream: Stream) -> None:
+    def record(self, event: StreamEvent, stream: Stream) -> None:
         """Let the event stand for what is enqueued so far."""
         with self._called("record"):
-            own = self._event(event)
-            own.recorded = self._queues.mark(self._stream(stream).handle)
+            assert isinstance(event, FakeEvent)
+            event.live().recorded = self._queues.mark(_own(stream).handle)
 
-    def wait_on(self, stream: Stream, event: Event) -> None:
+    def wait_on(self, stream: Stream, event: StreamEvent) -> None:
         """Let the stream wait for the event."""
         with self._called("wait_on"):
-            self._queues.hold(self._stream(stream).handle, self._recorded(event))
+            self._queues.hold(_own(stream).handle, self._recorded(event))
 
-    def synchronize(self, event: Event) -> None:
+    def synchronize(self, event: StreamEvent) -> None:
         """Run what the event stands for, and perhaps more."""
         with self._called("synchronize"):
             recorded = self._recorded(event)
@@ -295,7 +256,7 @@ class FakeDriver:
         with self._called("capture"):
             if not self.graphs:
                 return None
-            self._capturing[thread] = (self._stream(stream), works)
+            self._capturing[thread] = (_own(stream), works)
         try:
             enqueue()
         except BackendError:
@@ -304,7 +265,7 @@ class FakeDriver:
             with self._lock:
                 del self._capturing[thread]
         with self._lock:
-            graph = FakeGraph(tuple(works), self._launch_graph, self._close_graph)
+            graph = FakeGraph(self._close_graph, tuple(works), self._launch_graph)
             self._open.append(graph)
             return graph
 
@@ -333,41 +294,12 @@ class FakeDriver:
             if said:
                 raise MisuseError("; ".join(said))
 
-    @contextmanager
-    def _called(self, call: str) -> Iterator[None]:
-        """What holds for every call; nobody else calls meanwhile."""
-        thread = threading.get_ident()
-        with self._lock, self._noting():
-            self.calls[call] += 1
-            if not self._current[thread]:
-                raise MisuseError(f"{call}: the context is not current on this thread")
-            if thread in self._capturing and call not in _IN_CAPTURE:
-                raise MisuseError(f"{call} is not allowed while a graph is captured")
-            if self._lost and call not in _RELEASES:
-                raise DeviceLostError(self._lost)
-            error = self._failures.get(call, {}).pop(self.calls[call], None)
-            if error is not None:
-                raise error
-            yield
-
-    @contextmanager
-    def _noting(self) -> Iterator[None]:
-        """Remember what fails by a fault of our own, since callers may swallow it."""
-        try:
-            yield
-        except BackendError:
-            raise
-        except Exception as error:
-            if all(error is not noted for noted in self.misuses):
-                self.misuses.append(error)
-            raise
-
-    def _enqueue_run(self, stream: Stream, label: str, run: Run, *ranges: Range) -> None:
+    def _enqueue_run(self, stream: Stream, label: str, run: Run, *ranges: ByteRange) -> None:
         self._enqueue(stream, Work(label=label, enqueued=lambda: run, ranges=ranges))
 
     def _enqueue(self, stream: Stream, work: Work) -> Operation | None:
         """Put work into a stream's queue; into the graph if this thread captures one."""
-        own, thread = self._stream(stream), threading.get_ident()
+        own, thread = _own(stream), threading.get_ident()
         for used in work.ranges:
             if used.size_bytes:
                 self._memory.block_of(used, work.label)
@@ -391,9 +323,7 @@ class FakeDriver:
 
     def _launch_graph(self, graph: FakeGraph, stream: Stream) -> None:
         with self._called("launch_graph"):
-            if graph.closed:
-                raise MisuseError(f"{graph} was launched after it was closed")
-            for work in graph.works:
+            for work in graph.live().works:
                 graph.last = self._enqueue(stream, work) or graph.last
 
     def _close_stream(self, stream: FakeStream) -> None:
@@ -422,40 +352,28 @@ class FakeDriver:
         if not self._lost and not self._queues.is_over(stream, number):
             raise MisuseError(f"{what} was closed before the host waited for its work")
 
-    def _pinned(self, array: NDArray[np.uint8], *, writes: bool) -> Range:
+    def _pinned(self, array: NDArray[np.uint8], *, writes: bool) -> ByteRange:
         """The range of an array that must lie in pinned memory."""
         if not array.flags.c_contiguous or array.dtype != np.uint8:
             raise MisuseError(f"a copy of {array.dtype} with strides {array.strides}: not of bytes")
-        used = Range(int(array.ctypes.data), array.nbytes, writes)
-        return self._of_kind("pinned", used)
+        return self._memory.of_kind(
+            "pinned", ByteRange(int(array.ctypes.data), array.nbytes, writes)
+        )
 
-    def _on_device(self, used: Range) -> Range:
-        return self._of_kind("device", used)
+    def _on_device(self, address: int, size_bytes: int, *, writes: bool) -> ByteRange:
+        return self._memory.of_kind("device", ByteRange(address, size_bytes, writes))
 
-    def _of_kind(self, kind: str, used: Range) -> Range:
-        if used.size_bytes:
-            found = self._memory.block_of(used, "a copy")
-            if found.kind != kind:
-                raise MisuseError(f"a copy at {used.address:#x}: {found} instead of {kind} memory")
-        return used
-
-    def _stream(self, stream: Stream) -> FakeStream:
-        assert isinstance(stream, FakeStream)
-        if stream.closed:
-            raise MisuseError(f"{stream} was used after it was closed")
-        return stream
-
-    def _event(self, event: Event) -> FakeEvent:
+    def _recorded(self, event: StreamEvent) -> Operation:
         assert isinstance(event, FakeEvent)
-        if event.closed:
-            raise MisuseError(f"{event} was used after it was closed")
-        return event
-
-    def _recorded(self, event: Event) -> Operation:
-        recorded = self._event(event).recorded
+        recorded = event.live().recorded
         if recorded is None:
             raise MisuseError(f"{event} was waited for, but never recorded")
         return recorded
 
     def _free_bytes(self) -> int:
         return max(self.memory_bytes - self._memory.used_bytes("device"), 0)
+
+
+def _own(stream: Stream) -> FakeStream:
+    assert isinstance(stream, FakeStream)
+    return stream.live()

@@ -4,78 +4,77 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offramp.engine.cuda.driver import Stream
-from offramp.testing.cuda_memory import Block
+from offramp.testing.cuda_memory import Block, MisuseError
 from offramp.testing.cuda_queues import Operation, Work
 
 
 @dataclass(eq=False)
-class FakeStream:
-    """A queue."""
+class _Handle:
+    """Something of the driver that is released once, by whoever has it."""
+
+    on_close: Callable[[Any], None] = field(repr=False)
+    closed: bool = field(default=False, kw_only=True)
+
+    def close(self) -> None:
+        """Release it."""
+        if not self.closed:
+            self.on_close(self)
+            self.closed = True
+
+    def live(self) -> Self:
+        """Give the handle itself.
+
+        Raises:
+            MisuseError: It was closed.
+        """
+        if self.closed:
+            raise MisuseError(f"{self} was used after it was closed")
+        return self
+
+
+@dataclass(eq=False)
+class FakeStream(_Handle):
+    """A queue of work."""
 
     handle: int
     """Its number."""
-    on_close: Callable[[FakeStream], None] = field(repr=False)
-    closed: bool = False
-
-    def close(self) -> None:
-        """Release it."""
-        if not self.closed:
-            self.on_close(self)
-            self.closed = True
 
 
 @dataclass(eq=False)
-class FakeEvent:
+class FakeEvent(_Handle):
     """A point in a stream."""
 
-    on_close: Callable[[FakeEvent], None] = field(repr=False)
     recorded: Operation | None = field(default=None, repr=False)
     """What it stands for."""
-    closed: bool = False
-
-    def close(self) -> None:
-        """Release it."""
-        if not self.closed:
-            self.on_close(self)
-            self.closed = True
 
 
 @dataclass(eq=False)
-class FakeGraph:
-    """Noted work."""
+class FakeGraph(_Handle):
+    """Work that was noted while a stream was captured."""
 
     works: tuple[Work, ...] = field(repr=False)
     on_launch: Callable[[FakeGraph, Stream], None] = field(repr=False)
-    on_close: Callable[[FakeGraph], None] = field(repr=False)
     last: Operation | None = field(default=None, repr=False)
     """Of its last launch."""
-    closed: bool = False
 
     def launch(self, stream: Stream) -> None:
         """Enqueue it."""
         self.on_launch(self, stream)
 
-    def close(self) -> None:
-        """Release it."""
-        if not self.closed:
-            self.on_close(self)
-            self.closed = True
-
 
 @dataclass(eq=False)
-class FakePinned:
+class FakePinned(_Handle):
     """Pinned memory."""
 
     block: Block = field(repr=False)
     array: NDArray[np.uint8] = field(repr=False)
     """[size_bytes]: its content."""
-    on_free: Callable[[FakePinned], None] = field(repr=False)
-    freed: bool = False
 
     @property
     def address(self) -> int:
@@ -84,6 +83,4 @@ class FakePinned:
 
     def free(self) -> None:
         """Release it."""
-        if not self.freed:
-            self.on_free(self)
-            self.freed = True
+        self.close()

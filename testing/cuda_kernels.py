@@ -29,16 +29,16 @@ from offramp.engine.kernels.arguments import (
     Launch,
     Scratch,
 )
-from offramp.testing.cuda_memory import MisuseError, Range
+from offramp.testing.cuda_memory import ByteRange, MisuseError
 
-Use: TypeAlias = Callable[[Range], NDArray[np.uint8]]
+Use: TypeAlias = Callable[[ByteRange], NDArray[np.uint8]]
 """Gives the content of a range of device memory, to be read or written."""
 
 _COUNTERS_BYTES: Final = Scratch.bytes_for(1) - ROW_SCRATCH.itemsize
 _SCORE_TYPES: Final = {entry_point: score_type for score_type, entry_point in STAGE_END.items()}
 
 
-def ranges_of(launch: Launch) -> tuple[Range, ...]:
+def ranges_of(launch: Launch) -> tuple[ByteRange, ...]:
     """What a launch may touch, as far as it is known before it runs."""
     if launch.entry_point == GATHER_ROWS:
         return tuple(_ranges_of_gather(launch.arguments))
@@ -69,35 +69,35 @@ def touch(launch: Launch, use: Use) -> None:
             _rows_between(source, row_bytes, numbers, use)
 
 
-def _ranges_of_stage_end(launch: Launch) -> Iterator[Range]:
+def _ranges_of_stage_end(launch: Launch) -> Iterator[ByteRange]:
     end = launch.arguments
     rows = int(end["rows"])
-    yield Range(int(end["scores"]), _scores_bytes(launch), writes=False)
+    yield ByteRange(int(end["scores"]), _scores_bytes(launch), writes=False)
     if end["runs_on"]:
-        yield Range(int(end["runs_on"]), rows, writes=False)
+        yield ByteRange(int(end["runs_on"]), rows, writes=False)
     if CheckKind(int(end["kind"])).is_classification:
-        yield Range(int(end["confidence"]), 4 * rows, writes=True)
-    yield Range(int(end["principal"]), 4 * rows, writes=True)
-    yield Range(int(end["exits"]), rows, writes=True)
-    yield Range(int(end["survivors"]), 4 * rows, writes=True)
-    yield Range(int(end["survivor_count"]), 4, writes=True)
-    yield Range(int(end["scratch"]), Scratch.bytes_for(rows), writes=True)
+        yield ByteRange(int(end["confidence"]), 4 * rows, writes=True)
+    yield ByteRange(int(end["principal"]), 4 * rows, writes=True)
+    yield ByteRange(int(end["exits"]), rows, writes=True)
+    yield ByteRange(int(end["survivors"]), 4 * rows, writes=True)
+    yield ByteRange(int(end["survivor_count"]), 4, writes=True)
+    yield ByteRange(int(end["scratch"]), Scratch.bytes_for(rows), writes=True)
     for source, target, row_bytes in _tensors(end):
-        yield Range(source, rows * row_bytes, writes=False)
-        yield Range(target, rows * row_bytes, writes=True)
+        yield ByteRange(source, rows * row_bytes, writes=False)
+        yield ByteRange(target, rows * row_bytes, writes=True)
 
 
-def _ranges_of_gather(gather: np.void) -> Iterator[Range]:
+def _ranges_of_gather(gather: np.void) -> Iterator[ByteRange]:
     count = int(gather["count"])
-    yield Range(int(gather["rows"]), 4 * count, writes=False)
+    yield ByteRange(int(gather["rows"]), 4 * count, writes=False)
     for _, target, row_bytes in _tensors(gather):
-        yield Range(target, count * row_bytes, writes=True)
+        yield ByteRange(target, count * row_bytes, writes=True)
 
 
 def _stage_end(launch: Launch, use: Use) -> None:
     end = launch.arguments
     rows = int(end["rows"])
-    scratch = use(Range(int(end["scratch"]), Scratch.bytes_for(rows), writes=True))
+    scratch = use(ByteRange(int(end["scratch"]), Scratch.bytes_for(rows), writes=True))
     per_row = scratch[_COUNTERS_BYTES:].view(ROW_SCRATCH)
     if scratch[:_COUNTERS_BYTES].any() or per_row["principal"].any():
         raise MisuseError("a stage end's scratch was not cleared after it was allocated")
@@ -110,7 +110,7 @@ def _stage_end(launch: Launch, use: Use) -> None:
         passed = exits_by_count(principal, int(end["count_threshold"]))
     goes_on = ~passed
     if end["runs_on"]:
-        goes_on |= use(Range(int(end["runs_on"]), rows, writes=False)) != 0
+        goes_on |= use(ByteRange(int(end["runs_on"]), rows, writes=False)) != 0
     survivors = np.flatnonzero(goes_on).astype(np.int32)
 
     _put(end, "principal", principal, use)
@@ -118,7 +118,7 @@ def _stage_end(launch: Launch, use: Use) -> None:
     _put(end, "survivors", survivors, use)
     _put(end, "survivor_count", np.array([len(survivors)], np.int32), use)
     for source, target, row_bytes in _tensors(end):
-        content = use(Range(source, rows * row_bytes, writes=False)).reshape(rows, row_bytes)
+        content = use(ByteRange(source, rows * row_bytes, writes=False)).reshape(rows, row_bytes)
         _copy(content[survivors], target, use)
 
 
@@ -127,7 +127,7 @@ def _reduced(launch: Launch, use: Use) -> tuple[NDArray[np.int32], NDArray[np.fl
     end = launch.arguments
     kind, threshold = CheckKind(int(end["kind"])), float(end["threshold"])
     shape = tuple(int(end[name]) for name in ("rows", "channels", "positions"))
-    stored = use(Range(int(end["scores"]), _scores_bytes(launch), writes=False))
+    stored = use(ByteRange(int(end["scores"]), _scores_bytes(launch), writes=False))
     scores = _widened(stored, _SCORE_TYPES[launch.entry_point]).reshape(shape)
     if kind.is_classification:
         form: AnswerForm = "logits" if kind == CheckKind.LOGITS else "probabilities"
@@ -148,7 +148,7 @@ def _gather_rows(gather: np.void, use: Use) -> None:
 
 
 def _row_numbers(gather: np.void, use: Use) -> NDArray[np.int32]:
-    held = use(Range(int(gather["rows"]), 4 * int(gather["count"]), writes=False))
+    held = use(ByteRange(int(gather["rows"]), 4 * int(gather["count"]), writes=False))
     numbers: NDArray[np.int32] = held.view(np.int32)
     if (numbers < 0).any():
         raise MisuseError(f"row numbers {numbers[numbers < 0]} to gather are below 0")
@@ -161,7 +161,7 @@ def _rows_between(
     """The rows of a source from the lowest to the highest of the numbers, and the lowest."""
     first, last = (int(numbers.min()), int(numbers.max())) if len(numbers) else (0, -1)
     count = last + 1 - first
-    content = use(Range(source + first * row_bytes, count * row_bytes, writes=False))
+    content = use(ByteRange(source + first * row_bytes, count * row_bytes, writes=False))
     return content.reshape(count, row_bytes), first
 
 
@@ -196,4 +196,4 @@ def _put(end: np.void, name: str, values: NDArray[Any], use: Use) -> None:
 def _copy(values: NDArray[Any], target: int, use: Use) -> None:
     flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
     if flat.size:
-        use(Range(target, flat.size, writes=True))[:] = flat
+        use(ByteRange(target, flat.size, writes=True))[:] = flat

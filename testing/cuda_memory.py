@@ -37,7 +37,7 @@ class MisuseError(AssertionError):
     """CUDA would not have noticed, or would have ended the process: a fault of our own code."""
 
 
-class Range(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes that an operation reads or writes."""
 
     address: int
@@ -49,12 +49,12 @@ class Range(NamedTuple):
         """The address behind it."""
         return self.address + self.size_bytes
 
-    def conflicts(self, other: Range) -> bool:
+    def conflicts(self, other: ByteRange) -> bool:
         """Whether the order of the two matters."""
         overlap = self.address < other.end and other.address < self.end
         return overlap and (self.writes or other.writes)
 
-    def covers(self, other: Range) -> bool:
+    def covers(self, other: ByteRange) -> bool:
         """Whether whoever comes after this one need not look at the other any more."""
         within = self.address <= other.address and other.end <= self.end
         return within and (self.writes or not other.writes)
@@ -64,7 +64,7 @@ class Range(NamedTuple):
 class Access:
     """A range that was used, and by whom."""
 
-    used: Range
+    used: ByteRange
     stream: int
     number: int
     """Of the operation in its stream, from 1 on."""
@@ -104,11 +104,10 @@ class Block:
         return f"{self.kind} memory at {self.address:#x}, {self.content.size} bytes"
 
 
-class Memory:
+class FakeMemory:
     """All blocks of a fake device, and pinned ones of the host; not locked."""
 
     def __init__(self) -> None:
-        """Nothing is allocated."""
         self._blocks: dict[int, Block] = {}
         self._addresses: list[int] = []
         """Sorted."""
@@ -161,7 +160,7 @@ class Memory:
             self._freed_bytes -= oldest.content.size
             _check_freed(oldest)
 
-    def block_of(self, used: Range, label: str) -> Block:
+    def block_of(self, used: ByteRange, label: str) -> Block:
         """The block that has a range.
 
         Raises:
@@ -180,6 +179,18 @@ class Memory:
         if place and used.address <= block.address + block.content.size:
             raise MisuseError(f"{what}, beyond the end of {block}")
         raise MisuseError(f"{what}, where nothing is allocated")
+
+    def of_kind(self, kind: Kind, used: ByteRange) -> ByteRange:
+        """Give a range that a copy uses back.
+
+        Raises:
+            MisuseError: It is no memory of that kind.
+        """
+        if used.size_bytes:
+            found = self.block_of(used, "a copy")
+            if found.kind != kind:
+                raise MisuseError(f"a copy at {used.address:#x}: {found} instead of {kind} memory")
+        return used
 
     def use(self, access: Access, clock: Clock) -> NDArray[np.uint8]:
         """The content of a range, for an operation that runs.

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.testing.cuda_memory import Access, Block, Clock, Memory, MisuseError, Range
+from offramp.testing.cuda_memory import Access, Block, ByteRange, Clock, FakeMemory, MisuseError
 
 PENDING = 0x5A
 """Bytes of pinned memory that enqueued work will write, until it does."""
@@ -33,7 +33,7 @@ class Work:
     """For messages."""
     enqueued: Callable[[], Run]
     """Called when it is enqueued; gives what to call when it runs."""
-    ranges: tuple[Range, ...] = ()
+    ranges: tuple[ByteRange, ...] = ()
     """What it will use, as far as that is known."""
 
 
@@ -48,7 +48,7 @@ class Operation:
     clock: Clock
     """What has happened before it runs."""
     run: Run
-    ranges: tuple[Range, ...] = ()
+    ranges: tuple[ByteRange, ...] = ()
     after: Operation | None = None
     """Of another stream; it runs only after it."""
     done: bool = False
@@ -62,7 +62,7 @@ class Operation:
 class Queues:
     """The queues of all streams, and the memory that they work on; not locked."""
 
-    def __init__(self, memory: Memory, seed: int) -> None:
+    def __init__(self, memory: FakeMemory, seed: int) -> None:
         """No streams yet.
 
         Args:
@@ -120,7 +120,7 @@ class Queues:
         finally:
             self.running = None
 
-    def use(self, used: Range) -> NDArray[np.uint8]:
+    def use(self, used: ByteRange) -> NDArray[np.uint8]:
         """Memory for the operation that runs.
 
         Raises:
@@ -152,7 +152,7 @@ class Queues:
         Raises:
             MisuseError: Something does, or may.
         """
-        whole = Range(block.address, block.content.size, writes=True)
+        whole = ByteRange(block.address, block.content.size, writes=True)
         if operation := self._awaits(whole):
             raise MisuseError(f"{block} was freed before {operation.label} used it")
         for access in block.accesses:
@@ -165,7 +165,7 @@ class Queues:
         label: str,
         run: Run,
         *,
-        ranges: tuple[Range, ...] = (),
+        ranges: tuple[ByteRange, ...] = (),
         after: Operation | None = None,
     ) -> Operation:
         clock = self._clocks[stream]
@@ -183,7 +183,7 @@ class Queues:
         self._queues[stream].append(operation)
         return operation
 
-    def _make_pending(self, ranges: tuple[Range, ...]) -> None:
+    def _make_pending(self, ranges: tuple[ByteRange, ...]) -> None:
         """Fill pinned memory that will be written with a pattern: who reads it early, sees that."""
         for used in ranges:
             if used.writes and used.size_bytes and not self._awaits(used):
@@ -192,7 +192,7 @@ class Queues:
                     start = used.address - block.address
                     block.content[start : start + used.size_bytes] = PENDING
 
-    def _awaits(self, used: Range) -> Operation | None:
+    def _awaits(self, used: ByteRange) -> Operation | None:
         """Enqueued work that has still to use a range."""
         for queue in self._queues.values():
             for operation in queue:

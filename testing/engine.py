@@ -49,7 +49,7 @@ def fake_model(name: str = "fake") -> ModelInfo:
     """``x: float32 [batch, 4]`` in, ``logits: float32 [batch, 3]`` out, one exit."""
     promise = Promise(
         max_disagreement=0.01,
-        confidence=0.95,
+        confidence_level=0.95,
         certify_samples=5000,
         certify_errors=12,
         p_value=1e-9,
@@ -74,7 +74,7 @@ def fake_control(evidence: Evidence) -> ControlStatus:
     known = ControlStatus(
         controller="certified",
         max_disagreement=0.01,
-        confidence=0.95,
+        confidence_level=0.95,
         evidence=evidence,
         disagreement=0.0024,
         disagreement_upper_bound=0.0083,
@@ -95,7 +95,7 @@ def fake_control(evidence: Evidence) -> ControlStatus:
                 known, disagreement=None, disagreement_upper_bound=1.0, observed=310, audited=14,
                 disagreed=0, tunings=0, adjustments=0, audit_probability=0.2, state="starting",
             )  # fmt: skip
-        case Evidence.CAUTIOUS:
+        case Evidence.CONSERVATIVE:
             return replace(
                 known, disagreement=0.0, disagreement_upper_bound=0.0, disagreed=37, alarms=1,
                 audit_probability=1.0, state="recovering: 312 of about 480 samples",
@@ -298,7 +298,7 @@ class FakeEngine:
         )
 
     def _statistics(self) -> ModelStatistics:
-        conservative = self.control is not None and self.control.evidence is Evidence.CAUTIOUS
+        conservative = self.control is not None and self.control.evidence is Evidence.CONSERVATIVE
         threshold = NEVER if conservative else THRESHOLD
         places = (("exit 0", threshold, self.forced), ("final", 0.0, 0))
         return ModelStatistics(

@@ -104,7 +104,7 @@ class Twin:
             self.cpu_slot.select(cpu.result.carry, rows),
         )
 
-    def join(self, parts: list[Pair]) -> Pair:
+    def merge(self, parts: list[Pair]) -> Pair:
         """Some rows of buffered batches, on both sides."""
         chosen = [self._some(len(part.cpu)) for part in parts]
         return Pair(
@@ -122,7 +122,7 @@ class Twin:
                 stage = waiting[0].stage
                 ready = [w for w in waiting if w.stage == stage][:2]
                 waiting = [w for w in waiting if w not in ready]
-                waiting += self.follow(stage, self.join([w.pair for w in ready]))
+                waiting += self.follow(stage, self.merge([w.pair for w in ready]))
 
     def follow(self, stage: int, pair: Pair) -> list[Waiting]:
         """Run a batch until nobody is left in it; gives what it buffered."""

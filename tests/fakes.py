@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from offramp.bundle import ActiveExit, Answer, ExitPolicy, TensorSpec
-from offramp.certify.decision import MODEL_END, NEVER
-from offramp.certify.observations import Observations
-from offramp.engine.control.controller import ControlStatus, Event, Evidence, Job
+from offramp.certify import MODEL_END, NEVER, Observations
+from offramp.engine.control.controller import ControlEvent, ControlStatus, Evidence, Job
 from offramp.engine.deployment import Deployment, DeploymentMaker
 from offramp.engine.options import ModelOptions
 from offramp.engine.pipeline import Pipeline
@@ -108,7 +107,7 @@ class ScriptedController:
         self.seen: list[Observations] = []
         self.jobs: list[Job] = []
         self.results: list[Any] = []
-        self.events: list[Event] = []
+        self.events: list[ControlEvent] = []
         self.kept: Mapping[str, Any] | None = None
 
     def observe(self, seen: Observations) -> None:
@@ -125,7 +124,7 @@ class ScriptedController:
         return ControlStatus(
             controller=self.name,
             max_disagreement=0.01,
-            confidence=0.95,
+            confidence_level=0.95,
             evidence=Evidence.NONE,
             disagreement=None,
             disagreement_upper_bound=1.0,
@@ -139,7 +138,7 @@ class ScriptedController:
             state="scripted",
         )
 
-    def take_events(self) -> list[Event]:
+    def take_events(self) -> list[ControlEvent]:
         events, self.events = self.events, []
         return events
 

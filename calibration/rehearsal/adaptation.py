@@ -1,4 +1,4 @@
-"""What becomes of a policy when the load changes (PAME 7.6).
+"""Adaptation of a policy to a load that has changed (PAME 7.6).
 
     while an exit makes too many batches late:
         move it to the next later candidate
@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from offramp.bundle import NEVER, ActiveExit
-from offramp.calibration.rehearsal.load import Load, Position, forecast
+from offramp.calibration.rehearsal.load import Position, RehearsalLoad, forecast
 from offramp.calibration.rehearsal.rehearsal import (
     characterise,
     check_load,
@@ -34,18 +34,16 @@ from offramp.calibration.rehearsal.result import (
     Candidate,
     Rehearsal,
     RehearsalSettings,
-    Step,
+    RehearsalStep,
 )
-from offramp.certify.agreement import tuning_path
-from offramp.certify.decision import FloatArray
-from offramp.certify.path import walk
+from offramp.certify import FloatArray, tuning_path, walk
 from offramp.engine.control.published.thresholds import count_allowed
 from offramp.engine.control.published.two_stage import StageTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """An exit that made too many batches late."""
+    """The move of an exit that made too many batches late to a later place."""
 
     exit: int
     to: int | None
@@ -68,7 +66,7 @@ class Late:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adaptation:
-    """A policy, adapted to a load."""
+    """A policy that was adapted to a load, and how."""
 
     least: tuple[ActiveExit, ...]
     """Exits after all moves; thresholds from before they were raised, below which none may go."""
@@ -79,7 +77,7 @@ class Adaptation:
 
 
 def adapt(
-    load: Load,
+    load: RehearsalLoad,
     times: StageTimes,
     active: Sequence[ActiveExit],
     settings: RehearsalSettings,
@@ -126,7 +124,7 @@ def adapt(
     )
 
 
-def raising_path(load: Load, least: Sequence[ActiveExit]) -> FloatArray:
+def raising_path(load: RehearsalLoad, least: Sequence[ActiveExit]) -> FloatArray:
     """Thresholds from no exits down to given ones: float64[levels, exits].
 
     On its way down the common path of the load's agreement curves, each exit stops at its own
@@ -139,7 +137,7 @@ def raising_path(load: Load, least: Sequence[ActiveExit]) -> FloatArray:
 
 
 def raise_thresholds(
-    load: Load, least: Mapping[int, float], allowed_errors: int
+    load: RehearsalLoad, least: Mapping[int, float], allowed_errors: int
 ) -> tuple[ActiveExit, ...]:
     """Raise thresholds no further than precision asks for.
 
@@ -161,13 +159,13 @@ def raise_thresholds(
 
 
 def look_at(
-    load: Load,
+    load: RehearsalLoad,
     times: StageTimes,
     active: Sequence[ActiveExit],
     settings: RehearsalSettings,
     *,
     allowed_errors: int,
-) -> tuple[tuple[Step, ...], Late | None]:
+) -> tuple[tuple[RehearsalStep, ...], Late | None]:
     """Both matrices at each exit in use, until one makes too many batches late.
 
     Other candidates are configured as in a rehearsal.
@@ -175,7 +173,7 @@ def look_at(
     Returns:
         A step for each exit that does not, and the first one that does.
     """
-    at, steps = Position.start(load), list[Step]()
+    at, steps = Position.start(load), list[RehearsalStep]()
     for used in active:
         if at.rows < 1:
             return tuple(steps), Late(exit=used.exit, violations=1.0, at=at)
@@ -190,7 +188,7 @@ def look_at(
     return tuple(steps), None
 
 
-def _keeping(step: Step, kept: Candidate, settings: RehearsalSettings) -> Step:
+def _keeping(step: RehearsalStep, kept: Candidate, settings: RehearsalSettings) -> RehearsalStep:
     """Mark the exit in use as the chosen one."""
     judged = [judge(c, math.inf, settings) for c in step.candidates]
     marked = [replace(c, verdict="chosen") if c.exit == kept.exit else c for c in judged]
@@ -198,7 +196,7 @@ def _keeping(step: Step, kept: Candidate, settings: RehearsalSettings) -> Step:
 
 
 def _move(
-    load: Load, late: Late, least: Mapping[int, float], *, exits: int, allowed_errors: int
+    load: RehearsalLoad, late: Late, least: Mapping[int, float], *, exits: int, allowed_errors: int
 ) -> tuple[dict[int, float], Move]:
     """Put the next later candidate in the place of an exit, before the next one in use."""
     kept = {e: threshold for e, threshold in least.items() if e != late.exit}

@@ -1,4 +1,4 @@
-"""A load, and what becomes of its batches under a policy."""
+"""A load of recorded samples in batches, and a forecast of what a policy brings for it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from offramp.bundle import NEVER, ActiveExit
-from offramp.certify.decision import BoolArray, ConfidenceArray, Float32Array, IntArray, leaves
+from offramp.certify import BoolArray, ConfidenceArray, Float32Array, IntArray, leaves
 from offramp.certify.records import check_confidence
 from offramp.engine.control.published.two_stage import StageTimes, is_late
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Load:
-    """Samples as they may come in (the paper's D), and batches of them."""
+class RehearsalLoad:
+    """Recorded samples as they may come in (the paper's D), and batches of them."""
 
     confidence: Float32Array
     """float32[K, samples] in [0, 1], of all exits of the bundle."""
@@ -33,7 +33,7 @@ class Load:
         batch_size: int,
         batches: int,
         rng: np.random.Generator,
-    ) -> Load:
+    ) -> RehearsalLoad:
         """Draw batches: the samples in one random order after the other, cut into batches.
 
         Raises:
@@ -61,7 +61,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What a policy brings for a load: counted rows, profiled times, nothing measured."""
+    """A forecast of latency and agreement: counted rows, profiled times, nothing measured."""
 
     average_ms: float
     """Mean over samples until the answer is there."""
@@ -89,7 +89,7 @@ class Position:
     """Samples answered unlike the source model."""
 
     @classmethod
-    def start(cls, load: Load) -> Position:
+    def start(cls, load: RehearsalLoad) -> Position:
         """The model's start."""
         return cls(
             active=(),
@@ -103,7 +103,7 @@ class Position:
         """The last exit found."""
         return self.active[-1].exit if self.active else None
 
-    def behind(self, load: Load, exit_: int, threshold: float, rows: int) -> Position:
+    def behind(self, load: RehearsalLoad, exit_: int, threshold: float, rows: int) -> Position:
         """The position behind one more exit, which lets ``rows`` rows on at most."""
         leaving = self.waiting & leaves(load.confidence[exit_], np.float64(threshold))
         return Position(
@@ -114,7 +114,7 @@ class Position:
         )
 
 
-def forecast(load: Load, times: StageTimes, active: Sequence[ActiveExit]) -> Forecast:
+def forecast(load: RehearsalLoad, times: StageTimes, active: Sequence[ActiveExit]) -> Forecast:
     """Follow every batch through all stages of a policy."""
     used = [a for a in active if a.threshold < NEVER]
     stages_ms = times.stages_ms([a.exit for a in used], load.batches.shape[1])

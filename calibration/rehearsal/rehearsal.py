@@ -32,23 +32,25 @@ from dataclasses import replace
 
 import numpy as np
 
-from offramp.bundle import NEVER, ActiveExit
-from offramp.calibration.rehearsal.load import Load, Position, forecast
+from offramp.bundle import NEVER, ActiveExit, ExitPolicy
+from offramp.calibration.records import ExitRecords
+from offramp.calibration.rehearsal.load import Forecast, Position, RehearsalLoad, forecast
 from offramp.calibration.rehearsal.result import (
     Candidate,
     Ending,
     Rehearsal,
     RehearsalSettings,
-    Step,
+    RehearsalStep,
     Verdict,
 )
-from offramp.certify.decision import FloatArray, IntArray
+from offramp.calibration.selection import certifiable_errors
+from offramp.certify import FloatArray, IntArray
 from offramp.engine.control.published.thresholds import count_allowed
 from offramp.engine.control.published.two_stage import StageTimes, TimeMatrix
 
 
 def rehearse(
-    load: Load,
+    load: RehearsalLoad,
     times: StageTimes,
     settings: RehearsalSettings,
     *,
@@ -69,7 +71,7 @@ def rehearse(
     check_load(load, times, settings)
     if allowed_errors is None:
         allowed_errors = count_allowed(settings.max_disagreement, load.samples)
-    at, steps = Position.start(load), list[Step]()
+    at, steps = Position.start(load), list[RehearsalStep]()
     ended: Ending | None = None
     while ended is None:
         thresholds = {e: configure(load, at, e, allowed_errors) for e in later_exits(times, at)}
@@ -99,7 +101,7 @@ def rehearse(
     )
 
 
-def configure(load: Load, at: Position, exit_: int, allowed_errors: int) -> float:
+def configure(load: RehearsalLoad, at: Position, exit_: int, allowed_errors: int) -> float:
     """Precision-aware candidate configuration (6.2): the threshold that lets most samples leave.
 
     Those not answered anywhere else are answered by the source model, rightly (equation 1 with
@@ -118,12 +120,12 @@ def configure(load: Load, at: Position, exit_: int, allowed_errors: int) -> floa
 
 
 def characterise(
-    load: Load,
+    load: RehearsalLoad,
     times: StageTimes,
     at: Position,
     thresholds: Mapping[int, float],
     settings: RehearsalSettings,
-) -> Step:
+) -> RehearsalStep:
     """Both matrices for candidates behind a position, and what follows from them (6.3).
 
     Args:
@@ -146,7 +148,7 @@ def characterise(
     violations = (pattern * matrix.violated).sum(axis=1) / len(load.batches)
     tail = _tail_columns(pattern, settings.max_violations)
     average_ms = expected_average_ms(matrix, pattern)
-    return Step(
+    return RehearsalStep(
         after_exit=at.after_exit,
         rows=at.rows,
         columns=tuple(matrix.columns.tolist()),
@@ -174,7 +176,7 @@ def characterise(
 
 
 def batching_pattern(
-    load: Load, at: Position, thresholds: Mapping[int, float], matrix: TimeMatrix
+    load: RehearsalLoad, at: Position, thresholds: Mapping[int, float], matrix: TimeMatrix
 ) -> tuple[IntArray, FloatArray, FloatArray]:
     """The batching pattern matrix (6.3.2).
 
@@ -204,7 +206,9 @@ def expected_average_ms(matrix: TimeMatrix, pattern: IntArray) -> FloatArray:
     return np.asarray((batch_ms * pattern).sum(axis=1) / (rows * pattern.sum(axis=1)))
 
 
-def determine(step: Step, settings: RehearsalSettings, *, source_ms: float) -> Step:
+def determine(
+    step: RehearsalStep, settings: RehearsalSettings, *, source_ms: float
+) -> RehearsalStep:
     """Choose the next exit, or none (6.4).
 
     To the first exit every batch comes whole, so that the average is known; behind it only the
@@ -221,7 +225,9 @@ def determine(step: Step, settings: RehearsalSettings, *, source_ms: float) -> S
     return replace(step, candidates=marked, chosen=best.exit)
 
 
-def _mean_ms(load: Load, times: StageTimes, at: Position, exit_: int, threshold: float) -> float:
+def _mean_ms(
+    load: RehearsalLoad, times: StageTimes, at: Position, exit_: int, threshold: float
+) -> float:
     attached = ActiveExit(exit=exit_, threshold=threshold)
     return forecast(load, times, (*at.active, attached)).average_ms
 
@@ -241,7 +247,7 @@ def later_exits(times: StageTimes, at: Position) -> range:
     return range(0 if at.after_exit is None else at.after_exit + 1, times.exits)
 
 
-def _ending(step: Step) -> Ending:
+def _ending(step: RehearsalStep) -> Ending:
     """What the last candidates violate: the mildest of it."""
     verdicts = {candidate.verdict for candidate in step.candidates}
     if "gain" in verdicts:
@@ -256,7 +262,7 @@ def _tail_columns(pattern: IntArray, max_violations: float) -> IntArray:
     return np.asarray((beyond <= allowed).argmax(axis=1), dtype=np.int64)
 
 
-def check_load(load: Load, times: StageTimes, settings: RehearsalSettings) -> None:
+def check_load(load: RehearsalLoad, times: StageTimes, settings: RehearsalSettings) -> None:
     """Refuse parts that do not belong together."""
     if len(load.confidence) != times.exits:
         raise ValueError(f"the load has {len(load.confidence)} exits, the times {times.exits}")
@@ -265,3 +271,41 @@ def check_load(load: Load, times: StageTimes, settings: RehearsalSettings) -> No
         raise ValueError(
             f"the load's batches are {load.batches.shape}, the settings say {expected}"
         )
+
+
+def draw_load(records: ExitRecords, settings: RehearsalSettings, *, seed: int) -> RehearsalLoad:
+    """Draw batches of recorded samples."""
+    return RehearsalLoad.of(
+        records.confidence,
+        records.agrees,
+        batch_size=settings.batch_size,
+        batches=settings.batches,
+        rng=np.random.default_rng(seed),
+    )
+
+
+def rehearse_records(
+    tune: ExitRecords,
+    times: StageTimes,
+    settings: RehearsalSettings,
+    *,
+    confidence_level: float,
+    seed: int,
+) -> Rehearsal:
+    """Search the exits on the tuning split, with no more errors than may still be certified."""
+    allowed = certifiable_errors(
+        tune.confidence.shape[1], settings.max_disagreement, confidence_level
+    )
+    return rehearse(draw_load(tune, settings, seed=seed), times, settings, allowed_errors=allowed)
+
+
+def forecast_policy(
+    policy: ExitPolicy,
+    records: ExitRecords,
+    times: StageTimes,
+    settings: RehearsalSettings,
+    *,
+    seed: int,
+) -> Forecast:
+    """Predict what a policy brings for batches of recorded samples."""
+    return forecast(draw_load(records, settings, seed=seed), times, policy.active)

@@ -1,4 +1,4 @@
-"""What a rehearsal is told, and what it finds: facts that are kept in the bundle.
+"""The settings of a rehearsal and its findings: facts that are kept in the bundle.
 
 All classes are immutable and become JSON by :func:`offramp.bundle.serde.to_plain`.
 """
@@ -25,7 +25,7 @@ is no search: the exits of a policy were looked at."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsalSettings:
-    """What is rehearsed; the defaults of both bounds are those of the paper's evaluation."""
+    """The settings of a rehearsal; both bounds default to those of the paper's evaluation."""
 
     batch_size: int = 32
     """n: rows of a batch when it starts."""
@@ -79,7 +79,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class RehearsalStep:
     """One round of the search: both matrices, and what was chosen by them."""
 
     after_exit: int | None
@@ -110,14 +110,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """What was tried, and found; JSON by :func:`offramp.bundle.serde.to_plain`."""
+    """The steps of a rehearsal and what it found; JSON by :func:`offramp.bundle.serde.to_plain`."""
 
     settings: RehearsalSettings
     samples: int
     """Of the load."""
     allowed_errors: int
     """Most samples of the load that were allowed to be answered unlike the source model."""
-    steps: tuple[Step, ...]
+    steps: tuple[RehearsalStep, ...]
     ended: Ending
     active: tuple[ActiveExit, ...]
     """Exits found, in depth order, with the thresholds that they were rehearsed with."""
@@ -126,7 +126,7 @@ class Rehearsal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsed:
-    """Content of :data:`REHEARSAL`: how the bundle's exits were chosen, and what that brings."""
+    """The content of :data:`REHEARSAL`: how a bundle's exits were chosen, and what that brings."""
 
     rehearsal: Rehearsal
     """On the tuning split."""

@@ -28,7 +28,7 @@ class EngineBuilder(Protocol):
 
     @property
     def gpu(self) -> str:
-        """As the driver names it."""
+        """The GPU's name, as the driver gives it."""
         ...
 
     @property

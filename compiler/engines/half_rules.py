@@ -69,7 +69,7 @@ class Slots(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What of a graph is computed in half precision."""
+    """The choice of what in a graph is computed in half precision."""
 
     halved: dict[int, Slots]
     """Operators by their index."""

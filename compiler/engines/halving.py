@@ -54,7 +54,7 @@ _SMALL = 16
 
 
 def halve(graph: bytes) -> bytes:
-    """Compute a graph in float16 where that is sound; see :mod:`~.half_rules`.
+    """Compute a graph in float16 where that is sound by :mod:`~.half_rules`.
 
     Names and types of the graph's inputs and outputs stay. Constants beyond float16's range are
     clipped, with a warning that names them, as are numbers that count and masks made of them where

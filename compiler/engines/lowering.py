@@ -110,7 +110,7 @@ class _Lowering:
         return moved
 
     def _schemas(self, node: onnx.NodeProto) -> tuple[onnx.defs.OpSchema, onnx.defs.OpSchema]:
-        """As the model means the operator, and as of opset 17."""
+        """Give an operator's schema as the model means it, and as of opset 17."""
         new = onnx.defs.get_schema(node.op_type, self._opset)
         try:
             return new, onnx.defs.get_schema(node.op_type, OPSET)

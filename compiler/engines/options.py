@@ -134,7 +134,7 @@ def parse_parts(text: str) -> tuple[Part, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildSettings:
-    """How an engine is built."""
+    """The settings by which an engine is built."""
 
     precision: Precision
     """It is in the graph already; here it says which arithmetic TensorRT may choose from."""
@@ -153,7 +153,7 @@ class BuildSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBuildOptions(BuildSettings):
-    """What engines are built for, and how; the same after a compile and for a bundle."""
+    """The options of building engines, the same after a compile and for a bundle."""
 
     precision: Precision = "fp32"
     device: str = "cuda:0"

@@ -26,7 +26,7 @@ _PROBED_BATCH = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What the symbolic sizes of the model may be in one profile."""
+    """The ranges of the model's symbolic sizes in one profile."""
 
     batch: SizeRange
     others: dict[str, SizeRange]

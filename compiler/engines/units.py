@@ -27,7 +27,7 @@ class Unit(NamedTuple):
     first_segment: int
     last_segment: int
     exit: int | None
-    """Index into ``Manifest.exits``; ``None`` where no exit is fused in."""
+    """Index into ``Manifest.exits``; ``None`` where it ends without an exit."""
 
     @property
     def name(self) -> str:

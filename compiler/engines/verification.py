@@ -183,7 +183,7 @@ class PrecisionCheck:
     samples: int
     """Samples that everything here was measured on."""
     unseen: bool
-    """See :class:`PrecisionData`."""
+    """Whether the samples are known to hold nothing that heads or thresholds were fitted on."""
     source_differs: int
     """Samples that the source model in this precision answers otherwise, without exits."""
     policy_differs: int
@@ -195,14 +195,14 @@ class PrecisionCheck:
 
     @property
     def verdict(self) -> Verdict | None:
-        """What these samples say of the promise, by exact binomial tests at its confidence.
+        """The verdict on the promise by exact binomial tests at its confidence level.
 
-        ``kept``: they certify it in this precision. ``broken``: they disprove it. ``open``: they
-        do neither. ``None``: there is no promise.
+        ``kept``: these samples certify it in this precision. ``broken``: they disprove it.
+        ``open``: they do neither. ``None``: there is no promise.
         """
         if self.promise is None:
             return None
-        bound, alpha = self.promise.max_disagreement, 1 - self.promise.confidence
+        bound, alpha = self.promise.max_disagreement, 1 - self.promise.confidence_level
         if binomial_cdf(self.policy_differs, self.samples, bound) <= alpha:
             return "kept"
         as_many = 1 - binomial_cdf(self.policy_differs - 1, self.samples, bound)
@@ -217,8 +217,8 @@ class PrecisionCheck:
             f"(in fp32: {_share(self.policy_differs_fp32, self.samples)})"
         )
         if self.promise is not None:
-            most = upper_bound(self.policy_differs, self.samples, self.promise.confidence)
-            promised = f"{self.promise.max_disagreement:.2%} at {self.promise.confidence:.0%}"
+            most = upper_bound(self.policy_differs, self.samples, self.promise.confidence_level)
+            promised = f"{self.promise.max_disagreement:.2%} at {self.promise.confidence_level:.0%}"
             said = {
                 "kept": f"the promise ({promised}) holds",
                 "open": f"the promise ({promised}) is neither certified nor disproved: at most "

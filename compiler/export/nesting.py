@@ -217,7 +217,7 @@ class _Nesting:
         return level.graph([], self._outputs(index, kept))
 
     def _finish(self, level: _Level, spec: StageSpec) -> None:
-        """Add exit and confidence of the model's own answer; see ``exit_check.confidence_of``."""
+        """Add exit and confidence of the model's own answer, as ``confidence_of`` does."""
         if _EXIT not in self._given:
             return
         results = self._results(spec.index)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from offramp.calibration.rehearsal.result import Candidate, Rehearsal, Rehearsed, Step
+from offramp.calibration.rehearsal import Candidate, Rehearsal, RehearsalStep, Rehearsed
 from offramp.compiler.report import numbers, svg
 from offramp.compiler.report.svg import Scale
 
@@ -30,7 +30,7 @@ class StepView(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsalView:
-    """A section of the page."""
+    """The page's section on how exits were chosen by rehearsing batches."""
 
     summary: str
     outcome: str
@@ -65,7 +65,9 @@ def rehearsal_view(rehearsed: Rehearsed | None) -> RehearsalView | None:
         ending=_ENDINGS[rehearsal.ended],
         steps=tuple(
             StepView(
-                f"Step {number}: from {_place(step)}", _caption(rehearsal, step), draw_step(step)
+                f"Step {number}: from {_place(step)}",
+                _caption(rehearsal, step),
+                draw_step(step),
             )
             for number, step in enumerate(rehearsal.steps, start=1)
         ),
@@ -82,11 +84,11 @@ _ENDINGS = {
 }
 
 
-def _place(step: Step) -> str:
+def _place(step: RehearsalStep) -> str:
     return "the model's start" if step.after_exit is None else f"E{step.after_exit}"
 
 
-def _caption(rehearsal: Rehearsal, step: Step) -> str:
+def _caption(rehearsal: Rehearsal, step: RehearsalStep) -> str:
     limit = numbers.milliseconds(step.limit_ms)
     brought = "come" if step.after_exit is None else "may come at most"
     start = f"{numbers.plural(step.rows, 'row')} {brought}; {limit} ms without an exit."
@@ -105,7 +107,7 @@ def _caption(rehearsal: Rehearsal, step: Step) -> str:
     )
 
 
-def draw_step(step: Step) -> Markup:
+def draw_step(step: RehearsalStep) -> Markup:
     """Draw the inference time matrix and the batching pattern matrix side by side."""
     second = _LEFT + _WIDTH + _GAP
     width, bottom = second + _WIDTH + _RIGHT, _TOP + _ROW * len(step.candidates)
@@ -128,7 +130,7 @@ def draw_step(step: Step) -> Markup:
 class _Grid:
     """Cells of a matrix: a row a candidate, a column a number of rows that go on."""
 
-    def __init__(self, step: Step, left: float) -> None:
+    def __init__(self, step: RehearsalStep, left: float) -> None:
         self._step = step
         columns = len(step.columns)
         self._x = Scale(low=0, high=columns, start=left, end=left + _WIDTH)
@@ -223,7 +225,7 @@ class _Grid:
         return svg.box(self._x.start - 1, _top(row) - 0.5, _WIDTH + 2, _ROW + 1, class_="picked")
 
 
-def _words(step: Step, row: int, right: float) -> Iterator[Markup]:
+def _words(step: RehearsalStep, row: int, right: float) -> Iterator[Markup]:
     """The exit's name at the left, and what speaks for or against it at the right."""
     candidate = step.candidates[row]
     base = _top(row) + _ROW - 5.5
@@ -233,7 +235,7 @@ def _words(step: Step, row: int, right: float) -> Iterator[Markup]:
     yield svg.text(right, base, _against(step, candidate), "tick strong" if chosen else "tick")
 
 
-def _against(step: Step, candidate: Candidate) -> str:
+def _against(step: RehearsalStep, candidate: Candidate) -> str:
     ms = candidate.average_ms if step.after_exit is None else candidate.tail_ms
     kind = "mean" if step.after_exit is None else "tail"
     latency = f"{kind} {numbers.milliseconds(ms)} ms"

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from offramp.bundle import Measured, MeasuredSize, Profile, Ratio
-from offramp.calibration.limits import Limit
-from offramp.calibration.rehearsal.result import Rehearsed
+from offramp.calibration.limits import BindingLimit
+from offramp.calibration.rehearsal import Rehearsed
 from offramp.compiler.report import numbers
 from offramp.compiler.report.figures import PolicyFigures
 
@@ -59,7 +59,7 @@ def promise(found: PolicyFigures) -> tuple[str, str] | None:
 
 
 def warning(
-    found: PolicyFigures, limit: Limit | None = None, judged: SavingsCheck | None = None
+    found: PolicyFigures, limit: BindingLimit | None = None, judged: SavingsCheck | None = None
 ) -> tuple[str, str] | None:
     """Say loudly what is wrong, and what to do; ``None`` if all is well."""
     if judged is not None and (nothing := judged.warning):
@@ -201,7 +201,7 @@ class SavingsCheck:
 
     @property
     def difference(self) -> str | None:
-        """How far prediction and measurement differ, and why they may; ``None`` if they do not."""
+        """The sentence on how far prediction and measurement differ, if they do, and why."""
         apart = self.savings - self.predicted_savings
         if abs(apart) <= TOLERATED_DIFFERENCE:
             return None
@@ -213,7 +213,7 @@ class SavingsCheck:
 
     @property
     def warning(self) -> str | None:
-        """That the exits in use save nothing; ``None`` if they do save time."""
+        """The sentence on exits in use that save nothing; ``None`` if they do save time."""
         if self.savings > 0:
             return None
         return (
@@ -224,7 +224,7 @@ class SavingsCheck:
         )
 
     def describe(self) -> str:
-        """What was predicted beside what was measured, as a sentence."""
+        """Set what was predicted beside what was measured, in a sentence."""
         return (
             f"Predicted savings {self.predicted_savings:.1%}, measured {self.savings:.1%} "
             f"±{self.at.busy.half_width:.1%} (batch {self.at.batch_size})."
@@ -248,7 +248,7 @@ def ratio(found: Ratio) -> str:
 
 
 def _reasons(judged: SavingsCheck) -> list[str]:
-    """Whatever may explain a difference, the surest first; never empty."""
+    """Give whatever may explain a difference, the surest first; never empty."""
     measured, at, profile = judged.measured, judged.at, judged.profile
     found = []
     if profile.disturbed:

@@ -1,4 +1,4 @@
-"""What executes stages: protocols in :mod:`.base`, one module a backend."""
+"""Backends execute stages: their protocols are in :mod:`.base`, each has a module of its own."""
 
 from offramp.engine.backends.base import Backend, Slot, StageResult, TensorBatch
 from offramp.engine.backends.factory import BACKENDS, make_backend

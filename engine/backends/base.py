@@ -1,13 +1,13 @@
-"""What a backend is: three small protocols.
+"""The protocols that make a backend: a backend prepares stages, its slots execute them.
 
-A *backend* prepares stages; a *slot* executes them, one at a time, on the thread that owns it
-(on CUDA: a stream with its contexts and buffers). A batch of tensors lives wherever the backend
-keeps it; scheduler and executor only know how many rows it has and which of them go on.
+A *slot* executes one stage at a time, on the thread that owns it (on CUDA: a stream with its
+contexts and buffers). A batch of tensors lives wherever the backend keeps it; scheduler and
+executor only know how many rows it has and which of them go on.
 
 Ownership: ``upload`` may alias the arrays it is given; they must not change until the batch is
-done. What ``run``, ``select`` and ``join`` return is valid until the slot's next ``upload`` or
-``join``, or until the stage after next; what ``buffer`` returns, the answer and the confidence arrays
-belong to the caller.
+done. What ``run``, ``select`` and ``merge`` return is valid until the slot's next ``upload`` or
+``merge``, or until the stage after next. What ``buffer`` returns, the answer and the confidence
+arrays belong to the caller.
 
 Kept to a handful of methods on purpose (the trait of Hugging Face TEI was the model): whatever
 passes ``tests/unit/engine/test_backend_conformance.py`` is a backend.
@@ -39,7 +39,7 @@ class TensorBatch(Protocol):
 
 
 class StageResult(NamedTuple):
-    """What a stage gave for a batch of b rows. A tuple, since one is made every stage."""
+    """The result of a stage for a batch of b rows. A tuple, since one is made every stage."""
 
     answer: NDArray[Any] | None
     """[b, classes]: the exit's or the model's answer, on the host; ``None`` where the stage
@@ -80,12 +80,12 @@ class Slot(Protocol):
         """Copy the given rows out of the slot's buffers.
 
         The copy lasts until the last reference to it is gone, and any slot of the backend may
-        :meth:`join` it.
+        :meth:`merge` it.
         """
         ...
 
     def merge(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> TensorBatch:
-        """Fuse rows of buffered batches into one batch of this slot, part after part."""
+        """Merge rows of buffered batches into one batch of this slot, part after part."""
         ...
 
     def close(self) -> None:

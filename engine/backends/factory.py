@@ -1,4 +1,4 @@
-"""Choose a backend by name; the heavy imports stay behind this seam."""
+"""The choice of a backend, by name or the best there is; heavy imports stay behind this seam."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from offramp.bundle.engines import EngineStore, Precision, list_targets
 from offramp.bundle.errors import BundleError
@@ -16,7 +16,7 @@ from offramp.engine.backends.base import Backend
 from offramp.engine.errors import BackendError
 from offramp.engine.kernels.compilation import load_kernels, source_hash
 from offramp.engine.tensorrt import probe
-from offramp.engine.tensorrt.lookup import Place
+from offramp.engine.tensorrt.lookup import EnginePlace
 
 if TYPE_CHECKING:
     from offramp.engine.cuda.driver import Driver
@@ -74,24 +74,26 @@ def make_backend(
     )
     if name == "auto":
         return _best(options)
-    if name not in _MAKERS:
+    if name not in _ENTRIES:
         raise BackendError(f"there is no backend {name!r}; choose one of {', '.join(BACKENDS)}")
-    backend = _MAKERS[name](options)
+    backend = _ENTRIES[name].make(options)
     _LOG.info("backend: %s (asked for by name)", backend.name)
     return backend
 
 
 def _best(options: _Options) -> Backend:
+    reasons = []
     try:
         probe.find_device(options.device)
-        reasons, makers = [], _MAKERS
     except BackendError as error:  # the one reason against all that need a GPU
-        reasons, makers = [str(error)], {"onnxruntime": _cpu}
-    for name, make in makers.items():
+        reasons.append(str(error))
+    has_gpu = not reasons
+    for entry in _ENTRIES.values():
+        if entry.needs_gpu and not has_gpu:
+            continue
         try:
-            if name == "tensorrt":
-                _require_engines(options)
-            backend = make(options)
+            entry.require(options)
+            backend = entry.make(options)
         except BackendError as error:
             reasons.append(str(error))
             continue
@@ -165,7 +167,7 @@ def _on_gpu(
 def _with_kernels(
     factory: ExecutableFactory, driver: Driver, options: _Options, cubins: Iterator[bytes]
 ) -> Backend:
-    """A backend with the first machine code that the driver loads."""
+    """Make a backend with the first machine code that the driver loads."""
     from offramp.engine.cuda.backend import CudaBackend  # noqa: PLC0415
     from offramp.engine.cuda.driver import DeviceLostError  # noqa: PLC0415
 
@@ -182,7 +184,7 @@ def _with_kernels(
 
 
 def kernels_for(device: probe.Device, bundles: Sequence[Path]) -> bytes:
-    """Our kernels' machine code: of the bundles' engines if it is there, else compiled.
+    """Get our kernels' machine code: of the bundles' engines if it is there, else compiled.
 
     Only what was compiled of exactly these sources is taken.
 
@@ -193,7 +195,7 @@ def kernels_for(device: probe.Device, bundles: Sequence[Path]) -> bytes:
 
 
 def _cubins(device: probe.Device, bundles: Sequence[Path]) -> Iterator[bytes]:
-    """Our kernels' machine code, each different; what is compiled here comes last.
+    """Offer our kernels' machine code, each different; what is compiled here comes last.
 
     That of a bundle may be of a newer CUDA than this driver's, which then does not load it: nobody
     wrote down which CUDA it was.
@@ -221,13 +223,13 @@ def _cubins(device: probe.Device, bundles: Sequence[Path]) -> Iterator[bytes]:
 
 
 def _require_engines(options: _Options) -> None:
-    """What ``auto`` asks of TensorRT, before any of its engines is loaded.
+    """Check what ``auto`` asks of TensorRT, before any of its engines is loaded.
 
     Raises:
         BackendError: A bundle has none for this GPU and TensorRT, in the precision asked for.
     """
     device = probe.require(f"cuda:{options.device}")
-    place = Place(
+    place = EnginePlace(
         gpu=device.name,
         compute_capability=device.compute_capability,
         tensorrt=_tensorrt_version(),
@@ -248,12 +250,21 @@ def _tensorrt_version() -> str:
     return compat.version()
 
 
-_MAKERS: Final[Mapping[str, Callable[[_Options], Backend]]] = {
-    "tensorrt": _tensorrt,
-    "cuda": _cuda,
-    "onnxruntime": _cpu,
-}
-"""In the order in which ``auto`` tries them."""
+class _Entry(NamedTuple):
+    make: Callable[[_Options], Backend]
+    """Imports what the backend needs; raises a :class:`BackendError` that says what is missing."""
+    needs_gpu: bool = False
+    """Whether ``auto`` leaves it out where no NVIDIA GPU is."""
+    require: Callable[[_Options], None] = lambda _: None
+    """What ``auto`` asks besides: raises a :class:`BackendError` if another serves better."""
 
-BACKENDS: Final = ("auto", *_MAKERS)
+
+_ENTRIES: Final[Mapping[str, _Entry]] = {
+    "tensorrt": _Entry(_tensorrt, needs_gpu=True, require=_require_engines),
+    "cuda": _Entry(_cuda, needs_gpu=True),
+    "onnxruntime": _Entry(_cpu),
+}
+"""By name, in the order in which ``auto`` tries them."""
+
+BACKENDS: Final = ("auto", *_ENTRIES)
 """What ``--backend`` takes; ``auto`` is the best that this machine has."""

@@ -1,4 +1,4 @@
-"""ONNX Runtime on the CPU: the embedded default.
+"""The backend of ONNX Runtime on the CPU: the embedded default.
 
 A batch is a dict of numpy arrays. ``InferenceSession.run`` on numpy was measured faster than IO
 binding for small CNNs, so that is what is used. The full optimisation level stays on (blocked
@@ -86,9 +86,9 @@ def _share_arena() -> None:
 
 
 def _run_of(session: ort.InferenceSession) -> Callable[..., list[Any]]:
-    """What ``session.run`` calls in the end.
+    """Get what ``session.run`` calls in the end.
 
-    It looks at the names of all inputs first, at every run; so does the native session itself.
+    That looks at the names of all inputs first, at every run; so does the native session itself.
     Between two convolutions, with cold caches, that was 20 µs, 0.6 % of a small CNN a stage.
     """
     native = getattr(session, "_sess", session)
@@ -97,29 +97,22 @@ def _run_of(session: ort.InferenceSession) -> Callable[..., list[Any]]:
 
 
 class OnnxRuntimeBackend:
-    """Prepares stages as CPU sessions; see :class:`offramp.engine.backends.base.Backend`."""
+    """Prepares stages as CPU sessions: a :class:`offramp.engine.backends.base.Backend`."""
+
+    name = "onnxruntime-cpu"
+    on_cpu = True
 
     def __init__(self, *, threads: int = 1) -> None:
         """Use ``threads`` intra-op threads in each running stage."""
         self._threads = threads
 
     @property
-    def name(self) -> str:
-        """``onnxruntime-cpu``."""
-        return "onnxruntime-cpu"
-
-    @property
     def runtime(self) -> str:
         """What executes: times measured with it hold for nothing else."""
         return f"ONNX Runtime {ort.__version__}, {self._threads} threads"
 
-    @property
-    def on_cpu(self) -> bool:
-        """Yes."""
-        return True
-
     def prepare(self, spec: StageSpec) -> _Session:
-        """Load a stage; see :class:`Backend`."""
+        """Load a stage as a session, which gives a confidence too where that can be added."""
         added = False
         try:
             model = spec.load()
@@ -138,7 +131,7 @@ class OnnxRuntimeBackend:
         return _Session(spec, _run_of(session), added, spec.inputs, fetched, computed, passed)
 
     def open_slot(self) -> OnnxRuntimeSlot:
-        """Open a slot; CPU slots hold nothing."""
+        """Open a slot; those of a CPU hold nothing."""
         return OnnxRuntimeSlot()
 
     def close(self) -> None:
@@ -158,7 +151,7 @@ class OnnxRuntimeSlot:
         batch: TensorBatch,
         threshold: float | None = None,  # noqa: ARG002
     ) -> StageResult:
-        """Execute; see :class:`Slot`."""
+        """Execute a stage on the calling thread."""
         assert isinstance(batch, HostBatch)
         # What stands here runs with cold caches, between the convolutions of two stages: every
         # call of numpy costs 10 to 30 µs. So no more of them, and no more Python, than it takes.

@@ -1,4 +1,4 @@
-"""ONNX Runtime's CUDA provider as what runs stages on a GPU: for machines without TensorRT.
+"""The backend of ONNX Runtime's CUDA provider: for GPUs without TensorRT.
 
 Every slot has a session of its own for each stage, which works on the slot's stream, reads and
 writes the slot's buffers in place, and does not wait for the device. Memory between the operators
@@ -13,15 +13,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import redirect_stdout
+from dataclasses import dataclass, field
 from io import StringIO
 from threading import Lock
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import onnxruntime as ort
 
 from offramp.engine.backends.sizes import BundleSizes, GraphShapes, dtype_of
-from offramp.engine.cuda.driver import Event, Stream
+from offramp.engine.cuda.driver import Stream, StreamEvent
 from offramp.engine.cuda.executable import Shape, SlotResources, TensorInfo
 from offramp.engine.errors import BackendError
 from offramp.engine.plan import StageSpec
@@ -80,7 +81,9 @@ def try_provider(device: int) -> None:
 
 
 class OnnxRuntimeCudaFactory:
-    """Prepares stages: a :class:`offramp.engine.cuda.executable.ExecutableFactory`."""
+    """Prepares stages: an :class:`offramp.engine.cuda.executable.ExecutableFactory`."""
+
+    name = "onnxruntime-cuda"
 
     def __init__(self, *, device: int = 0, max_rows: int = 32) -> None:
         """Use one GPU.
@@ -92,11 +95,6 @@ class OnnxRuntimeCudaFactory:
         self._device = device
         self._max_rows = max_rows
         self._sizes = BundleSizes()
-
-    @property
-    def name(self) -> str:
-        """``onnxruntime-cuda``."""
-        return "onnxruntime-cuda"
 
     def device_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """All types are as they are."""
@@ -152,44 +150,35 @@ def _fixed_sizes(shapes: GraphShapes) -> dict[str, Shape]:
     return fixed
 
 
+@dataclass(kw_only=True)
 class OnnxRuntimeCudaStage:
     """A stage's graph: a :class:`offramp.engine.cuda.executable.PreparedStage`."""
 
-    capturable = False
+    capturable: ClassVar = False
     """ONNX Runtime allocates and waits as it likes."""
-    scratch_bytes = 0
+    scratch_bytes: ClassVar = 0
     """Sessions have memory of their own."""
 
-    def __init__(
-        self,
-        *,
-        spec: StageSpec,
-        model: bytes,
-        shapes: GraphShapes,
-        inputs: tuple[TensorInfo, ...],
-        outputs: tuple[TensorInfo, ...],
-        max_rows: int,
-        device: int,
-    ) -> None:
-        """Use :meth:`OnnxRuntimeCudaFactory.prepare`."""
-        self.spec = spec
-        """What was prepared."""
-        self.inputs = inputs
-        """What its graph reads."""
-        self.outputs = outputs
-        """What is wanted of what it gives."""
-        self.max_rows = max_rows
-        """As given to the factory."""
-        self.device = device
-        """Number of the GPU."""
-        self._model = model
-        self._shapes = shapes
-        self._lock = Lock()
+    spec: StageSpec
+    """What was prepared."""
+    model: bytes
+    """Its graph."""
+    shapes: GraphShapes
+    """The graph's; used by one thread at a time."""
+    inputs: tuple[TensorInfo, ...]
+    """What its graph reads."""
+    outputs: tuple[TensorInfo, ...]
+    """What is wanted of what it gives."""
+    max_rows: int
+    """As given to the factory."""
+    device: int
+    """Number of the GPU."""
+    _lock: Lock = field(default_factory=Lock)
 
     def open(self, slot: SlotResources) -> OnnxRuntimeCudaRun:
         """Make a session on the slot's stream."""
         try:
-            session = make_cuda_session(self._model, self.device, slot.stream)
+            session = make_cuda_session(self.model, self.device, slot.stream)
         except Exception as error:  # ONNX Runtime's own classes derive from Exception only
             raise BackendError(
                 f"ONNX Runtime cannot load stage {self.spec.index} on cuda:{self.device}: {error}"
@@ -199,7 +188,7 @@ class OnnxRuntimeCudaStage:
     def output_shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape]:
         """Tell the shapes of the outputs; thread-safe."""
         with self._lock:
-            found = self._shapes.of(inputs)
+            found = self.shapes.of(inputs)
         return {info.name: found[info.name] for info in self.outputs}
 
     def close(self) -> None:
@@ -212,11 +201,10 @@ class OnnxRuntimeCudaRun:
     def __init__(
         self, stage: OnnxRuntimeCudaStage, session: ort.InferenceSession, slot: SlotResources
     ) -> None:
-        """Use :meth:`OnnxRuntimeCudaStage.open`."""
         self._stage = stage
         self._driver = slot.driver
         self._copied = _copied_when_bound(session)
-        self._uploaded: Event | None = slot.driver.event() if self._copied else None
+        self._uploaded: StreamEvent | None = slot.driver.event() if self._copied else None
         self._session: ort.InferenceSession | None = session
         self._binding: Any = session.io_binding()
         self._bound: dict[str, tuple[Shape, int]] = {}

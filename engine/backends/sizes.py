@@ -1,4 +1,4 @@
-"""Shapes of a bundle's tensors, for backends whose graphs do not bring them: found by running.
+"""Shapes of a bundle's tensors, found by running, for backends whose graphs do not tell them.
 
 Shape inference loses sizes at a ``Reshape``, so the model itself is asked, once, on the CPU.
 """
@@ -47,7 +47,7 @@ class Argument(Protocol):
 
 
 def dtype_of(argument: Argument) -> np.dtype[Any]:
-    """The elements of an input or output.
+    """Tell the numpy type of an input or output.
 
     Raises:
         BackendError: numpy has no such type.
@@ -62,7 +62,6 @@ class BundleSizes:
     """Sample shapes of the models' inputs and cut tensors, as calibrated; thread-safe."""
 
     def __init__(self) -> None:
-        """Nothing is known yet."""
         self._lock = Lock()
         self._known: dict[str, dict[str, Shape]] = {}
         """By hash of the source model."""

@@ -1,4 +1,4 @@
-"""TensorRT's engines as what runs stages on a GPU.
+"""The backend of TensorRT: its engines run the stages of a bundle on a GPU.
 
 A stage is run by one engine, or by those of its segments one after the other
 (:mod:`offramp.engine.tensorrt.lookup`). In a slot each engine has a context for every profile, so
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,21 +23,27 @@ from offramp.engine.cuda.executable import Shape, SlotResources, TensorInfo
 from offramp.engine.errors import BackendError
 from offramp.engine.plan import StageSpec
 from offramp.engine.tensorrt import compat
-from offramp.engine.tensorrt.layout import Layout
-from offramp.engine.tensorrt.library import Library, Loan
-from offramp.engine.tensorrt.loading import EngineContext, LoadedEngine
-from offramp.engine.tensorrt.lookup import Place, find_engines
+from offramp.engine.tensorrt.loading import (
+    EngineContext,
+    EngineLibrary,
+    LoadedEngine,
+    SharedEngine,
+)
+from offramp.engine.tensorrt.lookup import EnginePlace, find_engines
+from offramp.engine.tensorrt.scratch_layout import ScratchLayout
 
 _MOST_SHAPES = 4096
 """Of an engine in a slot; with inputs of many lengths there is no end of them."""
 
 
 class TensorRTFactory:
-    """Prepares stages: a :class:`offramp.engine.cuda.executable.ExecutableFactory`.
+    """Prepares stages as engines: an :class:`offramp.engine.cuda.executable.ExecutableFactory`.
 
     Ask :func:`offramp.engine.tensorrt.probe.require` first, and call
     :func:`offramp.engine.tensorrt.compat.load`.
     """
+
+    name = "tensorrt"
 
     def __init__(
         self,
@@ -58,21 +63,16 @@ class TensorRTFactory:
                 8.6 there are none: there only one context at a time may have a profile.
         """
         self._driver = driver
-        self._library = Library(driver)
+        self._library = EngineLibrary(driver)
         self._is_old = compat.major() < 10
         self._graphs = graphs and not self._is_old
-        self._place = Place(
+        self._place = EnginePlace(
             gpu=driver.device,
             compute_capability=driver.compute_capability,
             tensorrt=compat.version(),
             device=device,
             precision=precision,
         )
-
-    @property
-    def name(self) -> str:
-        """``tensorrt``."""
-        return "tensorrt"
 
     def device_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """TensorRT has no float64, and 8.6 no int64."""
@@ -89,13 +89,12 @@ class TensorRTFactory:
             BackendError: The bundle has none for this GPU, TensorRT and model, or TensorRT does
                 not load them; the message has the remedy.
         """
-        found = find_engines(spec, self._place)
         with ExitStack() as releases:
-            loaned = []
-            for each in found:
-                loaned.append(self._library.take(each))
-                releases.callback(loaned[-1].give_back)
-            stage = TensorRTStage(spec, loaned, capturable=self._graphs, remedy=self._remedy(spec))
+            engines = []
+            for each in find_engines(spec, self._place):
+                engines.append(self._library.take(each))
+                releases.callback(engines[-1].give_back)
+            stage = TensorRTStage(spec, engines, capturable=self._graphs, remedy=self._remedy(spec))
             releases.pop_all()
         return stage
 
@@ -111,13 +110,13 @@ class TensorRTStage:
     """A stage's engines: a :class:`offramp.engine.cuda.executable.PreparedStage`."""
 
     def __init__(
-        self, spec: StageSpec, loaned: Sequence[Loan], *, capturable: bool, remedy: str
+        self, spec: StageSpec, taken: Sequence[SharedEngine], *, capturable: bool, remedy: str
     ) -> None:
         """Chain engines that were taken; :meth:`close` gives them back.
 
         Args:
             spec: The stage.
-            loaned: Its engines, in order.
+            taken: Its engines, in order.
             capturable: Whether graphs may be captured.
             remedy: The command that builds them anew, for messages.
 
@@ -130,8 +129,8 @@ class TensorRTStage:
         """Capture may fail at the first try still."""
         self.remedy = remedy
         """For messages."""
-        self._loaned = loaned
-        engines = [loan.engine for loan in loaned]
+        self._taken = taken
+        engines = [each.engine for each in taken]
         wanted = [n for n in (spec.answer, spec.confidence, *spec.carried) if n is not None]
         last = engines[-1]
         self.outputs = tuple(_info(last, name) for name in wanted if name in last.outputs)
@@ -141,7 +140,7 @@ class TensorRTStage:
         self._check(wanted)
         self.max_rows = min(engine.max_rows for engine in engines)
         """The most that all engines take."""
-        self.layout = Layout(engines, {info.name for info in self.outputs})
+        self.layout = ScratchLayout(engines, {info.name for info in self.outputs})
         """Of the scratch memory."""
         self.scratch_bytes = self.layout.size_bytes
         """TensorRT's, and what is between the engines of a chain."""
@@ -153,13 +152,13 @@ class TensorRTStage:
                 f"stage {self.spec.index} needs {self.scratch_bytes} bytes of scratch memory, the "
                 f"slot has {slot.scratch_bytes}"
             )
-        return TensorRTRun(self, self._loaned, slot)
+        return TensorRTRun(self, self._taken, slot)
 
     def close(self) -> None:
         """Give the engines back; may be called again."""
-        loaned, self._loaned = self._loaned, ()
-        for loan in loaned:
-            loan.give_back()
+        taken, self._taken = self._taken, ()
+        for each in taken:
+            each.give_back()
 
     def _check(self, wanted: Sequence[str]) -> None:
         given = {info.name for info in self.outputs}
@@ -182,7 +181,9 @@ class TensorRTStage:
 class TensorRTRun:
     """A stage in a slot: an :class:`offramp.engine.cuda.executable.Executable`."""
 
-    def __init__(self, stage: TensorRTStage, loaned: Sequence[Loan], slot: SlotResources) -> None:
+    def __init__(
+        self, stage: TensorRTStage, taken: Sequence[SharedEngine], slot: SlotResources
+    ) -> None:
         """Make a context for every engine and profile.
 
         Raises:
@@ -192,8 +193,8 @@ class TensorRTRun:
         self._inner = stage.layout.addresses(slot.scratch_address)
         with ExitStack() as releases:
             self._links = []
-            for loan in loaned:
-                self._links.append(_Link(loan, slot, stage.layout.engine_bytes))
+            for each in taken:
+                self._links.append(_Link(each, slot, stage.layout.engine_bytes))
                 releases.callback(self._links[-1].close)
             releases.pop_all()
 
@@ -244,25 +245,18 @@ class TensorRTRun:
         return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sized:
-    """What is known of shapes of an engine's inputs."""
-
-    profile: int
-    outputs: Mapping[str, Shape]
-
-
 class _Link:
     """One engine in a slot: a context for each profile, and for each graph."""
 
-    def __init__(self, loan: Loan, slot: SlotResources, scratch_bytes: int) -> None:
-        self._loan = loan
+    def __init__(self, shared: SharedEngine, slot: SlotResources, scratch_bytes: int) -> None:
+        self._shared = shared
         self._slot = slot
         self._scratch_bytes = scratch_bytes
-        self._known: dict[tuple[Shape, ...], _Sized] = {}
+        self._known: dict[tuple[Shape, ...], tuple[int, Mapping[str, Shape]]] = {}
+        """Profile and shapes of the outputs, by those of the inputs."""
         self._kept: dict[int, EngineContext] = {}
         """By graph: a context that only ever has its shapes and addresses."""
-        self.engine = loan.borrow()
+        self.engine = shared.borrow()
         self._contexts: list[EngineContext] = []
         try:
             for profile in range(len(self.engine.entry.profiles)):
@@ -272,9 +266,9 @@ class _Link:
             raise
 
     def output_shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape] | None:
-        """``None`` if no profile holds the inputs."""
+        """Tell the shapes of the outputs; ``None`` if no profile holds the inputs."""
         found = self._find(inputs)
-        return None if found is None else found.outputs
+        return None if found is None else found[1]
 
     def enqueue(
         self,
@@ -285,7 +279,8 @@ class _Link:
     ) -> None:
         found = self._find(inputs)
         assert found is not None, "output_shapes was asked before"
-        context = self._contexts[found.profile] if graph is None else self._of(graph, found.profile)
+        profile = found[0]
+        context = self._contexts[profile] if graph is None else self._of(graph, profile)
         context.take_shapes(inputs)
         context.enqueue(addresses, stream)
 
@@ -295,7 +290,7 @@ class _Link:
             context.close()
 
     def takes(self) -> list[str]:
-        """What the profiles hold, for messages."""
+        """Describe what the profiles hold, for messages."""
         return [
             ", ".join(f"{n} {list(r.least)} to {list(r.most)}" for n, r in profile.inputs.items())
             for profile in self.engine.entry.profiles
@@ -307,7 +302,7 @@ class _Link:
             context.close()
         self._kept.clear()
         self._contexts.clear()
-        self._loan.return_(self.engine)
+        self._shared.return_(self.engine)
 
     def _of(self, graph: int, profile: int) -> EngineContext:
         context = self._kept.get(graph)
@@ -320,7 +315,7 @@ class _Link:
         context.give_memory(self._slot.scratch_address, self._scratch_bytes)
         return context
 
-    def _find(self, inputs: Mapping[str, Shape]) -> _Sized | None:
+    def _find(self, inputs: Mapping[str, Shape]) -> tuple[int, Mapping[str, Shape]] | None:
         key = tuple(inputs[name] for name in self.engine.inputs)
         found = self._known.get(key)
         if found is None:
@@ -331,7 +326,7 @@ class _Link:
             outputs = {name: shapes[name] for name in self.engine.outputs}
             if len(self._known) >= _MOST_SHAPES:
                 self._known.clear()
-            found = self._known[key] = _Sized(profile=profile, outputs=outputs)
+            found = self._known[key] = (profile, outputs)
         return found
 
 

@@ -1,15 +1,20 @@
-"""Which exits to use next: ramp adjustment (Apparate 3.3), one decision from recent samples.
+"""Ramp adjustment (Apparate 3.3): which exits to use next, one decision from recent samples.
 
-    measure what every exit in use wins and loses
+    measure the utility of every exit in use
     some lose?   tune thresholds at once; if that does not mend it, stop using the losers,
                  and try the candidate behind the last winner that could win the most
     all win?     probe: one more exit just before the best, or the worst one place earlier
+
+The utility of an exit is the sum of the raw latency that samples avoid by leaving there, less the
+sum of the latency that it adds to the samples that pass it without leaving. Raw latency is the
+model's own time after the exit; the exits behind it are not counted as avoided, so that an exit's
+utility does not grow with what others cost.
 
 What the paper leaves open, and what is chosen here:
 
 * The round of tuning: its thresholds stay if they save no less than those deployed on the same
   samples, even where some utility is still negative; the exits to stop using are then the losers
-  under them. An exit on trial is thus judged by what it does once it may answer.
+  under them. A new exit is thus judged by what it does once it may answer.
 * A utility of exactly 0 does no harm: it counts as positive.
 * Candidate intervals: an even one starts with the earlier of its two middles, since a search that
   goes on only goes later; it goes on exit by exit, in all intervals at once.
@@ -33,10 +38,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from offramp.bundle.policy import NEVER
-from offramp.certify.decision import Float32Array, FloatArray
+from offramp.bundle import NEVER
+from offramp.certify import Float32Array, FloatArray, IntArray, count_answers, first_exit
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.utility import Utilities, measure_utilities, upper_bound_ms
 
 DEFAULT_MAX_OVERHEAD = 0.02
 """Apparate's ramp budget: exits make the worst case this share slower (5.1)."""
@@ -61,7 +65,7 @@ class Adjustment:
     active: tuple[int, ...]
     """Indices in depth order; their overhead is within the budget."""
     thresholds: tuple[float, ...]
-    """Of each of them; ``NEVER`` for the one on trial, until the next tuning."""
+    """Of each of them; ``NEVER`` for the one that is tried, until the next tuning."""
     deactivated: tuple[int, ...]
     """In use before, not any more."""
     tried: int | None
@@ -242,3 +246,61 @@ def _check(
         )
     if np.isnan(confidence).any():
         raise ValueError("confidence holds NaN: give only samples that every exit in use looked at")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Utilities:
+    """Utilities of the exits in use, under one set of thresholds."""
+
+    active: tuple[int, ...]
+    """The exits in use, in depth order."""
+    counts: IntArray
+    """int64[active + 1]: samples that leave at each, the last at the model's end."""
+    utility_ms: FloatArray
+    """float64[active]: milliseconds won, less those lost, summed over the samples."""
+    mean_ms: float
+    """Mean time until the answer, the cost of every exit passed included."""
+
+    @property
+    def samples(self) -> int:
+        """Samples looked at."""
+        return int(self.counts.sum())
+
+
+def measure_utilities(
+    confidence: Float32Array, thresholds: Sequence[float], active: Sequence[int], costs: CostModel
+) -> Utilities:
+    """Send samples through the exits in use, and add up what each of them wins and loses.
+
+    Args:
+        confidence: float32[active, n] in [0, 1], n above 0; every exit in use saw every sample.
+        thresholds: [active], ``NEVER`` where the exit runs in shadow mode.
+        active: Indices of the exits in use, rising.
+        costs: Of all exits of the bundle.
+    """
+    exits, samples = confidence.shape
+    counts = count_answers(first_exit(confidence, thresholds), exits)
+    passing = samples - np.cumsum(counts[:-1])
+    rows = list(active)
+    return Utilities(
+        active=tuple(rows),
+        counts=counts,
+        utility_ms=counts[:-1] * avoided_ms(costs)[rows] - passing * added_ms(costs)[rows],
+        mean_ms=float(counts @ costs.latency_ms(rows)) / samples,
+    )
+
+
+def upper_bound_ms(candidate: int, leaving: int, reaching: int, costs: CostModel) -> float:
+    """Utility of an exit not in use if ``leaving`` of the ``reaching`` samples left there."""
+    added = costs.exits_ms[candidate] + costs.stages_ms[candidate]
+    return float(leaving * avoided_ms(costs)[candidate] - (reaching - leaving) * added)
+
+
+def avoided_ms(costs: CostModel) -> FloatArray:
+    """float64[K]: the model's own time that is left after each exit."""
+    return np.asarray(costs.source_ms - costs.until_ms(), dtype=np.float64)
+
+
+def added_ms(costs: CostModel) -> FloatArray:
+    """float64[K]: what each exit costs a sample that passes it: bridge, head and border."""
+    return np.add(costs.exits_ms, costs.stages_ms, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""How many answers to audit: as many as evidence needs, within a share of all compute.
+"""The audit rate: as many answers as evidence needs, within a share of all compute.
 
 An audit runs a sample that was answered at exit e on to the end: its cost is the time from there.
 With C the mean time that stages take for a sample without audits, and E the mean time from the
@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from offramp.certify.decision import FloatArray
+from offramp.certify import FloatArray
 
 _STEPS_PER_HALVING: Final = 4
 _UP: Final = 1.2

@@ -1,7 +1,7 @@
-"""Other thresholds, or other exits, on their way into force: fitted, tested, adopted or dropped.
+"""Tests of candidates, other thresholds or other exits, before they may come into force.
 
-One at a time, beside the threshold path in force, on the same samples. A path is fitted elsewhere (a job),
-and costs a share of α and audits only if it promises to save more.
+One candidate at a time is tested beside the threshold path in force, on the same samples. Its path
+is fitted elsewhere (a job), and costs a share of α and audits only if it promises to save more.
 """
 
 from __future__ import annotations
@@ -10,42 +10,38 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from offramp.certify.agreement import AgreementCurve
-from offramp.certify.observations import Observations
-from offramp.certify.threshold_path import ThresholdPath
-from offramp.certify.window import Window
+from offramp.certify import AgreementCurve, Observations, ThresholdPath, Window
+from offramp.certify.fitting import Fitted, refit
 from offramp.engine.control.controller import Job
-from offramp.engine.control.refit import Fitted, refit
 from offramp.engine.control.savings import SavingsEstimator
 from offramp.engine.control.settings import CertifiedSettings
 
 _AT_THE_END: Final = 4
-"""Times the samples that tuning takes: the wait for a new path where the threshold path's last level
-passed."""
+"""Times the samples that tuning takes: the wait for a new path where the last level passed."""
 _MOST_DOUBLINGS: Final = 6
 """Of the wait for the next path to be fitted."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Trial:
-    """One under way."""
+class CandidateTest:
+    """The test of one candidate."""
 
     exits: tuple[int, ...]
     purpose: str
-    threshold_path: ThresholdPath | None = None
+    path: ThresholdPath | None = None
     """``None`` while samples are collected that it is fitted on."""
     samples: int = 0
-    """Seen since it began."""
+    """Seen since the test began."""
 
     def describe(self) -> str:
-        """Where it stands."""
-        if self.threshold_path is None:
+        """How far the test is, for people."""
+        if self.path is None:
             return f"{self.purpose}: collecting, {self.samples} samples"
-        return f"{self.purpose}: on trial, {self.threshold_path.samples} samples"
+        return f"{self.purpose}: being tested, {self.path.samples} samples"
 
 
-class Trials:
-    """Starts, tests and ends them; whether one comes into force is for its owner to do."""
+class CandidateTests:
+    """Starts, carries on and ends tests; whether a candidate comes into force is the owner's."""
 
     def __init__(
         self,
@@ -55,19 +51,17 @@ class Trials:
         settings: CertifiedSettings,
         new_path: Callable[[tuple[int, ...], Fitted], ThresholdPath],
     ) -> None:
-        """Start without one.
+        """Start without a candidate.
 
         Args:
             window: Samples to fit on.
-            savings: Judges whether something is worth a trial.
-            curves: Of all K exits; renewed with every path that comes on trial.
+            savings: Judges whether a candidate is worth a test.
+            curves: Of all K exits; renewed with every path that is tested.
             settings: How many samples to fit on, and how long to wait.
             new_path: Makes a threshold path at the next share of α.
         """
-        self.current: Trial | None = None
+        self.current: CandidateTest | None = None
         self.curves = tuple(curves)
-        self.tunings = 0
-        """Paths fitted."""
         self._window = window
         self._savings = savings
         self._settings = settings
@@ -85,7 +79,7 @@ class Trials:
 
     @property
     def exits(self) -> tuple[int, ...]:
-        """On trial."""
+        """Exits of the candidate."""
         return self.current.exits if self.current else ()
 
     def observe(self, seen: Observations) -> None:
@@ -93,92 +87,80 @@ class Trials:
         self._unfitted += len(seen)
         if self.current is not None:
             self.current.samples += len(seen)
-            if self.current.threshold_path is not None:
-                self.current.threshold_path.add(seen)
+            if self.current.path is not None:
+                self.current.path.add(seen)
 
     def begin(self, exits: tuple[int, ...], purpose: str) -> None:
-        """Try these; there must be no other trial under way."""
-        self.current = Trial(exits=exits, purpose=purpose)
+        """Begin a test; there must be no other one."""
+        self.current = CandidateTest(exits=exits, purpose=purpose)
 
-    def seek(self, threshold_path: ThresholdPath) -> None:
-        """Ask for a new path after an alarm, where the threshold path ends, and now and then."""
-        if self.current is not None or not threshold_path.exits:
+    def seek(self, path: ThresholdPath) -> None:
+        """Ask for a new path after an alarm, where the one in force ends, and now and then."""
+        if self.current is not None or not path.exits:
             return
         settings = self._settings
-        at_the_end = threshold_path.certified == threshold_path.levels - 1
+        at_the_end = path.certified == path.levels - 1
         wait = _AT_THE_END * settings.tune_samples if at_the_end else settings.retune_every
         due = self._drifted or self._unfitted >= wait << self._fruitless
-        if due and self._has_enough(threshold_path.exits):
-            self.begin(
-                threshold_path.exits, "tuning after the drift alarm" if self._drifted else "tuning"
-            )
-            self._ask_for_path(self.exits)
+        if due and self._has_enough(path.exits):
+            self.begin(path.exits, "tuning after the drift alarm" if self._drifted else "tuning")
+            self._ask_for_path(self.current)
 
     def advance(
-        self, threshold_path: ThresholdPath, level: int, audit_probability: float
+        self, path: ThresholdPath, level: int, audit_probability: float
     ) -> int | str | None:
-        """Carry the trial on against the level in force.
+        """Carry the test on against the path and level in force.
 
         Returns:
-            The level of its threshold path that should come into force; or why the trial should end; or
-            ``None`` while it goes on.
+            The level of the candidate's path that should come into force; or why the test should
+            end; or ``None`` while it goes on.
         """
-        trial = self.current
-        if trial is None:
+        test = self.current
+        if test is None:
             return None
-        if trial.threshold_path is None:
-            if self._out is None and self._has_enough(trial.exits):
-                self._ask_for_path(trial.exits)
-            elif trial.samples * audit_probability > self._settings.patience:
+        if test.path is None:
+            if self._out is None and self._has_enough(test.exits):
+                self._ask_for_path(test)
+            elif test.samples * audit_probability > self._settings.patience:
                 return "too few samples passed them"
             return None
-        theirs, ours = (
-            self._savings.outlook(trial.threshold_path),
-            self._savings.outlook(threshold_path),
-        )
-        goal = self._savings.best_certified(trial.threshold_path, theirs)
-        mean_ms = self._savings.mean_ms(trial.exits, theirs.shares)[goal]
-        if goal > 0 and self._savings.is_gain(
-            mean_ms, self._savings.mean_ms(threshold_path.exits, ours.shares)[level]
-        ):
+        savings = self._savings
+        theirs, ours = savings.outlook(test.path), savings.outlook(path)
+        goal = savings.best_certified(test.path, theirs)
+        goal_ms = savings.mean_ms(test.exits, theirs.shares)[goal]
+        if goal > 0 and savings.is_gain(goal_ms, savings.mean_ms(path.exits, ours.shares)[level]):
             return goal
-        return (
-            "nothing better passed"
-            if trial.threshold_path.effort > self._settings.patience
-            else None
-        )
+        return "nothing better passed" if test.path.effort > self._settings.patience else None
 
     def take_job(self) -> Job | None:
         """A path to be fitted, once."""
         job, self._job = self._job, None
         return job
 
-    def finish(
-        self, job: Job, fitted: Fitted | None, *, threshold_path: ThresholdPath
-    ) -> str | None:
-        """Test a path from now on, if it promises to save more than the threshold path in force.
+    def expects(self, job: Job) -> bool:
+        """Whether a job is the one that is waited for; it is not any more."""
+        if job.number != self._out:
+            return False
+        self._out = None
+        return self.current is not None
+
+    def adopt_path(self, fitted: Fitted, *, against: ThresholdPath) -> str | None:
+        """Test a path from now on, if it promises to save more than the one in force.
 
         Returns:
-            Why the trial should end; ``None`` if it goes on, or the job is not waited for.
+            Why the test should end; ``None`` if it goes on.
         """
-        if job.number != self._out:
-            return None
-        self._out = None
-        trial = self.current
-        if trial is None:
-            return None
-        if fitted is None:
-            return "fitting failed"
-        self.tunings += 1
-        if not self._savings.promises_more(fitted, trial.exits, threshold_path):
+        test = self.current
+        assert test is not None
+        if not self._savings.promises_more(fitted, test.exits, against):
             return "would save no more"
-        known = dict(zip(trial.exits, fitted.curves, strict=True))
+        known = dict(zip(test.exits, fitted.curves, strict=True))
         self.curves = tuple(known.get(e, curve) for e, curve in enumerate(self.curves))
-        trial.threshold_path = self._new_path(trial.exits, fitted)
+        test.path = self._new_path(test.exits, fitted)
         return None
 
     def end(self, *, adopted: bool = False) -> None:
-        """Forget the current one, and its job."""
+        """Forget the candidate, and its job."""
         self.current = self._job = self._out = None
         if adopted:
             self._fruitless = 0
@@ -189,7 +171,8 @@ class Trials:
         self._unfitted = self._fruitless = 0
         self._drifted = True
 
-    def _ask_for_path(self, exits: tuple[int, ...]) -> None:
+    def _ask_for_path(self, test: CandidateTest | None) -> None:
+        assert test is not None
         self._unfitted = 0
         self._drifted = False
         self._fruitless = min(self._fruitless + 1, _MOST_DOUBLINGS)
@@ -197,16 +180,15 @@ class Trials:
         self._out = self._jobs
         self._job = Job(
             number=self._jobs,
-            purpose=self.current.purpose if self.current else "tuning",
+            purpose=test.purpose,
             function=refit,
             arguments=(
-                tuple(self.curves[e] for e in exits),
-                self._window.seen_by(exits),
+                tuple(self.curves[e] for e in test.exits),
+                self._window.seen_by(test.exits),
                 self._settings.max_disagreement,
             ),
         )
 
     def _has_enough(self, exits: Sequence[int]) -> bool:
-        samples = self._window.seen_by(exits)
-        fewest = self._settings.tune_samples
-        return len(samples.weight) >= fewest and samples.effective >= fewest / 2
+        samples, fewest = self._window.seen_by(exits), self._settings.tune_samples
+        return len(samples) >= fewest and samples.effective >= fewest / 2

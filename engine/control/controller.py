@@ -1,6 +1,6 @@
-"""What watches a model while it serves, and changes its exit policy.
+"""The interface of a controller, which watches a model serve and changes its exit policy.
 
-Sans I/O: whoever drives a controller feeds it observations, runs the jobs that it asks for
+Sans I/O: the driver of a controller feeds it observations, runs the jobs that it asks for
 wherever that disturbs nobody, and puts :attr:`Controller.policy` in force whenever its version
 has changed. The executor, the simulator and the tests drive the same objects.
 
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
-from offramp.bundle import ExitPolicy
-from offramp.certify.observations import Observations
+from offramp.bundle import NEVER, ExitPolicy
+from offramp.certify import Observations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +49,21 @@ class Evidence(StrEnum):
     """What was observed while serving: disagreement is within the constraint, with confidence."""
     CALIBRATED = "calibrated"
     """The calibration data; what was observed since neither confirms nor contradicts it."""
-    CAUTIOUS = "cautious"
+    CONSERVATIVE = "cautious"
     """Nothing is needed: no exit answers."""
     NONE = "none"
     """Nothing: the policy was tuned, and is not covered by any statement."""
+
+
+def evidence_of_promise(
+    policy: ExitPolicy, max_disagreement: float, confidence_level: float
+) -> Evidence:
+    """The evidence for a policy that nothing was tested of since: the promise that it came with."""
+    if all(active.threshold >= NEVER for active in policy.active):
+        return Evidence.CONSERVATIVE
+    promise = policy.promise
+    covered = promise is not None and promise.covers(max_disagreement, confidence_level)
+    return Evidence.CALIBRATED if covered else Evidence.NONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +74,13 @@ class ControlStatus:
     """Name: ``certified``, ``apparate``, ``static`` …"""
     max_disagreement: float
     """The constraint."""
-    confidence: float
+    confidence_level: float
     """1 − α of certificate and upper bound."""
     evidence: Evidence
     disagreement: float | None
     """Running estimate for the policy in force, without bias; ``None`` before any evidence."""
     disagreement_upper_bound: float
-    """Not above it with ``confidence``, at any time, for the policy in force; 1 at first."""
+    """Not above it with ``confidence_level``, at any time, for the policy in force; 1 at first."""
     audit_probability: float
     observed: int
     """Samples seen since the start."""
@@ -88,7 +99,7 @@ class ControlStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class ControlEvent:
     """Something that an operator wants to read in the log."""
 
     kind: str
@@ -107,7 +118,7 @@ class Controller(Protocol):
 
     @property
     def policy(self) -> ExitPolicy:
-        """What shall be in force: exits in use with thresholds (``NEVER``: it only looks on)."""
+        """What shall be in force: exits in use with thresholds (``NEVER``: shadow mode)."""
         ...
 
     @property
@@ -134,7 +145,7 @@ class Controller(Protocol):
         """A snapshot; cheap."""
         ...
 
-    def take_events(self) -> list[Event]:
+    def take_events(self) -> list[ControlEvent]:
         """What happened since the last call."""
         ...
 

@@ -1,4 +1,4 @@
-"""What answers cost by a profile: how long until each exit, and until the model's end."""
+"""The cost model: by a profile, the time until each exit's answer and the model's end."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from offramp.bundle import Manifest, Profile
-from offramp.certify.decision import FloatArray
+from offramp.certify import FloatArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Milliseconds of a batch of one size; only their ratios matter."""
+    """The milliseconds that parts of a model take for a batch of one size; only ratios matter."""
 
     source_ms: float
     """The unmodified model."""

@@ -1,4 +1,4 @@
-"""Counts that every controller keeps: what was seen, and how the policy in force does."""
+"""What every controller counts and reports: samples, agreement, alarms, tunings and events."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from offramp.certify.observations import Observations
+from offramp.certify import Observations
+from offramp.engine.control.controller import ControlEvent, ControlStatus, Evidence
 
 _KEPT = ("observed", "audited", "disagreed")
 
 
-class AgreementCounters:
-    """Samples seen since the start, and a running estimate for one policy's life.
+class ControlCounters:
+    """Counts since the start, events, and a running estimate for the policy in force.
 
     The estimate is a plain mean, without any statement about its error. Forced answers are
     outside of it; they are counted as observed, and where they ran on, as audited.
@@ -26,6 +27,13 @@ class AgreementCounters:
         """Of those answered early, the ones that ran to the end."""
         self.disagreed = 0
         """Of those audited, the ones answered unlike the source model."""
+        self.alarms = 0
+        """Drift alarms."""
+        self.tunings = 0
+        """Threshold tunings finished."""
+        self.adjustments = 0
+        """Changes of the set of exits in use."""
+        self._events: list[ControlEvent] = []
         self._begin(None)
 
     def add(self, seen: Observations, *, version: int) -> None:
@@ -46,12 +54,54 @@ class AgreementCounters:
             return None
         return self._loss / self._samples
 
+    def note(self, kind: str, text: str, *, warning: bool = False) -> None:
+        """Report something that an operator wants to read."""
+        self._events.append(ControlEvent(kind=kind, text=text, warning=warning))
+
+    def take_events(self) -> list[ControlEvent]:
+        """What happened since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def status(
+        self,
+        controller: str,
+        version: int,
+        *,
+        max_disagreement: float,
+        confidence_level: float,
+        evidence: Evidence,
+        audit_probability: float,
+        state: str,
+        upper_bound: float = 1.0,
+    ) -> ControlStatus:
+        """A snapshot of a controller with policy ``version`` in force.
+
+        The upper bound is 1 for controllers that test nothing.
+        """
+        return ControlStatus(
+            controller=controller,
+            max_disagreement=max_disagreement,
+            confidence_level=confidence_level,
+            evidence=evidence,
+            disagreement=self.estimate(version),
+            disagreement_upper_bound=upper_bound,
+            audit_probability=audit_probability,
+            observed=self.observed,
+            audited=self.audited,
+            disagreed=self.disagreed,
+            alarms=self.alarms,
+            tunings=self.tunings,
+            adjustments=self.adjustments,
+            state=state,
+        )
+
     def state(self) -> dict[str, int]:
-        """What to keep over a restart: the counts, not the estimate."""
+        """What to keep over a restart: the counts of samples, not the estimate."""
         return {name: getattr(self, name) for name in _KEPT}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on counting from a kept state.
+        """Go on counting samples from a kept state.
 
         Raises:
             ValueError: A count is missing, or is no count.

@@ -1,4 +1,4 @@
-"""Alarm when the risk has risen above its bound: sums of bets that began at every sample.
+"""The drift alarm: rings when the risk has risen above its bound, by bets begun at every sample.
 
 E-detector (Shin, Ramdas, Rinaldo: "E-detectors: a nonparametric framework for sequential change
 detection", 2023), of the kind of Shiryaev and Roberts: M_t = (M_{t−1} + q_t) (1 + λ_t (X_t − ε)),
@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from offramp.certify.decision import FloatArray
+from offramp.certify import FloatArray
 
 DEFAULT_RATE: Final = 1e-6
 """False alarms per audited sample, at most."""

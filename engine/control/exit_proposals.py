@@ -1,13 +1,13 @@
-"""Ramp adjustment, Apparate's in what it tries, ours in what it takes to use it.
+"""Proposals for the exits in use: Apparate's in what they try, ours in what it takes to use them.
 
 Every 128 samples the exits in use are judged as Apparate does (3.3, :mod:`.adjustment`). What it
-would do at once is only proposed here: the controller has the new exits look on, tests thresholds
-for the new set, and uses them when a level that saves more is certified
+would do at once is only proposed here: the controller runs the new exits in shadow mode, tests
+thresholds for the new set, and uses them when a level that saves more is certified
 (:meth:`.certified.CertifiedController.consider`). So an adjustment never loosens what is promised.
 
-Chosen here: a set that was proposed is not proposed again for a while, since trying one takes many
-samples, and low-risk probing would come back to the same exit whenever the trial fails. After a
-drift alarm everything may be tried again.
+Chosen here: a set that was proposed is not proposed again for a while, since testing one takes many
+samples, and low-risk probing would come back to the same exit whenever the test fails. After a
+drift alarm everything may be proposed again.
 """
 
 from __future__ import annotations
@@ -16,13 +16,10 @@ from typing import Final
 
 import numpy as np
 
-from offramp.bundle import NEVER
-from offramp.certify.decision import Float32Array, FloatArray, IntArray
-from offramp.certify.observations import Observations
-from offramp.certify.window import Window
+from offramp.bundle import NEVER, ExitPolicy
+from offramp.certify import Float32Array, FloatArray, IntArray, Observations, Window
 from offramp.engine.control.adjustment import adjust
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.delegating import Considering, DelegatingController
 
 ADJUST_EVERY: Final = 128
 """Samples between two adjustments (Apparate 3.3)."""
@@ -32,22 +29,20 @@ JUDGED_BY: Final = 512
 """Samples that exits are judged by, drawn from a window of twice as many complete ones."""
 
 
-class AdjustingController(DelegatingController[Considering]):
-    """A controller, with proposals for its exits; see :class:`.controller.Controller`."""
+class ExitProposals:
+    """Judges the exits in use by recent samples, and proposes others."""
 
     def __init__(
         self,
-        inner: Considering,
         costs: CostModel,
         *,
         max_overhead: float,
         adjust_every: int = ADJUST_EVERY,
         again_after: int = AGAIN_AFTER,
     ) -> None:
-        """Propose to ``inner``, which decides.
+        """Start with an empty window.
 
         Args:
-            inner: Owned by this one from here on.
             costs: Of all exits of the bundle.
             max_overhead: Ramp budget: how much later the model's end may come, as a share.
             adjust_every: Samples from one adjustment to the next, at least 1.
@@ -61,7 +56,6 @@ class AdjustingController(DelegatingController[Considering]):
                 f"adjust_every is {adjust_every}, expected at least 1; "
                 f"max_overhead is {max_overhead}, expected at least 0"
             )
-        super().__init__(inner)
         self._costs = costs
         self._max_overhead = max_overhead
         self._adjust_every = adjust_every
@@ -73,41 +67,44 @@ class AdjustingController(DelegatingController[Considering]):
         """Sets of exits, and after how many samples each was."""
         self._alarms = 0
 
-    def observe(self, seen: Observations) -> None:
-        """Pass on, and adjust when it is time."""
-        super().observe(seen)
+    def propose(
+        self, seen: Observations, policy: ExitPolicy, *, alarms: int
+    ) -> tuple[int, ...] | None:
+        """Take in samples; when it is time, judge the exits in use and say what Apparate would do.
+
+        Args:
+            seen: The next samples.
+            policy: In force now.
+            alarms: Drift alarms so far: with each, what was seen and proposed before is forgotten.
+
+        Returns:
+            Exits to use instead; ``None`` for no change.
+        """
         self._window.add(seen)
         self._seen += len(seen)
-        if self._seen - self._adjusted_at >= self._adjust_every:
-            self._adjusted_at = self._seen
-            self._adjust()
-
-    def _adjust(self) -> None:
-        """Judge the exits in use, and propose what Apparate would do about it."""
-        alarms = self._inner.status().alarms
-        if alarms != self._alarms:  # what was seen and tried before says nothing any more
+        if self._seen - self._adjusted_at < self._adjust_every:
+            return None
+        self._adjusted_at = self._seen
+        if alarms != self._alarms:
             self._alarms = alarms
-            self._window.clear()
+            self._window.keep(0)
             self._proposed.clear()
-        active = self._inner.policy.active
-        thresholds = [a.threshold for a in active]
+        thresholds = [a.threshold for a in policy.active]
         if all(threshold >= NEVER for threshold in thresholds):
-            return  # nothing answers: there is nothing to judge by
-        exits = tuple(a.exit for a in active)
+            return None  # nothing answers: there is nothing to judge by
+        exits = tuple(a.exit for a in policy.active)
         samples = self._window.seen_by(exits)
         if samples.effective < JUDGED_BY / 4:
-            return
-        found = adjust(
-            representative(samples.confidence, samples.weight, JUDGED_BY),
-            exits,
-            thresholds,
-            self._costs,
-            max_overhead=self._max_overhead,
-        )
+            return None
+        alike = representative(samples.confidence, samples.weight, JUDGED_BY)
+        found = adjust(alike, exits, thresholds, self._costs, max_overhead=self._max_overhead)
         before = self._proposed.get(found.active)
         is_due = before is None or self._seen - before >= self._again_after
-        if found.active != exits and is_due and self._inner.consider(found.active):
-            self._proposed[found.active] = self._seen
+        return found.active if found.active != exits and is_due else None
+
+    def accepted(self, exits: tuple[int, ...]) -> None:
+        """Remember that a proposal is tried; one that came at a bad time may be made again."""
+        self._proposed[exits] = self._seen
 
 
 def representative(confidence: Float32Array, weight: FloatArray, count: int) -> Float32Array:

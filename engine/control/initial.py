@@ -11,10 +11,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, ActiveExit, ExitPolicy, Promise
 from offramp.bundle.bundle import CERTIFY, TUNE
-from offramp.certify.agreement import tuning_path
-from offramp.certify.learn_then_test import certify
-from offramp.certify.path import walk
-from offramp.certify.records import evaluate
+from offramp.certify import Weighted, certify, evaluate, tuning_path, walk
 from offramp.engine.control.costs import CostModel
 
 
@@ -26,7 +23,7 @@ def within_budget(
     max_overhead: float,
     max_disagreement: float,
 ) -> tuple[int, ...]:
-    """Which of a policy's exits to keep so that the model's end comes late by so much at most.
+    """The exits of a policy to keep so that the model's end comes late by so much at most.
 
     The one whose absence costs least on the tuning split goes first (Apparate's ramp budget, 3.1;
     which exits go is left open there). Nothing of the certify split is looked at: what is chosen
@@ -72,19 +69,19 @@ def certified_on(
     records: Mapping[str, NDArray[Any]],
     *,
     max_disagreement: float,
-    confidence: float,
+    confidence_level: float,
 ) -> ExitPolicy:
-    """The boldest policy of these exits that the calibration data certifies, version 1.
+    """The most aggressive policy of these exits that the calibration data certifies, version 1.
 
     As ``eecompile`` finds the bundle's own: a path fixed by the tuning split, walked on the certify
-    split (:mod:`.certify`). Exits that it does not need look on at ``NEVER``.
+    split (:mod:`offramp.certify`). Exits that it does not need run in shadow mode, at ``NEVER``.
     """
     rows = list(exits)
-    cautious = ExitPolicy(
+    conservative = ExitPolicy(
         version=1, active=tuple(ActiveExit(exit=e, threshold=NEVER) for e in exits)
     )
     if not rows:
-        return cautious
+        return conservative
     confidences, agrees = _split(records, TUNE)
     path = tuning_path(confidences[rows], agrees[rows])
     confidences, agrees = _split(records, CERTIFY)
@@ -93,10 +90,10 @@ def certified_on(
         confidences[rows],
         agrees[rows],
         max_disagreement=max_disagreement,
-        confidence_level=confidence,
+        confidence_level=confidence_level,
     )
     if found is None:
-        return cautious
+        return conservative
     outcome = evaluate(
         confidences[rows],
         agrees[rows],
@@ -106,17 +103,33 @@ def certified_on(
     )
     pairs = zip(exits, found.thresholds.tolist(), strict=True)
     return replace(
-        cautious,
+        conservative,
         active=tuple(ActiveExit(exit=e, threshold=threshold) for e, threshold in pairs),
         promise=Promise(
             max_disagreement=max_disagreement,
-            confidence=confidence,
+            confidence_level=confidence_level,
             certify_samples=found.samples,
             certify_errors=found.errors,
             p_value=found.p_value,
             predicted_savings=outcome.savings,
         ),
     )
+
+
+def tuning_split(records: Mapping[str, NDArray[Any]], exits: int) -> Weighted:
+    """The samples of the calibration data that curves may be fitted on.
+
+    Raises:
+        ValueError: There are none, or they are of other exits.
+    """
+    shape = records["confidence"].shape
+    if len(shape) != 2 or shape[0] != exits:
+        raise ValueError(f"records hold confidences of shape {shape}, expected [{exits}, samples]")
+    if not (records["split"] == TUNE).any():
+        raise ValueError("records hold no samples to tune on (split 1); compile the bundle again")
+    confidence, agrees = _split(records, TUNE)
+    weight = np.ones(confidence.shape[1])
+    return Weighted(confidence=confidence.astype(np.float32), agrees=agrees, weight=weight)
 
 
 def _split(

@@ -1,4 +1,4 @@
-"""How the policy in force does: a bound on its risk, where it answers, how much to audit it."""
+"""Metrics of the policy in force: a bound on its risk, where it answers, how much to audit it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
+from offramp.certify import FloatArray, Observations, count_answers
 from offramp.certify.betting import UpperBound
-from offramp.certify.decision import FloatArray, count_answers
-from offramp.certify.observations import Observations
 from offramp.engine.control.audit import AuditRate, AuditSettings
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.settings import CertifiedSettings
@@ -17,8 +16,8 @@ _MEMORY: Final = 2048.0
 """Samples after which the shares answered at each exit have forgotten all but a third."""
 
 
-class Standing:
-    """Begins anew with every policy that answers otherwise than the one before."""
+class PolicyMetrics:
+    """Metrics of one policy; another one that answers otherwise begins with new ones."""
 
     def __init__(
         self,
@@ -34,7 +33,7 @@ class Standing:
         Args:
             costs: Of all K exits.
             settings: Audits are held to its budget.
-            exits: In use, whether they answer or look on.
+            exits: In use, whether they answer or run in shadow mode.
             shares: float64[K + 1]: of samples expected to be answered at each, the last at the end.
             alpha: With which probability the upper bound may ever be wrong.
         """
@@ -64,7 +63,7 @@ class Standing:
         """Move the audit probability, so many samples after the last time.
 
         Args:
-            exits: In use, whether they answer or look on.
+            exits: In use, whether they answer or run in shadow mode.
             needs_evidence: Whether audits can bring something beside noticing drift.
             samples: Since the last call.
         """

@@ -1,4 +1,4 @@
-"""What may be set of the certified controller."""
+"""The settings of the certified controller."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from offramp.engine.control.drift import DEFAULT_RATE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CertifiedSettings:
-    """Constraint, confidence, and how patiently to look for more."""
+    """The constraint, the confidence level, and how patiently to look for more."""
 
     max_disagreement: float = 0.01
     """The constraint, ε."""
-    confidence: float = 0.95
+    confidence_level: float = 0.95
     """1 − α, over the controller's life."""
     release: bool = False
     """Every sample runs to the end; else audits choose which do."""
@@ -36,11 +36,17 @@ class CertifiedSettings:
     """Samples after which it is tried whether a new path would save more; doubled whenever not."""
     patience: int = 10_000
     """Audited samples without success after which no more are asked for, and other thresholds or
-    exits on trial are dropped."""
+    exits under test are dropped."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be kept."""
-        for name in ("max_disagreement", "confidence", "audit_budget", "alarm_rate", "min_gain"):
+        for name in (
+            "max_disagreement",
+            "confidence_level",
+            "audit_budget",
+            "alarm_rate",
+            "min_gain",
+        ):
             if not 0 < getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected above 0, below 1")
         for name in ("look_every", "window", "tune_samples", "retune_every", "patience"):
@@ -54,9 +60,9 @@ class CertifiedSettings:
     @property
     def alpha(self) -> float:
         """With which probability any statement over the controller's life may be wrong."""
-        return 1 - self.confidence
+        return 1 - self.confidence_level
 
     def covered_by(self, policy: ExitPolicy) -> bool:
         """Whether what a policy was certified for is what is asked for, or more."""
         promise = policy.promise
-        return promise is not None and promise.covers(self.max_disagreement, self.confidence)
+        return promise is not None and promise.covers(self.max_disagreement, self.confidence_level)

@@ -1,4 +1,4 @@
-"""Notice that inputs have changed, from what every sample shows anyway: no audit is needed.
+"""The shift detector: notices changed inputs from what every sample shows anyway, without audits.
 
 Audits tell whether answers got worse, but they are few. How sure an exit is of the samples that
 reach it is known of all of them, and it moves with nearly everything that makes inputs harder,
@@ -8,8 +8,8 @@ summed over the exits, at several lengths of "recent" (short ones notice a jump,
 step). The later an exit, the more its confidences say, and the fewer samples reach it.
 
 This is a reason to test afresh, no statement about agreement: a certificate takes for granted that
-samples are like those it was made from, and here they are not. It makes no promise of its own; the
-drift alarm (:mod:`.drift`) watches what matters whether this notices anything or not.
+samples are like those it was made from, and here they are not. The drift alarm (:mod:`.drift`)
+watches what matters whether this notices anything or not.
 
 Chosen here: samples that follow each other are often alike (frames of a film), so that windows
 differ more than chance would have it. Their usual excess is estimated (the dispersion of
@@ -23,7 +23,7 @@ from typing import Final
 
 import numpy as np
 
-from offramp.certify.decision import Float32Array, FloatArray, IntArray
+from offramp.certify import Float32Array, FloatArray, IntArray
 
 BINS: Final = 10
 SCALES: Final = (128, 512, 2048)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import threading
 from contextlib import ExitStack
 
-from offramp.engine.cuda.arena import mib
-from offramp.engine.cuda.buffering import ParkingPool
 from offramp.engine.cuda.driver import DeviceMemoryError, Driver
 from offramp.engine.cuda.executable import ExecutableFactory
-from offramp.engine.cuda.kernels import DeviceKernels
-from offramp.engine.cuda.slot import REMEDY, CudaSlot, Shared
+from offramp.engine.cuda.memory import MemoryPool, mib
+from offramp.engine.cuda.slot import REMEDY, CudaSlot, SharedBySlots
 from offramp.engine.cuda.stages import CudaStage, StageRegistry
+from offramp.engine.cuda.stream import DeviceKernels
 from offramp.engine.errors import BackendError
 from offramp.engine.plan import StageSpec
 
 
 class CudaBackend:
-    """Runs stages on a driver; see :class:`offramp.engine.backends.base.Backend`."""
+    """Runs stages on a driver: a :class:`offramp.engine.backends.base.Backend`."""
+
+    on_cpu = False
 
     def __init__(
         self,
@@ -42,12 +43,12 @@ class CudaBackend:
         self._driver = driver
         with driver.current():
             loaded = DeviceKernels(driver, kernels)
-        self._shared = Shared(
+        self._shared = SharedBySlots(
             driver=driver,
             factory=factory,
             kernels=loaded,
             stages=StageRegistry(),
-            pool=ParkingPool(driver),
+            pool=MemoryPool(driver),
             graphs=graphs,
         )
         self._slots = 0
@@ -59,13 +60,8 @@ class CudaBackend:
         """The factory's, for instance ``tensorrt``."""
         return self._shared.factory.name
 
-    @property
-    def on_cpu(self) -> bool:
-        """No."""
-        return False
-
     def prepare(self, spec: StageSpec) -> CudaStage:
-        """Load a stage; see :class:`Backend`. It lasts as long as the result is referred to."""
+        """Load a stage, which lasts as long as the result is referred to."""
         with self._driver.current():
             self._shared.stages.sweep()
             try:

@@ -1,4 +1,4 @@
-"""Everything that we ask of CUDA, as a protocol of some fifteen methods.
+"""The driver protocol: everything that Offramp asks of CUDA, in some fifteen methods.
 
 Work is *enqueued* on a stream and runs later, in the order of that stream. Streams know nothing of
 each other: order between two of them, and between a stream and the host, comes of events only.
@@ -29,6 +29,12 @@ from offramp.engine.kernels.arguments import Launch
 
 ALIGNMENT = 256
 """Bytes: every address that a driver allocates is a multiple of it."""
+
+
+def aligned(size_bytes: int) -> int:
+    """Round a size up, so that what comes behind is aligned as an allocation is."""
+    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
+
 
 Kernel: TypeAlias = Any
 """A kernel that a driver loaded; opaque."""
@@ -75,8 +81,8 @@ class Stream(Protocol):
         ...
 
 
-class Event(Protocol):
-    """A point in a stream, once it is recorded."""
+class StreamEvent(Protocol):
+    """A point in a stream of work, once it is recorded: a CUDA event."""
 
     def close(self) -> None:
         """Release it; may be called again."""
@@ -166,7 +172,7 @@ class Driver(Protocol):
         """Make a stream; it never waits for the default stream."""
         ...
 
-    def event(self) -> Event:
+    def event(self) -> StreamEvent:
         """Make an event; it takes no times."""
         ...
 
@@ -186,15 +192,15 @@ class Driver(Protocol):
         """Enqueue zeros."""
         ...
 
-    def record(self, event: Event, stream: Stream) -> None:
+    def record(self, event: StreamEvent, stream: Stream) -> None:
         """Let the event stand for all that is enqueued so far; forgets what it stood for."""
         ...
 
-    def wait_on(self, stream: Stream, event: Event) -> None:
+    def wait_on(self, stream: Stream, event: StreamEvent) -> None:
         """What is enqueued on the stream from now on waits for what the event stands for now."""
         ...
 
-    def synchronize(self, event: Event) -> None:
+    def synchronize(self, event: StreamEvent) -> None:
         """Wait, with the GIL released, for what the event stands for.
 
         Raises:

@@ -1,4 +1,4 @@
-"""The driver interface on a GPU, through PyCUDA; graphs through ``cuda.bindings``.
+"""The driver of a GPU, through PyCUDA; its graphs are made through ``cuda.bindings``.
 
 The device's primary context is used, never one of PyCUDA's own, so that TensorRT and ONNX Runtime
 share memory and streams with us. Nothing is left to the garbage collector: PyCUDA releases things
@@ -16,12 +16,12 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.engine.cuda.driver import DeviceLostError, DeviceMemoryError, Event, Stream
+from offramp.engine.cuda.driver import DeviceLostError, DeviceMemoryError, Stream, StreamEvent
 from offramp.engine.cuda.graphs import CudaGraph, CudaGraphs
 from offramp.engine.errors import BackendError
 from offramp.engine.kernels.arguments import (
@@ -82,8 +82,9 @@ class PyCudaDriver:
         """
         import pycuda.driver as cuda  # noqa: PLC0415
 
+        self._cuda = cuda
         self._context = _Current(primary_context(index))
-        self._errors = _Errors()
+        self._errors = _Errors(cuda.Error)
         with self._errors:
             device: cuda.Device = cuda.Device(index)
             self.device = str(device.name())
@@ -107,20 +108,16 @@ class PyCudaDriver:
 
     def memory(self) -> tuple[int, int]:
         """Free and total bytes."""
-        import pycuda.driver as cuda  # noqa: PLC0415
-
         with self._errors:
-            free_bytes, total_bytes = cuda.mem_get_info()
+            free_bytes, total_bytes = self._cuda.mem_get_info()
         return int(free_bytes), int(total_bytes)
 
     def allocate(self, size_bytes: int) -> int:
         """Take device memory; PyCUDA collects garbage and tries again before it gives up."""
-        import pycuda.driver as cuda  # noqa: PLC0415
-
         with self._errors:
             try:
-                memory: cuda.DeviceAllocation = cuda.mem_alloc(max(size_bytes, 1))
-            except cuda.MemoryError as error:
+                memory: cuda.DeviceAllocation = self._cuda.mem_alloc(max(size_bytes, 1))
+            except self._cuda.MemoryError as error:
                 free_bytes, _ = self.memory()
                 raise DeviceMemoryError(size_bytes, free_bytes, self.device) from error
         address = int(memory)
@@ -137,87 +134,69 @@ class PyCudaDriver:
 
     def allocate_pinned(self, size_bytes: int) -> PyCudaPinned:
         """Take pinned memory, which any thread may use and kernels can address."""
-        import pycuda.driver as cuda  # noqa: PLC0415
-
-        flags = cuda.host_alloc_flags
+        flags = self._cuda.host_alloc_flags
         with self._errors:
             try:
-                array: NDArray[np.uint8] = cuda.pagelocked_empty(
+                array: NDArray[np.uint8] = self._cuda.pagelocked_empty(
                     max(size_bytes, 1), np.uint8, mem_flags=flags.PORTABLE | flags.DEVICEMAP
                 )
-            except cuda.MemoryError as error:
+            except self._cuda.MemoryError as error:
                 # How much can be pinned, nobody tells: it is the host's memory that was short.
                 raise DeviceMemoryError(size_bytes, 0, "the host's pinned memory") from error
             return PyCudaPinned(array, size_bytes, self._errors)
 
     def stream(self) -> PyCudaStream:
         """Make a stream."""
-        import pycuda.driver as cuda  # noqa: PLC0415
-
         with self._errors:
-            return PyCudaStream(cuda.Stream(_NON_BLOCKING))
+            return PyCudaStream(self._cuda.Stream(_NON_BLOCKING))
 
     def event(self) -> PyCudaEvent:
         """Make an event."""
-        import pycuda.driver as cuda  # noqa: PLC0415
-
         with self._errors:
-            return PyCudaEvent(cuda.Event(self._event_flags))
+            return PyCudaEvent(self._cuda.Event(self._event_flags))
 
     def copy_in(self, target: int, source: NDArray[np.uint8], stream: Stream) -> None:
         """Enqueue a copy to the device."""
-        import pycuda.driver as cuda  # noqa: PLC0415
-
         with self._errors:
-            cuda.memcpy_htod_async(target, source, _own(stream))
+            self._cuda.memcpy_htod_async(target, source, _own(stream))
 
     def copy_out(self, target: NDArray[np.uint8], source: int, stream: Stream) -> None:
         """Enqueue a copy to the host."""
-        import pycuda.driver as cuda  # noqa: PLC0415
-
         with self._errors:
-            cuda.memcpy_dtoh_async(target, source, _own(stream))
+            self._cuda.memcpy_dtoh_async(target, source, _own(stream))
 
     def copy_within(self, target: int, source: int, size_bytes: int, stream: Stream) -> None:
         """Enqueue a copy on the device."""
-        import pycuda.driver as cuda  # noqa: PLC0415
-
         with self._errors:
-            cuda.memcpy_dtod_async(target, source, size_bytes, _own(stream))
+            self._cuda.memcpy_dtod_async(target, source, size_bytes, _own(stream))
 
     def clear(self, address: int, size_bytes: int, stream: Stream) -> None:
         """Enqueue zeros."""
-        import pycuda.driver as cuda  # noqa: PLC0415
-
         with self._errors:
-            cuda.memset_d8_async(address, 0, size_bytes, _own(stream))
+            self._cuda.memset_d8_async(address, 0, size_bytes, _own(stream))
 
-    def record(self, event: Event, stream: Stream) -> None:
+    def record(self, event: StreamEvent, stream: Stream) -> None:
         """Let the event stand for what is enqueued so far."""
         with self._errors:
             _own_event(event).record(_own(stream))
 
-    def wait_on(self, stream: Stream, event: Event) -> None:
+    def wait_on(self, stream: Stream, event: StreamEvent) -> None:
         """Let the stream wait for the event."""
         with self._errors:
             _own(stream).wait_for_event(_own_event(event))
 
-    def synchronize(self, event: Event) -> None:
+    def synchronize(self, event: StreamEvent) -> None:
         """Wait for the event with the GIL released; whatever fails here failed on the device."""
-        import pycuda.driver as cuda  # noqa: PLC0415
-
         waited_for = _own_event(event)
         try:
             waited_for.synchronize()
-        except cuda.Error as error:
+        except self._cuda.Error as error:
             raise self._errors.lost(error) from error
 
     def load(self, cubin: bytes) -> MappingProxyType[str, Any]:
         """Load the kernels."""
-        import pycuda.driver as cuda  # noqa: PLC0415
-
         with self._errors:
-            module: cuda.Module = cuda.module_from_buffer(cubin)
+            module: cuda.Module = self._cuda.module_from_buffer(cubin)
             kernels = {name: _prepared(module, name) for name in ENTRY_POINTS}
         self._kernels.append(kernels)
         return MappingProxyType(kernels)
@@ -248,39 +227,51 @@ class PyCudaDriver:
             raise BackendError(f"{left} pieces of device memory were not freed")
 
 
-class PyCudaStream:
-    """A stream: see :class:`offramp.engine.cuda.driver.Stream`."""
+class _Handle:
+    """A stream or an event of PyCUDA, which releases it with its last reference: ours."""
+
+    what: ClassVar[str]
+
+    def __init__(self, owned: Any) -> None:
+        self._owned = owned
+
+    @property
+    def owned(self) -> Any:
+        """PyCUDA's own.
+
+        Raises:
+            BackendError: It was closed before.
+        """
+        if self._owned is None:
+            raise BackendError(f"a CUDA {self.what} was used after it was closed")
+        return self._owned
+
+    def close(self) -> None:
+        """Release it; may be called again."""
+        self._owned = None
+
+
+class PyCudaStream(_Handle):
+    """A stream: a :class:`offramp.engine.cuda.driver.Stream`."""
+
+    what = "stream"
 
     def __init__(self, stream: cuda.Stream) -> None:
-        """Take over a stream of PyCUDA."""
-        self.stream: cuda.Stream | None = stream
-        """PyCUDA's; ``None`` once it is closed."""
+        super().__init__(stream)
         self.handle = int(stream.handle)
         """CUDA's ``CUstream``."""
 
-    def close(self) -> None:
-        """Release it: by the last reference, which is ours."""
-        self.stream = None
 
+class PyCudaEvent(_Handle):
+    """An event: a :class:`offramp.engine.cuda.driver.StreamEvent`."""
 
-class PyCudaEvent:
-    """An event: see :class:`offramp.engine.cuda.driver.Event`."""
-
-    def __init__(self, event: cuda.Event) -> None:
-        """Take over an event of PyCUDA."""
-        self.event: cuda.Event | None = event
-        """PyCUDA's; ``None`` once it is closed."""
-
-    def close(self) -> None:
-        """Release it: by the last reference, which is ours."""
-        self.event = None
+    what = "event"
 
 
 class PyCudaPinned:
-    """Pinned memory: see :class:`offramp.engine.cuda.driver.Pinned`."""
+    """Pinned memory: a :class:`offramp.engine.cuda.driver.Pinned`, on an array of PyCUDA."""
 
     def __init__(self, array: NDArray[np.uint8], size_bytes: int, errors: _Errors) -> None:
-        """Take over an array on pinned memory of PyCUDA, its first ``size_bytes``."""
         self._errors = errors
         allocation: cuda.PagelockedHostAllocation = array.base
         self._allocation: cuda.PagelockedHostAllocation | None = allocation
@@ -305,8 +296,7 @@ class _Current(threading.local):
     who runs many stages in a row on a thread may hold a block open around them.
     """
 
-    def __init__(self, context: PrimaryContext) -> None:
-        """Called by every thread that uses it."""
+    def __init__(self, context: PrimaryContext) -> None:  # by every thread that uses it
         self._context = context
         self._depth = 0
         self._pushed = ExitStack()
@@ -325,14 +315,12 @@ class _Current(threading.local):
 class _Errors:
     """Turns PyCUDA's errors into ours; one for all calls, since it is entered on the hot path."""
 
-    def __init__(self) -> None:
-        import pycuda.driver as cuda  # noqa: PLC0415
-
-        self._of_cuda: type[Exception] = cuda.Error
+    def __init__(self, of_cuda: type[Exception]) -> None:
+        self._of_cuda = of_cuda
         self._lost = ""
 
     def __enter__(self) -> None:
-        """Nothing."""
+        pass
 
     def __exit__(
         self,
@@ -362,13 +350,9 @@ def _prepared(module: cuda.Module, entry_point: str) -> cuda.Function:
 
 def _own(stream: Stream) -> cuda.Stream:
     assert isinstance(stream, PyCudaStream)
-    if stream.stream is None:
-        raise BackendError("a CUDA stream was used after it was closed")
-    return stream.stream
+    return stream.owned
 
 
-def _own_event(event: Event) -> cuda.Event:
+def _own_event(event: StreamEvent) -> cuda.Event:
     assert isinstance(event, PyCudaEvent)
-    if event.event is None:
-        raise BackendError("a CUDA event was used after it was closed")
-    return event.event
+    return event.owned

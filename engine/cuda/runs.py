@@ -1,4 +1,4 @@
-"""Everything about running a stage on so many rows that can be known before: made once, kept.
+"""The stages that are open in a slot, and what can be known before a stage runs on so many rows.
 
 Between two stages the host only looks a :class:`StageRun` up; addresses, shapes, the arguments of
 the stage end and, after the second time, the CUDA graph are in it.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,15 +16,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.engine.cuda.arena import Arena
-from offramp.engine.cuda.batch import CudaBatch
-from offramp.engine.cuda.driver import Graph
-from offramp.engine.cuda.executable import Executable, Shape
-from offramp.engine.cuda.kernels import DeviceKernels
-from offramp.engine.cuda.layout import Layout, Layouts, Row, RowPart, row_bytes
-from offramp.engine.cuda.stages import StageFacts
+from offramp.engine.cuda.batch import CudaBatch, Layout, Layouts, Row, RowPart, row_bytes
+from offramp.engine.cuda.driver import Driver, Graph, Stream
+from offramp.engine.cuda.executable import Executable, Shape, SlotResources
+from offramp.engine.cuda.memory import Arena
+from offramp.engine.cuda.stages import StageFacts, StageRegistry
+from offramp.engine.cuda.stream import DeviceKernels, row_copies
 from offramp.engine.errors import BackendError
-from offramp.engine.kernels.arguments import MOST_TENSORS, Launch, RowCopy, Scratch
+from offramp.engine.kernels.arguments import MOST_TENSORS, ExitCheck, Launch, stage_end
 
 MOST_RUNS = 1024
 """Of a slot; with inputs of many lengths there is no end of them, and a graph takes memory.
@@ -64,7 +63,7 @@ class StageRun:
     passes: bool
     """Whether some of it are inputs that pass through."""
     copies: tuple[tuple[int, int, int], ...]
-    """(target, source, bytes) of inputs that pass through, where nobody can leave."""
+    """(target, source, bytes) of inputs that pass through, where nobody can exit."""
     compacts: bool
     """Whether the stage end brings what goes on to the next input area."""
     answer: NDArray[Any] | None
@@ -86,6 +85,22 @@ class StageRun:
     end: Launch | None = None
     """The launch after the stage."""
 
+    def enqueue(self, stream: Stream, graph: int | None) -> None:
+        """Enqueue the stage; with a graph's number, to be captured into it."""
+        self.stage.executable.enqueue(self.shapes, self.addresses, stream, graph=graph)
+
+    def capture(self, driver: Driver, stream: Stream) -> bool:
+        """Make the graph, and say whether it could be made; if not, the stage does without.
+
+        To be called right after the stage ran with these very shapes, as TensorRT asks, and is at
+        rest again.
+        """
+        self.graph = driver.capture(stream, lambda: self.enqueue(stream, self.number))
+        if self.graph is None:
+            self.stage.graphs = False
+            self.stage.executable.forget(self.number)
+        return self.graph is not None
+
     def release(self) -> None:
         """Close the graph, and let go of what it was captured from; the host has waited."""
         graph, self.graph = self.graph, None
@@ -98,7 +113,7 @@ class StageRun:
 
 @dataclass(slots=True, kw_only=True)
 class StageRuns:
-    """Of a slot."""
+    """The stage runs of a slot, made when first needed."""
 
     arena: Arena
     layouts: Layouts
@@ -108,7 +123,7 @@ class StageRuns:
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def of(self, stage: OpenStage, batch: CudaBatch) -> StageRun:
-        """How to run a stage on a batch that lies in an input area.
+        """Tell how to run a stage on a batch that lies in an input area.
 
         The host has waited for all that was run before.
 
@@ -138,7 +153,7 @@ class StageRuns:
         _release([self._made.pop(key) for key in gone])
 
     def end_of(self, run: StageRun, threshold: float) -> Launch:
-        """The launch after a stage; its threshold may change from batch to batch."""
+        """Make the launch after a stage; its threshold may change from batch to batch."""
         if run.end is None or run.threshold != threshold:
             run.end, run.threshold = self._end(run, threshold), threshold
         return run.end
@@ -151,7 +166,7 @@ class StageRuns:
         inputs = dict(zip(shapes, batch.addresses, strict=True))
         given = _given_rows(stage, shapes)
         carried = self._carried(stage.facts, batch, given)
-        # Where nobody can leave, what goes on is written to where it goes.
+        # Where nobody can exit, what goes on is written to where it goes.
         direct = spec.answer is None
         beside = {n: row for n, row in given.items() if not (direct and n in stage.facts.given)}
         outputs = self.layouts.of(tuple(beside.values()), prepared.max_rows)
@@ -166,7 +181,7 @@ class StageRuns:
         addresses = {**inputs, **addresses}
         passed = [name for name in targets if name not in stage.facts.given]
         answer = self.arena.answers.array[:answer_bytes]
-        confidence, survivors, survivor_count = self.arena.outcome.views(batch.rows)
+        confidence, survivors, survivor_count = self.arena.by_row.views(batch.rows)
         return StageRun(
             stage=stage,
             number=next(self._numbers),
@@ -215,32 +230,78 @@ class StageRuns:
             self.arena.grow(self.arena.inputs[target], carried.size_bytes)
 
     def _end(self, run: StageRun, threshold: float) -> Launch:
-        check, kernels = run.stage.facts.check, self.arena.kernels
+        check, by_row = run.stage.facts.check, self.arena.by_row
         assert check is not None
-        tensors: list[RowCopy] = []
-        if run.compacts:
-            assert run.carried is not None
-            tensors = [
-                RowCopy(source=source, target=target, row_bytes=tensor.row_bytes)
-                for tensor, source, target in zip(
-                    run.carried.tensors, run.sources, run.targets, strict=True
-                )
-            ]
-        return self.kernels.stage_end(
-            check,
-            threshold=threshold,
+        compacted = run.carried if run.compacts else None
+        return stage_end(
+            ExitCheck(kind=check.kind, channels=check.channels, threshold=threshold),
             rows=run.rows,
             scores=run.addresses[check.scores],
-            results=self.arena.outcome.results(kernels.principal),
-            scratch=kernels.scratch,
-            tensors=tensors,
+            score_type=check.score_type,
+            results=by_row.results,
+            scratch=by_row.scratch,
+            multiprocessors=self.kernels.multiprocessors,
+            tensors=row_copies(compacted, run.sources, run.targets) if compacted else (),
         )
 
 
-def scratch_of(arena: Arena) -> tuple[int, int]:
-    """Address and bytes of the kernels' scratch, to be cleared."""
-    scratch = arena.kernels.scratch
-    return scratch.address, Scratch.bytes_for(scratch.rows)
+@dataclass(slots=True, kw_only=True)
+class OpenStages:
+    """The stages that are open in one slot; used by the slot's thread."""
+
+    registry: StageRegistry
+    runs: StageRuns
+    graphs: bool
+    """Whether stages are captured into CUDA graphs."""
+    resources: Callable[[], SlotResources]
+    """What executables get."""
+    _open: dict[int, OpenStage] = field(default_factory=dict)
+    _drops: int = 0
+    """Handles that were gone when this slot looked last."""
+
+    def of(self, facts: StageFacts) -> OpenStage:
+        """Give what runs a stage here; the first time it is made.
+
+        Raises:
+            BackendError: It cannot be made.
+        """
+        stage = self._open.get(facts.number)
+        if stage is None:
+            self._reserve_scratch(facts)
+            executable = self.registry.open(facts, self.resources())
+            graphs = self.graphs and facts.prepared.capturable
+            stage = OpenStage(facts=facts, executable=executable, graphs=graphs)
+            self._open[facts.number] = stage
+        return stage
+
+    def has_dropped(self) -> bool:
+        """Whether stages are gone since :meth:`close_dropped` was called last."""
+        return self.registry.drops != self._drops
+
+    def close_dropped(self) -> None:
+        """Let go of what nobody can run any more; the host has waited for all work."""
+        self._drops = self.registry.drops
+        for stage in [s for s in self._open.values() if self.registry.is_dropped(s.facts)]:
+            self.runs.forget(stage)
+            del self._open[stage.facts.number]
+            self.registry.close(stage.facts, stage.executable)
+        self.registry.sweep()
+
+    def close(self) -> None:
+        """Close all, whatever goes wrong on the way; the host has waited for all work."""
+        stages, self._open = list(self._open.values()), {}
+        with ExitStack() as releases:
+            for stage in stages:
+                releases.callback(self.registry.close, stage.facts, stage.executable)
+            releases.callback(self.runs.clear)
+
+    def _reserve_scratch(self, facts: StageFacts) -> None:
+        """Executables keep its address for life: if it moves, all of them go, and come back."""
+        scratch = self.runs.arena.scratch
+        if facts.prepared.scratch_bytes > scratch.size_bytes:
+            self.runs.arena.settle()
+            self.close()
+            self.runs.arena.grow(scratch, self.registry.needs().scratch_bytes)
 
 
 def _release(runs: list[StageRun]) -> None:

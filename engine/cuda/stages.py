@@ -1,4 +1,4 @@
-"""Prepared stages and who still needs them.
+"""The prepared stages of a backend, and who still needs them.
 
 What the backend gives out is a handle. When its last reference is gone, on whichever thread, the
 stage is only marked: its executables are closed by the slots that own them, on their own threads,
@@ -15,26 +15,69 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import reduce
+from typing import Any
 
 import numpy as np
 
-from offramp.engine.cuda.arena import Needs
+from offramp.engine.cuda.batch import size_of
 from offramp.engine.cuda.executable import Executable, PreparedStage, SlotResources
-from offramp.engine.cuda.kernels import StageCheck, check_of
-from offramp.engine.cuda.layout import size_of
+from offramp.engine.cuda.memory import Needs
 from offramp.engine.errors import BackendError
+from offramp.engine.kernels.arguments import CheckKind, ScoreType
 from offramp.engine.plan import StageSpec
+
+_SCORE_TYPES: dict[np.dtype[Any], ScoreType] = {
+    np.dtype(np.float32): "float32",
+    np.dtype(np.float16): "float16",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCheck:
+    """How the kernel checks who exits after a stage."""
+
+    scores: str
+    """Name of the output that it reads."""
+    score_type: ScoreType
+    kind: CheckKind
+    channels: int
+    """Of the scores."""
+
+
+def check_of(spec: StageSpec, dtype: np.dtype[Any], classes: int) -> StageCheck | None:
+    """Tell how to check who exits after a stage.
+
+    A confidence that the graph computes is the largest of one probability: thresholds were tuned
+    on these very numbers, so they are what is compared.
+
+    Args:
+        spec: Of the stage.
+        dtype: Of the confidence on the device, or of the answer where the graph gives none.
+        classes: Of the answer.
+
+    Returns:
+        ``None`` where the stage has no answer, or one of a type that the kernels do not read.
+    """
+    score_type = _SCORE_TYPES.get(dtype)
+    if spec.answer is None or score_type is None:
+        return None
+    if spec.confidence is not None:
+        kind, channels, scores = CheckKind.PROBABILITIES, 1, spec.confidence
+    else:
+        kind = CheckKind.LOGITS if spec.form == "logits" else CheckKind.PROBABILITIES
+        channels, scores = classes, spec.answer
+    return StageCheck(scores=scores, score_type=score_type, kind=kind, channels=channels)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageFacts:
-    """What slots need to know of a prepared stage."""
+    """Facts of a prepared stage that slots need."""
 
     number: int
     """Never used twice in a backend."""
     prepared: PreparedStage
     check: StageCheck | None
-    """How the kernel checks who leaves; ``None``: it does not."""
+    """How the kernel checks who exits; ``None``: it does not."""
     given: frozenset[str]
     """Carried tensors that the stage gives; the others pass through."""
 
@@ -50,7 +93,6 @@ class CudaStage:
     __slots__ = ("__weakref__", "facts")
 
     def __init__(self, facts: StageFacts) -> None:
-        """Stand for a stage."""
         self.facts = facts
 
 
@@ -90,7 +132,7 @@ class StageRegistry:
         return stage
 
     def needs(self) -> Needs:
-        """What does for all stages that are in use."""
+        """Tell what memory does for all stages that are in use."""
         with self._lock:
             self._note_dropped()
             live = [record.facts for record in self._records.values() if not record.dropped]

@@ -43,7 +43,7 @@ class Bucket:
         self.latest_s = 0.0
         """The last time that one of them is due, or later."""
         self.lowest_priority = 0
-        """Of them, or lower."""
+        """The lowest priority among them, or lower."""
         self._by_urgency: SortedQueue[Submission] = SortedQueue()
         self._by_age: SortedQueue[Submission] | None = SortedQueue() if aged else None
         # Marks of BucketIndex:
@@ -69,7 +69,7 @@ class Bucket:
         """Count what is left of a submission no longer."""
         self.size -= submission.left
         submission.left = 0
-        self._died(1)
+        self._used_up(1)
 
     def take(self, limit: int) -> list[Taken]:
         """Take up to ``limit`` samples, most urgent first."""
@@ -83,13 +83,13 @@ class Bucket:
             self.size -= count
             limit -= count
             exhausted += count == left
-        self._died(exhausted)
+        self._used_up(exhausted)
         return taken
 
-    def _died(self, submissions: int) -> None:
-        self._by_urgency.died(submissions)
+    def _used_up(self, submissions: int) -> None:
+        self._by_urgency.used_up(submissions)
         if self._by_age is not None:
-            self._by_age.died(submissions)
+            self._by_age.used_up(submissions)
 
     def most_urgent(self) -> Submission:
         """The submission to serve first; the bucket must not be empty."""

@@ -59,7 +59,7 @@ class EarlyDrop:
     def gives_up(
         self, queue: SampleQueue, bucket: Bucket, now_s: float, latency_margin: float
     ) -> bool:
-        """Whether the most urgent sample of a bucket had better not be served; as above."""
+        """Whether the most urgent sample of a bucket had better be dropped; arguments as above."""
         head = bucket.most_urgent()
         slack_s = (head.deadline_s - now_s) / latency_margin
         longest_slack_s = self._longest_slack_s(bucket, now_s, latency_margin)

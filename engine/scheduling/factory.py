@@ -75,7 +75,7 @@ class PolicyName:
         return cls(name, MODEL_END if depth == "final" else int(depth))
 
     def __str__(self) -> str:
-        """As :meth:`parse` reads it."""
+        """Write the name as :meth:`parse` reads it."""
         if self.name != Fixed.name:
             return self.name
         return f"{self.name}:{_exit_name(self.exit)}"
@@ -140,6 +140,6 @@ def _point_at(points: OperatingPoints, chosen: PolicyName) -> OperatingPoint:
             return point
     known = ", ".join(_exit_name(point.exit) for point in points.points)
     raise ValueError(
-        f"policy {chosen}: exit {_exit_name(chosen.exit)} is not in use here, or may not be forced; "
-        f"there are: {known}"
+        f"policy {chosen}: exit {_exit_name(chosen.exit)} is not in use here, or may not be "
+        f"forced; there are: {known}"
     )

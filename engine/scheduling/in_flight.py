@@ -23,12 +23,12 @@ class ServedPlan:
     """A plan of the model's stages, with what chooses and predicts for batches started under it."""
 
     number: int
-    """Of the plan: :attr:`Run.plan`."""
+    """The plan's number: :attr:`Run.plan`."""
     policy: Policy
     latencies: Latencies
-    """Of its stages; told what is observed."""
+    """The predictions for its stages; told what is observed."""
     waiting: Waiting
-    """What its policy may choose from."""
+    """The samples that its policy may choose from: once it is old, those at its splits only."""
 
     @property
     def last(self) -> int:
@@ -74,9 +74,9 @@ class InFlight:
     def __init__(self) -> None:
         """Start empty."""
         self.batches: dict[int, ScheduledBatch] = {}
-        """By stream."""
+        """The running batches, by stream."""
         self.retries: list[ScheduledBatch] = []
-        """One request each."""
+        """Batches of one request each, to be tried again from stage 0."""
         self.plans: list[ServedPlan] = []
         """Oldest first; new batches start under the last."""
         self.buffered = 0

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle.bundle import CERTIFY
-from offramp.certify.decision import MODEL_END, leaves
+from offramp.certify import MODEL_END, leaves
 from offramp.engine.scheduling.latency import Latencies
 
 

@@ -101,7 +101,7 @@ class SampleQueue:
         bucket = self._buckets[submission.batch_key]
         bucket.forget(submission)
         if submission.deadline_s != _NEVER:
-            self._by_deadline.died()
+            self._by_deadline.used_up()
         if not bucket.size:
             self._index.taken(bucket)
         return dropped
@@ -137,7 +137,7 @@ class SampleQueue:
             if not submission.left:
                 del self._by_request[submission.request]
                 timed += submission.deadline_s != _NEVER
-        self._by_deadline.died(timed)
+        self._by_deadline.used_up(timed)
         self._index.taken(bucket)
         first = self._started
         self._started += sum(size for _, _, size in taken)

@@ -1,4 +1,4 @@
-"""The mechanism: one model's queue, batches and retries, under any policy and successive plans.
+"""The mechanism: one model's queue, batches and retries, under any policy and plan.
 
 Sans I/O and deterministic; the caller serialises the calls. What it promises whatever the policy
 chooses: every sample is released exactly once, or dropped with a cause; no sample runs a stage

@@ -1,4 +1,4 @@
-"""Engines loaded to be served: their weights once, their contexts one a slot and profile.
+"""Engines that are loaded to be served: weights once, contexts one a slot and profile.
 
 All of it works in the device's context, within ``with driver.current():``.
 """
@@ -6,7 +6,7 @@ All of it works in the device's context, within ``with driver.current():``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from offramp.engine.cuda.driver import Driver, Stream
 from offramp.engine.cuda.executable import Shape
 from offramp.engine.errors import BackendError
 from offramp.engine.tensorrt import compat
+from offramp.engine.tensorrt.lookup import StoredEngine
 from offramp.engine.tensorrt.messages import errors_of_tensorrt, logger
 
 if TYPE_CHECKING:
@@ -25,6 +26,97 @@ if TYPE_CHECKING:
 
 Shapes = Mapping[str, Shape]
 """By tensor name."""
+
+
+class EngineLibrary:
+    """Engines of one device, each loaded once, however many stages have it; thread-safe."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._lock = Lock()
+        self._taken: dict[str, SharedEngine] = {}
+        """By hash of the plan."""
+
+    def take(self, found: StoredEngine) -> SharedEngine:
+        """Load an engine, unless it is there already; to be given back.
+
+        Raises:
+            BackendError: Its file is missing or altered, or TensorRT does not load it.
+        """
+        digest = found.entry.sha256
+        with self._lock:
+            shared = self._taken.get(digest)
+            if shared is None:
+                shared = SharedEngine(found, self._driver, lambda: self._give_back(digest))
+                self._taken[digest] = shared
+            shared.users += 1
+            return shared
+
+    def close(self) -> None:
+        """Check that all engines were given back."""
+        if self._taken:
+            raise BackendError(f"{len(self._taken)} engines are still in use")
+
+    def _give_back(self, digest: str) -> None:
+        with self._lock:
+            shared = self._taken[digest]
+            shared.users -= 1
+            if shared.users:
+                return
+            del self._taken[digest]
+        shared.unload()
+
+
+class SharedEngine:
+    """An engine that stages share, or that slots take by turns.
+
+    From TensorRT 10 on all slots' contexts are of one engine. In 8.6 only one context at a time
+    may have a profile, so there every slot needs an engine of its own, with its weights.
+    """
+
+    def __init__(self, found: StoredEngine, driver: Driver, give_back: Callable[[], None]) -> None:
+        """Load the engine.
+
+        Raises:
+            BackendError: Its file is missing or altered, or TensorRT does not load it.
+        """
+        self._found = found
+        self._driver = driver
+        self.give_back = give_back
+        """Called when the stage does not need it any more."""
+        self.users = 0
+        """Stages that have it."""
+        self.engine = self._load()
+        """What it takes and gives."""
+        self._for_all_slots = compat.major() >= 10
+        self._lock = Lock()
+        self._idle = [self.engine]
+        self._lent: list[LoadedEngine] = []
+
+    def borrow(self) -> LoadedEngine:
+        """Get the engine for a slot's contexts."""
+        if self._for_all_slots:
+            return self.engine
+        with self._lock:
+            engine = self._idle.pop() if self._idle else self._load()
+            self._lent.append(engine)
+            return engine
+
+    def return_(self, engine: LoadedEngine) -> None:
+        """The slot's contexts are gone; may be called again."""
+        with self._lock:
+            if any(lent is engine for lent in self._lent):
+                self._lent.remove(engine)
+                self._idle.append(engine)
+
+    def unload(self) -> None:
+        """Release what is loaded."""
+        for engine in self._idle:
+            engine.close()
+        self._idle.clear()
+
+    def _load(self) -> LoadedEngine:
+        return LoadedEngine(self._found.read(), self._found.entry, self._driver)
 
 
 class LoadedEngine:
@@ -41,28 +133,19 @@ class LoadedEngine:
         Raises:
             BackendError: TensorRT refuses it, or it is not what the store says.
         """
-        import tensorrt as trt  # noqa: PLC0415
-
-        with errors_of_tensorrt() as errors:
-            runtime: trt.Runtime = trt.Runtime(logger())
-            engine: trt.ICudaEngine | None = runtime.deserialize_cuda_engine(plan)
-        if engine is None:
-            raise refused(f"load engine {entry.unit}", errors)
+        runtime, engine = deserialize(plan, f"engine {entry.unit}")
         self.entry = entry
         """What the store says of it."""
         self._lock = Lock()
         self._runtime: trt.Runtime | None = runtime
         self._engine: trt.ICudaEngine | None = engine
-        names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
-        modes = {name: engine.get_tensor_mode(name) for name in names}
+        self.inputs, self.outputs = tensor_names(engine)
+        """Names of the tensors that it reads, and of those that it gives."""
         self.dtypes: dict[str, np.dtype[Any]] = {
-            name: compat.numpy_dtype(engine.get_tensor_dtype(name)) for name in names
+            name: compat.numpy_dtype(engine.get_tensor_dtype(name))
+            for name in (*self.inputs, *self.outputs)
         }
         """Of all inputs and outputs, as they lie on the device."""
-        self.inputs = tuple(name for name in names if modes[name] == trt.TensorIOMode.INPUT)
-        """Names of the tensors that it reads."""
-        self.outputs = tuple(name for name in names if modes[name] == trt.TensorIOMode.OUTPUT)
-        """Names of the tensors that it gives."""
         profiles = range(int(engine.num_optimization_profiles))
         if len(profiles) != len(entry.profiles) or set(self.inputs) - set(entry.profiles[0].inputs):
             self.close()
@@ -207,6 +290,31 @@ class EngineContext:
         return self._context
 
 
+def deserialize(plan: bytes, what: str) -> tuple[trt.Runtime, trt.ICudaEngine]:
+    """Load a serialised engine into the current CUDA context; its runtime has to outlive it.
+
+    Raises:
+        BackendError: TensorRT refuses it; ``what`` names it.
+    """
+    import tensorrt as trt  # noqa: PLC0415
+
+    with errors_of_tensorrt() as errors:
+        runtime: trt.Runtime = trt.Runtime(logger())
+        engine: trt.ICudaEngine | None = runtime.deserialize_cuda_engine(plan)
+    if engine is None:
+        raise refused(f"load {what}", errors)
+    return runtime, engine
+
+
+def tensor_names(engine: trt.ICudaEngine) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of an engine's inputs, and of its outputs."""
+    import tensorrt as trt  # noqa: PLC0415
+
+    names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
+    inputs = tuple(n for n in names if engine.get_tensor_mode(n) == trt.TensorIOMode.INPUT)
+    return inputs, tuple(name for name in names if name not in inputs)
+
+
 def wait_for(driver: Driver, stream: Stream) -> None:
     """Wait for all that is enqueued on a stream."""
     event = driver.event()
@@ -218,8 +326,8 @@ def wait_for(driver: Driver, stream: Stream) -> None:
 
 
 def refused(what: str, errors: list[str]) -> BackendError:
-    """Say what TensorRT did not do, and what it says of it."""
-    return BackendError(f"TensorRT could not {what}: {'; '.join(errors) or 'it says not why'}")
+    """Make the error that says what TensorRT did not do, and what it says of it."""
+    return BackendError(f"TensorRT could not {what}: {'; '.join(errors) or 'it does not say why'}")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Which engines of a bundle run a stage on this machine.
+"""The lookup of the engines of a bundle that run a stage on this machine.
 
 A stage whose segments and exit were built as one engine has that; another has the engines of its
 segments, one after the other, which cost a border each, until it is built. Engines of another
@@ -34,8 +34,8 @@ refused, what it costs in answers. So the least of those that were built is serv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """The GPU that engines shall run on, as messages and the store name it."""
+class EnginePlace:
+    """The GPU and TensorRT that engines shall run on, as messages and the store name them."""
 
     gpu: str
     """As its driver names it."""
@@ -68,14 +68,14 @@ class Place:
         return tuple(p for p in wanted if self.target(p) in known)
 
     def remedy(self, bundle: Path) -> str:
-        """The command that builds what is missing."""
+        """Give the command that builds what is missing."""
         path = shlex.quote(str(bundle))
         asked = f" --precision {self.precision}" if self.precision else ""
         return f"build them here: eecompile build {path} --device {self.device}{asked}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class StoredEngine:
     """An engine of the store that may be run."""
 
     store: EngineStore
@@ -93,7 +93,7 @@ class Found:
             raise BackendError(str(error)) from error
 
 
-def open_store(bundle: Bundle, place: Place) -> EngineStore:
+def open_store(bundle: Bundle, place: EnginePlace) -> EngineStore:
     """Open the store of the engines that run at a place.
 
     Raises:
@@ -118,7 +118,7 @@ def open_store(bundle: Bundle, place: Place) -> EngineStore:
         raise BackendError(str(error)) from error
 
 
-def find_engines(spec: StageSpec, place: Place) -> tuple[Found, ...]:
+def find_engines(spec: StageSpec, place: EnginePlace) -> tuple[StoredEngine, ...]:
     """Find what runs a stage: one engine, or one of every segment.
 
     Raises:
@@ -158,7 +158,7 @@ class _Finder:
         self.refused: dict[str, str] = {}
         """Why, by name of the unit."""
 
-    def find(self, first: int, last: int, exit_: int | None) -> Found | None:
+    def find(self, first: int, last: int, exit_: int | None) -> StoredEngine | None:
         name = unit_name(first, last, exit_)
         entry = self._store.entry(name)
         if entry is None:
@@ -172,10 +172,10 @@ class _Finder:
             what = "an older model" if unlike == ["parts"] else f"another {unlike[0]}"
             self.refused[name] = f"was built for {what}"
             return None
-        return Found(store=self._store, entry=entry)
+        return StoredEngine(store=self._store, entry=entry)
 
 
-def _lacking(spec: StageSpec, finder: _Finder, place: Place, bundle: Bundle) -> str:
+def _lacking(spec: StageSpec, finder: _Finder, place: EnginePlace, bundle: Bundle) -> str:
     name = unit_name(*spec.unit)
     whole = finder.refused.pop(name)
     parts = [f"{unit} {why}" for unit, why in finder.refused.items()]

@@ -1,4 +1,4 @@
-"""Is everything there that TensorRT needs? One clear line if not.
+"""The check that everything is there that TensorRT needs; what is missing is said in one line.
 
 Asked before any long work, and before ``tensorrt`` is imported: without a driver
 ``tensorrt.Runtime()`` ends the whole process (seen in 8.6 and 11.4). So the driver is asked through
@@ -11,7 +11,7 @@ import ctypes
 import re
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Protocol
+from typing import Any
 
 from offramp.engine.errors import BackendError
 
@@ -56,21 +56,8 @@ class Device:
         return f"sm_{self.compute_capability[0]}{self.compute_capability[1]}"
 
 
-class Driver(Protocol):
-    """The functions of ``libcuda`` that are used, as ctypes gives them; the tests fake them."""
-
-    def cuInit(self, flags: int) -> int: ...  # noqa: D102, N802
-    def cuDriverGetVersion(self, version: object) -> int: ...  # noqa: D102, N802
-    def cuDeviceGetCount(self, count: object) -> int: ...  # noqa: D102, N802
-    def cuDeviceGet(self, device: object, ordinal: int) -> int: ...  # noqa: D102, N802
-    def cuDeviceGetName(self, name: object, size: int, device: object) -> int: ...  # noqa: D102, N802
-    def cuDeviceGetAttribute(self, value: object, attribute: int, device: object) -> int: ...  # noqa: D102, N802
-    def cuDeviceTotalMem_v2(self, size: object, device: object) -> int: ...  # noqa: D102, N802
-    def cuGetErrorName(self, error: int, name: object) -> int: ...  # noqa: D102, N802
-
-
 def parse_device(device: str) -> int:
-    """The GPU's number that ``cuda:1`` means; ``cuda`` alone is the first.
+    """Read the GPU's number in ``cuda:1``; ``cuda`` alone is the first.
 
     Raises:
         BackendError: It is written otherwise.
@@ -89,31 +76,35 @@ def find_device(index: int) -> Device:
     """
     driver = _load_driver()
     _start(driver)
-    count = ctypes.c_int()
-    _check(driver, "cuDeviceGetCount", driver.cuDeviceGetCount(ctypes.byref(count)))
+    count, handle = ctypes.c_int(), ctypes.c_int()
+    _ask(driver, "cuDeviceGetCount", ctypes.byref(count))
     if index >= count.value:
         raise BackendError(_no_such_gpu(index, count.value))
-    handle = ctypes.c_int()
-    _check(driver, "cuDeviceGet", driver.cuDeviceGet(ctypes.byref(handle), index))
+    _ask(driver, "cuDeviceGet", ctypes.byref(handle), index)
+    name = ctypes.create_string_buffer(_NAME_BYTES)
+    _ask(driver, "cuDeviceGetName", name, _NAME_BYTES, handle)
+    major, minor, version = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    _ask(driver, "cuDeviceGetAttribute", ctypes.byref(major), _CAPABILITY_MAJOR, handle)
+    _ask(driver, "cuDeviceGetAttribute", ctypes.byref(minor), _CAPABILITY_MINOR, handle)
+    _ask(driver, "cuDriverGetVersion", ctypes.byref(version))
+    total_bytes = ctypes.c_size_t()
+    _ask(driver, "cuDeviceTotalMem_v2", ctypes.byref(total_bytes), handle)
     return Device(
         index=index,
-        name=_name(driver, handle),
-        compute_capability=(
-            _attribute(driver, handle, _CAPABILITY_MAJOR),
-            _attribute(driver, handle, _CAPABILITY_MINOR),
-        ),
-        driver_version=_version(driver),
-        total_bytes=_total_bytes(driver, handle),
+        name=name.value.decode(),
+        compute_capability=(major.value, minor.value),
+        driver_version=(version.value // 1000, version.value % 1000 // 10),
+        total_bytes=total_bytes.value,
     )
 
 
 def missing(index: int = 0) -> list[str]:
-    """What is missing for TensorRT on a GPU, the first obstacle first; empty if nothing is."""
+    """List what is missing for TensorRT on a GPU, the first obstacle first."""
     return _look(index)[1]
 
 
 def missing_packages() -> list[str]:
-    """Which of :data:`PACKAGES` cannot be found; none is imported."""
+    """List which of :data:`PACKAGES` cannot be found; none is imported."""
     return [name for name in PACKAGES if find_spec(name) is None]
 
 
@@ -148,7 +139,8 @@ def _look(index: int) -> tuple[Device | None, list[str]]:
     return device, obstacles
 
 
-def _load_driver() -> Driver:
+def _load_driver() -> Any:
+    """Load the driver's functions as ctypes gives them; tests put a fake in their place."""
     try:
         return ctypes.CDLL(_LIBRARY)
     except OSError as error:
@@ -158,7 +150,7 @@ def _load_driver() -> Driver:
         ) from error
 
 
-def _start(driver: Driver) -> None:
+def _start(driver: Any) -> None:
     status = driver.cuInit(0)
     if status == _NO_DEVICE:
         raise BackendError(_no_such_gpu(0, 0))
@@ -172,7 +164,11 @@ def _no_such_gpu(index: int, count: int) -> str:
     return f"there is no GPU cuda:{index}, {there}, look at nvidia-smi and CUDA_VISIBLE_DEVICES"
 
 
-def _check(driver: Driver, function: str, status: int) -> None:
+def _ask(driver: Any, function: str, *arguments: object) -> None:
+    _check(driver, function, getattr(driver, function)(*arguments))
+
+
+def _check(driver: Any, function: str, status: int) -> None:
     if status == _SUCCESS:
         return
     name = ctypes.c_char_p()
@@ -181,31 +177,3 @@ def _check(driver: Driver, function: str, status: int) -> None:
     raise BackendError(
         f"the NVIDIA driver does not work: {function} gives {what}, nvidia-smi should say why"
     )
-
-
-def _name(driver: Driver, handle: ctypes.c_int) -> str:
-    name = ctypes.create_string_buffer(_NAME_BYTES)
-    status = driver.cuDeviceGetName(name, _NAME_BYTES, handle)
-    _check(driver, "cuDeviceGetName", status)
-    return name.value.decode()
-
-
-def _attribute(driver: Driver, handle: ctypes.c_int, attribute: int) -> int:
-    value = ctypes.c_int()
-    status = driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, handle)
-    _check(driver, "cuDeviceGetAttribute", status)
-    return value.value
-
-
-def _version(driver: Driver) -> tuple[int, int]:
-    version = ctypes.c_int()
-    status = driver.cuDriverGetVersion(ctypes.byref(version))
-    _check(driver, "cuDriverGetVersion", status)
-    return version.value // 1000, version.value % 1000 // 10
-
-
-def _total_bytes(driver: Driver, handle: ctypes.c_int) -> int:
-    size = ctypes.c_size_t()
-    status = driver.cuDeviceTotalMem_v2(ctypes.byref(size), handle)
-    _check(driver, "cuDeviceTotalMem_v2", status)
-    return size.value

@@ -22,7 +22,7 @@ from offramp.compiler.runtime import GraphRunner, relative_difference
 from offramp.compiler.tensorrt import TensorRTBuilder
 from offramp.engine.kernels.compilation import source_hash
 from offramp.engine.tensorrt.device import primary_context
-from offramp.engine.tensorrt.trial import Trial
+from offramp.engine.tensorrt.standalone import StandaloneEngine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(580)]
 
@@ -77,13 +77,13 @@ def test_every_unit_is_built_and_agrees_within_every_profile(
             entry = store.entry(unit.name)
             assert entry is not None
             reference = GraphRunner(onnx.load_from_string(graphs.of(unit)))
-            with Trial(store.read(entry)) as trial:
-                assert trial.profiles == len(entry.profiles) == batch_profiles.count(",") + 1
+            with StandaloneEngine(store.read(entry)) as engine:
+                assert engine.profiles == len(entry.profiles) == batch_profiles.count(",") + 1
                 for index, profile in enumerate(entry.profiles):
                     for batch in batches_of(profile):
                         values = inputs_of(bundle, unit.first_segment, batch, seed=batch)
                         inputs = {name: values[name] for name in reference.inputs}
-                        found, wanted = trial.run(inputs, index), reference.run(inputs)
+                        found, wanted = engine.run(inputs, index), reference.run(inputs)
                         # A softmax passes on the absolute error of its logits.
                         largest = max(np.abs(value).max() for value in wanted.values())
                         allowed = TOLERANCES["fp32"] * max(1.0, float(largest))

@@ -113,7 +113,7 @@ def test_what_is_unlike_everything_known_switches_the_exits_off(
             asked += len(images)
             await observed(engine, asked)
         assert control is not None
-        assert control.evidence in (Evidence.CAUTIOUS, Evidence.CERTIFIED)
+        assert control.evidence in (Evidence.CONSERVATIVE, Evidence.CERTIFIED)
         await until(lambda: engine.model("fashion").policy.version > 1)
 
     with_engine(bundle_path, mode, body, audit_budget=0.5)
@@ -151,19 +151,19 @@ def test_deployments_share_stages_and_speeds(fashion: Bundle) -> None:
         fashion, backend, fashion.profile(), mode=Mode.AUDIT, options=options
     )
     everything = tuple(range(len(fashion.manifest.exits)))
-    first = deployments.make(looking_on(1, everything[-1:]))
+    first = deployments.make(in_shadow_mode(1, everything[-1:]))
     first.points.latencies.calibrate(1.5)
     assert deployments.prepared(everything[-1:])
     assert not deployments.prepared(everything)
     deployments.prepare(everything)
     assert deployments.prepared(everything)
-    second = deployments.make(looking_on(2, everything), first)
-    assert (second.number, second.exits) == (first.number + 1, everything)
+    second = deployments.make(in_shadow_mode(2, everything), first)
+    assert (second.number, second.plan.exits) == (first.number + 1, everything)
     assert second.points.latencies.speed == 1.5
-    bolder = ExitPolicy(
+    aggressive = ExitPolicy(
         version=3, active=tuple(ActiveExit(exit=e, threshold=0.5) for e in everything)
     )
-    third = deployments.make(bolder, second)
+    third = deployments.make(aggressive, second)
     assert third.points.latencies is second.points.latencies
     slot = backend.open_slot()
     images = {"image": IMAGES[:8]}
@@ -174,7 +174,7 @@ def test_deployments_share_stages_and_speeds(fashion: Bundle) -> None:
     assert zeros(fashion.manifest, 3)["image"].shape == (3, 1, 28, 28)
 
 
-def looking_on(version: int, exits: tuple[int, ...]) -> ExitPolicy:
+def in_shadow_mode(version: int, exits: tuple[int, ...]) -> ExitPolicy:
     return ExitPolicy(
         version=version, active=tuple(ActiveExit(exit=e, threshold=NEVER) for e in exits)
     )

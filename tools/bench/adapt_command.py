@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress, TaskID
+from rich.progress import Progress
 
 from offramp.bundle import Bundle
 from offramp.calibration.dataset import Dataset, read_dataset
@@ -18,20 +18,30 @@ from offramp.tools.bench.adapt.contenders import KINDS, Workplace, contenders_of
 from offramp.tools.bench.adapt.corruptions import KINDS as CORRUPTIONS
 from offramp.tools.bench.adapt.corruptions import WORST
 from offramp.tools.bench.adapt.page import write_page
-from offramp.tools.bench.adapt.recording import Recorder
 from offramp.tools.bench.adapt.replay import ReplaySettings, replay
 from offramp.tools.bench.adapt.report import (
+    WIDTH,
     Comparison,
-    Run,
-    make_console,
+    ControllerRun,
     print_comparison,
     to_json,
 )
-from offramp.tools.bench.adapt.scenarios import SCENARIOS, Material, Settings, scenarios_of
+from offramp.tools.bench.adapt.scenarios import (
+    SCENARIOS,
+    Material,
+    ScenarioSettings,
+    answering,
+    scenarios_of,
+)
 from offramp.tools.bench.adapt.scores import course, hindsight, score
-from offramp.tools.bench.adapt.sequence import Population, Sequence, draw
+from offramp.tools.bench.adapt.sequence import Population, SampleSequence, draw
 from offramp.tools.bench.arguments import positive, share
-from offramp.tools.bench.output import check_outputs, describe_environment, write_json
+from offramp.tools.bench.output import (
+    check_outputs,
+    describe_environment,
+    wide_console,
+    write_json,
+)
 
 
 def add_parser(commands: Any) -> None:
@@ -135,7 +145,7 @@ def run(options: argparse.Namespace) -> int:
     workplace = _workplace(bundle, options)
     settings = _replay_settings(options)
     datasets = _datasets(bundle, options.data)
-    console = make_console()
+    console = wide_console(WIDTH)
     _warn(console, bundle, datasets)
     with Progress(console=Console(stderr=True), transient=True) as bars:
         comparisons = [
@@ -149,7 +159,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _compare(
-    sequence: Sequence, names: list[str], workplace: Workplace, settings: ReplaySettings
+    sequence: SampleSequence, names: list[str], workplace: Workplace, settings: ReplaySettings
 ) -> Comparison:
     """Serve a sequence under one controller after another."""
     bound, runs = workplace.max_disagreement, []
@@ -157,7 +167,7 @@ def _compare(
         contender = make_contender(name, workplace)
         trace = replay(sequence, contender, workplace.costs, settings)
         runs.append(
-            Run(
+            ControllerRun(
                 contender=contender,
                 trace=trace,
                 score=score(sequence, trace, max_disagreement=bound),
@@ -208,7 +218,7 @@ def _workplace(bundle: Bundle, options: argparse.Namespace) -> Workplace:
         batch_size=options.batch_size,
         costs=costs,
         max_disagreement=constraint,
-        confidence=options.confidence,
+        confidence_level=options.confidence,
         ramp_budget=options.ramp_budget,
         audit_budget=options.audit_budget,
     )
@@ -249,34 +259,25 @@ def _warn(console: Console, bundle: Bundle, datasets: dict[str, Dataset]) -> Non
             )
 
 
-class _ProgressingRecorder:
-    """Shows how far recording is."""
-
-    def __init__(self, recorder: Recorder, bars: Progress) -> None:
-        self._recorder = recorder
-        self._bars = bars
-
-    def record(self, dataset: Dataset) -> Population:
-        task: TaskID = self._bars.add_task("Answer at every exit", total=len(dataset))
-        try:
-            return self._recorder.record(
-                dataset, progress=lambda amount: self._bars.advance(task, amount)
-            )
-        finally:
-            self._bars.remove_task(task)
-
-
 def _sequences(
     bundle: Bundle, datasets: dict[str, Dataset], options: argparse.Namespace, bars: Progress
-) -> Iterator[Sequence]:
-    settings = Settings(
+) -> Iterator[SampleSequence]:
+    settings = ScenarioSettings(
         samples=options.samples,
         corruption=options.corruption,
         severity=options.severity,
         seed=options.seed,
     )
-    recorder = _ProgressingRecorder(Recorder(bundle, threads=options.threads), bars)
-    material = Material(datasets, recorder, settings)
+    answer = answering(bundle, threads=options.threads)
+
+    def record(dataset: Dataset) -> Population:
+        task = bars.add_task("Answer at every exit", total=len(dataset))
+        try:
+            return answer(dataset, lambda amount: bars.advance(task, amount))
+        finally:
+            bars.remove_task(task)
+
+    material = Material(datasets, record, settings)
     for name, scenario in scenarios_of(_names(options.scenario), material).items():
         rng = np.random.default_rng(options.seed)
         yield draw(name, scenario.description, scenario.segments(material), rng)
@@ -289,7 +290,7 @@ def _write(
         bundle=options.bundle.name,
         data=[path.name for path in options.data],
         max_disagreement=workplace.max_disagreement,
-        confidence=workplace.confidence,
+        confidence=workplace.confidence_level,
         audit_budget=workplace.audit_budget,
         ramp_budget=workplace.ramp_budget,
         batch_size=options.batch_size,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from offramp.tools.bench.traces import (
     Trace,
@@ -21,6 +21,7 @@ from offramp.tools.bench.traces import (
 )
 
 _DEFAULT_DURATION_S = 10.0
+_Known = TypeVar("_Known")
 
 
 def positive(text: str) -> int:
@@ -42,6 +43,19 @@ def share(text: str) -> float:
 def positives(text: str) -> list[int]:
     """Whole numbers of at least 1, separated by commas."""
     return [positive(part) for part in text.split(",")]
+
+
+def look_up(what: str, names: Sequence[str], known: Mapping[str, _Known]) -> dict[str, _Known]:
+    """The entries of these names.
+
+    Raises:
+        ValueError: A name is unknown; the message has the nearest one.
+    """
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1) or known
+            raise ValueError(f"unknown {what} {name!r}; there is {', '.join(near)}")
+    return {name: known[name] for name in names}
 
 
 _OPTIONS = {
@@ -139,7 +153,7 @@ def _file(options: argparse.Namespace) -> Path:
 
 
 class _Kind(NamedTuple):
-    """What a trace is made from."""
+    """The options that a kind of trace needs and takes, and how it is made."""
 
     needs: tuple[str, ...]
     may: tuple[str, ...]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from offramp.bundle import Bundle
 from offramp.calibration.dataset import read_dataset
@@ -29,7 +28,13 @@ from offramp.tools.bench.compare import (
     describe_also,
     parse_also,
 )
-from offramp.tools.bench.output import check_outputs, describe_environment, write_json
+from offramp.tools.bench.output import (
+    check_outputs,
+    describe_environment,
+    figure_table,
+    warn_of_calibration_data,
+    write_json,
+)
 
 
 def add_parser(commands: Any) -> None:
@@ -122,11 +127,7 @@ def run(options: argparse.Namespace) -> int:
     backend.close()
     same = dataset.sha256 == bundle.manifest.calibration.data_sha256
     if same:
-        console.print(
-            "[bold red]This is the data that the bundle was calibrated on:[/] agreement on it "
-            "says nothing about unseen data. Give --data that the compiler never saw.",
-            soft_wrap=True,
-        )
+        warn_of_calibration_data(console)
     baseline = baseline_of(backend, options.threads)
     environment = describe_environment(
         data_is_calibration_data=same,
@@ -140,7 +141,7 @@ def run(options: argparse.Namespace) -> int:
     title = f"{options.bundle}: measured on {backend.name}"
     print_rows(console, rows, title=title, baseline=baseline)
     if options.json is not None:
-        document = {"rows": [row.to_json() for row in rows], "environment": environment}
+        document = {"rows": [asdict(row) for row in rows], "environment": environment}
         write_json(options.json, document)
     return 0
 
@@ -154,21 +155,13 @@ def print_rows(console: Console, rows: Sequence[Row], *, title: str, baseline: s
         title: Of the table.
         baseline: How the source model was run.
     """
-    table = Table(
-        title=title,
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    table.caption = (
+    table = figure_table(
+        title,
         f"Milliseconds per sample, and ×ratio to {SOURCE} ({baseline}). busy: time the machine was "
-        "busy per sample. agree: answers like the source model's; right: like the labels."
+        "busy per sample. agree: answers like the source model's; right: like the labels.",
+        ("batch", "system", "mean", "median", "p95", "p99", "busy", "agree", "right"),
+        names=("system",),
     )
-    table.add_column("batch", justify="right", no_wrap=True)
-    table.add_column("system", no_wrap=True)
-    for name in ("mean", "median", "p95", "p99", "busy", "agree", "right"):
-        table.add_column(name, justify="right", no_wrap=True)
     source = rows[0]
     for row in rows:
         if row.system == SOURCE:

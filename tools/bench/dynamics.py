@@ -30,8 +30,8 @@ _SHARE_SPANS = (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """How far below all a plot of shares may begin."""
 
 
-class Run(NamedTuple):
-    """What is shown of a run."""
+class RunView(NamedTuple):
+    """The facts of a run that its page shows."""
 
     name: str
     summary: Summary
@@ -76,7 +76,7 @@ class _Axis(NamedTuple):
     """From a value to what is drawn."""
 
 
-def write_page(path: Path, *, title: str, measured: bool, runs: Sequence[Run]) -> None:
+def write_page(path: Path, *, title: str, measured: bool, runs: Sequence[RunView]) -> None:
     """Write one HTML file that needs nothing beside it.
 
     Args:
@@ -121,7 +121,7 @@ def figures(summary: Summary) -> list[tuple[str, str]]:
     return found
 
 
-def plots(run: Run) -> list[Plot]:
+def plots(run: RunView) -> list[Plot]:
     """Draw a run over time: plots of one time axis, without those that have nothing to show."""
     t, slo_ms = run.timeline, run.summary.slo_ms
     rates = [
@@ -144,7 +144,7 @@ def plots(run: Run) -> list[Plot]:
     return [plot for plot in drawn if plot is not None]
 
 
-def percentile_plot(run: Run) -> Plot | None:
+def percentile_plot(run: RunView) -> Plot | None:
     """Draw latency by percentile, with as much room for each tenth of the tail that remains."""
     if not run.percentiles:
         return None
@@ -210,11 +210,11 @@ def _lines(
     values = values[np.isfinite(values)]
     if not values.size:
         return None
-    keys = [Key(s.label, _stroke("solid", s.colour)) for s in series if s.label]
+    keys = [Key(s.label, stroke("solid", s.colour)) for s in series if s.label]
     levels = []
     if slo_ms is not None and slo_ms <= 10 * values.max():  # farther off it would flatten the rest
         levels.append(slo_ms)
-        keys.append(Key(f"objective, {slo_ms:g} ms", _stroke("dashed", "ink")))
+        keys.append(Key(f"objective, {slo_ms:g} ms", stroke("dashed", "ink")))
     axis = axis_of(np.append(values, levels))
 
     def draw(width: float) -> Markup:
@@ -232,7 +232,8 @@ def _lines(
     return Plot(title, tuple(keys), draw(_WIDE), draw(_NARROW))
 
 
-def _stroke(kind: str, colour: str) -> str:
+def stroke(kind: str, colour: str) -> str:
+    """CSS of the mark of a line in a legend: ``solid``, ``dashed`` or ``dotted``."""
     return f"height: 0; border-radius: 0; border-top: 2px {kind} var(--{colour})"
 
 
@@ -317,7 +318,7 @@ def _up_to_all(values: NDArray[np.float64]) -> _Axis:
 
 
 def _latency_axis(values: NDArray[np.float64]) -> _Axis:
-    """From zero, or logarithmic over more than a decade."""
+    """An axis of latencies: from zero, or logarithmic over more than a decade."""
     low, high = float(values.min()), float(values.max())
     if not 0 < 10 * low < high:
         return _from_zero(values)

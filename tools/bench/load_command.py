@@ -15,7 +15,7 @@ from rich.progress import Progress, TaskID
 from offramp.bundle import Bundle
 from offramp.client import ModelMetadata
 from offramp.tools.bench.arguments import add_trace_arguments
-from offramp.tools.bench.load.generator import Load, generate
+from offramp.tools.bench.load.generator import GeneratedLoad, generate
 from offramp.tools.bench.load.metrics_poll import MetricsPoll
 from offramp.tools.bench.load.reference import (
     LoadData,
@@ -43,7 +43,7 @@ from offramp.tools.bench.load.shares import (
     used_samples,
 )
 from offramp.tools.bench.load.worker import Task
-from offramp.tools.bench.output import check_outputs, describe_environment
+from offramp.tools.bench.output import check_outputs, describe_environment, warn_of_calibration_data
 from offramp.tools.bench.traces import Trace
 
 _LEAST_POLL_S: Final = 0.25
@@ -198,7 +198,7 @@ def _generate(
     data: LoadData,
     answer: str | None,
     poll: MetricsPoll | None,
-) -> Load:
+) -> GeneratedLoad:
     tasks = [
         Task(
             settings=settings,
@@ -208,7 +208,7 @@ def _generate(
         )
         for share in shares
     ]
-    with _progress(f"Load, {settings.loop}", settings.duration_s) as (bars, bar):
+    with _progress(f"GeneratedLoad, {settings.loop}", settings.duration_s) as (bars, bar):
 
         def on_tick(at_s: float) -> None:
             bars.update(bar, completed=max(0.0, at_s))
@@ -233,16 +233,12 @@ def _tell(options: argparse.Namespace, settings: LoadSettings, report: LoadRepor
     name = report.environment["trace"] or settings.loop
     title = f"{settings.model} at {settings.address}, {name}"
     if report.environment["data_is_calibration_data"]:
-        console.print(
-            "[bold red]This is the data that the bundle was calibrated on:[/] agreement on it "
-            "says nothing about unseen data. Give --data that the compiler never saw.",
-            soft_wrap=True,
-        )
+        warn_of_calibration_data(console)
     print_report(
         console, report, title=f"{title}: measured without the first {settings.warm_up_s:g} s"
     )
-    if (doubt := warning(report)) is not None:
-        print(f"eebench: {doubt}", file=sys.stderr)
+    if (text := warning(report)) is not None:
+        print(f"eebench: {text}", file=sys.stderr)
     if options.json is not None:
         report.write_json(options.json)
     if options.html is not None:
@@ -251,9 +247,9 @@ def _tell(options: argparse.Namespace, settings: LoadSettings, report: LoadRepor
 
 def _write_page(path: Path, report: LoadReport, *, title: str) -> None:
     # it draws with the compiler's report, which is loaded only where a page is wanted
-    from offramp.tools.bench.dynamics import Run, write_page  # noqa: PLC0415
+    from offramp.tools.bench.dynamics import RunView, write_page  # noqa: PLC0415
 
-    shown = Run(
+    shown = RunView(
         name=str(report.environment["trace"] or report.environment["loop"]),
         summary=report.summary,
         timeline=report.timeline,

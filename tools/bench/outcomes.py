@@ -1,4 +1,4 @@
-"""What became of each request of a load, and the figures that are made of it.
+"""The outcomes of a load's requests, and the figures that are made of them.
 
 A load generator and a simulator both write ``Outcomes``; what a figure means is decided here, once.
 A latency runs from the moment when a request was to be sent: counting from when it was sent would
@@ -19,15 +19,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from offramp.certify.decision import MODEL_END
 from offramp.engine.plan import exit_label
 
-FINAL = -1
-"""The exit of answers from the model's end."""
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
 
 
 class Status(IntEnum):
-    """How a request ended."""
+    """The way in which a request ended."""
 
     OK = 0
     EXPIRED = 1
@@ -42,7 +41,7 @@ class Status(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Outcomes:
-    """One element a request (of one sample), in order of intended sending."""
+    """The outcome of every request (of one sample), in order of intended sending."""
 
     intended_s: NDArray[np.float64]
     """[n]: when it was to be sent, from the start of the run."""
@@ -51,7 +50,7 @@ class Outcomes:
     status: NDArray[np.uint8]
     """[n]: a ``Status``."""
     exit: NDArray[np.int16]
-    """[n]: index of the exit that answered, or ``FINAL``; means something where OK."""
+    """[n]: index of the exit that answered, or ``MODEL_END``; means something where OK."""
     forced: NDArray[np.bool_]
     """[n]: answered at an exit that it had to take, below its threshold."""
     agrees: NDArray[np.int8]
@@ -139,7 +138,7 @@ class Summary:
     """Mean over requests, where known."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """The fields as plain values."""
         return asdict(self)
 
 
@@ -207,7 +206,7 @@ class Timeline:
     """Exits that answered in this run by index, then ``final``."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values; NaN, which JSON has not, becomes None."""
+        """The timeline as plain values; NaN, which JSON has not, becomes None."""
         return {
             f.name: _plain(value)
             if isinstance(value := getattr(self, f.name), np.ndarray)
@@ -277,7 +276,7 @@ def hdr_table(latency_s: NDArray[np.float64]) -> list[tuple[float, float, int]]:
 
 
 def _arrays(outcomes: Outcomes) -> dict[str, NDArray[Any]]:
-    """By field, without what is not known."""
+    """The arrays by field, without those that are not known."""
     found = {f.name: getattr(outcomes, f.name) for f in fields(outcomes)}
     return {name: value for name, value in found.items() if isinstance(value, np.ndarray)}
 
@@ -328,9 +327,9 @@ def _by_window(
 def _places(outcomes: Outcomes) -> tuple[tuple[str, ...], NDArray[np.int64]]:
     """Labels of the places that answered, and for each answered its place among them."""
     taken = outcomes.exit[outcomes.answered]
-    exits = np.unique(taken[taken != FINAL])
-    labels = (*(exit_label(int(index)) for index in exits), exit_label(FINAL))
-    return labels, np.where(taken == FINAL, len(exits), np.searchsorted(exits, taken))
+    exits = np.unique(taken[taken != MODEL_END])
+    labels = (*(exit_label(int(index)) for index in exits), exit_label(MODEL_END))
+    return labels, np.where(taken == MODEL_END, len(exits), np.searchsorted(exits, taken))
 
 
 def _known_sizes(outcomes: Outcomes) -> NDArray[np.int16]:

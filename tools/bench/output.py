@@ -1,4 +1,4 @@
-"""What ``eebench`` writes: tables, JSON documents, and the environment of a measurement."""
+"""The output of ``eebench``: tables, JSON documents, the environment of a measurement."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -74,28 +74,48 @@ _WIDTH = 90
 _QUANTILES = ("p50", "p95", "p99", "p99.9")
 
 
-def wide_console() -> Console:
-    """A console on which the table is never cut, even into a file or a narrow pipe."""
-    console = Console()
-    return Console(width=max(console.width, _WIDTH))
+def wide_console(width: int = _WIDTH) -> Console:
+    """A console on which no table is cut, even into a file or a narrow pipe."""
+    return Console(width=max(Console().width, width))
+
+
+def figure_table(
+    title: str, caption: str, columns: Sequence[str], *, names: Sequence[str]
+) -> Table:
+    """An empty table of figures; ``names`` are the columns that hold names instead."""
+    table = Table(
+        title=title,
+        title_justify="left",
+        caption=caption,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for name in columns:
+        table.add_column(name, justify="left" if name in names else "right", no_wrap=True)
+    return table
+
+
+def warn_of_calibration_data(console: Console) -> None:
+    """Say that a measurement used the data that the bundle was calibrated on."""
+    console.print(
+        "[bold red]This is the data that the bundle was calibrated on:[/] agreement on it "
+        "says nothing about unseen data. Give --data that the compiler never saw.",
+        soft_wrap=True,
+    )
 
 
 def print_summaries(
     console: Console, summaries: Mapping[str, Summary], *, title: str, caption: str = ""
 ) -> None:
     """Print a line a run."""
-    table = Table(
-        title=title,
-        title_justify="left",
-        caption="Milliseconds of the answered; answers in time per second; shares. forced: left "
-        f"below the exit's threshold; lost: not answered. {caption}",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+    table = figure_table(
+        title,
+        "Milliseconds of the answered; answers in time per second; shares. forced: left below the "
+        f"exit's threshold; lost: not answered. {caption}",
+        ("policy", *_QUANTILES, "attained", "goodput", "agree", "forced", "lost"),
+        names=("policy",),
     )
-    table.add_column("policy", no_wrap=True)
-    for name in (*_QUANTILES, "attained", "goodput", "agree", "forced", "lost"):
-        table.add_column(name, justify="right", no_wrap=True)
     for name, summary in summaries.items():
         table.add_row(name, *_cells(summary))
     console.print(table)

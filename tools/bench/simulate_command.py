@@ -23,7 +23,7 @@ from offramp.engine.scheduling import (
 )
 from offramp.engine.served_model import scheduler_of
 from offramp.tools.bench.arguments import add_trace_arguments, positive, share, trace_of
-from offramp.tools.bench.dynamics import Run, write_page
+from offramp.tools.bench.dynamics import RunView, write_page
 from offramp.tools.bench.outcomes import Outcomes, hdr_table, summarise, timeline
 from offramp.tools.bench.output import (
     check_outputs,
@@ -45,15 +45,15 @@ _MODES = {"source": Mode.OFF, "release": Mode.RELEASE, "audit": Mode.AUDIT}
 
 
 @dataclass(frozen=True, slots=True)
-class System:
-    """What is simulated: a policy on the multi-exit model in some mode, or on the source model."""
+class SystemUnderTest:
+    """A scheduling policy on the multi-exit model in some mode, or on the source model."""
 
     label: str
     mode: Mode
     scheduling: PolicyName
 
     @classmethod
-    def parse(cls, text: str) -> System:
+    def parse(cls, text: str) -> SystemUnderTest:
         """Read ``slackfit``, ``source:clockwork`` or ``audit:run-through``.
 
         Raises:
@@ -138,7 +138,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         BundleError, TraceError, ValueError
     """
-    systems = [System.parse(text.strip()) for text in options.policy.split(",")]
+    systems = [SystemUnderTest.parse(text.strip()) for text in options.policy.split(",")]
     check_outputs(options.json, options.html)
     if options.slo_ms is not None and not options.slo_ms > 0:
         raise ValueError(f"--slo-ms is {options.slo_ms:g}; it must be more than 0")
@@ -154,7 +154,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _runs(
-    bundle: Bundle, systems: list[System], trace: Trace, options: argparse.Namespace
+    bundle: Bundle, systems: list[SystemUnderTest], trace: Trace, options: argparse.Namespace
 ) -> Iterator[Simulated]:
     for system in systems:
         settings = ModelOptions(
@@ -247,7 +247,7 @@ def _tell(runs: list[Simulated], trace: Trace, options: argparse.Namespace) -> N
         write_json(options.json, document)
     if options.html is not None:
         pages = [
-            Run(
+            RunView(
                 run.label,
                 summaries[run.label],
                 timeline(run.outcomes, slo_ms=options.slo_ms),

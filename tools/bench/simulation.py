@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
 from offramp.bundle.bundle import CERTIFY
-from offramp.certify.decision import leaves
+from offramp.certify import leaves
 from offramp.engine.deployment import points_of
 from offramp.engine.options import ModelOptions
 from offramp.engine.plan import Mode, make_plan
@@ -38,10 +38,10 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Behaviour:
-    """Where recorded samples leave a model on their own, and what each stage would answer."""
+    """The exits of recorded samples on their own, and the answer that each stage would give."""
 
     exits: tuple[int, ...]
-    """[stages]: the exit of each; ``FINAL`` at the model's end."""
+    """[stages]: the exit of each; ``MODEL_END`` at the last."""
     leaves_at: NDArray[np.int64]
     """[records]: first stage where the sample is sure enough."""
     agrees: NDArray[np.bool_]
@@ -101,7 +101,7 @@ def model_of(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Load:
+class SimulatedLoad:
     """Requests of one sample each."""
 
     arrivals_s: NDArray[np.float64]
@@ -115,17 +115,17 @@ class Load:
 
 def draw_load(
     arrivals_s: NDArray[np.float64], duration_s: float, records: int, *, slo_s: float, seed: int
-) -> Load:
+) -> SimulatedLoad:
     """Send records at random, each as likely as any other."""
     drawn = np.random.default_rng(seed).integers(0, records, len(arrivals_s))
-    return Load(arrivals_s=arrivals_s, records=drawn, slo_s=slo_s, duration_s=duration_s)
+    return SimulatedLoad(arrivals_s=arrivals_s, records=drawn, slo_s=slo_s, duration_s=duration_s)
 
 
 def simulate(  # noqa: PLR0915 - one loop, and few calls in it: it is what a request costs
     model: Behaviour,
     scheduler: ModelScheduler,
     stage_s: Sequence[Sequence[float]],
-    load: Load,
+    load: SimulatedLoad,
     *,
     streams: int,
     runs_on: NDArray[np.bool_] | None = None,
@@ -197,7 +197,7 @@ def simulate(  # noqa: PLR0915 - one loop, and few calls in it: it is what a req
 
 
 class _Log:
-    """What happened, as it happened; made into arrays at the end."""
+    """The events of a simulation as they happen, made into arrays at the end."""
 
     def __init__(self) -> None:
         self.rejected: list[int] = []
@@ -218,7 +218,7 @@ class _Log:
     def outcomes(
         self,
         model: Behaviour,
-        load: Load,
+        load: SimulatedLoad,
         leaves_at: NDArray[np.int64],
         dropped: Sequence[Dropped],
     ) -> Outcomes:

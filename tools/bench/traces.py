@@ -23,12 +23,12 @@ _RAMP_FROM = 0.25
 
 
 class TraceError(ValueError):
-    """What was asked for is no trace; says what would be one."""
+    """A trace that was asked for cannot be made; the message says what could."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trace:
-    """When requests arrive."""
+    """The arrival times of a load's requests."""
 
     name: str
     """For people; says if time was rescaled, and by what factor."""

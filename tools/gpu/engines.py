@@ -24,7 +24,7 @@ from offramp.compiler.engines.verification import TOLERANCES
 from offramp.compiler.runtime import relative_difference
 from offramp.compiler.tensorrt import TensorRTBuilder
 from offramp.engine.tensorrt.device import primary_context
-from offramp.engine.tensorrt.trial import Prepared, Trial
+from offramp.engine.tensorrt.standalone import PreparedEngine, StandaloneEngine
 from offramp.tools.gpu import resnets
 
 Tensors = Mapping[str, NDArray[Any]]
@@ -173,17 +173,17 @@ class EngineBench:
         found: dict[str, dict[str, Any]] = {}
         with ExitStack() as stack:
             stack.enter_context(primary_context(0).current())
-            prepared: dict[tuple[str, int], Prepared] = {}
+            prepared: dict[tuple[str, int], PreparedEngine] = {}
             for subject in subjects:
                 key = f"{subject.model}/{subject.name}"
                 began = time.perf_counter()
                 plan = self.plan_path(subject).read_bytes()
                 read_s = time.perf_counter() - began
-                trial = stack.enter_context(Trial(plan))
-                found[key] = {"measured_load_s": trial.load_s, "measured_read_s": read_s}
+                engine = stack.enter_context(StandaloneEngine(plan))
+                found[key] = {"measured_load_s": engine.load_s, "measured_read_s": read_s}
                 for index, batch in enumerate(self.batches):
                     shapes = {n: a.shape for n, a in subject.feeds(batch).items()}
-                    made = trial.prepare(index, {n: shapes[n] for n in trial.inputs})
+                    made = engine.prepare(index, {n: shapes[n] for n in engine.inputs})
                     prepared[key, batch] = stack.enter_context(made)
             times: dict[tuple[str, int], list[float]] = {key: [] for key in prepared}
             for _ in range(self.rounds):

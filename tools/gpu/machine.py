@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
 from offramp.bundle.engines import Precision
-from offramp.calibration.paired import Runner
+from offramp.calibration.paired import BatchRunner
 from offramp.compiler.engines.options import SizeRange, parse_batches
 from offramp.engine.backends.factory import kernels_for, make_backend
 from offramp.engine.cuda.backend import CudaBackend
@@ -70,7 +70,9 @@ class Machine(Protocol):
         """
         ...
 
-    def bare(self, bundle: Bundle, batches: Sequence[int]) -> AbstractContextManager[Runner] | None:
+    def bare(
+        self, bundle: Bundle, batches: Sequence[int]
+    ) -> AbstractContextManager[BatchRunner] | None:
         """The source model without anything of ours around it, where there is such a thing."""
         ...
 
@@ -156,7 +158,9 @@ class GpuMachine:
             raise EngineBuildError(f"{bundle.name}, {failed.unit.name}: {failed.problem}")
         return {r.unit.name: r.entry.build_s for r in summary.results if r.entry is not None}
 
-    def bare(self, bundle: Bundle, batches: Sequence[int]) -> AbstractContextManager[Runner] | None:
+    def bare(
+        self, bundle: Bundle, batches: Sequence[int]
+    ) -> AbstractContextManager[BatchRunner] | None:
         """TensorRT's engine in the shortest loop there is."""
         return _bare_engine(bundle, self._index, batches) if self.backend == "tensorrt" else None
 
@@ -183,18 +187,18 @@ def profiles_of(batches: Sequence[int]) -> str:
 
 
 class BareEngine:
-    """The source model's engine: copy in, run, copy out; a :class:`Runner`."""
+    """The source model's engine: copy in, run, copy out; a :class:`BatchRunner`."""
 
-    def __init__(self, trial: Any, answer: str, stack: ExitStack, batches: Sequence[int]) -> None:
+    def __init__(self, engine: Any, answer: str, stack: ExitStack, batches: Sequence[int]) -> None:
         """Use an engine.
 
         Args:
-            trial: It, loaded (:class:`offramp.engine.tensorrt.trial.Trial`).
+            engine: It, loaded (:class:`offramp.engine.tensorrt.standalone.StandaloneEngine`).
             answer: Name of its output.
             stack: Closed when its contexts are to go.
             batches: Sizes that are measured, each the end of a profile.
         """
-        self._trial = trial
+        self._engine = engine
         self._answer = answer
         self._stack = stack
         self._batches = list(batches)
@@ -215,21 +219,21 @@ class BareEngine:
     def _of(self, rows: int, tensors: Tensors) -> Any:
         if rows not in self._prepared:
             profile = next(i for i, last in enumerate(self._batches) if rows <= last)
-            shapes = {name: tensors[name].shape for name in self._trial.inputs}
-            prepared = self._stack.enter_context(self._trial.prepare(profile, shapes))
+            shapes = {name: tensors[name].shape for name in self._engine.inputs}
+            prepared = self._stack.enter_context(self._engine.prepare(profile, shapes))
             self._prepared[rows] = prepared
         return self._prepared[rows]
 
 
 @contextmanager
-def _bare_engine(bundle: Bundle, index: int, batches: Sequence[int]) -> Iterator[Runner]:
+def _bare_engine(bundle: Bundle, index: int, batches: Sequence[int]) -> Iterator[BatchRunner]:
     from offramp.engine.tensorrt import compat  # noqa: PLC0415
     from offramp.engine.tensorrt.device import primary_context  # noqa: PLC0415
-    from offramp.engine.tensorrt.lookup import Place, find_engines  # noqa: PLC0415
-    from offramp.engine.tensorrt.trial import Trial  # noqa: PLC0415
+    from offramp.engine.tensorrt.lookup import EnginePlace, find_engines  # noqa: PLC0415
+    from offramp.engine.tensorrt.standalone import StandaloneEngine  # noqa: PLC0415
 
     device = probe.find_device(index)
-    place = Place(
+    place = EnginePlace(
         gpu=device.name,
         compute_capability=device.compute_capability,
         tensorrt=compat.version(),
@@ -239,5 +243,5 @@ def _bare_engine(bundle: Bundle, index: int, batches: Sequence[int]) -> Iterator
     plan = find_engines(stage, place)[0].read()
     with ExitStack() as stack:
         stack.enter_context(primary_context(index).current())
-        trial = stack.enter_context(Trial(plan))
-        yield BareEngine(trial, bundle.manifest.answer.output, stack, batches)
+        engine = stack.enter_context(StandaloneEngine(plan))
+        yield BareEngine(engine, bundle.manifest.answer.output, stack, batches)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.engine.cuda.driver import Driver, Event, Graph, Kernel, Kernels, Pinned, Stream
+from offramp.engine.cuda.driver import Driver, Graph, Kernel, Kernels, Pinned, Stream, StreamEvent
 from offramp.engine.cuda.executable import (
     Executable,
     ExecutableFactory,
@@ -74,7 +74,7 @@ class PyCudaTimer:
 
         assert isinstance(stream, PyCudaStream)
         event: cuda.Event = self._free.pop() if self._free else cuda.Event()
-        event.record(stream.stream)
+        event.record(stream.owned)
         return event
 
     def elapsed_ms(self, start: Mark, end: Mark) -> float:
@@ -193,7 +193,7 @@ class TimedDriver:
             self.spans.capturing = False
         return None if graph is None else _TimedGraph(graph, self.spans)
 
-    def synchronize(self, event: Event) -> None:
+    def synchronize(self, event: StreamEvent) -> None:
         """Timed on the host."""
         began = time.perf_counter()
         try:
@@ -227,7 +227,7 @@ class TimedDriver:
         """See :class:`Driver`."""
         return self._driver.stream()
 
-    def event(self) -> Event:
+    def event(self) -> StreamEvent:
         """See :class:`Driver`."""
         return self._driver.event()
 
@@ -235,11 +235,11 @@ class TimedDriver:
         """See :class:`Driver`."""
         self._driver.clear(address, size_bytes, stream)
 
-    def record(self, event: Event, stream: Stream) -> None:
+    def record(self, event: StreamEvent, stream: Stream) -> None:
         """See :class:`Driver`."""
         self._driver.record(event, stream)
 
-    def wait_on(self, stream: Stream, event: Event) -> None:
+    def wait_on(self, stream: Stream, event: StreamEvent) -> None:
         """See :class:`Driver`."""
         self._driver.wait_on(stream, event)
 

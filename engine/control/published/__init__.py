@@ -1,1 +1,1 @@
-"""Controllers and threshold searches that others published, for comparison."""
+"""Controllers and threshold searches that others published, for comparison with ours."""

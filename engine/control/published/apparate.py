@@ -1,4 +1,4 @@
-"""Apparate's controller as published (3.2, 3.3): reacts to lost accuracy, adjusts exits in turn.
+"""Apparate's controller as published (3.2, 3.3): tunes after lost accuracy, adjusts exits in turn.
 
     the answers of the last 16 samples agree less than asked for:  tune thresholds on the window
     every 128 samples:                                             adjust the exits in use
@@ -12,9 +12,9 @@ Chosen here, where the paper leaves it open:
 * Agreement is that of the samples served by the policy in force; what was started under an older
   one and comes in late does not count. A window that is not full yet counts as if the rest agreed.
 * A sample brings about one tuning: once tuning is asked for, agreement is counted anew.
-* Tuning uses the last samples that every exit in use looked at. While an exit on trial has seen
-  fewer than the window for agreement, the others are tuned without it, and it stays at NEVER. At
-  the very start tuning waits until there are as many: fewer would set bolder thresholds.
+* Tuning uses the last samples that every exit in use saw. While a new exit has seen fewer than the
+  window for agreement, the others are tuned without it, and it stays at NEVER. At the very start
+  tuning waits until there are as many: fewer would set more aggressive thresholds.
 * One job at a time; lost accuracy goes first.
 """
 
@@ -22,18 +22,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from offramp.bundle.policy import NEVER, ActiveExit, ExitPolicy
-from offramp.certify.decision import BoolArray, Float32Array, FloatArray
-from offramp.certify.observations import Observations
+from offramp.bundle import NEVER, ExitPolicy
+from offramp.certify import BoolArray, Float32Array, FloatArray, Observations, Weighted, Window
 from offramp.engine.control.adjustment import DEFAULT_MAX_OVERHEAD, Adjustment, adjust
-from offramp.engine.control.controller import ControlStatus, Event, Evidence, Job
+from offramp.engine.control.controller import Evidence, Job
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.counters import AgreementCounters
-from offramp.engine.control.published.recent import RecentSamples
+from offramp.engine.control.published.published import PublishedController, policy_from, policy_of
 from offramp.engine.control.published.thresholds import METHODS, Tuning, count_allowed, tune
 
 
@@ -48,12 +46,12 @@ class ApparateSettings:
     agreement_window: int = 16
     """Samples whose agreement is watched; also the fewest that are tuned on."""
     tuning_window: int = 16
-    """Samples to tune on; 512 is steadier (agreement on new data: findings 5)."""
+    """Samples to tune on; 512 is steadier."""
     adjust_every: int = 128
     """Samples from one adjustment of the exits in use to the next, and judged by each."""
     method: str = "greedy"
     """Of :func:`.thresholds.tune`."""
-    confidence: float = 0.95
+    confidence_level: float = 0.95
     """Only shown: nothing is certified."""
 
     def __post_init__(self) -> None:
@@ -75,55 +73,49 @@ class ApparateSettings:
             raise ValueError(f"unknown method {self.method!r}, expected one of {METHODS}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TuningTask:
-    """All that a tuning needs, to be computed elsewhere."""
-
-    confidence: Float32Array
-    """float32[exits, n] of the exits to tune."""
-    agrees: BoolArray
-    """bool[exits, n]."""
-    latency_ms: FloatArray
-    """float64[exits + 1]: with all exits in use."""
-    source_ms: float
-    """The model without exits."""
-    settings: ApparateSettings
+_TuningArguments: TypeAlias = tuple[Weighted, FloatArray, float, ApparateSettings]
+"""Those of :func:`run_tuning`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AdjustmentTask:
-    """All that an adjustment needs, to be computed elsewhere."""
+def run_tuning(
+    samples: Weighted, latency_ms: FloatArray, source_ms: float, settings: ApparateSettings
+) -> Tuning:
+    """Tune elsewhere; a job.
 
-    active: tuple[int, ...]
-    thresholds: tuple[float, ...]
-    confidence: Float32Array
-    """float32[active, n]: the samples to judge exits by."""
-    tuning: TuningTask
-    """Of all exits in use, if it comes to that."""
-    costs: CostModel
-
-
-def run_tuning(task: TuningTask) -> Tuning:
-    """Tune."""
+    Args:
+        samples: Of the exits to tune.
+        latency_ms: float64[exits + 1]: until each of them and the end, all exits in use paid.
+        source_ms: The model without exits.
+        settings: Name bound and method.
+    """
     return tune(
-        task.confidence,
-        task.agrees,
-        task.latency_ms,
-        task.settings.max_disagreement,
-        task.settings.method,
-        vanilla_ms=task.source_ms,
+        samples.confidence,
+        samples.agrees,
+        latency_ms,
+        settings.max_disagreement,
+        settings.method,
+        vanilla_ms=source_ms,
     )
 
 
-def run_adjustment(task: AdjustmentTask) -> Adjustment:
-    """Adjust, with the fast round of tuning that may come first."""
+def run_adjustment(
+    confidence: Float32Array, policy: ExitPolicy, costs: CostModel, tuning: _TuningArguments
+) -> Adjustment:
+    """Adjust elsewhere, with the fast round of tuning that may come first; a job.
+
+    Args:
+        confidence: float32[active, n]: the samples to judge exits by.
+        policy: In force.
+        costs: Of all exits of the bundle.
+        tuning: Of all exits in use, if it comes to that.
+    """
     return adjust(
-        task.confidence,
-        task.active,
-        task.thresholds,
-        task.costs,
-        max_overhead=task.tuning.settings.max_overhead,
-        retune=lambda: run_tuning(task.tuning).thresholds,
+        confidence,
+        [a.exit for a in policy.active],
+        [a.threshold for a in policy.active],
+        costs,
+        max_overhead=tuning[-1].max_overhead,
+        retune=lambda: run_tuning(*tuning).thresholds,
     )
 
 
@@ -137,8 +129,10 @@ class _Out:
     samples: int
 
 
-class ApparateController:
+class ApparateController(PublishedController):
     """Keeps thresholds and exits in use to the last samples."""
+
+    name = "apparate"
 
     def __init__(
         self,
@@ -157,45 +151,32 @@ class ApparateController:
             keep_thresholds: Start with the policy's thresholds. Else no exit answers until the
                 first tuning (3.1); the policy then has a version of its own.
         """
-        self._settings = settings or ApparateSettings()
+        self._settings = settings = settings or ApparateSettings()
+        super().__init__(
+            policy,
+            max_disagreement=settings.max_disagreement,
+            confidence_level=settings.confidence_level,
+        )
         self._costs = costs
-        self._policy = policy
-        self._counters = AgreementCounters()
-        self._recent = RecentSamples(
+        self._recent = Window(
             exits=costs.exits,
-            capacity=max(self._settings.tuning_window, self._settings.adjust_every),
+            capacity=max(settings.tuning_window, settings.adjust_every),
         )
         self._wrong: BoolArray = np.zeros(0, dtype=np.bool_)
         self._violated = False
         self._since_adjustment = 0
-        self._jobs = self._tunings = self._adjustments = 0
+        self._jobs = 0
         self._out: _Out | None = None
-        self._events: list[Event] = []
         if not keep_thresholds:
             exits = [a.exit for a in policy.active]
             self._replace(exits, [NEVER] * len(exits))
 
-    @property
-    def name(self) -> str:
-        """As on the command line."""
-        return "apparate"
-
-    @property
-    def policy(self) -> ExitPolicy:
-        """What shall be in force."""
-        return self._policy
-
-    @property
-    def audit_probability(self) -> float:
-        """Every sample runs to the end."""
-        return 1.0
-
     def observe(self, seen: Observations) -> None:
         """Record what is complete, and watch the agreement of what the policy in force served."""
-        self._counters.add(seen, version=self._policy.version)
+        self._counters.add(seen, version=self.policy.version)
         self._recent.add(seen)
         self._since_adjustment += len(seen)
-        served = seen.complete & ~seen.forced & (seen.policy_version == self._policy.version)
+        served = seen.complete & ~seen.forced & (seen.policy_version == self.policy.version)
         self._watch(seen.loss[served] > 0)
 
     def take_job(self) -> Job | None:
@@ -223,38 +204,12 @@ class ApparateController:
         elif isinstance(result, Adjustment):
             self._take_adjustment(result)
 
-    def status(self) -> ControlStatus:
-        """Give counts and estimate; the upper bound stays 1, since nothing is tested."""
-        return ControlStatus(
-            controller=self.name,
-            max_disagreement=self._settings.max_disagreement,
-            confidence=self._settings.confidence,
-            evidence=Evidence.NONE,
-            disagreement=self._counters.estimate(self._policy.version),
-            disagreement_upper_bound=1.0,
-            audit_probability=1.0,
-            observed=self._counters.observed,
-            audited=self._counters.audited,
-            disagreed=self._counters.disagreed,
-            alarms=0,
-            tunings=self._tunings,
-            adjustments=self._adjustments,
-            state=self._describe(),
-        )
-
-    def take_events(self) -> list[Event]:
-        """What happened since the last call."""
-        events, self._events = self._events, []
-        return events
-
     def state(self) -> Mapping[str, Any] | None:
         """Policy and counts; the window fills again within as many samples as it holds."""
         return {
-            "version": self._policy.version,
-            "exits": np.array(self._exits, dtype=np.int64),
-            "thresholds": np.array(self._thresholds, dtype=np.float64),
-            "tunings": self._tunings,
-            "adjustments": self._adjustments,
+            **self._kept_policy(),
+            "tunings": self._counters.tunings,
+            "adjustments": self._counters.adjustments,
             "tally": self._counters.state(),
         }
 
@@ -265,28 +220,24 @@ class ApparateController:
             ValueError: Something is missing, or the exits are not those of this bundle.
         """
         try:
-            policy = _policy_of(int(state["version"]), state["exits"], state["thresholds"])
+            policy = policy_from(state, exits=self._costs.exits)
             tunings, adjustments = int(state["tunings"]), int(state["adjustments"])
             counts = state["tally"]
         except (KeyError, TypeError) as error:
             raise ValueError(f"no state of the {self.name} controller: {error!r}") from error
-        if policy.active and policy.active[-1].exit >= self._costs.exits:
-            raise ValueError(
-                f"state: exit {policy.active[-1].exit} is in use, "
-                f"but the bundle has {self._costs.exits} exits"
-            )
         self._counters.restore(counts)
-        self._policy, self._tunings, self._adjustments = policy, tunings, adjustments
+        self._counters.tunings, self._counters.adjustments = tunings, adjustments
+        self.policy = policy
         self._out, self._violated = None, False
         self._wrong = self._wrong[:0]
 
     @property
     def _exits(self) -> tuple[int, ...]:
-        return tuple(a.exit for a in self._policy.active)
+        return tuple(a.exit for a in self.policy.active)
 
     @property
     def _thresholds(self) -> tuple[float, ...]:
-        return tuple(a.threshold for a in self._policy.active)
+        return tuple(a.threshold for a in self.policy.active)
 
     def _watch(self, wrong: BoolArray) -> None:
         """Slide the window over every new sample, not only over where a chunk ends."""
@@ -303,77 +254,65 @@ class ApparateController:
         """Tune the exits in use; those that saw too few samples are left out, at NEVER."""
         least = self._settings.agreement_window
         exits = self._exits
-        task = self._tuning_task(exits)
-        if task.confidence.shape[1] < least:
-            looked_on = self._recent.looking_on(least)
-            exits = tuple(e for e in exits if e in looked_on)
-            task = self._tuning_task(exits)
-        samples = task.confidence.shape[1]
+        task = self._tuning(exits)
+        if len(task[0]) < least:
+            newest = self._recent.confidence(exits, least)
+            known: BoolArray = np.asarray(~np.isnan(newest).any(axis=1))
+            exits = tuple(e for e, saw_all in zip(exits, known, strict=True) if saw_all)
+            task = self._tuning(exits)
+        samples = len(task[0])
         if not exits or samples < least:
             return None
         self._violated, self._wrong = False, self._wrong[:0]
         purpose = f"tuning on {samples} samples after lost accuracy"
         self._out = _Out(number=self._next_number(), tuned_exits=exits, samples=samples)
-        return Job(number=self._out.number, purpose=purpose, function=run_tuning, arguments=(task,))
+        return Job(number=self._out.number, purpose=purpose, function=run_tuning, arguments=task)
 
     def _adjustment_job(self) -> Job | None:
         active, settings = self._exits, self._settings
-        confidence, _ = self._recent.seen_by(active, settings.adjust_every)
-        samples = confidence.shape[1]
+        recent = self._recent.seen_by(active).newest(settings.adjust_every)
+        samples = len(recent)
         if samples < settings.agreement_window:
             return None
         self._since_adjustment = 0
-        task = AdjustmentTask(
-            active=active,
-            thresholds=self._thresholds,
-            confidence=confidence,
-            tuning=self._tuning_task(active),
-            costs=self._costs,
-        )
+        task = (recent.confidence, self.policy, self._costs, self._tuning(active))
         purpose = f"adjusting the exits in use by {samples} samples"
         self._out = _Out(number=self._next_number(), tuned_exits=(), samples=samples)
         return Job(
-            number=self._out.number, purpose=purpose, function=run_adjustment, arguments=(task,)
+            number=self._out.number, purpose=purpose, function=run_adjustment, arguments=task
         )
 
-    def _tuning_task(self, exits: tuple[int, ...]) -> TuningTask:
+    def _tuning(self, exits: tuple[int, ...]) -> _TuningArguments:
         """Tune some of the exits in use; the others stay where they are, and cost their time."""
-        confidence, agrees = self._recent.seen_by(exits, self._settings.tuning_window)
+        recent = self._recent.seen_by(exits).newest(self._settings.tuning_window)
         rows = [self._exits.index(e) for e in exits]
-        return TuningTask(
-            confidence=confidence,
-            agrees=agrees,
-            latency_ms=self._costs.latency_ms(self._exits)[[*rows, -1]],
-            source_ms=self._costs.source_ms,
-            settings=self._settings,
-        )
+        latency_ms = self._costs.latency_ms(self._exits)[[*rows, -1]]
+        return recent, latency_ms, self._costs.source_ms, self._settings
 
     def _take_tuning(self, out: _Out, tuning: Tuning) -> None:
-        self._tunings += 1
+        self._counters.tunings += 1
         tuned = dict(zip(out.tuned_exits, tuning.thresholds.tolist(), strict=True))
         if self._replace(self._exits, [tuned.get(e, NEVER) for e in self._exits]):
             self._violated = False  # whatever was lost meanwhile, the old policy lost
-        self._events.append(
-            Event(
-                kind="tuning",
-                text=f"thresholds tuned on {out.samples} samples: {tuning.savings:.1%} of the time "
-                f"saved there, {tuning.disagreement:.2%} answered otherwise",
-            )
+        self._counters.note(
+            "tuning",
+            f"thresholds tuned on {out.samples} samples: {tuning.savings:.1%} of the time "
+            f"saved there, {tuning.disagreement:.2%} answered otherwise",
         )
 
     def _take_adjustment(self, found: Adjustment) -> None:
-        self._tunings += found.tuned
+        self._counters.tunings += found.tuned
         if found.active != self._exits:
-            self._adjustments += 1
+            self._counters.adjustments += 1
             text = f"exits in use: {_names(found.active)} instead of {_names(self._exits)}"
-            self._events.append(Event(kind="exits", text=f"{text}; {found.reason}"))
+            self._counters.note("exits", f"{text}; {found.reason}")
         self._replace(found.active, found.thresholds)
 
     def _replace(self, exits: Sequence[int], thresholds: Sequence[float]) -> bool:
         """Make a new policy, unless nothing would change; say whether it did."""
         if (tuple(exits), tuple(thresholds)) == (self._exits, self._thresholds):
             return False
-        self._policy = _policy_of(self._policy.version + 1, exits, thresholds)
+        self.policy = policy_of(self.policy.version + 1, exits, thresholds)
         self._wrong = self._wrong[:0]
         return True
 
@@ -381,20 +320,15 @@ class ApparateController:
         self._jobs += 1
         return self._jobs
 
+    def _evidence(self) -> Evidence:
+        return Evidence.NONE
+
     def _describe(self) -> str:
         if self._out is not None:
             return "tuning" if self._out.tuned_exits else "adjusting the exits in use"
         if all(t >= NEVER for t in self._thresholds):
-            return "looking on"
+            return "shadow mode"
         return "steady"
-
-
-def _policy_of(version: int, exits: Sequence[int], thresholds: Sequence[float]) -> ExitPolicy:
-    pairs = zip(exits, thresholds, strict=True)
-    return ExitPolicy(
-        version=version,
-        active=tuple(ActiveExit(exit=int(e), threshold=float(t)) for e, t in pairs),
-    )
 
 
 def _names(exits: Sequence[int]) -> str:

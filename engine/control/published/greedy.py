@@ -26,8 +26,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from offramp.bundle.policy import NEVER
-from offramp.certify.decision import BoolArray, FloatArray, IntArray
-from offramp.certify.records import Records, final_agrees
+from offramp.certify import BoolArray, FloatArray, IntArray, Records
+from offramp.certify.records import final_agrees
 
 FIRST_STEP = 0.1
 """Initial step of a threshold (Apparate 3.2)."""
@@ -51,7 +51,7 @@ class _Position:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Trials:
+class _NextSteps:
     """Each exit's next step, tried alone."""
 
     thresholds: list[float]
@@ -79,16 +79,16 @@ def greedy_error_thresholds(records: Records, allowed: int) -> list[float]:
         right=samples,
     )
     while True:
-        trials = _try_steps(at, error, agrees)
+        steps = _try_steps(at, error, agrees)
         raisable = [e for e in range(exits) if at.thresholds[e] <= 1]
-        overstepped = [e for e in raisable if samples - trials.right[e] > allowed]
-        chosen = _choose(at, trials, [e for e in raisable if e not in overstepped], records)
+        overstepped = [e for e in raisable if samples - steps.right[e] > allowed]
+        chosen = _choose(at, steps, [e for e in raisable if e not in overstepped], records)
         if chosen is None and all(at.steps[e] <= LEAST_STEP for e in overstepped):
             return at.thresholds
         for e in overstepped:
             at.steps[e] = max(at.steps[e] / 2, LEAST_STEP)
         if chosen is not None:
-            _take(at, trials, chosen, error)
+            _take(at, steps, chosen, error)
 
 
 def confidence_threshold(error_threshold: float) -> float:
@@ -119,7 +119,7 @@ def _from_bits(bits: int) -> float:
     return float(np.int32(bits).view(np.float32))
 
 
-def _try_steps(at: _Position, error: FloatArray, agrees: BoolArray) -> _Trials:
+def _try_steps(at: _Position, error: FloatArray, agrees: BoolArray) -> _NextSteps:
     """Evaluate all single steps at once: only samples that move to the raised exit matter."""
     exits = len(at.steps)
     raised = [round(t + step, 4) for t, step in zip(at.thresholds, at.steps, strict=True)]
@@ -132,22 +132,22 @@ def _try_steps(at: _Position, error: FloatArray, agrees: BoolArray) -> _Trials:
     counts[np.arange(exits), np.arange(exits)] += np.bincount(target, minlength=exits)
     gained = np.bincount(target[agrees[target, sample]], minlength=exits)
     lost = np.bincount(target[agrees[origin, sample]], minlength=exits)
-    return _Trials(thresholds=raised, counts=counts, right=(at.right + gained - lost).tolist())
+    return _NextSteps(thresholds=raised, counts=counts, right=(at.right + gained - lost).tolist())
 
 
-def _choose(at: _Position, trials: _Trials, fits: list[int], records: Records) -> int | None:
+def _choose(at: _Position, steps: _NextSteps, fits: list[int], records: Records) -> int | None:
     """Pick the exit that loses the least accuracy per time saved, or a step that changes none."""
     samples = records.samples
     accuracy = round(at.right / samples, 7)
     savings = float(_savings(at.counts, records.latency_ms))
-    trial_savings = _savings(trials.counts, records.latency_ms).tolist()
+    savings_after = _savings(steps.counts, records.latency_ms).tolist()
     best, best_score, plateau = None, float("inf"), None
     for e in fits:
-        change = abs(trial_savings[e] - savings)
+        change = abs(savings_after[e] - savings)
         if change == 0:
             plateau = e if plateau is None else plateau
             continue
-        score = abs(round(trials.right[e] / samples, 7) - accuracy) / change
+        score = abs(round(steps.right[e] / samples, 7) - accuracy) / change
         if score < best_score:
             best, best_score = e, score
     return plateau if best is None else best
@@ -160,9 +160,9 @@ def _savings(counts: IntArray, latency_ms: FloatArray) -> FloatArray:
     return np.asarray((latency_ms[-1] - mean_ms) / latency_ms[-1] * 100)
 
 
-def _take(at: _Position, trials: _Trials, chosen: int, error: FloatArray) -> None:
+def _take(at: _Position, steps: _NextSteps, chosen: int, error: FloatArray) -> None:
     """Step the chosen exit, and double its step."""
-    at.thresholds[chosen] = trials.thresholds[chosen]
+    at.thresholds[chosen] = steps.thresholds[chosen]
     at.steps[chosen] *= 2
-    at.counts, at.right = trials.counts[chosen], trials.right[chosen]
+    at.counts, at.right = steps.counts[chosen], steps.right[chosen]
     at.first[(error[chosen] < at.thresholds[chosen]) & (at.first > chosen)] = chosen

@@ -15,7 +15,7 @@ scheduler formed: what counts is whether the load would fit the inference time m
 What to expect: there is no statement about unseen samples. The estimate of one period is as noisy
 as a period is short, thresholds never fall and exits never move back, so that under a load that
 changes to and fro it ends with less and less. Forced answers are outside of the estimate, and
-count as rows that went on, which they would have without the haste.
+count as rows that went on, as they would have without the haste.
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from offramp.bundle import NEVER, ActiveExit, ExitPolicy
-from offramp.certify.decision import MODEL_END, BoolArray, IntArray, first_exit
-from offramp.certify.observations import Observations
-from offramp.engine.control.controller import ControlStatus, Event, Evidence, Job
-from offramp.engine.control.counters import AgreementCounters
+from offramp.bundle import NEVER, ExitPolicy
+from offramp.certify import MODEL_END, BoolArray, IntArray, Observations, first_exit
+from offramp.engine.control.published.published import PublishedController, policy_from, policy_of
 from offramp.engine.control.published.two_stage import StageTimes
 
 _ROUNDING: Final = 1e-9
@@ -53,7 +51,7 @@ class PameSettings:
     """By which a confidence threshold is raised."""
     audit_probability: float = 1.0
     """Of samples that leave early to run on; 1 is release mode."""
-    confidence: float = 0.95
+    confidence_level: float = 0.95
     """Only shown: nothing is certified."""
 
     def __post_init__(self) -> None:
@@ -71,8 +69,10 @@ class PameSettings:
                 raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)}")
 
 
-class PameController:
+class PameController(PublishedController):
     """Moves exits towards the end, and raises thresholds; never the other way round."""
+
+    name = "pame"
 
     def __init__(
         self, policy: ExitPolicy, times: StageTimes, settings: PameSettings | None = None
@@ -84,79 +84,33 @@ class PameController:
             times: Of all exits of the bundle.
             settings: Default: as published.
         """
-        self._policy = policy
+        self._settings = settings = settings or PameSettings()
+        super().__init__(
+            policy,
+            max_disagreement=settings.max_disagreement,
+            confidence_level=settings.confidence_level,
+            audit_probability=settings.audit_probability,
+        )
         self._times = times
-        self._settings = settings or PameSettings()
         self._own = False
         """Whether the policy in force is not the one given."""
-        self._counters = AgreementCounters()
         self._recent: list[Observations] = []
-        self._moves = self._raises = 0
-        self._events: list[Event] = []
-
-    @property
-    def name(self) -> str:
-        """As on the command line."""
-        return "pame"
-
-    @property
-    def policy(self) -> ExitPolicy:
-        """What shall be in force."""
-        return self._policy
-
-    @property
-    def audit_probability(self) -> float:
-        """The one given."""
-        return self._settings.audit_probability
 
     def observe(self, seen: Observations) -> None:
         """Count, and look at a period once it is full: what the policy in force served."""
-        self._counters.add(seen, version=self._policy.version)
-        self._recent.append(seen.take(seen.policy_version == self._policy.version))
+        self._counters.add(seen, version=self.policy.version)
+        self._recent.append(seen.take(seen.policy_version == self.policy.version))
         if sum(map(len, self._recent)) >= self._settings.period:
             period, self._recent = _join(self._recent), []
             self._look(period)
 
-    def take_job(self) -> Job | None:
-        """Ask for nothing: a look takes about a millisecond."""
-        return None
-
-    def finish(self, job: Job, result: Any) -> None:
-        """Ignore a job of someone else's."""
-
-    def status(self) -> ControlStatus:
-        """Give counts and estimate; the upper bound stays 1, since nothing is tested."""
-        return ControlStatus(
-            controller=self.name,
-            max_disagreement=self._settings.max_disagreement,
-            confidence=self._settings.confidence,
-            evidence=self._evidence(),
-            disagreement=self._counters.estimate(self._policy.version),
-            disagreement_upper_bound=1.0,
-            audit_probability=self.audit_probability,
-            observed=self._counters.observed,
-            audited=self._counters.audited,
-            disagreed=self._counters.disagreed,
-            alarms=0,
-            tunings=self._raises,
-            adjustments=self._moves,
-            state="steady" if self._answering() else "no exit answers",
-        )
-
-    def take_events(self) -> list[Event]:
-        """What happened since the last call."""
-        events, self._events = self._events, []
-        return events
-
     def state(self) -> Mapping[str, Any] | None:
         """Policy and counts; a period begins anew."""
         return {
-            "version": self._policy.version,
+            **self._kept_policy(),
             "own": self._own,
-            "exits": np.array([a.exit for a in self._policy.active], dtype=np.int64),
-            "thresholds": np.array([a.threshold for a in self._policy.active], dtype=np.float64),
-            "moves": self._moves,
-            "raises": self._raises,
+            "moves": self._counters.adjustments,
+            "raises": self._counters.tunings,
             "tally": self._counters.state(),
         }
 
@@ -167,23 +121,16 @@ class PameController:
             ValueError: Something is missing, or the exits are not those of this bundle.
         """
         try:
-            pairs = zip(state["exits"].tolist(), state["thresholds"].tolist(), strict=True)
-            active = tuple(ActiveExit(exit=e, threshold=t) for e, t in pairs)
-            version, own = int(state["version"]), bool(state["own"])
+            policy, own = policy_from(state, exits=self._times.exits), bool(state["own"])
             moves, raises = int(state["moves"]), int(state["raises"])
             counts = state["tally"]
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"no state of the {self.name} controller: {error!r}") from error
-        policy = ExitPolicy(version=version, active=active)
-        if active and active[-1].exit >= self._times.exits:
-            raise ValueError(
-                f"state: exit {active[-1].exit} is in use, "
-                f"but the bundle has {self._times.exits} exits"
-            )
         self._counters.restore(counts)
-        if own or active != self._policy.active:
-            self._policy, self._own = policy, True
-        self._moves, self._raises, self._recent = moves, raises, []
+        if own or policy.active != self.policy.active:
+            self.policy, self._own = policy, True
+        self._counters.adjustments, self._counters.tunings = moves, raises
+        self._recent = []
 
     def _look(self, period: Observations) -> None:
         """Move the first exit that makes too many batches late; raise thresholds."""
@@ -194,10 +141,9 @@ class PameController:
         if after == before:
             return
         self._own = True
-        self._policy = ExitPolicy(
-            version=self._policy.version + 1,
-            active=tuple(ActiveExit(exit=e, threshold=t) for e, t in sorted(after.items())),
-        )
+        exits = sorted(after)
+        version = self.policy.version + 1
+        self.policy = policy_of(version, exits, [after[e] for e in exits])
 
     def _violations(self, period: Observations, active: Mapping[int, float]) -> dict[int, float]:
         """Share of the period's batches that each exit made late."""
@@ -229,9 +175,9 @@ class PameController:
         if exit_ + 1 < behind:
             moved[exit_ + 1] = active[exit_]
             where = f"exit {exit_ + 1} takes its place"
-        self._moves += 1
+        self._counters.adjustments += 1
         text = f"{violations[exit_]:.1%} of the batches late by exit {exit_}; {where}"
-        self._events.append(Event(kind="exits", text=text))
+        self._counters.note("exits", text)
         return moved
 
     def _raise(self, period: Observations, active: Mapping[int, float]) -> dict[int, float]:
@@ -249,12 +195,12 @@ class PameController:
             raised[worst] = self._one_step(raised[worst])
             wrong = _wrong_by_exit(complete, raised)
         if raised != active:
-            self._raises += 1
+            self._counters.tunings += 1
             share = sum(was.values()) / len(counted)
             changed = {e: t for e, t in raised.items() if t != active[e]}
             words = ", ".join(f"exit {e} {_words(t)}" for e, t in changed.items())
             text = f"{share:.2%} of a period answered otherwise; thresholds raised: {words}"
-            self._events.append(Event(kind="tuning", text=text))
+            self._counters.note("tuning", text)
         return {e: t for e, t in raised.items() if t < NEVER}
 
     def _one_step(self, threshold: float) -> float:
@@ -265,17 +211,10 @@ class PameController:
 
     def _answering(self) -> dict[int, float]:
         """Thresholds of the exits that answer, in depth order."""
-        return {a.exit: a.threshold for a in self._policy.active if a.threshold < NEVER}
+        return {a.exit: a.threshold for a in self.policy.active if a.threshold < NEVER}
 
-    def _evidence(self) -> Evidence:
-        """The promise that the policy came with, if it covers the constraint."""
-        promise = self._policy.promise
-        if not self._answering():
-            return Evidence.CAUTIOUS
-        if self._own or promise is None:
-            return Evidence.NONE
-        covers = promise.covers(self._settings.max_disagreement, self._settings.confidence)
-        return Evidence.CALIBRATED if covers else Evidence.NONE
+    def _describe(self) -> str:
+        return "steady" if self._answering() else "no exit answers"
 
 
 def _words(threshold: float) -> str:

@@ -11,10 +11,10 @@ Where an earlier answer never costs more time than a later one, two facts make t
 A beam walks this tree, one exit per step. What a state's remaining samples will bring is estimated
 by what a reference, the best common threshold, brings on them, minus a price per error (a Lagrange
 multiplier). States compete first with states that spent about as many errors, so that a wrong price
-does not empty the beam of cautious or bold ones.
+does not empty the beam of conservative or aggressive ones.
 
 Rejected: exact line searches under a multiplier from several starts with pairwise swaps (2 % off,
-25 ms and more, findings.md 5); the beam without quotas (up to 11 % off at 4,096 samples); the
+25 ms and more); the beam without quotas (up to 11 % off at 4,096 samples); the
 greedy thresholds as reference (worse than the common one); a second beam from the first one's
 result (no better than a wider one). For 10 exits, 512 samples and 5 errors the whole tree can be
 walked in about 50 ms: that is what the tests compare with.
@@ -28,9 +28,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from offramp.bundle.policy import NEVER
-from offramp.certify.decision import BoolArray, Float32Array, FloatArray, IntArray, leaves
+from offramp.certify import BoolArray, Float32Array, FloatArray, IntArray, Records, evaluate, leaves
 from offramp.certify.path import best_common_thresholds
-from offramp.certify.records import Records, evaluate
 from offramp.engine.control.published.greedy import greedy_thresholds
 
 BEAM_WIDTH = 64

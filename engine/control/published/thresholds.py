@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from offramp.bundle.policy import NEVER
-from offramp.certify.decision import BoolArray, ConfidenceArray, FloatArray
+from offramp.certify import BoolArray, ConfidenceArray, FloatArray, Records, evaluate
 from offramp.certify.path import best_common_thresholds
-from offramp.certify.records import Records, evaluate
 from offramp.engine.control.published.greedy import greedy_thresholds
 from offramp.engine.control.published.search import search_thresholds
 

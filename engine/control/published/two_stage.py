@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from offramp.bundle import Manifest, Profile
-from offramp.certify.decision import MODEL_END, BoolArray, FloatArray, IntArray
+from offramp.certify import MODEL_END, BoolArray, FloatArray, IntArray
 from offramp.engine.scheduling.latency import Span, stage_seconds
 
 

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from offramp.bundle import Answer, AnswerForm, Head
 from offramp.calibration.families import CutTensor
 from offramp.calibration.features import WHOLE, Projections, Recording
+from offramp.calibration.learners import Preconditioners
 from offramp.calibration.preconditioning import Preconditioner
 from offramp.calibration.training import (
-    Preconditioners,
     TrainedHead,
     TrainingOptions,
     train_heads,

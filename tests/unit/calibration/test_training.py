@@ -10,8 +10,8 @@ from tests.unit.calibration.heads_to_try import CLASSES, Problem, problem
 
 from offramp.bundle import Head
 from offramp.calibration.features import WHOLE
+from offramp.calibration.learners import Preconditioners
 from offramp.calibration.training import (
-    Preconditioners,
     TrainingOptions,
     count_steps,
     train_heads,

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import ActiveExit, ExitPolicy, Promise
-from offramp.certify.decision import MODEL_END, first_exit, reaches
-from offramp.certify.observations import UNKNOWN, Observations
+from offramp.certify import MODEL_END, UNKNOWN, Observations, first_exit, reaches
 from offramp.engine.control.controller import Controller
 from offramp.engine.control.costs import CostModel
 
@@ -115,7 +114,7 @@ def policy_of(
     if promised is not None:
         promise = Promise(
             max_disagreement=promised,
-            confidence=0.95,
+            confidence_level=0.95,
             certify_samples=5000,
             certify_errors=30,
             p_value=0.01,

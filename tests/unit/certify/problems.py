@@ -145,18 +145,18 @@ def greedy_loops(problem: Problem, allowed: int) -> list[float]:
         for e in range(exits):
             if thresholds[e] > 1:
                 continue
-            trial = list(thresholds)
-            trial[e] = round(trial[e] + steps[e], 4)
-            correct, trial_accuracy, trial_saved = query(trial)
+            tried = list(thresholds)
+            tried[e] = round(tried[e] + steps[e], 4)
+            correct, tried_accuracy, tried_saved = query(tried)
             if samples - correct > allowed:
                 overstepped.append(e)
-            elif trial_saved == saved:
+            elif tried_saved == saved:
                 if plateau is None:
-                    plateau, plateau_result = e, (trial_accuracy, trial_saved)
+                    plateau, plateau_result = e, (tried_accuracy, tried_saved)
             else:
-                score = abs(trial_accuracy - accuracy) / abs(trial_saved - saved)
+                score = abs(tried_accuracy - accuracy) / abs(tried_saved - saved)
                 if score < best_score:
-                    best, best_score, best_result = e, score, (trial_accuracy, trial_saved)
+                    best, best_score, best_result = e, score, (tried_accuracy, tried_saved)
         if best is None:
             best, best_result = plateau, plateau_result
         if best is None and all(steps[e] <= 0.01 for e in overstepped):

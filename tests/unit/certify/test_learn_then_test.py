@@ -193,7 +193,7 @@ def test_common_path_refuses_counts_that_contradict_and_levels_that_rise() -> No
 
 
 def test_path_levels_are_geometric_in_the_error() -> None:
-    levels = path_levels(5, surest=1e-3, boldest=0.1)
+    levels = path_levels(5, conservative=1e-3, aggressive=0.1)
     error = 1 - levels
     assert levels[0] == 1.0
     assert error[1] == pytest.approx(1e-3, rel=1e-12)

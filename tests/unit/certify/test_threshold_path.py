@@ -1,4 +1,4 @@
-"""Threshold paths: each level's wealth equals a plain loop; wrong levels pass as rarely as promised."""
+"""Threshold paths: each level's wealth equals a plain loop; wrong levels rarely pass."""
 
 from __future__ import annotations
 
@@ -16,15 +16,21 @@ from tests.unit.certify.population import (
 )
 
 from offramp.bundle.policy import NEVER
-from offramp.certify.agreement import AgreementCurve, fit_curves
+from offramp.certify import (
+    MODEL_END,
+    AgreementCurve,
+    Observations,
+    ThresholdPath,
+    Weighted,
+    Window,
+    evaluate,
+    fit_curves,
+)
 from offramp.certify.betting import Wealth
-from offramp.certify.decision import MODEL_END
-from offramp.certify.observations import Observations
-from offramp.certify.records import evaluate
-from offramp.certify.threshold_path import ThresholdPath, alpha_of, look_ahead
-from offramp.certify.window import Weighted, Window
+from offramp.certify.fitting import LEVELS, lay_path, refit
+from offramp.certify.path import look_ahead
+from offramp.certify.threshold_path import alpha_of
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.refit import LEVELS, lay_path, refit
 from offramp.engine.control.savings import SavingsEstimator
 
 EPSILON = 0.01
@@ -89,8 +95,8 @@ def test_wealth_of_every_level_equals_the_loop(seed: int, q: float, some: bool) 
 
 
 def test_losses_have_the_mean_of_the_risk_whoever_serves() -> None:
-    """Bolder and more cautious levels than the one served, audited at 10 %; 300,000 samples put
-    every estimate within 5 standard errors of the true risk."""
+    """Levels to both sides of the one served, audited at 10 %; 300,000 samples put every estimate
+    within 5 standard errors of the true risk."""
     population = synthetic(0, hardness=1.0)
     levels = [0.99, 0.95, 0.9, 0.8]
     threshold_path = levels_under_test(path_of(levels, 3))
@@ -130,9 +136,9 @@ def test_levels_pass_in_order_and_for_good() -> None:
 
 @pytest.mark.parametrize("q", [1.0, 0.05])
 def test_a_wrong_level_rarely_ever_passes(q: float) -> None:
-    """Levels of risk 0.2 %, just above ε, and 3 %; 400 threshold paths of 8,000 audited samples each, the
-    policy served being the second. Passing the second is wrong: at most 5 % may, and three standard
-    errors of 400 draws are 3.3 %."""
+    """Levels of risk 0.2 %, just above ε, and 3 %; 400 paths of 8,000 audited samples each,
+    the policy served being the second. Passing the second is wrong: at most 5 % may, and three
+    standard errors of 400 draws are 3.3 %."""
     rng = np.random.default_rng(7)
     risks = np.array([0.0, 0.002, 0.0101, 0.03])
     wrong = 0
@@ -274,12 +280,12 @@ def test_levels_are_dense_around_the_bound() -> None:
 def test_a_given_policy_is_a_level() -> None:
     samples = weighted(synthetic(0), np.arange(2_000))
     curves = fit_curves(samples.confidence, samples.agrees)
-    through = np.array([0.97, 0.93, NEVER])
-    fitted = lay_path(curves, samples, bound=EPSILON, through=through)
-    assert (fitted.thresholds == through).all(axis=1).sum() == 1
-    at = int((fitted.thresholds == through).all(axis=1).argmax())
-    assert (fitted.thresholds[:at] >= through).all()
-    assert (fitted.thresholds[at:] <= through).all()
+    anchor = np.array([0.97, 0.93, NEVER])
+    fitted = lay_path(curves, samples, bound=EPSILON, anchored_at=anchor)
+    assert (fitted.thresholds == anchor).all(axis=1).sum() == 1
+    at = int((fitted.thresholds == anchor).all(axis=1).argmax())
+    assert (fitted.thresholds[:at] >= anchor).all()
+    assert (fitted.thresholds[at:] <= anchor).all()
     assert 0 < at < len(fitted.thresholds) - 1
 
 
@@ -337,7 +343,7 @@ def test_window_keeps_the_newest_with_their_weights() -> None:
     np.testing.assert_array_equal(held.weight, np.where(early, 2.0, 1.0))
     assert len(window.seen_by((0, 1, 2)).weight) == 0  # exit 1 was not in use
     assert window.seen_by((0, 2), 5).weight.tolist() == held.weight[-5:].tolist()
-    window.clear()
+    window.keep(0)
     assert len(window) == 0
     assert len(window.seen_by((0,)).weight) == 0
 
@@ -352,11 +358,11 @@ def test_effective_samples() -> None:
     assert some.effective == pytest.approx(16 / 6)
 
 
-def test_a_path_through_a_policy_begins_without_exits() -> None:
+def test_a_path_anchored_at_a_policy_begins_without_exits() -> None:
     """Where the policy has every exit answer."""
     samples = weighted(synthetic(0), np.arange(2_000))
     curves = fit_curves(samples.confidence, samples.agrees)
-    fitted = lay_path(curves, samples, bound=EPSILON, through=np.array([0.97, 0.93, 0.9]))
+    fitted = lay_path(curves, samples, bound=EPSILON, anchored_at=np.array([0.97, 0.93, 0.9]))
     assert (fitted.thresholds[0] == NEVER).all()
     assert (fitted.thresholds[1] < NEVER).any()
 

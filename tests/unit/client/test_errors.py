@@ -7,7 +7,7 @@ import pytest
 
 from offramp import client
 from offramp.client import Client, ConnectionFailedError, OfframpError, RequestError
-from offramp.client.connection import Settings
+from offramp.client.connection import ConnectionSettings
 from offramp.client.errors import error_from_status
 
 
@@ -67,4 +67,4 @@ def test_nobody_there_says_so() -> None:
 )
 def test_settings_are_checked(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Settings(**settings)  # type: ignore[arg-type]
+        ConnectionSettings(**settings)  # type: ignore[arg-type]

@@ -9,8 +9,7 @@ import pytest
 from tests.unit.calibration.rehearsal.rehearsals import load, settings, times
 from tests.unit.compiler.test_report import Page, make
 
-from offramp.calibration.rehearsal.rehearsal import rehearse
-from offramp.calibration.rehearsal.result import Rehearsed
+from offramp.calibration.rehearsal import Rehearsed, rehearse
 from offramp.compiler.report import render_report
 from offramp.compiler.report.rehearsal import draw_step, rehearsal_view
 

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import ActiveExit, ExitPolicy
-from offramp.certify.decision import MODEL_END
-from offramp.certify.observations import UNKNOWN, Observations
+from offramp.certify import MODEL_END, UNKNOWN, Observations
 
 RIGHT, WRONG = 1, 2
 """Predictions; the source model always answers RIGHT."""
@@ -29,7 +28,7 @@ def serve(
     *,
     forced: NDArray[np.bool_] | None = None,
 ) -> Observations:
-    """Serve float[K, n] in release mode: every exit in use looks on, every sample runs on."""
+    """Serve float[K, n] in release mode: every exit in use sees every sample, which runs on."""
     exits, samples = confidence.shape
     shown = np.full((exits, samples), np.nan, dtype=np.float32)
     answered_at = np.full(samples, MODEL_END)

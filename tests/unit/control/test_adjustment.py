@@ -12,9 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offramp.bundle.policy import NEVER
-from offramp.engine.control.adjustment import Adjustment, Reason, adjust, evenly_spaced
+from offramp.engine.control.adjustment import (
+    Adjustment,
+    Reason,
+    adjust,
+    evenly_spaced,
+    measure_utilities,
+    upper_bound_ms,
+)
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.utility import measure_utilities, upper_bound_ms
 
 COSTS = CostModel(
     source_ms=80.0,
@@ -120,7 +126,7 @@ def test_no_winner_at_all_opens_the_whole_model() -> None:
 
 def test_tuning_that_makes_every_exit_useful_keeps_them_all() -> None:
     confidence = np.array([[0.875] * 4 + [0.25] * 6, [0.875] * 10], dtype=np.float32)
-    # exit 1 on trial: −10, all leave at exit 3; tuned, it takes 4 of them
+    # exit 1 is new: −10, all leave at exit 3; tuned, it takes 4 of them
     found = adjust(
         confidence,
         (1, 3),
@@ -145,7 +151,7 @@ def test_tuning_that_saves_less_is_not_taken() -> None:
 def test_after_a_tuning_the_losers_under_the_new_thresholds_go() -> None:
     confidence = leaving(0, 10, samples=10)
     confidence[0, :9] = 0.75
-    # exit 0 on trial; tuned, it takes 9 of 10: 9·70−1; exit 5 is passed by the last: −1
+    # exit 0 is new; tuned, it takes 9 of 10: 9·70−1; exit 5 is passed by the last: −1
     found = adjust(
         confidence,
         (0, 5),

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
-from tests.fakes import ScriptedController, policy_of
+from tests.fakes import policy_of
 
 from offramp.bundle import NEVER
-from offramp.certify.decision import MODEL_END
-from offramp.certify.observations import UNKNOWN, Observations
-from offramp.engine.control.controller import ControlStatus
+from offramp.certify import MODEL_END, UNKNOWN, Observations
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.exit_proposals import JUDGED_BY, AdjustingController, representative
+from offramp.engine.control.exit_proposals import JUDGED_BY, ExitProposals, representative
 
 COSTS = CostModel(
     source_ms=8.0,
@@ -26,21 +23,22 @@ COSTS = CostModel(
 """An exit adds 0.1 ms: an overhead of 1.25 %."""
 
 
-class Considered(ScriptedController):
-    """Notes what is proposed to it, and agrees or not."""
+class Considered:
+    """A controller that notes what is proposed to it, and agrees or not."""
 
-    def __init__(self, *args: object, agrees: bool = True, **thresholds: float) -> None:
-        super().__init__(policy_of(1, **thresholds))
+    def __init__(self, *, agrees: bool = True, options: Any = None, **thresholds: float) -> None:
+        self.policy = policy_of(1, **thresholds)
+        self.proposing = ExitProposals(COSTS, **{"max_overhead": 0.03, **(options or {})})
         self.agrees = agrees
         self.alarms = 0
         self.proposals: list[tuple[int, ...]] = []
 
-    def consider(self, active: Sequence[int]) -> bool:
-        self.proposals.append(tuple(active))
-        return self.agrees
-
-    def status(self) -> ControlStatus:
-        return replace(super().status(), alarms=self.alarms)
+    def observe(self, seen: Observations) -> None:
+        exits = self.proposing.propose(seen, self.policy, alarms=self.alarms)
+        if exits is not None:
+            self.proposals.append(exits)
+            if self.agrees:
+                self.proposing.accepted(exits)
 
 
 def chunk(*confidences: float, count: int = 64, q: float = 1.0) -> Observations:
@@ -59,57 +57,50 @@ def chunk(*confidences: float, count: int = 64, q: float = 1.0) -> Observations:
 
 
 def test_the_exit_before_the_best_is_proposed_once_enough_was_seen() -> None:
-    inner = Considered(e1=0.5)
-    controller = AdjustingController(inner, COSTS, max_overhead=0.03)
+    controller = Considered(e1=0.5)
     controller.observe(chunk(np.nan, 0.9, np.nan, count=127))
-    assert inner.proposals == []
+    assert controller.proposals == []
     controller.observe(chunk(np.nan, 0.9, np.nan, count=1))
-    assert inner.proposals == [(0, 1)]
-    assert len(inner.seen) == 2
+    assert controller.proposals == [(0, 1)]
 
 
 def test_what_was_proposed_is_not_proposed_again_for_a_while() -> None:
-    inner = Considered(e1=0.5)
-    controller = AdjustingController(inner, COSTS, max_overhead=0.03, again_after=1024)
+    controller = Considered(e1=0.5, options={"again_after": 1024})
     for _ in range(8):
         controller.observe(chunk(np.nan, 0.9, np.nan, count=128))
-    assert inner.proposals == [(0, 1)]
+    assert controller.proposals == [(0, 1)]
     controller.observe(chunk(np.nan, 0.9, np.nan, count=128))
-    assert inner.proposals == [(0, 1), (0, 1)]
-    inner.alarms = 1
+    assert controller.proposals == [(0, 1), (0, 1)]
+    controller.alarms = 1
     controller.observe(chunk(np.nan, 0.9, np.nan, count=128))  # forgets what was seen before
     controller.observe(chunk(np.nan, 0.9, np.nan, count=128))
-    assert inner.proposals == [(0, 1)] * 3
+    assert controller.proposals == [(0, 1)] * 3
 
 
 def test_a_proposal_that_comes_at_a_bad_time_is_made_again() -> None:
-    inner = Considered(e1=0.5, agrees=False)
-    controller = AdjustingController(inner, COSTS, max_overhead=0.03)
+    controller = Considered(e1=0.5, agrees=False)
     for _ in range(3):
         controller.observe(chunk(np.nan, 0.9, np.nan, count=128))
-    assert inner.proposals == [(0, 1)] * 3
+    assert controller.proposals == [(0, 1)] * 3
 
 
 def test_exits_that_lose_time_are_proposed_to_go() -> None:
-    inner = Considered(e0=0.95, e2=0.5)
-    controller = AdjustingController(inner, COSTS, max_overhead=0.03)
+    controller = Considered(e0=0.95, e2=0.5)
     controller.observe(chunk(0.1, np.nan, 0.9, count=128))
     # exit 0 lets nothing leave; nothing lies behind exit 2 to be tried instead
-    assert inner.proposals == [(2,)]
+    assert controller.proposals == [(2,)]
 
 
 def test_nothing_is_proposed_while_nothing_answers() -> None:
-    inner = Considered(e0=NEVER, e1=NEVER)
-    controller = AdjustingController(inner, COSTS, max_overhead=0.03)
+    controller = Considered(e0=NEVER, e1=NEVER)
     controller.observe(chunk(0.9, 0.9, np.nan, count=512))
-    assert inner.proposals == []
+    assert controller.proposals == []
 
 
 def test_the_budget_is_kept() -> None:
-    inner = Considered(e1=0.5)
-    controller = AdjustingController(inner, COSTS, max_overhead=0.02)
+    controller = Considered(e1=0.5, options={"max_overhead": 0.02})
     controller.observe(chunk(np.nan, 0.9, np.nan, count=512))
-    assert inner.proposals == []  # one exit is all that fits, and a lone one is the best
+    assert controller.proposals == []  # one exit is all that fits, and a lone one is the best
 
 
 def test_samples_count_by_what_they_stand_for() -> None:
@@ -130,4 +121,4 @@ def test_samples_count_by_what_they_stand_for() -> None:
 )
 def test_impossible_options_are_refused(options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        AdjustingController(Considered(e1=0.5), COSTS, **options)  # type: ignore[arg-type]
+        ExitProposals(COSTS, **options)  # type: ignore[arg-type]

@@ -2,40 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.fakes import ScriptedController, policy_of
+from tests.fakes import policy_of
 
 from offramp.bundle import NEVER
-from offramp.certify.decision import MODEL_END, reaches
-from offramp.certify.observations import UNKNOWN, Observations
-from offramp.engine.control.controller import ControlStatus
-from offramp.engine.control.shift_guard import FIRST_WAIT, QUIET, WatchfulController
+from offramp.certify import MODEL_END, UNKNOWN, Observations, reaches
+from offramp.engine.control.shift_guard import FIRST_WAIT, QUIET, ShiftGuard
 
 
-class Doubted(ScriptedController):
-    """Notes what it is told; answers nothing once doubted."""
+class Guarded:
+    """A controller that does nothing but what its guard says; answers nothing once invalidated."""
 
-    def __init__(self, **thresholds: float) -> None:
-        super().__init__(policy_of(1, **thresholds), audit_probability=0.02)
-        self.alarms = 0
-        self.wants_evidence = True
+    def __init__(self, calibration: Any, *, guard: ShiftGuard | None = None, **thresholds: float):
+        self.policy = policy_of(1, **thresholds)
+        self.guard = guard or ShiftGuard(calibration)
+        self.guard.watch(self.policy)
+        self.needs_evidence = True
         self.reasons: list[str] = []
+
+    @property
+    def audit_probability(self) -> float:
+        return 1.0 if self.guard.audits_all else 0.02
+
+    def observe(self, seen: Observations) -> None:
+        self.guard.pass_by(len(seen))
+        if self.guard.has_shifted(seen, self.policy, needs_evidence=self.needs_evidence):
+            self.invalidate("inputs")
 
     def invalidate(self, why: str) -> None:
         self.reasons.append(why)
-        self.alarms += 1
         self.policy = policy_of(self.policy.version + 1, e0=NEVER, e1=NEVER)
-
-    def consider(self, active: Sequence[int]) -> bool:
-        return False
-
-    def status(self) -> ControlStatus:
-        return replace(super().status(), alarms=self.alarms)
+        self.guard.recover(self.policy)
 
 
 class Stream:
@@ -48,7 +48,7 @@ class Stream:
         values = self.rng.beta([[5 - hardness], [6 - hardness]], 1.5, (2, count))
         return values.astype(np.float32)
 
-    def serve(self, controller: Doubted, count: int, *, hardness: float = 0.0) -> Observations:
+    def serve(self, controller: Guarded, count: int, *, hardness: float = 0.0) -> Observations:
         confidence = self.confidences(count, hardness=hardness)
         thresholds = np.array([a.threshold for a in controller.policy.active])
         sure = confidence >= thresholds[:, None]
@@ -65,122 +65,112 @@ class Stream:
         )
 
 
-def watched(**thresholds: float) -> tuple[Doubted, WatchfulController, Stream]:
-    inner, stream = Doubted(**thresholds), Stream()
-    return inner, WatchfulController(inner, stream.confidences(4000)), stream
+def watched(**thresholds: float) -> tuple[Guarded, Stream]:
+    stream = Stream()
+    return Guarded(stream.confidences(4000), **thresholds), stream
 
 
 def test_inputs_like_those_of_calibration_change_nothing() -> None:
-    inner, controller, stream = watched(e0=0.8, e1=0.8)
+    controller, stream = watched(e0=0.8, e1=0.8)
     for _ in range(200):
-        controller.observe(stream.serve(inner, 50))
-    assert inner.reasons == []
+        controller.observe(stream.serve(controller, 50))
+    assert controller.reasons == []
     assert controller.audit_probability == 0.02
-    assert len(inner.seen) == 200
 
 
-def test_changed_inputs_are_doubted_and_audited_in_full() -> None:
-    inner, controller, stream = watched(e0=0.8, e1=0.8)
-    while not inner.reasons:
-        controller.observe(stream.serve(inner, 50, hardness=2.0))
-    assert inner.reasons == ["inputs are not what they were"]
+def test_after_changed_inputs_everything_is_audited() -> None:
+    controller, stream = watched(e0=0.8, e1=0.8)
+    while not controller.reasons:
+        controller.observe(stream.serve(controller, 50, hardness=2.0))
+    assert controller.reasons == ["inputs"]
     assert controller.audit_probability == 1.0
-    assert controller.status().audit_probability == 1.0
     for _ in range(100):  # the new inputs are what is compared with now
-        controller.observe(stream.serve(inner, 50, hardness=2.0))
-    assert len(inner.reasons) == 1
-    inner.wants_evidence = False
-    controller.observe(stream.serve(inner, 50, hardness=2.0))
+        controller.observe(stream.serve(controller, 50, hardness=2.0))
+    assert len(controller.reasons) == 1
+    controller.needs_evidence = False
+    controller.observe(stream.serve(controller, 50, hardness=2.0))
     assert controller.audit_probability == 0.02
 
 
 def test_recovery_has_a_limit() -> None:
-    inner, stream = Doubted(e0=0.8, e1=0.8), Stream()
-    controller = WatchfulController(inner, stream.confidences(4000), recovery=500)
-    inner.alarms = 1  # of the drift alarm, say
-    controller.observe(stream.serve(inner, 50))
+    stream = Stream()
+    calibration = stream.confidences(4000)
+    guard = ShiftGuard(calibration, recovery=500)
+    controller = Guarded(calibration, guard=guard, e0=0.8, e1=0.8)
+    controller.invalidate("risk")  # by the drift alarm, say
     assert controller.audit_probability == 1.0
     for _ in range(9):
-        controller.observe(stream.serve(inner, 50))
+        controller.observe(stream.serve(controller, 50))
     assert controller.audit_probability == 1.0
-    controller.observe(stream.serve(inner, 50))
+    controller.observe(stream.serve(controller, 50))
     assert controller.audit_probability == 0.02
 
 
 def test_a_change_of_policy_is_no_change_of_inputs() -> None:
-    inner, controller, stream = watched(e0=0.8, e1=0.8)
+    controller, stream = watched(e0=0.8, e1=0.8)
     for version, threshold in enumerate((0.75, 0.7, 0.9, 0.5, 0.85), start=2):
         for _ in range(60):
-            controller.observe(stream.serve(inner, 50))
-        inner.policy = policy_of(version, e0=threshold, e1=0.8)
+            controller.observe(stream.serve(controller, 50))
+        controller.policy = policy_of(version, e0=threshold, e1=0.8)
     for _ in range(60):
-        controller.observe(stream.serve(inner, 50))
-    assert inner.reasons == []
+        controller.observe(stream.serve(controller, 50))
+    assert controller.reasons == []
 
 
 def test_a_shift_after_a_change_of_policy_is_noticed() -> None:
-    inner, controller, stream = watched(e0=0.8, e1=0.8)
-    inner.policy = policy_of(2, e0=0.7, e1=0.8)
+    controller, stream = watched(e0=0.8, e1=0.8)
+    controller.policy = policy_of(2, e0=0.7, e1=0.8)
     for _ in range(20):
-        controller.observe(stream.serve(inner, 50))
+        controller.observe(stream.serve(controller, 50))
     for _ in range(40):
-        controller.observe(stream.serve(inner, 50, hardness=2.0))
-    assert len(inner.reasons) == 1
+        controller.observe(stream.serve(controller, 50, hardness=2.0))
+    assert len(controller.reasons) == 1
 
 
-def test_a_load_that_never_rests_is_doubted_ever_more_rarely() -> None:
-    inner, controller, stream = watched(e0=0.8, e1=0.8)
+def test_a_load_that_never_rests_is_invalidated_ever_more_rarely() -> None:
+    controller, stream = watched(e0=0.8, e1=0.8)
     at = []
     for step in range(600):
         hardness = 2.5 * (step // 20 % 2)  # another load every 1,000 samples
-        before = len(inner.reasons)
-        controller.observe(stream.serve(inner, 50, hardness=hardness))
-        at += [step * 50] * (len(inner.reasons) - before)
+        before = len(controller.reasons)
+        controller.observe(stream.serve(controller, 50, hardness=hardness))
+        at += [step * 50] * (len(controller.reasons) - before)
     gaps = np.diff(at)
     assert (gaps[1:] > 1.5 * gaps[:-1]).all()
     assert 3 <= len(at) <= 2 + np.log2(30_000 / FIRST_WAIT)
 
 
 def test_quiet_shortens_the_wait_again() -> None:
-    inner, controller, stream = watched(e0=0.8, e1=0.8)
-    inner.kept = {}
-    while not inner.reasons:
-        controller.observe(stream.serve(inner, 50, hardness=2.0))
+    controller, stream = watched(e0=0.8, e1=0.8)
+    while not controller.reasons:
+        controller.observe(stream.serve(controller, 50, hardness=2.0))
     for since, wait in ((QUIET - 64, 2 * FIRST_WAIT), (64, FIRST_WAIT)):
         for _ in range(since // 64):
-            controller.observe(stream.serve(inner, 64, hardness=2.0))
-        state = controller.state()
-        assert state is not None
-        assert state["patience"]["wait"] == wait
+            controller.observe(stream.serve(controller, 64, hardness=2.0))
+        assert controller.guard.state()["wait"] == wait
 
 
 def test_state_is_kept_and_checked() -> None:
-    inner, controller, stream = watched(e0=0.8, e1=0.8)
-    assert controller.state() is None
-    inner.kept = {"policy": 1}
-    controller.observe(stream.serve(inner, 50))
-    state = controller.state()
-    assert state == {
-        "inner": {"policy": 1},
-        "patience": {"wait": FIRST_WAIT, "since": FIRST_WAIT + 50},
-    }
-    controller.restore(state)
-    with pytest.raises(ValueError, match="no state of the scripted controller"):
-        controller.restore({})
+    controller, stream = watched(e0=0.8, e1=0.8)
+    controller.observe(stream.serve(controller, 50))
+    state = controller.guard.state()
+    assert state == {"wait": FIRST_WAIT, "since": FIRST_WAIT + 50}
+    controller.guard.restore(state)
+    with pytest.raises(KeyError, match="wait"):
+        controller.guard.restore({})
     with pytest.raises(ValueError, match="are no counts of samples"):
-        controller.restore({"inner": {}, "patience": {"wait": 1, "since": 0}})
-    with pytest.raises(ValueError, match="no policy in it"):
-        controller.restore({"inner": {}, "patience": state["patience"]})
+        controller.guard.restore({"wait": 1, "since": 0})
+    assert controller.guard.state() == state
 
 
 def test_a_policy_is_watched_by_what_was_seen_before_it() -> None:
     """Calibration data are forgotten, and the inputs shift as soon as the policy changes."""
-    inner, controller, stream = watched(e0=0.8, e1=0.8)
-    inner.alarms = 1  # of the drift alarm, say
+    controller, stream = watched(e0=0.8, e1=0.8)
+    controller.guard.recover(controller.policy)  # after a drift alarm, say
     for _ in range(40):
-        controller.observe(stream.serve(inner, 50))
-    inner.policy = policy_of(2, e0=0.7, e1=0.8)
-    controller.observe(stream.serve(inner, 50))
+        controller.observe(stream.serve(controller, 50))
+    controller.policy = policy_of(2, e0=0.7, e1=0.8)
+    controller.observe(stream.serve(controller, 50))
     for _ in range(40):
-        controller.observe(stream.serve(inner, 50, hardness=2.0))
-    assert inner.reasons == ["inputs are not what they were"]
+        controller.observe(stream.serve(controller, 50, hardness=2.0))
+    assert controller.reasons == ["inputs"]

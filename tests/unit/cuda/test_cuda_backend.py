@@ -13,10 +13,9 @@ from tests.sliced import inputs_of, sliced
 
 from offramp.bundle import Bundle
 from offramp.engine.backends.base import Backend
-from offramp.engine.cuda.arena import Arena, Needs, Outcome, Region, mib
-from offramp.engine.cuda.buffering import ParkingPool
+from offramp.engine.cuda.batch import Layouts
 from offramp.engine.cuda.driver import DeviceMemoryError
-from offramp.engine.cuda.layout import Layouts
+from offramp.engine.cuda.memory import Arena, MemoryPool, Needs, Region, RowBuffers, mib
 from offramp.engine.errors import BackendError
 from offramp.engine.plan import StageSpec, make_plan
 from offramp.testing.cuda_driver import FakeDriver, MisuseError
@@ -81,7 +80,7 @@ def test_a_stage_that_nobody_refers_to_goes_with_its_executables(bundle: Bundle)
     backend.close()
 
 
-def test_a_slot_that_only_joins_lets_go_of_stages_too(bundle: Bundle) -> None:
+def test_a_slot_that_only_merges_lets_go_of_stages_too(bundle: Bundle) -> None:
     backend, factory, _ = fake_cuda()
     first, second = (backend.prepare(spec) for spec in make_plan(bundle).stages[:2])
     early, late = backend.open_slot(), backend.open_slot()
@@ -282,10 +281,11 @@ def test_memory_by_row_that_could_not_grow_is_not_believed_to_be_there(failing: 
             arena.grow_rows(256)
         assert arena.sizes.rows == 0
         arena.grow_rows(4)
-        results = arena.outcome.results(arena.kernels.principal)
-        assert 0 not in (arena.row_numbers.address, results.confidence, arena.kernels.row_numbers)
+        by_row = arena.by_row
+        results = by_row.results
+        assert 0 not in (by_row.sent_numbers.address, results.confidence, by_row.row_numbers)
         assert results.survivors - results.confidence >= 4 * 4
-        assert all(len(view) for view in arena.outcome.views(4))
+        assert all(len(view) for view in by_row.views(4))
         assert arena.sizes.rows == 4
         arena.free()
     driver.close()
@@ -294,20 +294,20 @@ def test_memory_by_row_that_could_not_grow_is_not_believed_to_be_there(failing: 
 def test_a_failed_growth_of_what_the_stage_end_writes_can_be_tried_again() -> None:
     driver = FakeDriver()
     with driver.current():
-        outcome = Outcome(driver)
-        outcome.reserve(4)
-        driver.fail_next("allocate_pinned")
+        buffers = RowBuffers(driver)
+        buffers.reserve(4)
+        driver.fail_next("allocate_pinned", after=1)
         with pytest.raises(BackendError, match="allocate_pinned failed"):
-            outcome.reserve(256)
-        assert outcome.reserve(4)
-        assert [view.size for view in outcome.views(4)] == [4, 4, 1]
-        outcome.free()
+            buffers.reserve(256)
+        assert buffers.reserve(4)
+        assert [view.size for view in buffers.views(4)] == [4, 4, 1]
+        buffers.free()
     driver.close()
 
 
 def test_the_pool_gives_idle_memory_back_before_it_gives_up() -> None:
     driver = FakeDriver(memory_bytes=1 << 20)
-    pool = ParkingPool(driver)
+    pool = MemoryPool(driver)
     with driver.current():
         small = [pool.take(1 << 17) for _ in range(8)]
         with pytest.raises(DeviceMemoryError):

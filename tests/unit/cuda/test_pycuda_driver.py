@@ -157,10 +157,8 @@ def test_bytes_go_in_and_come_back(driver: PyCudaDriver, gpu: Gpu) -> None:
 
 def test_streams_wait_for_each_other_only_by_events(driver: PyCudaDriver, gpu: Gpu) -> None:
     first, second, event = driver.stream(), driver.stream(), driver.event()
-    assert first.stream is not None
-    assert event.event is not None
-    assert first.stream.flags == 1  # CU_STREAM_NON_BLOCKING
-    assert event.event.flags == 2  # CU_EVENT_DISABLE_TIMING
+    assert first.owned.flags == 1  # CU_STREAM_NON_BLOCKING
+    assert event.owned.flags == 2  # CU_EVENT_DISABLE_TIMING
     driver.record(event, first)
     driver.wait_on(second, event)
     assert [(entry[0], entry[-1]) for entry in gpu.log] == [
@@ -175,9 +173,7 @@ def test_waits_that_sleep(gpu: Gpu) -> None:
     driver = PyCudaDriver(blocking_waits=True)
     with driver.current():
         event = driver.event()
-        assert event.event is not None
-        assert event.event.flags == 3
-        event.close()
+        assert event.owned.flags == 3
 
 
 def test_what_is_closed_is_gone_at_once_and_refused(driver: PyCudaDriver, gpu: Gpu) -> None:

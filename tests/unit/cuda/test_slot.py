@@ -16,9 +16,9 @@ from tests.cuda_fakes import FakeExecutables, fake_cuda
 from offramp.certify.decision import MODEL_END, NEVER
 from offramp.engine.backends.base import TensorBatch
 from offramp.engine.cuda.backend import CudaBackend
+from offramp.engine.cuda.batch import Placed
 from offramp.engine.cuda.driver import DeviceLostError
-from offramp.engine.cuda.layout import Placed
-from offramp.engine.cuda.slot import CudaSlot, _fill
+from offramp.engine.cuda.slot import CudaSlot
 from offramp.engine.cuda.stages import CudaStage
 from offramp.engine.errors import BackendError
 from offramp.engine.plan import StageSpec
@@ -292,7 +292,7 @@ def test_float64_goes_up_as_the_float32_that_an_engine_takes() -> None:
     array = np.array([[0.1, 1e300], [-np.inf, np.nan]])
     placed = Placed(name="x", dtype=np.dtype(np.float32), sample_shape=(2,), row_bytes=8, offset=16)
     memory = np.zeros(32, np.uint8)
-    _fill(memory, placed, array)
+    placed.fill(memory, array)
     np.testing.assert_array_equal(
         memory[16:].view(np.float32).reshape(2, 2),
         np.array([[0.1, np.inf], [-np.inf, np.nan]], np.float32),
@@ -371,31 +371,31 @@ def test_buffered_memory_is_used_again_when_nobody_refers_to_it(bench: Bench) ->
     allocated = []
     for _ in range(4):
         kept = bench.slot.buffer(carry_of(bench, [0.1, 0.2, 0.3]), np.array([0, 2]))
-        joined = bench.slot.merge([(kept, np.array([1]))])
+        merged = bench.slot.merge([(kept, np.array([1]))])
         del kept  # the gather is not done yet: the slot keeps it until then
-        np.testing.assert_array_equal(answer_at_end(bench, joined), end_of([2], 2))
+        np.testing.assert_array_equal(answer_at_end(bench, merged), end_of([2], 2))
         allocated.append(bench.driver.calls["allocate"])
     assert len(set(allocated)) == 1
 
 
-def test_buffered_memory_is_not_handed_on_while_a_join_reads_it(bench: Bench) -> None:
+def test_buffered_memory_is_not_handed_on_while_a_merge_reads_it(bench: Bench) -> None:
     other = bench.backend.open_slot()
     kept = bench.slot.buffer(carry_of(bench, [0.1, 0.2, 0.3]), np.array([0, 2]))
-    joined = other.merge([(kept, np.array([0]))])
+    merged = other.merge([(kept, np.array([0]))])
     del kept
     again = bench.slot.buffer(carry_of(bench, [0.3, 0.2, 0.1]), np.array([1]))
-    carry = other.run(bench.stages[1], joined).carry
+    carry = other.run(bench.stages[1], merged).carry
     assert carry is not None
     np.testing.assert_array_equal(other.run(bench.stages[2], carry).answer, end_of([0], 2))
     assert len(again) == 1
     other.close()
 
 
-def test_rows_of_different_tensors_are_not_joined(bench: Bench) -> None:
+def test_rows_of_different_tensors_are_not_merged(bench: Bench) -> None:
     first = bench.slot.buffer(carry_of(bench, [0.1, 0.2]), np.array([0]))
     carry = renamed(bench, carry_of(bench, [0.1, 0.2]))
     second = bench.slot.buffer(carry, np.array([0]))
-    with pytest.raises(BackendError, match="rows of different tensors cannot be joined"):
+    with pytest.raises(BackendError, match="rows of different tensors cannot be merged"):
         bench.slot.merge([(first, np.array([0])), (second, np.array([0]))])
 
 
@@ -547,7 +547,7 @@ def test_buffered_memory_is_held_until_its_copies_ran(bench: Bench) -> None:
     """Though sending row numbers waits for others that are still on their way."""
     buffered = bench.slot.buffer(carry_of(bench, [0.9, 0.1, 0.2, 0.8, 0.3]), np.array([1, 2, 4]))
     bench.slot.select(carry_of(bench, [0.9, 0.1, 0.2, 0.8, 0.3]), np.array([0, 3]))
-    joined = bench.slot.merge([(buffered, np.array([0, 2]))])
+    merged = bench.slot.merge([(buffered, np.array([0, 2]))])
     del buffered
     gc.collect()
     other = bench.backend.open_slot()  # would get that memory
@@ -555,7 +555,7 @@ def test_buffered_memory_is_held_until_its_copies_ran(bench: Bench) -> None:
     assert carry is not None
     other.buffer(carry, np.arange(3))
     other.close()
-    np.testing.assert_array_equal(answer_at_end(bench, joined), end_of([1, 4], 2))
+    np.testing.assert_array_equal(answer_at_end(bench, merged), end_of([1, 4], 2))
 
 
 def test_a_growth_that_failed_does_not_spoil_smaller_batches() -> None:

@@ -72,7 +72,7 @@ def test_each_number_of_rows_has_a_graph_and_none_is_made_twice(bundle: Bundle) 
     backend.close()
 
 
-def test_what_is_joined_finds_the_graph_of_what_goes_straight_on(bundle: Bundle) -> None:
+def test_what_is_merged_finds_the_graph_of_what_goes_straight_on(bundle: Bundle) -> None:
     backend, _, driver = fake_cuda()
     stages = [backend.prepare(spec) for spec in make_plan(bundle).stages]
     slot = backend.open_slot()
@@ -162,7 +162,7 @@ def test_a_stage_is_at_rest_when_it_is_captured(
 
     def noting(stream: Stream, enqueue: Callable[[], None]) -> FakeGraph | None:
         waited.append(driver.calls["record"] == driver.calls["synchronize"])
-        assert not slot._queue.pending
+        assert not slot._work.pending
         return capture(stream, enqueue)
 
     monkeypatch.setattr(driver, "capture", noting)

@@ -92,8 +92,8 @@ def test_slots_in_threads_share_what_is_buffered(seed: int, folder: Path) -> Non
                     buffered.extend(left)
                     taken = buffered.pop(0) if buffered else None  # most often another thread's
                 if taken is not None:
-                    joined: Pair = both.merge([taken.pair])
-                    both.follow(taken.stage, joined)
+                    merged: Pair = both.merge([taken.pair])
+                    both.follow(taken.stage, merged)
         except BaseException as error:
             failures.append(error)
         finally:

@@ -240,13 +240,13 @@ def answer_of(backend: Backend, slot: Slot, batch: TensorBatch) -> np.ndarray:
     return answer
 
 
-def test_buffered_rows_are_joined_in_their_order(backend: Backend, slot: Slot) -> None:
+def test_buffered_rows_are_merged_in_their_order(backend: Backend, slot: Slot) -> None:
     script = random_script(6)
     kept = buffered(backend, slot, script, [1, 2, 4, 5])
     assert len(kept) == 4
-    joined = slot.merge([(kept, np.array([0, 2, 3]))])
-    assert len(joined) == 3
-    np.testing.assert_array_equal(answer_of(backend, slot, joined), script[[1, 4, 5], 1])
+    merged = slot.merge([(kept, np.array([0, 2, 3]))])
+    assert len(merged) == 3
+    np.testing.assert_array_equal(answer_of(backend, slot, merged), script[[1, 4, 5], 1])
 
 
 @pytest.mark.parametrize("rows", [[0, 2], [0, 1, 2]])
@@ -256,8 +256,8 @@ def test_what_is_buffered_outlives_uploads_and_its_slot(backend: Backend, rows: 
     kept = buffered(backend, slot, first, rows)
     buffered(backend, slot, second, [0, 1, 2])
     slot.close()
-    joined = other.merge([(kept, np.arange(len(rows)))])
-    np.testing.assert_array_equal(answer_of(backend, other, joined), first[rows, 1])
+    merged = other.merge([(kept, np.arange(len(rows)))])
+    np.testing.assert_array_equal(answer_of(backend, other, merged), first[rows, 1])
     other.close()
 
 
@@ -267,21 +267,21 @@ def test_several_buffered_batches_are_fused_part_after_part(backend: Backend, sl
     a = buffered(backend, slot, scripts[0], [0, 1, 2])
     b = buffered(backend, other, scripts[1], [1, 3, 4])
     c = buffered(backend, slot, scripts[2], [0])
-    joined = slot.merge([(b, np.array([0, 2])), (c, np.array([0])), (a, np.array([1]))])
-    assert len(joined) == 4
+    merged = slot.merge([(b, np.array([0, 2])), (c, np.array([0])), (a, np.array([1]))])
+    assert len(merged) == 4
     expected = [*scripts[1][[1, 4], 1], scripts[2][0, 1], scripts[0][1, 1]]
-    np.testing.assert_array_equal(answer_of(backend, slot, joined), expected)
+    np.testing.assert_array_equal(answer_of(backend, slot, merged), expected)
     rest = other.merge([(a, np.array([0, 2])), (b, np.array([1]))])  # twice from the same two
     expected = [*scripts[0][[0, 2], 1], scripts[1][3, 1]]
     np.testing.assert_array_equal(answer_of(backend, other, rest), expected)
     other.close()
 
 
-def test_what_was_joined_goes_on_as_any_batch_does(backend: Backend, slot: Slot) -> None:
+def test_what_was_merged_goes_on_as_any_batch_does(backend: Backend, slot: Slot) -> None:
     stages = [backend.prepare(spec) for spec in plan((0.5, 0.5)).stages]
     script = random_script(4)
-    joined = slot.merge([(buffered(backend, slot, script, [0, 1, 3]), np.arange(3))])
-    carry = slot.run(stages[1], joined).carry
+    merged = slot.merge([(buffered(backend, slot, script, [0, 1, 3]), np.arange(3))])
+    carry = slot.run(stages[1], merged).carry
     assert carry is not None
     again = slot.buffer(slot.select(carry, np.array([1, 2])), np.array([1]))
     answer = slot.run(stages[2], slot.merge([(again, np.array([0]))])).answer
@@ -307,8 +307,8 @@ def test_a_carried_input_is_buffered_with_its_rows(real: Backend) -> None:
         carry = slot.run(stages[0], slot.upload({SCRIPT: script})).carry
         assert carry is not None
         kept.append(slot.buffer(carry, np.array(rows)))
-    joined = other.merge([(kept[1], np.array([0])), (kept[0], np.array([0, 1]))])
-    answer = other.run(stages[1], joined).answer
+    merged = other.merge([(kept[1], np.array([0])), (kept[0], np.array([0, 1]))])
+    answer = other.run(stages[1], merged).answer
     assert answer is not None
     expected = np.stack([b[1], a[0], a[3]])
     np.testing.assert_array_equal(answer, expected[:, 1] + expected[:, 0])
@@ -341,8 +341,8 @@ def test_the_fake_notices_a_batch_that_outlived_its_slot() -> None:
         slot.select(old, np.array([0]))
 
 
-def test_the_fake_joins_only_what_was_buffered() -> None:
+def test_the_fake_merges_only_what_was_buffered() -> None:
     slot = FakeBackend().open_slot()
     batch = slot.upload({SCRIPT: random_script(2)})
-    with pytest.raises(BackendError, match="only buffered batches can be joined"):
+    with pytest.raises(BackendError, match="only buffered batches can be merged"):
         slot.merge([(batch, np.array([0]))])

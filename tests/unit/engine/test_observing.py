@@ -14,8 +14,7 @@ from tests.fakes import FakeDeployments, ScriptedController, fake_model, policy_
 from tests.unit.engine.serving import LIMIT_S, Gate, until, with_engine
 
 from offramp.bundle import NEVER
-from offramp.certify.decision import MODEL_END
-from offramp.certify.observations import Observations
+from offramp.certify import MODEL_END, Observations
 from offramp.engine.control.controller import ControlStatus, Job
 from offramp.engine.control_state import load_state
 from offramp.engine.core import Engine

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offramp.certify.decision import MODEL_END
-from offramp.certify.observations import UNKNOWN
+from offramp.certify import MODEL_END, UNKNOWN
 from offramp.engine.recorder import Recorder
 
 

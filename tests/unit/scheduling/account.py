@@ -27,7 +27,7 @@ class Origin(NamedTuple):
     """How a sample was started."""
 
     plan: int
-    serial: int
+    sample_id: int
 
 
 class Account:
@@ -85,13 +85,13 @@ class Account:
         samples = pairs(run)
         assert run.sample_ids.tolist() == list(range(self.started, self.started + len(samples)))
         self.started += len(samples)
-        for sample, serial in zip(samples, run.sample_ids.tolist(), strict=True):
-            self.origin[sample] = Origin(run.plan, serial)
+        for sample, sample_id in zip(samples, run.sample_ids.tolist(), strict=True):
+            self.origin[sample] = Origin(run.plan, sample_id)
 
     def check_origin(self, run: Run) -> None:
         """A sample keeps the plan that it was started under, and its number."""
-        for sample, serial in zip(pairs(run), run.sample_ids.tolist(), strict=True):
-            assert self.origin[sample] == Origin(run.plan, serial)
+        for sample, sample_id in zip(pairs(run), run.sample_ids.tolist(), strict=True):
+            assert self.origin[sample] == Origin(run.plan, sample_id)
 
     def named(self, lost: list[RowSet]) -> list[Sample]:
         """Who was told to be lost; checks what is told of them."""
@@ -99,9 +99,9 @@ class Account:
         for samples in lost:
             assert np.isinf(samples.deadlines_s[samples.answered]).all()
             columns = (samples.requests, samples.rows, samples.sample_ids, samples.answered)
-            for request, row, serial, answered in zip(*columns, strict=True):
+            for request, row, sample_id, answered in zip(*columns, strict=True):
                 sample = (int(request), int(row))
-                assert self.origin[sample].serial == serial
+                assert self.origin[sample].sample_id == sample_id
                 assert (sample in self.answered) == answered
                 names.append(sample)
         assert len(set(names)) == len(names)

@@ -244,9 +244,9 @@ def test_samples_are_numbered_in_the_order_in_which_they_start() -> None:
     s.done(1, all_exit(second), 0.25)
     s.submit(Submission(3, 1), 0.25)
     # The two requests are tried again one by one, where they did not fail; then comes what is new.
-    for request, serial in ((2, 1), (1, 3), (3, 7)):
+    for request, sample_id in ((2, 1), (1, 3), (3, 7)):
         again = started(s.next(1, 0.25))
-        assert (again.requests.tolist(), again.sample_ids.tolist()) == ([request], [serial])
+        assert (again.requests.tolist(), again.sample_ids.tolist()) == ([request], [sample_id])
         s.done(1, all_exit(again), 0.25)
 
 

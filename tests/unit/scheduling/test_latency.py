@@ -134,20 +134,20 @@ def test_observations_move_the_speed_by_a_thirty_second() -> None:
     assert latencies.speed == pytest.approx(1 / 16)
 
 
-def test_doubt_leads_back_to_the_usual_speed() -> None:
+def test_invalidation_leads_back_to_the_usual_speed() -> None:
     latencies = Latencies([[0.0, 1.0]])
     latencies.calibrate(2.0)
     latencies.observe(0, 1, 10.0)
     assert latencies.speed == 2.25
     for _ in range(256):
         latencies.invalidate()
-    assert latencies.speed == 2.25, "as long as stages may be running, nothing is doubted"
+    assert latencies.speed == 2.25, "as long as stages may be running, nothing is invalidated"
     latencies.invalidate()
     assert latencies.speed == 2.25 - 0.25 / 32
     latencies.observe(0, 1, 2.25)
     spoken_for = latencies.speed
     latencies.invalidate()
-    assert latencies.speed == spoken_for, "an observation ends the doubt"
+    assert latencies.speed == spoken_for, "an observation ends that"
     for _ in range(256):
         latencies.invalidate()
     for _ in range(1000):
@@ -163,7 +163,7 @@ def test_calibration_is_bounded() -> None:
     assert latencies.speed == 1 / 16
 
 
-def test_what_fusing_costs_is_what_goes_beyond_the_stage_itself() -> None:
+def test_what_merging_costs_is_what_goes_beyond_the_stage_itself() -> None:
     latencies = Latencies([[0.0, 1.0]])
     latencies.observe_merged(0, 1, 4.2)
     assert latencies.merging_s == pytest.approx(3.2 / 32)

@@ -39,22 +39,22 @@ class Scene:
         choice = self.policy.choose(Waiting(self.queue, self.buffered), now_s)
         if isinstance(choice, Merge):
             assert choice.limit == 4
-            return f"fuse {choice.stage} {choice.bucket.batch_key}"
+            return f"merge {choice.stage} {choice.bucket.batch_key}"
         return "start" if isinstance(choice, Start) else str(choice)
 
 
 def test_a_split_that_can_fill_a_batch_goes_first_the_deepest_first() -> None:
-    assert Scene(fresh=4).buffer(1, 4).buffer(2, 4).choice() == "fuse 2 None"
-    assert Scene(fresh=4).buffer(1, 4).buffer(2, 3).choice() == "fuse 1 None"
+    assert Scene(fresh=4).buffer(1, 4).buffer(2, 4).choice() == "merge 2 None"
+    assert Scene(fresh=4).buffer(1, 4).buffer(2, 3).choice() == "merge 1 None"
 
 
 def test_a_full_bucket_goes_before_an_urgent_one() -> None:
-    assert Scene().buffer(1, 4).buffer(2, 1, due_s=0.1).choice() == "fuse 1 None"
+    assert Scene().buffer(1, 4).buffer(2, 1, due_s=0.1).choice() == "merge 1 None"
 
 
 @pytest.mark.parametrize(
     ("stage", "now_s", "choice"),
-    [(2, 0.699, "start"), (2, 0.7, "fuse 2 None"), (1, 0.399, "start"), (1, 0.4, "fuse 1 None")],
+    [(2, 0.699, "start"), (2, 0.7, "merge 2 None"), (1, 0.399, "start"), (1, 0.4, "merge 1 None")],
 )
 def test_an_urgent_split_goes_when_there_is_just_time_for_what_it_needs_and_a_fifth(
     stage: int, now_s: float, choice: str
@@ -69,12 +69,12 @@ def test_new_samples_go_before_a_batch_that_is_not_full() -> None:
 
 
 def test_where_nothing_is_new_the_split_that_holds_most_goes() -> None:
-    assert Scene().buffer(1, 3).buffer(2, 2).choice() == "fuse 1 None"
-    assert Scene().buffer(1, 2, "a").buffer(1, 3, "b").choice() == "fuse 1 b"
+    assert Scene().buffer(1, 3).buffer(2, 2).choice() == "merge 1 None"
+    assert Scene().buffer(1, 2, "a").buffer(1, 3, "b").choice() == "merge 1 b"
 
 
 def test_a_stream_does_not_wait_for_mates_of_new_samples_while_something_is_buffered() -> None:
-    assert Scene(fresh=1, max_delay_s=9.0).buffer(2, 1).choice() == "fuse 2 None"
+    assert Scene(fresh=1, max_delay_s=9.0).buffer(2, 1).choice() == "merge 2 None"
     assert Scene(fresh=1, max_delay_s=9.0).choice() == str(Wait(9.0))
     assert Scene().choice() == str(Idle())
 
@@ -84,7 +84,7 @@ def test_a_crowd_of_buckets_of_which_none_is_full_goes_at_four_batches_worth() -
     for batch_key in range(15):
         crowd.buffer(2, 1, batch_key)
     assert crowd.choice() == "start"
-    assert crowd.buffer(2, 1, "last").choice().startswith("fuse 2")
+    assert crowd.buffer(2, 1, "last").choice().startswith("merge 2")
 
 
 def test_a_batch_that_is_still_full_runs_on() -> None:
@@ -104,7 +104,7 @@ def test_a_batch_that_is_still_full_runs_on() -> None:
         # One is left, t_d = 0.25 s: it would pay if more than all left.
         (1, 0.25, 4, 3, True),
         (1, 0.125, 4, 3, False),
-        # Fusing that costs nothing always pays, but where nobody left.
+        # Merging that costs nothing always pays, but where nobody left.
         (0, 0.0, 4, 1, False),
         (0, 0.0, 3, 0, True),
     ],

@@ -202,17 +202,17 @@ class Life:
 def test_a_sorted_queue_gives_the_living_in_order(events: list[int | str]) -> None:
     queue: SortedQueue[Life] = SortedQueue()
     living: list[tuple[tuple[int, int], Life]] = []
-    for serial, event in enumerate(events):
+    for number, event in enumerate(events):
         if isinstance(event, int):
             item = Life()
-            queue.push((event, serial), item)
-            living.append(((event, serial), item))
+            queue.push((event, number), item)
+            living.append(((event, number), item))
             assert len(queue._in_order) + len(queue._heap) <= 2 * len(living) + 64
         elif living:
             key, item = min(living, key=lambda e: e[0]) if event == "pop" else living[-1]
             living.remove((key, item))
             item.left = 0
-            queue.died()
+            queue.used_up()
         expected = min(living, key=lambda e: e[0], default=None)
         assert queue.head() == expected
 

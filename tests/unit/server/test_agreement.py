@@ -58,7 +58,7 @@ def test_nothing_is_said_where_nothing_is_observed() -> None:
             False,
         ),
         (
-            Evidence.CAUTIOUS,
+            Evidence.CONSERVATIVE,
             "No exit answers",
             (
                 "every answer is the unmodified model's, until there is evidence for more "
@@ -86,7 +86,7 @@ def test_the_statement_says_what_the_evidence_carries(
 
 
 def test_caution_without_an_alarm_is_not_alarming() -> None:
-    calm = dataclasses.replace(fake_control(Evidence.CAUTIOUS), alarms=0)
+    calm = dataclasses.replace(fake_control(Evidence.CONSERVATIVE), alarms=0)
     assert not view(calm).alarming
 
 
@@ -96,7 +96,7 @@ def test_a_certificate_says_no_more_than_its_constraint() -> None:
 
 
 def test_without_a_promise_calibration_speaks_of_the_constraint() -> None:
-    control = dataclasses.replace(fake_control(Evidence.CALIBRATED), confidence=0.9)
+    control = dataclasses.replace(fake_control(Evidence.CALIBRATED), confidence_level=0.9)
     seen = view_agreement(statistics(control), None)
     assert seen is not None
     assert seen.statement.startswith(
@@ -130,7 +130,7 @@ def test_what_is_not_known_yet_is_no_number() -> None:
 
 
 def test_a_drift_alarm_is_conspicuous() -> None:
-    seen = view(fake_control(Evidence.CAUTIOUS))
+    seen = view(fake_control(Evidence.CONSERVATIVE))
     assert [f.label for f in seen.figures if f.alarming] == ["drift alarms"]
     assert seen.state == "recovering: 312 of about 480 samples"
 

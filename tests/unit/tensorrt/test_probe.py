@@ -142,7 +142,8 @@ def test_what_is_no_device(device: str) -> None:
 def test_probing_imports_neither_package() -> None:
     """Importing tensorrt where no driver is may end the process."""
     code = (
-        "import sys; from offramp.engine.tensorrt import probe, compat, trial, messages, device\n"
+        "import sys\n"
+        "from offramp.engine.tensorrt import probe, compat, standalone, messages, device\n"
         "import offramp.compiler.tensorrt\n"
         "probe.missing(); print(sorted({'tensorrt', 'pycuda'} & sys.modules.keys()))"
     )

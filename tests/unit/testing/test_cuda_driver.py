@@ -15,9 +15,9 @@ from offramp.engine.cuda.driver import (
     DeviceLostError,
     DeviceMemoryError,
     Driver,
-    Event,
     Pinned,
     Stream,
+    StreamEvent,
 )
 from offramp.engine.errors import BackendError
 from offramp.engine.kernels.arguments import (
@@ -839,7 +839,7 @@ def test_a_graph_may_race_like_anything_else(misused: Bench) -> None:
 def test_protocols_are_met(bench: Bench) -> None:
     """What mypy says of our packages, said of what the tests use."""
     stream: Stream = bench.first
-    event: Event = bench.event
+    event: StreamEvent = bench.event
     pinned: Pinned = bench.here
     assert isinstance(stream.handle, int)
     assert event is bench.event

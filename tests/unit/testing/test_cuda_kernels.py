@@ -33,7 +33,7 @@ from offramp.engine.kernels.arguments import (
 )
 from offramp.testing import cuda_kernels
 from offramp.testing.cuda_driver import FakeDriver, MisuseError
-from offramp.testing.cuda_memory import Range
+from offramp.testing.cuda_memory import ByteRange
 
 
 class Numpy:
@@ -41,7 +41,7 @@ class Numpy:
 
     def __init__(self) -> None:
         self.placed: dict[int, np.ndarray] = {}
-        self.undeclared: list[Range] = []
+        self.undeclared: list[ByteRange] = []
 
     def place(self, memory: Guarded) -> int:
         address = memory.bytes.ctypes.data
@@ -54,7 +54,7 @@ class Numpy:
     def launch(self, launch: Launch, *, seed: int = 0, resident: int = 4) -> None:
         declared = cuda_kernels.ranges_of(launch)
 
-        def use(used: Range) -> np.ndarray:
+        def use(used: ByteRange) -> np.ndarray:
             if not any(each.covers(used) for each in declared):
                 self.undeclared.append(used)
             if not used.size_bytes:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Row
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from offramp.bundle import ActiveExit, ExitPolicy
-from offramp.certify.observations import Observations
-from offramp.engine.control.controller import ControlStatus, Event, Evidence, Job
+from offramp.certify import Observations
+from offramp.engine.control.controller import ControlEvent, ControlStatus, Evidence, Job
 from offramp.engine.control.costs import CostModel
-from offramp.tools.bench.adapt.sequence import Population, Segment, Sequence, Span
+from offramp.tools.bench.adapt.sequence import Population, SampleSequence, SegmentSpan, ShiftSegment
 
 COSTS = CostModel(
     source_ms=10.0,
@@ -25,10 +24,10 @@ COSTS = CostModel(
 
 
 def population(
-    confidence: Row[Row[float]],
-    prediction: Row[Row[int]],
-    final: Row[int],
-    labels: Row[int] | None = None,
+    confidence: Sequence[Sequence[float]],
+    prediction: Sequence[Sequence[int]],
+    final: Sequence[int],
+    labels: Sequence[int] | None = None,
 ) -> Population:
     return Population(
         confidence=np.array(confidence, np.float32),
@@ -54,17 +53,17 @@ def policy_of(version: int, thresholds: dict[int, float]) -> ExitPolicy:
     )
 
 
-def in_order(*parts: tuple[str, Population]) -> Sequence:
+def in_order(*parts: tuple[str, Population]) -> SampleSequence:
     """Every population once, in its order; the weights are even."""
     spans, start = [], 0
     for name, part in parts:
         even = np.full(len(part), 1 / len(part))
-        segment = Segment(name=name, population=part, weights=even, samples=len(part))
-        spans.append(Span(segment=segment, start=start, end=start + len(part)))
+        segment = ShiftSegment(name=name, population=part, weights=even, samples=len(part))
+        spans.append(SegmentSpan(segment=segment, start=start, end=start + len(part)))
         start += len(part)
     populations = [part for _, part in parts]
     labels = [p.labels for p in populations if p.labels is not None]
-    return Sequence(
+    return SampleSequence(
         scenario="by hand",
         description="every sample once",
         spans=tuple(spans),
@@ -130,7 +129,7 @@ class Scripted:
         return ControlStatus(
             controller=self.name,
             max_disagreement=0.01,
-            confidence=0.95,
+            confidence_level=0.95,
             evidence=Evidence.NONE,
             disagreement=None,
             disagreement_upper_bound=1.0,
@@ -144,8 +143,8 @@ class Scripted:
             state="",
         )
 
-    def take_events(self) -> list[Event]:
-        return [Event(kind="note", text=str(len(self.calls)))]
+    def take_events(self) -> list[ControlEvent]:
+        return [ControlEvent(kind="note", text=str(len(self.calls)))]
 
     def state(self) -> Mapping[str, Any] | None:
         return None

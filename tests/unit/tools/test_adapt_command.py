@@ -20,7 +20,7 @@ from offramp.engine.control.costs import CostModel
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import make_plan
 from offramp.tools.bench.adapt.contenders import KINDS, Workplace, contenders_of, make_contender
-from offramp.tools.bench.adapt.recording import Recorder
+from offramp.tools.bench.adapt.scenarios import answering
 from offramp.tools.bench.adapt.sequence import answering_places
 from offramp.tools.bench.cli import main
 
@@ -176,7 +176,7 @@ def test_help_names_every_scenario_and_controller(capsys: pytest.CaptureFixture[
 def test_recorded_answers_are_those_that_are_served(bundle: Bundle, data: Path) -> None:
     """What the joined graph says of a sample is what the stages would answer."""
     dataset = read_dataset(data, bundle.manifest.inputs)
-    population = Recorder(bundle, threads=1).record(dataset)
+    population = answering(bundle, threads=1)(dataset, lambda _: None)
     # Float32 sums in another order must not decide: the threshold is in the middle of a gap.
     ordered = np.sort(population.confidence[0])[30:-30]
     widest = int(np.diff(ordered).argmax())
@@ -205,7 +205,7 @@ def workplace(bundle: Bundle) -> Workplace:
         batch_size=32,
         costs=costs,
         max_disagreement=0.05,
-        confidence=0.95,
+        confidence_level=0.95,
         ramp_budget=0.99,
         audit_budget=0.05,
     )

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offramp.tools.bench.adapt.corruptions import KINDS, WORST, Range, channel_axis, corrupt
+from offramp.tools.bench.adapt.corruptions import KINDS, WORST, PixelRange, channel_axis, corrupt
 
-BYTES = Range(low=0.0, high=255.0)
+BYTES = PixelRange(low=0.0, high=255.0)
 
 
 def pictures(count: int = 20, channels: int = 3, size: int = 16) -> np.ndarray:
@@ -35,7 +35,7 @@ def test_every_step_is_worse(kind: str) -> None:
 @given(severity=st.integers(0, WORST), low=st.floats(-5, 5), span=st.floats(0.01, 10))
 def test_shape_dtype_and_range_stay(kind: str, severity: int, low: float, span: float) -> None:
     images = (low + span * np.random.default_rng(0).random((3, 1, 8, 8))).astype(np.float32)
-    range_ = Range.of(images)
+    range_ = PixelRange.of(images)
     worse = corrupt(images, kind, severity, range_=range_, rng=np.random.default_rng(0))
     assert worse.shape == images.shape
     assert worse.dtype == images.dtype
@@ -102,4 +102,4 @@ def test_mistakes_are_explained() -> None:
     with pytest.raises(ValueError, match="severity is 6"):
         corrupt(images, "noise", 6, range_=BYTES, rng=rng)
     with pytest.raises(ValueError, match="every pixel is 0"):
-        Range.of(np.zeros((2, 1, 8, 8), np.float32))
+        PixelRange.of(np.zeros((2, 1, 8, 8), np.float32))

@@ -11,11 +11,11 @@ import numpy as np
 from tests.unit.tools.adapt_cases import COSTS, FOUR, Scripted, in_order, policy_of, repeated
 
 from offramp.bundle import NEVER
-from offramp.engine.control.controller import Event
+from offramp.engine.control.controller import ControlEvent
 from offramp.engine.plan import Mode
 from offramp.tools.bench.adapt.page import cards, write_page
-from offramp.tools.bench.adapt.replay import Contender, ReplaySettings, Trace, replay
-from offramp.tools.bench.adapt.report import Comparison, Run
+from offramp.tools.bench.adapt.replay import Contender, ReplaySettings, ReplayTrace, replay
+from offramp.tools.bench.adapt.report import Comparison, ControllerRun
 from offramp.tools.bench.adapt.scores import course, hindsight, score
 
 SEQUENCE = in_order(("first", repeated(FOUR, 500)), ("second <b>", repeated(FOUR, 500)))
@@ -29,9 +29,9 @@ def comparison(label: str = "some <name>", **changed: Any) -> Comparison:
         controller=Scripted(policy_of(1, {0: 0.5, 1: NEVER})),
         mode=Mode.RELEASE,
     )
-    trace: Trace = replay(SEQUENCE, contender, COSTS, ReplaySettings())
+    trace: ReplayTrace = replay(SEQUENCE, contender, COSTS, ReplaySettings())
     trace = replace(trace, **changed)
-    run = Run(
+    run = ControllerRun(
         contender=contender,
         trace=trace,
         score=score(SEQUENCE, trace, max_disagreement=0.01),
@@ -70,7 +70,10 @@ def test_alarms_are_marked_with_what_they_say() -> None:
     plain, _, _ = cards(comparison(events=()), 0.01)[0].plots
     assert "alarm" not in plain.drawing
     assert "alarm" not in [label for label, _ in plain.keys]
-    events = ((2400, Event(kind="alarm", text="it > 1 %")), (9, Event(kind="policy", text="no")))
+    events = (
+        (2400, ControlEvent(kind="alarm", text="it > 1 %")),
+        (9, ControlEvent(kind="policy", text="no")),
+    )
     rung, _, _ = cards(comparison(events=events), 0.01)[0].plots
     assert rung.drawing.count('class="alarm"') == 1
     assert "<title>it &gt; 1 %</title>" in rung.drawing

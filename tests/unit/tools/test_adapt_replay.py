@@ -9,12 +9,12 @@ import pytest
 from tests.unit.tools.adapt_cases import COSTS, FOUR, Scripted, in_order, policy_of, repeated
 
 from offramp.bundle import NEVER
-from offramp.certify.observations import UNKNOWN
+from offramp.certify import MODEL_END, UNKNOWN
 from offramp.engine.plan import Mode
-from offramp.tools.bench.adapt.replay import Contender, ReplaySettings, Trace, replay
+from offramp.tools.bench.adapt.replay import Contender, ReplaySettings, ReplayTrace, replay
 
 
-def run(controller: Scripted, mode: Mode, times: int = 1, **settings: Any) -> Trace:
+def run(controller: Scripted, mode: Mode, times: int = 1, **settings: Any) -> ReplayTrace:
     given = {"chunk": 4, "delay_chunks": 0, "tuning_delay": 0, **settings}
     contender = Contender(label="x", description="", controller=controller, mode=mode)
     sequence = in_order(("all", repeated(FOUR, times)))
@@ -24,7 +24,7 @@ def run(controller: Scripted, mode: Mode, times: int = 1, **settings: Any) -> Tr
 def test_release_mode_tells_all() -> None:
     controller = Scripted()
     trace = run(controller, Mode.RELEASE)
-    assert trace.answered_at.tolist() == [0, 1, 0, 2]
+    assert trace.answered_at.tolist() == [0, 1, 0, MODEL_END]
     assert trace.agrees.tolist() == [True, True, False, True]
     assert trace.audited.tolist() == [True, True, True, False]
     assert trace.latency_ms.tolist() == [3, 7, 3, 12]
@@ -33,7 +33,7 @@ def test_release_mode_tells_all() -> None:
     np.testing.assert_array_equal(seen.confidence, FOUR.confidence)
     np.testing.assert_array_equal(seen.prediction, FOUR.prediction)
     np.testing.assert_array_equal(seen.final, FOUR.final)
-    assert seen.answered_at.tolist() == [0, 1, 0, 2]
+    assert seen.answered_at.tolist() == [0, 1, 0, MODEL_END]
     assert seen.audit_probability.tolist() == [1.0] * 4
     assert seen.policy_version.tolist() == [1] * 4
     assert not seen.forced.any()
@@ -57,7 +57,7 @@ def test_a_sample_that_leaves_for_good_tells_what_it_passed() -> None:
 def test_exits_not_in_use_say_nothing_and_shadows_cost_time() -> None:
     controller = Scripted(policy_of(7, {1: NEVER}))
     trace = run(controller, Mode.RELEASE)
-    assert trace.answered_at.tolist() == [2] * 4
+    assert trace.answered_at.tolist() == [MODEL_END] * 4
     assert trace.latency_ms.tolist() == [11] * 4
     (seen,) = controller.seen
     assert np.isnan(seen.confidence[0]).all()
@@ -82,7 +82,7 @@ def test_audits_are_drawn_by_the_seed_with_the_probability() -> None:
     ]
     np.testing.assert_array_equal(traces[0].audited, traces[1].audited)
     assert (traces[0].audited != traces[2].audited).any()
-    early = traces[0].answered_at < 2
+    early = traces[0].answered_at != MODEL_END
     assert not traces[0].audited[~early].any()
     # 6,000 coins: 5 standard deviations are 0.03
     assert abs(traces[0].audited[early].mean() - 0.3) < 0.03
@@ -107,7 +107,7 @@ def test_a_result_comes_late_and_a_policy_holds_for_whole_chunks() -> None:
     assert [s.policy_version.tolist() for s in controller.seen[2:4]] == [[1] * 4, [2] * 4]
     observe = "observe 4"
     assert controller.calls == [observe, observe, observe, "finish", observe, observe, observe]
-    assert trace.answered_at[12:16].tolist() == [0, 2, 0, 2]
+    assert trace.answered_at[12:16].tolist() == [0, MODEL_END, 0, MODEL_END]
     assert trace.latency_ms[12:16].tolist() == [3, 11, 3, 11]
 
 
@@ -136,5 +136,5 @@ def test_the_last_chunk_may_be_short() -> None:
 @pytest.mark.parametrize("mode", [Mode.RELEASE, Mode.AUDIT, Mode.LEAVE])
 def test_modes_answer_alike(mode: Mode) -> None:
     trace = run(Scripted(audit_probability=0.5), mode, times=4)
-    assert trace.answered_at.tolist() == [0, 1, 0, 2] * 4
+    assert trace.answered_at.tolist() == [0, 1, 0, MODEL_END] * 4
     assert trace.agrees.tolist() == [True, True, False, True] * 4

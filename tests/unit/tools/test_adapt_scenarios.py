@@ -11,7 +11,7 @@ from offramp.calibration.dataset import Dataset
 from offramp.tools.bench.adapt.scenarios import (
     SCENARIOS,
     Material,
-    Settings,
+    ScenarioSettings,
     is_easy,
     scenarios_of,
 )
@@ -52,7 +52,7 @@ def material(
         name: Dataset(inputs={"x": images}, labels=np.arange(SAMPLES) % 10, sha256="")
         for name in names
     }
-    return Material(datasets, recorder, Settings(**settings)), recorder
+    return Material(datasets, recorder.record, ScenarioSettings(**settings)), recorder
 
 
 def test_easy_are_those_answered_surely_and_rightly_in_the_first_half() -> None:
@@ -94,7 +94,7 @@ def test_classes_by_label_else_by_the_models_answer() -> None:
     unlabelled = Dataset(
         inputs={"x": np.zeros((SAMPLES, 1, 8, 8), np.uint8)}, labels=None, sha256=""
     )
-    settings = Settings(samples=5, corruption="blur", severity=1, seed=0)
+    settings = ScenarioSettings(samples=5, corruption="blur", severity=1, seed=0)
     segments = SCENARIOS["classes"].segments(Material({"a": unlabelled}, Recorded(), settings))
     assert [s.name for s in segments] == ["all classes", "mostly 0–2", "mostly 3–5"]
 
@@ -146,6 +146,6 @@ def test_mistakes_are_explained() -> None:
 
 def test_groups_that_are_too_small_are_refused() -> None:
     few = Dataset(inputs={"x": np.zeros((90, 1, 8, 8), np.uint8)}, labels=None, sha256="")
-    settings = Settings(samples=5, corruption="noise", severity=1, seed=0)
+    settings = ScenarioSettings(samples=5, corruption="noise", severity=1, seed=0)
     with pytest.raises(ValueError, match="18 hard samples, too few to draw from"):
         SCENARIOS["difficulty"].segments(Material({"few": few}, Recorded(), settings))

@@ -17,15 +17,15 @@ from tests.unit.tools.adapt_cases import (
     repeated,
 )
 
-from offramp.certify.decision import MODEL_END
+from offramp.certify import MODEL_END
 from offramp.engine.control.controller import ControlStatus, Evidence
-from offramp.tools.bench.adapt.replay import Change, Trace, Tuning
+from offramp.tools.bench.adapt.replay import Change, ReplayedJob, ReplayTrace
 from offramp.tools.bench.adapt.scores import SegmentScore, course, hindsight, risks, score
-from offramp.tools.bench.adapt.sequence import Sequence
+from offramp.tools.bench.adapt.sequence import SampleSequence
 
-BOLD = policy_of(1, {0: 0.5, 1: 0.5})
+AGGRESSIVE = policy_of(1, {0: 0.5, 1: 0.5})
 """Wrong on every fourth sample of FOUR."""
-SAFE = policy_of(2, {1: 0.5})
+CONSERVATIVE = policy_of(2, {1: 0.5})
 """Never wrong there."""
 CHUNK = 100
 
@@ -35,8 +35,8 @@ def status(**changed: Any) -> ControlStatus:
 
 
 def trace_of(
-    sequence: Sequence, *parts: tuple[int, Any], statuses: Any = None, **changed: Any
-) -> Trace:
+    sequence: SampleSequence, *parts: tuple[int, Any], statuses: Any = None, **changed: Any
+) -> ReplayTrace:
     """Serve under policies that come into force at samples."""
     count = len(sequence)
     starts = [at for at, _ in parts]
@@ -57,27 +57,36 @@ def trace_of(
         "source_ms": 10.0,
         **changed,
     }
-    return Trace(**given)
+    return ReplayTrace(**given)
 
 
-def judge(sequence: Sequence, trace: Trace, place: int = 0, bound: float = 0.1) -> SegmentScore:
+def judge(
+    sequence: SampleSequence, trace: ReplayTrace, place: int = 0, bound: float = 0.1
+) -> SegmentScore:
     return score(sequence, trace, max_disagreement=bound).segments[place]
 
 
 @pytest.fixture(scope="module")
-def sequence() -> Sequence:
+def sequence() -> SampleSequence:
     return in_order(("first", repeated(FOUR, 1000)), ("second", repeated(FOUR, 500)))
 
 
 def test_risk_is_that_of_the_policy_in_force_in_its_segment() -> None:
     other = population([[0.9, 0.9], [0.9, 0.9]], [[1, 1], [1, 1]], [2, 1])
     sequence = in_order(("a", FOUR), ("b", other))
-    trace = trace_of(sequence, (0, BOLD), (2, SAFE), (5, BOLD))
+    trace = trace_of(sequence, (0, AGGRESSIVE), (2, CONSERVATIVE), (5, AGGRESSIVE))
     assert risks(sequence, trace).tolist() == [0.25, 0.25, 0, 0, 0.5, 0.5]
 
 
-def test_settling_counts_from_the_segments_start(sequence: Sequence) -> None:
-    trace = trace_of(sequence, (0, SAFE), (1000, BOLD), (3000, SAFE), (4200, BOLD), (4300, SAFE))
+def test_settling_counts_from_the_segments_start(sequence: SampleSequence) -> None:
+    trace = trace_of(
+        sequence,
+        (0, CONSERVATIVE),
+        (1000, AGGRESSIVE),
+        (3000, CONSERVATIVE),
+        (4200, AGGRESSIVE),
+        (4300, CONSERVATIVE),
+    )
     first = judge(sequence, trace)
     assert first.settled_after == 3000
     assert first.settled is not None
@@ -86,41 +95,41 @@ def test_settling_counts_from_the_segments_start(sequence: Sequence) -> None:
     assert first.whole.above == pytest.approx(0.5)
     assert first.whole.risk == pytest.approx(0.125)
     assert judge(sequence, trace, 1).settled_after == 300
-    always = judge(sequence, trace_of(sequence, (0, SAFE)))
+    always = judge(sequence, trace_of(sequence, (0, CONSERVATIVE)))
     assert (always.settled_after, always.whole.above) == (0, 0)
-    never = judge(sequence, trace_of(sequence, (0, SAFE), (3999, BOLD)))
+    never = judge(sequence, trace_of(sequence, (0, CONSERVATIVE), (3999, AGGRESSIVE)))
     assert (never.settled_after, never.settled) == (None, None)
 
 
-def test_a_risk_of_the_constraint_itself_is_kept(sequence: Sequence) -> None:
-    assert judge(sequence, trace_of(sequence, (0, BOLD)), bound=0.25).settled_after == 0
-    assert judge(sequence, trace_of(sequence, (0, BOLD)), bound=0.2499).settled_after is None
+def test_a_risk_of_the_constraint_itself_is_kept(sequence: SampleSequence) -> None:
+    assert judge(sequence, trace_of(sequence, (0, AGGRESSIVE)), bound=0.25).settled_after == 0
+    assert judge(sequence, trace_of(sequence, (0, AGGRESSIVE)), bound=0.2499).settled_after is None
 
 
-def test_windows_of_answers(sequence: Sequence) -> None:
+def test_windows_of_answers(sequence: SampleSequence) -> None:
     """100 wrong answers from 1500 on: with 10 % allowed, 101 in a window are too many."""
     agrees = np.ones(6000, np.bool_)
     agrees[1500:1601] = False
-    first = judge(sequence, trace_of(sequence, (0, SAFE), agrees=agrees))
+    first = judge(sequence, trace_of(sequence, (0, CONSERVATIVE), agrees=agrees))
     assert first.whole.agreement == pytest.approx(1 - 101 / 4000)
     assert first.worst_window == pytest.approx(1 - 101 / 1000)
     # starts 700 (to 1,699) to 1500 hold all of them
     assert first.windows_below == pytest.approx(9 / 31)
     assert first.windows_settled_after == 1600
     agrees[1500] = True
-    first = judge(sequence, trace_of(sequence, (0, SAFE), agrees=agrees))
+    first = judge(sequence, trace_of(sequence, (0, CONSERVATIVE), agrees=agrees))
     assert (first.windows_below, first.windows_settled_after) == (0, 0)
     agrees[3900:] = False
-    assert judge(sequence, trace_of(sequence, (0, SAFE), agrees=agrees)).windows_below == 0
+    assert judge(sequence, trace_of(sequence, (0, CONSERVATIVE), agrees=agrees)).windows_below == 0
     agrees[3899] = False
-    last = judge(sequence, trace_of(sequence, (0, SAFE), agrees=agrees))
+    last = judge(sequence, trace_of(sequence, (0, CONSERVATIVE), agrees=agrees))
     assert last.windows_settled_after is None
 
 
-def test_savings_are_of_the_source_models_time(sequence: Sequence) -> None:
+def test_savings_are_of_the_source_models_time(sequence: SampleSequence) -> None:
     late = np.concatenate([np.full(4000, 4.0), np.full(2000, 16.0)])
     audited = np.arange(6000) % 10 == 0
-    trace = trace_of(sequence, (0, SAFE), latency_ms=late, audited=audited)
+    trace = trace_of(sequence, (0, CONSERVATIVE), latency_ms=late, audited=audited)
     whole = score(sequence, trace, max_disagreement=0.1).whole
     assert whole.latency_savings == pytest.approx(0.2)
     assert whole.compute_savings == pytest.approx(0.5)
@@ -128,10 +137,10 @@ def test_savings_are_of_the_source_models_time(sequence: Sequence) -> None:
     assert judge(sequence, trace, 1).whole.latency_savings == pytest.approx(-0.6)
 
 
-def test_certificates_are_held_against_the_truth(sequence: Sequence) -> None:
+def test_certificates_are_held_against_the_truth(sequence: SampleSequence) -> None:
     sure = status(evidence=Evidence.CERTIFIED, disagreement_upper_bound=0.1)
     statuses = [status()] * 10 + [sure] * 50
-    trace = trace_of(sequence, (0, BOLD), (2000, SAFE), statuses=statuses)
+    trace = trace_of(sequence, (0, AGGRESSIVE), (2000, CONSERVATIVE), statuses=statuses)
     first = judge(sequence, trace)
     assert first.certified == pytest.approx(0.75)
     assert first.certified_wrongly == pytest.approx(0.25)
@@ -142,42 +151,47 @@ def test_certificates_are_held_against_the_truth(sequence: Sequence) -> None:
 
 def test_accuracy_is_of_the_answers_given() -> None:
     sequence = in_order(("all", FOUR))
-    trace = trace_of(sequence, (0, BOLD), answered_at=np.array([0, 1, 0, MODEL_END]))
+    trace = trace_of(sequence, (0, AGGRESSIVE), answered_at=np.array([0, 1, 0, MODEL_END]))
     first = judge(sequence, trace)
     assert (first.accuracy, first.source_accuracy) == (0.5, 0.75)
     bare = population([[0.9], [0.9]], [[1], [1]], [1])
     unlabelled = in_order(("all", bare))
-    first = judge(unlabelled, trace_of(unlabelled, (0, BOLD)))
+    first = judge(unlabelled, trace_of(unlabelled, (0, AGGRESSIVE)))
     assert (first.accuracy, first.source_accuracy) == (None, None)
 
 
 def test_a_segment_shorter_than_a_window_is_one() -> None:
     sequence = in_order(("all", FOUR))
     agrees = np.array([True, True, False, True])
-    first = judge(sequence, trace_of(sequence, (0, BOLD), agrees=agrees))
+    first = judge(sequence, trace_of(sequence, (0, AGGRESSIVE), agrees=agrees))
     assert (first.worst_window, first.windows_below) == (0.75, 1.0)
-    line = course(sequence, trace_of(sequence, (0, BOLD), agrees=agrees))
+    line = course(sequence, trace_of(sequence, (0, AGGRESSIVE), agrees=agrees))
     assert line.ends.tolist() == [4]
     assert line.agreement.tolist() == [0.75]
 
 
-def test_counts_and_times(sequence: Sequence) -> None:
+def test_counts_and_times(sequence: SampleSequence) -> None:
     tunings = tuple(
-        Tuning(purpose="t", taken_at=0, arrived_at=1, took_ms=float(ms)) for ms in (1, 2, 9)
+        ReplayedJob(purpose="t", taken_at=0, arrived_at=1, took_ms=float(ms)) for ms in (1, 2, 9)
     )
     last = status(alarms=3, adjustments=2)
     statuses = [status()] * 59 + [last]
-    trace = trace_of(sequence, (0, SAFE), (10, BOLD), tunings=tunings, statuses=statuses)
+    trace = trace_of(
+        sequence, (0, CONSERVATIVE), (10, AGGRESSIVE), tunings=tunings, statuses=statuses
+    )
     found = score(sequence, trace, max_disagreement=0.1)
     assert (found.policies, found.tunings, found.alarms, found.adjustments) == (2, 3, 3, 2)
     assert found.tuning_ms == pytest.approx((2.0, 8.3, 9.0))
-    assert score(sequence, trace_of(sequence, (0, SAFE)), max_disagreement=0.1).tuning_ms is None
+    assert (
+        score(sequence, trace_of(sequence, (0, CONSERVATIVE)), max_disagreement=0.1).tuning_ms
+        is None
+    )
 
 
-def test_the_course_is_a_mean_over_windows(sequence: Sequence) -> None:
+def test_the_course_is_a_mean_over_windows(sequence: SampleSequence) -> None:
     agrees = np.ones(6000, np.bool_)
     agrees[:100] = False
-    trace = trace_of(sequence, (0, BOLD), (1000, policy_of(2, {1: 2.0})), agrees=agrees)
+    trace = trace_of(sequence, (0, AGGRESSIVE), (1000, policy_of(2, {1: 2.0})), agrees=agrees)
     line = course(sequence, trace)
     assert line.ends[:3].tolist() == [1000, 1100, 1200]
     assert line.ends[-1] == 6000

@@ -9,12 +9,12 @@ import pytest
 from tests.unit.tools.adapt_cases import FOUR, policy_of
 
 from offramp.bundle import NEVER
-from offramp.certify.decision import MODEL_END
-from offramp.tools.bench.adapt.sequence import Segment, answering_places, draw, thresholds_of
+from offramp.certify import MODEL_END
+from offramp.tools.bench.adapt.sequence import ShiftSegment, answering_places, draw, thresholds_of
 
 
-def segment(*weights: float, samples: int = 10, name: str = "some") -> Segment:
-    return Segment(name=name, population=FOUR, weights=np.array(weights), samples=samples)
+def segment(*weights: float, samples: int = 10, name: str = "some") -> ShiftSegment:
+    return ShiftSegment(name=name, population=FOUR, weights=np.array(weights), samples=samples)
 
 
 def test_risk_by_hand() -> None:
@@ -59,7 +59,7 @@ def test_drawing_follows_the_weights_and_the_seed() -> None:
 def test_labels_only_where_all_have_them() -> None:
     bare = replace(FOUR, labels=None)
     even = np.full(4, 0.25)
-    unlabelled = Segment(name="bare", population=bare, weights=even, samples=3)
+    unlabelled = ShiftSegment(name="bare", population=bare, weights=even, samples=3)
     drawn = draw("a", "b", [segment(*even), unlabelled], np.random.default_rng(0))
     assert drawn.drawn.labels is None
     assert len(drawn) == 13

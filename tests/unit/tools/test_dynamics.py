@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offramp.tools.bench.dynamics import Run, figures, percentile_plot, plots, rate, write_page
-from offramp.tools.bench.outcomes import FINAL, Outcomes, hdr_table, summarise, timeline
+from offramp.certify.decision import MODEL_END
+from offramp.tools.bench.dynamics import RunView, figures, percentile_plot, plots, rate, write_page
+from offramp.tools.bench.outcomes import Outcomes, hdr_table, summarise, timeline
 
 ALL = [
     "Requests per second",
@@ -26,7 +27,7 @@ ALL = [
 ]
 
 
-def run(name: str = "steady", *, slo_ms: float | None = 50.0, **changed: Any) -> Run:
+def run(name: str = "steady", *, slo_ms: float | None = 50.0, **changed: Any) -> RunView:
     """Four windows of 1 s with ten requests each, the third without an answer."""
     size = 40
     status = np.zeros(size, np.uint8)
@@ -35,14 +36,14 @@ def run(name: str = "steady", *, slo_ms: float | None = 50.0, **changed: Any) ->
         "intended_s": np.arange(size) / 10,
         "latency_s": np.where(status == 0, 0.010, np.nan),
         "status": status,
-        "exit": np.resize(np.array([1, FINAL], np.int16), size),
+        "exit": np.resize(np.array([1, MODEL_END], np.int16), size),
         "forced": np.zeros(size, bool),
         "agrees": np.ones(size, np.int8),
         "batch_size": np.full(size, 4, np.int16),
         **changed,
     }
     outcomes = Outcomes(**given, duration_s=4.0)
-    return Run(
+    return RunView(
         name,
         summarise(outcomes, slo_ms=slo_ms),
         timeline(outcomes, slo_ms=slo_ms, windows=4),
@@ -51,7 +52,7 @@ def run(name: str = "steady", *, slo_ms: float | None = 50.0, **changed: Any) ->
     )
 
 
-def written(folder: Path, *runs: Run, measured: bool = True) -> str:
+def written(folder: Path, *runs: RunView, measured: bool = True) -> str:
     path = folder / "page.html"
     write_page(path, title="A & B", measured=measured, runs=runs)
     return path.read_text(encoding="utf-8")

@@ -3,12 +3,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from offramp.certify.decision import MODEL_END
 from offramp.proto.messages import ModelInferRequest, ModelInferResponse
 from offramp.proto.tensors import encode_tensor
 from offramp.tools.bench.load.request_log import UNKNOWN, Causes, Reply, read_reply, status_of
 from offramp.tools.bench.load.settings import LoadSettings
 from offramp.tools.bench.load.shares import serialise_requests
-from offramp.tools.bench.outcomes import FINAL, Status
+from offramp.tools.bench.outcomes import Status
 
 
 def response(**parameters: str) -> ModelInferResponse:
@@ -29,12 +30,12 @@ def test_a_reply_says_where_and_what_was_answered() -> None:
 
 
 def test_nothing_forced_and_the_models_end() -> None:
-    assert read_reply(response(offramp_exits="-1"), None) == Reply(FINAL, False, UNKNOWN)
+    assert read_reply(response(offramp_exits="-1"), None) == Reply(MODEL_END, False, UNKNOWN)
     assert not read_reply(response(offramp_exits="2", offramp_forced="0"), None).forced
 
 
 def test_another_server_says_nothing_of_exits() -> None:
-    assert read_reply(response(), "logits") == Reply(FINAL, False, 1)
+    assert read_reply(response(), "logits") == Reply(MODEL_END, False, 1)
 
 
 def test_a_malformed_response_is_a_value_error() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from offramp.tools.bench.load.generator import Load
+from offramp.tools.bench.load.generator import GeneratedLoad
 from offramp.tools.bench.load.metrics_poll import Reading
 from offramp.tools.bench.load.report import (
     WINDOWS,
@@ -19,7 +19,7 @@ from offramp.tools.bench.load.report import (
     settings_json,
     warning,
 )
-from offramp.tools.bench.load.request_log import Ledger, Reply
+from offramp.tools.bench.load.request_log import Reply, RequestLog
 from offramp.tools.bench.load.settings import LoadSettings
 from offramp.tools.bench.outcomes import Status
 
@@ -28,17 +28,17 @@ SETTINGS = LoadSettings(address="a:1", model="m", duration_s=7.0, slo_ms=20.0)
 
 def report(late_ms: float | None = 0.1, readings: tuple[Reading, ...] = ()) -> LoadReport:
     """A request every 100 ms for 7 s; after the warm-up of 1 s, 55 are answered in 10 to 30 ms."""
-    ledger = Ledger()
+    log = RequestLog()
     for k in range(70):
-        line = ledger.open(sample=k % 5, intended_s=k / 10)
-        ledger.sent(line, k / 10)
+        line = log.open(sample=k % 5, intended_s=k / 10)
+        log.sent(line, k / 10)
         if k >= 65:
-            ledger.failed(line, k / 10 + 0.5, Status.REJECTED)
+            log.failed(line, k / 10 + 0.5, Status.REJECTED)
         else:
             latency_s = 0.01 if k % 2 else 0.03
-            ledger.answered(line, k / 10 + latency_s, Reply(k % 2 - 1, False, 0))
-    load = Load(
-        records=ledger.close(),
+            log.answered(line, k / 10 + latency_s, Reply(k % 2 - 1, False, 0))
+    load = GeneratedLoad(
+        records=log.close(),
         causes={"full [7]": 4, "b": 1},
         cpu_us_per_request=150.0,
         lateness_ms=None if late_ms is None else {"p50": 0.0, "p99": late_ms, "max": late_ms},

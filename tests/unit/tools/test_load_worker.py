@@ -12,6 +12,7 @@ import grpc.aio
 import numpy as np
 import pytest
 
+from offramp.certify.decision import MODEL_END
 from offramp.engine.errors import BackendError, DeadlineExceededError, QueueFullError
 from offramp.server.endpoints import GrpcEndpoint
 from offramp.server.options import MIB
@@ -20,7 +21,7 @@ from offramp.tools.bench.load.alarm import LoopAlarm, make_alarm
 from offramp.tools.bench.load.settings import LoadSettings
 from offramp.tools.bench.load.shares import Share, serialise_requests
 from offramp.tools.bench.load.worker import Report, Sender, Task
-from offramp.tools.bench.outcomes import FINAL, Status
+from offramp.tools.bench.outcomes import Status
 
 SAMPLES = 6
 
@@ -85,7 +86,7 @@ def test_an_open_loop_sends_each_request_once_and_reads_its_answer() -> None:
     records = report.records
     assert (records.status == Status.OK).all()
     assert records.sample.tolist() == [k % SAMPLES for k in range(20)]
-    assert records.exit.tolist() == [0, FINAL] * 10
+    assert records.exit.tolist() == [0, MODEL_END] * 10
     assert (records.prediction == 1).all()
     arrived = sorted(round(float(call.inputs["x"][0, 2]) * 10) for call in engine.calls)
     assert arrived == sorted(k % SAMPLES for k in range(20))

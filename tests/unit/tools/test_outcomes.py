@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from offramp.certify.decision import MODEL_END
 from offramp.tools.bench.outcomes import (
-    FINAL,
     Outcomes,
     Status,
     Timeline,
@@ -29,7 +29,7 @@ def outcomes(**changed: Any) -> Outcomes:
         "intended_s": [0.0, 0.5, 1.0, 1.5, 1.75],
         "latency_s": [0.010, NAN, 0.030, NAN, 0.750],
         "status": [Status.OK, Status.REJECTED, Status.OK, Status.EXPIRED, Status.OK],
-        "exit": [2, 0, FINAL, 0, 5],
+        "exit": [2, 0, MODEL_END, 0, 5],
         "forced": [False, False, False, False, True],
         "agrees": [1, -1, -1, -1, 0],
         "batch_size": [1, 0, 4, 0, 4],
@@ -117,7 +117,7 @@ def test_percentiles_are_latencies_that_a_request_had() -> None:
         intended_s=np.arange(1000) / 1000,
         latency_s=np.arange(1000, 0, -1) / 1000,
         status=np.zeros(1000, np.uint8),
-        exit=np.full(1000, FINAL, np.int16),
+        exit=np.full(1000, MODEL_END, np.int16),
         forced=np.zeros(1000, bool),
         agrees=np.ones(1000, np.int8),
         duration_s=1.0,
@@ -218,7 +218,7 @@ def test_parts_without_batch_sizes_merge_with_those_that_have_them() -> None:
 def test_a_warm_up_is_left_out_and_time_starts_after_it() -> None:
     kept = outcomes().drop_warm_up(1.0)
     assert kept.intended_s.tolist() == [0.0, 0.5, 0.75]
-    assert kept.exit.tolist() == [FINAL, 0, 5]
+    assert kept.exit.tolist() == [MODEL_END, 0, 5]
     assert kept.duration_s == 1.0
     summary = summarise(kept, slo_ms=30.0)
     assert (summary.requests, summary.offered_rps) == (3, 3.0)

@@ -15,13 +15,13 @@ from offramp.engine.scheduling import (
     PolicyName,
     make_scheduler,
 )
-from offramp.tools.bench.outcomes import FINAL, Outcomes, Status
-from offramp.tools.bench.simulation import Behaviour, Load, draw_load, simulate
+from offramp.tools.bench.outcomes import Outcomes, Status
+from offramp.tools.bench.simulation import Behaviour, SimulatedLoad, draw_load, simulate
 
 SECONDS = [[0.0, 1.0, 1.5], [0.0, 2.0, 3.0]]
 """Of two stages, for batches of one and of two."""
 BEHAVIOUR = Behaviour(
-    exits=(5, FINAL),
+    exits=(5, MODEL_END),
     leaves_at=np.array([0, 1]),
     agrees=np.array([[False, True], [True, True]]),
 )
@@ -29,7 +29,7 @@ BEHAVIOUR = Behaviour(
 
 
 def run(
-    load: Load,
+    load: SimulatedLoad,
     policy: str = "delay",
     *,
     streams: int = 1,
@@ -51,9 +51,9 @@ def run(
     return simulate(BEHAVIOUR, scheduler, SECONDS, load, streams=streams, runs_on=drawn)
 
 
-def load(*requests: tuple[float, int], slo_s: float = float("inf")) -> Load:
+def load(*requests: tuple[float, int], slo_s: float = float("inf")) -> SimulatedLoad:
     arrivals, records = zip(*requests, strict=True)
-    return Load(
+    return SimulatedLoad(
         arrivals_s=np.array(arrivals), records=np.array(records), slo_s=slo_s, duration_s=20.0
     )
 
@@ -65,14 +65,14 @@ def test_an_answered_request_that_runs_on_keeps_its_stream(
     """Answered at 1.0 either way; the second starts then, or after the first has ended at 3.0."""
     found = run(load((0.0, 0), (0.5, 1)), runs_on=runs_on)
     np.testing.assert_allclose(found.latency_s, [1.0, second_s])
-    assert found.exit.tolist() == [5, FINAL]
+    assert found.exit.tolist() == [5, MODEL_END]
 
 
 def test_requests_batch_leave_and_run_on_at_exact_instants() -> None:
     """The first runs alone until 3.0; the others wait, and share stage 0 until 4.5."""
     found = run(load((0.0, 1), (0.5, 0), (0.5, 1)))
     np.testing.assert_allclose(found.latency_s, [3.0, 4.0, 6.0])
-    assert found.exit.tolist() == [FINAL, 5, FINAL]
+    assert found.exit.tolist() == [MODEL_END, 5, MODEL_END]
     assert found.agrees.tolist() == [1, 0, 1]
     assert found.batch_size is not None
     assert found.batch_size.tolist() == [1, 2, 2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +9,7 @@ from typing import Final
 
 from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy
 from offramp.bundle.bundle import TUNE
-from offramp.certify.records import Records
+from offramp.certify import Records
 from offramp.engine.control.adjustment import DEFAULT_MAX_OVERHEAD, evenly_spaced
 from offramp.engine.control.controller import Controller
 from offramp.engine.control.costs import CostModel
@@ -27,18 +26,19 @@ from offramp.engine.controllers import make_controller
 from offramp.engine.options import ModelOptions
 from offramp.engine.plan import Mode
 from offramp.tools.bench.adapt.replay import Contender
+from offramp.tools.bench.arguments import look_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workplace:
-    """What controllers are made from."""
+    """The bundle and the limits that every compared controller is made from."""
 
     bundle: Bundle
     batch_size: int
     costs: CostModel
     """At that batch size."""
     max_disagreement: float
-    confidence: float
+    confidence_level: float
     ramp_budget: float | None
     """How much later the model's end may come for exits in use that may change; ``None`` is 2 % in
     release mode, as published, else what the bundle's own take."""
@@ -73,11 +73,7 @@ def contenders_of(names: Sequence[str]) -> dict[str, Kind]:
     """
     if tuple(names) == ("all",):
         return dict(KINDS)
-    for name in names:
-        if name not in KINDS:
-            near = difflib.get_close_matches(name, KINDS, n=1) or KINDS
-            raise ValueError(f"unknown controller {name!r}; there is {', '.join(near)}")
-    return {name: KINDS[name] for name in names}
+    return look_up("controller", names, KINDS)
 
 
 def make_contender(name: str, workplace: Workplace) -> Contender:
@@ -95,7 +91,7 @@ def _fixed(workplace: Workplace, policy: ExitPolicy) -> Controller:
     return StaticController(
         policy,
         max_disagreement=workplace.max_disagreement,
-        confidence=workplace.confidence,
+        confidence_level=workplace.confidence_level,
     )
 
 
@@ -114,7 +110,7 @@ def _static_separate(workplace: Workplace) -> Controller:
 
 
 def _apparate(workplace: Workplace, window: int) -> Controller:
-    """As published: evenly spaced exits, none of which answers at first (3.1)."""
+    """Apparate as published: evenly spaced exits, none of which answers at first (3.1)."""
     budget = workplace.ramp_budget
     budget = DEFAULT_MAX_OVERHEAD if budget is None else budget
     exits = evenly_spaced(workplace.costs, budget)
@@ -123,7 +119,7 @@ def _apparate(workplace: Workplace, window: int) -> Controller:
     )
     settings = ApparateSettings(
         max_disagreement=workplace.max_disagreement,
-        confidence=workplace.confidence,
+        confidence_level=workplace.confidence_level,
         max_overhead=budget,
         tuning_window=window,
     )
@@ -131,10 +127,10 @@ def _apparate(workplace: Workplace, window: int) -> Controller:
 
 
 def _pame(workplace: Workplace) -> Controller:
-    """Its thresholds never fall again, so all feedback there is keeps it from raising in vain."""
+    """PAME's controller: its thresholds never fall again, so feedback spares it needless rises."""
     settings = PameSettings(
         max_disagreement=workplace.max_disagreement,
-        confidence=workplace.confidence,
+        confidence_level=workplace.confidence_level,
         batch_size=workplace.batch_size,
     )
     bundle = workplace.bundle
@@ -148,7 +144,7 @@ def _certified(workplace: Workplace, mode: Mode) -> Controller:
         max_batch_size=workplace.batch_size,
         controller="certified",
         max_disagreement=workplace.max_disagreement,
-        confidence=workplace.confidence,
+        confidence=workplace.confidence_level,
         audit_budget=workplace.audit_budget,
         ramp_budget=workplace.ramp_budget,
     )

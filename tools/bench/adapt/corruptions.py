@@ -30,15 +30,15 @@ _OCCLUSION: Final = (0.0, 0.18, 0.25, 0.32, 0.38, 0.45)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Range:
+class PixelRange:
     """The values that a model's image may have."""
 
     low: float
     high: float
 
     @classmethod
-    def of(cls, images: NDArray[Any]) -> Range:
-        """What the data spans; all of it for bytes.
+    def of(cls, images: NDArray[Any]) -> PixelRange:
+        """The range that the data span; 0 to 255 for bytes.
 
         Raises:
             ValueError: All pixels are alike.
@@ -52,7 +52,7 @@ class Range:
 
 
 def corrupt(
-    images: NDArray[Any], kind: str, severity: int, *, range_: Range, rng: np.random.Generator
+    images: NDArray[Any], kind: str, severity: int, *, range_: PixelRange, rng: np.random.Generator
 ) -> NDArray[Any]:
     """Give the images at a severity.
 

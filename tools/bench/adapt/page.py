@@ -14,12 +14,12 @@ import numpy as np
 from jinja2 import Template
 from markupsafe import Markup
 
-from offramp.certify.decision import FloatArray
+from offramp.certify import FloatArray
 from offramp.compiler.report import numbers, svg
 from offramp.compiler.report.svg import Scale, Tick
-from offramp.tools.bench.adapt.report import Comparison, Run
-from offramp.tools.bench.adapt.sequence import Sequence as Served
-from offramp.tools.bench.dynamics import load_template, plain
+from offramp.tools.bench.adapt.report import Comparison, ControllerRun
+from offramp.tools.bench.adapt.sequence import SampleSequence
+from offramp.tools.bench.dynamics import load_template, plain, stroke
 
 _WIDTH, _HEIGHT = 520.0, 132.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 6.0, 16.0, 20.0
@@ -31,7 +31,7 @@ _LABEL_ROOM: Final = 7.0
 """Pixels that a letter of a segment's name takes, about."""
 
 
-class Plot(NamedTuple):
+class CardPlot(NamedTuple):
     """A drawing and its title."""
 
     title: str
@@ -43,8 +43,8 @@ class Plot(NamedTuple):
 class Card(NamedTuple):
     """A controller on one sequence."""
 
-    run: Run
-    plots: tuple[Plot, ...]
+    run: ControllerRun
+    plots: tuple[CardPlot, ...]
 
 
 def write_page(
@@ -91,7 +91,9 @@ def cards(comparison: Comparison, max_disagreement: float) -> list[Card]:
     ]
 
 
-def _agreement(sequence: Served, run: Run, low: float, max_disagreement: float) -> Plot:
+def _agreement(
+    sequence: SampleSequence, run: ControllerRun, low: float, max_disagreement: float
+) -> CardPlot:
     x, y = _scales(sequence, low, 1.0)
     constraint = 1 - max_disagreement
     below = svg.box(
@@ -116,16 +118,16 @@ def _agreement(sequence: Served, run: Run, low: float, max_disagreement: float) 
         svg.path(_points(x, y, run.course.ends, run.course.agreement), "series"),
     )
     keys: tuple[tuple[str, str], ...] = (
-        ("last 1,000 answers", _stroke("solid", "accent")),
-        ("in the long run", _stroke("solid", "quiet")),
-        ("constraint", _stroke("dashed", "wrong")),
+        ("last 1,000 answers", stroke("solid", "accent")),
+        ("in the long run", stroke("solid", "quiet")),
+        ("constraint", stroke("dashed", "wrong")),
     )
     if alarms:
-        keys = (*keys, ("alarm", _stroke("dotted", "ink")))
-    return Plot("Agreement with the source model", keys, drawing)
+        keys = (*keys, ("alarm", stroke("dotted", "ink")))
+    return CardPlot("Agreement with the source model", keys, drawing)
 
 
-def _savings(sequence: Served, run: Run, low: float) -> Plot:
+def _savings(sequence: SampleSequence, run: ControllerRun, low: float) -> CardPlot:
     x, y = _scales(sequence, min(low, -0.05), 1.0)
     ticks: list[Tick] = [(v, f"{100 * v:g}%") for v in (0.0, 0.5, 1.0)]
     course = run.course
@@ -139,13 +141,13 @@ def _savings(sequence: Served, run: Run, low: float) -> Plot:
         svg.path(_points(x, y, course.ends, course.latency_savings), "series"),
     )
     keys = (
-        ("time until the answer", _stroke("solid", "accent")),
-        ("busy time, audits included", _stroke("dashed", "wrong")),
+        ("time until the answer", stroke("solid", "accent")),
+        ("busy time, audits included", stroke("dashed", "wrong")),
     )
-    return Plot("Saved, predicted from profiled times", keys, drawing)
+    return CardPlot("Saved, predicted from profiled times", keys, drawing)
 
 
-def _thresholds(sequence: Served, run: Run) -> Plot:
+def _thresholds(sequence: SampleSequence, run: ControllerRun) -> CardPlot:
     x, y = _scales(sequence, 0.0, 1.0)
     ticks: list[Tick] = [(v, f"{v:g}") for v in (0.0, 0.5, 1.0)]
     changed = [*run.course.changed_at.tolist(), len(sequence)]
@@ -162,15 +164,14 @@ def _thresholds(sequence: Served, run: Run) -> Plot:
     ]
     label = f"Thresholds of {run.contender.label} over time"
     keys = tuple(
-        (f"exit {e}", f"{_stroke('solid', 'accent')}; opacity: {_shade(e, exits):.2f}")
-        for e in used
+        (f"exit {e}", f"{stroke('solid', 'accent')}; opacity: {_shade(e, exits):.2f}") for e in used
     )
     drawing = _draw(sequence, label, x, y, ticks, *paths)
-    return Plot("Thresholds of the exits that answer", keys, drawing)
+    return CardPlot("Thresholds of the exits that answer", keys, drawing)
 
 
 def _draw(
-    sequence: Served, label: str, x: Scale, y: Scale, ticks: list[Tick], *marks: Markup
+    sequence: SampleSequence, label: str, x: Scale, y: Scale, ticks: list[Tick], *marks: Markup
 ) -> Markup:
     """Draw marks over the segments, with axes."""
     shades, names = [], []
@@ -188,7 +189,7 @@ def _draw(
     )
 
 
-def _scales(sequence: Served, low: float, high: float) -> tuple[Scale, Scale]:
+def _scales(sequence: SampleSequence, low: float, high: float) -> tuple[Scale, Scale]:
     x = Scale(low=0, high=len(sequence), start=_LEFT, end=_WIDTH - _RIGHT)
     return x, Scale(low=low, high=high, start=_HEIGHT - _BOTTOM, end=_TOP)
 
@@ -217,10 +218,6 @@ def _steps(changed: list[int], thresholds: FloatArray) -> Iterator[list[tuple[fl
 def _shade(exit_: int, exits: int) -> float:
     """Deeper exits are darker."""
     return 0.35 + 0.65 * (exit_ + 1) / exits
-
-
-def _stroke(kind: str, colour: str) -> str:
-    return f"height: 0; border-radius: 0; border-top: 2px {kind} var(--{colour})"
 
 
 def _count(value: int | None) -> str:

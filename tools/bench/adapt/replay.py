@@ -18,12 +18,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, ExitPolicy
-from offramp.certify.decision import MODEL_END, BoolArray, FloatArray, IntArray, reaches
-from offramp.certify.observations import UNKNOWN, Observations
-from offramp.engine.control.controller import Controller, ControlStatus, Event, Job
+from offramp.certify import (
+    MODEL_END,
+    UNKNOWN,
+    BoolArray,
+    FloatArray,
+    IntArray,
+    Observations,
+    reaches,
+)
+from offramp.engine.control.controller import ControlEvent, Controller, ControlStatus, Job
 from offramp.engine.control.costs import CostModel
 from offramp.engine.plan import Mode
-from offramp.tools.bench.adapt.sequence import Population, Sequence, answering_places
+from offramp.tools.bench.adapt.sequence import Population, SampleSequence, answering_places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +45,7 @@ class Contender:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySettings:
-    """How serving goes on."""
+    """The pace of a replay: chunks, delays, and the assumed rate."""
 
     chunk: int = 32
     """Samples that start at once, under one policy."""
@@ -53,7 +60,7 @@ class ReplaySettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tuning:
+class ReplayedJob:
     """A job of a controller."""
 
     purpose: str
@@ -74,8 +81,8 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Trace:
-    """What became of all N samples."""
+class ReplayTrace:
+    """The course of a replay: where and how each of N samples was answered."""
 
     answered_at: IntArray
     """int64[N]: the exit that answered; :data:`MODEL_END` if none did."""
@@ -95,8 +102,8 @@ class Trace:
     """Samples that each of the following stands for."""
     statuses: tuple[ControlStatus, ...]
     """When each chunk started."""
-    tunings: tuple[Tuning, ...]
-    events: tuple[tuple[int, Event], ...]
+    tunings: tuple[ReplayedJob, ...]
+    events: tuple[tuple[int, ControlEvent], ...]
     """With the samples started before."""
     source_ms: float
     """What the source model takes; predicted."""
@@ -115,13 +122,13 @@ class _Out:
 class _Log:
     changes: list[Change] = field(default_factory=list)
     statuses: list[ControlStatus] = field(default_factory=list)
-    tunings: list[Tuning] = field(default_factory=list)
-    events: list[tuple[int, Event]] = field(default_factory=list)
+    tunings: list[ReplayedJob] = field(default_factory=list)
+    events: list[tuple[int, ControlEvent]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """What is known of the samples of a chunk, once all are through."""
+    """The answers to the samples of a chunk, and what the controller may see of them."""
 
     answered_at: IntArray
     complete: BoolArray
@@ -131,8 +138,8 @@ class _Served:
 
 
 def replay(
-    sequence: Sequence, contender: Contender, costs: CostModel, settings: ReplaySettings
-) -> Trace:
+    sequence: SampleSequence, contender: Contender, costs: CostModel, settings: ReplaySettings
+) -> ReplayTrace:
     """Serve a sequence under a controller.
 
     Args:
@@ -164,7 +171,7 @@ def replay(
 
 @dataclass(frozen=True, slots=True)
 class _Chances:
-    """Of the samples of a chunk to run on."""
+    """The probability of the samples of a chunk to run on after an early answer."""
 
     mode: Mode
     coins: FloatArray
@@ -236,18 +243,20 @@ def _run(job: Job, started: int, settings: ReplaySettings, log: _Log) -> _Out:
         delay = math.ceil(took_s * settings.rate)
     arrives_at = started + delay
     log.tunings.append(
-        Tuning(purpose=job.purpose, taken_at=started, arrived_at=arrives_at, took_ms=took_s * 1e3)
+        ReplayedJob(
+            purpose=job.purpose, taken_at=started, arrived_at=arrives_at, took_ms=took_s * 1e3
+        )
     )
     return _Out(job, result, arrives_at)
 
 
 def _trace(
-    sequence: Sequence,
+    sequence: SampleSequence,
     log: _Log,
     chunks: list[_Served],
     costs: CostModel,
     settings: ReplaySettings,
-) -> Trace:
+) -> ReplayTrace:
     def joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
         return np.concatenate(arrays)
 
@@ -255,7 +264,7 @@ def _trace(
     complete = joined([c.complete for c in chunks])
     every = np.arange(len(sequence))
     starts = np.array([change.at for change in log.changes])
-    return Trace(
+    return ReplayTrace(
         answered_at=answered_at,
         agrees=sequence.drawn.agrees[answered_at, every],
         audited=complete & (answered_at != MODEL_END),

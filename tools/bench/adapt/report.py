@@ -5,23 +5,23 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from offramp.tools.bench.adapt.replay import Contender, Trace
+from offramp.tools.bench.adapt.replay import Contender, ReplayTrace
 from offramp.tools.bench.adapt.scores import WINDOW, Course, Hindsight, Score, SegmentScore
-from offramp.tools.bench.adapt.sequence import Sequence
+from offramp.tools.bench.adapt.sequence import SampleSequence
+from offramp.tools.bench.output import figure_table
 
-_WIDTH = 124
+WIDTH = 124
+"""Columns of a console on which the table is not cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Run:
+class ControllerRun:
     """One controller on one sequence."""
 
     contender: Contender
-    trace: Trace
+    trace: ReplayTrace
     score: Score
     course: Course
 
@@ -30,34 +30,22 @@ class Run:
 class Comparison:
     """All controllers on one sequence."""
 
-    sequence: Sequence
-    runs: tuple[Run, ...]
+    sequence: SampleSequence
+    runs: tuple[ControllerRun, ...]
     hindsight: tuple[Hindsight, ...]
     """By segment; empty where there is nothing to tune."""
-
-
-def make_console() -> Console:
-    """A console on which no table is cut, even into a file or a narrow pipe."""
-    console = Console()
-    return Console(width=max(console.width, _WIDTH))
 
 
 def print_comparison(console: Console, comparison: Comparison, *, max_disagreement: float) -> None:
     """Print a table of segments, and what each controller did over all of them."""
     sequence = comparison.sequence
-    table = Table(
-        title=f"{sequence.scenario}: {sequence.description}",
-        title_justify="left",
-        caption=_caption(max_disagreement),
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+    figures = ("agree", "long run", "above", "settled", "then", "worst", "viol.", "saved", "busy")
+    table = figure_table(
+        f"{sequence.scenario}: {sequence.description}",
+        _caption(max_disagreement),
+        ("segment", "controller", *figures, "cert.", "right"),
+        names=("segment", "controller"),
     )
-    table.add_column("segment", no_wrap=True)
-    table.add_column("controller", no_wrap=True)
-    names = ("agree", "long run", "above", "settled", "then", "worst", "viol.", "saved", "busy")
-    for name in (*names, "cert.", "right"):
-        table.add_column(name, justify="right", no_wrap=True)
     for place, span in enumerate(sequence.spans):
         for number, run in enumerate(comparison.runs):
             segment = run.score.segments[place]
@@ -85,13 +73,13 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _run_json(run: Run) -> dict[str, Any]:
+def _run_json(run: ControllerRun) -> dict[str, Any]:
     every = slice(None, None, 10)
     return {
         "controller": run.contender.label,
         "mode": run.contender.mode.value,
         "description": run.contender.description,
-        "score": run.score.to_json(),
+        "score": asdict(run.score),
         "windows": {
             "end": run.course.ends[every].tolist(),
             "agreement": run.course.agreement[every].round(4).tolist(),
@@ -148,7 +136,7 @@ def _marked(agreement: float, max_disagreement: float) -> str:
     return text if agreement >= 1 - max_disagreement else f"[red]{text}[/]"
 
 
-def _summary(run: Run) -> str:
+def _summary(run: ControllerRun) -> str:
     score = run.score
     times = ""
     if score.tuning_ms is not None:

@@ -1,18 +1,22 @@
-"""How the distribution of samples shifts: named scenarios, each a row of segments."""
+"""Scenarios by name: each is a row of segments between which the distribution shifts."""
 
 from __future__ import annotations
 
-import difflib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 
+from offramp.bundle import Bundle
 from offramp.calibration.dataset import Dataset
-from offramp.certify.decision import BoolArray, FloatArray
-from offramp.tools.bench.adapt.corruptions import Range, channel_axis, corrupt
-from offramp.tools.bench.adapt.sequence import Population, Segment
+from offramp.calibration.records import record_answers
+from offramp.certify import BoolArray, FloatArray
+from offramp.engine.assembly import assemble
+from offramp.tools.bench.adapt.corruptions import PixelRange, channel_axis, corrupt
+from offramp.tools.bench.adapt.sequence import Population, ShiftSegment
+from offramp.tools.bench.arguments import look_up
 
 EASY: Final = 0.8
 """Share of the data that counts as easy: the mix that E3 found in practice (5)."""
@@ -22,17 +26,40 @@ _LEAST_GROUP: Final = 20
 """Samples that a group needs to be drawn from."""
 
 
-class RecordsData(Protocol):
-    """Answers a data set at every exit."""
+RecordAnswers: TypeAlias = Callable[[Dataset], Population]
+"""Answers every sample of a data set at every exit."""
+_Progress: TypeAlias = Callable[[int], None]
 
-    def record(self, dataset: Dataset) -> Population:
-        """All its samples."""
-        ...
+
+def answering(bundle: Bundle, *, threads: int) -> Callable[[Dataset, _Progress], Population]:
+    """A function that runs a bundle's model and all its exits, used or not, as one graph.
+
+    It answers every sample of a data set at every exit, calls back with the number of samples of
+    each batch, and raises DataError if the model fails on a sample.
+    """
+    manifest = bundle.manifest
+    outputs = [(e.output, e.confidence) for e in manifest.exits]
+    files = [*(s.file for s in manifest.segments), *(e.file for e in manifest.exits)]
+    wanted = [*itertools.chain(*outputs), manifest.answer.output]
+    graph = assemble([bundle.read(file) for file in files], wanted)
+
+    def record(dataset: Dataset, progress: _Progress) -> Population:
+        found = record_answers(
+            graph, outputs, manifest.answer, dataset, threads=threads, progress=progress
+        )
+        return Population(
+            confidence=found.confidence,
+            prediction=found.prediction,
+            final=found.final_prediction,
+            labels=found.labels,
+        )
+
+    return record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Of all scenarios."""
+class ScenarioSettings:
+    """The settings that all scenarios share."""
 
     samples: int
     """Of each segment."""
@@ -46,17 +73,17 @@ class Material:
     """Data sets, and the model's answers to them, each found out once."""
 
     def __init__(
-        self, datasets: Mapping[str, Dataset], recorder: RecordsData, settings: Settings
+        self, datasets: Mapping[str, Dataset], record: RecordAnswers, settings: ScenarioSettings
     ) -> None:
         """Take data by name; the first is the one that most scenarios use."""
         self.settings = settings
         self._datasets = datasets
-        self._recorder = recorder
+        self._record = record
         self._known: dict[tuple[str, int], Population] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the data sets."""
+        """The names of the data sets."""
         return tuple(self._datasets)
 
     @property
@@ -69,7 +96,7 @@ class Material:
         name = self.names[0] if name is None else name
         key = (name, severity)
         if key not in self._known:
-            self._known[key] = self._recorder.record(self._corrupted(name, severity))
+            self._known[key] = self._record(self._corrupted(name, severity))
         return self._known[key]
 
     def _corrupted(self, name: str, severity: int) -> Dataset:
@@ -85,7 +112,7 @@ class Material:
         clean = dataset.inputs[image]
         rng = np.random.default_rng([self.settings.seed, severity])
         kind = self.settings.corruption
-        worse = corrupt(clean, kind, severity, range_=Range.of(clean), rng=rng)
+        worse = corrupt(clean, kind, severity, range_=PixelRange.of(clean), rng=rng)
         inputs = {**dataset.inputs, image: worse}
         return Dataset(inputs=inputs, labels=dataset.labels, sha256=dataset.sha256)
 
@@ -94,7 +121,7 @@ class Material:
         return [name for name, array in first.inputs.items() if _holds_images(array.shape)]
 
 
-_Make: TypeAlias = Callable[[Material], Sequence[Segment]]
+_Make: TypeAlias = Callable[[Material], Sequence[ShiftSegment]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,13 +142,11 @@ def scenarios_of(names: Sequence[str], material: Material) -> dict[str, Scenario
     """
     if tuple(names) == ("all",):
         return {name: s for name, s in SCENARIOS.items() if s.applies(material)}
-    for name in names:
-        if name not in SCENARIOS:
-            near = difflib.get_close_matches(name, SCENARIOS, n=1) or SCENARIOS
-            raise ValueError(f"unknown scenario {name!r}; there is {', '.join(near)}")
-        if not SCENARIOS[name].applies(material):
+    found = look_up("scenario", names, SCENARIOS)
+    for name, scenario in found.items():
+        if not scenario.applies(material):
             raise ValueError(f"scenario {name!r} does not fit this data: {_NEEDS[name]}")
-    return {name: SCENARIOS[name] for name in names}
+    return found
 
 
 def is_easy(population: Population) -> BoolArray:
@@ -137,11 +162,11 @@ def is_easy(population: Population) -> BoolArray:
     return easy
 
 
-def _difficulty(material: Material) -> list[Segment]:
+def _difficulty(material: Material) -> list[ShiftSegment]:
     population = material.population()
     easy = is_easy(population)
     return [
-        Segment(
+        ShiftSegment(
             name=f"{round(100 * share)}:{round(100 - 100 * share)}",
             population=population,
             weights=_mix({"easy samples": easy, "hard samples": ~easy}, share),
@@ -151,7 +176,7 @@ def _difficulty(material: Material) -> list[Segment]:
     ]
 
 
-def _classes(material: Material) -> list[Segment]:
+def _classes(material: Material) -> list[ShiftSegment]:
     population = material.population()
     classes = population.final if population.labels is None else population.labels
     middle = int(np.unique(classes)[len(np.unique(classes)) // 2])
@@ -165,26 +190,26 @@ def _classes(material: Material) -> list[Segment]:
     weights = {"all classes": _uniform(population)}
     weights |= dict(zip(groups, mixed, strict=True))
     return [
-        Segment(name=n, population=population, weights=w, samples=material.settings.samples)
+        ShiftSegment(name=n, population=population, weights=w, samples=material.settings.samples)
         for n, w in weights.items()
     ]
 
 
-def _corruption(material: Material) -> list[Segment]:
+def _corruption(material: Material) -> list[ShiftSegment]:
     kind, worst = material.settings.corruption, material.settings.severity
     steps = [(f"{kind} {severity}", severity) for severity in range(1, worst + 1)]
     return [_all_of(material, name, severity) for name, severity in [("clean", 0), *steps]]
 
 
-def _abrupt(material: Material) -> list[Segment]:
+def _abrupt(material: Material) -> list[ShiftSegment]:
     kind, worst = material.settings.corruption, material.settings.severity
     steps = [("clean", 0), (f"{kind} {worst}", worst), ("clean again", 0)]
     return [_all_of(material, name, severity) for name, severity in steps]
 
 
-def _domain(material: Material) -> list[Segment]:
+def _domain(material: Material) -> list[ShiftSegment]:
     return [
-        Segment(
+        ShiftSegment(
             name=name,
             population=material.population(name),
             weights=_uniform(material.population(name)),
@@ -229,9 +254,9 @@ _NEEDS: Final = {
 }
 
 
-def _all_of(material: Material, name: str, severity: int) -> Segment:
+def _all_of(material: Material, name: str, severity: int) -> ShiftSegment:
     population = material.population(severity=severity)
-    return Segment(
+    return ShiftSegment(
         name=name,
         population=population,
         weights=_uniform(population),

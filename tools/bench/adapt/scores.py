@@ -1,19 +1,19 @@
-"""What a trace was worth: agreement, violations, savings, by segment and over time."""
+"""Scores of a replay: agreement, violations and savings, by segment and over time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Row
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
-from offramp.certify.decision import BoolArray, FloatArray, IntArray
+from offramp.certify import BoolArray, FloatArray, IntArray
 from offramp.engine.control.controller import Evidence
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.published.thresholds import tune
-from offramp.tools.bench.adapt.replay import Trace
-from offramp.tools.bench.adapt.sequence import Sequence, Span
+from offramp.tools.bench.adapt.replay import ReplayTrace
+from offramp.tools.bench.adapt.sequence import SampleSequence, SegmentSpan
 
 WINDOW: Final = 1000
 """Samples of the windows that the constraint is held against."""
@@ -24,7 +24,7 @@ _ROUNDING: Final = 1e-12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conduct:
-    """How a controller did over some samples. Shares are of these samples unless said."""
+    """The figures of a controller over some samples. Shares are of these unless said."""
 
     samples: int
     agreement: float
@@ -86,10 +86,6 @@ class Score:
     """Changes of the exits in use."""
     alarms: int
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON values."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Course:
@@ -105,14 +101,14 @@ class Course:
     changed_at: IntArray
     """int64[policies]: when each policy came into force."""
     thresholds: FloatArray
-    """float64[policies, K]: NaN where an exit was not in use, ``NEVER`` where it looked on."""
+    """float64[policies, K]: NaN where an exit was not in use, ``NEVER`` in shadow mode."""
     risk: FloatArray
     """float64[windows]: mean of the risk of the policies in force."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hindsight:
-    """What the best thresholds for a segment would have brought, had they been known before."""
+    """The figures of the best thresholds for a segment, had they been known before."""
 
     agreement: float
     latency_savings: float
@@ -120,7 +116,7 @@ class Hindsight:
 
 
 def hindsight(
-    sequence: Sequence, costs: CostModel, active: Row[int], max_disagreement: float
+    sequence: SampleSequence, costs: CostModel, active: Sequence[int], max_disagreement: float
 ) -> tuple[Hindsight, ...]:
     """Tune thresholds of exits on each segment's own samples, within the constraint there."""
     found = []
@@ -137,7 +133,7 @@ def hindsight(
     return tuple(found)
 
 
-def score(sequence: Sequence, trace: Trace, *, max_disagreement: float) -> Score:
+def score(sequence: SampleSequence, trace: ReplayTrace, *, max_disagreement: float) -> Score:
     """Judge a trace."""
     risk = risks(sequence, trace)
     times = [t.took_ms for t in trace.tunings]
@@ -156,7 +152,7 @@ def score(sequence: Sequence, trace: Trace, *, max_disagreement: float) -> Score
     )
 
 
-def risks(sequence: Sequence, trace: Trace) -> FloatArray:
+def risks(sequence: SampleSequence, trace: ReplayTrace) -> FloatArray:
     """float64[N]: the risk of the policy that each sample was served under, in its segment."""
     risk = np.empty(len(sequence))
     for span in sequence.spans:
@@ -167,7 +163,7 @@ def risks(sequence: Sequence, trace: Trace) -> FloatArray:
     return risk
 
 
-def course(sequence: Sequence, trace: Trace) -> Course:
+def course(sequence: SampleSequence, trace: ReplayTrace) -> Course:
     """Look at a trace over time."""
     starts = _window_starts(0, len(sequence))
     ends = starts + min(WINDOW, len(sequence))
@@ -194,7 +190,11 @@ def course(sequence: Sequence, trace: Trace) -> Course:
 
 
 def _segment(
-    sequence: Sequence, trace: Trace, risk: FloatArray, span: Span, max_disagreement: float
+    sequence: SampleSequence,
+    trace: ReplayTrace,
+    risk: FloatArray,
+    span: SegmentSpan,
+    max_disagreement: float,
 ) -> SegmentScore:
     rows = np.arange(span.start, span.end)
     above = risk[rows] > max_disagreement + _ROUNDING
@@ -227,7 +227,9 @@ def _segment(
     )
 
 
-def _conduct(trace: Trace, risk: FloatArray, rows: IntArray, max_disagreement: float) -> Conduct:
+def _conduct(
+    trace: ReplayTrace, risk: FloatArray, rows: IntArray, max_disagreement: float
+) -> Conduct:
     return Conduct(
         samples=len(rows),
         agreement=float(trace.agrees[rows].mean()),
@@ -239,7 +241,9 @@ def _conduct(trace: Trace, risk: FloatArray, rows: IntArray, max_disagreement: f
     )
 
 
-def _accuracy(sequence: Sequence, trace: Trace, rows: IntArray, labels: IntArray) -> float:
+def _accuracy(
+    sequence: SampleSequence, trace: ReplayTrace, rows: IntArray, labels: IntArray
+) -> float:
     every = np.concatenate([sequence.drawn.prediction, sequence.drawn.final[None]])
     return float((every[trace.answered_at[rows], rows] == labels[rows]).mean())
 

@@ -1,4 +1,4 @@
-"""What is streamed: samples drawn from recorded populations, segment by segment.
+"""The samples that are streamed, drawn from recorded populations segment by segment.
 
 Every segment draws with replacement from a finite population with known weights. So the samples of
 a segment are independent and alike, and what any policy would disagree on in the long run is known
@@ -7,7 +7,7 @@ exactly: whether a segment's policies keep the constraint need not be guessed fr
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Row
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from offramp.bundle import ExitPolicy
 from offramp.bundle.policy import NEVER
+from offramp.certify import BoolArray, Float32Array, FloatArray, IntArray, first_exit
 from offramp.certify.agreement import float32_at_least
-from offramp.certify.decision import BoolArray, Float32Array, FloatArray, IntArray, first_exit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Population:
-    """What the model and all its K exits say of m samples."""
+    """The recorded answers of a model and all its K exits to m samples."""
 
     confidence: Float32Array
     """float32[K, m]."""
@@ -50,7 +50,7 @@ class Population:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Segment:
+class ShiftSegment:
     """A stretch of samples that are alike."""
 
     name: str
@@ -77,22 +77,22 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Span:
-    """Where a segment lies in its sequence."""
+class SegmentSpan:
+    """The place of a segment in its sequence."""
 
-    segment: Segment
+    segment: ShiftSegment
     start: int
     end: int
     """One past the last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sequence:
+class SampleSequence:
     """N samples, in the order in which they are served."""
 
     scenario: str
     description: str
-    spans: tuple[Span, ...]
+    spans: tuple[SegmentSpan, ...]
     drawn: Population
     """The samples, one after another."""
     rows: IntArray
@@ -104,8 +104,8 @@ class Sequence:
 
 
 def draw(
-    scenario: str, description: str, segments: Row[Segment], rng: np.random.Generator
-) -> Sequence:
+    scenario: str, description: str, segments: Sequence[ShiftSegment], rng: np.random.Generator
+) -> SampleSequence:
     """Draw the samples of all segments."""
     rows = [rng.choice(len(s.weights), s.samples, p=s.weights) for s in segments]
     ends = np.cumsum([s.samples for s in segments]).tolist()
@@ -113,10 +113,10 @@ def draw(
     spans = zip(segments, starts, ends, strict=True)
     pairs = list(zip((s.population for s in segments), rows, strict=True))
     labels = [_take(p.labels, r) for p, r in pairs if p.labels is not None]
-    return Sequence(
+    return SampleSequence(
         scenario=scenario,
         description=description,
-        spans=tuple(Span(segment=s, start=a, end=b) for s, a, b in spans),
+        spans=tuple(SegmentSpan(segment=s, start=a, end=b) for s, a, b in spans),
         drawn=Population(
             confidence=np.concatenate([p.confidence[:, r] for p, r in pairs], axis=1),
             prediction=np.concatenate([p.prediction[:, r] for p, r in pairs], axis=1),

@@ -48,13 +48,13 @@ class LoopAlarm:
         self._handle: asyncio.Handle | None = None
 
     def set(self, at_s: float) -> None:
-        """As the protocol says."""
+        """Set it, as :meth:`Alarm.set`."""
         self.close()
         delay_s = max(0.0, at_s - time.monotonic())
         self._handle = self._loop.call_later(delay_s, self._callback)
 
     def close(self) -> None:
-        """As the protocol says."""
+        """Call back no more."""
         if self._handle is not None:
             self._handle.cancel()
 
@@ -82,7 +82,7 @@ class KernelAlarm:
         loop.add_reader(self._file, self._ring)
 
     def set(self, at_s: float) -> None:
-        """As the protocol says."""
+        """Set it, as :meth:`Alarm.set`."""
         value = self._setting.value
         # all zeros would switch it off
         total_ns = max(1, round(at_s * 1e9))
@@ -91,7 +91,7 @@ class KernelAlarm:
             raise OSError(ctypes.get_errno(), "timerfd_settime failed")
 
     def close(self) -> None:
-        """As the protocol says."""
+        """Call back no more."""
         self._loop.remove_reader(self._file)
         os.close(self._file)
 

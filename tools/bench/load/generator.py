@@ -11,9 +11,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Final, TypeVar
 
-import numpy as np
-
-from offramp.tools.bench.load.request_log import Causes, Records, merge
+from offramp.tools.bench.load.request_log import Causes, RequestRecords, merge, percentiles_ms
 from offramp.tools.bench.load.settings import LoadError
 from offramp.tools.bench.load.worker import READY, Report, Task, run_worker
 
@@ -29,10 +27,10 @@ _Expected = TypeVar("_Expected")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Load:
+class GeneratedLoad:
     """A load that was made."""
 
-    records: Records
+    records: RequestRecords
     causes: dict[str, int]
     """Failures by message, without the warm-up, the most frequent first."""
     cpu_us_per_request: float
@@ -42,7 +40,9 @@ class Load:
     warm-up; ``None`` in a closed loop, where nothing is due."""
 
 
-def generate(tasks: Sequence[Task], *, on_tick: Callable[[float], None] = lambda _: None) -> Load:
+def generate(
+    tasks: Sequence[Task], *, on_tick: Callable[[float], None] = lambda _: None
+) -> GeneratedLoad:
     """Make the load of ``tasks``, each in a process of its own.
 
     Args:
@@ -131,18 +131,15 @@ def _receive(member: tuple[BaseProcess, Connection], expected: type[_Expected]) 
     return message
 
 
-def _load(tasks: Sequence[Task], reports: Sequence[Report]) -> Load:
+def _load(tasks: Sequence[Task], reports: Sequence[Report]) -> GeneratedLoad:
     records = merge([report.records for report in reports])
     settings = tasks[0].settings
-    lateness = records.lateness_s(settings.warm_up_s) * 1e3
-    percentiles = None
-    if settings.concurrency is None and lateness.size:
-        p50, p99 = np.quantile(lateness, [0.5, 0.99])
-        percentiles = {"p50": float(p50), "p99": float(p99), "max": float(lateness.max())}
+    lateness_s = records.lateness_s(settings.warm_up_s)
+    open_loop = settings.concurrency is None and lateness_s.size
     cpu_s = sum(report.cpu_s for report in reports)
-    return Load(
+    return GeneratedLoad(
         records=records,
         causes=Causes.merge([report.causes for report in reports]).to_json(),
         cpu_us_per_request=cpu_s / max(1, len(records.sample)) * 1e6,
-        lateness_ms=percentiles,
+        lateness_ms=percentiles_ms(lateness_s) if open_loop else None,
     )

@@ -20,7 +20,7 @@ _LIMIT_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What the metrics said at an instant."""
+    """The server's metrics at an instant."""
 
     at_s: float
     """From the start of the load."""
@@ -64,7 +64,7 @@ def first_batch_size(before: Reading, after: Reading) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ServerSeries:
-    """What was between each reading and the next one."""
+    """The server's batch sizes and queue between each reading and the next one."""
 
     edges_s: NDArray[np.float64]
     """[m + 1]: when was read, from the start of the load."""
@@ -82,7 +82,7 @@ class ServerSeries:
         return found
 
     def to_json(self) -> dict[str, list[float | None]]:
-        """As plain values."""
+        """The fields as plain values."""
         return {
             "edges_s": self.edges_s.tolist(),
             "batch_size": [None if np.isnan(v) else v for v in self.batch_size.tolist()],
@@ -146,7 +146,7 @@ class MetricsPoll:
 
     @property
     def readings(self) -> tuple[Reading, ...]:
-        """What was read so far."""
+        """The readings so far."""
         return tuple(self._readings)
 
     def _read(self, at_s: float) -> Reading | None:

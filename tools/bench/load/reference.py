@@ -1,4 +1,4 @@
-"""What a load is made of: the served model, samples, and the source model's answers."""
+"""The material of a load: the served model, samples, and the source model's answers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_server(address: str, model: str) -> ModelMetadata:
 
 
 def input_specs(metadata: ModelMetadata) -> tuple[TensorSpec, ...]:
-    """What data must look like; a size that is free has a symbol of its own."""
+    """The shapes and types that data must have; a size that is free has a symbol of its own."""
     return tuple(
         TensorSpec(
             name=name,
@@ -95,7 +95,7 @@ def read_data(path: Path, specs: Sequence[TensorSpec], *, samples: int) -> LoadD
 
 
 def _names(path: Path) -> list[str]:
-    """Of the arrays' files; none if it is no archive, which whoever reads it complains about."""
+    """The names of the arrays' files; none if it is no archive, which reading it reports."""
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.namelist()
@@ -105,7 +105,7 @@ def _names(path: Path) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reference:
-    """What answers are compared with."""
+    """The source model's answers, which served answers are compared with."""
 
     answer: str | None = None
     """Name of the output that is the answer; ``None`` compares nothing."""

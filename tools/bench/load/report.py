@@ -1,4 +1,4 @@
-"""What is told of a load: figures, what they were measured with, and whether to trust them."""
+"""The report of a load: figures, their environment, and whether to trust them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from offramp.tools.bench.load.generator import Load
+from offramp.tools.bench.load.generator import GeneratedLoad
 from offramp.tools.bench.load.metrics_poll import Reading, mean_batch_size, series
 from offramp.tools.bench.load.settings import LoadSettings
 from offramp.tools.bench.outcomes import (
@@ -47,7 +47,7 @@ class LoadReport:
     environment: Mapping[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """The fields as plain values."""
         return {
             "summary": self.summary.to_json(),
             "timeline": self.timeline.to_json(),
@@ -64,7 +64,7 @@ class LoadReport:
 
 def make_report(
     settings: LoadSettings,
-    load: Load,
+    load: GeneratedLoad,
     outcomes: Outcomes,
     *,
     readings: Sequence[Reading],
@@ -98,7 +98,7 @@ def make_report(
 
 
 def settings_json(settings: LoadSettings) -> dict[str, Any]:
-    """What a load was made with, as plain values."""
+    """A load's settings as plain values."""
     return {"loop": settings.loop, **asdict(settings)}
 
 
@@ -155,8 +155,8 @@ def rows(summary: Summary) -> Iterator[tuple[str, str]]:
             yield status, f"{count:,} ({count / summary.requests:.2%})"
 
 
-def _generator(load: Load, summary: Summary) -> dict[str, Any]:
-    """How the generator fared."""
+def _generator(load: GeneratedLoad, summary: Summary) -> dict[str, Any]:
+    """The generator's own lateness, processor time and counts."""
     return {
         "generator_lateness_ms": load.lateness_ms,
         "generator_cpu_us_per_request": load.cpu_us_per_request,

@@ -1,4 +1,4 @@
-"""What a load generator notes of each request, and the outcomes that are made of it."""
+"""The log of a load generator, a line a request, and the outcomes that are made of it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from offramp.certify.decision import MODEL_END
 from offramp.proto.messages import ModelInferResponse
 from offramp.proto.tensors import dtype_of
-from offramp.tools.bench.outcomes import FINAL, Outcomes, Status
+from offramp.tools.bench.outcomes import Outcomes, Status
 
 UNKNOWN: Final = -1
 """The class of an answer that is not looked at."""
@@ -33,10 +34,10 @@ _NUMBER: Final = re.compile(r"-?\d+(\.\d+)?")
 
 
 class Reply(NamedTuple):
-    """What a response says of its one sample."""
+    """The answer to a request of one sample."""
 
     exit: int
-    """Index of the exit that answered; ``FINAL`` where the response, of another server, says
+    """Index of the exit that answered; ``MODEL_END`` where the response, of another server, says
     nothing of exits."""
     forced: bool
     """It had to take the exit, below its threshold."""
@@ -55,7 +56,7 @@ def read_reply(response: ModelInferResponse, answer: str | None) -> Reply:
         ValueError: It is malformed; the message says how.
     """
     parameters = response.parameters
-    exit_, forced = FINAL, False
+    exit_, forced = MODEL_END, False
     if "offramp_exits" in parameters:
         exit_ = int(parameters["offramp_exits"].string_param)
     if "offramp_forced" in parameters:
@@ -71,12 +72,12 @@ def _prediction(response: ModelInferResponse, answer: str) -> int:
 
 
 def status_of(code: str) -> Status:
-    """How a request ended whose call ended with this status code, for instance ``UNAVAILABLE``."""
+    """The status of a request whose call ended with a gRPC code, for instance ``UNAVAILABLE``."""
     return _STATUSES.get(code, Status.FAILED)
 
 
 class Causes:
-    """Why requests failed: counts by message, where messages that differ only in numbers are one.
+    """Counts of failures by message, where messages that differ only in numbers are one.
 
     The first of them is kept as it was.
     """
@@ -109,8 +110,8 @@ class Causes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Records:
-    """One element a request, in the order of intended sending."""
+class RequestRecords:
+    """A load's requests and how they ended: arrays in the order of intended sending."""
 
     sample: NDArray[np.int64]
     """[n]: index into the data."""
@@ -123,7 +124,7 @@ class Records:
     status: NDArray[np.uint8]
     """[n]: a ``Status``."""
     exit: NDArray[np.int16]
-    """[n]: index, or ``FINAL``."""
+    """[n]: index, or ``MODEL_END``."""
     forced: NDArray[np.bool_]
     """[n]"""
     prediction: NDArray[np.int64]
@@ -154,7 +155,7 @@ class Records:
         )
 
     def lateness_s(self, warm_up_s: float) -> NDArray[np.float64]:
-        """From when a request was to be sent until it was; of those sent after the warm-up."""
+        """The seconds from when requests were due until they were sent, without the warm-up."""
         counted = np.isfinite(self.sent_s) & (self.intended_s >= warm_up_s)
         return (self.sent_s - self.intended_s)[counted]
 
@@ -167,8 +168,8 @@ class Records:
         return int(np.cumsum(steps[order]).max(initial=0))
 
 
-class Ledger:
-    """Grows by a line a request; a request that nothing more is heard of stays unanswered."""
+class RequestLog:
+    """The log of one sending process; a request that nothing more is heard of stays unanswered."""
 
     def __init__(self) -> None:
         self._sample, self._prediction = array("q"), array("q")
@@ -182,29 +183,29 @@ class Ledger:
         self._sent_s.append(math.nan)
         self._ended_s.append(math.nan)
         self._status.append(Status.UNANSWERED)
-        self._exit.append(FINAL)
+        self._exit.append(MODEL_END)
         self._forced.append(0)
         self._prediction.append(UNKNOWN)
         return len(self._sample) - 1
 
     def sent(self, line: int, at_s: float) -> None:
-        """It is on its way."""
+        """Note that a request was sent."""
         self._sent_s[line] = at_s
 
     def answered(self, line: int, at_s: float, reply: Reply) -> None:
-        """Its answer is there."""
+        """Note the answer to a request."""
         self._ended_s[line] = at_s
         self._status[line] = Status.OK
         self._exit[line], self._forced[line], self._prediction[line] = reply
 
     def failed(self, line: int, at_s: float, status: Status) -> None:
-        """It ended without an answer."""
+        """Note that a request ended without an answer."""
         self._ended_s[line] = at_s
         self._status[line] = status
 
-    def close(self) -> Records:
+    def close(self) -> RequestRecords:
         """All lines as arrays."""
-        return Records(
+        return RequestRecords(
             sample=np.array(self._sample, np.int64),
             intended_s=np.array(self._intended_s, np.float64),
             sent_s=np.array(self._sent_s, np.float64),
@@ -216,12 +217,18 @@ class Ledger:
         )
 
 
-def merge(parts: list[Records]) -> Records:
+def merge(parts: list[RequestRecords]) -> RequestRecords:
     """One run's records out of its processes', in the order of intended sending."""
     order = np.argsort(np.concatenate([part.intended_s for part in parts]), kind="stable")
-    return Records(
+    return RequestRecords(
         **{
             field.name: np.concatenate([getattr(part, field.name) for part in parts])[order]
-            for field in fields(Records)
+            for field in fields(RequestRecords)
         }
     )
+
+
+def percentiles_ms(lateness_s: NDArray[np.float64]) -> dict[str, float]:
+    """The figures ``p50``, ``p99`` and ``max`` of how late requests were sent, in milliseconds."""
+    p50, p99 = np.quantile(lateness_s, (0.5, 0.99)) * 1e3
+    return {"p50": float(p50), "p99": float(p99), "max": float(lateness_s.max()) * 1e3}

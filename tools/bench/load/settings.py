@@ -1,4 +1,4 @@
-"""What a load is made with, checked before anything is sent."""
+"""The settings of a load, checked before anything is sent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LoadError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSettings:
-    """What every process of a load knows."""
+    """The settings that all processes of a load share."""
 
     address: str
     """``host:port`` of the server's gRPC side."""
@@ -73,14 +73,14 @@ class LoadSettings:
 
     @property
     def timeout_us(self) -> int | None:
-        """What the server is told; ``None`` where it is told nothing."""
+        """The deadline that the server is told; ``None`` where it is told none."""
         if self.slo_ms is None or not self.send_deadline:
             return None
         return max(1, round(self.slo_ms * 1e3))
 
     @property
     def loop(self) -> str:
-        """For people."""
+        """The kind of loop in words."""
         if self.concurrency is None:
             return "open loop"
         return f"closed loop of {self.concurrency}"

@@ -1,4 +1,4 @@
-"""What each process of a load sends and when, and its requests as bytes, made beforehand."""
+"""The requests that each process of a load sends, when, and as which bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from offramp.tools.bench.load.settings import LoadSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Share:
-    """What one process sends.
+    """The requests that one process sends.
 
     The k-th request of a whole load is the k-th sample of the data, which starts anew at its end;
     so the load is the same for any number of processes.

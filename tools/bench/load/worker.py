@@ -24,7 +24,13 @@ import grpc.aio
 from offramp.proto.descriptors import method_path
 from offramp.proto.messages import ModelInferResponse
 from offramp.tools.bench.load.alarm import make_alarm
-from offramp.tools.bench.load.request_log import Causes, Ledger, Records, read_reply, status_of
+from offramp.tools.bench.load.request_log import (
+    Causes,
+    RequestLog,
+    RequestRecords,
+    read_reply,
+    status_of,
+)
 from offramp.tools.bench.load.settings import LoadError, LoadSettings
 from offramp.tools.bench.load.shares import Share
 from offramp.tools.bench.outcomes import Status
@@ -41,7 +47,7 @@ _CHANNEL_OPTIONS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Task:
-    """What a process is started with."""
+    """The part of a load that a process is started with."""
 
     settings: LoadSettings
     share: Share
@@ -53,9 +59,9 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Report:
-    """What a process gives back."""
+    """The log of a process and its use of the processor."""
 
-    records: Records
+    records: RequestRecords
     causes: Mapping[str, int]
     """Failures by message, without the warm-up."""
     cpu_s: float
@@ -98,7 +104,7 @@ async def _work(task: Task, pipe: Connection) -> Report:
 
 
 class Sender:
-    """Sends a share and writes down what becomes of it.
+    """Sends a process's share of a load and logs how each request ends.
 
     Args:
         task: What to send.
@@ -110,7 +116,7 @@ class Sender:
         self._settings, self._share, self._answer = task.settings, task.share, task.answer
         self._requests = task.requests
         self._start_s = start_s
-        self._ledger, self._causes = Ledger(), Causes()
+        self._log, self._causes = RequestLog(), Causes()
         self._under_way: set[asyncio.Task[None]] = set()
         self._mistake: BaseException | None = None
         self._infer: grpc.aio.UnaryUnaryMultiCallable[bytes, ModelInferResponse] = (
@@ -156,7 +162,7 @@ class Sender:
         async def keep_sending() -> None:
             while (now_s := self._now_s()) < self._settings.duration_s:
                 sample = next(samples)
-                line = self._ledger.open(sample=sample, intended_s=now_s)
+                line = self._log.open(sample=sample, intended_s=now_s)
                 await self._call(line, now_s, sample)
 
         cpu_s = time.process_time()
@@ -170,7 +176,7 @@ class Sender:
         return self._report(cpu_s)
 
     def _send(self, intended_s: float, sample: int) -> None:
-        line = self._ledger.open(sample=sample, intended_s=intended_s)
+        line = self._log.open(sample=sample, intended_s=intended_s)
         if len(self._under_way) < self._settings.max_in_flight:
             self._start(self._call(line, intended_s, sample))
         else:
@@ -180,21 +186,21 @@ class Sender:
     async def _call(self, line: int, intended_s: float, sample: int) -> None:
         """Send one request and write down how it ends; withdrawn, it stays unanswered."""
         call = self._infer(self._requests[sample])
-        self._ledger.sent(line, self._now_s())
+        self._log.sent(line, self._now_s())
         try:
             reply = read_reply(await call, self._answer)
         except grpc.aio.AioRpcError as error:
             code = error.code().name
-            self._ledger.failed(line, self._now_s(), status_of(code))
+            self._log.failed(line, self._now_s(), status_of(code))
             self._blame(intended_s, f"{code}: {error.details()}")
         except asyncio.CancelledError:
             limit_s = self._settings.drain_s
             self._blame(intended_s, f"no answer within {limit_s:g} s of the end (--drain-s)")
         except ValueError as error:
-            self._ledger.failed(line, self._now_s(), Status.FAILED)
+            self._log.failed(line, self._now_s(), Status.FAILED)
             self._blame(intended_s, f"unreadable response: {error}")
         else:
-            self._ledger.answered(line, self._now_s(), reply)
+            self._log.answered(line, self._now_s(), reply)
 
     def _blame(self, intended_s: float, cause: str) -> None:
         if intended_s >= self._settings.warm_up_s:
@@ -222,13 +228,13 @@ class Sender:
             self._mistake = mistake
 
     def _now_s(self) -> float:
-        """From the start of the load."""
+        """The seconds since the start of the load."""
         return time.monotonic() - self._start_s
 
     def _report(self, cpu_s: float) -> Report:
         return Report(
             cpu_s=time.process_time() - cpu_s,
-            records=self._ledger.close(),
+            records=self._log.close(),
             causes=self._causes.to_json(),
         )
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from offramp.bundle import Profile
-from offramp.calibration.rehearsal.load import Load
-from offramp.calibration.rehearsal.result import RehearsalSettings
+from offramp.calibration.rehearsal import RehearsalSettings
+from offramp.calibration.rehearsal.load import RehearsalLoad
 from offramp.engine.control.published.two_stage import StageTimes
 
 SIZES = (1, 2, 3, 4)
@@ -42,8 +42,8 @@ def times(exits_ms: tuple[float, ...] = (1.0, 1.0, 3.0)) -> StageTimes:
     )
 
 
-def load(known: np.ndarray = KNOWN) -> Load:
-    return Load(
+def load(known: np.ndarray = KNOWN) -> RehearsalLoad:
+    return RehearsalLoad(
         confidence=np.where(known, 0.9, 0.1).astype(np.float32), agrees=known, batches=BATCHES
     )
 

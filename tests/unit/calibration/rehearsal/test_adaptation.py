@@ -12,9 +12,9 @@ from tests.unit.calibration.rehearsal.test_rehearsal import random_times
 from tests.unit.certify.problems import realistic
 
 from offramp.bundle import NEVER, ActiveExit
+from offramp.calibration.rehearsal import RehearsalSettings
 from offramp.calibration.rehearsal.adaptation import Move, adapt, raise_thresholds, raising_path
-from offramp.calibration.rehearsal.load import Load
-from offramp.calibration.rehearsal.result import RehearsalSettings
+from offramp.calibration.rehearsal.load import RehearsalLoad
 from offramp.certify import evaluate
 
 IN_USE = (ActiveExit(exit=0, threshold=0.5), ActiveExit(exit=1, threshold=0.75))
@@ -108,7 +108,7 @@ def test_thresholds_are_raised_where_precision_was_lost() -> None:
     confidence = rng.uniform(0.4, 1, (3, 400)).astype(np.float32)
     agrees = confidence > 0.7
     batches = np.arange(400).reshape(100, 4)
-    confused = Load(confidence=confidence, agrees=agrees, batches=batches)
+    confused = RehearsalLoad(confidence=confidence, agrees=agrees, batches=batches)
     raised = raise_thresholds(confused, {1: 0.5}, allowed_errors=0)
     (exit_,) = raised
     # the curve is fitted, so its path has steps: not below 0.7, and not far above
@@ -122,7 +122,9 @@ def test_only_the_exit_that_errs_is_raised() -> None:
     rng = np.random.default_rng(0)
     confidence = rng.uniform(0.4, 1, (2, 2000)).astype(np.float32)
     agrees = np.stack([rng.random(2000) < confidence[0] ** 3, np.ones(2000, bool)])
-    some = Load(confidence=confidence, agrees=agrees, batches=np.arange(2000).reshape(500, 4))
+    some = RehearsalLoad(
+        confidence=confidence, agrees=agrees, batches=np.arange(2000).reshape(500, 4)
+    )
     first, second = raise_thresholds(some, {0: 0.6, 1: 0.6}, allowed_errors=100)
     assert first.threshold > 0.8
     assert second == ActiveExit(exit=1, threshold=0.6)
@@ -158,7 +160,9 @@ def test_both_bounds_hold_on_the_load(
     wanted = RehearsalSettings(
         batch_size=8, batches=40, max_disagreement=0.03, max_violations=max_violations
     )
-    drawn = Load.of(confidence, agrees, batch_size=8, batches=40, rng=np.random.default_rng(seed))
+    drawn = RehearsalLoad.of(
+        confidence, agrees, batch_size=8, batches=40, rng=np.random.default_rng(seed)
+    )
     before = {e: t for e, t in enumerate(thresholds) if e % 2 == 0}
     active = tuple(ActiveExit(exit=e, threshold=t) for e, t in before.items())
     found = adapt(drawn, random_times(seed, 4, 8), active, wanted)

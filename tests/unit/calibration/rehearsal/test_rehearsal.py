@@ -11,7 +11,8 @@ from tests.unit.calibration.rehearsal.rehearsals import KNOWN, load, settings, t
 from tests.unit.certify.problems import realistic
 
 from offramp.bundle import NEVER, ActiveExit, BundleSchemaError, Profile
-from offramp.calibration.rehearsal.load import Load, Position, forecast
+from offramp.calibration.rehearsal import Rehearsal, RehearsalSettings, Rehearsed
+from offramp.calibration.rehearsal.load import Position, RehearsalLoad, forecast
 from offramp.calibration.rehearsal.rehearsal import (
     batching_pattern,
     characterise,
@@ -19,7 +20,6 @@ from offramp.calibration.rehearsal.rehearsal import (
     expected_average_ms,
     rehearse,
 )
-from offramp.calibration.rehearsal.result import Rehearsal, RehearsalSettings, Rehearsed
 from offramp.certify import evaluate
 from offramp.engine.control.published.two_stage import StageTimes, TimeMatrix
 
@@ -90,7 +90,7 @@ def test_equation_2_counts_in_intervals() -> None:
 def test_candidate_configuration_lets_most_leave_within_the_errors_left() -> None:
     confidence = np.array([[0.9, 0.8, 0.8, 0.7, 0.6, 0.5, 0.2, 0.2]], np.float32)
     agrees = np.array([[1, 1, 0, 1, 0, 1, 0, 1]], bool)
-    some = Load(confidence=confidence, agrees=agrees, batches=np.arange(8).reshape(2, 4))
+    some = RehearsalLoad(confidence=confidence, agrees=agrees, batches=np.arange(8).reshape(2, 4))
     start = Position.start(some)
     found = [configure(some, start, 0, allowed) for allowed in range(4)]
     # with 0.8 both leave, the wrong one too; the two at 0.2 leave together
@@ -201,7 +201,7 @@ def test_an_exit_must_shorten_the_average() -> None:
 def test_errors_that_the_first_exit_made_are_not_there_for_the_second() -> None:
     confidence = np.array([[0.9, 0.9, 0.6, 0.1], [0.1, 0.1, 0.1, 0.8]], np.float32)
     agrees = np.array([[1, 1, 0, 1], [0, 0, 0, 0]], bool)
-    two = Load(confidence=confidence, agrees=agrees, batches=np.arange(4).reshape(1, 4))
+    two = RehearsalLoad(confidence=confidence, agrees=agrees, batches=np.arange(4).reshape(1, 4))
     profile = times().profile
     both = StageTimes(
         profile=Profile(
@@ -245,7 +245,9 @@ def random_times(seed: int, exits: int, rows: int) -> StageTimes:
     )
 
 
-def random_rehearsal(seed: int, max_violations: float, interval: int) -> tuple[Load, Rehearsal]:
+def random_rehearsal(
+    seed: int, max_violations: float, interval: int
+) -> tuple[RehearsalLoad, Rehearsal]:
     confidence, agrees, _ = realistic(seed, exits=4, samples=300)
     wanted = RehearsalSettings(
         batch_size=8,
@@ -254,7 +256,9 @@ def random_rehearsal(seed: int, max_violations: float, interval: int) -> tuple[L
         max_disagreement=0.03,
         max_violations=max_violations,
     )
-    drawn = Load.of(confidence, agrees, batch_size=8, batches=40, rng=np.random.default_rng(seed))
+    drawn = RehearsalLoad.of(
+        confidence, agrees, batch_size=8, batches=40, rng=np.random.default_rng(seed)
+    )
     return drawn, rehearse(drawn, random_times(seed, 4, 8), wanted)
 
 
@@ -288,7 +292,9 @@ def test_whatever_is_chosen_keeps_both_bounds(
 
 def test_batches_hold_every_sample_as_often_as_any_other() -> None:
     confidence, agrees, _ = realistic(0, exits=2, samples=50)
-    drawn = Load.of(confidence, agrees, batch_size=8, batches=25, rng=np.random.default_rng(0))
+    drawn = RehearsalLoad.of(
+        confidence, agrees, batch_size=8, batches=25, rng=np.random.default_rng(0)
+    )
     assert drawn.batches.shape == (25, 8)
     assert np.bincount(drawn.batches.ravel()).tolist() == [4] * 50
 

@@ -49,7 +49,7 @@ def graphs(bundle: Bundle, precision: Precision, version: str = "10.16.0.72") ->
 def test_fp32_stages_are_those_that_are_planned(bundle: Bundle) -> None:
     given = graphs(bundle, "fp32")
     for stage in make_plan(bundle).stages:
-        assert given.of(Unit(stage.first_segment, stage.last_segment, stage.exit)) == stage.load()
+        assert given.of(Unit(*stage.unit)) == stage.load()
 
 
 def test_the_source_is_the_bundles_own_file(bundle: Bundle) -> None:

@@ -61,10 +61,10 @@ def finish(target: Controller) -> Job:
 def test_it_starts_without_answering_early_and_with_a_version_of_its_own() -> None:
     fresh = ApparateController(POLICY, COSTS)
     assert fresh.policy == policy_of(6, {0: NEVER, 2: NEVER})
-    assert fresh.status().state == "looking on"
+    assert fresh.status().state == "shadow mode"
     assert controller().policy is POLICY
-    looking_on = policy_of(5, {0: NEVER})
-    assert ApparateController(looking_on, COSTS).policy is looking_on
+    in_shadow = policy_of(5, {0: NEVER})
+    assert ApparateController(in_shadow, COSTS).policy is in_shadow
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_tuning_waits_for_as_many_samples_as_agreement_is_judged_by() -> None:
     assert job.arguments[0].confidence.shape == (2, 16)
 
 
-def on_trial() -> Any:
+def with_a_new_exit() -> Any:
     """A controller that just took exit 1 in use, with exits 0 and 2 as they were."""
     target = controller(replace(ROOMY, adjust_every=20))
     feed(target, right(20))
@@ -189,8 +189,8 @@ def on_trial() -> Any:
     return target
 
 
-def test_an_exit_on_trial_answers_nothing_until_it_has_seen_enough() -> None:
-    target = on_trial()
+def test_a_new_exit_answers_nothing_until_it_has_seen_enough() -> None:
+    target = with_a_new_exit()
     assert target.policy == policy_of(6, {0: 0.75, 1: NEVER, 2: 0.5})
     assert target.status().adjustments == 1
     assert "0, 1, 2 instead of 0, 2" in target.take_events()[0].text
@@ -200,14 +200,15 @@ def test_an_exit_on_trial_answers_nothing_until_it_has_seen_enough() -> None:
     assert (first.threshold > 0.75, tried.threshold, last.threshold <= 1) == (True, NEVER, True)
 
 
-def test_an_exit_on_trial_that_saw_enough_is_tuned() -> None:
-    target = on_trial()
+def test_a_new_exit_that_saw_enough_is_tuned() -> None:
+    target = with_a_new_exit()
     confidence, agrees = wrong_at(16, 3)
     feed(target, (confidence, agrees))
     job = finish(target)
-    np.testing.assert_array_equal(job.arguments[0].confidence, confidence)
-    assert job.arguments[0].latency_ms.tolist() == [11, 22, 33, 43]
-    assert not np.isnan(job.arguments[0].confidence).any()
+    samples, latency_ms, *_ = job.arguments
+    np.testing.assert_array_equal(samples.confidence, confidence)
+    assert latency_ms.tolist() == [11, 22, 33, 43]
+    assert not np.isnan(samples.confidence).any()
     assert target.policy.active[1].threshold <= 1
 
 

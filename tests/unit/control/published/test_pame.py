@@ -9,14 +9,13 @@ import pytest
 from tests.unit.calibration.rehearsal.rehearsals import times
 
 from offramp.bundle import NEVER, ActiveExit, ExitPolicy, Promise
-from offramp.certify.decision import MODEL_END, first_exit
-from offramp.certify.observations import UNKNOWN, Observations
+from offramp.certify import MODEL_END, UNKNOWN, Observations, first_exit
 from offramp.engine.control.controller import Controller, Evidence
 from offramp.engine.control.published.pame import PameController, PameSettings
 
 PROMISE = Promise(
     max_disagreement=0.1,
-    confidence=0.95,
+    confidence_level=0.95,
     certify_samples=1000,
     certify_errors=50,
     p_value=0.01,
@@ -165,7 +164,7 @@ def test_the_last_exit_that_makes_batches_late_leaves_none() -> None:
     watched.observe(served([[np.nan] * 8, [np.nan] * 8, [UNSURE] * 8]))
     assert watched.policy.active == ()
     status = watched.status()
-    assert (status.evidence, status.state) == (Evidence.CAUTIOUS, "no exit answers")
+    assert (status.evidence, status.state) == (Evidence.CONSERVATIVE, "no exit answers")
     watched.observe(served([[np.nan] * 8] * 3, policy_version=np.full(8, 8)))
     assert watched.policy.version == 8
 

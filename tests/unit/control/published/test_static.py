@@ -12,8 +12,7 @@ from tests.unit.control.served import policy_of, serve
 
 from offramp.bundle import ExitPolicy, Promise
 from offramp.bundle.policy import NEVER
-from offramp.certify.observations import UNKNOWN
-from offramp.certify.records import Records, evaluate
+from offramp.certify import UNKNOWN, Records, evaluate
 from offramp.engine.control.controller import Evidence
 from offramp.engine.control.published.static import (
     StaticController,
@@ -25,7 +24,7 @@ from offramp.engine.control.published.static import (
 POLICY = policy_of(3, {0: 0.5, 2: 0.25})
 PROMISE = Promise(
     max_disagreement=0.01,
-    confidence=0.95,
+    confidence_level=0.95,
     certify_samples=1000,
     certify_errors=3,
     p_value=0.01,
@@ -128,8 +127,8 @@ def test_forced_answers_and_other_policies_are_outside_of_the_estimate() -> None
         (replace(POLICY, promise=PROMISE), Evidence.CALIBRATED),
         (replace(POLICY, promise=replace(PROMISE, max_disagreement=0.02)), Evidence.NONE),
         (replace(POLICY, promise=replace(PROMISE, confidence=0.9)), Evidence.NONE),
-        (policy_of(1, {0: NEVER}), Evidence.CAUTIOUS),
-        (policy_of(1, {}), Evidence.CAUTIOUS),
+        (policy_of(1, {0: NEVER}), Evidence.CONSERVATIVE),
+        (policy_of(1, {}), Evidence.CONSERVATIVE),
     ],
 )
 def test_evidence_is_the_promise_that_the_policy_came_with(

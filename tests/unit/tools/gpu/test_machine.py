@@ -19,7 +19,7 @@ from offramp.bundle.engines import EngineStore, list_targets
 from offramp.compiler import build
 from offramp.compiler.errors import EngineBuildError
 from offramp.engine.cuda.pycuda_driver import PyCudaStream
-from offramp.engine.kernels.errors import KernelCompilerNotFoundError
+from offramp.engine.kernels.compilers import KernelCompilerNotFoundError
 from offramp.testing.builder import FakeBuilder
 from offramp.tools.gpu.machine import BareEngine, GpuMachine, profiles_of
 from offramp.tools.gpu.timing import PyCudaTimer
@@ -72,7 +72,7 @@ def test_onnx_runtime_needs_nothing_built(tmp_path: Path) -> None:
     assert GpuMachine("cuda").bare(small_bert(tmp_path), (4,)) is None
 
 
-class FakeTrial:
+class FakeEngine:
     """Doubles what it is given; knows which contexts are open."""
 
     inputs = ("x",)
@@ -81,7 +81,7 @@ class FakeTrial:
         self.open: list[tuple[int, tuple[int, ...]]] = []
 
     @contextmanager
-    def prepare(self, profile: int, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[FakeTrial]:
+    def prepare(self, profile: int, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[FakeEngine]:
         key = (profile, shapes["x"])
         self.open.append(key)
         yield self
@@ -92,16 +92,16 @@ class FakeTrial:
 
 
 def test_the_bare_engine_has_a_context_for_every_size_that_is_measured() -> None:
-    trial = FakeTrial()
+    engine = FakeEngine()
     with ExitStack() as stack:
-        bare = BareEngine(trial, "y", stack, (4, 8))
+        bare = BareEngine(engine, "y", stack, (4, 8))
         for rows in (1, 4, 4, 8):
             bare.warm_up({"x": np.ones((rows, 1)), "replay": np.ones((rows, 2))})
-        assert trial.open == [(0, (4, 1)), (1, (8, 1))]
+        assert engine.open == [(0, (4, 1)), (1, (8, 1))]
         (departure,) = bare.run({"x": np.arange(4.0).reshape(4, 1)})
         assert departure.rows.tolist() == [0, 1, 2, 3]
         assert departure.answer.tolist() == [[0], [2], [4], [6]]
-    assert trial.open == []
+    assert engine.open == []
 
 
 def test_times_on_a_gpu_are_those_between_events(monkeypatch: pytest.MonkeyPatch) -> None:

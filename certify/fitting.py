@@ -1,8 +1,8 @@
-"""Where a threshold path comes from: agreement curves, renewed from few samples, and levels chosen on them.
+"""Fitting a path of thresholds to test: agreement curves, and levels near the bound on risk.
 
 The levels lie on one smooth path, thresholds at which every exit agrees equally surely, since a
-path fitted closely to few samples is never certified (findings 5). They are dense where the
-disagreement is near the bound.
+path fitted closely to few samples is never certified. They are dense where the disagreement is
+near the bound.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from offramp.certify.agreement import (
     path_levels,
 )
 from offramp.certify.decision import BoolArray, Float32Array, FloatArray
-from offramp.certify.threshold_path import Outlook, outlook
+from offramp.certify.path import Outlook, outlook
 from offramp.certify.window import Weighted
 
 LEVELS: Final = 60
-_CAUTIOUS, _BOLD = 0.02, 8.0
+_CONSERVATIVE, _AGGRESSIVE = 0.02, 8.0
 """Expected disagreement of the first and last level, as multiples of the bound. Curves may be
 wrong about data that drifted; so they are wide apart."""
 _RIDGE: Final = 4.0
 """Samples that the curves known so far count for."""
 _LEAST_SLOPE: Final = 0.05
-"""Of a new curve, relative to the one known so far."""
+"""Least slope of a new curve, relative to the one known so far."""
 _NEWTON_STEPS: Final = 30
 _IDENTITY: Final = AgreementCurve(slope=1.0, intercept=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fitted:
-    """A path to test."""
+    """A path of thresholds to test, with what its curves expect of every level."""
 
     curves: tuple[AgreementCurve, ...]
     """Per exit of the path."""
@@ -70,7 +70,7 @@ def lay_path(
     samples: Weighted,
     *,
     bound: float,
-    through: FloatArray | None = None,
+    anchored_at: FloatArray | None = None,
 ) -> Fitted:
     """Choose levels where the disagreement that curves expect is near the bound.
 
@@ -78,23 +78,23 @@ def lay_path(
         curves: One per exit; none makes the path that has only the level that answers nothing.
         samples: What is served, to weigh expectations by; at least one.
         bound: ε.
-        through: float64[exits] of one policy that shall be a level. More cautious levels are then
-            nowhere below it, and bolder ones nowhere above.
+        anchored_at: float64[exits] of one policy that shall be a level. More conservative levels
+            are then nowhere below it, and more aggressive ones nowhere above.
     """
     exits = len(curves)
     if not exits:
         nothing = np.zeros((1, 0))
         return Fitted(curves=(), thresholds=nothing, risk=np.zeros(1), shares=np.ones((1, 1)))
     path = common_path(curves, path_levels())
-    if through is not None:
+    if anchored_at is not None:
         path = np.concatenate(
-            [np.maximum(path, through), through[None, :], np.minimum(path, through)]
+            [np.maximum(path, anchored_at), anchored_at[None, :], np.minimum(path, anchored_at)]
         )
     found = expect(path, curves, samples)
     risk = np.maximum.accumulate(found.risk)
-    targets = np.geomspace(_CAUTIOUS, _BOLD, LEVELS - 1) * bound
+    targets = np.geomspace(_CONSERVATIVE, _AGGRESSIVE, LEVELS - 1) * bound
     chosen = {0, *np.minimum(np.searchsorted(risk, targets), len(path) - 1).tolist()}
-    if through is not None:
+    if anchored_at is not None:
         chosen.add(len(path) // 2)
     rows = _distinct(path, sorted(chosen))
     return Fitted(
@@ -141,13 +141,13 @@ def _renew(
         gradient = design @ (scaled * (probability - agrees)) + _RIDGE * (found - prior)
         curvature = (design * (scaled * probability * (1 - probability))) @ design.T
         step = np.linalg.solve(curvature + _RIDGE * np.eye(2), gradient)
-        while (trial := _log_loss(found - step, design, scaled, agrees)) > loss:
+        while (tried := _log_loss(found - step, design, scaled, agrees)) > loss:
             step = step / 2  # convex: some fraction of a Newton step always helps
             if np.abs(step).max() < 1e-9:
                 break
         if np.abs(step).max() < 1e-8:
             break
-        found, loss = found - step, trial
+        found, loss = found - step, tried
     slope, intercept = max(float(found[0]), _LEAST_SLOPE), float(found[1])
     return AgreementCurve(slope=slope * curve.slope, intercept=slope * curve.intercept + intercept)
 

@@ -1,4 +1,4 @@
-"""Where the engines of one stage have what in a slot's scratch memory, while the stage runs.
+"""The layout of a slot's scratch memory while the engines of one stage run.
 
 ::
 
@@ -12,13 +12,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from offramp.engine.cuda.driver import ALIGNMENT
+from offramp.engine.cuda.driver import aligned
 from offramp.engine.errors import BackendError
 from offramp.engine.tensorrt.loading import LoadedEngine
 
 
-class Layout:
-    """Where in a slot's scratch memory a stage's engines have what."""
+class ScratchLayout:
+    """Places, in a slot's scratch memory, of what a stage's engines keep there."""
 
     def __init__(self, engines: Sequence[LoadedEngine], wanted: set[str]) -> None:
         """Lay it out.
@@ -30,9 +30,11 @@ class Layout:
         self._chained = _chained(engines)
         self._inner: list[dict[str, int]] = []
         """Offsets, by name, of every engine's tensors that lie in scratch."""
-        self.engine_bytes = _aligned(max(e.scratch_bytes for e in engines))
+        self.engine_bytes = aligned(max(1, *(e.scratch_bytes for e in engines)))
         """For TensorRT itself, at the beginning; never 0, so that it has an address."""
-        cut_bytes = max((_aligned(e.size_bytes[n]) for e, n in self._chained.items()), default=0)
+        cut_bytes = max(
+            (aligned(max(1, e.size_bytes[n])) for e, n in self._chained.items()), default=0
+        )
         halves = (self.engine_bytes, self.engine_bytes + cut_bytes)
         self.size_bytes = after_cuts = self.engine_bytes + 2 * cut_bytes
         offsets: dict[str, int] = {}
@@ -46,7 +48,7 @@ class Layout:
             for name in engine.outputs:
                 if name != cut and not (engine is engines[-1] and name in wanted):
                     given[name] = end
-                    end += _aligned(engine.size_bytes[name])
+                    end += aligned(max(1, engine.size_bytes[name]))
             self._inner.append(given)
             self.size_bytes = max(self.size_bytes, end)
 
@@ -66,7 +68,3 @@ def _chained(engines: Sequence[LoadedEngine]) -> dict[LoadedEngine, str]:
             )
         found[engine] = shared[0]
     return found
-
-
-def _aligned(size_bytes: int) -> int:
-    return max(1, -(-size_bytes // ALIGNMENT)) * ALIGNMENT

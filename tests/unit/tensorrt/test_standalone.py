@@ -12,7 +12,7 @@ from tests.unit.tensorrt.fake_tensorrt import SCRATCH_BYTES, FakeTensorRT
 
 from offramp.engine.errors import BackendError
 from offramp.engine.tensorrt.device import primary_context
-from offramp.engine.tensorrt.trial import Trial, run_plan
+from offramp.engine.tensorrt.standalone import StandaloneEngine, run_plan
 
 PROFILES = [{"x": [[1, 3], [1, 3], [1, 3]]}, {"x": [[2, 3], [8, 3], [8, 3]]}]
 
@@ -75,14 +75,14 @@ def test_bfloat16_comes_as_float32(current: FakeTensorRT) -> None:
 
 
 def test_a_trial_is_kept(current: FakeTensorRT) -> None:
-    with Trial(plan_of(current)) as trial:
-        assert (trial.inputs, trial.outputs, trial.profiles) == (("x",), ("y", "z"), 2)
-        assert trial.load_s > 0
+    with StandaloneEngine(plan_of(current)) as engine:
+        assert (engine.inputs, engine.outputs, engine.profiles) == (("x",), ("y", "z"), 2)
+        assert engine.load_s > 0
         for value in (1.0, 2.0):
             x = np.full((1, 3), value, np.float32)
-            assert trial.run({"x": x})["y"].tolist() == [[2 * value] * 3]
+            assert engine.run({"x": x})["y"].tolist() == [[2 * value] * 3]
         assert current.cuda.memory == {}
-        with trial.prepare(0, {"x": (1, 3)}) as one, trial.prepare(1, {"x": (8, 3)}) as eight:
+        with engine.prepare(0, {"x": (1, 3)}) as one, engine.prepare(1, {"x": (8, 3)}) as eight:
             assert len(current.cuda.memory) == 8  # scratch, x, y and z, twice
             assert eight.run({"x": np.ones((8, 3), np.float32)})["y"].shape == (8, 3)
             assert one.run({"x": np.ones((1, 3), np.float32)})["y"].shape == (1, 3)
@@ -91,12 +91,12 @@ def test_a_trial_is_kept(current: FakeTensorRT) -> None:
         with pytest.raises(BackendError, match="have been released"):
             one.run({"x": np.ones((1, 3), np.float32)})
     with pytest.raises(BackendError, match="the engine has been released"):
-        trial.run({"x": np.ones((1, 3), np.float32)})
+        engine.run({"x": np.ones((1, 3), np.float32)})
 
 
 def test_timing(current: FakeTensorRT) -> None:
-    with Trial(plan_of(current)) as trial:
-        assert trial.time_ms(1, {"x": (8, 3)}, 5) == [0.5] * 5
+    with StandaloneEngine(plan_of(current)) as engine:
+        assert engine.time_ms(1, {"x": (8, 3)}, 5) == [0.5] * 5
     assert len(current.called("execute_async_v3")) == 3 + 5  # warm-up, rounds
 
 
@@ -150,9 +150,9 @@ def test_too_little_memory(current: FakeTensorRT) -> None:
 
 def test_a_kernel_that_goes_wrong(current: FakeTensorRT) -> None:
     with (
-        Trial(plan_of(current)) as trial,
+        StandaloneEngine(plan_of(current)) as engine,
         pytest.raises(BackendError, match=r"CUDA failed: .* illegal memory access"),
-        trial.prepare(0, {"x": (1, 3)}) as prepared,
+        engine.prepare(0, {"x": (1, 3)}) as prepared,
     ):
         current.cuda.broken = True
         prepared.run({"x": np.zeros((1, 3), np.float32)})

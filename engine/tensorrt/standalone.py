@@ -1,4 +1,4 @@
-"""A finished engine run on the device: once, to verify it, or many times, to time it.
+"""An engine run by itself: once, to verify it when it was built, or many times, to time it.
 
 Serving is another matter (buffers and contexts made once, nothing copied that need not be); this is
 the shortest way from host arrays to host arrays. All of it works in the calling thread's CUDA
@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from offramp.engine.errors import BackendError
 from offramp.engine.tensorrt import compat
-from offramp.engine.tensorrt.messages import errors_of_tensorrt, logger
+from offramp.engine.tensorrt.loading import deserialize, refused, tensor_names
+from offramp.engine.tensorrt.messages import errors_of_tensorrt
 
 if TYPE_CHECKING:
     import pycuda.driver as cuda
@@ -45,12 +46,12 @@ def run_plan(
     Raises:
         BackendError: It cannot be loaded or run, or an input is missing or does not fit.
     """
-    with Trial(plan) as trial:
-        return trial.run(inputs, profile)
+    with StandaloneEngine(plan) as engine:
+        return engine.run(inputs, profile)
 
 
-class Trial:
-    """An engine that is kept loaded."""
+class StandaloneEngine:
+    """An engine that is kept loaded, to be run by itself."""
 
     def __init__(self, plan: bytes) -> None:
         """Load a serialised engine into the current CUDA context.
@@ -58,29 +59,19 @@ class Trial:
         Raises:
             BackendError: TensorRT refuses it.
         """
-        import tensorrt as trt  # noqa: PLC0415
-
         started = time.perf_counter()
-        with errors_of_tensorrt() as errors:
-            runtime: trt.Runtime = trt.Runtime(logger())
-            engine: trt.ICudaEngine | None = runtime.deserialize_cuda_engine(plan)
-        if engine is None:
-            raise _refused("load the engine", errors)
+        runtime, engine = deserialize(plan, "the engine")
         self.load_s = time.perf_counter() - started
         """Seconds that loading took, measured."""
         self._runtime: trt.Runtime | None = runtime
         self._engine: trt.ICudaEngine | None = engine
-        names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
-        modes = {name: engine.get_tensor_mode(name) for name in names}
-        self.inputs = tuple(name for name in names if modes[name] == trt.TensorIOMode.INPUT)
-        """Names of the engine's inputs."""
-        self.outputs = tuple(name for name in names if modes[name] == trt.TensorIOMode.OUTPUT)
-        """Names of the engine's outputs."""
+        self.inputs, self.outputs = tensor_names(engine)
+        """Names of the engine's inputs, and of its outputs."""
         self.profiles = int(engine.num_optimization_profiles)
         """How many optimisation profiles the engine has."""
 
     def __enter__(self) -> Self:
-        """Nothing more than the trial itself."""
+        """Give the engine itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -104,12 +95,14 @@ class Trial:
     def time_ms(
         self, profile: int, shapes: Mapping[str, tuple[int, ...]], rounds: int
     ) -> list[float]:
-        """Time runs on zeros, one number a round; see :meth:`Prepared.time_ms`."""
+        """Time runs on zeros, one number a round; see :meth:`PreparedEngine.time_ms`."""
         with self.prepare(profile, shapes) as prepared:
             return prepared.time_ms(rounds)
 
     @contextmanager
-    def prepare(self, profile: int, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Prepared]:
+    def prepare(
+        self, profile: int, shapes: Mapping[str, tuple[int, ...]]
+    ) -> Iterator[PreparedEngine]:
         """Make a context and buffers for inputs of certain shapes; all is released at the end.
 
         Several may be open at once, with different profiles: TensorRT 8.6 lets only one context
@@ -133,8 +126,8 @@ class Trial:
             stream: cuda.Stream = cuda.Stream()
             with errors_of_tensorrt() as errors:
                 context = compat.context_without_memory(engine)
-                _choose_profile(context, profile, stream, errors)
-                _set_shapes(context, {name: shapes[name] for name in self.inputs}, errors)
+                taken = {name: shapes[name] for name in self.inputs}
+                _choose(context, profile, taken, stream, errors)
                 scratch_bytes = compat.scratch_bytes(engine, profile)
                 scratch = _allocate(scratch_bytes, releases)
                 compat.give_memory(context, int(scratch), scratch_bytes)
@@ -142,7 +135,7 @@ class Trial:
                 name: _bind(engine, context, name, releases)
                 for name in (*self.inputs, *self.outputs)
             }
-            prepared = Prepared(self, context, stream, tensors)
+            prepared = PreparedEngine(self, context, stream, tensors)
             del context
             # Last in, first out: what runs is waited for, then the context goes, then the memory.
             releases.callback(prepared.close)
@@ -158,17 +151,17 @@ class _Tensor:
     size_bytes: int
 
 
-class Prepared:
-    """An engine with context and buffers for one set of shapes; made by :meth:`Trial.prepare`."""
+class PreparedEngine:
+    """An engine with a context and buffers for one set of shapes."""
 
     def __init__(
         self,
-        trial: Trial,
+        engine: StandaloneEngine,
         context: trt.IExecutionContext,
         stream: cuda.Stream,
         tensors: Mapping[str, _Tensor],
     ) -> None:
-        self._trial = trial
+        self._engine = engine
         self._context: trt.IExecutionContext | None = context
         self._stream: cuda.Stream = stream
         self._tensors = tensors
@@ -178,13 +171,13 @@ class Prepared:
         import pycuda.driver as cuda  # noqa: PLC0415
 
         context, stream = self._live_context(), self._stream
-        sent = {name: self._as_tensor(name, inputs[name]) for name in self._trial.inputs}
+        sent = {name: self._as_tensor(name, inputs[name]) for name in self._engine.inputs}
         for name, array in sent.items():
             cuda.memcpy_htod_async(self._tensors[name].memory, array, stream)
         with errors_of_tensorrt() as errors:
             _enqueue(context, stream, errors)
         raw = {}
-        for name in self._trial.outputs:
+        for name in self._engine.outputs:
             tensor = self._tensors[name]
             raw[name] = np.empty(tensor.shape, compat.numpy_dtype(tensor.dtype))
             cuda.memcpy_dtoh_async(raw[name], tensor.memory, stream)
@@ -200,7 +193,7 @@ class Prepared:
         import pycuda.driver as cuda  # noqa: PLC0415
 
         context, stream = self._live_context(), self._stream
-        for name in self._trial.inputs:
+        for name in self._engine.inputs:
             tensor = self._tensors[name]
             cuda.memset_d8_async(tensor.memory, 0, tensor.size_bytes, stream)
         start: cuda.Event = cuda.Event()
@@ -238,26 +231,26 @@ class Prepared:
 
 def _enqueue(context: trt.IExecutionContext, stream: cuda.Stream, errors: list[str]) -> None:
     if not context.execute_async_v3(stream.handle):
-        raise _refused("run the engine", errors)
+        raise refused("run the engine", errors)
 
 
-def _choose_profile(
-    context: trt.IExecutionContext, profile: int, stream: cuda.Stream, errors: list[str]
+def _choose(
+    context: trt.IExecutionContext,
+    profile: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    stream: cuda.Stream,
+    errors: list[str],
 ) -> None:
+    """Let a context have a profile, and shapes of its inputs."""
     if not context.set_optimization_profile_async(profile, stream.handle):
-        raise _refused(f"take optimisation profile {profile}", errors)
+        raise refused(f"take optimisation profile {profile}", errors)
     stream.synchronize()
-
-
-def _set_shapes(
-    context: trt.IExecutionContext, shapes: Mapping[str, tuple[int, ...]], errors: list[str]
-) -> None:
     for name, shape in shapes.items():
         if not context.set_input_shape(name, shape):
-            raise _refused(f"take {shape} as the shape of {name}", errors)
+            raise refused(f"take {shape} as the shape of {name}", errors)
     unknown = context.infer_shapes()
     if unknown:
-        raise _refused(f"infer shapes without {', '.join(unknown)}", errors)
+        raise refused(f"infer shapes without {', '.join(unknown)}", errors)
 
 
 def _bind(
@@ -298,8 +291,3 @@ def _cuda_errors() -> Iterator[None]:
         yield
     except cuda.Error as error:
         raise BackendError(f"CUDA failed: {error}") from error
-
-
-def _refused(what: str, errors: list[str]) -> BackendError:
-    said = "; ".join(errors) or "it does not say why"
-    return BackendError(f"TensorRT could not {what}: {said}")

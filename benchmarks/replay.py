@@ -14,18 +14,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from offramp.calibration.dataset import Dataset
 from offramp.engine.core import Engine
 from offramp.engine.errors import CapacityError, DeadlineExceededError, EngineError
-from offramp.engine.results import EngineResult
 from offramp.tools.bench.load.alarm import make_alarm
+from offramp.tools.bench.load.request_log import Reply, RequestLog, percentiles_ms
 from offramp.tools.bench.outcomes import Outcomes, Status
 
 _HEAD_START_S = 0.05
 """Before the first arrival: the load is set up by then."""
 
 
+def single_samples(dataset: Dataset, count: int) -> list[dict[str, NDArray[Any]]]:
+    """The first samples of a data set, each as the inputs of a request of its own."""
+    return [
+        {name: np.ascontiguousarray(array[i : i + 1]) for name, array in dataset.inputs.items()}
+        for i in range(min(count, len(dataset)))
+    ]
+
+
 class Replay:
-    """Sends samples one by one and writes down what becomes of them."""
+    """Sends samples to an engine one by one and notes how each request ends."""
 
     def __init__(
         self,
@@ -46,20 +55,40 @@ class Replay:
         self._model = model
         self._samples = samples
         self._reference = reference
-        self._late_s: list[float] = []
+        self._lateness_s = np.empty(0)
+
+    def stages_s(self) -> float:
+        """Seconds that stages have run so far."""
+        return sum(stage.run_s.total for stage in self._engine.statistics()[self._model].stages)
+
+    async def answers(self) -> NDArray[np.int64]:
+        """The class of every sample."""
+        found = []
+        for sample in self._samples:
+            (answer,) = (await self._engine.infer(self._model, sample)).outputs.values()
+            found.append(int(answer[0].argmax()))
+        return np.array(found)
+
+    async def lone(self, requests: int) -> tuple[float, float]:
+        """Mean seconds of requests sent one after the other, in all and within stages."""
+        before = self.stages_s()
+        times = []
+        for number in range(requests):
+            started_s = time.monotonic()
+            await self._engine.infer(self._model, self._samples[number % len(self._samples)])
+            times.append(time.monotonic() - started_s)
+        return float(np.mean(times)), (self.stages_s() - before) / requests
 
     def lateness_ms(self) -> dict[str, float]:
-        """How late the last open loop sent its requests: it shares the engine's event loop."""
-        p50, p99 = np.quantile(self._late_s, (0.5, 0.99)) * 1e3
-        return {"p50": float(p50), "p99": float(p99), "max": max(self._late_s) * 1e3}
+        """The lateness of the last open loop's requests: it shares the engine's event loop."""
+        return percentiles_ms(self._lateness_s)
 
     async def open_loop(
         self, arrivals_s: NDArray[np.float64], duration_s: float, slo_s: float | None
     ) -> Outcomes:
         """Send every sample when it is due; its deadline is ``slo_s`` after that."""
         count = len(arrivals_s)
-        log = _Log(count)
-        self._late_s = []
+        log = RequestLog()
         start_s = time.monotonic() + _HEAD_START_S
         due: list[float] = (arrivals_s + start_s).tolist()
         tasks: list[asyncio.Task[None]] = []
@@ -70,9 +99,10 @@ class Replay:
             while len(tasks) < count and due[len(tasks)] <= now_s:
                 number = len(tasks)
                 deadline_s = None if slo_s is None else due[number] + slo_s
-                tasks.append(
-                    asyncio.ensure_future(self._send(log, number, due[number], deadline_s))
+                line = log.open(
+                    sample=number % len(self._samples), intended_s=float(arrivals_s[number])
                 )
+                tasks.append(asyncio.ensure_future(self._send(log, line, start_s, deadline_s)))
             if len(tasks) < count:
                 alarm.set(due[len(tasks)])
             else:
@@ -85,7 +115,9 @@ class Replay:
         finally:
             alarm.close()
         await asyncio.gather(*tasks)
-        return log.outcomes(arrivals_s, duration_s)
+        records = log.close()
+        self._lateness_s = records.lateness_s(0.0)
+        return records.to_outcomes(self._reference, duration_s)
 
     async def closed_loop(self, concurrency: int, duration_s: float) -> float:
         """Keep requests under way; gives answers a second, the first tenth left out."""
@@ -111,48 +143,25 @@ class Replay:
         await asyncio.gather(*(keep_one(first) for first in range(concurrency)))
         return np.array(took_s)
 
-    async def _send(self, log: _Log, number: int, due_s: float, deadline_s: float | None) -> None:
-        sample = number % len(self._samples)
-        self._late_s.append(time.monotonic() - due_s)
+    async def _send(
+        self, log: RequestLog, line: int, start_s: float, deadline_s: float | None
+    ) -> None:
+        log.sent(line, time.monotonic() - start_s)
+        sample = self._samples[line % len(self._samples)]
         try:
-            result = await self._engine.infer(
-                self._model, self._samples[sample], deadline_s=deadline_s
-            )
-        except DeadlineExceededError:
-            log.status[number] = Status.EXPIRED
-        except CapacityError:
-            log.status[number] = Status.REJECTED
-        except EngineError:
-            log.status[number] = Status.FAILED
+            result = await self._engine.infer(self._model, sample, deadline_s=deadline_s)
+        except EngineError as error:
+            log.failed(line, time.monotonic() - start_s, _status(error))
         else:
-            log.answered(number, result, time.monotonic() - due_s, int(self._reference[sample]))
+            (answer,) = result.outputs.values()
+            reply = Reply(int(result.exits[0]), bool(result.forced[0]), int(answer[0].argmax()))
+            log.answered(line, time.monotonic() - start_s, reply)
 
 
-class _Log:
-    """What became of each request."""
-
-    def __init__(self, count: int) -> None:
-        self.status = np.full(count, Status.UNANSWERED, np.uint8)
-        self._latency_s = np.full(count, np.nan)
-        self._exit = np.zeros(count, np.int16)
-        self._forced = np.zeros(count, np.bool_)
-        self._agrees = np.full(count, -1, np.int8)
-
-    def answered(self, number: int, result: EngineResult, latency_s: float, right: int) -> None:
-        (answer,) = result.outputs.values()
-        self.status[number] = Status.OK
-        self._latency_s[number] = latency_s
-        self._exit[number] = result.exits[0]
-        self._forced[number] = result.forced[0]
-        self._agrees[number] = int(answer[0].argmax()) == right
-
-    def outcomes(self, arrivals_s: NDArray[np.float64], duration_s: float) -> Outcomes:
-        return Outcomes(
-            intended_s=arrivals_s,
-            latency_s=self._latency_s,
-            status=self.status,
-            exit=self._exit,
-            forced=self._forced,
-            agrees=self._agrees,
-            duration_s=duration_s,
-        )
+def _status(error: EngineError) -> Status:
+    match error:
+        case DeadlineExceededError():
+            return Status.EXPIRED
+        case CapacityError():
+            return Status.REJECTED
+    return Status.FAILED

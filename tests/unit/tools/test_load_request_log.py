@@ -3,21 +3,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from offramp.tools.bench.load.request_log import UNKNOWN, Ledger, Records, Reply, merge
-from offramp.tools.bench.outcomes import FINAL, Status
+from offramp.certify.decision import MODEL_END
+from offramp.tools.bench.load.request_log import UNKNOWN, Reply, RequestLog, RequestRecords, merge
+from offramp.tools.bench.outcomes import Status
 
 
-def records() -> Records:
+def records() -> RequestRecords:
     """Answered, expired, never heard of, not even sent."""
-    ledger = Ledger()
+    log = RequestLog()
     for sample, intended_s in ((4, 0.0), (5, 1.0), (6, 2.0), (7, 3.0)):
-        ledger.open(sample=sample, intended_s=intended_s)
-    ledger.sent(0, 0.25)
-    ledger.sent(1, 1.0)
-    ledger.failed(1, 1.5, Status.EXPIRED)
-    ledger.answered(0, 1.25, Reply(exit=2, forced=True, prediction=9))
-    ledger.sent(2, 2.125)
-    return ledger.close()
+        log.open(sample=sample, intended_s=intended_s)
+    log.sent(0, 0.25)
+    log.sent(1, 1.0)
+    log.failed(1, 1.5, Status.EXPIRED)
+    log.answered(0, 1.25, Reply(exit=2, forced=True, prediction=9))
+    log.sent(2, 2.125)
+    return log.close()
 
 
 def test_a_line_says_how_each_request_ended() -> None:
@@ -29,7 +30,7 @@ def test_a_line_says_how_each_request_ended() -> None:
         Status.UNANSWERED,
         Status.UNANSWERED,
     ]
-    assert found.exit.tolist() == [2, FINAL, FINAL, FINAL]
+    assert found.exit.tolist() == [2, MODEL_END, MODEL_END, MODEL_END]
     assert found.forced.tolist() == [True, False, False, False]
     assert found.prediction.tolist() == [9, UNKNOWN, UNKNOWN, UNKNOWN]
 
@@ -58,11 +59,11 @@ def test_lateness_is_of_what_was_sent_after_the_warm_up() -> None:
 
 def test_requests_in_flight_are_counted_from_sending_to_end() -> None:
     assert records().peak_in_flight() == 2  # the first two; the first has ended at 1.25
-    assert Ledger().close().peak_in_flight() == 0
+    assert RequestLog().close().peak_in_flight() == 0
 
 
 def test_parts_are_merged_in_order_of_intended_sending() -> None:
-    other = Ledger()
+    other = RequestLog()
     for sample, intended_s in ((0, 0.5), (1, 2.5)):
         other.open(sample=sample, intended_s=intended_s)
     merged = merge([records(), other.close()])

@@ -1,0 +1,104 @@
+"""What the published controllers share: they keep a policy, count, and test nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from offramp.bundle import ActiveExit, ExitPolicy
+from offramp.engine.control.controller import (
+    ControlEvent,
+    ControlStatus,
+    Evidence,
+    Job,
+    evidence_of_promise,
+)
+from offramp.engine.control.counters import ControlCounters
+
+
+class PublishedController:
+    """A controller (:class:`..controller.Controller`) that never changes its policy by itself."""
+
+    name: ClassVar[str]
+    """As on the command line."""
+
+    def __init__(
+        self,
+        policy: ExitPolicy,
+        *,
+        max_disagreement: float,
+        confidence_level: float = 0.95,
+        audit_probability: float = 1.0,
+    ) -> None:
+        if not 0 < audit_probability <= 1:
+            raise ValueError(f"audit_probability must be in (0, 1], got {audit_probability}")
+        self.policy = policy
+        """What shall be in force."""
+        self.audit_probability = audit_probability
+        """The one given; 1 is release mode."""
+        self._limits = max_disagreement, confidence_level
+        self._counters = ControlCounters()
+
+    def take_job(self) -> Job | None:
+        """Ask for nothing."""
+        return None
+
+    def finish(self, job: Job, result: Any) -> None:
+        """Ignore a job of someone else's."""
+
+    def status(self) -> ControlStatus:
+        """A snapshot: counts and estimate; the upper bound stays 1, since nothing is tested."""
+        return self._counters.status(
+            self.name,
+            self.policy.version,
+            max_disagreement=self._limits[0],
+            confidence_level=self._limits[1],
+            evidence=self._evidence(),
+            audit_probability=self.audit_probability,
+            state=self._describe(),
+        )
+
+    def take_events(self) -> list[ControlEvent]:
+        """What happened since the last call."""
+        return self._counters.take_events()
+
+    def _evidence(self) -> Evidence:
+        return evidence_of_promise(self.policy, *self._limits)
+
+    def _describe(self) -> str:
+        raise NotImplementedError
+
+    def _kept_policy(self) -> dict[str, Any]:
+        """The policy, as a state holds it."""
+        return {
+            "version": self.policy.version,
+            "exits": np.array([a.exit for a in self.policy.active], dtype=np.int64),
+            "thresholds": np.array([a.threshold for a in self.policy.active], dtype=np.float64),
+        }
+
+
+def policy_of(version: int, exits: Sequence[int], thresholds: Sequence[float]) -> ExitPolicy:
+    """A policy of exits with their thresholds."""
+    pairs = zip(exits, thresholds, strict=True)
+    return ExitPolicy(
+        version=version,
+        active=tuple(ActiveExit(exit=int(e), threshold=float(t)) for e, t in pairs),
+    )
+
+
+def policy_from(state: Mapping[str, Any], *, exits: int) -> ExitPolicy:
+    """The policy that a state holds.
+
+    Raises:
+        ValueError: It has an exit that a bundle of ``exits`` exits lacks.
+    """
+    version = int(state["version"])
+    kept, thresholds = (np.asarray(state[name]).tolist() for name in ("exits", "thresholds"))
+    policy = policy_of(version, kept, thresholds)
+    if policy.active and policy.active[-1].exit >= exits:
+        raise ValueError(
+            f"state: exit {policy.active[-1].exit} is in use, but the bundle has {exits} exits"
+        )
+    return policy

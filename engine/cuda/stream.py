@@ -1,0 +1,150 @@
+"""The stream of a slot: kernels and copies of rows are enqueued on it, and waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import islice
+
+import numpy as np
+
+from offramp.engine.backends.base import Rows
+from offramp.engine.cuda.batch import Layout
+from offramp.engine.cuda.driver import Driver, Stream, StreamEvent
+from offramp.engine.cuda.memory import Arena
+from offramp.engine.errors import BackendError
+from offramp.engine.kernels.arguments import MOST_TENSORS, Launch, RowCopy, gather_rows
+
+
+class DeviceKernels:
+    """Our kernels, loaded once for all slots."""
+
+    def __init__(self, driver: Driver, cubin: bytes) -> None:
+        """Load them; the driver must be current."""
+        self._driver = driver
+        self._kernels = driver.load(cubin)
+        self.multiprocessors = driver.multiprocessors
+        """Of the device; launches are sized by it."""
+
+    def launch(self, launch: Launch, stream: Stream) -> None:
+        """Enqueue a kernel."""
+        self._driver.launch(self._kernels[launch.entry_point], launch, stream)
+
+
+def row_copies(
+    layout: Layout, sources: Sequence[int], targets: Sequence[int]
+) -> tuple[RowCopy, ...]:
+    """Describe copies of rows to the kernels, one for every tensor of a layout."""
+    return tuple(
+        RowCopy(source=source, target=target, row_bytes=tensor.row_bytes)
+        for tensor, source, target in zip(layout.tensors, sources, targets, strict=True)
+    )
+
+
+class SlotStream:
+    """A stream, what is enqueued on it, and what the host has not waited for yet."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        kernels: DeviceKernels,
+        arena: Arena,
+        stream: Stream,
+        event: StreamEvent,
+    ) -> None:
+        """Use the buffers of a slot, its stream and its event."""
+        self.stream = stream
+        self.pending = False
+        """Whether work is enqueued that the host has not waited for."""
+        self.held: list[object] = []
+        """What enqueued work uses, and nobody else may refer to any more."""
+        self._sending = False
+        """Whether some of the enqueued work reads the pinned row numbers."""
+        self._driver = driver
+        self._kernels = kernels
+        self._arena = arena
+        self._event = event
+
+    def wait(self) -> None:
+        """Wait for all that is enqueued, if anything is."""
+        if self.pending:
+            self._driver.record(self._event, self.stream)
+            self._driver.synchronize(self._event)
+            self.pending = self._sending = False
+            self.held.clear()
+
+    def wait_quietly(self) -> None:
+        """Wait; what goes wrong was said, or will be."""
+        with suppress(BackendError):
+            self.wait()
+        self.held.clear()
+
+    def copy(
+        self, layout: Layout, sources: Sequence[int], targets: Sequence[int], rows: int
+    ) -> None:
+        """Enqueue copies of the first rows.
+
+        Args:
+            layout: Says how large a row of each tensor is.
+            sources: Addresses, by tensor of the layout.
+            targets: The same.
+            rows: How many.
+        """
+        self.pending = True
+        for tensor, source, target in zip(layout.tensors, sources, targets, strict=True):
+            if size_bytes := rows * tensor.row_bytes:
+                self._driver.copy_within(target, source, size_bytes, self.stream)
+
+    def gather(
+        self,
+        layout: Layout,
+        sources: Sequence[int],
+        targets: Sequence[int],
+        *,
+        source_rows: int,
+        rows: Rows,
+        numbers: int = 0,
+    ) -> None:
+        """Enqueue copies of some rows.
+
+        Args:
+            layout: As of :meth:`copy`, like the next two.
+            sources: The same.
+            targets: The same.
+            source_rows: Rows that the sources have.
+            rows: Row numbers, rising.
+            numbers: Their address on the device, if :meth:`send` was there before.
+
+        Raises:
+            BackendError: There is no such row.
+        """
+        if not len(rows):
+            return
+        if rows[-1] >= source_rows:
+            raise BackendError(f"row {rows[-1]} was asked for, there are {source_rows}")
+        numbers = numbers or self.send([rows])
+        left = iter(row_copies(layout, sources, targets))
+        while some := tuple(islice(left, MOST_TENSORS)):
+            launch = gather_rows(
+                some,
+                rows=numbers,
+                count=len(rows),
+                source_rows=source_rows,
+                multiprocessors=self._kernels.multiprocessors,
+            )
+            self._kernels.launch(launch, self.stream)
+
+    def send(self, lists: Sequence[Rows]) -> int:
+        """Enqueue the way of row numbers to the device; gives their address there, or 0."""
+        count = sum(map(len, lists))
+        if not count:
+            return 0
+        self._arena.grow_rows(count)
+        if self._sending:
+            self.wait()
+        pinned = self._arena.by_row.sent_numbers.array[: 4 * count]
+        np.concatenate(lists, out=pinned.view(np.int32), casting="same_kind")
+        self.pending = self._sending = True
+        address = self._arena.by_row.row_numbers
+        self._driver.copy_in(address, pinned, self.stream)
+        return address

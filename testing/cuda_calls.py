@@ -1,0 +1,96 @@
+"""Checks that hold for every call of the fake driver, and failures that tests ask for."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from offramp.engine.cuda.driver import DeviceLostError
+from offramp.engine.errors import BackendError
+from offramp.testing.cuda_handles import FakeStream
+from offramp.testing.cuda_memory import MisuseError
+from offramp.testing.cuda_queues import Work
+
+_IN_CAPTURE: Final = frozenset(
+    {"copy_in", "copy_out", "copy_within", "clear", "launch", "call", "launch_graph", "memory"}
+)
+"""What may be called while the thread captures."""
+_RELEASES: Final = frozenset({"free", "free_pinned", "close_stream", "close_event", "close_graph"})
+"""What still works when the context is lost."""
+
+
+class CheckedCalls:
+    """Lets a call pass if the context is current and alive, and no capture forbids it."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        """Of every method, in captures too: ``allocate``, ``launch``, ``launch_graph``, …"""
+        self.misuses: list[Exception] = []
+        """Every :class:`MisuseError` so far, and whatever host work raised by mistake."""
+        self._lock = threading.RLock()
+        self._current: Counter[int] = Counter()
+        """By thread: how often the context was made current and not yet left."""
+        self._capturing: dict[int, tuple[FakeStream, list[Work]]] = {}
+        """By thread."""
+        self._failures: dict[str, dict[int, BackendError]] = {}
+        """By method: by number of the call that fails."""
+        self._lost = ""
+        """Why the context is lost; empty while it is not."""
+        self._closed = False
+
+    def fail_next(self, call: str, *, after: int = 0, error: BackendError | None = None) -> None:
+        """Let a call fail, once.
+
+        Args:
+            call: As in :attr:`calls`; the failing call counts too.
+            after: How many calls succeed before.
+            error: What it raises.
+        """
+        error = error or BackendError(f"{call} failed, as the test wants it")
+        self._failures.setdefault(call, {})[self.calls[call] + after + 1] = error
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make the context the calling thread's."""
+        thread = threading.get_ident()
+        with self._lock, self._noting():
+            if self._closed:
+                raise MisuseError("the driver is closed")
+            self._current[thread] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._current[thread] -= 1
+
+    @contextmanager
+    def _called(self, call: str) -> Iterator[None]:
+        """What holds for every call; nobody else calls meanwhile."""
+        thread = threading.get_ident()
+        with self._lock, self._noting():
+            self.calls[call] += 1
+            if not self._current[thread]:
+                raise MisuseError(f"{call}: the context is not current on this thread")
+            if thread in self._capturing and call not in _IN_CAPTURE:
+                raise MisuseError(f"{call} is not allowed while a graph is captured")
+            if self._lost and call not in _RELEASES:
+                raise DeviceLostError(self._lost)
+            error = self._failures.get(call, {}).pop(self.calls[call], None)
+            if error is not None:
+                raise error
+            yield
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Remember what fails by a fault of our own, since callers may swallow it."""
+        try:
+            yield
+        except BackendError:
+            raise
+        except Exception as error:
+            if all(error is not noted for noted in self.misuses):
+                self.misuses.append(error)
+            raise

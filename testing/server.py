@@ -1,0 +1,84 @@
+"""A server in the test's own process: gRPC and HTTP on real sockets, in a thread of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, Generic, Self, TypeVar
+
+from offramp.server.endpoints import GrpcEndpoint, HttpEndpoint
+from offramp.server.options import MIB
+from offramp.server.served import ServedEngine
+from offramp.testing.engine import FakeEngine
+
+_T = TypeVar("_T")
+_Engine = TypeVar("_Engine", bound=ServedEngine)
+
+_LIMIT_S = 30.0
+"""Of whatever the test's thread waits for: a test that hangs fails."""
+
+
+class FakeServer(Generic[_Engine]):
+    """A server over a fake engine, listening from ``with`` on.
+
+    ::
+
+        with FakeServer(FakeEngine()) as server, Client(server.address) as client:
+            client.infer("fake", {"x": samples})
+    """
+
+    def __init__(self, engine: _Engine) -> None:
+        """Serve an engine, on free ports of this machine."""
+        self.engine = engine
+        """What is served; its settings may be changed at any time."""
+        self.loop = asyncio.new_event_loop()
+        """The server's; it runs on a thread of its own."""
+        self.address = ""
+        """``host:port`` of the gRPC side."""
+        self.url = ""
+        """Of the HTTP side: metrics and the status page."""
+        self.grpc: GrpcEndpoint
+        self.http: HttpEndpoint
+        self._thread = threading.Thread(target=self.loop.run_forever, name="server")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        try:
+            self.run(self._start())
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.run(self._stop())
+        finally:
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(_LIMIT_S)
+            self.loop.close()
+
+    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Do ``work`` on the server's loop and wait for it."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(_LIMIT_S)
+
+    def hold(self: FakeServer[FakeEngine]) -> None:
+        """Let requests wait from now on, until :meth:`release`."""
+        self.engine.hold = asyncio.Event()
+
+    def release(self: FakeServer[FakeEngine]) -> None:
+        """Let the waiting requests go."""
+        assert self.engine.hold is not None, "hold() was not called"
+        self.loop.call_soon_threadsafe(self.engine.hold.set)
+
+    async def _start(self) -> None:
+        self.grpc = GrpcEndpoint(self.engine, max_message_bytes=MIB)
+        self.http = HttpEndpoint(self.engine)
+        self.address = f"127.0.0.1:{await self.grpc.start('127.0.0.1', 0)}"
+        self.url = f"http://127.0.0.1:{await self.http.start('127.0.0.1', 0)}"
+        await self.grpc.serving()
+
+    async def _stop(self) -> None:
+        await self.grpc.stop(0.0)
+        await self.http.stop()
