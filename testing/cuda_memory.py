@@ -108,7 +108,6 @@ class FakeMemory:
     """All blocks of a fake device, and pinned ones of the host; not locked."""
 
     def __init__(self) -> None:
-        """Nothing is allocated."""
         self._blocks: dict[int, Block] = {}
         self._addresses: list[int] = []
         """Sorted."""

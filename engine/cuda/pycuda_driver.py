@@ -269,10 +269,9 @@ class PyCudaEvent(_Handle):
 
 
 class PyCudaPinned:
-    """Pinned memory: see :class:`offramp.engine.cuda.driver.Pinned`."""
+    """Pinned memory: a :class:`offramp.engine.cuda.driver.Pinned`, on an array of PyCUDA."""
 
     def __init__(self, array: NDArray[np.uint8], size_bytes: int, errors: _Errors) -> None:
-        """Take over an array on pinned memory of PyCUDA, its first ``size_bytes``."""
         self._errors = errors
         allocation: cuda.PagelockedHostAllocation = array.base
         self._allocation: cuda.PagelockedHostAllocation | None = allocation
@@ -297,8 +296,7 @@ class _Current(threading.local):
     who runs many stages in a row on a thread may hold a block open around them.
     """
 
-    def __init__(self, context: PrimaryContext) -> None:
-        """Called by every thread that uses it."""
+    def __init__(self, context: PrimaryContext) -> None:  # by every thread that uses it
         self._context = context
         self._depth = 0
         self._pushed = ExitStack()

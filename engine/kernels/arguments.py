@@ -1,4 +1,4 @@
-"""What the host hands to the kernels: parameter structs, scratch and launch geometry.
+"""Arguments of the kernels: parameter structs, scratch memory and launch geometry.
 
 Addresses are plain integers: of device memory, or of pinned host memory as the device sees it.
 The structs go by value as the only parameter of their kernel (in PyCUDA a ``numpy.void``), so that
@@ -91,7 +91,7 @@ _WORDS_A_PIECE = 128
 
 
 class CheckKind(IntEnum):
-    """What the scores are and what of them is checked (PAME 5.3)."""
+    """Kinds of exit check: what the scores are and what of them is checked (PAME 5.3)."""
 
     LOGITS = 0
     """[rows, classes]: largest softmax probability at the threshold."""
@@ -112,7 +112,7 @@ class CheckKind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitCheck:
-    """When a row exits. Semantics: ``engine/exit_check.py``."""
+    """The rule by which a row exits; its meaning is that of ``engine/exit_check.py``."""
 
     kind: CheckKind
     """Which check."""
@@ -255,7 +255,7 @@ def stage_end(
     tensors: Sequence[RowCopy] = (),
     runs_on: int = 0,
 ) -> Launch:
-    """One launch after a stage: who exits, and compaction of those that go on.
+    """Make the launch after a stage: who exits, and compaction of those that go on.
 
     Args:
         check: When a row exits.
@@ -315,7 +315,7 @@ def stage_end(
 def gather_rows(
     tensors: Sequence[RowCopy], *, rows: int, count: int, source_rows: int, multiprocessors: int
 ) -> Launch:
-    """Copies given rows of tensors to the front of others.
+    """Make the launch that copies given rows of tensors to the front of others.
 
     Args:
         tensors: What is copied.

@@ -126,8 +126,8 @@ class StandaloneEngine:
             stream: cuda.Stream = cuda.Stream()
             with errors_of_tensorrt() as errors:
                 context = compat.context_without_memory(engine)
-                _choose_profile(context, profile, stream, errors)
-                _set_shapes(context, {name: shapes[name] for name in self.inputs}, errors)
+                taken = {name: shapes[name] for name in self.inputs}
+                _choose(context, profile, taken, stream, errors)
                 scratch_bytes = compat.scratch_bytes(engine, profile)
                 scratch = _allocate(scratch_bytes, releases)
                 compat.give_memory(context, int(scratch), scratch_bytes)
@@ -234,17 +234,17 @@ def _enqueue(context: trt.IExecutionContext, stream: cuda.Stream, errors: list[s
         raise refused("run the engine", errors)
 
 
-def _choose_profile(
-    context: trt.IExecutionContext, profile: int, stream: cuda.Stream, errors: list[str]
+def _choose(
+    context: trt.IExecutionContext,
+    profile: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    stream: cuda.Stream,
+    errors: list[str],
 ) -> None:
+    """Let a context have a profile, and shapes of its inputs."""
     if not context.set_optimization_profile_async(profile, stream.handle):
         raise refused(f"take optimisation profile {profile}", errors)
     stream.synchronize()
-
-
-def _set_shapes(
-    context: trt.IExecutionContext, shapes: Mapping[str, tuple[int, ...]], errors: list[str]
-) -> None:
     for name, shape in shapes.items():
         if not context.set_input_shape(name, shape):
             raise refused(f"take {shape} as the shape of {name}", errors)

@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 from offramp.bundle import Bundle, TensorSpec
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.paired import (
+    BatchRunner,
+    ComparedSystem,
     PlainModel,
-    Runner,
     StagedModel,
-    System,
     measure_in_turn,
     never_exiting,
     plain_session,
@@ -69,7 +69,7 @@ def compare(
     batch_sizes: Sequence[int],
     rounds: int,
     samples: int,
-    others: Mapping[str, Runner] | None = None,
+    others: Mapping[str, BatchRunner] | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[Row]:
     """Measure source model, bundle, and bundle with nothing exiting.
@@ -102,7 +102,7 @@ def compare(
     }
     slot = backend.open_slot()
     try:
-        runners: dict[str, Runner] = {}
+        runners: dict[str, BatchRunner] = {}
         if SOURCE not in pipelines:
             source, output = bundle.manifest.source.file, bundle.manifest.answer.output
             runners[SOURCE] = PlainModel(bundle.read(source), output, threads)
@@ -114,7 +114,7 @@ def compare(
         runners |= others or {}
         rows: list[Row] = []
         for size in batch_sizes:
-            systems = [System(name, runner) for name, runner in runners.items()]
+            systems = [ComparedSystem(name, runner) for name, runner in runners.items()]
             used = _measure_size(
                 systems, dataset, size, rounds=rounds, samples=samples, progress=progress
             )
@@ -149,7 +149,7 @@ def batches_of(dataset: Dataset, size: int, rounds: int, samples: int) -> int:
 
 
 def _measure_size(
-    systems: Sequence[System],
+    systems: Sequence[ComparedSystem],
     dataset: Dataset,
     size: int,
     *,
@@ -175,7 +175,7 @@ def _measure_size(
 
 
 def _row(
-    system: System,
+    system: ComparedSystem,
     plan: Plan,
     size: int,
     truth: NDArray[np.int64],
