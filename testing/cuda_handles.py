@@ -1,4 +1,4 @@
-"""What the fake driver gives out. Every call comes back to the driver, which checks it."""
+"""Handles that the fake driver gives out; every call comes back to the driver, which checks it."""
 
 from __future__ import annotations
 

@@ -50,12 +50,12 @@ class Needs:
 
     @property
     def device_bytes(self) -> int:
-        """Of device memory, for one slot."""
+        """Device memory for one slot."""
         sizes = (self.input_bytes, self.input_bytes, self.output_bytes, self.scratch_bytes)
         return sum(map(aligned, sizes)) + RowBuffers.device_bytes(self.rows)
 
     def describe(self) -> str:
-        """``inputs 2 × 1.0 MiB, …``: of device memory, for messages."""
+        """Describe the device memory, for messages: ``inputs 2 × 1.0 MiB, …``."""
         return (
             f"inputs 2 × {mib(self.input_bytes)}, outputs {mib(self.output_bytes)}, "
             f"scratch {mib(self.scratch_bytes)}, kernels {mib(RowBuffers.device_bytes(self.rows))}"
@@ -63,7 +63,7 @@ class Needs:
 
 
 def mib(size_bytes: int) -> str:
-    """``1.5 MiB``."""
+    """Write a size as ``1.5 MiB``."""
     return f"{size_bytes / 2**20:,.1f} MiB"
 
 
@@ -169,7 +169,7 @@ class RowBuffers:
 
     @property
     def results(self) -> Results:
-        """Where the stage end shall write."""
+        """Addresses where the stage end shall write."""
         base, step = self._results.address, aligned(4 * self.rows)
         return Results(
             principal=self._principal,
@@ -256,7 +256,7 @@ class Arena:
 
     @property
     def sizes(self) -> Needs:
-        """What there is room for now."""
+        """Sizes that there is room for now."""
         return Needs(
             input_bytes=max(region.size_bytes for region in self.inputs),
             output_bytes=self.outputs.size_bytes,
