@@ -212,7 +212,8 @@ class Arena:
             driver: Current whenever the arena is used.
             moving: Called before a buffer moves: must wait for what uses it, and forget addresses.
         """
-        self._moving = moving
+        self.settle = moving
+        """Waits for all that uses the buffers, and forgets their addresses."""
         self.inputs = (Region(driver), Region(driver))
         self.outputs = Region(driver)
         self.scratch = Region(driver)
@@ -236,21 +237,17 @@ class Arena:
         self.answers.reserve(needs.answer_bytes)
         self.by_row.reserve(needs.rows)
 
-    def settle(self) -> None:
-        """Wait for all that uses the buffers, and forget their addresses."""
-        self._moving()
-
     def grow(self, region: Region, size_bytes: int) -> None:
         """Have room in a region whose content is not needed any more."""
         if size_bytes > region.size_bytes:
-            self._moving()
+            self.settle()
             region.reserve(size_bytes)
             self.growths += 1
 
     def grow_rows(self, rows: int) -> None:
         """Have room for batches of ``rows`` in all that is by row."""
         if rows > self.by_row.rows:
-            self._moving()
+            self.settle()
             self.by_row.reserve(rows)
             self.growths += 1
 

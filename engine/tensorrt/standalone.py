@@ -68,11 +68,9 @@ class StandaloneEngine:
         """How many optimisation profiles the engine has."""
 
     def __enter__(self) -> Self:
-        """Give the engine itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Release the engine."""
         self.close()
 
     def close(self) -> None:
