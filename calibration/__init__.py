@@ -1,1 +1,1 @@
-"""What needs data: reading, recording, training of heads, profiling, selection."""
+"""The steps of compiling that need data: recording, training heads, profiling, choosing exits."""

@@ -1,4 +1,4 @@
-"""Errors of what needs data."""
+"""The error of data that cannot be used."""
 
 
 class DataError(Exception):

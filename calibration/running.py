@@ -24,9 +24,9 @@ def run_over(
 
     Args:
         model: The graph; it may read fewer inputs than the data set has.
-        outputs: Names of its outputs.
-        dataset: All samples are run, in order.
-        threads: Of ONNX Runtime.
+        outputs: Names of the outputs that are wanted.
+        dataset: The samples; all of them are run, in order.
+        threads: Threads of ONNX Runtime.
 
     Raises:
         DataError: The model fails on a batch, for instance on a token beyond its vocabulary.
@@ -50,7 +50,7 @@ def run_over(
 def _first_failing(
     session: ort.InferenceSession, batch: Mapping[str, NDArray[Any]], read: Sequence[str]
 ) -> int:
-    """The first row of a batch that fails alone; 0 if they only fail together."""
+    """Find the first row of a batch that fails alone; 0 if rows only fail together."""
     for row in range(len(next(iter(batch.values())))):
         try:
             session.run(None, {name: batch[name][row : row + 1] for name in read})

@@ -109,7 +109,7 @@ def _asked(bundle: Bundle, options: RehearseOptions) -> tuple[RehearsalSettings,
     profile, promise = bundle.profile(), bundle.policy.promise
     kept = _kept_settings(bundle, profile)
     promised = kept.max_disagreement if promise is None else promise.max_disagreement
-    level = DEFAULT_CONFIDENCE_LEVEL if promise is None else promise.confidence
+    level = DEFAULT_CONFIDENCE_LEVEL if promise is None else promise.confidence_level
     bound, violations = options.max_disagreement or promised, options.max_violations
     settings = replace(
         kept,

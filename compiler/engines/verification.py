@@ -202,7 +202,7 @@ class PrecisionCheck:
         """
         if self.promise is None:
             return None
-        bound, alpha = self.promise.max_disagreement, 1 - self.promise.confidence
+        bound, alpha = self.promise.max_disagreement, 1 - self.promise.confidence_level
         if binomial_cdf(self.policy_differs, self.samples, bound) <= alpha:
             return "kept"
         as_many = 1 - binomial_cdf(self.policy_differs - 1, self.samples, bound)
@@ -217,8 +217,8 @@ class PrecisionCheck:
             f"(in fp32: {_share(self.policy_differs_fp32, self.samples)})"
         )
         if self.promise is not None:
-            most = upper_bound(self.policy_differs, self.samples, self.promise.confidence)
-            promised = f"{self.promise.max_disagreement:.2%} at {self.promise.confidence:.0%}"
+            most = upper_bound(self.policy_differs, self.samples, self.promise.confidence_level)
+            promised = f"{self.promise.max_disagreement:.2%} at {self.promise.confidence_level:.0%}"
             said = {
                 "kept": f"the promise ({promised}) holds",
                 "open": f"the promise ({promised}) is neither certified nor disproved: at most "

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from offramp.bundle import Measured, MeasuredSize, Profile, Ratio
-from offramp.calibration.limits import Limit
+from offramp.calibration.limits import BindingLimit
 from offramp.calibration.rehearsal import Rehearsed
 from offramp.compiler.report import numbers
 from offramp.compiler.report.figures import PolicyFigures
@@ -59,7 +59,7 @@ def promise(found: PolicyFigures) -> tuple[str, str] | None:
 
 
 def warning(
-    found: PolicyFigures, limit: Limit | None = None, judged: SavingsCheck | None = None
+    found: PolicyFigures, limit: BindingLimit | None = None, judged: SavingsCheck | None = None
 ) -> tuple[str, str] | None:
     """Say loudly what is wrong, and what to do; ``None`` if all is well."""
     if judged is not None and (nothing := judged.warning):

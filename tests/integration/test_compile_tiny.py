@@ -205,7 +205,7 @@ def test_the_promise_is_what_the_records_say(compiled) -> None:
     assert [e.agreement for e in bundle.manifest.exits] == [
         pytest.approx(row.mean()) for row in agrees[:, certify]
     ]
-    assert (promise.max_disagreement, promise.confidence) == (0.05, 0.95)
+    assert (promise.max_disagreement, promise.confidence_level) == (0.05, 0.95)
     assert promise.certify_samples == certify.sum() == 350
     assert promise.certify_errors == found.errors
     assert promise.p_value == binomial_cdf(found.errors, 350, 0.05) <= 0.05

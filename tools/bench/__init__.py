@@ -1,1 +1,1 @@
-"""Measurements: every figure is labelled as measured, and names its environment."""
+"""``eebench``: measures and simulates bundles and servers; every figure names its origin."""

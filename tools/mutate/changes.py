@@ -16,7 +16,16 @@ from typing import Any, Final, TypeAlias
 
 _MODULE: Final = "<module>"
 _LOGGERS: Final = {"logger", "_logger", "log", "_log", "logging"}
-_UNCHECKED: Final = {"help", "description", "metavar", "epilog", "strict"}
+_UNCHECKED: Final = {
+    "help",
+    "description",
+    "metavar",
+    "epilog",
+    "no_wrap",
+    "style",
+    "justify",
+    "strict",
+}
 """Keyword arguments that only people read, or that check what holds anyway."""
 _UNREAD: Final = {"annotation", "returns", "decorator_list", "bases", "type_params"}
 """Fields of the syntax tree without behaviour that tests could check."""

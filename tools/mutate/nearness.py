@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 FARTHEST = 3
 """Imports between a test file and a file that it tests, at most."""
 _SURELY_ALIKE = 2.0
-"""As much as if all folders are the same, or the name."""
+"""More than all the same folders, or the same name, make."""
 
 
 class Nearness:
@@ -48,12 +48,14 @@ class Nearness:
 
 
 def likeness(test: str, file: str) -> float:
-    """How much the names of a test file and of a file have in common, from 0 to 4."""
-    theirs, ours = PurePosixPath(test).with_suffix(""), PurePosixPath(file).with_suffix("")
-    words, own = set(theirs.name.split("_")) - {"test"}, set(ours.name.split("_"))
-    folders, own_folders = set(theirs.parts[:-1]), set(ours.parts[:-1])
-    in_folders = len(folders & own_folders) / max(len(own_folders), 1)
-    return 2 * len(words & own) / max(len(words | own), 1) + 2 * in_folders
+    """How much the names of a test file and of a file have in common, from 0 to 3."""
+    *folders, name = PurePosixPath(test).with_suffix("").parts
+    *own_folders, own_name = PurePosixPath(file).with_suffix("").parts
+    words, own = set(name.split("_")) - {"test"}, set(own_name.split("_"))
+    named = len(own & {*words, *folders}) / len(own)
+    alike = len(words & own) / max(len(words | own), 1)
+    within = len({*own_folders} & {*words, *folders}) / max(len(own_folders), 1)
+    return named + alike / 2 + 1.5 * within
 
 
 def _imported(source: str, file: str, known: set[str]) -> Iterator[str]:

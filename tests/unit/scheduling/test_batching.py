@@ -128,6 +128,17 @@ def test_a_cancelled_request_leaves_queue_and_batch() -> None:
     assert pairs(started(s.next(0, 1.0))) == [(2, 0)]
 
 
+def test_a_cancelled_request_leaves_a_batch_that_it_shares() -> None:
+    s = scheduler()
+    s.submit(Submission(1, 1), 0.0)
+    s.submit(Submission(2, 1), 0.0)
+    run = started(s.next(0, 0.0))
+    s.cancel(1)
+    s.done(0, none_exit(run), 1.0)
+    assert s.take_dropped() == [Dropped(1, 1, DropCause.CANCELLED)]
+    assert pairs(started(s.next(0, 1.0))) == [(2, 0)]
+
+
 def test_what_expired_makes_room() -> None:
     s = scheduler(capacity=1)
     s.submit(Submission(1, 1, 1.0), 0.0)

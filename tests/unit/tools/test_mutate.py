@@ -148,8 +148,9 @@ def test_the_nearest_import_it_and_are_named_alike(tree: Path) -> None:
         "tests/unit/test_numbers.py",
         "tests/unit/test_broken.py",
     ]
-    assert likeness("tests/unit/engine/test_plan.py", "engine/plan.py") == 4
-    assert likeness("tests/unit/engine/test_core.py", "engine/plan.py") == 2
+    assert likeness("tests/unit/engine/test_plan.py", "engine/plan.py") == 3
+    assert likeness("tests/unit/plan/test_engine.py", "engine/plan.py") == 2.5
+    assert likeness("tests/unit/engine/test_core.py", "engine/plan.py") == 1.5
     assert likeness("tests/unit/test_core.py", "engine/plan.py") == 0
 
 

@@ -33,7 +33,7 @@ from offramp.engine.plan import Mode, make_plan
 
 PROMISE = Promise(
     max_disagreement=0.01,
-    confidence=0.95,
+    confidence_level=0.95,
     certify_samples=1000,
     certify_errors=4,
     p_value=0.03,
