@@ -1,5 +1,7 @@
 """The parts that backends on a GPU share: slots, buffers and graphs over a small driver protocol.
 
+May import: engine, engine.backends, engine.kernels, engine.tensorrt.
+
 ::
 
     backend        prepared stages and slots

@@ -90,7 +90,9 @@ def test_words_are_those_of_the_field() -> None:
         rf"(?<![A-Za-z])({'|'.join(f'(?:{word})' for word in WORDS)})(?![a-z])", re.IGNORECASE
     )
     kept = "|".join(KEPT)
-    quoted = re.compile(rf"""["'`](?:{kept})["'`]|\[/?bold[ \w]*\]|"bold [\w ]+"|font-weight: bold""")
+    quoted = re.compile(
+        rf"""["'`](?:{kept})["'`]|\[/?bold[ \w]*\]|"bold [\w ]+"|font-weight: bold"""
+    )
     found = []
     for name in tracked():
         if name in EXEMPT:
