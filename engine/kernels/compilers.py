@@ -139,7 +139,7 @@ def _run(command: list[str | Path]) -> subprocess.CompletedProcess[str]:
 
 
 def _find_nvcc() -> Path:
-    """Look on PATH first, then where toolkits are told or used to be."""
+    """Search PATH first, then where toolkits are told or used to be."""
     if found := shutil.which("nvcc"):
         return Path(found)
     told = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
