@@ -52,8 +52,8 @@ def promise(found: PolicyFigures) -> tuple[str, str] | None:
     tested = (
         f"An error is an answer unlike the unmodified model's. Learn then Test: if more than "
         f"{bound} differed, so few errors would be seen with probability {made.p_value:.2g} at "
-        f"most, below the {1 - made.confidence_level:.2g} allowed. Nothing is promised under drift; "
-        f"that is watched while serving."
+        f"most, below the {1 - made.confidence_level:.2g} allowed. Nothing is promised under "
+        f"drift; that is watched while serving."
     )
     return promised, tested
 
