@@ -65,7 +65,7 @@ def resample(path: Path, data: Path, *, draws: int, seed: int) -> dict[str, floa
         drawn = rng.integers(0, confidence.shape[1], size)
         policy = certified_policy(
             rows, thresholds, confidence[:, drawn], agreed[:, drawn], cost,
-            max_disagreement=promise.max_disagreement, confidence_level=promise.confidence,
+            max_disagreement=promise.max_disagreement, confidence_level=promise.confidence_level,
         )  # fmt: skip
         used = [active.exit for active in policy.active]
         outcome = evaluate(
@@ -79,7 +79,7 @@ def resample(path: Path, data: Path, *, draws: int, seed: int) -> dict[str, floa
         "population": confidence.shape[1],
         "certify_samples": size,
         "bound": promise.max_disagreement,
-        "allowed_share_above": 1 - promise.confidence,
+        "allowed_share_above": 1 - promise.confidence_level,
         "share_above": float(np.mean(np.array(true) > promise.max_disagreement)),
         "median_disagreement": float(np.median(true)),
         "largest_disagreement": float(np.max(true)),

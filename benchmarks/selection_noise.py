@@ -93,7 +93,7 @@ class Case:
 
     bundle: Bundle
     max_disagreement: float
-    confidence: float
+    confidence_level: float
 
     @cached_property
     def profile(self) -> Profile:
@@ -118,7 +118,7 @@ class Case:
             confidence,
             agrees,
             max_disagreement=self.max_disagreement,
-            confidence_level=self.confidence,
+            confidence_level=self.confidence_level,
         )
 
     @cached_property
@@ -153,7 +153,7 @@ class Case:
             *certify,
             self.reference(self.profile),
             max_disagreement=self.max_disagreement,
-            confidence_level=self.confidence,
+            confidence_level=self.confidence_level,
         )
         kept = [a.exit for a in policy.active]
         thresholds = np.array([a.threshold for a in policy.active])

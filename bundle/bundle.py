@@ -1,4 +1,4 @@
-"""Reading and writing bundles: whole or absent, and never trusted unchecked."""
+"""Bundles on disk: written whole or not at all, and never read unchecked."""
 
 from __future__ import annotations
 
@@ -23,7 +23,15 @@ from offramp.bundle.errors import (
     BundleSchemaError,
     BundleWriteError,
 )
-from offramp.bundle.files import dump, entry_of, inside, parse_json, read_checked, read_regular
+from offramp.bundle.files import (
+    dump,
+    entry_of,
+    inside,
+    parse_json,
+    parse_versioned,
+    read_checked,
+    read_regular,
+)
 from offramp.bundle.manifest import SCHEMA_VERSION, FileEntry, Manifest
 from offramp.bundle.measured import MEASURED, Measured
 from offramp.bundle.policy import ExitPolicy
@@ -37,8 +45,8 @@ POLICY = "policy.json"
 RECORDS = "records.npz"
 REPORT = "report.html"
 TUNE, CERTIFY = 1, 2
-"""In ``split`` of the records: samples that thresholds are tuned on, and samples that neither
-trained nor tuned anything."""
+"""The values of ``split`` in the records: samples that thresholds are tuned on, and samples that
+neither trained nor tuned anything."""
 
 _T = TypeVar("_T")
 _MEND = "copy the bundle again, or compile the model again"
@@ -116,7 +124,7 @@ def write_bundle(
 
     Args:
         path: The folder to make.
-        manifest: Without ``files``, which is filled in here.
+        manifest: The manifest; its ``files`` are filled in here.
         policy: The initial exit policy.
         files: Content of every other file, by relative path.
         overwrite: Whether a bundle that is already there may be replaced. Anything else there
@@ -207,18 +215,13 @@ def _read_manifest(root: Path) -> Manifest:
 
 
 def _hash_line(document: bytes) -> bytes:
-    """Content of :data:`MANIFEST_HASH`."""
+    """Give the content of :data:`MANIFEST_HASH`."""
     return f"{hashlib.sha256(document).hexdigest()}\n".encode()
 
 
 def _parse_manifest(document: bytes) -> Manifest:
-    plain = parse_json(document, MANIFEST)
-    version = plain.get("schema_version") if isinstance(plain, dict) else None
-    if version != SCHEMA_VERSION:
-        raise BundleSchemaError(
-            f"{MANIFEST}: schema version {version!r}, but this Offramp reads {SCHEMA_VERSION}; "
-            "compile the model again, or install the Offramp that wrote it"
-        )
+    remedy = "compile the model again, or install the Offramp that wrote it"
+    plain = parse_versioned(document, MANIFEST, SCHEMA_VERSION, remedy)
     return from_plain(Manifest, plain, MANIFEST)
 
 
@@ -239,7 +242,7 @@ def _check_files(root: Path, manifest: Manifest) -> None:
 
 
 def _names_under(root: Path) -> set[str]:
-    """Everything below a folder but plain folders; links are not followed.
+    """List everything below a folder but plain folders; links are not followed.
 
     Engines belong to the bundle without being listed: :mod:`offramp.bundle.engines` checks them.
     """
@@ -258,8 +261,3 @@ def _read(root: Path, name: str) -> bytes:
 
 def _parse(cls: type[_T], document: bytes, name: str) -> _T:
     return from_plain(cls, parse_json(document, name), name)
-
-
-def dump_profile(profile: Profile) -> bytes:
-    """Give a profile as the content of its file."""
-    return dump(profile)

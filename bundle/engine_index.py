@@ -1,4 +1,4 @@
-"""What is known of the engines in a bundle: the schema of ``engines/FOLDER/index.json``."""
+"""The index of a bundle's engines for a target: the schema of ``engines/FOLDER/index.json``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offramp.bundle.files import entry_of
 from offramp.bundle.manifest import FileEntry, Manifest
 
 INDEX = "index.json"
-"""Of a target's folder."""
+"""The index's file in a target's folder."""
 ENGINES_SCHEMA_VERSION = 1
 """Bumped whenever an older reader would misunderstand a newer index."""
 
@@ -22,16 +22,16 @@ BUILDER_REVISION = 2
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 Precision: TypeAlias = Literal["fp32", "tf32", "fp16", "int8"]
-"""Of the arithmetic inside an engine; inputs and outputs keep the model's types."""
+"""The precision of the arithmetic inside an engine; inputs and outputs keep the model's types."""
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTarget:
-    """What engines are built for; they run nowhere else."""
+    """The GPU, TensorRT and precision that engines are built for; they run nowhere else."""
 
     gpu: str
-    """As the driver names it, for instance ``NVIDIA H200``."""
+    """The driver's name of it, for instance ``NVIDIA H200``."""
     compute_capability: tuple[int, int]
     """Major and minor, for instance (9, 0)."""
     tensorrt: str
@@ -62,7 +62,7 @@ class EngineTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeRange:
-    """Shapes of one input in one profile; TensorRT calls them min, opt and max."""
+    """The shapes of one input in one profile; TensorRT calls them min, opt and max."""
 
     least: tuple[int, ...]
     best: tuple[int, ...]
@@ -191,7 +191,7 @@ class EngineIndex:
 
     @property
     def files(self) -> set[str]:
-        """All that is named, relative to the folder."""
+        """The names of all files, relative to the folder."""
         others = [file.path for file in (self.timing_cache, self.kernels) if file]
         return {*(entry.file for entry in self.engines), *others}
 
@@ -205,11 +205,8 @@ def unit_name(first_segment: int, last_segment: int, exit_: int | None) -> str:
 def checkable_key(target: EngineTarget, parts: str) -> dict[str, str]:
     """Name what an engine's key must have, as far as a server can tell.
 
-    A server does not make the graph again, and takes any profiles.
-
-    Args:
-        target: Where it is to run.
-        parts: Hash of the bundle's files that it is made of, of :func:`parts_digest`.
+    A server does not make the graph again, and takes any profiles. ``parts`` is the hash of the
+    files that the engine is made of (:func:`parts_digest`).
     """
     return {
         "tensorrt": target.tensorrt,
@@ -224,7 +221,7 @@ def checkable_key(target: EngineTarget, parts: str) -> dict[str, str]:
 def parts_digest(
     manifest: Manifest, first_segment: int, last_segment: int, exit_: int | None
 ) -> str:
-    """Hash what of a bundle a unit is made of, from the manifest alone.
+    """Hash the files of a bundle that a unit is made of, from the manifest alone.
 
     It is in an engine's key, so that a server can tell without making the graph again whether
     an engine is one of this bundle's parts.
@@ -240,11 +237,9 @@ def parts_digest(
 
 
 def kernels_stem(source: str) -> str:
-    """What the name of compiled kernels begins with.
+    """Begin the name of kernels compiled of a source with this hash, in hexadecimal.
 
-    Args:
-        source: Hash of what they were compiled of, in hexadecimal: cubins of other sources take
-            other arguments.
+    Cubins of other sources take other arguments.
     """
     return f"kernels-{source[:16]}"
 

@@ -42,7 +42,7 @@ from offramp.bundle.errors import (
     BundleSchemaError,
     BundleWriteError,
 )
-from offramp.bundle.files import dump, inside, parse_json, read_checked, read_regular
+from offramp.bundle.files import dump, inside, parse_versioned, read_checked, read_regular
 from offramp.bundle.manifest import FileEntry
 from offramp.bundle.serde import from_plain
 
@@ -78,20 +78,20 @@ _LOG = logging.getLogger(__name__)
 class EngineStore:
     """The engines of a bundle for one target.
 
-    Reading needs nothing more than :meth:`open`. Whoever writes holds :meth:`exclusively`.
+    Reading needs nothing more than :meth:`open`, and raises ``BundleIntegrityError`` where a file
+    is missing, altered, or outside the bundle. A writer holds :meth:`exclusively`.
     """
 
     def __init__(self, bundle_path: Path, index: EngineIndex) -> None:
         """Use :meth:`open` or :meth:`empty`."""
-        self._bundle = bundle_path
+        self.bundle_path = bundle_path
         self._name = f"{ENGINES}/{index.target.folder}"
-        self._index = index
+        self.index = index
+        """What there is now; only the methods here swap it."""
 
     @classmethod
     def open(cls, bundle_path: str | os.PathLike[str], target: EngineTarget) -> EngineStore:
-        """Read the index of a target; there may be no engines yet.
-
-        Only the index is read: engines are checked when they are.
+        """Read the index of a target, and no engine; there may be none yet.
 
         Raises:
             BundleIntegrityError: The index is for another target, or leaves the bundle.
@@ -111,7 +111,7 @@ class EngineStore:
 
     @classmethod
     def empty(cls, bundle_path: str | os.PathLike[str], target: EngineTarget) -> EngineStore:
-        """Begin anew, whatever is there: it is replaced with the first engine put."""
+        """Make an empty store; whatever is there is replaced with the first engine put."""
         index = EngineIndex(
             schema_version=ENGINES_SCHEMA_VERSION,
             target=target,
@@ -122,50 +122,28 @@ class EngineStore:
         return cls(Path(bundle_path), index)
 
     @property
-    def index(self) -> EngineIndex:
-        """What there is now."""
-        return self._index
-
-    @property
-    def bundle_path(self) -> Path:
-        """The bundle that it is in."""
-        return self._bundle
-
-    @property
     def folder(self) -> Path:
-        """Where it is; made with the first file put."""
-        return self._bundle / self._name
+        """The target's folder, made with the first file put."""
+        return self.bundle_path / self._name
 
     def entry(self, unit: str) -> EngineEntry | None:
         """Find the engine of a unit."""
-        return next((entry for entry in self._index.engines if entry.unit == unit), None)
+        return next((entry for entry in self.index.engines if entry.unit == unit), None)
 
     def read(self, entry: EngineEntry) -> bytes:
-        """Read an engine.
-
-        Raises:
-            BundleIntegrityError: It is missing, altered, or outside the bundle.
-        """
+        """Read an engine."""
         return self._read(entry.content)
 
     def read_timing_cache(self) -> bytes:
-        """Read TensorRT's timing cache; empty if there is none.
-
-        Raises:
-            BundleIntegrityError: It is missing, altered, or outside the bundle.
-        """
-        return self._read(self._index.timing_cache) if self._index.timing_cache else b""
+        """Read TensorRT's timing cache; empty if there is none."""
+        return self._read(self.index.timing_cache) if self.index.timing_cache else b""
 
     def read_kernels(self, source: str) -> bytes | None:
         """Read the compiled kernels, a cubin; ``None`` if there are none of this source.
 
-        Args:
-            source: Hash of what they have to be compiled of, as :meth:`put_kernels` was given it.
-
-        Raises:
-            BundleIntegrityError: They are missing, altered, or outside the bundle.
+        ``source`` is the hash of what they have to be compiled of, as :meth:`put_kernels` got it.
         """
-        kernels = self._index.kernels
+        kernels = self.index.kernels
         if kernels is None or not kernels.path.startswith(f"{kernels_stem(source)}-"):
             return None
         return self._read(kernels)
@@ -178,48 +156,46 @@ class EngineStore:
         """
         if entry.content != addressed(entry.unit, plan, ".plan"):
             raise ValueError(f"the entry of {entry.unit} does not describe this plan")
-        others = [e for e in self._index.engines if e.unit != entry.unit]
+        others = [e for e in self.index.engines if e.unit != entry.unit]
         engines = tuple(sorted([*others, entry], key=lambda e: e.unit))
         self._write(entry.file, plan)
-        self._commit(replace(self._index, engines=engines))
+        self._commit(replace(self.index, engines=engines))
 
     def put_timing_cache(self, content: bytes) -> None:
         """Keep TensorRT's timing cache, in place of the last."""
         file = addressed("timing", content, ".cache")
         self._write(file.path, content)
-        self._commit(replace(self._index, timing_cache=file))
+        self._commit(replace(self.index, timing_cache=file))
 
     def put_kernels(self, cubin: bytes, *, source: str) -> None:
         """Keep the compiled kernels, in place of the last.
 
-        Args:
-            cubin: Machine code.
-            source: Hash of what it was compiled of, in hexadecimal.
+        ``source`` is the hash of what they were compiled of, in hexadecimal.
         """
         file = addressed(kernels_stem(source), cubin, ".cubin")
         self._write(file.path, cubin)
-        self._commit(replace(self._index, kernels=file))
+        self._commit(replace(self.index, kernels=file))
 
     def drop_kernels(self) -> None:
         """Forget the compiled kernels."""
-        if self._index.kernels is not None:
-            self._commit(replace(self._index, kernels=None))
+        if self.index.kernels is not None:
+            self._commit(replace(self.index, kernels=None))
 
     def drop(self, unit: str) -> None:
         """Drop the engine of a unit, if there is one."""
-        self.prune([entry.unit for entry in self._index.engines if entry.unit != unit])
+        self.prune([entry.unit for entry in self.index.engines if entry.unit != unit])
 
     def prune(self, keep: Collection[str]) -> tuple[str, ...]:
         """Drop the engines of all units but ``keep``; gives the names of those dropped."""
-        engines = tuple(e for e in self._index.engines if e.unit in keep)
-        dropped = tuple(e.unit for e in self._index.engines if e.unit not in keep)
+        engines = tuple(e for e in self.index.engines if e.unit in keep)
+        dropped = tuple(e.unit for e in self.index.engines if e.unit not in keep)
         if dropped:
-            self._commit(replace(self._index, engines=engines))
+            self._commit(replace(self.index, engines=engines))
         return dropped
 
     def clean(self) -> tuple[str, ...]:
         """Remove what the index does not name, as an interrupted build leaves it."""
-        kept = {*self._index.files, INDEX, _LOCK}
+        kept = {*self.index.files, INDEX, _LOCK}
         with _writing(self.folder):
             found = sorted(self.folder.iterdir()) if self.folder.is_dir() else []
             foreign = [place for place in found if place.name not in kept]
@@ -242,13 +218,13 @@ class EngineStore:
 
     def _read(self, file: FileEntry) -> bytes:
         inner = replace(file, path=f"{self._name}/{file.path}")
-        return read_checked(self._bundle, inner, listing=INDEX, mend=_mend(self._bundle))
+        return read_checked(self.bundle_path, inner, listing=INDEX, mend=_mend(self.bundle_path))
 
     def _commit(self, index: EngineIndex) -> None:
         """Swap the index, then remove what only the last one named."""
-        before = self._index.files
+        before = self.index.files
         self._write(INDEX, dump(index))
-        self._index = index
+        self.index = index
         for name in before - index.files:
             (self.folder / name).unlink(missing_ok=True)
 
@@ -267,7 +243,7 @@ class EngineStore:
                 raise
 
     def _make_folder(self) -> None:
-        inside(self._bundle, self._name, mend=_mend(self._bundle))
+        inside(self.bundle_path, self._name, mend=_mend(self.bundle_path))
         self.folder.mkdir(parents=True, exist_ok=True)
 
 
@@ -284,7 +260,7 @@ def list_targets(bundle_path: str | os.PathLike[str]) -> tuple[EngineTarget, ...
 
 
 class Pruned(NamedTuple):
-    """Folders of targets that were not to be kept."""
+    """The folders of targets that were not to be kept."""
 
     removed: tuple[str, ...]
     busy: tuple[str, ...]
@@ -329,7 +305,7 @@ def carry_engines(source: Path, target: Path) -> None:
 
 
 def _index_first(folder: Path) -> list[str]:
-    """The names in a folder: what appears there after the index was taken is not in it."""
+    """List the names in a folder, the index first: what appears later is not in it."""
     with contextlib.suppress(FileNotFoundError):
         names = [place.name for place in folder.iterdir()]
         return sorted(names, key=lambda name: (name != INDEX, name))
@@ -382,13 +358,8 @@ def _remove(place: Path) -> None:
 
 
 def _read_index(root: Path, name: str) -> EngineIndex:
-    plain = parse_json(read_regular(root, name, mend=_mend(root)), name)
-    version = plain.get("schema_version") if isinstance(plain, dict) else None
-    if version != ENGINES_SCHEMA_VERSION:
-        raise BundleSchemaError(
-            f"{root / name}: schema version {version!r}, but this Offramp reads "
-            f"{ENGINES_SCHEMA_VERSION}; {_mend(root)}"
-        )
+    document = read_regular(root, name, mend=_mend(root))
+    plain = parse_versioned(document, str(root / name), ENGINES_SCHEMA_VERSION, _mend(root))
     try:
         return from_plain(EngineIndex, plain, name)
     except BundleSchemaError as error:

@@ -1,4 +1,4 @@
-"""Files of a bundle: read only after they were checked, as nothing on disk is trusted."""
+"""The files of a bundle, read only after they were checked, as nothing on disk is trusted."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def read_checked(root: Path, entry: FileEntry, *, listing: str, mend: str) -> by
     """Read a file and check it.
 
     Args:
-        root: The bundle.
+        root: The bundle's folder.
         entry: What the file has to be; its path is relative to ``root``.
-        listing: What says so, for messages.
-        mend: What to do if it is not, for messages.
+        listing: The name of what says so, for messages.
+        mend: The remedy if it is not so, for messages.
 
     Raises:
         BundleIntegrityError: It is missing, altered, or outside the bundle.
@@ -82,3 +82,18 @@ def parse_json(document: bytes, name: str) -> Any:
         return json.loads(document)
     except (ValueError, RecursionError) as error:
         raise BundleSchemaError(f"{name}: not JSON ({error})") from error
+
+
+def parse_versioned(document: bytes, name: str, version: int, remedy: str) -> Any:
+    """Read JSON with a ``schema_version``; ``name`` and ``remedy`` are for messages.
+
+    Raises:
+        BundleSchemaError: It is no JSON, or its version is not the one that is read here.
+    """
+    plain = parse_json(document, name)
+    found = plain.get("schema_version") if isinstance(plain, dict) else None
+    if found != version:
+        raise BundleSchemaError(
+            f"{name}: schema version {found!r}, but this Offramp reads {version}; {remedy}"
+        )
+    return plain

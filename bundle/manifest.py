@@ -95,7 +95,7 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeadTrial:
+class HeadScore:
     """One head that was trained for an exit to the end, and what it brought there."""
 
     head: Head
@@ -125,7 +125,7 @@ class Exit:
     """Share of the certify split answered like the source model if all exit here."""
     accuracy: float | None = None
     """The same against the labels of the data, where there were any."""
-    trials: tuple[HeadTrial, ...] = ()
+    trials: tuple[HeadScore, ...] = ()
     """The heads that were trained to the end; the chosen one is among them."""
 
 

@@ -1,4 +1,4 @@
-"""The exit policy: which exits are active, and from which confidence on.
+"""The exit policy: which exits are active, and the confidence thresholds that they answer from.
 
 Confidence is in [0, 1], higher is surer; a sample exits when ``confidence >= threshold``. A
 threshold above 1 (:data:`NEVER`) switches an exit off.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from offramp.bundle.serde import json_key
 from offramp.certify.decision import NEVER
 
 __all__ = ["NEVER", "ActiveExit", "ExitPolicy", "Promise"]
@@ -15,7 +16,7 @@ __all__ = ["NEVER", "ActiveExit", "ExitPolicy", "Promise"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActiveExit:
-    """An exit in use."""
+    """An exit that is in use, and its threshold."""
 
     exit: int
     """Index into ``Manifest.exits``."""
@@ -34,14 +35,14 @@ class ActiveExit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
-    """What was certified when the policy was found (Learn-then-Test, Angelopoulos et al. 2021).
+    """The certificate of a policy, found by Learn then Test (Angelopoulos et al. 2021).
 
-    With probability ``confidence`` over the certify split, disagreement on unseen data drawn
+    With probability ``confidence_level`` over the certify split, disagreement on unseen data drawn
     like it stays within ``max_disagreement``.
     """
 
     max_disagreement: float
-    confidence: float
+    confidence_level: float = json_key("confidence")
     certify_samples: int
     certify_errors: int
     """Samples of the certify split that the policy answered unlike the source model."""
@@ -50,14 +51,15 @@ class Promise:
     predicted_savings: float
     """Share of the source model's time saved on the certify split, from profiled times."""
 
-    def covers(self, max_disagreement: float, confidence: float) -> bool:
+    def covers(self, max_disagreement: float, confidence_level: float) -> bool:
         """Whether what was certified is what is asked for, or more."""
-        return self.max_disagreement <= max_disagreement and self.confidence >= confidence
+        within = self.max_disagreement <= max_disagreement
+        return within and self.confidence_level >= confidence_level
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitPolicy:
-    """Frozen, versioned, swapped whole."""
+    """An exit policy: versioned, never changed, and swapped whole."""
 
     version: int
     active: tuple[ActiveExit, ...]

@@ -1,4 +1,4 @@
-"""Frozen dataclasses to plain JSON values and back, strictly.
+"""Serialisation of frozen dataclasses to plain JSON values and back, strictly.
 
 Only what the schema of a bundle needs: nested dataclasses, homogeneous tuples, ``dict[str, str]``,
 literals, optionals and scalars. Unknown and missing fields are errors, so that a bundle of
@@ -19,10 +19,20 @@ from offramp.bundle.errors import BundleSchemaError
 _T = TypeVar("_T")
 
 
+def json_key(key: str) -> Any:
+    """Declare a field whose key in JSON is not its name."""
+    return dataclasses.field(metadata={"key": key})
+
+
+def _key(field: dataclasses.Field[Any]) -> str:
+    key: str = field.metadata.get("key", field.name)
+    return key
+
+
 def to_plain(value: Any) -> Any:
     """Give dataclasses as dicts and tuples as lists, recursively."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {_key(f): to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, tuple | list):
         return [to_plain(item) for item in value]
     if isinstance(value, dict):
@@ -65,15 +75,17 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
 
 def _convert_dataclass(cls: type, value: Any, where: str) -> Any:
     _expect(isinstance(value, dict), where, "an object", value)
-    fields = {f.name for f in dataclasses.fields(cls)}
-    unknown, missing = sorted(value.keys() - fields), sorted(fields - value.keys())
+    names = {_key(f): f.name for f in dataclasses.fields(cls)}
+    unknown, missing = sorted(value.keys() - names.keys()), sorted(names.keys() - value.keys())
     if unknown or missing:
         raise BundleSchemaError(
             f"{where}: unknown fields {unknown}, missing fields {missing}; "
             "the bundle was written by another version, compile the model again"
         )
     hints = typing.get_type_hints(cls)
-    converted = {k: _convert(hints[k], v, f"{where}.{k}") for k, v in value.items()}
+    converted = {
+        names[key]: _convert(hints[names[key]], v, f"{where}.{key}") for key, v in value.items()
+    }
     try:
         return cls(**converted)
     except (ValueError, TypeError) as error:

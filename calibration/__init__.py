@@ -1,1 +1,4 @@
-"""What needs data: reading, recording, training of heads, profiling, selection."""
+"""The steps of compiling that need data: recording, training heads, profiling, choosing exits.
+
+May import: certify, bundle, engine, engine.backends, engine.control.
+"""

@@ -1,4 +1,4 @@
-"""More samples to train heads on, made from those that are there; the source model labels them.
+"""Data augmentation: more samples to train heads on, made of real ones and labelled by the model.
 
 A head imitates the source model, so whatever the model can be asked is a training sample: no
 human's label is needed, and none is invented. Only training sees made samples; exits are tuned
@@ -61,7 +61,7 @@ def _is_tokens(spec: TensorSpec) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MadeSamples:
-    """As many samples as a data set has, each made of two; computed when they are taken."""
+    """Made samples: as many as a data set has, each of two real ones, computed when taken."""
 
     base: Dataset
     method: Method
@@ -72,13 +72,7 @@ class MadeSamples:
 
     @classmethod
     def draw(cls, base: Dataset, method: Method, *, seed: int) -> MadeSamples:
-        """Draw pairs and how they are joined.
-
-        Args:
-            base: Real samples.
-            method: As :func:`method_for` chose it.
-            seed: Of everything drawn.
-        """
+        """Draw the pairs, and the share that the first of each contributes."""
         rng, samples = np.random.default_rng(seed), len(base)
         order = rng.permutation(samples)
         partner = np.empty(samples, np.intp)
@@ -88,12 +82,12 @@ class MadeSamples:
         return cls(base=base, method=method, partner=partner, share=share.astype(np.float32))
 
     def __len__(self) -> int:
-        """Samples."""
+        """Count the samples."""
         return len(self.base)
 
     @property
     def rows(self) -> NDArray[np.intp]:
-        """[n]: where the first of each pair stands in the file, for messages."""
+        """The place in the file of the first of each pair, [n], for messages."""
         return self.base.rows
 
     def take(self, rows: slice | NDArray[np.intp]) -> dict[str, NDArray[Any]]:
@@ -110,7 +104,7 @@ class MadeSamples:
         return (np.rint(mixed) if array.dtype.kind == "u" else mixed).astype(array.dtype)
 
     def _spliced(self, name: str, rows: slice | NDArray[np.intp]) -> NDArray[Any]:
-        """The tokens before a random place from one sample, those from there on of the other.
+        """Join the tokens before a random place of one sample to those from there on of the other.
 
         All inputs of a pair are cut at the same place, within the first one's length.
         """
@@ -120,7 +114,7 @@ class MadeSamples:
         return np.where(behind, other, first)
 
     def _lengths(self, rows: slice | NDArray[np.intp]) -> NDArray[np.intp]:
-        """[n]: tokens up to the last that any input has beside padding, which is 0."""
+        """Count the tokens [n] up to the last that any input has beside padding, which is 0."""
         inputs = np.stack([array[rows] for array in self.base.inputs.values()])
         used: NDArray[np.bool_] = np.any(inputs != 0, axis=0)
         lengths: NDArray[np.intp] = used.shape[1] - used[:, ::-1].argmax(axis=1)

@@ -15,33 +15,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import TensorSpec
-from offramp.calibration.errors import DataError
 from offramp.engine.validation import check_tensors
 
 LABEL_KEYS = ("label", "labels")
 """Names under which an npz may hold the true classes, int [n]."""
 
 
+class DataError(Exception):
+    """The calibration or test data cannot be used; the message names the array and the remedy."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """Samples in the format that the model takes."""
+    """Samples in the format that the model takes, with their labels where there are any."""
 
     inputs: Mapping[str, NDArray[Any]]
     """By input name, first dimension n."""
     labels: NDArray[np.int64] | None
     """[n], only for reporting accuracy."""
     sha256: str
-    """Of the file, for the manifest."""
+    """Hash of the file, for the manifest."""
     taken: NDArray[np.intp] | None = None
     """[n]: the samples of the file that these are; ``None`` is all of them."""
 
     @property
     def rows(self) -> NDArray[np.intp]:
-        """[n]: where each sample stands in the file, for messages."""
+        """The place of each sample in the file, [n], for messages."""
         return np.arange(len(self)) if self.taken is None else self.taken
 
     def __len__(self) -> int:
-        """Samples."""
+        """Count the samples."""
         return len(next(iter(self.inputs.values())))
 
     def subset(self, rows: NDArray[np.intp]) -> Dataset:
@@ -142,8 +145,8 @@ def _check_finite(path: Path, name: str, array: NDArray[Any]) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """Disjoint parts of a data set; every sample is in one of them."""
+class DataSplit:
+    """The training, tuning and certify splits of a data set; every sample is in one of them."""
 
     train: Dataset
     """Trains the heads."""
@@ -154,18 +157,18 @@ class Parts:
 
 
 TUNE_SHARE, CERTIFY_SHARE = 0.15, 0.25
-"""What of the data does not train: heads gain most from more data, certification flattens
-beyond some 5,000 samples (findings 5)."""
+"""The shares of the data that do not train: heads gain most from more data, while certification
+flattens beyond some 5,000 samples."""
 
 
-def split(dataset: Dataset, *, certify_at_least: int, seed: int) -> Parts:
-    """Part a data set at random.
+def split(dataset: Dataset, *, certify_at_least: int, seed: int) -> DataSplit:
+    """Split a data set at random.
 
     Args:
         dataset: All samples.
         certify_at_least: Samples without which not even a policy that never errs can be
             certified (:func:`offramp.certify.learn_then_test.samples_needed`).
-        seed: Of the permutation.
+        seed: Seed of the permutation.
 
     Raises:
         DataError: There are too few; the message says how many are needed.
@@ -181,7 +184,7 @@ def split(dataset: Dataset, *, certify_at_least: int, seed: int) -> Parts:
             f"{needed} (10,000 serve well), or relax --max-disagreement or --confidence"
         )
     order = np.random.default_rng(seed).permutation(samples)
-    return Parts(
+    return DataSplit(
         train=dataset.subset(np.sort(order[:train])),
         tune=dataset.subset(np.sort(order[train : train + tune])),
         certify=dataset.subset(np.sort(order[train + tune :])),
@@ -189,7 +192,7 @@ def split(dataset: Dataset, *, certify_at_least: int, seed: int) -> Parts:
 
 
 def _sizes(samples: int, certify_at_least: int) -> tuple[int, int, int]:
-    """Samples to train, tune and certify with."""
+    """Count the samples to train, tune and certify with."""
     certify = max(round(samples * CERTIFY_SHARE), certify_at_least)
     tune = round(samples * TUNE_SHARE)
     return samples - certify - tune, tune, certify

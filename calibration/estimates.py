@@ -1,4 +1,4 @@
-"""What rounds say of a model's parts: the source model, its segments, heads and borders.
+"""Estimates, from timed rounds, of a model's parts: the source, its segments, heads and borders.
 
 Nothing here runs or reads anything; :mod:`offramp.calibration.profiling` does.
 """
@@ -22,7 +22,7 @@ _HUBER = 1.345
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackboneTimes:
-    """Milliseconds of the source model and of its segments."""
+    """The measured times of the source model and of its segments, in milliseconds."""
 
     batch_sizes: tuple[int, ...]
     source_ms: tuple[float, ...]
@@ -40,11 +40,9 @@ class BackboneTimes:
 
 
 def backbone_of(rounds: Sequence[Rounds], batch_sizes: Sequence[int]) -> BackboneTimes:
-    """Estimate the source model and its segments.
+    """Estimate the times of the source model and its segments.
 
-    Args:
-        rounds: By batch size; the systems are the source model, then the segments.
-        batch_sizes: Of them.
+    ``rounds`` are by batch size; their systems are the source model, then the segments.
     """
     wholes = [of_size.base() for of_size in rounds]
     columns = []
@@ -62,10 +60,9 @@ def backbone_of(rounds: Sequence[Rounds], batch_sizes: Sequence[int]) -> Backbon
 
 
 def heads_of(rounds: Sequence[Rounds]) -> list[list[float]]:
-    """Estimate heads: milliseconds [heads][batch sizes], rising, at least 0.
+    """Estimate the times of heads: milliseconds [heads][batch sizes], rising, at least 0.
 
-    Args:
-        rounds: By batch size; the systems are an empty graph, then the heads.
+    ``rounds`` are by batch size; their systems are an empty graph, then the heads.
     """
     beyond = np.array([[d.value for d in of_size.differences()] for of_size in rounds])
     return [rising(row).tolist() for row in beyond.T]
@@ -73,7 +70,7 @@ def heads_of(rounds: Sequence[Rounds]) -> list[list[float]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCosts:
-    """What borders cost, and how sure it is what all exits add."""
+    """The costs of the borders between stages, and how sure it is what all exits add."""
 
     stages_ms: tuple[tuple[float, ...], ...]
     """[exits][batch sizes]: at least 0, by a model of all sizes and exits (:func:`fit_borders`)."""
@@ -94,12 +91,10 @@ def stages_of(
 ) -> StageCosts:
     """Estimate what borders cost.
 
-    Args:
-        rounds: By batch size; the systems are the source model, then the sets of exits at work.
-        batch_sizes: Of them.
-        sets: The sets; the first one is of all exits.
-        sample_bytes: float64[exits]: of the tensors that cross each exit's border, a sample.
-        exits_ms: [exits][batch sizes]: the heads' own times.
+    ``rounds`` are by batch size; their systems are the source model, then the sets of exits at
+    work, of which the first is all exits. ``sample_bytes`` float64[exits] is the size of the tensors
+    that cross each exit's border, a sample; ``exits_ms`` [exits][batch sizes] are the heads' own
+    times.
     """
     source_ms = np.array([of_size.base().value for of_size in rounds])
     ratios = [of_size.ratios() for of_size in rounds]
@@ -116,7 +111,7 @@ def stages_of(
 
 
 def sets_of_exits(exits: int) -> list[tuple[int, ...]]:
-    """Sets that tell what a call costs from what a tensor does: all, the early, the late exits."""
+    """Choose sets that tell a call's cost from a tensor's: all, the early, and the late exits."""
     everything = tuple(range(exits))
     if exits < 2:
         return [everything] if exits else []
@@ -124,12 +119,12 @@ def sets_of_exits(exits: int) -> list[tuple[int, ...]]:
 
 
 def widest_ratio(rounds: Sequence[Rounds]) -> float:
-    """Half width of the ratio to the first system that is known least, over all batch sizes."""
+    """Give the half width of the least known ratio to the first system, over all batch sizes."""
     return max((e.half_width for of_size in rounds for e in of_size.ratios()), default=0.0)
 
 
 def rising(values: FloatArray) -> FloatArray:
-    """Nearest row that never falls and is nowhere negative: float64[batch sizes].
+    """Find the nearest row that never falls and is nowhere negative: float64[batch sizes].
 
     What grows with the batch is estimated at all sizes together (pool adjacent violators), so
     that an estimate below 0 at one size takes from its neighbours what it lacks, instead of
@@ -148,7 +143,7 @@ def rising(values: FloatArray) -> FloatArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BorderCosts:
-    """What a border costs: a call, and the tensors that cross it."""
+    """The cost of a border: a part for the call, and a part for the tensors that cross it."""
 
     call_ms: float
     """A call of the backend and an exit check, whatever crosses."""
@@ -156,7 +151,7 @@ class BorderCosts:
     """Layout changes, copies and fusions lost: they grow with the tensors."""
 
     def at(self, batch_size: int, sample_bytes: FloatArray) -> FloatArray:
-        """Milliseconds of borders that so many bytes a sample cross."""
+        """Predict the milliseconds of borders that so many bytes a sample cross."""
         return self.call_ms + self.ms_per_byte * batch_size * sample_bytes
 
 
@@ -172,13 +167,9 @@ def fit_borders(
     Weighted least squares under the constraint that nothing is negative, with Huber's weights,
     so that a batch size that was disturbed throughout does not decide.
 
-    Args:
-        added_ms: float64[batch sizes, sets]: beyond the source model and the heads; may be
-            negative, as noise makes it.
-        batch_sizes: Rows of it.
-        sets: Columns of it: the exits at work.
-        sample_bytes: float64[exits]: of the tensors that cross each exit's border, a sample.
-        scale_ms: float64[batch sizes]: the source model's time; noise is a share of it.
+    ``added_ms`` float64[batch sizes, sets of exits at work] is beyond the source model and the
+    heads, and may be negative, as noise makes it. ``sample_bytes`` is as in :func:`stages_of`;
+    ``scale_ms`` float64[batch sizes] is the source model's time, of which noise is a share.
     """
     calls = [len(set_) for set_ in sets]
     crossing = [float(sample_bytes[list(set_)].sum()) for set_ in sets]

@@ -106,7 +106,7 @@ class Pooling(ABC):
     def build(self, part: GraphPart, tensor: str, served: ServedHead) -> str:
         """Add the operators that make features of a float32 tensor; gives their output's name."""
 
-    def features(self, tokens: FloatArray, keep: FloatArray) -> FloatArray:  # noqa: ARG002
+    def features(self, tokens: FloatArray, keep: FloatArray) -> FloatArray:
         """Pool recorded tokens [n, tokens, width] to [n, features], as the served graph does.
 
         ``keep`` [n, tokens, 1] is 1 where a token counts, and 0 where it is padding. Vectors and
@@ -115,7 +115,7 @@ class Pooling(ABC):
         raise NotImplementedError(f"{self.kind} heads are not trained on pooled tokens")
 
 
-class _Grid(Pooling):
+class _GridPooling(Pooling):
     """Averages of a map over the cells of a grid."""
 
     kind, rank = "grid", 4
@@ -129,7 +129,7 @@ class _Grid(Pooling):
         return part.add("Flatten", [pool_map(part, served.cut, tensor, served.head.grid)], axis=1)
 
 
-class _Vector(Pooling):
+class _VectorPooling(Pooling):
     """The cut tensor itself, where it is a vector."""
 
     kind, rank = "vector", 2
@@ -139,7 +139,7 @@ class _Vector(Pooling):
         return tensor
 
 
-class _FirstToken(Pooling):
+class _FirstTokenPooling(Pooling):
     """The first token, which many encoders are trained to answer by."""
 
     kind, rank = "first", 3
@@ -152,7 +152,7 @@ class _FirstToken(Pooling):
         return _first_token(part, tensor)
 
 
-class _Mean(Pooling):
+class _MeanPooling(Pooling):
     """The mean of the tokens that are no padding."""
 
     kind, rank, reads_mask = "mean", 3, True
@@ -166,7 +166,7 @@ class _Mean(Pooling):
         return _masked_mean(part, tensor, _token_mask(part, served.cut))
 
 
-class _MeanMax(Pooling):
+class _MeanMaxPooling(Pooling):
     """First token, mean and maximum of the tokens, joined.
 
     It is served, but not tried: it was no better than the mean, and the maximum of projected tokens
@@ -187,7 +187,7 @@ class _MeanMax(Pooling):
         return part.add("Concat", [first, mean, part.reduce("ReduceMax", masked, 1)], axis=-1)
 
 
-class _Attention(Pooling):
+class _AttentionPooling(Pooling):
     """Averages of the tokens, weighted by learned attention queries."""
 
     kind, rank, reads_mask, learned = "attention", 3, True, True
@@ -209,7 +209,14 @@ class _Attention(Pooling):
 
 POOLINGS: Mapping[HeadKind, Pooling] = {
     pooling.kind: pooling
-    for pooling in (_Grid(), _Vector(), _FirstToken(), _Mean(), _MeanMax(), _Attention())
+    for pooling in (
+        _GridPooling(),
+        _VectorPooling(),
+        _FirstTokenPooling(),
+        _MeanPooling(),
+        _MeanMaxPooling(),
+        _AttentionPooling(),
+    )
 }
 """Every kind of head by its name in the manifest; heads are tried in this order."""
 

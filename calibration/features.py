@@ -1,4 +1,4 @@
-"""What heads are trained on, recorded once.
+"""The features that heads are trained on, recorded once.
 
 Maps are pooled to grids by ONNX Runtime with the very operators that will be served; vectors are
 kept whole, tokens in their principal components, which heads learn from as well and which the
@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Answer
 from offramp.calibration.augmentation import MadeSamples
-from offramp.calibration.dataset import Dataset
-from offramp.calibration.errors import DataError
+from offramp.calibration.dataset import DataError, Dataset
 from offramp.calibration.families import POOLINGS, CutTensor, family_of
 from offramp.calibration.preconditioning import LARGEST, Preconditioner
 from offramp.calibration.running import check_answers, run_over
@@ -30,7 +29,7 @@ _log = logging.getLogger(__name__)
 _FLOAT16_MAX = 65504.0
 
 WHOLE = 0
-"""In place of a grid: the tensor as it is."""
+"""The key, in place of a grid, of a tensor that is recorded as it is."""
 
 
 TOKEN_COMPONENTS = 128
@@ -44,7 +43,7 @@ Projections: TypeAlias = Mapping[int, Preconditioner]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """Features of every candidate exit, and what the source model answered."""
+    """The recorded features of every candidate exit, and the source model's answers."""
 
     features: tuple[Mapping[int, NDArray[np.float16]], ...]
     """Per candidate, by grid: [n, channels · grid²]; by :data:`WHOLE`: [n, tokens, width] or
@@ -83,58 +82,80 @@ def record(
     Args:
         model: The joined graph: segments and poolings.
         outputs: Per candidate, the graph's outputs by grid.
-        answer: The source model's.
-        dataset: Samples; all of them are recorded.
+        answer: The source model's answer.
+        dataset: The samples; all of them are recorded.
         made: More samples, recorded behind those; where the source model fails or has no finite
             answer, the sample that one was made of is there once more.
         projections: As :func:`fit_projections` found them.
-        threads: Of ONNX Runtime.
+        threads: Threads of ONNX Runtime.
         directory: Where to put the files; the caller removes it.
         progress: Called with the number of samples of each finished batch.
 
     Raises:
         DataError: The source model fails on a sample, or its answers are not finite.
     """
-    names = [name for per_exit in outputs for name in per_exit.values()]
-    projections = projections or {}
-    projected = {outputs[candidate][WHOLE]: p for candidate, p in projections.items()}
-    real, total = len(dataset), len(dataset) + (0 if made is None else len(made))
-    stores: dict[str, NDArray[np.float16]] = {}
-    answers = np.full((total, answer.classes), np.nan, np.float32)
-    wanted = [answer.output, *names]
-
-    def keep(start: int, rows: slice, answered: NDArray[Any], values: list[NDArray[Any]]) -> None:
-        place = slice(start + rows.start, start + rows.stop)
-        answers[place] = answered
-        for name, plain in zip(names, values, strict=True):
-            value = _projected(plain, projected.get(name))
-            if name not in stores:
-                directory.mkdir(exist_ok=True)
-                shape = (total, *value.shape[1:])
-                stores[name] = _allocate(directory, len(stores), shape)
-            stores[name][place] = np.clip(value, -_FLOAT16_MAX, _FLOAT16_MAX)
-        progress(len(answered))
-
+    made_rows = 0 if made is None else len(made)
+    store = _FeatureStore(
+        directory=directory,
+        names=[name for per_exit in outputs for name in per_exit.values()],
+        projected={outputs[candidate][WHOLE]: p for candidate, p in (projections or {}).items()},
+        answers=np.full((len(dataset) + made_rows, answer.classes), np.nan, np.float32),
+        progress=progress,
+    )
+    wanted = [answer.output, *store.names]
     for rows, (answered, *values) in run_over(model, wanted, dataset, threads=threads):
         check_answers(answered, dataset.rows[rows])
-        keep(0, rows, answered, values)
+        store.keep(0, rows, answered, values)
     if made is not None:
         try:
             for rows, (answered, *values) in run_over(model, wanted, made, threads=threads):
-                keep(real, rows, answered, values)
+                store.keep(len(dataset), rows, answered, values)
         except DataError as error:
             _log.warning("Heads train without some of the made samples: %s.", error)
     masks = _masks(dataset, made)
     # In the place of what the model cannot answer stands, once more, the sample it was made of.
-    bad = np.flatnonzero(~np.isfinite(answers).all(axis=1))
-    for array in (answers, *stores.values(), *(masks.values() if len(bad) else ())):
-        array[bad] = array[bad - real]
+    bad = np.flatnonzero(~np.isfinite(store.answers).all(axis=1))
+    for array in (store.answers, *store.files.values(), *(masks.values() if len(bad) else ())):
+        array[bad] = array[bad - len(dataset)]
     return Recording(
-        features=tuple({grid: stores[name] for grid, name in e.items()} for e in outputs),
+        features=tuple({grid: store.files[name] for grid, name in e.items()} for e in outputs),
         masks=masks,
-        answers=answers,
-        projections=projections,
+        answers=store.answers,
+        projections=projections or {},
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _FeatureStore:
+    """The files that features are recorded to, each made when its first values come."""
+
+    directory: Path
+    names: Sequence[str]
+    """Outputs of the graph."""
+    projected: Mapping[str, Preconditioner]
+    """By output, how its tokens become coordinates."""
+    answers: NDArray[np.float32]
+    progress: Callable[[int], None]
+    files: dict[str, NDArray[np.float16]] = field(default_factory=dict)
+
+    def keep(
+        self, start: int, rows: slice, answered: NDArray[Any], values: Sequence[NDArray[Any]]
+    ) -> None:
+        """Keep a batch's answers and values, ``start`` places behind its rows."""
+        place = slice(start + rows.start, start + rows.stop)
+        self.answers[place] = answered
+        for name, plain in zip(self.names, values, strict=True):
+            value = _projected(plain, self.projected.get(name))
+            if name not in self.files:
+                self.directory.mkdir(exist_ok=True)
+                self.files[name] = np.lib.format.open_memmap(
+                    self.directory / f"{len(self.files)}.npy",
+                    mode="w+",
+                    dtype=np.float16,
+                    shape=(len(self.answers), *value.shape[1:]),
+                )
+            self.files[name][place] = np.clip(value, -_FLOAT16_MAX, _FLOAT16_MAX)
+        self.progress(len(answered))
 
 
 def fit_projections(
@@ -147,12 +168,7 @@ def fit_projections(
 ) -> Projections:
     """Find the principal components of wide tokens.
 
-    Args:
-        model: As in :func:`record`.
-        outputs: As in :func:`record`.
-        cuts: Per candidate.
-        dataset: Samples that :func:`record` will be given too.
-        threads: Of ONNX Runtime.
+    ``cuts`` are the candidates' cut tensors; all else is as :func:`record` gets it.
     """
     wide = [
         candidate
@@ -185,17 +201,10 @@ def fit_projections(
 
 
 def _projected(value: NDArray[Any], projection: Preconditioner | None) -> NDArray[Any]:
-    """Tokens [b, tokens, width] as coordinates, if they are stored so."""
+    """Give tokens [b, tokens, width] as coordinates, if they are stored so."""
     if projection is None:
         return value
     return projection.apply(value.reshape(-1, value.shape[2])).reshape(*value.shape[:2], -1)
-
-
-def _allocate(directory: Path, number: int, shape: tuple[int, ...]) -> NDArray[np.float16]:
-    store: NDArray[np.float16] = np.lib.format.open_memmap(
-        directory / f"{number}.npy", mode="w+", dtype=np.float16, shape=shape
-    )
-    return store
 
 
 def _masks(dataset: Dataset, made: MadeSamples | None) -> dict[str, NDArray[Any]]:

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from offramp.bundle import NEVER, Answer, ExitPolicy, Measured, MeasuredSize, Ratio
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.paired import (
+    BatchRunner,
+    ComparedSystem,
     PlainModel,
-    Runner,
     StagedModel,
-    System,
     Tensors,
     measure_in_turn,
     never_exiting,
@@ -39,10 +39,10 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """How long to measure at a batch size.
+    """The time to spend on measuring at a batch size.
 
-    About ``seconds``. A model so large that ``least_rounds`` batches take longer is measured for
-    as long as those take: some 25 passes of it at that size, loading and warm-up included.
+    It is about ``seconds``. A model so large that ``least_rounds`` batches take longer is measured
+    for as long as those take: some 25 passes of it at that size, loading and warm-up included.
     """
 
     seconds: float = 1.8
@@ -51,11 +51,10 @@ class Budget:
     """Fewest that give a median an interval of 95 %."""
 
     def batches(self, seconds_a_batch: float, available: float) -> tuple[int, int]:
-        """Rounds, and batches in each of them.
+        """Give the rounds to run, and the batches of each.
 
-        Args:
-            seconds_a_batch: For all that is done with it.
-            available: Batches that the data has.
+        ``seconds_a_batch`` counts all that is done with a batch; ``available`` is how many batches
+        the data has.
         """
         affordable = int(min(self.seconds / max(seconds_a_batch, 1e-9), available))
         rounds = min(max(affordable, self.least_rounds), self.rounds)
@@ -63,11 +62,11 @@ class Budget:
 
 
 class Compared(NamedTuple):
-    """What is measured."""
+    """The three systems that are measured on the same batches."""
 
-    source: Runner
-    bundle: Runner
-    nothing_exits: Runner
+    source: BatchRunner
+    bundle: BatchRunner
+    nothing_exits: BatchRunner
     """The bundle, with thresholds that nobody reaches."""
 
 
@@ -90,9 +89,9 @@ def measure_policy(
         dataset: The certify split.
         stage: [samples]: where each sample leaves (:func:`stages_of_samples`).
         answer: The model's output.
-        threads: Of ONNX Runtime.
-        batch_sizes: To measure at, rising.
-        progress: Called with 1 after each of them.
+        threads: Threads of ONNX Runtime.
+        batch_sizes: The batch sizes to measure at, rising; ``progress`` is called after each.
+        progress: Called with 1.
     """
     backend = OnnxRuntimeBackend(threads=threads)
     slot = backend.open_slot()
@@ -115,7 +114,7 @@ def measure_policy(
 
 
 def stages_of_samples(policy: ExitPolicy, records: ExitRecords) -> NDArray[np.int64]:
-    """Which of the policy's stages answers each sample of some records: int64[samples]."""
+    """Find which of the policy's stages answers each sample of some records: int64[samples]."""
     active = [a for a in policy.active if a.threshold < NEVER]
     thresholds = np.array([a.threshold for a in active])
     first = first_exit(records.confidence[[a.exit for a in active]], thresholds)
@@ -142,8 +141,11 @@ def measure_runners(
         seconds = _warm_up(compared, dataset.take(np.arange(size) % len(dataset)), clock)
         how_many = (budget or Budget()).batches(seconds, len(stage) / size)
         batches = deal(stage, *how_many, size)
-        _run_once(compared.bundle, dataset, batches)
-        systems = [System(name, r, clock) for name, r in compared._asdict().items()]
+        # Survivors come in many sizes, and each is slower the first time. Those that occur are
+        # found by running the batches, which costs less than every size that could occur.
+        for rows in batches.reshape(-1, size):
+            collections.deque(compared.bundle.run(dataset.take(rows)), maxlen=0)
+        systems = [ComparedSystem(name, r, clock) for name, r in compared._asdict().items()]
         _run(systems, dataset, batches)
         used |= set(batches.ravel().tolist())
         sizes.append(_measured_size(systems, size))
@@ -171,15 +173,8 @@ def deal(
     measured does not pass for a difference in time; within a round, batches are random. Samples
     repeat where there are too few.
 
-    Args:
-        stage: [samples]: where each leaves.
-        rounds: How many.
-        batches: Of each round.
-        size: Of each batch.
-        seed: Of the choice.
-
-    Returns:
-        int64[rounds, batches, size]: rows of the split.
+    ``stage`` [samples] is where each sample leaves. Given are rows of the split, int64[rounds,
+    batches, size].
     """
     rng = np.random.default_rng(seed)
     shuffled = rng.permutation(len(stage))
@@ -199,23 +194,13 @@ def _warm_up(compared: Compared, first: Tensors, clock: Clock) -> float:
     return 1.5 * seconds  # the bundle takes less than the model does, but runs twice
 
 
-def _run_once(runner: Runner, dataset: Dataset, batches: NDArray[np.int64]) -> None:
-    """Warm up what some batches need, and nothing else.
-
-    Survivors come in many sizes, and each is slower the first time. Those that occur are found
-    by running the batches, which costs less than every size that could occur.
-    """
-    for rows in batches.reshape(-1, batches.shape[-1]):
-        collections.deque(runner.run(dataset.take(rows)), maxlen=0)
-
-
-def _seconds(runner: Runner, tensors: Tensors, clock: Clock) -> float:
+def _seconds(runner: BatchRunner, tensors: Tensors, clock: Clock) -> float:
     started = clock()
     collections.deque(runner.run(tensors), maxlen=0)
     return clock() - started
 
 
-def _run(systems: Sequence[System], dataset: Dataset, batches: NDArray[np.int64]) -> None:
+def _run(systems: Sequence[ComparedSystem], dataset: Dataset, batches: NDArray[np.int64]) -> None:
     """Have all systems answer all batches, int64[rounds, batches, size]."""
     turn = 0
     for of_round in batches:
@@ -226,7 +211,7 @@ def _run(systems: Sequence[System], dataset: Dataset, batches: NDArray[np.int64]
             turn += 1
 
 
-def _measured_size(systems: Sequence[System], size: int) -> MeasuredSize:
+def _measured_size(systems: Sequence[ComparedSystem], size: int) -> MeasuredSize:
     busy, nothing_exits = _busy(systems).ratios()
     mean, _ = _latency(systems, np.mean).ratios()
     median, _ = _latency(systems, np.median).ratios()
@@ -241,18 +226,18 @@ def _measured_size(systems: Sequence[System], size: int) -> MeasuredSize:
     )
 
 
-def _busy(systems: Sequence[System]) -> Rounds:
-    """Each system's mean time of a batch, by round."""
-    return _rounds([[float(np.mean(batches)) for batches in s.busy_ms] for s in systems])
+def _busy(systems: Sequence[ComparedSystem]) -> Rounds:
+    """Average each system's time of a batch, by round."""
+    times_ms = [[float(np.mean(batches)) for batches in s.busy_ms] for s in systems]
+    return Rounds(times_ms=np.array(times_ms).T)
 
 
-def _latency(systems: Sequence[System], statistic: Callable[[NDArray[np.float64]], Any]) -> Rounds:
-    """A statistic of each system's latencies, by round."""
-    return _rounds([[float(statistic(np.concatenate(b))) for b in s.latency_ms] for s in systems])
-
-
-def _rounds(by_system: Sequence[Sequence[float]]) -> Rounds:
-    return Rounds(times_ms=np.array(by_system).T)
+def _latency(
+    systems: Sequence[ComparedSystem], statistic: Callable[[NDArray[np.float64]], Any]
+) -> Rounds:
+    """Take a statistic of each system's latencies, by round."""
+    times_ms = [[float(statistic(np.concatenate(b))) for b in s.latency_ms] for s in systems]
+    return Rounds(times_ms=np.array(times_ms).T)
 
 
 def _ratio(found: Estimate) -> Ratio:

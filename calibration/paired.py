@@ -22,20 +22,20 @@ from offramp.engine.plan import Plan
 Tensors = Mapping[str, NDArray[Any]]
 
 
-class Runner(Protocol):
-    """Answers batches."""
+class BatchRunner(Protocol):
+    """A system that answers batches."""
 
     def run(self, tensors: Tensors) -> Iterator[Departure]:
-        """Give the rows that leave as they leave."""
+        """Give the answered rows, as they leave."""
         ...
 
     def warm_up(self, tensors: Tensors) -> None:
-        """Allocate for a batch size."""
+        """Allocate memory for a batch size."""
         ...
 
 
 class StagedModel:
-    """A plan's stages, as the server runs them."""
+    """The stages of a plan, run as the server runs them."""
 
     def __init__(self, pipeline: Pipeline, slot: Slot, *, warm_up_runs: int = 1) -> None:
         """Run in a slot; ``warm_up_runs`` is how many a backend takes until it is steady."""
@@ -44,11 +44,11 @@ class StagedModel:
         self._warm_up_runs = warm_up_runs
 
     def run(self, tensors: Tensors) -> Iterator[Departure]:
-        """Give the rows that leave as they leave."""
+        """Give the answered rows, as they leave."""
         return self._pipeline.run(self._slot, tensors)
 
     def warm_up(self, tensors: Tensors) -> None:
-        """Run all stages with nobody leaving."""
+        """Run all stages, with no sample leaving."""
         for _ in range(self._warm_up_runs):
             self._pipeline.warm_up(self._slot, tensors)
 
@@ -68,7 +68,7 @@ class PlainModel:
     """The source model in a session as ONNX Runtime makes it by default."""
 
     def __init__(self, model: bytes, output: str, threads: int) -> None:
-        """Load; ``output`` is the name of its answer."""
+        """Load the model; ``output`` is the name of its answer."""
         self._session = plain_session(model, threads)
         self._outputs = [output]
 
@@ -78,16 +78,16 @@ class PlainModel:
         yield Departure(0, np.arange(len(answer)), answer, np.empty(0, np.float32))
 
     def warm_up(self, tensors: Tensors) -> None:
-        """Run once."""
+        """Answer once."""
         self._session.run(self._outputs, tensors)
 
 
 @dataclass(slots=True)
-class System:
-    """One of the compared, and what was measured of it at a batch size."""
+class ComparedSystem:
+    """One of the systems that are compared, and what was measured of it at a batch size."""
 
     name: str
-    runner: Runner
+    runner: BatchRunner
     clock: Callable[[], float] = time.perf_counter
     """Seconds."""
     latency_ms: list[list[NDArray[np.float64]]] = field(default_factory=list)
@@ -100,12 +100,12 @@ class System:
     """[batches]: where each row left."""
 
     def begin_round(self) -> None:
-        """Start a round."""
+        """Open the lists of a new round."""
         self.latency_ms.append([])
         self.busy_ms.append([])
 
     def measure(self, tensors: Tensors, size: int) -> None:
-        """Answer a batch of ``size`` rows."""
+        """Answer a batch of ``size`` rows, and keep its times and answers."""
         latency = np.empty(size)
         departures = []
         started = self.clock()
@@ -122,13 +122,15 @@ class System:
         self.stage.append(stage)
 
 
-def measure_in_turn(systems: Sequence[System], tensors: Tensors, size: int, turn: int) -> None:
+def measure_in_turn(
+    systems: Sequence[ComparedSystem], tensors: Tensors, size: int, turn: int
+) -> None:
     """Have all systems answer a batch; ``turn`` says which of them is first."""
     for offset in range(len(systems)):
         systems[(turn + offset) % len(systems)].measure(tensors, size)
 
 
 def never_exiting(plan: Plan) -> Plan:
-    """The plan's stages, with thresholds that nobody reaches."""
+    """Give the same plan with thresholds that nobody reaches."""
     stages = tuple(s if s.final else replace(s, threshold=NEVER) for s in plan.stages)
     return replace(plan, stages=stages)

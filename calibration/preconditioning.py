@@ -1,4 +1,4 @@
-"""Features in coordinates in which heads learn fast: principal components, partly whitened.
+"""Preconditioning: features as coordinates in which heads learn fast (partly whitened PCA).
 
 Neighbouring cells of a pooled map say nearly the same, so a head on the plain features spends its
 epochs on a few directions. On the Fashion-MNIST example heads on these coordinates reached in five
@@ -20,9 +20,9 @@ COMPONENTS = 512
 LARGEST = 2048
 """Features beyond which they are only standardised: the decomposition grows with their cube."""
 SAMPLES = 4096
-"""That moments and components are estimated from, at most."""
+"""Most samples that moments and components are estimated from."""
 LEAST_DEVIATION = 0.05
-"""Of a component, in standard deviations of a feature: what varies less is rounding."""
+"""Least standard deviation of a component, in those of a feature: the rest is rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,7 +61,7 @@ class Preconditioner:
 
     @property
     def width(self) -> int:
-        """Coordinates k."""
+        """The number of coordinates, k."""
         return int(self.matrix.shape[-1])
 
     def apply(self, features: NDArray[np.floating]) -> FloatArray:
@@ -89,7 +89,7 @@ class Preconditioner:
 
 
 def moments(features: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Mean and scale to standardise by, of [samples, features].
+    """Estimate mean and scale to standardise [samples, features] by.
 
     A feature that hardly varies keeps a scale of 1/256 of its mean, as features are recorded in
     float16 (steps of 1/1024 and less): what is rounding there must not become a signal.

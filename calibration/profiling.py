@@ -1,6 +1,9 @@
 """Measure latencies on this machine: the inference times that every prediction starts from.
 
-How rounds are run, and what is made of them, is in :mod:`offramp.engine.timing`.
+Rounds are run by :mod:`offramp.engine.timing`, and estimates made of them by :mod:`.estimates`.
+Everywhere here ``samples`` gives model inputs of a batch size, ``threads`` are those of ONNX
+Runtime, ``batch_sizes`` rise, and ``progress`` is called with 1 after every sweep that is run at
+least (``effort.least``), or after every candidate where heads are timed.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ class TimedGraph:
     """A loaded graph that can be timed on the inputs that it reads."""
 
     def __init__(self, model: bytes, threads: int) -> None:
-        """Load."""
+        """Load a graph into a session with so many threads."""
         self.session: ort.InferenceSession = make_session(model, threads)
         self._inputs = [tensor.name for tensor in self.session.get_inputs()]
         self._outputs = [tensor.name for tensor in self.session.get_outputs()]
@@ -74,15 +77,6 @@ def profile_backbone(
 
     The segments' own times are scaled to add up to the source model's: what a border costs is
     paid at active exits only, so it belongs to no segment (:func:`profile_stages`).
-
-    Args:
-        source: The whole model.
-        segments: Its segments, in order.
-        samples: Gives model inputs of a batch size.
-        threads: Of ONNX Runtime.
-        batch_sizes: To measure at, rising.
-        effort: How long to measure.
-        progress: Called with 1 per sweep, ``effort.least`` times.
     """
     graphs = [TimedGraph(segment, threads) for segment in segments]
     timed = [TimedGraph(source, threads), *graphs]
@@ -111,21 +105,13 @@ def profile_stages(
     effort: Effort | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> StageCosts:
-    """Time what borders cost, exit by exit.
+    """Time what the borders between stages cost, exit by exit.
 
     Several sets of exits run as they will be served, with thresholds that nobody reaches. What
-    one takes beyond the source model in the same round and the heads is the cost of its borders:
+    a set takes beyond the source model in the same round and the heads is the cost of its borders:
     layout changes, lost fusion, calls, exit checks, and caches that went cold.
-
-    Args:
-        source: The whole model.
-        plan: Gives the stages of a plan with the given exits active at ``NEVER``.
-        samples: Gives model inputs of a batch size.
-        exits_ms: [exits][batch sizes]: the heads' own times.
-        threads: Of ONNX Runtime.
-        batch_sizes: To measure at, rising.
-        effort: How long to measure.
-        progress: Called with 1 per sweep, ``effort.least`` times.
+    ``plan`` gives the stages with some exits active at ``NEVER``; ``exits_ms`` [exits][batch sizes]
+    are the heads' own times.
     """
     sets = sets_of_exits(len(exits_ms))
     if not sets:
@@ -162,7 +148,7 @@ def _staged_ms(pipeline: Pipeline, slot: Slot, tensors: Tensors) -> float:
 
 
 def _crossing_bytes(pipeline: Pipeline, slot: Slot, inputs: Tensors) -> NDArray[np.float64]:
-    """Bytes a sample of the tensors that cross each border: float64[exits]."""
+    """Count the bytes of a sample's tensors that cross each border: float64[exits]."""
     batch, found = slot.upload(inputs), []
     for index in range(len(pipeline.plan.stages) - 1):
         carry = pipeline.step(slot, index, batch).result.carry
@@ -183,21 +169,11 @@ def profile_heads(
     effort: Effort | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[list[list[float]]]:
-    """Time heads on the cut tensors that they read.
+    """Time the heads of every candidate on the cut tensors that they read.
 
-    Args:
-        heads: Per candidate, the exits' graphs to compare.
-        empty: Per candidate, a graph that reads the same tensors and does next to nothing; its
-            time in the same round is taken off.
-        segments: Those that end at the candidates come first.
-        samples: Gives model inputs of a batch size.
-        threads: Of ONNX Runtime.
-        batch_sizes: To measure at, rising.
-        effort: How long to measure each candidate's.
-        progress: Called with 1 per candidate.
-
-    Returns:
-        Milliseconds [candidates][heads][batch_sizes]: rising with the batch size, at least 0.
+    The time of the candidate's ``empty`` graph, which reads the same tensor and does next to
+    nothing, is taken off in the same round. Segments that end at the candidates come first. Given
+    are milliseconds [candidates][heads][batch sizes], rising with the batch size, at least 0.
     """
     if not heads:
         return []
@@ -218,12 +194,12 @@ def profile_heads(
 
 
 def _first(tensors: Tensors, rows: int) -> dict[str, NDArray[Any]]:
-    """A smaller batch: the first rows of every tensor, not copied."""
+    """Give a smaller batch: the first rows of every tensor, not copied."""
     return {name: array[:rows] for name, array in tensors.items()}
 
 
 def _all_tensors(graphs: Sequence[TimedGraph], inputs: Tensors) -> dict[str, NDArray[Any]]:
-    """The model's inputs and every cut tensor, by running the segments once."""
+    """Give the model's inputs and every cut tensor, by running the segments once."""
     tensors = dict(inputs)
     for graph in graphs:
         tensors |= graph.run(tensors)

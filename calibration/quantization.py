@@ -25,8 +25,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from offramp.calibration.dataset import Dataset
-from offramp.calibration.errors import DataError
+from offramp.calibration.dataset import DataError, Dataset
 from offramp.calibration.running import BATCH_SIZE
 from offramp.engine.backends.onnxruntime import make_session
 
@@ -45,7 +44,7 @@ _BATCH_BYTES = 2**28
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranges:
-    """How large activations are."""
+    """The ranges of activations, for their int8 scales."""
 
     limits: Mapping[str, float]
     """By tensor: the magnitude that int8's 127 stands for; what is larger is clipped."""
@@ -54,7 +53,7 @@ class Ranges:
 
 
 class _Edge(NamedTuple):
-    """An input of an operator that is quantised."""
+    """An input of an operator, which is quantised."""
 
     node: int
     place: int
@@ -71,8 +70,8 @@ def measure_ranges(graph: bytes, dataset: Dataset, *, threads: int) -> Ranges:
 
     Args:
         graph: The source model.
-        dataset: All samples are run, twice. Best not those that the result is judged on.
-        threads: Of ONNX Runtime.
+        dataset: The samples; all are run, twice. Best not those that the result is judged on.
+        threads: Threads of ONNX Runtime.
 
     Raises:
         DataError: There are no samples, or the model fails on one or computes no finite numbers.
@@ -154,7 +153,7 @@ def _pair(stem: str, edge: _Edge) -> tuple[onnx.NodeProto, onnx.NodeProto]:
 
 
 def _edges(graph: onnx.GraphProto) -> tuple[_Edge, ...]:
-    """What is quantised, in the order of the nodes."""
+    """List what is quantised, in the order of the nodes."""
     return tuple(_each_edge(graph))
 
 
@@ -182,7 +181,7 @@ def _each_edge(graph: onnx.GraphProto) -> Iterator[_Edge]:
 
 
 def _channel_axis(node: onnx.NodeProto, weights: Mapping[str, onnx.TensorProto]) -> int | None:
-    """Axis of the output channels in the operator's constant weights; ``None`` if none."""
+    """Find the axis of output channels in an operator's constant weights; ``None`` if none."""
     if len(node.input) < 2 or node.input[1] not in weights:
         return None
     flags = {a.name: a.i for a in node.attribute}
@@ -196,7 +195,7 @@ def _channel_axis(node: onnx.NodeProto, weights: Mapping[str, onnx.TensorProto])
 
 
 def _weight_scale(weight: NDArray[np.float32], axis: int) -> NDArray[np.float32]:
-    """One scale per output channel; 1 for a channel of zeros, as scales must be positive."""
+    """Give one scale per output channel; 1 for one of zeros, as scales must be positive."""
     others = tuple(a for a in range(weight.ndim) if a != axis)
     scale = np.abs(weight).max(axis=others) / np.float32(_LEVELS)
     return np.where(scale > 0, scale, 1).astype(np.float32)
@@ -205,7 +204,7 @@ def _weight_scale(weight: NDArray[np.float32], axis: int) -> NDArray[np.float32]
 def _activations(
     proto: onnx.ModelProto, tensors: Sequence[str], dataset: Dataset, threads: int
 ) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Magnitudes of each tensor, batch by batch, flat."""
+    """Give the magnitudes of each tensor, batch by batch, flat."""
     given = {i.name for i in proto.graph.input}
     inner = [name for name in tensors if name not in given]
     session = make_session(_exposing(proto, inner), threads)
@@ -237,7 +236,7 @@ def _activations(
 
 
 def _exposing(proto: onnx.ModelProto, tensors: Sequence[str]) -> bytes:
-    """The model with inner tensors among its outputs."""
+    """Give the model with inner tensors among its outputs."""
     exposed = onnx.ModelProto()
     exposed.CopyFrom(proto)
     known = {output.name for output in exposed.graph.output}
@@ -251,7 +250,7 @@ def _exposing(proto: onnx.ModelProto, tensors: Sequence[str]) -> bytes:
 
 
 def _least_error(counts: NDArray[np.int64], largest: float) -> float:
-    """The limit with the least squared error of rounding and clipping, on a histogram.
+    """Find the limit with the least squared error of rounding and clipping, on a histogram.
 
     Args:
         counts: [bins] of the magnitudes, from 0 to ``largest``.

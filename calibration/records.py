@@ -1,4 +1,4 @@
-"""What every exit says about every sample, computed by the graphs that will be served."""
+"""The recorded answers of every exit to every sample, computed by the graphs that are served."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from offramp.engine.exit_check import confidence_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitRecords:
-    """Answers reduced to what thresholds are chosen by."""
+    """The answers of exits and source model, reduced to what thresholds are chosen by."""
 
     confidence: NDArray[np.float32]
     """[exits, samples]."""
@@ -35,7 +35,7 @@ class ExitRecords:
 
     @property
     def agrees(self) -> NDArray[np.bool_]:
-        """[exits, samples]: whether the exit answers like the source model."""
+        """Whether each exit answers each sample like the source model, [exits, samples]."""
         same: NDArray[np.bool_] = self.prediction == self.final_prediction
         return same
 
@@ -51,13 +51,8 @@ def record_answers(
 ) -> ExitRecords:
     """Run the joined graph of the model and all exits over a data set.
 
-    Args:
-        model: The graph; gives the answer and ``exit_outputs``.
-        exit_outputs: Names of the exits' answers and confidences, in depth order.
-        answer: The source model's.
-        dataset: All samples are recorded.
-        threads: Of ONNX Runtime.
-        progress: Called with the number of samples of each finished batch.
+    ``model`` gives ``answer`` and ``exit_outputs``: the names of the exits' answers and
+    confidences, in depth order. ``progress`` is called with the number of samples of each finished batch.
 
     Raises:
         DataError: The model fails on a sample, or its answer is not finite.

@@ -10,8 +10,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from offramp.calibration.augmentation import MadeSamples
-from offramp.calibration.dataset import Dataset
-from offramp.calibration.errors import DataError
+from offramp.calibration.dataset import DataError, Dataset
 from offramp.engine.backends.onnxruntime import make_session
 
 BATCH_SIZE = 64
@@ -22,11 +21,7 @@ def run_over(
 ) -> Iterator[tuple[slice, list[NDArray[Any]]]]:
     """Give the rows of each batch, and the graph's ``outputs`` for them.
 
-    Args:
-        model: The graph; it may read fewer inputs than the data set has.
-        outputs: Names of its outputs.
-        dataset: All samples are run, in order.
-        threads: Of ONNX Runtime.
+    ``model`` may read fewer inputs than the data set has; all samples are run, in order.
 
     Raises:
         DataError: The model fails on a batch, for instance on a token beyond its vocabulary.
@@ -50,7 +45,7 @@ def run_over(
 def _first_failing(
     session: ort.InferenceSession, batch: Mapping[str, NDArray[Any]], read: Sequence[str]
 ) -> int:
-    """The first row of a batch that fails alone; 0 if they only fail together."""
+    """Find the first row of a batch that fails alone; 0 if rows only fail together."""
     for row in range(len(next(iter(batch.values())))):
         try:
             session.run(None, {name: batch[name][row : row + 1] for name in read})

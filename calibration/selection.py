@@ -1,4 +1,4 @@
-"""Which head at each cut point, which exits in use, and which policy ships.
+"""The choice of the exits in use on the tuning split, and of the exit policy that is certified.
 
 All predictions come from profiled times and the records of the tuning split; the certify split
 is looked at once, when the path of policies is fixed.
@@ -35,14 +35,10 @@ def net_savings_alone(
     index: int,
     max_disagreement: float,
 ) -> float:
-    """What an exit would save with no other beside it, its own cost taken off.
+    """Predict what an exit saves with no other beside it, its own cost taken off.
 
-    Args:
-        confidence: [samples] of the tuning split.
-        agrees: [samples].
-        cost: With the head's cost at ``index``.
-        index: The exit.
-        max_disagreement: Constraint on the tuning split.
+    ``confidence`` and ``agrees`` are [samples] of the tuning split, of which a share of at most
+    ``max_disagreement`` may disagree; ``cost`` has the head's cost at ``index``.
     """
     order = np.argsort(-confidence, kind="stable")
     errors = np.cumsum(~agrees[order])
@@ -57,7 +53,7 @@ def net_savings_alone(
 
 
 def certifiable_errors(samples: int, max_disagreement: float, confidence_level: float) -> int:
-    """Errors on the tuning split of a policy that may pass on the certify split.
+    """Count the errors on the tuning split with which a policy may pass on the certify split.
 
     What could still be certified on as many samples, or half the constraint where that is more,
     since a small split can certify little.
@@ -69,7 +65,10 @@ def certifiable_errors(samples: int, max_disagreement: float, confidence_level: 
 
 
 class Candidates:
-    """What sets of exits would do on the tuning split; whatever costs do not change is kept."""
+    """The sets of exits that may be chosen, and what each would do on the tuning split.
+
+    Counts depend on no cost, and are kept.
+    """
 
     def __init__(
         self,
@@ -79,14 +78,7 @@ class Candidates:
         max_disagreement: float,
         confidence_level: float,
     ) -> None:
-        """Take records of the tuning split.
-
-        Args:
-            confidence: float32[exits, samples].
-            agrees: bool[exits, samples].
-            max_disagreement: The constraint.
-            confidence_level: Of the certificate.
-        """
+        """Take confidence and agreement [exits, samples] of the tuning split."""
         self.exits, samples = confidence.shape
         self._confidence, self._agrees = confidence, agrees
         self._allowed = certifiable_errors(samples, max_disagreement, confidence_level)
@@ -95,7 +87,10 @@ class Candidates:
         self._counts: dict[tuple[int, ...], NDArray[np.int64]] = {}
 
     def counts(self, active: tuple[int, ...]) -> NDArray[np.int64]:
-        """int64[levels, active + 1]: answers at each place, at levels that may be certified."""
+        """Count the answers at each exit and the model's end, at levels that may be certified.
+
+        They are int64[levels, active + 1].
+        """
         if active not in self._counts:
             rows = list(active)
             walked = walk(self._path[:, rows], self._confidence[rows], self._agrees[rows])
@@ -103,7 +98,7 @@ class Candidates:
         return self._counts[active]
 
     def savings(self, active: tuple[int, ...], cost: CostModel) -> float:
-        """Most savings of a policy on the common path of some exits, as a share."""
+        """Predict the most that a policy on the common path of some exits saves, as a share."""
         if not active:
             return 0.0
         saved = savings_of(self.counts(active), cost.latency_ms(list(active)), cost.source_ms)
@@ -158,14 +153,9 @@ def choose_active(
     from what is left of all when the least useful one is dropped while that helps; the better
     result counts, the smaller set where they are equal.
 
-    Args:
-        confidence: [exits, samples] of the tuning split.
-        agrees: [exits, samples].
-        cost: Of all exits, at the reference batch size.
-        max_disagreement: The constraint.
-        confidence_level: Of the certificate.
-        max_overhead: Share of the source model's time that exits may be sure to add where none
-            is taken (Apparate's ramp budget, 3.1); ``None`` is no limit.
+    Records are [exits, samples] of the tuning split, ``cost`` is that of all exits at the reference
+    batch size. ``max_overhead`` is the share of the source model's time that exits may be sure to
+    add where none is taken (Apparate's ramp budget, 3.1); ``None`` is no limit.
 
     Returns:
         Indices of the exits to keep, in depth order; may be empty.
@@ -177,7 +167,7 @@ def choose_active(
 
 
 def _neighbours(active: tuple[int, ...], exits: int) -> list[tuple[int, ...]]:
-    """Every set that has one exit less, one more, or one exchanged; smaller ones first."""
+    """List every set that has one exit less, one more, or one exchanged; smaller ones first."""
     others = [index for index in range(exits) if index not in active]
     fewer = [tuple(e for e in active if e != index) for index in active]
     more = [tuple(sorted({*active, other})) for other in others]
@@ -197,14 +187,9 @@ def certified_policy(
 ) -> ExitPolicy:
     """Find how far along the path the promise holds (Learn then Test).
 
-    Args:
-        active: Exits that the columns of ``path`` belong to.
-        path: [levels, len(active)], fixed without the certify split.
-        confidence: [exits, samples] of the certify split, all exits.
-        agrees: [exits, samples].
-        cost: For the predicted savings.
-        max_disagreement: The constraint.
-        confidence_level: Of the promise.
+    ``path`` [levels, active] has the thresholds of the ``active`` exits, fixed without the certify
+    split; ``confidence`` and ``agrees`` are [exits, samples] of that split, of all exits. The
+    certificate holds with probability ``confidence_level``, 1 − α; ``cost`` predicts the savings.
 
     Returns:
         The policy; without active exits if nothing passed or nothing was worth it.
@@ -243,7 +228,7 @@ def certified_policy(
         ),
         promise=Promise(
             max_disagreement=max_disagreement,
-            confidence=confidence_level,
+            confidence_level=confidence_level,
             certify_samples=certificate.samples,
             certify_errors=certificate.errors,
             p_value=certificate.p_value,

@@ -36,7 +36,7 @@ from offramp.calibration.learners import (
 _EVALUATED = 512
 """Samples that are answered at once."""
 _FEWEST_STEPS = 24
-"""Of an epoch: little data is taken in smaller batches, or heads would hardly be trained."""
+"""Fewest steps of an epoch: little data comes in smaller batches, or heads would hardly learn."""
 _SMALLEST_BATCH = 32
 _WARM_UP = 0.1
 """Share of the steps in which the learning rate rises."""
@@ -44,7 +44,7 @@ _WARM_UP = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOptions:
-    """How heads are trained."""
+    """The options of training."""
 
     epochs: int = 8
     batch_size: int = 512
@@ -61,7 +61,7 @@ class TrainingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedHead:
-    """A head for a candidate exit."""
+    """A trained head of a candidate exit, and its answers to the tuning split."""
 
     candidate: int
     head: Head
@@ -90,10 +90,10 @@ def train_heads(
     Args:
         train: Features to train on.
         tune: Features to answer with the trained heads; they also pick each head's best epoch.
-        cuts: Per candidate.
+        cuts: The candidates' cut tensors.
         families: Per candidate, the heads to train; may be none.
         probabilities: [train samples, classes], the source model's.
-        options: How.
+        options: How they are trained.
         known: Preconditioners by view, to be used where there is one; new ones are added.
         progress: Called with 1 after every step of :func:`count_steps`, from several threads.
 
@@ -131,12 +131,12 @@ def train_heads(
 
 
 def count_steps(families: Sequence[Sequence[Head]], options: TrainingOptions) -> int:
-    """How often :func:`train_heads` reports progress: once an epoch of heads on one view."""
+    """Count the progress reports of :func:`train_heads`: one an epoch of the heads on a view."""
     return options.epochs * len(_groups(families))
 
 
 def _groups(families: Sequence[Sequence[Head]]) -> dict[View, list[Head]]:
-    """Heads by what they see of a cut tensor, which is read once for all of them."""
+    """Group heads by what they see of a cut tensor, which is read once for all of them."""
     groups: dict[View, list[Head]] = {}
     for candidate, family in enumerate(families):
         for head in family:
@@ -189,14 +189,14 @@ def _fit(
 
 
 def _rate(progress: float) -> float:
-    """Factor on the learning rate after a share of the steps."""
+    """Give the factor on the learning rate after a share of the steps."""
     if progress < _WARM_UP:
         return (progress + 1e-3) / _WARM_UP
     return 0.5 * (1 + math.cos(math.pi * min((progress - _WARM_UP) / (1 - _WARM_UP), 1)))
 
 
 class _Best:
-    """A head's parameters at the lowest loss so far."""
+    """The parameters of a head at its lowest loss so far."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters, self._loss = parameters, math.inf
@@ -214,7 +214,7 @@ class _Best:
 
 @torch.no_grad()
 def _logits(learner: Learner, loaded: Any, samples: int) -> list[Tensor]:
-    """Every head's logits [samples, classes]."""
+    """Compute every head's logits [samples, classes]."""
     chunks = [
         [
             layers(x, training=False)
@@ -226,7 +226,7 @@ def _logits(learner: Learner, loaded: Any, samples: int) -> list[Tensor]:
 
 
 def _losses(learner: Learner, loaded: Any, wanted: Tensor) -> list[float]:
-    """Every head's loss against the source model's predictions [samples]."""
+    """Compute every head's loss against the source model's predictions [samples]."""
     logits = _logits(learner, loaded, len(wanted))
     return [functional.cross_entropy(values, wanted).item() for values in logits]
 

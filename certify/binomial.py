@@ -1,4 +1,4 @@
-"""The binomial tail, and what follows from it about an error rate; exact, standard library only."""
+"""The binomial tail, and exact bounds on an error rate from it; standard library only."""
 
 from __future__ import annotations
 

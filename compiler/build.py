@@ -30,7 +30,7 @@ from offramp.compiler.errors import EngineOptionsError, EnginesUnavailableError
 from offramp.compiler.progress import Progress, SilentProgress
 from offramp.engine.errors import BackendError
 from offramp.engine.kernels.compilation import load_kernels, source_hash
-from offramp.engine.kernels.errors import KernelCompilerNotFoundError
+from offramp.engine.kernels.compilers import KernelCompilerNotFoundError
 from offramp.engine.tensorrt.probe import find_device, parse_device, require
 
 UNKNOWN = "unknown"

@@ -8,11 +8,10 @@ import numpy as np
 
 from offramp.bundle import Bundle, ExitPolicy, Measured, write_bundle
 from offramp.bundle.bundle import check_target
-from offramp.calibration.dataset import Dataset, Parts, read_dataset, split
-from offramp.calibration.errors import DataError
+from offramp.calibration.dataset import DataError, Dataset, DataSplit, read_dataset, split
 from offramp.calibration.limits import (
-    Asked,
-    Limit,
+    BindingLimit,
+    PolicyTerms,
     limit_of_certificate,
     limit_of_choice,
     limit_of_heads,
@@ -141,12 +140,12 @@ def _limit(
     *,
     tune: ExitRecords,
     certify: ExitRecords,
-) -> Limit:
+) -> BindingLimit:
     """Find what kept all exits out of use, where no policy was certified."""
     profile = choice.profile
-    asked = Asked(
+    asked = PolicyTerms(
         max_disagreement=options.max_disagreement,
-        confidence=options.confidence,
+        confidence_level=options.confidence,
         max_overhead=options.max_overhead,
         batch_size=options.reference_batch_size,
     )
@@ -177,7 +176,7 @@ def warn_of_violations(rehearsed: Rehearsed | None) -> None:
         )
 
 
-def _verify(sliced: Sliced, parts: Parts, options: CompileOptions) -> None:
+def _verify(sliced: Sliced, parts: DataSplit, options: CompileOptions) -> None:
     """Compare chained segments and source model on the first samples."""
     try:
         verify(
@@ -192,7 +191,7 @@ def _verify(sliced: Sliced, parts: Parts, options: CompileOptions) -> None:
 
 
 def _timer(
-    sliced: Sliced, parts: Parts, options: CompileOptions, progress: Progress
+    sliced: Sliced, parts: DataSplit, options: CompileOptions, progress: Progress
 ) -> ProfileTimer:
     """Time on the training part, which is repeated if it is too short for a batch."""
     train = parts.train

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import AnswerForm, Head
-from offramp.bundle.manifest import HeadTrial
+from offramp.bundle.manifest import HeadScore
 from offramp.calibration.augmentation import MadeSamples, makes_sense, method_for
-from offramp.calibration.dataset import Parts
+from offramp.calibration.dataset import DataSplit
 from offramp.calibration.estimates import BackboneTimes
 from offramp.calibration.families import CutTensor, family_of
 from offramp.calibration.features import Recording, fit_projections, record
@@ -51,9 +51,9 @@ class BuiltExit:
     """The segment that the exit follows."""
     cut: CutTensor
     graph: bytes
-    heads: tuple[HeadTrial, ...]
+    heads: tuple[HeadScore, ...]
     """All heads that were trained to the end."""
-    best: HeadTrial
+    best: HeadScore
     """Of ``heads``, the one that nets most with no other exit beside it."""
 
 
@@ -62,7 +62,7 @@ class FoundExits:
     """Exits worth building, and how near the others came."""
 
     exits: tuple[BuiltExit, ...]
-    best: tuple[HeadTrial, ...]
+    best: tuple[HeadScore, ...]
     """Of every candidate with a head, the one that nets most, whether that is anything or not."""
 
 
@@ -73,7 +73,7 @@ def exit_prefix(candidate: int) -> str:
 
 def find_exits(
     sliced: Sliced,
-    parts: Parts,
+    parts: DataSplit,
     options: CompileOptions,
     backbone: BackboneTimes,
     *,
@@ -133,7 +133,7 @@ class _HeadSearch:
     progress: Progress
     preconditioners: Preconditioners = field(default_factory=dict)
 
-    def screen(self, real_samples: int) -> dict[int, list[HeadTrial]]:
+    def screen(self, real_samples: int) -> dict[int, list[HeadScore]]:
         """Train all heads a little, on real samples alone; time and judge them, by candidate."""
         samples = min(real_samples, SCREENING_SAMPLES)
         epochs = min(max(round(SCREENING_VISITS / samples), 1), self.options.training.epochs)
@@ -158,7 +158,7 @@ class _HeadSearch:
             for (candidate, tried), costs in zip(heads.items(), times, strict=True)
         }
 
-    def build(self, screened: Mapping[int, Sequence[HeadTrial]]) -> list[BuiltExit]:
+    def build(self, screened: Mapping[int, Sequence[HeadScore]]) -> list[BuiltExit]:
         """Train all heads on the best view of every candidate, on all samples, and build the best.
 
         Heads on one view share the reading; and whether a hidden layer pays shows late.
@@ -219,7 +219,7 @@ class _HeadSearch:
             ir_version=model.proto.ir_version,
         )
 
-    def _judge(self, trained: TrainedHead, cost_ms: float) -> HeadTrial:
+    def _judge(self, trained: TrainedHead, cost_ms: float) -> HeadScore:
         """Judge a head that takes ``cost_ms`` a batch, by the answers of the tuning split."""
         agrees = trained.prediction == self.truth
         column = self.backbone.batch_sizes.index(self.options.reference_batch_size)
@@ -231,7 +231,7 @@ class _HeadSearch:
             exits_ms=(cost_ms,),
         )
         bound = self.options.max_disagreement
-        return HeadTrial(
+        return HeadScore(
             head=trained.head,
             agreement=float(agrees.mean()),
             cost_ms=cost_ms,
@@ -239,7 +239,7 @@ class _HeadSearch:
         )
 
 
-def _best(heads: Sequence[HeadTrial]) -> HeadTrial:
+def _best(heads: Sequence[HeadScore]) -> HeadScore:
     return max(heads, key=lambda head: head.net_savings)
 
 
@@ -273,7 +273,7 @@ def _time_heads(
 
 
 def _record(
-    sliced: Sliced, parts: Parts, options: CompileOptions, directory: Path, progress: Progress
+    sliced: Sliced, parts: DataSplit, options: CompileOptions, directory: Path, progress: Progress
 ) -> tuple[Recording, Recording]:
     """Features of the training split, with made samples if wanted, and of the tuning split."""
     graph, outputs = attach_poolings(sliced.model, sliced.graphs, sliced.cuts)

@@ -21,13 +21,13 @@ from offramp.bundle import (
     TensorSpec,
     write_bundle,
 )
-from offramp.bundle.bundle import POLICY, RECORDS, REPORT, dump_profile
+from offramp.bundle.bundle import POLICY, RECORDS, REPORT
 from offramp.bundle.files import dump
 from offramp.bundle.manifest import SCHEMA_VERSION, Calibration, Source
 from offramp.bundle.measured import MEASURED
-from offramp.calibration.dataset import Parts
+from offramp.calibration.dataset import DataSplit
 from offramp.calibration.families import mask_of
-from offramp.calibration.limits import Limit
+from offramp.calibration.limits import BindingLimit
 from offramp.calibration.records import ExitRecords, dump_records
 from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
 from offramp.compiler.exits import BuiltExit, exit_prefix
@@ -40,7 +40,7 @@ _TOOLS = ("offramp", "onnx", "onnx-graphsurgeon", "onnxslim", "onnxruntime", "to
 
 
 def make_manifest(
-    sliced: Sliced, built: Draft, certify: ExitRecords, parts: Parts, options: CompileOptions
+    sliced: Sliced, built: Draft, certify: ExitRecords, parts: DataSplit, options: CompileOptions
 ) -> Manifest:
     """Describe the bundle; hashes are filled in when it is written."""
     model = sliced.model
@@ -84,7 +84,7 @@ def pack(
     tune: ExitRecords,
     certify: ExitRecords,
     rehearsed: Rehearsed | None,
-    limit: Limit | None = None,
+    limit: BindingLimit | None = None,
     measured: Measured | None = None,
 ) -> dict[str, bytes]:
     """Give the content of every file but manifest and policy, by path.
@@ -98,7 +98,7 @@ def pack(
     return {
         manifest.source.file: sliced.model.proto.SerializeToString(),
         **built.files,
-        "profiles/cpu.json": dump_profile(profile),
+        "profiles/cpu.json": dump(profile),
         RECORDS: dump_records(tune, certify),
         REPORT: report.encode(),
         **({} if rehearsed is None else {REHEARSAL: rehearsed.dump()}),

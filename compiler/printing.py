@@ -58,7 +58,7 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
 def _promised(promise: Promise, like: str) -> str:
     return (
         f"Disagreement with the unmodified model ≤ {100 * promise.max_disagreement:g}% on "
-        f"unseen data like {like}, with {100 * promise.confidence:g}% confidence "
+        f"unseen data like {like}, with {100 * promise.confidence_level:g}% confidence "
         f"({promise.certify_errors} of {promise.certify_samples} certify samples disagreed)."
     )
 

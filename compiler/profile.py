@@ -15,7 +15,8 @@ import onnx
 from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, ActiveExit, Bundle, Exit, ExitPolicy, Profile, Spread
-from offramp.bundle.bundle import CERTIFY, REPORT, dump_profile
+from offramp.bundle.bundle import CERTIFY, REPORT
+from offramp.bundle.files import dump
 from offramp.calibration.estimates import BackboneTimes
 from offramp.calibration.families import CutTensor
 from offramp.calibration.profiling import profile_backbone, profile_heads, profile_stages
@@ -179,7 +180,7 @@ def _write(bundle: Bundle, options: ProfileOptions, target: Path, profile: Profi
     policy = predicted_anew(bundle, profile)
     manifest = replace(bundle.manifest, name=bundle_name(target))
     report = render_report(manifest, policy, profile, certify_records(bundle), rehearsed)
-    changed = {PROFILE: dump_profile(profile), REPORT: report.encode()}
+    changed = {PROFILE: dump(profile), REPORT: report.encode()}
     rewrite(bundle, target, manifest, policy, changed, overwrite=options.replaces)
 
 

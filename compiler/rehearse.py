@@ -16,8 +16,7 @@ import numpy as np
 
 from offramp.bundle import Bundle, ExitPolicy, Manifest, Profile
 from offramp.bundle.bundle import RECORDS, REPORT
-from offramp.calibration.dataset import CERTIFY_SHARE, TUNE_SHARE, Dataset, read_dataset
-from offramp.calibration.errors import DataError
+from offramp.calibration.dataset import CERTIFY_SHARE, TUNE_SHARE, DataError, Dataset, read_dataset
 from offramp.calibration.records import ExitRecords, dump_records
 from offramp.calibration.rehearsal import (
     REHEARSAL,
@@ -109,7 +108,7 @@ def _asked(bundle: Bundle, options: RehearseOptions) -> tuple[RehearsalSettings,
     profile, promise = bundle.profile(), bundle.policy.promise
     kept = _kept_settings(bundle, profile)
     promised = kept.max_disagreement if promise is None else promise.max_disagreement
-    level = DEFAULT_CONFIDENCE_LEVEL if promise is None else promise.confidence
+    level = DEFAULT_CONFIDENCE_LEVEL if promise is None else promise.confidence_level
     bound, violations = options.max_disagreement or promised, options.max_violations
     settings = replace(
         kept,

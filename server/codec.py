@@ -40,7 +40,7 @@ _LOWEST_PRIORITY_LEVEL: Final = 2**31
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferCall:
-    """A decoded request."""
+    """The arguments of an engine call and the outputs to answer with, read from a request."""
 
     inputs: Mapping[str, NDArray[Any]]
     outputs: tuple[str, ...]
@@ -63,8 +63,10 @@ def read_request(
         time_remaining_s: What gRPC's deadline leaves; ``None`` without one.
 
     Raises:
+        ModelNotServedError: It names another version than ours.
         BadInputError: A tensor, an output name or a parameter is wrong.
     """
+    check_version(request.model_name, request.model_version)
     return InferCall(
         inputs=_inputs(request),
         outputs=_requested_outputs(request, model),

@@ -52,6 +52,13 @@ STATUS_CODES: Final[Mapping[type[EngineError], grpc.StatusCode]] = MappingProxyT
 ERROR_METADATA_KEY: Final = "offramp-error"
 """Trailing metadata: name of the error's class."""
 
+_WIRE_NAMES: Final[Mapping[type[EngineError], str]] = {
+    InvalidRequestError: "RequestError",
+    ModelNotServedError: "UnknownModelError",
+    BadInputError: "InvalidInputError",
+}
+"""Names in the metadata of the classes that are called otherwise there, as the client's are."""
+
 INTERNAL_ERROR: Final = "internal error of the server; its log has the details"
 """What a client is told of an exception that nobody expected."""
 
@@ -81,12 +88,16 @@ def answering_errors(method: _Method[_Request, _Response]) -> _Method[_Request, 
         try:
             return await method(request, context)
         except EngineError as error:
-            await _abort(context, status_code(error), str(error), type(error).__name__)
+            await _abort(context, status_code(error), str(error), _wire_name(error))
         except Exception:
             logger.exception("unexpected error in %s", method.__name__)
             await _abort(context, grpc.StatusCode.INTERNAL, INTERNAL_ERROR, "InternalError")
 
     return answered
+
+
+def _wire_name(error: EngineError) -> str:
+    return _WIRE_NAMES.get(type(error), type(error).__name__)
 
 
 async def _abort(

@@ -86,7 +86,6 @@ class RequestStream:
 
     async def _infer(self, request: ModelInferRequest) -> None:
         model = self._engine.model(request.model_name)
-        check_version(request.model_name, request.model_version)
         # gRPC's deadline is the whole stream's, and says nothing about one request of it.
         call = read_request(request, model, now_s=time.monotonic(), time_remaining_s=None)
         results = self._engine.infer_stream(
@@ -185,7 +184,6 @@ class InferenceService:
     ) -> messages.ModelInferResponse:
         """Decode, ask the engine, encode."""
         model = self._engine.model(request.model_name)
-        check_version(request.model_name, request.model_version)
         call = read_request(
             request,
             model,

@@ -49,7 +49,7 @@ def fake_model(name: str = "fake") -> ModelInfo:
     """``x: float32 [batch, 4]`` in, ``logits: float32 [batch, 3]`` out, one exit."""
     promise = Promise(
         max_disagreement=0.01,
-        confidence=0.95,
+        confidence_level=0.95,
         certify_samples=5000,
         certify_errors=12,
         p_value=1e-9,

@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from offramp.bundle import Bundle, Promise
 from offramp.bundle.bundle import CERTIFY
 from offramp.bundle.engines import Precision
-from offramp.calibration.dataset import Dataset
-from offramp.calibration.errors import DataError
+from offramp.calibration.dataset import DataError, Dataset
 from offramp.calibration.quantization import RANGE_SAMPLES, Ranges
 from offramp.calibration.running import BATCH_SIZE, run_over
 from offramp.certify.binomial import binomial_cdf, upper_bound
@@ -202,7 +201,7 @@ class PrecisionCheck:
         """
         if self.promise is None:
             return None
-        bound, alpha = self.promise.max_disagreement, 1 - self.promise.confidence
+        bound, alpha = self.promise.max_disagreement, 1 - self.promise.confidence_level
         if binomial_cdf(self.policy_differs, self.samples, bound) <= alpha:
             return "kept"
         as_many = 1 - binomial_cdf(self.policy_differs - 1, self.samples, bound)
@@ -217,8 +216,8 @@ class PrecisionCheck:
             f"(in fp32: {_share(self.policy_differs_fp32, self.samples)})"
         )
         if self.promise is not None:
-            most = upper_bound(self.policy_differs, self.samples, self.promise.confidence)
-            promised = f"{self.promise.max_disagreement:.2%} at {self.promise.confidence:.0%}"
+            most = upper_bound(self.policy_differs, self.samples, self.promise.confidence_level)
+            promised = f"{self.promise.max_disagreement:.2%} at {self.promise.confidence_level:.0%}"
             said = {
                 "kept": f"the promise ({promised}) holds",
                 "open": f"the promise ({promised}) is neither certified nor disproved: at most "

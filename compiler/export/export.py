@@ -144,7 +144,7 @@ def _metadata(bundle: Bundle, plan: Plan, names: Names, *, with_exits: bool) -> 
     }
     if promise is not None:
         said["promise"] = json.dumps(
-            {"max_disagreement": promise.max_disagreement, "confidence": promise.confidence}
+            {"max_disagreement": promise.max_disagreement, "confidence": promise.confidence_level}
         )
     if with_exits:
         said |= {"exit_output": names.exit, "confidence_output": names.confidence}

@@ -7,7 +7,7 @@ from functools import cache
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from offramp.bundle import ExitPolicy, Manifest, Measured, Profile
-from offramp.calibration.limits import Limit
+from offramp.calibration.limits import BindingLimit
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.rehearsal import Rehearsed
 from offramp.compiler.report import numbers, words
@@ -26,7 +26,7 @@ def render_report(
     certify: ExitRecords,
     rehearsed: Rehearsed | None = None,
     *,
-    limit: Limit | None = None,
+    limit: BindingLimit | None = None,
     measured: Measured | None = None,
 ) -> str:
     """Render the bundle's ``report.html``: one page that needs nothing beside it.

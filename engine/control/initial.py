@@ -107,7 +107,7 @@ def certified_on(
         active=tuple(ActiveExit(exit=e, threshold=threshold) for e, threshold in pairs),
         promise=Promise(
             max_disagreement=max_disagreement,
-            confidence=confidence_level,
+            confidence_level=confidence_level,
             certify_samples=found.samples,
             certify_errors=found.errors,
             p_value=found.p_value,

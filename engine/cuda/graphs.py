@@ -8,13 +8,13 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from offramp.engine.cuda.driver import Stream
 from offramp.engine.errors import BackendError
 
 INSTALL = "pip install cuda-bindings"
-"""What gives us graphs."""
+"""The remedy where there are no graphs."""
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class CudaGraphs:
         return None
 
     def _record(self, stream: Stream, enqueue: Callable[[], None]) -> Any:
-        """What ``enqueue`` enqueues, as a ``CUgraph``; the stream is as before in any case."""
+        """Capture what is enqueued as a ``CUgraph``; the stream is as before in any case."""
         driver = self._driver
         handle = driver.CUstream(stream.handle)
         # Thread local: other slots' threads may allocate meanwhile, this one may not.
@@ -108,18 +108,14 @@ class CudaGraph:
 
 
 def checked(driver: Any, what: str, returned: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The results of a call of ``cuda.bindings.driver``, which come after its status.
+    """Get the results of a call of ``cuda.bindings.driver``, which come after its status.
 
     Raises:
         BackendError: The status is an error.
     """
     status, *results = returned
     if status != driver.CUresult.CUDA_SUCCESS:
-        _fail(driver, what, status)
+        found, text = driver.cuGetErrorString(status)
+        said = text.decode() if found == driver.CUresult.CUDA_SUCCESS else "an unknown error"
+        raise BackendError(f"CUDA could not {what}: {said} ({getattr(status, 'name', status)})")
     return tuple(results)
-
-
-def _fail(driver: Any, what: str, status: Any) -> NoReturn:
-    found, text = driver.cuGetErrorString(status)
-    said = text.decode() if found == driver.CUresult.CUDA_SUCCESS else "an unknown error"
-    raise BackendError(f"CUDA could not {what}: {said} ({getattr(status, 'name', status)})")

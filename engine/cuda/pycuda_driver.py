@@ -227,7 +227,7 @@ class PyCudaDriver:
             raise BackendError(f"{left} pieces of device memory were not freed")
 
 
-class _Handle:
+class _PyCudaHandle:
     """A stream or an event of PyCUDA, which releases it with its last reference: ours."""
 
     what: ClassVar[str]
@@ -251,7 +251,7 @@ class _Handle:
         self._owned = None
 
 
-class PyCudaStream(_Handle):
+class PyCudaStream(_PyCudaHandle):
     """A stream: a :class:`offramp.engine.cuda.driver.Stream`."""
 
     what = "stream"
@@ -262,17 +262,16 @@ class PyCudaStream(_Handle):
         """CUDA's ``CUstream``."""
 
 
-class PyCudaEvent(_Handle):
+class PyCudaEvent(_PyCudaHandle):
     """An event: a :class:`offramp.engine.cuda.driver.StreamEvent`."""
 
     what = "event"
 
 
 class PyCudaPinned:
-    """Pinned memory: see :class:`offramp.engine.cuda.driver.Pinned`."""
+    """Pinned memory: a :class:`offramp.engine.cuda.driver.Pinned`, on an array of PyCUDA."""
 
     def __init__(self, array: NDArray[np.uint8], size_bytes: int, errors: _Errors) -> None:
-        """Take over an array on pinned memory of PyCUDA, its first ``size_bytes``."""
         self._errors = errors
         allocation: cuda.PagelockedHostAllocation = array.base
         self._allocation: cuda.PagelockedHostAllocation | None = allocation
@@ -297,8 +296,7 @@ class _Current(threading.local):
     who runs many stages in a row on a thread may hold a block open around them.
     """
 
-    def __init__(self, context: PrimaryContext) -> None:
-        """Called by every thread that uses it."""
+    def __init__(self, context: PrimaryContext) -> None:  # by every thread that uses it
         self._context = context
         self._depth = 0
         self._pushed = ExitStack()

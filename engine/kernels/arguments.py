@@ -1,4 +1,4 @@
-"""What the host hands to the kernels: parameter structs, scratch and launch geometry.
+"""Arguments of the kernels: parameter structs, scratch memory and launch geometry.
 
 Addresses are plain integers: of device memory, or of pinned host memory as the device sees it.
 The structs go by value as the only parameter of their kernel (in PyCUDA a ``numpy.void``), so that
@@ -91,7 +91,7 @@ _WORDS_A_PIECE = 128
 
 
 class CheckKind(IntEnum):
-    """What the scores are and what of them is checked (PAME 5.3)."""
+    """Kinds of exit check: what the scores are and what of them is checked (PAME 5.3)."""
 
     LOGITS = 0
     """[rows, classes]: largest softmax probability at the threshold."""
@@ -112,7 +112,7 @@ class CheckKind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitCheck:
-    """When a row exits. Semantics: ``engine/exit_check.py``."""
+    """The rule by which a row exits; its meaning is that of ``engine/exit_check.py``."""
 
     kind: CheckKind
     """Which check."""
@@ -151,7 +151,7 @@ class ExitCheck:
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Threads of a block."""
         many = self.kind.is_classification and self.channels >= _MANY_CLASSES
         return _THREADS_MANY_CLASSES if many else _THREADS
 
@@ -176,12 +176,12 @@ class RowCopy:
 
     @property
     def word_bytes(self) -> int:
-        """Of the words by which the kernels copy: all rows of both sides are aligned to them."""
+        """Bytes of the words by which kernels copy; all rows of both sides are aligned to them."""
         bits = self.source | self.target | self.row_bytes
         return next(word for word in (16, 4, 2, 1) if bits % word == 0)
 
     def pieces(self, rows: int) -> int:
-        """What warps copy at once, in all."""
+        """Number of pieces, each of which a warp copies at once."""
         return rows * _parts(self.row_bytes // self.word_bytes, _WORDS_A_PIECE)
 
     def overlaps(self, rows: int, copied: int) -> bool:
@@ -255,7 +255,7 @@ def stage_end(
     tensors: Sequence[RowCopy] = (),
     runs_on: int = 0,
 ) -> Launch:
-    """One launch after a stage: who exits, and compaction of those that go on.
+    """Make the launch after a stage: who exits, and compaction of those that go on.
 
     Args:
         check: When a row exits.
@@ -315,7 +315,7 @@ def stage_end(
 def gather_rows(
     tensors: Sequence[RowCopy], *, rows: int, count: int, source_rows: int, multiprocessors: int
 ) -> Launch:
-    """Copies given rows of tensors to the front of others.
+    """Make the launch that copies given rows of tensors to the front of others.
 
     Args:
         tensors: What is copied.

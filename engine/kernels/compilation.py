@@ -1,4 +1,4 @@
-"""From the kernels' sources to machine code of one GPU architecture, kept between runs.
+"""Compilation of the kernels to machine code of one GPU architecture, kept between runs.
 
 Machine code (a cubin), never PTX: the driver would have to compile that, and one older than the
 toolkit cannot. A cubin runs on any driver of the toolkit's major version.
@@ -19,8 +19,14 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from offramp.engine.kernels.compilers import INSTALL, OPTIONS, KernelCompiler, find_compilers
-from offramp.engine.kernels.errors import KernelCompileError, KernelCompilerNotFoundError
+from offramp.engine.kernels.compilers import (
+    INSTALL,
+    OPTIONS,
+    KernelCompileError,
+    KernelCompiler,
+    KernelCompilerNotFoundError,
+    find_compilers,
+)
 
 FOLDER = Path(__file__).parent
 """Where the sources lie."""
@@ -31,13 +37,13 @@ logger = logging.getLogger(__name__)
 
 
 def architecture_of(compute_capability: tuple[int, int]) -> str:
-    """The compilers' name for GPUs of a compute capability: (9, 0) is ``sm_90``."""
+    """Name GPUs of a compute capability as compilers do: (9, 0) is ``sm_90``."""
     major, minor = compute_capability
     return f"sm_{major}{minor}"
 
 
 def source_hash(folder: Path = FOLDER) -> str:
-    """SHA-256 in hexadecimal over all sources of the kernels and the compilers' options.
+    """Hash all sources of the kernels and the compilers' options: SHA-256 in hexadecimal.
 
     Two cubins of one architecture are interchangeable when this is equal.
     """
@@ -49,44 +55,32 @@ def source_hash(folder: Path = FOLDER) -> str:
 
 
 def program(folder: Path = FOLDER) -> str:
-    """The text that is compiled: all kernels together, so that one cubin has them all."""
+    """Make the text that is compiled: all kernels together, so that one cubin has them all."""
     return "".join(f'#include "{path.name}"\n' for path in sorted(folder.glob("*.cu")))
 
 
 def compile_kernels(
     architecture: str,
+    compilers: Iterable[KernelCompiler],
     *,
     folder: Path = FOLDER,
-    compilers: Iterable[KernelCompiler] | None = None,
     driver_version: tuple[int, int] | None = None,
-) -> bytes:
-    """Compiles all kernels into one cubin.
+) -> tuple[KernelCompiler, bytes]:
+    """Compile all kernels into one cubin.
 
     Args:
         architecture: Such as ``sm_90``.
+        compilers: What to try, in order.
         folder: Where the sources lie.
-        compilers: What to try, in order; None: what this machine has.
         driver_version: Newest CUDA that the driver runs; compilers of a newer major version are
             passed over. None: it is not known.
 
     Returns:
-        The cubin.
+        The first compiler that succeeds, and its cubin.
 
     Raises:
-        KernelCompilerNotFoundError: There is no compiler.
         KernelCompileError: None of them gave a cubin for this architecture.
     """
-    found = find_compilers() if compilers is None else compilers
-    return _compile(architecture, folder, found, driver_version)[1]
-
-
-def _compile(
-    architecture: str,
-    folder: Path,
-    compilers: Iterable[KernelCompiler],
-    driver_version: tuple[int, int] | None,
-) -> tuple[KernelCompiler, bytes]:
-    """The first compiler that succeeds, and its cubin."""
     text = program(folder)
     said = []
     for compiler in compilers:
@@ -127,7 +121,7 @@ def load_kernels(
     *,
     driver_version: tuple[int, int] | None = None,
 ) -> bytes:
-    """The kernels' cubin for a GPU, compiled if this was not done before.
+    """Get the kernels' cubin for a GPU, compiled if this was not done before.
 
     Args:
         compute_capability: Of the GPU.
@@ -158,7 +152,7 @@ def load_kernels(
             kept = _read(folder / _file_name(stem, compiler))
             if kept is not None:
                 return kept
-    compiler, cubin = _compile(architecture, FOLDER, compilers, driver_version)
+    compiler, cubin = compile_kernels(architecture, compilers, driver_version=driver_version)
     if folder is not None:
         _write(folder / _file_name(stem, compiler), cubin)
     return cubin
@@ -170,7 +164,7 @@ def _file_name(stem: str, compiler: KernelCompiler) -> str:
 
 
 def _read_any(folder: Path, stem: str, driver_version: tuple[int, int] | None) -> bytes | None:
-    """A cubin of the cache that the driver runs, whoever compiled it."""
+    """Read a cubin of the cache that the driver runs, whoever compiled it."""
     for path in sorted(folder.glob(f"{stem}-cuda*.kernels")):
         major = re.match(r"cuda(\d+)-", path.name.removeprefix(f"{stem}-"))
         if major is not None and _runs(int(major[1]), driver_version):
@@ -190,7 +184,7 @@ def _user_cache() -> Path | None:
 
 
 def _read(path: Path) -> bytes | None:
-    """A cubin of the cache, unless it is not there or not whole.
+    """Read a cubin of the cache; ``None`` if it is not there or not whole.
 
     A file is the SHA-256 of the cubin and then the cubin, so that one rename puts both there.
     """
@@ -206,7 +200,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, cubin: bytes) -> None:
-    """Puts a cubin into the cache whole, or leaves it be."""
+    """Put a cubin into the cache whole, or leave it be."""
     scratch = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,12 @@
-"""The two CUDA compilers that can make our kernels: nvcc and NVRTC.
+"""The two CUDA compilers that can make our kernels, nvcc and NVRTC, and what goes wrong with them.
 
 Both make a cubin (machine code of one GPU architecture) of the same text with the same options.
 NVRTC is a library: it needs no toolkit and no C++ compiler, and like nvcc it needs no GPU and no
-driver. Its Python bindings are imported only when it is looked for.
+driver. Its Python bindings are imported only when it is looked for::
+
+    BackendError
+    ├── KernelCompilerNotFoundError  neither nvcc nor NVRTC is here
+    └── KernelCompileError           a compiler is here, but gave no cubin
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from offramp.engine.kernels.errors import KernelCompileError, KernelCompilerNotFoundError
+from offramp.engine.errors import BackendError
 
 OPTIONS = ("-std=c++17", "--ptxas-options=-v")
 """Of both compilers. Never ``--use_fast_math``: confidences must equal those of numpy. ``-v``
@@ -36,8 +40,16 @@ _TIMEOUT_S = 300
 """Of one run of nvcc: the kernels take about two seconds."""
 
 
+class KernelCompilerNotFoundError(BackendError):
+    """No CUDA compiler can be found; the message says where was looked and what to install."""
+
+
+class KernelCompileError(BackendError):
+    """The compilers cannot make the kernels for a GPU; the message has what they said."""
+
+
 class Compiled(NamedTuple):
-    """What a compiler gave."""
+    """The result of a compiler."""
 
     cubin: bytes
     """An ELF file with machine code for one architecture."""
@@ -50,7 +62,7 @@ class KernelCompiler(Protocol):
 
     @property
     def name(self) -> str:
-        """Which compiler of which version, for messages."""
+        """Name and version, for messages."""
 
     @property
     def cuda_major(self) -> int:
@@ -58,10 +70,10 @@ class KernelCompiler(Protocol):
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        """What it can compile for, such as ``sm_90``."""
+        """Architectures that it can compile for, such as ``sm_90``."""
 
     def compile(self, text: str, architecture: str, folder: Path) -> Compiled:
-        """Compiles a text for an architecture.
+        """Compile a text for an architecture.
 
         Args:
             text: The program.
@@ -76,10 +88,6 @@ class KernelCompiler(Protocol):
 class Nvcc:
     """The toolkit's compiler; it needs a C++ compiler beside it."""
 
-    name: str
-    cuda_major: int
-    architectures: tuple[str, ...]
-
     def __init__(self) -> None:
         self._path = _find_nvcc()
         version = re.search(r"release ((\d+)\.\d+)", self._ask("--version"))
@@ -90,7 +98,7 @@ class Nvcc:
         self.architectures = tuple(self._ask("--list-gpu-code").split())
 
     def compile(self, text: str, architecture: str, folder: Path) -> Compiled:
-        """Compiles a text; see :class:`KernelCompiler`."""
+        """Compile a text for an architecture."""
         try:
             with tempfile.TemporaryDirectory(prefix="offramp-kernels-") as scratch:
                 return self._compile_in(Path(scratch), text, architecture, folder)
@@ -131,7 +139,7 @@ def _run(command: list[str | Path]) -> subprocess.CompletedProcess[str]:
 
 
 def _find_nvcc() -> Path:
-    """PATH first, then where toolkits are told or used to be."""
+    """Search PATH first, then where toolkits are told or used to be."""
     if found := shutil.which("nvcc"):
         return Path(found)
     told = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
@@ -146,10 +154,6 @@ def _find_nvcc() -> Path:
 
 class Nvrtc:
     """The compiler as a library, by the Python package ``cuda-bindings``."""
-
-    name: str
-    cuda_major: int
-    architectures: tuple[str, ...]
 
     def __init__(self) -> None:
         try:
@@ -171,7 +175,7 @@ class Nvrtc:
         self.architectures = tuple(f"sm_{number}" for number in supported)
 
     def compile(self, text: str, architecture: str, folder: Path) -> Compiled:
-        """Compiles a text; see :class:`KernelCompiler`."""
+        """Compile a text for an architecture."""
         nvrtc = self._nvrtc
         (program,) = self._checked(
             nvrtc.nvrtcCreateProgram(text.encode(), b"kernels.cu", 0, [], [])
@@ -198,7 +202,7 @@ class Nvrtc:
         return bytes(content)
 
     def _checked(self, returned: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The results of a call, which come after its status."""
+        """Get the results of a call, which come after its status."""
         status, *results = returned
         if status != self._nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise KernelCompileError(f"NVRTC ended with {status.name}")
@@ -206,7 +210,7 @@ class Nvrtc:
 
 
 def find_compilers() -> tuple[KernelCompiler, ...]:
-    """The compilers of this machine, to be tried in this order: nvcc, then NVRTC.
+    """Find the compilers of this machine, to be tried in this order: nvcc, then NVRTC.
 
     nvcc first: where somebody installed a toolkit, it is the one that fits the driver.
 

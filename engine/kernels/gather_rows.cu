@@ -1,4 +1,4 @@
-// Copies given rows of several tensors: select, park and join of engine/backends/base.py.
+// Copies given rows of several tensors: select, buffer and merge of engine/backends/base.py.
 
 #include "row_copy.cuh"
 

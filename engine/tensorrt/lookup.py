@@ -1,4 +1,4 @@
-"""Which engines of a bundle run a stage on this machine.
+"""The lookup of the engines of a bundle that run a stage on this machine.
 
 A stage whose segments and exit were built as one engine has that; another has the engines of its
 segments, one after the other, which cost a border each, until it is built. Engines of another
@@ -35,7 +35,7 @@ refused, what it costs in answers. So the least of those that were built is serv
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlace:
-    """The GPU that engines shall run on, as messages and the store name it."""
+    """The GPU and TensorRT that engines shall run on, as messages and the store name them."""
 
     gpu: str
     """As its driver names it."""
@@ -68,7 +68,7 @@ class EnginePlace:
         return tuple(p for p in wanted if self.target(p) in known)
 
     def remedy(self, bundle: Path) -> str:
-        """The command that builds what is missing."""
+        """Give the command that builds what is missing."""
         path = shlex.quote(str(bundle))
         asked = f" --precision {self.precision}" if self.precision else ""
         return f"build them here: eecompile build {path} --device {self.device}{asked}"

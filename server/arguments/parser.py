@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -109,15 +109,6 @@ def add_network(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def server_options(given: argparse.Namespace) -> ServerOptions:
-    """The server's own options, as the command line gives them.
-
-    Raises:
-        ValueError: Both ports are the same.
-    """
-    return ServerOptions(**{f.name: getattr(given, f.name) for f in fields(ServerOptions)})
-
-
 _DESCRIPTION: Final = """\
 Serve bundles over gRPC (Open Inference Protocol, as Triton's clients speak it), with a
 status page, health probes and Prometheus metrics over HTTP.
@@ -189,7 +180,7 @@ def _understand(given: argparse.Namespace) -> Arguments:
     return Arguments(
         models=name_models(given.bundles, [*given.model, *configured]),
         engine=options,
-        server=server_options(given),
+        server=ServerOptions(**settings_in(given, ServerOptions)),
         log_level=given.log_level,
         log_format=given.log_format,
     )

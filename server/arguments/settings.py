@@ -3,64 +3,40 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeAlias
 
 from offramp.bundle.engines import PRECISIONS
 from offramp.engine.backends.factory import BACKENDS
 from offramp.engine.options import CONTROLLERS, EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
 from offramp.server.arguments.values import integer, mode, number, policy, share
-from offramp.server.options import DEFAULT_MODE
+from offramp.server.options import DEFAULT_MODE, ServerOptions
+
+_Defaults: TypeAlias = EngineOptions | ModelOptions | ServerOptions
 
 
-class Adder(Protocol):
-    """Adds an option; ``how`` is what ``add_argument`` takes beside."""
+def option_adder(group: argparse._ArgumentGroup, defaults: _Defaults) -> Callable[..., None]:
+    """A function ``add(flag, text, **how)`` that adds an option to a group.
 
-    def __call__(self, flag: str, text: str, **how: Any) -> None:
-        """Add it, told with its default unless there is none."""
-        ...
-
-
-def setting_adder(group: argparse._ArgumentGroup, defaults: EngineOptions | ModelOptions) -> Adder:
-    """Add options that a configuration file may set too.
-
-    Where one is not given, it is absent from the namespace, so that the file counts; its name
-    there is the name of the field.
+    ``how`` is what ``add_argument`` takes beside. The text names the default, unless that is
+    ``None``. The option's name in the namespace is that of the field; where it is not given it is
+    absent there, so that the configuration file, or else the field's default, counts.
     """
 
     def add(flag: str, text: str, **how: Any) -> None:
-        field = how.pop("dest", _destination(flag))
-        text = _with_default(text, getattr(defaults, field))
-        group.add_argument(flag, dest=field, default=argparse.SUPPRESS, help=text, **how)
+        field = how.pop("dest", flag.removeprefix("--").replace("-", "_"))
+        default = getattr(defaults, field)
+        told = text if default is None else f"{text} (default: {default})"
+        group.add_argument(flag, dest=field, default=argparse.SUPPRESS, help=told, **how)
 
     return add
 
 
-def settings_in(
-    given: argparse.Namespace, kind: type[EngineOptions | ModelOptions]
-) -> dict[str, Any]:
+def settings_in(given: argparse.Namespace, kind: type[_Defaults]) -> dict[str, Any]:
     """The fields of ``kind`` that the command line sets, by name."""
     return {f.name: getattr(given, f.name) for f in fields(kind) if hasattr(given, f.name)}
-
-
-def option_adder(group: argparse._ArgumentGroup, defaults: object) -> Adder:
-    """Add options that are set on the command line alone; defaults are read from an object."""
-
-    def add(flag: str, text: str, **how: Any) -> None:
-        default = getattr(defaults, _destination(flag))
-        group.add_argument(flag, default=default, help=_with_default(text, default), **how)
-
-    return add
-
-
-def _destination(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
-
-
-def _with_default(text: str, default: object) -> str:
-    return text if default is None else f"{text} (default: {default})"
 
 
 MODES: Final[Mapping[Mode, str]] = {
@@ -101,14 +77,14 @@ def add_control(parser: argparse.ArgumentParser) -> None:
         "Of exits over their answers. Modes and controllers are described below; all but mode and\n"
         "state may differ between models in the configuration file.",
     )
-    add = setting_adder(group, EngineOptions(mode=DEFAULT_MODE))
+    add = option_adder(group, EngineOptions(mode=DEFAULT_MODE))
     add(
         "--mode",
         "what happens to a sample that is sure enough at an exit",
         metavar=f"{{{','.join(MODES)}}}",
         type=mode,
     )
-    add = setting_adder(group, ModelOptions())
+    add = option_adder(group, ModelOptions())
     add(
         "--max-disagreement",
         "largest share of answers that may differ from the unmodified model's, 0.01 for 1 %% "
@@ -187,7 +163,7 @@ def _describe(words: Mapping[Any, str]) -> Iterator[str]:
 def add_execution(parser: argparse.ArgumentParser) -> None:
     """Add the options; all are fields of :class:`EngineOptions`."""
     group = parser.add_argument_group("execution")
-    add = setting_adder(group, EngineOptions())
+    add = option_adder(group, EngineOptions())
     add(
         "--backend",
         "what executes the stages: tensorrt, on engines of eecompile build; cuda, that is ONNX "
@@ -221,7 +197,7 @@ def add_execution(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=integer(1),
     )
-    add = setting_adder(group.add_mutually_exclusive_group(), EngineOptions())
+    add = option_adder(group.add_mutually_exclusive_group(), EngineOptions())
     add(
         "--parallel-below",
         "a new batch starts beside running ones once each has fewer samples than this (PAME's "
@@ -263,7 +239,7 @@ def add_scheduling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "scheduling", "Of every model that the configuration file does not say otherwise of."
     )
-    add = setting_adder(group, ModelOptions())
+    add = option_adder(group, ModelOptions())
     add("--policy", "one of those below", metavar="NAME", type=policy, dest="scheduling")
     add(
         "--slo-ms",

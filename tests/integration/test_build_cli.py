@@ -274,7 +274,7 @@ def test_options_of_engines_without_the_backend_are_refused(run: Shell) -> None:
 
 
 def broken(**_: Any) -> PrecisionCheck:
-    promise = Promise(max_disagreement=0.01, confidence=0.95, certify_samples=500,
+    promise = Promise(max_disagreement=0.01, confidence_level=0.95, certify_samples=500,
                       certify_errors=0, p_value=0.01, predicted_savings=0.3)  # fmt: skip
     return PrecisionCheck(
         precision="int8", samples=1000, unseen=True, source_differs=10, policy_differs=100,

@@ -205,7 +205,7 @@ def test_the_promise_is_what_the_records_say(compiled) -> None:
     assert [e.agreement for e in bundle.manifest.exits] == [
         pytest.approx(row.mean()) for row in agrees[:, certify]
     ]
-    assert (promise.max_disagreement, promise.confidence) == (0.05, 0.95)
+    assert (promise.max_disagreement, promise.confidence_level) == (0.05, 0.95)
     assert promise.certify_samples == certify.sum() == 350
     assert promise.certify_errors == found.errors
     assert promise.p_value == binomial_cdf(found.errors, 350, 0.05) <= 0.05
@@ -223,7 +223,7 @@ def test_labels_are_reported_where_there_are_any(compiled) -> None:
         assert accuracy == pytest.approx(right[certify].mean())
 
 
-def test_a_hopeless_problem_is_served_without_exits(
+def test_a_problem_without_good_exits_is_served_without_exits(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     equal_times: None,

@@ -84,7 +84,7 @@ def test_disagreement_on_unseen_data_keeps_the_promise(
     (more than three standard deviations), and may fail in one compile of twenty."""
     promise = fashion.policy.promise
     assert promise is not None
-    assert promise.p_value <= 1 - promise.confidence
+    assert promise.p_value <= 1 - promise.confidence_level
     tensors = test_data.take(slice(None))
     logits, stage = answers_of(make_plan(fashion), tensors)
     wanted = np.concatenate(

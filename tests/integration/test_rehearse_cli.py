@@ -17,7 +17,7 @@ from offramp.bundle import NEVER, Bundle, ExitPolicy
 from offramp.calibration import profiling
 from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
 from offramp.certify import binomial_cdf, evaluate
-from offramp.compiler import rehearse
+from offramp.compiler import policy
 from offramp.compiler.cli import COMMANDS, main
 
 MADE_WITH = ("--selection", "pame", "--rehearsal-batch", "24", "--max-violations", "0.1")
@@ -89,7 +89,7 @@ def assert_promise_is_what_the_records_say(bundle: Bundle) -> None:
         thresholds_of(bundle),
     )
     assert promise is not None
-    assert (promise.max_disagreement, promise.confidence) == (0.05, 0.95)
+    assert (promise.max_disagreement, promise.confidence_level) == (0.05, 0.95)
     assert promise.certify_samples == certify.sum() == bundle.manifest.calibration.certify_samples
     assert promise.certify_errors == found.errors
     assert promise.p_value == binomial_cdf(found.errors, int(certify.sum()), 0.05) <= 0.05
@@ -214,7 +214,7 @@ def test_what_is_asked_for_is_promised(bundle: Bundle) -> None:
     renewed = Bundle.open("new.ee")
     assert renewed.policy.promise is not None
     promise, settings = renewed.policy.promise, rehearsed(renewed).rehearsal.settings
-    assert (promise.max_disagreement, promise.confidence) == (0.1, 0.9)
+    assert (promise.max_disagreement, promise.confidence_level) == (0.1, 0.9)
     assert (settings.batch_size, settings.max_violations) == (8, 0.0)
 
 
@@ -223,7 +223,7 @@ def test_a_load_for_which_nothing_can_be_certified_is_served_without_exits(
 ) -> None:
     with monkeypatch.context() as patched:
         none = ExitPolicy(version=1, active=())
-        patched.setattr(rehearse, "certified_policy", lambda *_a, **_k: none)
+        patched.setattr(policy, "certified_policy", lambda *_a, **_k: none)
         assert main(["rehearse", "tiny.ee", "--data", "harder.npz"]) == 0
     renewed = Bundle.open("tiny.ee")
     assert renewed.policy == ExitPolicy(version=bundle.policy.version + 1, active=())

@@ -1,1 +1,5 @@
-"""Measurements: every figure is labelled as measured, and names its environment."""
+"""``eebench``: measures and simulates bundles and servers; every figure names its origin.
+
+May import: certify, bundle, client, engine, engine.backends, engine.control, engine.scheduling,
+engine.tensorrt, calibration, compiler, proto.
+"""

@@ -34,7 +34,7 @@ from offramp.tools.bench.adapt.scenarios import (
     scenarios_of,
 )
 from offramp.tools.bench.adapt.scores import course, hindsight, score
-from offramp.tools.bench.adapt.sequence import Population, Sequence, draw
+from offramp.tools.bench.adapt.sequence import Population, SampleSequence, draw
 from offramp.tools.bench.arguments import positive, share
 from offramp.tools.bench.output import (
     check_outputs,
@@ -159,7 +159,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _compare(
-    sequence: Sequence, names: list[str], workplace: Workplace, settings: ReplaySettings
+    sequence: SampleSequence, names: list[str], workplace: Workplace, settings: ReplaySettings
 ) -> Comparison:
     """Serve a sequence under one controller after another."""
     bound, runs = workplace.max_disagreement, []
@@ -218,7 +218,7 @@ def _workplace(bundle: Bundle, options: argparse.Namespace) -> Workplace:
         batch_size=options.batch_size,
         costs=costs,
         max_disagreement=constraint,
-        confidence=options.confidence,
+        confidence_level=options.confidence,
         ramp_budget=options.ramp_budget,
         audit_budget=options.audit_budget,
     )
@@ -261,7 +261,7 @@ def _warn(console: Console, bundle: Bundle, datasets: dict[str, Dataset]) -> Non
 
 def _sequences(
     bundle: Bundle, datasets: dict[str, Dataset], options: argparse.Namespace, bars: Progress
-) -> Iterator[Sequence]:
+) -> Iterator[SampleSequence]:
     settings = ScenarioSettings(
         samples=options.samples,
         corruption=options.corruption,
@@ -290,7 +290,7 @@ def _write(
         bundle=options.bundle.name,
         data=[path.name for path in options.data],
         max_disagreement=workplace.max_disagreement,
-        confidence=workplace.confidence,
+        confidence=workplace.confidence_level,
         audit_budget=workplace.audit_budget,
         ramp_budget=workplace.ramp_budget,
         batch_size=options.batch_size,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 from offramp.bundle import Bundle, TensorSpec
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.paired import (
+    BatchRunner,
+    ComparedSystem,
     PlainModel,
-    Runner,
     StagedModel,
-    System,
     measure_in_turn,
     never_exiting,
     plain_session,
@@ -59,10 +59,6 @@ class Row:
     accuracy: float | None
     exit_shares: dict[str, float]
 
-    def to_json(self) -> dict[str, Any]:
-        """The fields as plain values."""
-        return asdict(self)
-
 
 def compare(
     bundle: Bundle,
@@ -73,7 +69,7 @@ def compare(
     batch_sizes: Sequence[int],
     rounds: int,
     samples: int,
-    others: Mapping[str, Runner] | None = None,
+    others: Mapping[str, BatchRunner] | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[Row]:
     """Measure source model, bundle, and bundle with nothing exiting.
@@ -106,7 +102,7 @@ def compare(
     }
     slot = backend.open_slot()
     try:
-        runners: dict[str, Runner] = {}
+        runners: dict[str, BatchRunner] = {}
         if SOURCE not in pipelines:
             source, output = bundle.manifest.source.file, bundle.manifest.answer.output
             runners[SOURCE] = PlainModel(bundle.read(source), output, threads)
@@ -118,7 +114,7 @@ def compare(
         runners |= others or {}
         rows: list[Row] = []
         for size in batch_sizes:
-            systems = [System(name, runner) for name, runner in runners.items()]
+            systems = [ComparedSystem(name, runner) for name, runner in runners.items()]
             used = _measure_size(
                 systems, dataset, size, rounds=rounds, samples=samples, progress=progress
             )
@@ -153,7 +149,7 @@ def batches_of(dataset: Dataset, size: int, rounds: int, samples: int) -> int:
 
 
 def _measure_size(
-    systems: Sequence[System],
+    systems: Sequence[ComparedSystem],
     dataset: Dataset,
     size: int,
     *,
@@ -179,7 +175,7 @@ def _measure_size(
 
 
 def _row(
-    system: System,
+    system: ComparedSystem,
     plan: Plan,
     size: int,
     truth: NDArray[np.int64],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def run(options: argparse.Namespace) -> int:
     title = f"{options.bundle}: measured on {backend.name}"
     print_rows(console, rows, title=title, baseline=baseline)
     if options.json is not None:
-        document = {"rows": [row.to_json() for row in rows], "environment": environment}
+        document = {"rows": [asdict(row) for row in rows], "environment": environment}
         write_json(options.json, document)
     return 0
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
 from offramp.bundle.engines import Precision
-from offramp.calibration.paired import Runner
+from offramp.calibration.paired import BatchRunner
 from offramp.compiler.engines.options import SizeRange, parse_batches
 from offramp.engine.backends.factory import kernels_for, make_backend
 from offramp.engine.cuda.backend import CudaBackend
@@ -70,7 +70,9 @@ class Machine(Protocol):
         """
         ...
 
-    def bare(self, bundle: Bundle, batches: Sequence[int]) -> AbstractContextManager[Runner] | None:
+    def bare(
+        self, bundle: Bundle, batches: Sequence[int]
+    ) -> AbstractContextManager[BatchRunner] | None:
         """The source model without anything of ours around it, where there is such a thing."""
         ...
 
@@ -156,7 +158,9 @@ class GpuMachine:
             raise EngineBuildError(f"{bundle.name}, {failed.unit.name}: {failed.problem}")
         return {r.unit.name: r.entry.build_s for r in summary.results if r.entry is not None}
 
-    def bare(self, bundle: Bundle, batches: Sequence[int]) -> AbstractContextManager[Runner] | None:
+    def bare(
+        self, bundle: Bundle, batches: Sequence[int]
+    ) -> AbstractContextManager[BatchRunner] | None:
         """TensorRT's engine in the shortest loop there is."""
         return _bare_engine(bundle, self._index, batches) if self.backend == "tensorrt" else None
 
@@ -183,7 +187,7 @@ def profiles_of(batches: Sequence[int]) -> str:
 
 
 class BareEngine:
-    """The source model's engine: copy in, run, copy out; a :class:`Runner`."""
+    """The source model's engine: copy in, run, copy out; a :class:`BatchRunner`."""
 
     def __init__(self, engine: Any, answer: str, stack: ExitStack, batches: Sequence[int]) -> None:
         """Use an engine.
@@ -222,7 +226,7 @@ class BareEngine:
 
 
 @contextmanager
-def _bare_engine(bundle: Bundle, index: int, batches: Sequence[int]) -> Iterator[Runner]:
+def _bare_engine(bundle: Bundle, index: int, batches: Sequence[int]) -> Iterator[BatchRunner]:
     from offramp.engine.tensorrt import compat  # noqa: PLC0415
     from offramp.engine.tensorrt.device import primary_context  # noqa: PLC0415
     from offramp.engine.tensorrt.lookup import EnginePlace, find_engines  # noqa: PLC0415

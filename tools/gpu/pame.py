@@ -9,14 +9,14 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
-from offramp.calibration.paired import Runner
+from offramp.calibration.paired import BatchRunner
 from offramp.engine.backends.base import Slot
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, make_plan
@@ -72,7 +72,7 @@ def latencies(
         for share in settings.go_on:
             data = model.samples(settings.samples, share, seed=settings.seed)
             with ExitStack() as stack:
-                others: dict[str, Runner] = {}
+                others: dict[str, BatchRunner] = {}
                 bare = machine.bare(bundle, settings.batches)
                 if bare is not None:
                     others[BARE] = stack.enter_context(bare)
@@ -86,7 +86,7 @@ def latencies(
                     samples=settings.samples,
                     others=others,
                 )
-            found += [{"go_on_replayed": share_name(share), **row.to_json()} for row in rows]
+            found += [{"go_on_replayed": share_name(share), **asdict(row)} for row in rows]
     finally:
         backend.close()
     return [{**row, "baseline": baseline_of(backend, 1)} for row in found]

@@ -35,7 +35,8 @@ from offramp.bundle import (
     TensorSpec,
     write_bundle,
 )
-from offramp.bundle.bundle import RECORDS, dump_profile
+from offramp.bundle.bundle import RECORDS
+from offramp.bundle.files import dump
 from offramp.bundle.manifest import SCHEMA_VERSION, Calibration, Source
 from offramp.calibration.families import CutTensor
 from offramp.compiler.cuts import find_cuts
@@ -52,7 +53,7 @@ _SAMPLES = 2000
 """Of the records that are made up."""
 _PROMISE = Promise(
     max_disagreement=0.01,
-    confidence=0.99,
+    confidence_level=0.99,
     certify_samples=_SAMPLES // 2,
     certify_errors=0,
     p_value=0.99 ** (_SAMPLES // 2),
@@ -148,7 +149,7 @@ def plain_bundle(
         inputs = (*inputs, TensorSpec(name=REPLAY, dtype="float32", shape=("batch", len(exits))))
         shapes[REPLAY] = (len(exits),)
     files["source.onnx"] = source.SerializeToString()
-    files["profiles/cpu.json"] = dump_profile(_made_up_profile(segments, len(exits)))
+    files["profiles/cpu.json"] = dump(_made_up_profile(segments, len(exits)))
     files[RECORDS] = _made_up_records(len(exits), pieces.model.answer.classes)
     manifest = Manifest(
         schema_version=SCHEMA_VERSION,

@@ -257,7 +257,7 @@ class ApparateController(PublishedController):
         task = self._tuning(exits)
         if len(task[0]) < least:
             newest = self._recent.confidence(exits, least)
-            known = np.asarray(~np.isnan(newest).any(axis=1)).tolist()
+            known: BoolArray = np.asarray(~np.isnan(newest).any(axis=1))
             exits = tuple(e for e, saw_all in zip(exits, known, strict=True) if saw_all)
             task = self._tuning(exits)
         samples = len(task[0])

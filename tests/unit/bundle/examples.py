@@ -21,8 +21,8 @@ from offramp.bundle import (
     TensorSpec,
     write_bundle,
 )
-from offramp.bundle.bundle import dump_profile
-from offramp.bundle.manifest import SCHEMA_VERSION, Calibration, HeadTrial, Source
+from offramp.bundle.files import dump
+from offramp.bundle.manifest import SCHEMA_VERSION, Calibration, HeadScore, Source
 
 HEAD = Head(kind="grid", grid=2, hidden=64)
 
@@ -53,7 +53,7 @@ MANIFEST = Manifest(
             confidence="exit/confidence",
             head=HEAD,
             agreement=0.875,
-            trials=(HeadTrial(head=HEAD, agreement=0.9, cost_ms=0.5, net_savings=-0.25),),
+            trials=(HeadScore(head=HEAD, agreement=0.9, cost_ms=0.5, net_savings=-0.25),),
         ),
     ),
     calibration=Calibration(
@@ -73,7 +73,7 @@ POLICY = ExitPolicy(
     active=(ActiveExit(exit=0, threshold=0.9),),
     promise=Promise(
         max_disagreement=0.01,
-        confidence=0.95,
+        confidence_level=0.95,
         certify_samples=250,
         certify_errors=0,
         p_value=0.04,
@@ -96,7 +96,7 @@ FILES = {
     "segments/00.onnx": b"first half",
     "segments/01.onnx": b"second half",
     "exits/00.onnx": b"an exit",
-    "profiles/cpu.json": dump_profile(PROFILE),
+    "profiles/cpu.json": dump(PROFILE),
     "records.npz": b"records",
     "report.html": b"<p>report</p>",
 }

@@ -22,7 +22,7 @@ from offramp.bundle import (
     Promise,
     TensorSpec,
 )
-from offramp.bundle.manifest import HeadTrial
+from offramp.bundle.manifest import HeadScore
 from offramp.bundle.serde import from_plain, to_plain
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
@@ -35,7 +35,7 @@ heads = st.builds(
     queries=counts,
     hidden=counts,
 )
-trials = st.builds(HeadTrial, head=heads, agreement=numbers, cost_ms=numbers, net_savings=numbers)
+trials = st.builds(HeadScore, head=heads, agreement=numbers, cost_ms=numbers, net_savings=numbers)
 exits = st.builds(
     Exit,
     index=counts,
@@ -57,7 +57,7 @@ specs = st.builds(
 promises = st.builds(
     Promise,
     max_disagreement=numbers,
-    confidence=numbers,
+    confidence_level=numbers,
     certify_samples=counts,
     certify_errors=counts,
     p_value=numbers,

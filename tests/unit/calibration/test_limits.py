@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from offramp.bundle import Head
-from offramp.bundle.manifest import HeadTrial
+from offramp.bundle.manifest import HeadScore
 from offramp.calibration.limits import (
-    Asked,
+    PolicyTerms,
     limit_of_certificate,
     limit_of_choice,
     limit_of_heads,
@@ -20,7 +20,7 @@ from offramp.calibration.records import ExitRecords
 from offramp.certify import allowed_errors, tuning_path
 from offramp.engine.control.costs import CostModel
 
-ASKED = Asked(max_disagreement=0.05, confidence=0.9, max_overhead=None, batch_size=8)
+TERMS = PolicyTerms(max_disagreement=0.05, confidence_level=0.9, max_overhead=None, batch_size=8)
 COST = CostModel(
     source_ms=10.0,
     segments_ms=(2.0, 3.0, 5.0),
@@ -49,21 +49,21 @@ def records(shares_known: list[float], *, count: int = 2000, wrong: float = 0.5)
 
 
 def test_heads_that_agree_too_little() -> None:
-    limit = limit_of_heads([trial(0.4, -0.02), trial(0.783, -0.018)], 10.0, ASKED)
+    limit = limit_of_heads([scored(0.4, -0.02), scored(0.783, -0.018)], 10.0, TERMS)
     assert limit.kind == "agreement"
     assert "none of the 2 candidate exits" in limit.message
     assert "78.3%" in limit.message
     assert "0.05 disagree (--max-disagreement)" in limit.message
-    assert "--exits" in limit_of_heads([], 10.0, ASKED).message
+    assert "--exits" in limit_of_heads([], 10.0, TERMS).message
 
 
-def trial(agreement: float, net_savings: float, cost_ms: float = 0.2) -> HeadTrial:
+def scored(agreement: float, net_savings: float, cost_ms: float = 0.2) -> HeadScore:
     head = Head(kind="vector")
-    return HeadTrial(head=head, agreement=agreement, cost_ms=cost_ms, net_savings=net_savings)
+    return HeadScore(head=head, agreement=agreement, cost_ms=cost_ms, net_savings=net_savings)
 
 
 def test_heads_that_cost_more_than_they_save() -> None:
-    limit = limit_of_heads([trial(0.999, -0.1, cost_ms=4.0), trial(0.9, -0.02)], 10.0, ASKED)
+    limit = limit_of_heads([scored(0.999, -0.1, cost_ms=4.0), scored(0.9, -0.02)], 10.0, TERMS)
     assert limit.kind == "costs"
     assert "would save 30.0% of the model's 10 ms" in limit.message
     assert "takes 4 ms (40.0%)" in limit.message
@@ -76,7 +76,7 @@ def test_a_rehearsal_that_keeps_nothing_names_its_own_limit() -> None:
 
 
 def test_exits_that_agree_too_little() -> None:
-    limit = limit_of_choice(records([0.0, 0.0], wrong=0.6), {8: COST}, ASKED)
+    limit = limit_of_choice(records([0.0, 0.0], wrong=0.6), {8: COST}, TERMS)
     assert limit.kind == "agreement"
     assert "even if exits cost nothing, 0.0%" in limit.message
     assert "--max-disagreement" in limit.message
@@ -84,17 +84,17 @@ def test_exits_that_agree_too_little() -> None:
 
 def test_exits_that_cost_too_much() -> None:
     dear = replace(COST, exits_ms=(8.0, 8.0), stages_ms=(1.5, 1.5))
-    limit = limit_of_choice(records([0.3, 0.8]), {1: dear, 8: dear}, ASKED)
+    limit = limit_of_choice(records([0.3, 0.8]), {1: dear, 8: dear}, TERMS)
     assert limit.kind == "costs"
     assert "of the model's 10 ms" in limit.message
     assert "head takes 8 ms and its border 1.5 ms (95.0%)" in limit.message
     assert "--reference-batch-size" not in limit.message
-    elsewhere = limit_of_choice(records([0.3, 0.8]), {8: dear, 32: COST}, ASKED)
+    elsewhere = limit_of_choice(records([0.3, 0.8]), {8: dear, 32: COST}, TERMS)
     assert elsewhere.message.endswith("--reference-batch-size 32")
 
 
 def test_an_overhead_that_was_not_allowed() -> None:
-    limit = limit_of_choice(records([0.3, 0.8]), {8: COST}, replace(ASKED, max_overhead=0.01))
+    limit = limit_of_choice(records([0.3, 0.8]), {8: COST}, replace(TERMS, max_overhead=0.01))
     assert limit.kind == "overhead"
     assert limit.message.startswith("--max-overhead 0.01: exits 0, 1 would save ")
     assert "add 6.0% (surely 6.0%) at batch 8" in limit.message
@@ -106,7 +106,7 @@ def test_data_that_certifies_nothing() -> None:
     tune, certify = records([0.3, 0.8]), records([0.0, 0.0], count=300, wrong=0.6)
     certify = replace(certify, confidence=records([0.3, 0.8], count=300).confidence)
     path = tuning_path(tune.confidence, tune.agrees)
-    limit = limit_of_certificate((0, 1), path, certify, ASKED)
+    limit = limit_of_certificate((0, 1), path, certify, TERMS)
     assert limit.kind == "data"
     allowed = allowed_errors(300, 0.05, 0.9)
     assert f"at most {allowed} may" in limit.message
@@ -118,8 +118,8 @@ def test_data_that_certifies_nothing() -> None:
 def test_the_samples_that_would_do_are_named(errors: float, samples: int) -> None:
     from offramp.calibration.limits import _samples_for
 
-    found = _samples_for(errors, ASKED)
+    found = _samples_for(errors, TERMS)
     assert found is not None
     assert errors * found <= allowed_errors(found, 0.05, 0.9)
     assert found <= samples
-    assert _samples_for(0.06, ASKED) is None
+    assert _samples_for(0.06, TERMS) is None

@@ -158,7 +158,7 @@ def test_the_policy_s_promise_is_what_the_certify_split_says() -> None:
     assert (thresholds == thresholds.astype(np.float32)).all()  # the check is in float32
     found = evaluate(confidence, agrees, COST.latency_ms([0, 1]), thresholds, vanilla_ms=10.0)
     promise = policy.promise
-    assert (promise.max_disagreement, promise.confidence) == (0.05, 0.9)
+    assert (promise.max_disagreement, promise.confidence_level) == (0.05, 0.9)
     assert promise.certify_samples == 2000
     assert promise.certify_errors == found.errors
     assert promise.p_value == binomial_cdf(found.errors, 2000, 0.05) <= 0.1

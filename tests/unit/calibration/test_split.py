@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offramp.calibration.dataset import Dataset, Parts, split
-from offramp.calibration.errors import DataError
+from offramp.calibration.dataset import DataError, Dataset, DataSplit, split
 
 
 def dataset(samples: int) -> Dataset:
@@ -18,7 +17,7 @@ def dataset(samples: int) -> Dataset:
     return Dataset(inputs={"x": numbers[:, None]}, labels=numbers, sha256="0")
 
 
-def rows(parts: Parts) -> list[list[int]]:
+def rows(parts: DataSplit) -> list[list[int]]:
     return [part.inputs["x"][:, 0].tolist() for part in (parts.train, parts.tune, parts.certify)]
 
 

@@ -114,7 +114,7 @@ def policy_of(
     if promised is not None:
         promise = Promise(
             max_disagreement=promised,
-            confidence=0.95,
+            confidence_level=0.95,
             certify_samples=5000,
             certify_errors=30,
             p_value=0.01,

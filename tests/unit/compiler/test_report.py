@@ -25,7 +25,7 @@ from offramp.bundle import (
     Segment,
     TensorSpec,
 )
-from offramp.bundle.manifest import Calibration, HeadTrial, Source
+from offramp.bundle.manifest import Calibration, HeadScore, Source
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.selection import certified_policy
 from offramp.certify import tuning_path
@@ -99,7 +99,7 @@ def make_records(exits: int, samples: int, *, labels: bool) -> ExitRecords:
 
 def make_manifest(exits: int, certify: ExitRecords, name: str) -> Manifest:
     labels = certify.labels
-    trial = HeadTrial(
+    trial = HeadScore(
         head=Head(kind="grid", grid=2), agreement=0.8125, cost_ms=0.0123, net_savings=0.3333
     )
     built = tuple(
@@ -248,7 +248,7 @@ def test_headline_is_the_promise() -> None:
     parts = make(3)
     promise = Promise(
         max_disagreement=0.015,
-        confidence=0.9,
+        confidence_level=0.9,
         certify_samples=2000,
         certify_errors=21,
         p_value=0.0456,

@@ -9,7 +9,7 @@ import pytest
 from tests.engines import engine_bundle
 
 from offramp.bundle import Bundle, Profile, write_bundle
-from offramp.bundle.bundle import dump_profile
+from offramp.bundle.files import dump
 from offramp.engine.backends.base import StageResult, TensorBatch
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend, OnnxRuntimeSlot
 from offramp.engine.device_profile import measure_profile
@@ -74,7 +74,7 @@ def bundle(tmp_path: Path) -> Bundle:
     made = engine_bundle("mlp", tmp_path / "plain.ee")
     assert len(made.manifest.segments) == 4
     files = {entry.path: made.read(entry.path) for entry in made.manifest.files}
-    files["profiles/cpu.json"] = dump_profile(COMPILED)
+    files["profiles/cpu.json"] = dump(COMPILED)
     return write_bundle(tmp_path / "profiled.ee", made.manifest, made.policy, files)
 
 

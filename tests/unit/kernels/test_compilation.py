@@ -27,12 +27,13 @@ from offramp.engine.kernels.compilation import (
 from offramp.engine.kernels.compilers import (
     INSTALL,
     Compiled,
+    KernelCompileError,
     KernelCompiler,
+    KernelCompilerNotFoundError,
     Nvcc,
     Nvrtc,
     find_compilers,
 )
-from offramp.engine.kernels.errors import KernelCompileError, KernelCompilerNotFoundError
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 SMALL = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2; }\n'
@@ -101,7 +102,7 @@ def test_what_the_compiler_says_is_in_the_error(
         pytest.skip(compiler)
     (tmp_path / "wrong.cu").write_text(SMALL.replace("float*", "flaot*"))
     with pytest.raises(KernelCompileError, match=r"flaot"):
-        compile_kernels("sm_90", folder=tmp_path, compilers=[compiler])
+        compile_kernels("sm_90", [compiler], folder=tmp_path)
 
 
 # --- which compiler -------------------------------------------------------------------------
@@ -111,7 +112,7 @@ def test_all_sources_go_into_one_cubin(tmp_path: Path) -> None:
     for name in ("b.cu", "a.cu", "part.cuh"):
         (tmp_path / name).touch()
     compiler = FakeCompiler()
-    assert compile_kernels("sm_90", folder=tmp_path, compilers=[compiler]).startswith(b"sm_90")
+    assert compile_kernels("sm_90", [compiler], folder=tmp_path)[1].startswith(b"sm_90")
     assert compiler.texts == ['#include "a.cu"\n#include "b.cu"\n']
 
 
@@ -133,7 +134,7 @@ def test_when_all_fail_the_error_has_what_each_said() -> None:
 def test_an_unknown_gpu_is_answered_with_the_known_ones() -> None:
     compiler = FakeCompiler()
     with pytest.raises(KernelCompileError, match=r"sm_130.*\n.*fake 12.0 .*sm_80, sm_90 only"):
-        compile_kernels("sm_130", compilers=[compiler])
+        compile_kernels("sm_130", [compiler])
     assert compiler.texts == []
 
 
@@ -255,9 +256,9 @@ def test_only_compilers_that_are_too_new() -> None:
     new = FakeCompiler(cuda_major=13)
     said = r"(?s)fake 13.0 is too new for the driver, which is of CUDA 12.4.*CUDA 12: 'cuda-bind"
     with pytest.raises(KernelCompileError, match=said):
-        compile_kernels("sm_90", compilers=[new], driver_version=(12, 4))
+        compile_kernels("sm_90", [new], driver_version=(12, 4))
     assert new.texts == []
-    assert compile_kernels("sm_90", compilers=[new], driver_version=(13, 0)).startswith(b"sm_90")
+    assert compile_kernels("sm_90", [new], driver_version=(13, 0))[1].startswith(b"sm_90")
 
 
 def test_another_compiler_of_the_same_cuda_compiles_anew(

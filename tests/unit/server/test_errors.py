@@ -78,6 +78,19 @@ def test_an_engine_error_is_told_with_its_class() -> None:
     assert metadata == (("offramp-error", "QueueFullError"),)
 
 
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [
+        (engine_errors.InvalidRequestError, "RequestError"),
+        (engine_errors.ModelNotServedError, "UnknownModelError"),
+        (engine_errors.BadInputError, "InvalidInputError"),
+    ],
+)
+def test_the_names_in_the_metadata_are_fixed(error: type[Exception], name: str) -> None:
+    _, _, metadata = abort_of(error("wrong"))
+    assert metadata == (("offramp-error", name),)
+
+
 def test_an_unexpected_error_is_logged_and_not_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
         code, message, _ = abort_of(KeyError("secret"))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Row
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from offramp.bundle import ActiveExit, ExitPolicy
 from offramp.certify import Observations
 from offramp.engine.control.controller import ControlEvent, ControlStatus, Evidence, Job
 from offramp.engine.control.costs import CostModel
-from offramp.tools.bench.adapt.sequence import Population, SegmentSpan, Sequence, ShiftSegment
+from offramp.tools.bench.adapt.sequence import Population, SampleSequence, SegmentSpan, ShiftSegment
 
 COSTS = CostModel(
     source_ms=10.0,
@@ -25,10 +24,10 @@ COSTS = CostModel(
 
 
 def population(
-    confidence: Row[Row[float]],
-    prediction: Row[Row[int]],
-    final: Row[int],
-    labels: Row[int] | None = None,
+    confidence: Sequence[Sequence[float]],
+    prediction: Sequence[Sequence[int]],
+    final: Sequence[int],
+    labels: Sequence[int] | None = None,
 ) -> Population:
     return Population(
         confidence=np.array(confidence, np.float32),
@@ -54,7 +53,7 @@ def policy_of(version: int, thresholds: dict[int, float]) -> ExitPolicy:
     )
 
 
-def in_order(*parts: tuple[str, Population]) -> Sequence:
+def in_order(*parts: tuple[str, Population]) -> SampleSequence:
     """Every population once, in its order; the weights are even."""
     spans, start = [], 0
     for name, part in parts:
@@ -64,7 +63,7 @@ def in_order(*parts: tuple[str, Population]) -> Sequence:
         start += len(part)
     populations = [part for _, part in parts]
     labels = [p.labels for p in populations if p.labels is not None]
-    return Sequence(
+    return SampleSequence(
         scenario="by hand",
         description="every sample once",
         spans=tuple(spans),

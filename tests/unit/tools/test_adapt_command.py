@@ -205,7 +205,7 @@ def workplace(bundle: Bundle) -> Workplace:
         batch_size=32,
         costs=costs,
         max_disagreement=0.05,
-        confidence=0.95,
+        confidence_level=0.95,
         ramp_budget=0.99,
         audit_budget=0.05,
     )

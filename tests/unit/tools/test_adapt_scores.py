@@ -21,7 +21,7 @@ from offramp.certify import MODEL_END
 from offramp.engine.control.controller import ControlStatus, Evidence
 from offramp.tools.bench.adapt.replay import Change, ReplayedJob, ReplayTrace
 from offramp.tools.bench.adapt.scores import SegmentScore, course, hindsight, risks, score
-from offramp.tools.bench.adapt.sequence import Sequence
+from offramp.tools.bench.adapt.sequence import SampleSequence
 
 AGGRESSIVE = policy_of(1, {0: 0.5, 1: 0.5})
 """Wrong on every fourth sample of FOUR."""
@@ -35,7 +35,7 @@ def status(**changed: Any) -> ControlStatus:
 
 
 def trace_of(
-    sequence: Sequence, *parts: tuple[int, Any], statuses: Any = None, **changed: Any
+    sequence: SampleSequence, *parts: tuple[int, Any], statuses: Any = None, **changed: Any
 ) -> ReplayTrace:
     """Serve under policies that come into force at samples."""
     count = len(sequence)
@@ -61,13 +61,13 @@ def trace_of(
 
 
 def judge(
-    sequence: Sequence, trace: ReplayTrace, place: int = 0, bound: float = 0.1
+    sequence: SampleSequence, trace: ReplayTrace, place: int = 0, bound: float = 0.1
 ) -> SegmentScore:
     return score(sequence, trace, max_disagreement=bound).segments[place]
 
 
 @pytest.fixture(scope="module")
-def sequence() -> Sequence:
+def sequence() -> SampleSequence:
     return in_order(("first", repeated(FOUR, 1000)), ("second", repeated(FOUR, 500)))
 
 
@@ -78,7 +78,7 @@ def test_risk_is_that_of_the_policy_in_force_in_its_segment() -> None:
     assert risks(sequence, trace).tolist() == [0.25, 0.25, 0, 0, 0.5, 0.5]
 
 
-def test_settling_counts_from_the_segments_start(sequence: Sequence) -> None:
+def test_settling_counts_from_the_segments_start(sequence: SampleSequence) -> None:
     trace = trace_of(
         sequence,
         (0, CONSERVATIVE),
@@ -101,12 +101,12 @@ def test_settling_counts_from_the_segments_start(sequence: Sequence) -> None:
     assert (never.settled_after, never.settled) == (None, None)
 
 
-def test_a_risk_of_the_constraint_itself_is_kept(sequence: Sequence) -> None:
+def test_a_risk_of_the_constraint_itself_is_kept(sequence: SampleSequence) -> None:
     assert judge(sequence, trace_of(sequence, (0, AGGRESSIVE)), bound=0.25).settled_after == 0
     assert judge(sequence, trace_of(sequence, (0, AGGRESSIVE)), bound=0.2499).settled_after is None
 
 
-def test_windows_of_answers(sequence: Sequence) -> None:
+def test_windows_of_answers(sequence: SampleSequence) -> None:
     """100 wrong answers from 1500 on: with 10 % allowed, 101 in a window are too many."""
     agrees = np.ones(6000, np.bool_)
     agrees[1500:1601] = False
@@ -126,7 +126,7 @@ def test_windows_of_answers(sequence: Sequence) -> None:
     assert last.windows_settled_after is None
 
 
-def test_savings_are_of_the_source_models_time(sequence: Sequence) -> None:
+def test_savings_are_of_the_source_models_time(sequence: SampleSequence) -> None:
     late = np.concatenate([np.full(4000, 4.0), np.full(2000, 16.0)])
     audited = np.arange(6000) % 10 == 0
     trace = trace_of(sequence, (0, CONSERVATIVE), latency_ms=late, audited=audited)
@@ -137,7 +137,7 @@ def test_savings_are_of_the_source_models_time(sequence: Sequence) -> None:
     assert judge(sequence, trace, 1).whole.latency_savings == pytest.approx(-0.6)
 
 
-def test_certificates_are_held_against_the_truth(sequence: Sequence) -> None:
+def test_certificates_are_held_against_the_truth(sequence: SampleSequence) -> None:
     sure = status(evidence=Evidence.CERTIFIED, disagreement_upper_bound=0.1)
     statuses = [status()] * 10 + [sure] * 50
     trace = trace_of(sequence, (0, AGGRESSIVE), (2000, CONSERVATIVE), statuses=statuses)
@@ -170,7 +170,7 @@ def test_a_segment_shorter_than_a_window_is_one() -> None:
     assert line.agreement.tolist() == [0.75]
 
 
-def test_counts_and_times(sequence: Sequence) -> None:
+def test_counts_and_times(sequence: SampleSequence) -> None:
     tunings = tuple(
         ReplayedJob(purpose="t", taken_at=0, arrived_at=1, took_ms=float(ms)) for ms in (1, 2, 9)
     )
@@ -188,7 +188,7 @@ def test_counts_and_times(sequence: Sequence) -> None:
     )
 
 
-def test_the_course_is_a_mean_over_windows(sequence: Sequence) -> None:
+def test_the_course_is_a_mean_over_windows(sequence: SampleSequence) -> None:
     agrees = np.ones(6000, np.bool_)
     agrees[:100] = False
     trace = trace_of(sequence, (0, AGGRESSIVE), (1000, policy_of(2, {1: 2.0})), agrees=agrees)

@@ -1,1 +1,1 @@
-"""Controllers on one and the same sequence of samples, whose distribution shifts."""
+"""Comparison of controllers on one sequence of samples whose distribution shifts."""

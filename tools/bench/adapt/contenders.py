@@ -38,7 +38,7 @@ class Workplace:
     costs: CostModel
     """At that batch size."""
     max_disagreement: float
-    confidence: float
+    confidence_level: float
     ramp_budget: float | None
     """How much later the model's end may come for exits in use that may change; ``None`` is 2 % in
     release mode, as published, else what the bundle's own take."""
@@ -91,7 +91,7 @@ def _fixed(workplace: Workplace, policy: ExitPolicy) -> Controller:
     return StaticController(
         policy,
         max_disagreement=workplace.max_disagreement,
-        confidence_level=workplace.confidence,
+        confidence_level=workplace.confidence_level,
     )
 
 
@@ -119,7 +119,7 @@ def _apparate(workplace: Workplace, window: int) -> Controller:
     )
     settings = ApparateSettings(
         max_disagreement=workplace.max_disagreement,
-        confidence_level=workplace.confidence,
+        confidence_level=workplace.confidence_level,
         max_overhead=budget,
         tuning_window=window,
     )
@@ -130,7 +130,7 @@ def _pame(workplace: Workplace) -> Controller:
     """PAME's controller: its thresholds never fall again, so feedback spares it needless rises."""
     settings = PameSettings(
         max_disagreement=workplace.max_disagreement,
-        confidence_level=workplace.confidence,
+        confidence_level=workplace.confidence_level,
         batch_size=workplace.batch_size,
     )
     bundle = workplace.bundle
@@ -144,7 +144,7 @@ def _certified(workplace: Workplace, mode: Mode) -> Controller:
         max_batch_size=workplace.batch_size,
         controller="certified",
         max_disagreement=workplace.max_disagreement,
-        confidence=workplace.confidence,
+        confidence=workplace.confidence_level,
         audit_budget=workplace.audit_budget,
         ramp_budget=workplace.ramp_budget,
     )

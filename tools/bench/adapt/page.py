@@ -18,7 +18,7 @@ from offramp.certify import FloatArray
 from offramp.compiler.report import numbers, svg
 from offramp.compiler.report.svg import Scale, Tick
 from offramp.tools.bench.adapt.report import Comparison, ControllerRun
-from offramp.tools.bench.adapt.sequence import Sequence as Served
+from offramp.tools.bench.adapt.sequence import SampleSequence
 from offramp.tools.bench.dynamics import load_template, plain, stroke
 
 _WIDTH, _HEIGHT = 520.0, 132.0
@@ -92,7 +92,7 @@ def cards(comparison: Comparison, max_disagreement: float) -> list[Card]:
 
 
 def _agreement(
-    sequence: Served, run: ControllerRun, low: float, max_disagreement: float
+    sequence: SampleSequence, run: ControllerRun, low: float, max_disagreement: float
 ) -> CardPlot:
     x, y = _scales(sequence, low, 1.0)
     constraint = 1 - max_disagreement
@@ -127,7 +127,7 @@ def _agreement(
     return CardPlot("Agreement with the source model", keys, drawing)
 
 
-def _savings(sequence: Served, run: ControllerRun, low: float) -> CardPlot:
+def _savings(sequence: SampleSequence, run: ControllerRun, low: float) -> CardPlot:
     x, y = _scales(sequence, min(low, -0.05), 1.0)
     ticks: list[Tick] = [(v, f"{100 * v:g}%") for v in (0.0, 0.5, 1.0)]
     course = run.course
@@ -147,7 +147,7 @@ def _savings(sequence: Served, run: ControllerRun, low: float) -> CardPlot:
     return CardPlot("Saved, predicted from profiled times", keys, drawing)
 
 
-def _thresholds(sequence: Served, run: ControllerRun) -> CardPlot:
+def _thresholds(sequence: SampleSequence, run: ControllerRun) -> CardPlot:
     x, y = _scales(sequence, 0.0, 1.0)
     ticks: list[Tick] = [(v, f"{v:g}") for v in (0.0, 0.5, 1.0)]
     changed = [*run.course.changed_at.tolist(), len(sequence)]
@@ -171,7 +171,7 @@ def _thresholds(sequence: Served, run: ControllerRun) -> CardPlot:
 
 
 def _draw(
-    sequence: Served, label: str, x: Scale, y: Scale, ticks: list[Tick], *marks: Markup
+    sequence: SampleSequence, label: str, x: Scale, y: Scale, ticks: list[Tick], *marks: Markup
 ) -> Markup:
     """Draw marks over the segments, with axes."""
     shades, names = [], []
@@ -189,7 +189,7 @@ def _draw(
     )
 
 
-def _scales(sequence: Served, low: float, high: float) -> tuple[Scale, Scale]:
+def _scales(sequence: SampleSequence, low: float, high: float) -> tuple[Scale, Scale]:
     x = Scale(low=0, high=len(sequence), start=_LEFT, end=_WIDTH - _RIGHT)
     return x, Scale(low=low, high=high, start=_HEIGHT - _BOTTOM, end=_TOP)
 

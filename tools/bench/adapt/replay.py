@@ -30,7 +30,7 @@ from offramp.certify import (
 from offramp.engine.control.controller import ControlEvent, Controller, ControlStatus, Job
 from offramp.engine.control.costs import CostModel
 from offramp.engine.plan import Mode
-from offramp.tools.bench.adapt.sequence import Population, Sequence, answering_places
+from offramp.tools.bench.adapt.sequence import Population, SampleSequence, answering_places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,7 @@ class _Served:
 
 
 def replay(
-    sequence: Sequence, contender: Contender, costs: CostModel, settings: ReplaySettings
+    sequence: SampleSequence, contender: Contender, costs: CostModel, settings: ReplaySettings
 ) -> ReplayTrace:
     """Serve a sequence under a controller.
 
@@ -251,7 +251,7 @@ def _run(job: Job, started: int, settings: ReplaySettings, log: _Log) -> _Out:
 
 
 def _trace(
-    sequence: Sequence,
+    sequence: SampleSequence,
     log: _Log,
     chunks: list[_Served],
     costs: CostModel,

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from offramp.tools.bench.adapt.replay import Contender, ReplayTrace
 from offramp.tools.bench.adapt.scores import WINDOW, Course, Hindsight, Score, SegmentScore
-from offramp.tools.bench.adapt.sequence import Sequence
+from offramp.tools.bench.adapt.sequence import SampleSequence
 from offramp.tools.bench.output import figure_table
 
 WIDTH = 124
@@ -30,7 +30,7 @@ class ControllerRun:
 class Comparison:
     """All controllers on one sequence."""
 
-    sequence: Sequence
+    sequence: SampleSequence
     runs: tuple[ControllerRun, ...]
     hindsight: tuple[Hindsight, ...]
     """By segment; empty where there is nothing to tune."""
@@ -79,7 +79,7 @@ def _run_json(run: ControllerRun) -> dict[str, Any]:
         "controller": run.contender.label,
         "mode": run.contender.mode.value,
         "description": run.contender.description,
-        "score": run.score.to_json(),
+        "score": asdict(run.score),
         "windows": {
             "end": run.course.ends[every].tolist(),
             "agreement": run.course.agreement[every].round(4).tolist(),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Row
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from offramp.engine.control.controller import Evidence
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.published.thresholds import tune
 from offramp.tools.bench.adapt.replay import ReplayTrace
-from offramp.tools.bench.adapt.sequence import SegmentSpan, Sequence
+from offramp.tools.bench.adapt.sequence import SampleSequence, SegmentSpan
 
 WINDOW: Final = 1000
 """Samples of the windows that the constraint is held against."""
@@ -86,10 +86,6 @@ class Score:
     """Changes of the exits in use."""
     alarms: int
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON values."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Course:
@@ -120,7 +116,7 @@ class Hindsight:
 
 
 def hindsight(
-    sequence: Sequence, costs: CostModel, active: Row[int], max_disagreement: float
+    sequence: SampleSequence, costs: CostModel, active: Sequence[int], max_disagreement: float
 ) -> tuple[Hindsight, ...]:
     """Tune thresholds of exits on each segment's own samples, within the constraint there."""
     found = []
@@ -137,7 +133,7 @@ def hindsight(
     return tuple(found)
 
 
-def score(sequence: Sequence, trace: ReplayTrace, *, max_disagreement: float) -> Score:
+def score(sequence: SampleSequence, trace: ReplayTrace, *, max_disagreement: float) -> Score:
     """Judge a trace."""
     risk = risks(sequence, trace)
     times = [t.took_ms for t in trace.tunings]
@@ -156,7 +152,7 @@ def score(sequence: Sequence, trace: ReplayTrace, *, max_disagreement: float) ->
     )
 
 
-def risks(sequence: Sequence, trace: ReplayTrace) -> FloatArray:
+def risks(sequence: SampleSequence, trace: ReplayTrace) -> FloatArray:
     """float64[N]: the risk of the policy that each sample was served under, in its segment."""
     risk = np.empty(len(sequence))
     for span in sequence.spans:
@@ -167,7 +163,7 @@ def risks(sequence: Sequence, trace: ReplayTrace) -> FloatArray:
     return risk
 
 
-def course(sequence: Sequence, trace: ReplayTrace) -> Course:
+def course(sequence: SampleSequence, trace: ReplayTrace) -> Course:
     """Look at a trace over time."""
     starts = _window_starts(0, len(sequence))
     ends = starts + min(WINDOW, len(sequence))
@@ -194,7 +190,7 @@ def course(sequence: Sequence, trace: ReplayTrace) -> Course:
 
 
 def _segment(
-    sequence: Sequence,
+    sequence: SampleSequence,
     trace: ReplayTrace,
     risk: FloatArray,
     span: SegmentSpan,
@@ -245,7 +241,9 @@ def _conduct(
     )
 
 
-def _accuracy(sequence: Sequence, trace: ReplayTrace, rows: IntArray, labels: IntArray) -> float:
+def _accuracy(
+    sequence: SampleSequence, trace: ReplayTrace, rows: IntArray, labels: IntArray
+) -> float:
     every = np.concatenate([sequence.drawn.prediction, sequence.drawn.final[None]])
     return float((every[trace.answered_at[rows], rows] == labels[rows]).mean())
 

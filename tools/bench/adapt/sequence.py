@@ -7,7 +7,7 @@ exactly: whether a segment's policies keep the constraint need not be guessed fr
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Row
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +87,7 @@ class SegmentSpan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sequence:
+class SampleSequence:
     """N samples, in the order in which they are served."""
 
     scenario: str
@@ -104,8 +104,8 @@ class Sequence:
 
 
 def draw(
-    scenario: str, description: str, segments: Row[ShiftSegment], rng: np.random.Generator
-) -> Sequence:
+    scenario: str, description: str, segments: Sequence[ShiftSegment], rng: np.random.Generator
+) -> SampleSequence:
     """Draw the samples of all segments."""
     rows = [rng.choice(len(s.weights), s.samples, p=s.weights) for s in segments]
     ends = np.cumsum([s.samples for s in segments]).tolist()
@@ -113,7 +113,7 @@ def draw(
     spans = zip(segments, starts, ends, strict=True)
     pairs = list(zip((s.population for s in segments), rows, strict=True))
     labels = [_take(p.labels, r) for p, r in pairs if p.labels is not None]
-    return Sequence(
+    return SampleSequence(
         scenario=scenario,
         description=description,
         spans=tuple(SegmentSpan(segment=s, start=a, end=b) for s, a, b in spans),

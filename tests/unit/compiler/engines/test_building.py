@@ -22,7 +22,7 @@ from offramp.compiler.engines.building import Planned, PlannedEngine, outermost
 from offramp.compiler.engines.options import EngineBuildOptions, parse_batches, parse_parts
 from offramp.compiler.errors import EngineBuildError, EngineOptionsError, ModelError
 from offramp.engine.kernels.compilation import source_hash
-from offramp.engine.kernels.errors import KernelCompileError, KernelCompilerNotFoundError
+from offramp.engine.kernels.compilers import KernelCompileError, KernelCompilerNotFoundError
 from offramp.engine.tensorrt.probe import Device
 from offramp.testing.builder import FakeBuilder
 

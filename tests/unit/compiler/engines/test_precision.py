@@ -16,8 +16,7 @@ from tests.sliced import dataset_of, sliced
 from offramp.bundle import ActiveExit, Bundle, Promise, write_bundle
 from offramp.bundle.bundle import CERTIFY
 from offramp.bundle.engines import Precision
-from offramp.calibration.dataset import Dataset, read_dataset
-from offramp.calibration.errors import DataError
+from offramp.calibration.dataset import DataError, Dataset, read_dataset
 from offramp.compiler.engines.units import ranges_of
 from offramp.compiler.engines.verification import (
     PrecisionCheck,
@@ -33,7 +32,7 @@ from offramp.engine.plan import Mode, make_plan
 
 PROMISE = Promise(
     max_disagreement=0.01,
-    confidence=0.95,
+    confidence_level=0.95,
     certify_samples=1000,
     certify_errors=4,
     p_value=0.03,

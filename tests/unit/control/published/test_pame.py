@@ -15,7 +15,7 @@ from offramp.engine.control.published.pame import PameController, PameSettings
 
 PROMISE = Promise(
     max_disagreement=0.1,
-    confidence=0.95,
+    confidence_level=0.95,
     certify_samples=1000,
     certify_errors=50,
     p_value=0.01,

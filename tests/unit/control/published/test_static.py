@@ -24,7 +24,7 @@ from offramp.engine.control.published.static import (
 POLICY = policy_of(3, {0: 0.5, 2: 0.25})
 PROMISE = Promise(
     max_disagreement=0.01,
-    confidence=0.95,
+    confidence_level=0.95,
     certify_samples=1000,
     certify_errors=3,
     p_value=0.01,

@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.cuda_fakes import FakeExecutables
 
 from offramp.bundle import Bundle
-from offramp.calibration.paired import Runner
+from offramp.calibration.paired import BatchRunner
 from offramp.testing.cuda_driver import FakeDriver
 from offramp.tools.gpu.machine import Ingredients
 from offramp.tools.gpu.timing import FakeTimer
@@ -38,7 +38,9 @@ class FakeMachine:
         self.built.append(bundle)
         return {"00-01": 1.5}
 
-    def bare(self, bundle: Bundle, batches: Sequence[int]) -> AbstractContextManager[Runner] | None:
+    def bare(
+        self, bundle: Bundle, batches: Sequence[int]
+    ) -> AbstractContextManager[BatchRunner] | None:
         return None
 
     def free_bytes(self) -> int:

@@ -19,7 +19,7 @@ from offramp.bundle.engines import EngineStore, list_targets
 from offramp.compiler import build
 from offramp.compiler.errors import EngineBuildError
 from offramp.engine.cuda.pycuda_driver import PyCudaStream
-from offramp.engine.kernels.errors import KernelCompilerNotFoundError
+from offramp.engine.kernels.compilers import KernelCompilerNotFoundError
 from offramp.testing.builder import FakeBuilder
 from offramp.tools.gpu.machine import BareEngine, GpuMachine, profiles_of
 from offramp.tools.gpu.timing import PyCudaTimer
