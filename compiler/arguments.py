@@ -221,7 +221,7 @@ def _add_dry_run(parser: argparse._ActionsContainer, help_: str) -> None:
 
 
 def _add_seed(parser: argparse._ActionsContainer, help_: str) -> None:
-    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help=help_)
+    parser.add_argument("--seed", type=seed, default=0, metavar="N", help=help_)
 
 
 def _add_promise(
@@ -314,7 +314,8 @@ def _level(level: int) -> int:
     return level
 
 
-def _seed(text: str) -> int:
+def seed(text: str) -> int:
+    """Read a seed of random numbers; argparse names this function where it refuses one."""
     value = int(text)
     if not 0 <= value < _SEEDS:
         raise argparse.ArgumentTypeError(f"{text} is not in 0 to {_SEEDS - 1}")

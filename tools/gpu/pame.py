@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -86,7 +86,7 @@ def latencies(
                     samples=settings.samples,
                     others=others,
                 )
-            found += [{"go_on_replayed": share_name(share), **row.to_json()} for row in rows]
+            found += [{"go_on_replayed": share_name(share), **asdict(row)} for row in rows]
     finally:
         backend.close()
     return [{**row, "baseline": baseline_of(backend, 1)} for row in found]
