@@ -3,9 +3,9 @@
 ::
 
     EngineError
-    ├── InvalidRequestError               the caller's: mend the request
-    │   ├── ModelNotServedError      no model of that name is served
-    │   └── BadInputError      a tensor's name, shape, dtype or content is wrong
+    ├── InvalidRequestError        the caller's: mend the request
+    │   ├── ModelNotServedError    no model of that name is served
+    │   └── BadInputError          a tensor's name, shape, dtype or content is wrong
     ├── CapacityError              nobody's: try again later, or send less
     │   ├── QueueFullError         the bounded queue has no room
     │   ├── DeadlineExceededError  the deadline passed before an answer was there
