@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from offramp.bundle.engines import PRECISIONS, Precision
 from offramp.engine.errors import BackendError, OptionsError
@@ -157,9 +157,7 @@ def available_cores() -> int:
 
 
 def _refuse_below_one(options: ModelOptions | EngineOptions, *names: str) -> None:
-    known = {item.name for item in fields(options)}
     for name in names:
-        assert name in known
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}, expected at least 1")

@@ -100,22 +100,18 @@ class ModelStructure(Protocol):
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
         """The graph's inputs."""
-        ...
 
     @property
     def answer(self) -> Answer:
         """The model's own answer."""
-        ...
 
     @property
     def segments(self) -> tuple[Segment, ...]:
         """The segments, in order."""
-        ...
 
     @property
     def exits(self) -> tuple[Exit, ...]:
         """The exits, in depth order."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -97,12 +97,11 @@ def final_result(output: str, request: Request) -> StreamResult:
     values, confidences = first.values.copy(), first.confidences.copy()
     values[known], confidences[known] = final.values[known], final.confidences[known]
     corrected = values.argmax(axis=1) != first.values.argmax(axis=1)
-    return StreamResult(
+    return replace(
+        first_result(output, request),
         outputs={output: values},
         exits=np.where(known, np.int32(MODEL_END), request.exits),
         confidences=confidences,
-        forced=request.forced,
-        policy_version=request.policy_version,
         kind=ResultKind.CORRECTION if corrected.any() else ResultKind.CONFIRMATION,
         final=known | (request.exits == MODEL_END),
         corrected=corrected,

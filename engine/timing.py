@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import comb
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -159,11 +160,10 @@ class MachineLoad:
         return self.own_cpu_s / self.wall_s if self.wall_s else 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Timed:
+class Timed(NamedTuple):
     """Rounds by batch size, and what the machine did meanwhile."""
 
-    rounds: tuple[Rounds, ...]
+    rounds: Sequence[Rounds]
     load: MachineLoad
 
 
@@ -206,7 +206,7 @@ def time_rounds(
         if sweeps.done <= effort.least:
             progress(1)
     load = MachineLoad(wall_s=clock() - started_s, own_cpu_s=cpu_clock() - started_cpu_s)
-    return Timed(rounds=tuple(rounds), load=load)
+    return Timed(rounds, load)
 
 
 LEAST_OWN_SHARE = 0.9

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, TypeAlias
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,23 @@ from offramp.engine.scheduling.ordering import Key
 
 Rows: TypeAlias = NDArray[np.intp]
 """Positions in a batch, rising."""
+
+
+@lru_cache(maxsize=1024)
+def all_rows(count: int) -> Rows:
+    """Positions of a whole batch, read-only: they are not made anew for every stage."""
+    return _read_only(np.arange(count, dtype=np.intp))
+
+
+@lru_cache(maxsize=1024, typed=True)
+def uniform(count: int, *, value: bool | int) -> NDArray[Any]:
+    """[count] equal bools or int64, read-only."""
+    return _read_only(np.full(count, value))
+
+
+def _read_only(array: NDArray[Any]) -> NDArray[Any]:
+    array.flags.writeable = False
+    return array
 
 
 class DropCause(StrEnum):

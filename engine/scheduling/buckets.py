@@ -22,19 +22,6 @@ class Taken(NamedTuple):
 class Bucket:
     """The samples of one batch key that wait for stage 0, most urgent first."""
 
-    __slots__ = (
-        "_by_age",
-        "_by_urgency",
-        "batch_key",
-        "bound",
-        "latest_s",
-        "lowest_priority",
-        "ready",
-        "size",
-        "stamp",
-        "timed",
-    )
-
     def __init__(self, batch_key: Hashable, *, aged: bool) -> None:
         """Start empty; ``aged`` if :meth:`oldest_s` will be asked for."""
         self.batch_key = batch_key

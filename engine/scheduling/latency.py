@@ -127,7 +127,8 @@ class Latencies:
         self._sizes = np.arange(self.max_batch_size + 1)
         self._going_on = list(going_on) if going_on is not None else [1.0] * self.stages
         self._observed = 0
-        self._shrinking = self._shrink()
+        self.shrinking = self._shrink()
+        """The costs of batches that shrink on their way as batches did lately."""
 
     @property
     def profiled_s(self) -> tuple[tuple[float, ...], ...]:
@@ -164,20 +165,15 @@ class Latencies:
         """Most rows that have run stage ``last`` within ``slack_s``; 0 if not even one is."""
         return max(bisect_right(self._until[last], slack_s / self.latency_margin) - 1, 0)
 
-    @property
-    def shrinking(self) -> Shrinking:
-        """The costs of batches that shrink on their way as batches did lately."""
-        return self._shrinking
-
     def largest_shrinking_batch(self, slack_s: float) -> int:
         """Most rows whose answers come, in the mean, within ``slack_s``.
 
         A single row is tried as long as it could leave somewhere in time; 0 if it could not.
         """
         slack_s /= self.latency_margin
-        if slack_s < self._shrinking.earliest_s:
+        if slack_s < self.shrinking.earliest_s:
             return 0
-        return max(bisect_right(self._shrinking.answer_s, slack_s) - 1, 1)
+        return max(bisect_right(self.shrinking.answer_s, slack_s) - 1, 1)
 
     def observe_shrinking(self, stage: int, before: int, survivors: int) -> None:
         """Take note of how many rows went on from a stage of their own accord."""
@@ -186,7 +182,7 @@ class Latencies:
         self._observed += 1
         if self._observed >= _REBUILD_EVERY:
             self._observed = 0
-            self._shrinking = self._shrink()
+            self.shrinking = self._shrink()
 
     def observe(self, stage: int, batch_size: int, elapsed_s: float) -> None:
         """Take note of how long a stage took."""

@@ -72,21 +72,18 @@ class Policy(Protocol):
     @property
     def name(self) -> str:
         """The name by which it is chosen on the command line."""
-        ...
 
     def choose(self, waiting: Waiting, now_s: float) -> Choice:
         """Choose what a stream without a batch shall do. O(log n).
 
         After :class:`LoadShedding` it is asked again at once.
         """
-        ...
 
     def runs_on(self, stage: int, before: int, survivors: int) -> bool:
         """Whether the survivors of a batch go on at once on their stream, or wait at the split.
 
         ``stage``, not the last, was just executed on ``before`` rows; at least one survives.
         """
-        ...
 
 
 class NeverBuffers:
