@@ -27,8 +27,6 @@ from offramp.engine.results import (
     ModelInfo,
     ResultKind,
     StreamResult,
-    final_result,
-    first_result,
 )
 from offramp.engine.scheduling import DeviceScheduler, ParallelLimit
 from offramp.engine.served_model import ServedModel, warm_slots
@@ -190,12 +188,12 @@ class Engine:
         )
         try:
             await self._finished(model, request)
-            early = first_result(served.answer.output, request)
+            early = StreamResult.first(served.answer.output, request)
             yield early
             if early.kind is ResultKind.EARLY:
                 await followup
                 if request.final is not None and request.final.filled.any():
-                    yield final_result(served.answer.output, request)
+                    yield StreamResult.second(served.answer.output, request)
         finally:
             if not followup.done():
                 followup.cancel()
@@ -253,7 +251,7 @@ class Engine:
 
     def models(self) -> tuple[ModelInfo, ...]:
         """Describe the served models."""
-        return tuple(self.model(name) for name in self._models)
+        return tuple(map(self.model, self._models))
 
     def model(self, name: str) -> ModelInfo:
         """Describe one served model; ModelNotServedError if there is none of that name."""

@@ -66,7 +66,6 @@ class Request:
     number: int
     inputs: Mapping[str, NDArray[Any]]
     count: int
-    """Samples."""
     batch_key: Hashable
     """Shapes of a sample: requests of equal keys may share a batch."""
     submitted_s: float
@@ -263,8 +262,7 @@ class RequestTable:
         request = self._followed.get(number) or self._open.get(number)
         if request is not None and request.final is not None:
             request.final.fill(rows, values, confidence)
-            request.following -= len(rows)
-            self._follow_up(request)
+            self.lose(number, len(rows))
 
     def lose(self, number: int, count: int) -> None:
         """Note that so many answered samples of a request will not get to the model's end."""

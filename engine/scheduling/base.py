@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.engine.scheduling.ordering import Key
+Key: TypeAlias = tuple[Any, ...]
+"""Compared as tuples, smallest first; the last element is unique."""
 
 Rows: TypeAlias = NDArray[np.intp]
 """Positions in a batch, rising."""
@@ -93,14 +94,7 @@ class RowSet(NamedTuple):
 
     def take(self, rows: Rows) -> RowSet:
         """Select some of the rows."""
-        return RowSet(
-            self.requests[rows],
-            self.rows[rows],
-            self.deadlines_s[rows],
-            self.priorities[rows],
-            self.sample_ids[rows],
-            self.answered[rows],
-        )
+        return RowSet._make([array[rows] for array in self])
 
     def answering(self, rows: Rows) -> RowSet:
         """Mark some rows as answered: nothing is late for them any more."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -28,20 +27,17 @@ _FASTEST, _SLOWEST = 1 / 16, 16.0
 """Bounds of the correction: beyond them an observation says that something else went on."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """The part of a model that a stage runs."""
-
-    first_segment: int
-    last_segment: int
-    exit: int
-    """Index into ``Manifest.exits`` of the exit that it ends with; ``MODEL_END`` if with none."""
-
-
 def stage_seconds(
-    profile: Profile, stages: Sequence[Span], max_batch_size: int, *, overhead_s: float = 0.0
+    profile: Profile,
+    stages: Sequence[tuple[int, int, int | None]],
+    max_batch_size: int,
+    *,
+    overhead_s: float = 0.0,
 ) -> tuple[tuple[float, ...], ...]:
     """Predict the stages of a plan, in order, at every batch size up to ``max_batch_size``.
+
+    Each is its first and last segment, and the exit that it ends with (or ``None``, or
+    ``MODEL_END``).
 
     Between the sizes of the profile is interpolated, beyond the largest the cost of its last step
     goes on. ``overhead_s`` is what whoever runs a stage spends on it besides, whatever the size.
@@ -53,10 +49,10 @@ def stage_seconds(
     """
     sizes = np.arange(max_batch_size + 1)
     table = []
-    for stage in stages:
-        rows = [profile.segments_ms[i] for i in range(stage.first_segment, stage.last_segment + 1)]
-        if stage.exit != MODEL_END:
-            rows += [profile.exits_ms[stage.exit], profile.stages_ms[stage.exit]]
+    for first, last, exit_ in stages:
+        rows = list(profile.segments_ms[first : last + 1])
+        if exit_ is not None and exit_ != MODEL_END:
+            rows += [profile.exits_ms[exit_], profile.stages_ms[exit_]]
         row = _at_sizes(profile.batch_sizes, np.sum(rows, axis=0) / 1e3, sizes)
         table.append((0.0, *(seconds + overhead_s for seconds in row[1:])))
     return tuple(table)

@@ -53,13 +53,12 @@ class Waiting:
     buffered: Sequence[BufferedQueue]
     """[stages]: survivors that wait for each stage; the first is always empty."""
 
-
-def ready_bucket(waiting: Waiting, now_s: float) -> Bucket | Wait | Idle:
-    """Find the bucket that the next batch is formed of, or how long to wait for one."""
-    bucket = waiting.queue.ready(now_s)
-    if isinstance(bucket, Bucket):
-        return bucket
-    return wait_until(min(bucket, waiting.queue.next_expiry_s()))
+    def ready(self, now_s: float) -> Bucket | Wait | Idle:
+        """Find the bucket that the next batch is formed of, or how long to wait for one."""
+        bucket = self.queue.ready(now_s)
+        if isinstance(bucket, Bucket):
+            return bucket
+        return wait_until(min(bucket, self.queue.next_expiry_s()))
 
 
 class Policy(Protocol):

@@ -15,8 +15,7 @@ from offramp.engine.scheduling.base import (
     Submission,
     uniform,
 )
-from offramp.engine.scheduling.buckets import Bucket, BucketIndex, Taken
-from offramp.engine.scheduling.ordering import SortedQueue
+from offramp.engine.scheduling.buckets import Bucket, BucketIndex, SortedQueue, Taken
 
 PATIENCE_S = 1.0
 """A request without a deadline is ordered as if it had this long: it is never refused for being
