@@ -27,7 +27,7 @@ from offramp.bundle import Bundle, BundleError, Profile
 from offramp.bundle.bundle import CERTIFY
 from offramp.bundle.files import write_whole
 from offramp.bundle.serde import from_plain, to_plain
-from offramp.certify import count_answers, first_exit, savings_of
+from offramp.certify import FloatArray, count_answers, first_exit, savings_of
 from offramp.engine.backends.base import Backend, Slot, TensorBatch
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control_state import identity_of
@@ -51,8 +51,6 @@ _LEAST_SHARE = 1e-6
 """Of the model's time that a stage is taken to have, so that its share can be scaled."""
 _KEPT = 16
 """Machines that are remembered."""
-
-FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -216,15 +216,9 @@ class RequestTable:
     ) -> None:
         """Note the answers that a stage gave to n samples of a request, if it is still open.
 
-        Args:
-            number: Of the request.
-            rows: [n]: within the request.
-            values: [n, classes].
-            confidence: [n].
-            exit_index: Which exit answered, or ``MODEL_END``.
-            forced: [n]: below the exit's threshold, to be in time.
-            policy_version: Of the policy that they were answered under.
-            following: How many of them run on.
+        ``rows`` [n] are within the request, ``values`` [n, classes]; ``exit_index`` answered, or
+        ``MODEL_END``; ``forced`` [n] are below its threshold, to be in time; ``following`` of them
+        run on.
         """
         request = self._open.get(number)
         if request is None:

@@ -14,9 +14,9 @@ from math import comb
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-FloatArray = NDArray[np.float64]
+from offramp.certify import FloatArray
+
 Timer = Callable[[], float]
 """Runs something once; gives its milliseconds."""
 

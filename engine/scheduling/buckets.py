@@ -14,10 +14,8 @@ from offramp.engine.scheduling.base import Key, Submission
 class Queueable(Protocol):
     """An item that may be used up while it is queued."""
 
-    @property
-    def left(self) -> int:
-        """The amount that is left of it; at 0 it is used up, and skipped."""
-        ...
+    left: int
+    """The amount that is left of it; at 0 it is used up, and skipped."""
 
 
 _T = TypeVar("_T", bound=Queueable)

@@ -42,11 +42,6 @@ class ServedPlan:
         """The last stage."""
         return self.latencies.stages - 1
 
-    @property
-    def buffering(self) -> bool:
-        """Whether survivors wait at one of its splits."""
-        return any(buffer.size for buffer in self.waiting.buffered)
-
 
 @dataclass(slots=True, eq=False)
 class ScheduledBatch:
@@ -110,8 +105,9 @@ class InFlight:
         if self._dropped or self._lost or self._discarded:
             return
         used = {batch.plan.number for batch in (*self.batches.values(), *self.retries)}
-        *old, current = self.plans
-        self.plans = [plan for plan in old if plan.number in used or plan.buffering] + [current]
+        used.add(self.plans[-1].number)
+        used |= {p.number for p in self.plans if any(b.size for b in p.waiting.buffered)}
+        self.plans = [plan for plan in self.plans if plan.number in used]
 
     def samples(self) -> Iterator[RowSet]:
         """Give all samples that were started and have not left."""

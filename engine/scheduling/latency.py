@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from offramp.bundle import Profile
-from offramp.certify.decision import MODEL_END
+from offramp.certify import MODEL_END, FloatArray
 
 _MEMORY = 1 / 32
 """Weight of one observation in the running means."""
@@ -37,37 +37,31 @@ def stage_seconds(
     """Predict the stages of a plan, in order, at every batch size up to ``max_batch_size``.
 
     Each is its first and last segment, and the exit that it ends with (or ``None``, or
-    ``MODEL_END``).
-
-    Between the sizes of the profile is interpolated, beyond the largest the cost of its last step
-    goes on. ``overhead_s`` is what whoever runs a stage spends on it besides, whatever the size.
-
-    Returns:
-        [stages][max_batch_size + 1] seconds by batch size; index 0 is 0. A stage of the source
-        model as a whole costs what the source model does; each stage with an exit costs its
-        head and one border more.
+    ``MODEL_END``). Between the sizes of the profile is interpolated, beyond the largest the cost of
+    its last step goes on. ``overhead_s`` is what whoever runs a stage spends on it besides,
+    whatever the size. Gives [stages][max_batch_size + 1] seconds by batch size; index 0 is 0. A
+    stage of the source model as a whole costs what the source model does; each stage with an exit
+    costs its head and one border more.
     """
-    sizes = np.arange(max_batch_size + 1)
     table = []
     for first, last, exit_ in stages:
         rows = list(profile.segments_ms[first : last + 1])
         if exit_ is not None and exit_ != MODEL_END:
             rows += [profile.exits_ms[exit_], profile.stages_ms[exit_]]
-        row = _at_sizes(profile.batch_sizes, np.sum(rows, axis=0) / 1e3, sizes)
+        row = _at_sizes(profile.batch_sizes, np.sum(rows, axis=0) / 1e3, max_batch_size)
         table.append((0.0, *(seconds + overhead_s for seconds in row[1:])))
     return tuple(table)
 
 
-def _at_sizes(
-    profiled: Sequence[int], seconds: np.ndarray[tuple[int], np.dtype[np.float64]], sizes: object
-) -> list[float]:
+def _at_sizes(profiled: Sequence[int], seconds: FloatArray, largest: int) -> list[float]:
     """Interpolate; never falling, since a fuller batch can be padded from a smaller one."""
     known, values = [0, *profiled], [0.0, *np.maximum.accumulate(seconds).tolist()]
-    wanted = np.asarray(sizes)
-    inside = np.interp(wanted, known, values)
+    wanted = np.arange(largest + 1)
     slope = (values[-1] - values[-2]) / (known[-1] - known[-2])
     beyond = values[-1] + slope * (wanted - known[-1])
-    row: list[float] = np.where(wanted > known[-1], beyond, inside).tolist()
+    row: list[float] = np.where(
+        wanted > known[-1], beyond, np.interp(wanted, known, values)
+    ).tolist()
     return row
 
 

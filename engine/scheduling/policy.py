@@ -68,9 +68,8 @@ class Policy(Protocol):
     largest batch size and the number of streams, in this order.
     """
 
-    @property
-    def name(self) -> str:
-        """The name by which it is chosen on the command line."""
+    name: str
+    """By which it is chosen on the command line."""
 
     def choose(self, waiting: Waiting, now_s: float) -> Choice:
         """Choose what a stream without a batch shall do. O(log n).

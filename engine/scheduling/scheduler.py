@@ -275,7 +275,6 @@ class ModelScheduler:
         return None
 
     def _choose(self, plan: ServedPlan, now_s: float) -> ScheduledBatch | Wait | Idle:
-        """Do what the plan's policy chooses."""
         while True:
             choice = plan.policy.choose(plan.waiting, now_s)
             if isinstance(choice, Start):

@@ -72,12 +72,11 @@ class SlackPolicy(NeverBuffers, ABC):
 
     @abstractmethod
     def setting(self, slack_s: float, wanted_rate: float = 0.0) -> Setting | None:
-        """Choose what to run; ``None`` if there is no time for anything.
+        """Choose what to run at a slack, maybe infinite; ``None`` if there is no time.
 
-        Args:
-            slack_s: Of the most urgent sample, maybe infinite.
-            wanted_rate: Rows a second that have to be served, as if predictions were right: that
-                arrive, or that would serve all that waits by its last deadline.
+        ``slack_s`` is the most urgent sample's, ``wanted_rate`` the rows a second that have to be
+        served, as if predictions were right: that arrive, or that would serve all that waits by its
+        last deadline.
         """
 
     def choose(self, waiting: Waiting, now_s: float) -> Choice:
