@@ -22,12 +22,7 @@ from offramp.engine.errors import BackendError, BadInputError, DrainingError, Mo
 from offramp.engine.executor import Executor
 from offramp.engine.options import EngineOptions
 from offramp.engine.request_table import Request
-from offramp.engine.results import (
-    EngineResult,
-    ModelInfo,
-    ResultKind,
-    StreamResult,
-)
+from offramp.engine.results import EngineResult, ModelInfo, ResultKind, StreamResult
 from offramp.engine.scheduling import DeviceScheduler, ParallelLimit
 from offramp.engine.served_model import ServedModel, warm_slots
 from offramp.engine.statistics import ModelStatistics
