@@ -192,14 +192,13 @@ class Engine:
         if self._draining:
             raise DrainingError("the server is shutting down; send the request to another one")
         options = served.options
-        wrong = check_request(
+        if wrong := check_request(
             served.inputs,
             inputs,
             deadline_s=deadline_s,
             priority=priority,
             max_samples=options.max_queue_samples,
-        )
-        if wrong:
+        ):
             raise BadInputError(f"{model}: {wrong}")
         now_s = time.monotonic()
         if deadline_s is None:

@@ -189,8 +189,7 @@ class ModelScheduler:
         fails alone, and on another stream where one is in service. What was tried before, or
         has no time left for it, is dropped as ``FAILED``.
         """
-        batch = self._in_flight.batches.get(stream)
-        if batch is None:
+        if (batch := self._in_flight.batches.get(stream)) is None:
             return
         answered = batch.samples.answered
         staying = ~answered
