@@ -290,7 +290,6 @@ class Executor:
         self._rest(pause_s)
 
     def _rest(self, pause_s: float) -> None:
-        """Do nothing for a while, or until stopped."""
         with self._lock:
             until_s = self._clock() + pause_s
             while not self._stopped and (left_s := until_s - self._clock()) > 0.0:

@@ -225,7 +225,6 @@ class ModelRuntime:
             self.table.drop([Dropped(number, len(rows), DropCause.FAILED)], failure)
 
     def _discard(self) -> None:
-        """Forget the tensors of buffered batches that nobody will ask for."""
         for number in self.scheduler.take_discarded():
             self._buffered.pop(number, None)
 
@@ -242,7 +241,6 @@ def gather(parts: list[tuple[Request, slice | Rows]]) -> dict[str, NDArray[Any]]
 
 
 def _by_request(run: Run, rows: Rows) -> Iterator[Rows]:
-    """Give some rows of a run, a request at a time."""
     for start, stop in _neighbours(run.requests[rows]):
         yield rows[start:stop]
 

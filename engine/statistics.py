@@ -86,11 +86,9 @@ class CountersSnapshot:
 
     stages: tuple[StageStatistics, ...]
     requests: int
-    """Requests accepted."""
     samples: int
-    """Samples accepted."""
+    """Requests and samples that were accepted."""
     answered: int
-    """Samples answered."""
     failed: dict[str, int]
     """Samples without an answer, by those of :data:`FAILURE_CAUSES` that there were."""
     retried: int

@@ -53,15 +53,11 @@ def operating_points(
 ) -> tuple[OperatingPoint, ...]:
     """Measure the agreement of "force the exit at depth d" on the calibration records.
 
-    Samples that are sure enough at an earlier exit have left there, as when serving.
-
-    Args:
-        exits: (stage, exit, threshold) of each stage that has an exit, and of the last, whose
-            exit is ``MODEL_END``.
-        records: A bundle's: ``confidence``, ``prediction`` [exits, samples],
-            ``final_prediction`` and ``split`` [samples]; the certify split is used, which
-            trained nothing.
-        forced: Whether exits may be forced; if not, only the last point is given.
+    Samples that are sure enough at an earlier exit have left there, as when serving. ``exits`` are
+    (stage, exit, threshold) of each stage that has an exit, and of the last, whose exit is
+    ``MODEL_END``. Of a bundle's records (``confidence``, ``prediction`` [exits, samples],
+    ``final_prediction`` and ``split`` [samples]) the certify split is used, which trained nothing.
+    If exits may not be ``forced``, only the last point is given.
     """
     chosen = records["split"] == CERTIFY
     final = records["final_prediction"][chosen]

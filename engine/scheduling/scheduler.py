@@ -28,7 +28,6 @@ from offramp.engine.scheduling.base import (
     DropCause,
     Dropped,
     Idle,
-    Rows,
     RowSet,
     Run,
     Submission,
@@ -168,7 +167,9 @@ class ModelScheduler:
         self._observe(batch, before, now_s)
         transition = self._in_flight.leave(batch, exited, runs_on, now_s)
         if self._parallel.adapts:
-            self._count_late(samples, transition.released, now_s)
+            deadlines_s = samples.deadlines_s[transition.released]
+            if bounded := int(np.isfinite(deadlines_s).sum()):
+                self._parallel.observe(bounded, int((deadlines_s < now_s).sum()))
         survivors = transition.survivors
         if not len(survivors):
             self._finish(stream)
@@ -274,7 +275,6 @@ class ModelScheduler:
         return None
 
     def _choose(self, plan: ServedPlan, now_s: float) -> ScheduledBatch | Wait | Idle:
-        """Do what the plan's policy chooses."""
         while True:
             choice = plan.policy.choose(plan.waiting, now_s)
             if isinstance(choice, Start):
@@ -308,12 +308,6 @@ class ModelScheduler:
             batch.pieces = ()
         else:
             batch.plan.latencies.observe(batch.stage, size, elapsed_s)
-
-    def _count_late(self, samples: RowSet, released: Rows, now_s: float) -> None:
-        deadlines_s = samples.deadlines_s[released]
-        bounded = int(np.isfinite(deadlines_s).sum())
-        if bounded:
-            self._parallel.observe(bounded, int((deadlines_s < now_s).sum()))
 
     def _finish(self, stream: int) -> None:
         self._in_flight.finish(stream)

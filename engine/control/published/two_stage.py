@@ -18,7 +18,7 @@ import numpy as np
 
 from offramp.bundle import Manifest, Profile
 from offramp.certify import MODEL_END, BoolArray, FloatArray, IntArray
-from offramp.engine.scheduling.latency import Span, stage_seconds
+from offramp.engine.scheduling.latency import stage_seconds
 
 
 def is_late(ms: FloatArray, limit_ms: float) -> BoolArray:
@@ -127,7 +127,7 @@ class StageTimes:
 
     def _spans_ms(self, starts: Sequence[int], exits: Sequence[int], rows: int) -> FloatArray:
         spans = [
-            Span(first_segment=first, last_segment=self._last_segment(exit_), exit=exit_)
+            (first, self._last_segment(exit_), exit_)
             for first, exit_ in zip(starts, exits, strict=True)
         ]
         return 1e3 * np.asarray(stage_seconds(self.profile, spans, rows))
