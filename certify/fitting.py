@@ -50,7 +50,7 @@ def refit(curves: Sequence[AgreementCurve], samples: Weighted, bound: float) -> 
     What a tuning job runs; ``bound`` is ε.
     """
     rows = zip(curves, samples.confidence, samples.agrees, strict=True)
-    renewed = [_renew(curve, *row, samples.weight) for curve, *row in rows]
+    renewed = [_renew(curve, row, agrees, samples.weight) for curve, row, agrees in rows]
     return lay_path(renewed, samples, bound=bound)
 
 

@@ -43,13 +43,10 @@ class AuditSettings:
 
 
 def affordable(shares: FloatArray, latency_ms: FloatArray, budget: float) -> float:
-    """Largest audit probability within the budget, in (0, 1].
+    """Largest audit probability within the budget, a share of all compute, in (0, 1].
 
-    Args:
-        shares: float64[active + 1]: of samples answered at each exit in use, the last at the end.
-        latency_ms: float64[active + 1]: until each, every exit in use paid
-            (:meth:`.costs.CostModel.latency_ms`).
-        budget: Share of all compute, in (0, 1).
+    ``shares``, float64[active + 1], are of samples answered at each exit in use, the last at the
+    end, and ``latency_ms`` is until each, every exit in use paid (:meth:`.CostModel.latency_ms`).
     """
     without = float(shares @ latency_ms)
     more = float(shares @ (latency_ms[-1] - latency_ms))
@@ -63,8 +60,6 @@ class AuditRate:
 
     def __init__(self, settings: AuditSettings, shares: FloatArray, latency_ms: FloatArray) -> None:
         self._settings = settings
-        self.value = 1.0
-        """In (0, 1]."""
         self._since = 0
         self.set(self.aim(shares, latency_ms, needed=True))
 
@@ -75,9 +70,9 @@ class AuditRate:
         return min(max(wanted, self._settings.least), 1.0)
 
     def set(self, wanted: float) -> None:
-        """Jump to the step at or below what is wanted, never below the least one."""
+        """Jump to the step at or below what is wanted, never below the least one, in (0, 1]."""
         steps = math.floor(np.log2(wanted) * _STEPS_PER_HALVING + 1e-9)
-        self.value = max(2.0 ** (steps / _STEPS_PER_HALVING), self._settings.least)
+        self.value: float = max(2.0 ** (steps / _STEPS_PER_HALVING), self._settings.least)
         self._since = 0
 
     def follow(self, wanted: float, samples: int) -> None:

@@ -145,8 +145,4 @@ class Controller(Protocol):
         """What to keep over a restart: JSON values and numpy arrays; ``None`` for nothing."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a kept state.
-
-        Raises:
-            ValueError: It does not fit this controller.
-        """
+        """Go on from a kept state; ValueError if it does not fit this controller."""

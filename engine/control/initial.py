@@ -25,16 +25,10 @@ def within_budget(
 ) -> tuple[int, ...]:
     """The exits of a policy to keep so that the model's end comes late by so much at most.
 
-    The one whose absence costs least on the tuning split goes first (Apparate's ramp budget, 3.1;
-    which exits go is left open there). Nothing of the certify split is looked at: what is chosen
-    here is certified on it.
-
-    Args:
-        policy: Names the exits.
-        costs: Of all exits.
-        records: A bundle's.
-        max_overhead: As a share of the source model's time.
-        max_disagreement: On the tuning split, of the thresholds that exits are compared by.
+    ``max_overhead`` is a share of the source model's time. The exit whose absence costs least on
+    the tuning split goes first, by thresholds that keep ``max_disagreement`` there (Apparate's ramp
+    budget, 3.1; which exits go is left open there). Nothing of the certify split is looked at: what
+    is chosen here is certified on it.
     """
     exits = tuple(active.exit for active in policy.active)
     if not exits or costs.overhead(exits) <= max_overhead:
@@ -82,25 +76,19 @@ def certified_on(
     )
     if not rows:
         return conservative
-    confidences, agrees = _split(records, TUNE)
-    path = tuning_path(confidences[rows], agrees[rows])
-    confidences, agrees = _split(records, CERTIFY)
+    path = tuning_path(*(each[rows] for each in _split(records, TUNE)))
+    confidence, agrees = (each[rows] for each in _split(records, CERTIFY))
     found = certify(
         path,
-        confidences[rows],
-        agrees[rows],
+        confidence,
+        agrees,
         max_disagreement=max_disagreement,
         confidence_level=confidence_level,
     )
     if found is None:
         return conservative
-    outcome = evaluate(
-        confidences[rows],
-        agrees[rows],
-        costs.latency_ms(rows),
-        found.thresholds,
-        vanilla_ms=costs.source_ms,
-    )
+    latency_ms, source_ms = costs.latency_ms(rows), costs.source_ms
+    outcome = evaluate(confidence, agrees, latency_ms, found.thresholds, vanilla_ms=source_ms)
     pairs = zip(exits, found.thresholds.tolist(), strict=True)
     return replace(
         conservative,
@@ -117,11 +105,7 @@ def certified_on(
 
 
 def tuning_split(records: Mapping[str, NDArray[Any]], exits: int) -> Weighted:
-    """The samples of the calibration data that curves may be fitted on.
-
-    Raises:
-        ValueError: There are none, or they are of other exits.
-    """
+    """The samples of the calibration data that curves may be fitted on; ValueError if none fit."""
     shape = records["confidence"].shape
     if len(shape) != 2 or shape[0] != exits:
         raise ValueError(f"records hold confidences of shape {shape}, expected [{exits}, samples]")

@@ -60,13 +60,7 @@ class PolicyMetrics:
         self._answered += count_answers(seen.answered_at, self._costs.exits)
 
     def follow(self, exits: Sequence[int], *, needs_evidence: bool, samples: int) -> None:
-        """Move the audit probability, so many samples after the last time.
-
-        Args:
-            exits: In use, whether they answer or run in shadow mode.
-            needs_evidence: Whether audits can bring something beside noticing drift.
-            samples: Since the last call.
-        """
+        """Move the audit probability, so many samples after the last time, for the exits in use."""
         aim = self._audit.aim(*self._shares(exits), needed=needs_evidence)
         self._audit.follow(aim, samples)
 
