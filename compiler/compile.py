@@ -8,8 +8,7 @@ import numpy as np
 
 from offramp.bundle import Bundle, ExitPolicy, Measured, write_bundle
 from offramp.bundle.bundle import check_target
-from offramp.calibration.dataset import Dataset, DataSplit, read_dataset, split
-from offramp.calibration.errors import DataError
+from offramp.calibration.dataset import DataError, Dataset, DataSplit, read_dataset, split
 from offramp.calibration.limits import (
     BindingLimit,
     PolicyTerms,

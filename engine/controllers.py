@@ -41,11 +41,15 @@ def make_controller(
     max_disagreement = options.max_disagreement or compiled_for
     costs = CostModel.of(bundle.manifest, profile, options.max_batch_size)
     budget = ramp_budget(bundle.policy, costs, mode, options)
+    limits: dict[str, Any] = {
+        "max_disagreement": max_disagreement,
+        "confidence_level": options.confidence,
+    }
     policy = bundle.policy
-    limit: dict[str, Any] = {"max_disagreement": max_disagreement}
-    kept = within_budget(policy, costs, records, max_overhead=budget, **limit)
+    kept = within_budget(
+        policy, costs, records, max_overhead=budget, max_disagreement=max_disagreement
+    )
     suits = promise is not None and promise.covers(max_disagreement, options.confidence)
-    limits = limit | {"confidence_level": options.confidence}
     if not suits or len(kept) < len(policy.active):
         policy = certified_on(kept, costs, records, **limits)
     controller: Controller
@@ -56,13 +60,13 @@ def make_controller(
         apparate = ApparateSettings(max_overhead=budget, **limits)
         controller = ApparateController(policy, costs, apparate)
     else:
-        is_release, audits = mode is Mode.RELEASE, options.audit_budget
-        settings = CertifiedSettings(audit_budget=audits, release=is_release, **limits)
         controller = CertifiedController(
             policy,
             costs,
             records,
-            settings,
+            CertifiedSettings(
+                audit_budget=options.audit_budget, release=mode is Mode.RELEASE, **limits
+            ),
             guard=ShiftGuard(records["confidence"]),
             proposals=ExitProposals(costs, max_overhead=budget),
         )

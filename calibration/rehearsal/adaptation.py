@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from offramp.bundle import NEVER, ActiveExit
+from offramp.calibration.rehearsal import rehearsal
 from offramp.calibration.rehearsal.load import Position, RehearsalLoad, forecast
 from offramp.calibration.rehearsal.result import (
     Candidate,

@@ -45,15 +45,15 @@ def promise(found: PolicyFigures) -> tuple[str, str] | None:
     bound = numbers.plain_percent(made.max_disagreement)
     promised = (
         f"On inputs like the calibration data, at most {bound} of the answers differ from those "
-        f"of the unmodified model: certified with {numbers.plain_percent(made.confidence)} "
+        f"of the unmodified model: certified with {numbers.plain_percent(made.confidence_level)} "
         f"confidence on {numbers.plural(made.certify_samples, 'certify sample')} with "
         f"{numbers.plural(made.certify_errors, 'error')}."
     )
     tested = (
         f"An error is an answer unlike the unmodified model's. Learn then Test: if more than "
         f"{bound} differed, so few errors would be seen with probability {made.p_value:.2g} at "
-        f"most, below the {1 - made.confidence:.2g} allowed. Nothing is promised under drift; "
-        f"that is watched while serving."
+        f"most, below the {1 - made.confidence_level:.2g} allowed. Nothing is promised under "
+        f"drift; that is watched while serving."
     )
     return promised, tested
 
@@ -98,7 +98,7 @@ def headlines(found: PolicyFigures, judged: SavingsCheck | None = None) -> list[
         shown.append(Headline(numbers.percent(judged.savings), means, "measured on this machine"))
     if in_use and made is not None:
         bound = f"≤\u202f{numbers.plain_percent(made.max_disagreement)}"
-        level = f"disagreement, {numbers.plain_percent(made.confidence)} confidence"
+        level = f"disagreement, {numbers.plain_percent(made.confidence_level)} confidence"
         shown.append(Headline(bound, level, "certified"))
     if in_use:
         agreed = numbers.percent(1 - found.disagreement, 2)
