@@ -76,8 +76,8 @@ def certified_on(
     )
     if not rows:
         return conservative
-    path = tuning_path(*(each[rows] for each in _split(records, TUNE)))
-    confidence, agrees = (each[rows] for each in _split(records, CERTIFY))
+    path = tuning_path(*_split(records, TUNE, rows))
+    confidence, agrees = _split(records, CERTIFY, rows)
     found = certify(
         path,
         confidence,
@@ -117,9 +117,9 @@ def tuning_split(records: Mapping[str, NDArray[Any]], exits: int) -> Weighted:
 
 
 def _split(
-    records: Mapping[str, NDArray[Any]], which: int
+    records: Mapping[str, NDArray[Any]], which: int, exits: Sequence[int] | slice = slice(None)
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Confidence and agreement, [exits, samples], of one split."""
+    """Confidence and agreement, [exits, samples], of one split; default: of all exits."""
     chosen = records["split"] == which
     agrees = records["prediction"][:, chosen] == records["final_prediction"][chosen]
-    return records["confidence"][:, chosen], agrees
+    return records["confidence"][:, chosen][exits], agrees[exits]
