@@ -24,12 +24,7 @@ import numpy as np
 from offramp.bundle import NEVER, ActiveExit
 from offramp.calibration.rehearsal import rehearsal
 from offramp.calibration.rehearsal.load import Position, RehearsalLoad, forecast
-from offramp.calibration.rehearsal.result import (
-    Candidate,
-    Rehearsal,
-    RehearsalSettings,
-    RehearsalStep,
-)
+from offramp.calibration.rehearsal.result import Rehearsal, RehearsalSettings, RehearsalStep
 from offramp.certify import FloatArray, tuning_path, walk
 from offramp.engine.control.published.thresholds import count_allowed
 from offramp.engine.control.published.two_stage import StageTimes
@@ -156,25 +151,18 @@ def look_at(
     for used in active:
         if at.rows < 1:
             return tuple(steps), Late(exit=used.exit, violations=1.0, at=at)
-        thresholds = {
-            e: rehearsal.configure(load, at, e, allowed_errors)
-            for e in rehearsal.later_exits(times, at)
-        }
+        later = rehearsal.later_exits(times, at)
+        thresholds = {e: rehearsal.configure(load, at, e, allowed_errors) for e in later}
         thresholds[used.exit] = used.threshold
         step = rehearsal.characterise(load, times, at, thresholds, settings)
         found = step.candidate(used.exit)
         if found.violations > settings.max_violations:
             return tuple(steps), Late(exit=used.exit, violations=found.violations, at=at)
-        steps.append(_keeping(step, found, settings))
+        judged = [rehearsal.judge(c, math.inf, settings) for c in step.candidates]
+        marked = (replace(c, verdict="chosen") if c.exit == used.exit else c for c in judged)
+        steps.append(replace(step, candidates=tuple(marked), chosen=used.exit))
         at = at.behind(load, used.exit, used.threshold, found.allowed_rows)
     return tuple(steps), None
-
-
-def _keeping(step: RehearsalStep, kept: Candidate, settings: RehearsalSettings) -> RehearsalStep:
-    """Mark the exit in use as the chosen one."""
-    judged = [rehearsal.judge(c, math.inf, settings) for c in step.candidates]
-    marked = [replace(c, verdict="chosen") if c.exit == kept.exit else c for c in judged]
-    return replace(step, candidates=tuple(marked), chosen=kept.exit)
 
 
 def _move(

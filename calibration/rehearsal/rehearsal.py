@@ -141,7 +141,9 @@ def characterise(
                 allowed_rows=int(matrix.allowed_rows[row]),
                 average_ms=float(average_ms[row]),
                 tail_ms=float(matrix.ms[row, tail[row]]),
-                mean_ms=_mean_ms(load, times, at, exit_, threshold),
+                mean_ms=forecast(
+                    load, times, (*at.active, ActiveExit(exit=exit_, threshold=threshold))
+                ).average_ms,
                 verdict="precision" if threshold >= NEVER else "possible",
                 times_ms=tuple(matrix.ms[row].tolist()),
                 pattern=tuple(pattern[row].tolist()),
@@ -199,13 +201,6 @@ def determine(
     best = min(possible, key=lambda c: (c.average_ms if first else c.tail_ms, c.exit))
     marked = tuple(replace(c, verdict="chosen") if c is best else c for c in judged)
     return replace(step, candidates=marked, chosen=best.exit)
-
-
-def _mean_ms(
-    load: RehearsalLoad, times: StageTimes, at: Position, exit_: int, threshold: float
-) -> float:
-    attached = ActiveExit(exit=exit_, threshold=threshold)
-    return forecast(load, times, (*at.active, attached)).average_ms
 
 
 def judge(candidate: Candidate, most_ms: float, settings: RehearsalSettings) -> Candidate:

@@ -88,14 +88,10 @@ def adjust(
 ) -> Adjustment:
     """Decide on the exits in use (Apparate 3.3).
 
-    Args:
-        confidence: float32[active, n] of recent samples, in [0, 1]; every exit in use saw all.
-        active: Indices of the exits in use, rising.
-        thresholds: [active], those deployed.
-        costs: Of all exits of the bundle.
-        max_overhead: Ramp budget: how much later the model's end may come, as a share, at least 0.
-        retune: Tunes thresholds for the exits in use, float64[active], on whatever samples;
-            called at most once, and only if an exit loses time. ``None``: no tuning.
+    By float32[active, n] confidences of recent samples, in [0, 1]; every exit in use saw all.
+    ``max_overhead`` is the ramp budget: how much later the model's end may come, as a share, at
+    least 0. ``retune`` tunes thresholds for the exits in use, float64[active], on whatever samples;
+    it is called at most once, and only if an exit loses time.
     """
     _check(confidence, active, thresholds, costs)
     if not max_overhead >= 0:

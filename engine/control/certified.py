@@ -66,17 +66,13 @@ class CertifiedController:
         guard: ShiftGuard | None = None,
         proposals: ExitProposals | None = None,
     ) -> None:
-        """Start from a policy.
+        """Start from a policy, for all K exits of the bundle, in audit mode by default.
 
-        Args:
-            policy: In force at first if it comes with a promise that covers constraint and
-                confidence; else its exits run in shadow mode until levels are certified.
-            costs: Of all K exits of the bundle.
-            records: The bundle's calibration records: ``confidence`` float[K, n], ``prediction``
-                [K, n], ``final_prediction`` [n] and ``split`` [n], of which 1 is to tune on.
-            settings: Default: audit mode, 1 % at 95 %.
-            guard: Watches the inputs of all samples; default: only audits tell of drift.
-            proposals: Proposes other exits; default: those of the policy stay in use.
+        ``policy`` is in force at first if it comes with a promise that covers constraint and
+        confidence; else its exits run in shadow mode until levels are certified. ``records`` are
+        the bundle's: ``confidence`` float[K, n], ``prediction`` [K, n], ``final_prediction`` [n]
+        and ``split`` [n], of which 1 is to tune on. Without a guard only audits tell of drift;
+        without proposals the policy's exits stay in use.
         """
         self._settings = settings = settings or CertifiedSettings()
         self._costs = costs

@@ -22,18 +22,10 @@ class ControlCounters:
     """
 
     def __init__(self) -> None:
-        self.observed = 0
-        """Samples seen."""
-        self.audited = 0
-        """Of those answered early, the ones that ran to the end."""
-        self.disagreed = 0
-        """Of those audited, the ones answered unlike the source model."""
-        self.alarms = 0
-        """Drift alarms."""
-        self.tunings = 0
-        """Threshold tunings finished."""
-        self.adjustments = 0
-        """Changes of the set of exits in use."""
+        self.observed = self.audited = self.disagreed = 0
+        """Samples, of which and of which, as :class:`.ControlStatus` has them."""
+        self.alarms = self.tunings = self.adjustments = 0
+        """Likewise."""
         self._events: list[ControlEvent] = []
         self._begin(None)
 

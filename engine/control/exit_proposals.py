@@ -42,11 +42,8 @@ class ExitProposals:
     ) -> None:
         """Start with an empty window, for all exits of the bundle.
 
-        Args:
-            costs: Of all exits of the bundle.
-            max_overhead: Ramp budget: how much later the model's end may come, as a share.
-            adjust_every: Samples from one adjustment to the next, at least 1.
-            again_after: Samples until a set may be proposed again.
+        ``max_overhead`` is the ramp budget: how much later the model's end may come, as a share. A
+        set may be proposed again after ``again_after`` samples.
         """
         if adjust_every < 1 or not max_overhead >= 0:
             raise ValueError(

@@ -41,16 +41,10 @@ def within_budget(
     thresholds = dict(zip(exits, path[fine[-1]].tolist(), strict=True))
 
     def savings(exits: Sequence[int]) -> float:
-        if not exits:
-            return 0.0
         rows = list(exits)
-        return evaluate(
-            confidence[rows],
-            agrees[rows],
-            costs.latency_ms(rows),
-            np.array([thresholds[e] for e in rows]),
-            vanilla_ms=costs.source_ms,
-        ).savings
+        data = confidence[rows], agrees[rows], costs.latency_ms(rows)
+        at = np.array([thresholds[e] for e in rows])
+        return evaluate(*data, at, vanilla_ms=costs.source_ms).savings if rows else 0.0
 
     while exits and costs.overhead(exits) > max_overhead:
         exits = max((tuple(e for e in exits if e != gone) for gone in exits), key=savings)

@@ -172,7 +172,9 @@ class PameController(PublishedController):
         was = wrong = _wrong_by_exit(complete, raised)
         while sum(wrong.values()) > allowed:
             worst = max(wrong, key=wrong.__getitem__)
-            raised[worst] = self._one_step(raised[worst])
+            stepped = min(raised[worst] + self._settings.threshold_step, 1.0)
+            # 1 is the last threshold at which anything may answer.
+            raised[worst] = NEVER if raised[worst] >= 1 - _ROUNDING else stepped
             wrong = _wrong_by_exit(complete, raised)
         if raised != active:
             self._counters.tunings += 1
@@ -182,12 +184,6 @@ class PameController(PublishedController):
             text = f"{share:.2%} of a period answered otherwise; thresholds raised: {words}"
             self._counters.note("tuning", text)
         return {e: t for e, t in raised.items() if t < NEVER}
-
-    def _one_step(self, threshold: float) -> float:
-        """One step more; 1 is the last at which anything may answer."""
-        if threshold >= 1 - _ROUNDING:
-            return NEVER
-        return min(threshold + self._settings.threshold_step, 1.0)
 
     def _answering(self) -> dict[int, float]:
         """Thresholds of the exits that answer, in depth order."""
