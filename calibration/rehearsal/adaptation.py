@@ -181,8 +181,4 @@ def _move(
 
 
 def _as_active(thresholds: Mapping[int, float]) -> tuple[ActiveExit, ...]:
-    return tuple(
-        ActiveExit(exit=e, threshold=threshold)
-        for e, threshold in thresholds.items()
-        if threshold < NEVER
-    )
+    return tuple(ActiveExit(exit=e, threshold=t) for e, t in thresholds.items() if t < NEVER)

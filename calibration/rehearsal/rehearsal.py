@@ -238,10 +238,8 @@ def check_load(load: RehearsalLoad, times: StageTimes, settings: RehearsalSettin
     if len(load.confidence) != times.exits:
         raise ValueError(f"the load has {len(load.confidence)} exits, the times {times.exits}")
     expected = (settings.batches, settings.batch_size)
-    if load.batches.shape != expected:
-        raise ValueError(
-            f"the load's batches are {load.batches.shape}, the settings say {expected}"
-        )
+    if (shape := load.batches.shape) != expected:
+        raise ValueError(f"the load's batches are {shape}, the settings say {expected}")
 
 
 def draw_load(records: ExitRecords, settings: RehearsalSettings, *, seed: int) -> RehearsalLoad:
@@ -264,9 +262,8 @@ def rehearse_records(
     seed: int,
 ) -> Rehearsal:
     """Search the exits on the tuning split, with no more errors than may still be certified."""
-    allowed = certifiable_errors(
-        tune.confidence.shape[1], settings.max_disagreement, confidence_level
-    )
+    samples = tune.confidence.shape[1]
+    allowed = certifiable_errors(samples, settings.max_disagreement, confidence_level)
     return rehearse(draw_load(tune, settings, seed=seed), times, settings, allowed_errors=allowed)
 
 

@@ -101,9 +101,8 @@ class CertifiedController:
     @property
     def audit_probability(self) -> float:
         """For samples that are started from now on; 1 while evidence is gathered again."""
-        if self._guard is not None and self._guard.audits_all:
-            return 1.0
-        return self._in_force.audit_probability
+        audits_all = self._guard is not None and self._guard.audits_all
+        return 1.0 if audits_all else self._in_force.audit_probability
 
     @property
     def needs_evidence(self) -> bool:
@@ -339,10 +338,8 @@ class CertifiedController:
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         curves = [AgreementCurve(slope=float(a), intercept=float(b)) for a, b in state["curves"]]
-        if len(curves) != self._costs.exits:
-            raise ValueError(
-                f"state: {len(curves)} curves, but the bundle has {self._costs.exits} exits"
-            )
+        if len(curves) != (exits := self._costs.exits):
+            raise ValueError(f"state: {len(curves)} curves, but the bundle has {exits} exits")
         alarms, tunings, adjustments = (int(count) for count in state["counts"])
         drift = DriftAlarm(self._settings.max_disagreement, rate=self._settings.alarm_rate)
         drift.restore(state["drift"])

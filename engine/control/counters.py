@@ -91,8 +91,7 @@ class ControlCounters:
         for name, count in counts.items():
             if not isinstance(count, int) or count < 0:
                 raise ValueError(f"state: {name} is {count!r}, expected a count")
-        for name, count in counts.items():
-            setattr(self, name, count)
+        vars(self).update(counts)
 
     def _begin(self, version: int | None) -> None:
         """Start the estimate of another policy, or of none."""

@@ -83,7 +83,7 @@ class PolicyInForce:
     @property
     def audit_probability(self) -> float:
         """For samples that are started from now on, while nothing was invalidated."""
-        return 1.0 if self._settings.release else self.metrics.audit_probability
+        return 1.0 if self._settings.release else self.metrics.audit.value
 
     def switch(
         self, level: int, *, path: ThresholdPath | None = None, shadow: Sequence[int] = ()
@@ -139,10 +139,8 @@ class PolicyInForce:
         path = ThresholdPath.restored(state["ladder"])
         level, version = int(state["level"]), int(state["version"])
         exits = self._costs.exits
-        if path.exits and path.exits[-1] >= exits:
-            raise ValueError(
-                f"state: exit {path.exits[-1]} is in use, but the bundle has {exits} exits"
-            )
+        if path.exits and (last := path.exits[-1]) >= exits:
+            raise ValueError(f"state: exit {last} is in use, but the bundle has {exits} exits")
         if not 0 <= level < path.levels or version < self._initial.version:
             raise ValueError(f"state: there is no level {level} of policy {version}")
         bound = UpperBound(0.5)

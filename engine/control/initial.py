@@ -65,9 +65,8 @@ def certified_on(
     split (:mod:`offramp.certify`). Exits that it does not need run in shadow mode, at ``NEVER``.
     """
     rows = list(exits)
-    conservative = ExitPolicy(
-        version=1, active=tuple(ActiveExit(exit=e, threshold=NEVER) for e in exits)
-    )
+    silent = tuple(ActiveExit(exit=e, threshold=NEVER) for e in exits)
+    conservative = ExitPolicy(version=1, active=silent)
     if not rows:
         return conservative
     path = tuning_path(*_split(records, TUNE, rows))

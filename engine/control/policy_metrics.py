@@ -116,12 +116,7 @@ class PolicyMetrics:
         self.served = 0
         """Samples seen that were served under it."""
         audits = AuditSettings(budget=settings.audit_budget, least=settings.least_audit)
-        self._audit = AuditRate(audits, *self._shares(exits))
-
-    @property
-    def audit_probability(self) -> float:
-        """For its samples, in audit mode."""
-        return self._audit.value
+        self.audit = AuditRate(audits, *self._shares(exits))
 
     def observe(self, seen: Observations, loss: FloatArray) -> None:
         """Take in samples served under the policy, none forced, and their float64[n] losses."""
@@ -132,8 +127,8 @@ class PolicyMetrics:
 
     def follow(self, exits: Sequence[int], *, needs_evidence: bool, samples: int) -> None:
         """Move the audit probability, so many samples after the last time, for the exits in use."""
-        aim = self._audit.aim(*self._shares(exits), needed=needs_evidence)
-        self._audit.follow(aim, samples)
+        aim = self.audit.aim(*self._shares(exits), needed=needs_evidence)
+        self.audit.follow(aim, samples)
 
     def _shares(self, exits: Sequence[int]) -> tuple[FloatArray, FloatArray]:
         """Shares answered at the exits in use and the end, and the time until each."""

@@ -83,14 +83,8 @@ def run_tuning(
 
     ``latency_ms``, float64[exits + 1], is until each of them and the end, all exits in use paid.
     """
-    return tune(
-        samples.confidence,
-        samples.agrees,
-        latency_ms,
-        settings.max_disagreement,
-        settings.method,
-        vanilla_ms=source_ms,
-    )
+    data = samples.confidence, samples.agrees, latency_ms
+    return tune(*data, settings.max_disagreement, settings.method, vanilla_ms=source_ms)
 
 
 def run_adjustment(

@@ -180,7 +180,8 @@ class PameController(PublishedController):
             self._counters.tunings += 1
             share = sum(was.values()) / len(counted)
             changed = {e: t for e, t in raised.items() if t != active[e]}
-            words = ", ".join(f"exit {e} {_words(t)}" for e, t in changed.items())
+            to = {e: "off" if t >= NEVER else f"to {t:.4g}" for e, t in changed.items()}
+            words = ", ".join(f"exit {e} {word}" for e, word in to.items())
             text = f"{share:.2%} of a period answered otherwise; thresholds raised: {words}"
             self._counters.note("tuning", text)
         return {e: t for e, t in raised.items() if t < NEVER}
@@ -191,10 +192,6 @@ class PameController(PublishedController):
 
     def _describe(self) -> str:
         return "steady" if self._answering() else "no exit answers"
-
-
-def _words(threshold: float) -> str:
-    return "off" if threshold >= NEVER else f"to {threshold:.4g}"
 
 
 def _rows_behind(period: Observations, exit_: int, size: int) -> IntArray:
@@ -212,9 +209,7 @@ def _wrong_by_exit(complete: Observations, active: Mapping[int, float]) -> dict[
     first = first_exit(complete.confidence[exits], np.array(list(active.values())))
     agrees: BoolArray = complete.agrees()[exits]
     weight = complete.weight
-    return {
-        exit_: float(weight[(first == row) & ~agrees[row]].sum()) for row, exit_ in enumerate(exits)
-    }
+    return {e: float(weight[(first == i) & ~agrees[i]].sum()) for i, e in enumerate(exits)}
 
 
 def _join(parts: list[Observations]) -> Observations:

@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from offramp.bundle import ActiveExit, ExitPolicy
-from offramp.engine.control import controller
+from offramp.bundle import NEVER, ActiveExit, ExitPolicy
 from offramp.engine.control.controller import ControlEvent, ControlStatus, Evidence, Job
 from offramp.engine.control.counters import ControlCounters
 
@@ -60,7 +59,12 @@ class PublishedController:
         return self._counters.take_events()
 
     def _evidence(self) -> Evidence:
-        return controller.evidence_of_promise(self.policy, *self._limits)
+        """The promise that the policy came with: nothing was tested of it since."""
+        promise = self.policy.promise
+        if all(active.threshold >= NEVER for active in self.policy.active):
+            return Evidence.CONSERVATIVE
+        is_covered = promise is not None and promise.covers(*self._limits)
+        return Evidence.CALIBRATED if is_covered else Evidence.NONE
 
     def _describe(self) -> str:
         raise NotImplementedError

@@ -67,11 +67,8 @@ class StageTimes:
     """Per exit."""
 
     def __post_init__(self) -> None:
-        if len(self.profile.exits_ms) != len(self.after_segment):
-            raise ValueError(
-                f"the profile has {len(self.profile.exits_ms)} exits, after_segment names "
-                f"{len(self.after_segment)}"
-            )
+        if (known := len(self.profile.exits_ms)) != self.exits:
+            raise ValueError(f"the profile has {known} exits, after_segment names {self.exits}")
 
     @classmethod
     def of(cls, manifest: Manifest, profile: Profile) -> StageTimes:
