@@ -113,16 +113,11 @@ class StageTimes:
         """Stages from behind some exits (None: from the model's start) to others, by rows."""
         last = len(self.profile.segments_ms) - 1
         spans = [
-<<<<<<< HEAD
-            (first, self._last_segment(exit_), exit_)
-            for first, exit_ in zip(starts, exits, strict=True)
-=======
-            Span(
-                first_segment=0 if before is None else self.after_segment[before] + 1,
-                last_segment=last if exit_ == MODEL_END else self.after_segment[exit_],
-                exit=exit_,
+            (
+                0 if before is None else self.after_segment[before] + 1,
+                last if exit_ == MODEL_END else self.after_segment[exit_],
+                exit_,
             )
             for before, exit_ in zip(after, exits, strict=True)
->>>>>>> i13-control
         ]
         return 1e3 * np.asarray(stage_seconds(self.profile, spans, rows))
