@@ -230,7 +230,8 @@ def _add_promise(
     promise = parser.add_argument_group("the promise")
     promise.add_argument("--max-disagreement", type=_share, default=disagreement, metavar="SHARE",
                          help="largest share of answers unlike the model's")  # fmt: skip
-    promise.add_argument("--confidence", type=_share, default=confidence_level, metavar="SHARE",
+    promise.add_argument("--confidence", dest="confidence_level", type=_share, metavar="SHARE",
+                         default=confidence_level,
                          help="that this holds on unseen data")  # fmt: skip
 
 

@@ -173,7 +173,6 @@ def _build(options: argparse.Namespace, console: Console) -> int:
 
 
 def _build_and_print(options: BuildOptions, console: Console) -> int:
-    """Build engines, and print what came of it; gives the exit status."""
     from offramp.compiler.build import Reports, build_bundle  # noqa: PLC0415
     from offramp.compiler.printing import print_building  # noqa: PLC0415
 
@@ -185,10 +184,9 @@ def _build_and_print(options: BuildOptions, console: Console) -> int:
         say("eecompile: interrupted; the engines built so far are kept, the same command goes on")
         return 130
     print_building(building, Console())
-    failed = building.summary.failed if building.summary else ()
-    for result in failed:
+    for result in building.failed:
         say(f"eecompile: {result.problem}")
-    return 1 if failed else 0
+    return 1 if building.failed else 0
 
 
 COMPILE = Command(arguments.compile_parser, _compile)

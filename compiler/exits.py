@@ -10,6 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ SCREENING_VISITS = 12_000
 
 Samples = Callable[[int], Mapping[str, NDArray[Any]]]
 """Gives model inputs of a batch size."""
+_net = attrgetter("net_savings")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,11 +143,8 @@ class _HeadSearch:
         options = replace(self.options.training, epochs=epochs)
         title = f"Try {sum(map(len, families))} heads"
         trained = self._train(title, families, self.train.subset(slice(samples)), options)
-        heads: dict[int, list[TrainedHead]] = {
-            c: [] for c in sorted({t.candidate for t in trained})
-        }
-        for head in trained:
-            heads[head.candidate].append(head)
+        candidates = sorted({t.candidate for t in trained})
+        heads = {c: [t for t in trained if t.candidate == c] for c in candidates}
         times = _time_heads(
             self.sliced,
             {candidate: [self._build(t) for t in tried] for candidate, tried in heads.items()},
@@ -163,7 +162,7 @@ class _HeadSearch:
 
         Heads on one view share the reading; and whether a hidden layer pays shows late.
         """
-        views = {c: view_of(c, _best(heads).head) for c, heads in screened.items()}
+        views = {c: view_of(c, max(heads, key=_net).head) for c, heads in screened.items()}
         families = [
             [head for head in family_of(cut) if view_of(candidate, head) == views.get(candidate)]
             for candidate, cut in enumerate(self.sliced.cuts)
@@ -175,7 +174,7 @@ class _HeadSearch:
             costs = {tried.head: tried.cost_ms for tried in briefly}
             ended = {t.head: t for t in trained if t.candidate == candidate}
             heads = [self._judge(t, costs[head]) for head, t in ended.items()]
-            best = _best(heads)
+            best = max(heads, key=_net)
             exits.append(
                 BuiltExit(
                     candidate=candidate,
@@ -215,12 +214,10 @@ class _HeadSearch:
             model.answer,
             exit_prefix(trained.candidate),
             answer_dtype=model.outputs[0].dtype,
-            opset=model.opset,
-            ir_version=model.proto.ir_version,
+            **model.versions,
         )
 
     def _judge(self, trained: TrainedHead, cost_ms: float) -> HeadScore:
-        """Judge a head that takes ``cost_ms`` a batch, by the answers of the tuning split."""
         agrees = trained.prediction == self.truth
         column = self.backbone.batch_sizes.index(self.options.reference_batch_size)
         cost = CostModel(
@@ -239,10 +236,6 @@ class _HeadSearch:
         )
 
 
-def _best(heads: Sequence[HeadScore]) -> HeadScore:
-    return max(heads, key=lambda head: head.net_savings)
-
-
 def _time_heads(
     sliced: Sliced,
     graphs: Mapping[int, Sequence[bytes]],
@@ -252,16 +245,8 @@ def _time_heads(
     batch_sizes: Sequence[int],
 ) -> list[list[list[float]]]:
     """Time exits by candidate, against a graph that reads the same tensor and does nothing."""
-    model = sliced.model
-    empty = [
-        build_empty(
-            sliced.cuts[candidate],
-            "offramp_empty/",
-            opset=model.opset,
-            ir_version=model.proto.ir_version,
-        )
-        for candidate in graphs
-    ]
+    cuts, versions = sliced.cuts, sliced.model.versions
+    empty = [build_empty(cuts[c], "offramp_empty/", **versions) for c in graphs]
     return profile_heads(
         list(graphs.values()),
         empty,

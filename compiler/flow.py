@@ -144,7 +144,6 @@ class _SideSweep:
         self._flops = 0.0
 
     def add(self, op: Operator, step: int) -> None:
-        """Take in what one more step needs."""
         pending = [t for t in op.reads if t not in self._main]
         while pending:
             tensor = pending.pop()
@@ -160,7 +159,6 @@ class _SideSweep:
                 pending += [t for t in source.reads if t not in self._main or t in inputs]
 
     def gate(self, tensor: str, step: int) -> Gate:
-        """Describe a gate given all steps after it."""
         return Gate(
             tensor=tensor, step=step, side_inputs=frozenset(self._inputs), side_flops=self._flops
         )

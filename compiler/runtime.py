@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 import onnx
@@ -25,8 +26,7 @@ class GraphRunner:
         """Load a graph.
 
         Raises:
-            RuntimeError: ONNX Runtime refuses it (its exceptions derive from this or from
-                ``Exception`` alone, hence are translated).
+            RuntimeError: ONNX Runtime refuses it; its own exceptions may be no RuntimeErrors.
         """
         options = ort.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
@@ -36,7 +36,7 @@ class GraphRunner:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         # Q/DQ as it is written: fused int8 kernels saturate on some processors, not on others.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
-        with _Translated():
+        with _translated():
             self._session = ort.InferenceSession(
                 proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
             )
@@ -49,20 +49,20 @@ class GraphRunner:
         Raises:
             RuntimeError: An operator fails on these feeds.
         """
-        with _Translated():
+        with _translated():
             values = self._session.run(None, {name: feeds[name] for name in self.inputs})
         return dict(zip(self.outputs, values, strict=True))
 
 
-class _Translated:
-    """Turns ONNX Runtime's own exceptions into RuntimeError with their first line."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and type(error).__module__.startswith("onnxruntime"):
-            raise RuntimeError(str(error).splitlines()[0]) from error
+@contextmanager
+def _translated() -> Iterator[None]:
+    """Turn ONNX Runtime's own exceptions into RuntimeError with their first line."""
+    try:
+        yield
+    except Exception as error:
+        if not type(error).__module__.startswith("onnxruntime"):
+            raise
+        raise RuntimeError(str(error).splitlines()[0]) from error
 
 
 def random_inputs(
@@ -77,15 +77,11 @@ def random_inputs(
     graph = Dataflow(proto.graph)
     types = declared_types(proto)
     sizes: dict[str, int] = {BATCH: batch}
+    feeds: dict[str, NDArray[np.generic]] = {}
     for name in graph.inputs:
         shape = types[name].shape or ()
         default = _SEQUENCE_SIZE if len(shape) <= 3 else _IMAGE_SIZE
-        for size in shape:
-            if isinstance(size, str):
-                sizes.setdefault(size, default)
-    feeds: dict[str, NDArray[np.generic]] = {}
-    for name in graph.inputs:
-        sized = tuple(d if isinstance(d, int) else sizes[d] for d in types[name].shape or ())
+        sized = tuple(d if isinstance(d, int) else sizes.setdefault(d, default) for d in shape)
         dtype = np.dtype(dtype_name(types[name].elem_type))
         feeds[name] = _random(rng, sized, dtype, _table_size(proto, graph, name))
     return feeds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import NamedTuple
 
 from offramp.bundle import Bundle, Manifest
@@ -44,7 +44,7 @@ def units_of(bundle: Bundle, parts: Collection[Part] = PARTS) -> tuple[Unit, ...
         found += stage_units(bundle)
     if "segments" in parts:
         found += segment_units(bundle.manifest)
-    return _unique(found)
+    return tuple(dict.fromkeys(found))
 
 
 def source_unit(manifest: Manifest) -> Unit:
@@ -59,7 +59,7 @@ def stage_units(bundle: Bundle) -> tuple[Unit, ...]:
     """
     plans = (make_plan(bundle, mode=mode) for mode in (Mode.LEAVE, Mode.AUDIT))
     stages = (stage for plan in plans for stage in plan.stages)
-    return _unique(Unit(*s.unit) for s in stages)
+    return tuple(dict.fromkeys(Unit(*s.unit) for s in stages))
 
 
 def segment_units(manifest: Manifest) -> tuple[Unit, ...]:
@@ -69,10 +69,6 @@ def segment_units(manifest: Manifest) -> tuple[Unit, ...]:
     """
     exits = {exit_.after_segment: exit_.index for exit_ in manifest.exits}
     return tuple(Unit(s.index, s.index, exits.get(s.index)) for s in manifest.segments)
-
-
-def _unique(units: Iterable[Unit]) -> tuple[Unit, ...]:
-    return tuple(dict.fromkeys(units))
 
 
 def ranges_of(bundle: Bundle, dataset: Dataset, *, threads: int) -> Ranges:
@@ -103,11 +99,8 @@ class UnitGraphs:
     ) -> None:
         """Say what the graphs are for: ``fp32`` and ``tf32`` have the same ones.
 
-        ``ranges``, of :func:`ranges_of`, are those of the activations, for ``int8``. TensorRT 8.x
-        gets graphs of opset 17.
-
-        Raises:
-            ValueError: ``int8`` without ranges.
+        ``ranges``, of :func:`ranges_of`, are those of the activations; ``int8`` needs them.
+        TensorRT 8.x gets graphs of opset 17.
         """
         if precision == "int8" and ranges is None:
             raise ValueError("int8 needs the ranges of activations; measure them on data first")

@@ -73,21 +73,18 @@ class _Level:
     def add(
         self, op: str, inputs: Sequence[str], name: str, output: str = "", **attributes: Any
     ) -> str:
-        """Add an operator with one output; gives the output's name."""
         output = output or self.own(name)
         node = helper.make_node(op, list(inputs), [output], name=self.own(name), **attributes)
         self.nodes.append(node)
         return output
 
     def weight(self, name: str, value: NDArray[Any]) -> str:
-        """Add a constant; gives its name."""
         self.weights.append(numpy_helper.from_array(value, self.own(name)))
         return self.own(name)
 
     def graph(
         self, inputs: Sequence[onnx.ValueInfoProto], outputs: Sequence[onnx.ValueInfoProto]
     ) -> onnx.GraphProto:
-        """Give what was added as a graph."""
         return helper.make_graph(
             self.nodes,
             self.prefix,
@@ -125,7 +122,6 @@ class _Nesting:
         self._opset = default_opset(stages[0])
 
     def graph(self) -> onnx.GraphProto:
-        """Give the main graph."""
         level = self._level(0)
         # A weight that is listed among the inputs too is a default that a caller may override.
         defaults = [np.array(s.threshold, np.float32) for s in self._specs if not s.final]
@@ -211,7 +207,6 @@ class _Nesting:
         return level.graph([], self._outputs(index, merged))
 
     def _leave(self, index: int, here: dict[str, str]) -> onnx.GraphProto:
-        """Give the exit's results as they are."""
         level = _Level(prefix=f"{self._names.inner}{index}:leave")
         kept = {kind: level.add("Identity", [here[kind]], kind) for kind in self._given}
         return level.graph([], self._outputs(index, kept))
@@ -261,7 +256,6 @@ class _Nesting:
         return {kind: every[kind] for kind in self._given}
 
     def _outputs(self, index: int, names: Mapping[str, str]) -> list[onnx.ValueInfoProto]:
-        """Describe results of a level."""
         return [self._described(kind, name, index) for kind, name in names.items()]
 
     def _described(self, kind: str, name: str, index: int) -> onnx.ValueInfoProto:
@@ -280,7 +274,6 @@ class _Nesting:
 
 
 def _filled(level: _Level, like: str, value: int | None, output: str = "") -> str:
-    """Add a value for every row of ``like``."""
     shape = level.add("Shape", [like], "rows_here")
     filling = numpy_helper.from_array(np.array([value], np.int32))
     return level.add("ConstantOfShape", [shape], "exit_here", output, value=filling)

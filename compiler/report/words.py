@@ -45,15 +45,15 @@ def promise(found: PolicyFigures) -> tuple[str, str] | None:
     bound = numbers.plain_percent(made.max_disagreement)
     promised = (
         f"On inputs like the calibration data, at most {bound} of the answers differ from those "
-        f"of the unmodified model: certified with {numbers.plain_percent(made.confidence)} "
+        f"of the unmodified model: certified with {numbers.plain_percent(made.confidence_level)} "
         f"confidence on {numbers.plural(made.certify_samples, 'certify sample')} with "
         f"{numbers.plural(made.certify_errors, 'error')}."
     )
     tested = (
         f"An error is an answer unlike the unmodified model's. Learn then Test: if more than "
         f"{bound} differed, so few errors would be seen with probability {made.p_value:.2g} at "
-        f"most, below the {1 - made.confidence:.2g} allowed. Nothing is promised under drift; "
-        f"that is watched while serving."
+        f"most, below the {1 - made.confidence_level:.2g} allowed. Nothing is promised under "
+        f"drift; that is watched while serving."
     )
     return promised, tested
 
@@ -74,9 +74,8 @@ def warning(
     if limit is not None:
         return title, f"{limit.message[0].upper()}{limit.message[1:]}."
     built = len(found.manifest.exits)
-    if not built:
-        why = "No exit was worth building: none saved more time on the tuning split than it cost."
-    else:
+    why = "No exit was worth building: none saved more time on the tuning split than it cost."
+    if built:
         one = "1 exit was" if built == 1 else f"{built} exits were"
         why = (
             f"{one} built, but no policy both saved time and kept disagreement within the "
@@ -98,7 +97,7 @@ def headlines(found: PolicyFigures, judged: SavingsCheck | None = None) -> list[
         shown.append(Headline(numbers.percent(judged.savings), means, "measured on this machine"))
     if in_use and made is not None:
         bound = f"≤\u202f{numbers.plain_percent(made.max_disagreement)}"
-        level = f"disagreement, {numbers.plain_percent(made.confidence)} confidence"
+        level = f"disagreement, {numbers.plain_percent(made.confidence_level)} confidence"
         shown.append(Headline(bound, level, "certified"))
     if in_use:
         agreed = numbers.percent(1 - found.disagreement, 2)
@@ -148,12 +147,8 @@ def facts(found: PolicyFigures, rehearsed: Rehearsed | None) -> list[tuple[str, 
         *_how_sure(found),
         *(("Disturbed", note) for note in found.profile.disturbed),
     ]
-    return [
-        ("Model", model),
-        ("Data", samples),
-        ("Profile", machine),
-        ("Tools", sorted(manifest.tools.items())),
-    ]
+    tools = sorted(manifest.tools.items())
+    return [("Model", model), ("Data", samples), ("Profile", machine), ("Tools", tools)]
 
 
 def _how_sure(found: PolicyFigures) -> list[Fact]:
@@ -238,7 +233,7 @@ def measured_ratios(measured: Measured) -> str:
         f"busy {at.busy.value:.2f}, nothing exits {at.nothing_exits.value:.2f}"
         for at in measured.sizes
     )
-    samples = f"{measured.samples:,} certify sample{'' if measured.samples == 1 else 's'}"
+    samples = numbers.plural(measured.samples, "certify sample")
     return f"Measured here on {samples}, as a ratio to the unmodified model: {sizes}."
 
 
@@ -262,12 +257,8 @@ def _reasons(judged: SavingsCheck) -> list[str]:
         found.append(f"batch {at.batch_size} was not profiled, batch {other} stands for it")
     if measured.threads != profile.threads:
         found.append(f"{measured.threads} threads were measured, {profile.threads} profiled")
-    if found:
-        return found
-    if judged.savings < judged.predicted_savings and at.batch_size > 1:
-        found.append(
-            "samples that go on do so in smaller batches, which take longer a sample than the "
-            "full ones that the prediction counts"
-        )
-        return found
-    return ["the parts take another time together than they took when they were profiled"]
+    if not found and judged.savings < judged.predicted_savings and at.batch_size > 1:
+        smaller = "samples that go on do so in smaller batches, which take longer a sample than "
+        found = [f"{smaller}the full ones that the prediction counts"]
+    last = "the parts take another time together than they took when they were profiled"
+    return found or [last]
