@@ -1,4 +1,7 @@
-"""The artifact that ``eecompile`` writes and ``eeserve`` loads; imports only numpy."""
+"""The artifact that ``eecompile`` writes and ``eeserve`` loads; imports only numpy.
+
+May import: certify.
+"""
 
 from offramp.bundle.bundle import Bundle, write_bundle
 from offramp.bundle.errors import (

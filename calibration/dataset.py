@@ -15,11 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import TensorSpec
-from offramp.calibration.errors import DataError
 from offramp.engine.validation import check_tensors
 
 LABEL_KEYS = ("label", "labels")
 """Names under which an npz may hold the true classes, int [n]."""
+
+
+class DataError(Exception):
+    """The calibration or test data cannot be used; the message names the array and the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,12 +91,10 @@ def stages_of(
 ) -> StageCosts:
     """Estimate what borders cost.
 
-    Args:
-        rounds: By batch size; the systems are the source model, then the sets of exits at work.
-        batch_sizes: Of them.
-        sets: The sets; the first one is of all exits.
-        sample_bytes: float64[exits]: of the tensors that cross each exit's border, a sample.
-        exits_ms: [exits][batch sizes]: the heads' own times.
+    ``rounds`` are by batch size; their systems are the source model, then the sets of exits at
+    work, of which the first is all exits. ``sample_bytes`` float64[exits] is the size of the
+    tensors that cross each exit's border, a sample; ``exits_ms`` [exits][batch sizes] are the
+    heads' own times.
     """
     source_ms = np.array([of_size.base().value for of_size in rounds])
     ratios = [of_size.ratios() for of_size in rounds]
@@ -169,13 +167,9 @@ def fit_borders(
     Weighted least squares under the constraint that nothing is negative, with Huber's weights,
     so that a batch size that was disturbed throughout does not decide.
 
-    Args:
-        added_ms: float64[batch sizes, sets]: beyond the source model and the heads; may be
-            negative, as noise makes it.
-        batch_sizes: Rows of it.
-        sets: Columns of it: the exits at work.
-        sample_bytes: float64[exits]: of the tensors that cross each exit's border, a sample.
-        scale_ms: float64[batch sizes]: the source model's time; noise is a share of it.
+    ``added_ms`` float64[batch sizes, sets of exits at work] is beyond the source model and the
+    heads, and may be negative, as noise makes it. ``sample_bytes`` is as in :func:`stages_of`;
+    ``scale_ms`` float64[batch sizes] is the source model's time, of which noise is a share.
     """
     calls = [len(set_) for set_ in sets]
     crossing = [float(sample_bytes[list(set_)].sum()) for set_ in sets]

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Answer
 from offramp.calibration.augmentation import MadeSamples
-from offramp.calibration.dataset import Dataset
-from offramp.calibration.errors import DataError
+from offramp.calibration.dataset import DataError, Dataset
 from offramp.calibration.families import POOLINGS, CutTensor, family_of
 from offramp.calibration.preconditioning import LARGEST, Preconditioner
 from offramp.calibration.running import check_answers, run_over
@@ -169,12 +168,7 @@ def fit_projections(
 ) -> Projections:
     """Find the principal components of wide tokens.
 
-    Args:
-        model: As in :func:`record`.
-        outputs: As in :func:`record`.
-        cuts: Per candidate.
-        dataset: Samples that :func:`record` will be given too.
-        threads: Threads of ONNX Runtime.
+    ``cuts`` are the candidates' cut tensors; all else is as :func:`record` gets it.
     """
     wide = [
         candidate

@@ -141,7 +141,10 @@ def measure_runners(
         seconds = _warm_up(compared, dataset.take(np.arange(size) % len(dataset)), clock)
         how_many = (budget or Budget()).batches(seconds, len(stage) / size)
         batches = deal(stage, *how_many, size)
-        _run_once(compared.bundle, dataset, batches)
+        # Survivors come in many sizes, and each is slower the first time. Those that occur are
+        # found by running the batches, which costs less than every size that could occur.
+        for rows in batches.reshape(-1, size):
+            collections.deque(compared.bundle.run(dataset.take(rows)), maxlen=0)
         systems = [ComparedSystem(name, r, clock) for name, r in compared._asdict().items()]
         _run(systems, dataset, batches)
         used |= set(batches.ravel().tolist())
@@ -170,15 +173,8 @@ def deal(
     measured does not pass for a difference in time; within a round, batches are random. Samples
     repeat where there are too few.
 
-    Args:
-        stage: [samples]: where each leaves.
-        rounds: How many rounds.
-        batches: How many batches in each.
-        size: How many samples in each of those.
-        seed: Seed of the choice.
-
-    Returns:
-        int64[rounds, batches, size]: rows of the split.
+    ``stage`` [samples] is where each sample leaves. Given are rows of the split, int64[rounds,
+    batches, size].
     """
     rng = np.random.default_rng(seed)
     shuffled = rng.permutation(len(stage))
@@ -196,16 +192,6 @@ def _warm_up(compared: Compared, first: Tensors, clock: Clock) -> float:
         runner.warm_up(first)
         seconds += _seconds(runner, first, clock)
     return 1.5 * seconds  # the bundle takes less than the model does, but runs twice
-
-
-def _run_once(runner: BatchRunner, dataset: Dataset, batches: NDArray[np.int64]) -> None:
-    """Warm up what some batches need, and nothing else.
-
-    Survivors come in many sizes, and each is slower the first time. Those that occur are found
-    by running the batches, which costs less than every size that could occur.
-    """
-    for rows in batches.reshape(-1, batches.shape[-1]):
-        collections.deque(runner.run(dataset.take(rows)), maxlen=0)
 
 
 def _seconds(runner: BatchRunner, tensors: Tensors, clock: Clock) -> float:
@@ -241,19 +227,17 @@ def _measured_size(systems: Sequence[ComparedSystem], size: int) -> MeasuredSize
 
 
 def _busy(systems: Sequence[ComparedSystem]) -> Rounds:
-    """Each system's mean time of a batch, by round."""
-    return _rounds([[float(np.mean(batches)) for batches in s.busy_ms] for s in systems])
+    """Average each system's time of a batch, by round."""
+    times_ms = [[float(np.mean(batches)) for batches in s.busy_ms] for s in systems]
+    return Rounds(times_ms=np.array(times_ms).T)
 
 
 def _latency(
     systems: Sequence[ComparedSystem], statistic: Callable[[NDArray[np.float64]], Any]
 ) -> Rounds:
-    """A statistic of each system's latencies, by round."""
-    return _rounds([[float(statistic(np.concatenate(b))) for b in s.latency_ms] for s in systems])
-
-
-def _rounds(by_system: Sequence[Sequence[float]]) -> Rounds:
-    return Rounds(times_ms=np.array(by_system).T)
+    """Take a statistic of each system's latencies, by round."""
+    times_ms = [[float(statistic(np.concatenate(b))) for b in s.latency_ms] for s in systems]
+    return Rounds(times_ms=np.array(times_ms).T)
 
 
 def _ratio(found: Estimate) -> Ratio:

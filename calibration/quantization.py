@@ -25,8 +25,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from offramp.calibration.dataset import Dataset
-from offramp.calibration.errors import DataError
+from offramp.calibration.dataset import DataError, Dataset
 from offramp.calibration.running import BATCH_SIZE
 from offramp.engine.backends.onnxruntime import make_session
 

@@ -51,13 +51,8 @@ def record_answers(
 ) -> ExitRecords:
     """Run the joined graph of the model and all exits over a data set.
 
-    Args:
-        model: The graph; gives the answer and ``exit_outputs``.
-        exit_outputs: Names of the exits' answers and confidences, in depth order.
-        answer: The source model's answer.
-        dataset: The samples; all of them are recorded.
-        threads: Threads of ONNX Runtime.
-        progress: Called with the number of samples of each finished batch.
+    ``model`` gives ``answer`` and ``exit_outputs``: the names of the exits' answers and
+    confidences, in depth order. ``progress`` is called with the size of each finished batch.
 
     Raises:
         DataError: The model fails on a sample, or its answer is not finite.

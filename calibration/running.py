@@ -10,8 +10,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from offramp.calibration.augmentation import MadeSamples
-from offramp.calibration.dataset import Dataset
-from offramp.calibration.errors import DataError
+from offramp.calibration.dataset import DataError, Dataset
 from offramp.engine.backends.onnxruntime import make_session
 
 BATCH_SIZE = 64
@@ -22,11 +21,7 @@ def run_over(
 ) -> Iterator[tuple[slice, list[NDArray[Any]]]]:
     """Give the rows of each batch, and the graph's ``outputs`` for them.
 
-    Args:
-        model: The graph; it may read fewer inputs than the data set has.
-        outputs: Names of the outputs that are wanted.
-        dataset: The samples; all of them are run, in order.
-        threads: Threads of ONNX Runtime.
+    ``model`` may read fewer inputs than the data set has; all samples are run, in order.
 
     Raises:
         DataError: The model fails on a batch, for instance on a token beyond its vocabulary.

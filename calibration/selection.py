@@ -37,12 +37,8 @@ def net_savings_alone(
 ) -> float:
     """Predict what an exit saves with no other beside it, its own cost taken off.
 
-    Args:
-        confidence: [samples] of the tuning split.
-        agrees: [samples].
-        cost: With the head's cost at ``index``.
-        index: The exit.
-        max_disagreement: The share of the tuning split that may disagree.
+    ``confidence`` and ``agrees`` are [samples] of the tuning split, of which a share of at most
+    ``max_disagreement`` may disagree; ``cost`` has the head's cost at ``index``.
     """
     order = np.argsort(-confidence, kind="stable")
     errors = np.cumsum(~agrees[order])
@@ -157,14 +153,9 @@ def choose_active(
     from what is left of all when the least useful one is dropped while that helps; the better
     result counts, the smaller set where they are equal.
 
-    Args:
-        confidence: [exits, samples] of the tuning split.
-        agrees: [exits, samples].
-        cost: Costs of all exits, at the reference batch size.
-        max_disagreement: The constraint.
-        confidence_level: The probability with which it holds, 1 − α.
-        max_overhead: Share of the source model's time that exits may be sure to add where none
-            is taken (Apparate's ramp budget, 3.1); ``None`` is no limit.
+    Records are [exits, samples] of the tuning split, ``cost`` is that of all exits at the reference
+    batch size. ``max_overhead`` is the share of the source model's time that exits may be sure to
+    add where none is taken (Apparate's ramp budget, 3.1); ``None`` is no limit.
 
     Returns:
         Indices of the exits to keep, in depth order; may be empty.
@@ -196,14 +187,9 @@ def certified_policy(
 ) -> ExitPolicy:
     """Find how far along the path the promise holds (Learn then Test).
 
-    Args:
-        active: Exits that the columns of ``path`` belong to.
-        path: [levels, len(active)], fixed without the certify split.
-        confidence: [exits, samples] of the certify split, all exits.
-        agrees: [exits, samples].
-        cost: Costs that savings are predicted with.
-        max_disagreement: The constraint.
-        confidence_level: The probability with which it holds, 1 − α.
+    ``path`` [levels, active] has the thresholds of the ``active`` exits, fixed without the certify
+    split; ``confidence`` and ``agrees`` are [exits, samples] of that split, of all exits. The
+    certificate holds with probability ``confidence_level``, 1 − α; ``cost`` predicts the savings.
 
     Returns:
         The policy; without active exits if nothing passed or nothing was worth it.

@@ -1,1 +1,5 @@
-"""ONNX in, bundle out."""
+"""The compiler: an ONNX model in, a verified multi-exit bundle out; the command ``eecompile``.
+
+May import: certify, bundle, engine, engine.backends, engine.control, engine.kernels,
+engine.tensorrt, calibration, calibration.rehearsal.
+"""

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from offramp.bundle import BundleError
-from offramp.calibration.errors import DataError
+from offramp.calibration.dataset import DataError
 from offramp.compiler import arguments
 from offramp.compiler.errors import CompileError, EngineOptionsError
 from offramp.compiler.progress import TerminalProgress

@@ -9,8 +9,7 @@ import numpy as np
 from offramp.bundle import Bundle, write_bundle
 from offramp.bundle.bundle import check_target
 from offramp.calibration import limits
-from offramp.calibration.dataset import DataSplit, read_dataset, split
-from offramp.calibration.errors import DataError
+from offramp.calibration.dataset import DataError, DataSplit, read_dataset, split
 from offramp.calibration.measuring import MEASURED_BATCH_SIZES, measure_policy, stages_of_samples
 from offramp.calibration.profiling import BATCH_SIZES
 from offramp.calibration.records import ExitRecords

@@ -16,8 +16,7 @@ import numpy as np
 
 from offramp.bundle import Bundle, ExitPolicy, Manifest, Profile
 from offramp.bundle.bundle import RECORDS, REPORT
-from offramp.calibration.dataset import CERTIFY_SHARE, TUNE_SHARE, Dataset, read_dataset
-from offramp.calibration.errors import DataError
+from offramp.calibration.dataset import CERTIFY_SHARE, TUNE_SHARE, DataError, Dataset, read_dataset
 from offramp.calibration.records import ExitRecords, dump_records
 from offramp.calibration.rehearsal import (
     REHEARSAL,

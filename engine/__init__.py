@@ -1,1 +1,4 @@
-"""The runtime that executes bundles' stages; imports bundle and certify, and knows no network."""
+"""The runtime, without a network: requests in, answers out; it executes the stages of bundles.
+
+May import: certify, bundle, engine.scheduling, engine.control, engine.backends, engine.tensorrt.
+"""

@@ -15,18 +15,11 @@ from offramp.engine.onnx_subset import FLOAT32, INT, INT64, INTS, ModelProto
 
 
 def assemble(parts: Sequence[bytes], outputs: Sequence[str]) -> bytes:
-    """Join ONNX models whose tensors share one namespace.
+    """Join serialised ONNX models whose tensors share one namespace, in the order of execution.
 
-    Args:
-        parts: Serialised models, in the order of execution; an earlier part gives what a later
-            one reads. They share IR version and opset (the first one's are kept).
-        outputs: Tensors that the joined graph shall give, in this order.
-
-    Returns:
-        The serialised model. Its inputs are what no part computes.
-
-    Raises:
-        ValueError: No part gives one of ``outputs``.
+    They share IR version and opset (the first one's are kept). The joined model gives ``outputs``,
+    in this order; its inputs are what no part computes. Raises ValueError if no part gives an
+    output.
     """
     models = [ModelProto.FromString(part) for part in parts]
     joined = models[0]
@@ -59,11 +52,8 @@ def with_confidence(model: bytes, logits: str) -> bytes | None:
 
     Two operators in the graph cost less than the seven calls of numpy that do it outside
     (:func:`offramp.engine.exit_check.confidence_of`). It is NaN where that gives 0: where a logit
-    is NaN or plus infinity.
-
-    Returns:
-        The serialised model; ``None`` where the logits are not known to be a float32 matrix, or
-        the opset is older than 13 (which we refuse to compile).
+    is NaN or plus infinity. ``None`` where the logits are not known to be a float32 matrix, or the
+    opset is older than 13 (which we refuse to compile).
     """
     proto = ModelProto.FromString(model)
     graph = proto.graph

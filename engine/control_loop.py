@@ -55,7 +55,10 @@ class _State:
 
 
 class ControlLoop:
-    """Shows controllers what was observed and puts their policies in force, until stopped."""
+    """Shows controllers what was observed and puts their policies in force, until stopped.
+
+    Models without control are left alone. ``jobs`` runs tunings, and is closed with the loop.
+    """
 
     def __init__(
         self,
@@ -65,14 +68,6 @@ class ControlLoop:
         jobs: JobRunner | None = None,
         period_s: float = PERIOD_S,
     ) -> None:
-        """Prepare; :meth:`start` starts the thread.
-
-        Args:
-            executor: Runs the models.
-            models: By name; those without control are left alone.
-            jobs: Runs tunings; closed with the loop.
-            period_s: Between two looks.
-        """
         self._executor = executor
         self._jobs = jobs or JobRunner()
         self._period_s = period_s

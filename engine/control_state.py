@@ -57,8 +57,7 @@ def state_path_of(bundle: str | os.PathLike[str]) -> Path:
 def identity_of(bundle: Bundle) -> dict[str, str]:
     """Give what tells a bundle from any other, for a fingerprint: the SHA-256 of its manifest.
 
-    The manifest holds the hashes of all other files, the policy's and the weights' among them, so
-    it changes with any of them.
+    It changes with any of the files, the policy's and the weights' too: it holds their hashes.
     """
     content = json.dumps(to_plain(bundle.manifest), sort_keys=True).encode()
     return {"bundle": hashlib.sha256(content).hexdigest()}
@@ -74,14 +73,11 @@ def save_state(
         state: ``None``, bools, ints, floats (NaN and infinities too), strings and numpy arrays, in
             lists and in mappings by string, to any depth. These come back as they were, arrays with
             dtype and shape. Tuples come back as lists, numpy's scalars as Python's. Nobody may
-            change it meanwhile.
+            change it meanwhile. A TypeError names the place of anything else.
         fingerprint: The circumstances that the state was found under, and is of use under.
 
     Returns:
         Whether it is kept. If the file system refuses, a warning says so, once.
-
-    Raises:
-        TypeError: There is something else in the state; names the place.
     """
     place = Path(path)
     arrays: list[NDArray[Any]] = []
@@ -113,13 +109,8 @@ def load_state(
 ) -> Mapping[str, Any] | None:
     """Give the state that was kept under the same circumstances.
 
-    Args:
-        path: As given to :func:`save_state`.
-        fingerprint: As of now.
-
-    Returns:
-        The state; ``None`` if there is none, if it was kept under other circumstances or by another
-        version (the log says which), or if the file cannot be read or is not a state (a warning).
+    ``None`` if there is none, if it was kept under other circumstances or by another version (the
+    log says which), or if the file cannot be read or is not a state (a warning).
     """
     place = Path(path)
     try:

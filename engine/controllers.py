@@ -30,19 +30,11 @@ STATIC_AUDIT_PROBABILITY: Final = 0.05
 def make_controller(
     bundle: Bundle, profile: Profile, mode: Mode, options: ModelOptions
 ) -> tuple[Controller, Mapping[str, str]]:
-    """Make the controller that the options name.
+    """Make the controller that the options name, and the fingerprint of what its state is good for.
 
-    In release mode everything runs to the end, so that exits only cost throughput: there the ramp
+    It starts from the bundle's records and policy, and ``profile`` of where the model is served. In
+    release mode everything runs to the end, so that exits only cost throughput: there the ramp
     budget is Apparate's 2 % unless the options say otherwise, and exits beyond it are left out.
-
-    Args:
-        bundle: Its records and policy are what is started from.
-        profile: What the model's parts take where it is served.
-        mode: Release or audit.
-        options: Name the controller.
-
-    Returns:
-        The controller, and the fingerprint of what its state is good for.
     """
     records = bundle.records()
     promise = bundle.policy.promise
@@ -117,9 +109,5 @@ def _start(
     if suits and len(kept) == len(policy.active):
         return policy
     return certified_on(
-        kept,
-        costs,
-        records,
-        max_disagreement=max_disagreement,
-        confidence_level=options.confidence,
+        kept, costs, records, max_disagreement=max_disagreement, confidence_level=options.confidence
     )

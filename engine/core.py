@@ -18,12 +18,7 @@ from offramp.bundle import Bundle
 from offramp.engine.backends import Backend, Slot, make_backend
 from offramp.engine.backends.factory import CPU
 from offramp.engine.control_loop import ControlLoop
-from offramp.engine.errors import (
-    BackendError,
-    BadInputError,
-    DrainingError,
-    ModelNotServedError,
-)
+from offramp.engine.errors import BackendError, BadInputError, DrainingError, ModelNotServedError
 from offramp.engine.executor import Executor
 from offramp.engine.options import EngineOptions
 from offramp.engine.request_table import Request
@@ -126,11 +121,9 @@ class Engine:
         )
 
     async def __aenter__(self) -> Self:
-        """Give the engine itself."""
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Close the engine."""
         await self.close()
 
     async def infer(
@@ -143,12 +136,12 @@ class Engine:
     ) -> EngineResult:
         """Answer a request of n samples (first dimension of every input, n ≥ 1).
 
-        Each sample exits on its own; the result is complete. Cancelling the awaiting task
-        withdraws the request; its batch mates go on. The arrays must not change meanwhile.
+        Each sample exits on its own; the result is complete. Cancelling the awaiting task withdraws
+        the request; its batch mates go on.
 
         Args:
             model: Name of a served model.
-            inputs: One array per input of the model, exact dtype.
+            inputs: One array per input of the model, exact dtype, which must not change meanwhile.
             deadline_s: Absolute time on ``time.monotonic()``; ``None`` is the model's SLO.
             priority: Higher is served first.
 
@@ -187,16 +180,8 @@ class Engine:
         In release mode a second result follows if an exit answered any of the samples; in audit
         mode, if any of those was drawn for an audit; otherwise there is one. The second gives the
         unmodified model's answers for the samples in ``final``, and is left out should they be
-        lost. Closing the iterator withdraws the request.
-
-        Args:
-            model: As of :meth:`infer`, like the others.
-            inputs: The same.
-            deadline_s: For the first result.
-            priority: The same.
-
-        Raises:
-            EngineError: As :meth:`infer`.
+        lost. Closing the iterator withdraws the request. Arguments and errors are those of
+        :meth:`infer`; the deadline is the first result's.
         """
         served = self._served(model)
         followup: asyncio.Future[Request] = asyncio.get_running_loop().create_future()
@@ -271,11 +256,7 @@ class Engine:
         return tuple(self.model(name) for name in self._models)
 
     def model(self, name: str) -> ModelInfo:
-        """Describe one served model.
-
-        Raises:
-            ModelNotServedError: No such model.
-        """
+        """Describe one served model; ModelNotServedError if there is none of that name."""
         served = self._served(name)
         return ModelInfo(
             name=name,

@@ -57,7 +57,10 @@ class Deployment:
 
 
 class DeploymentMaker:
-    """Makes the deployments of a bundle, one after another; used by one thread at a time."""
+    """Makes the deployments of a bundle, one after another; used by one thread at a time.
+
+    ``profile`` says what the model's parts take on the backend.
+    """
 
     def __init__(
         self,
@@ -68,15 +71,6 @@ class DeploymentMaker:
         mode: Mode,
         options: ModelOptions,
     ) -> None:
-        """Prepare nothing yet.
-
-        Args:
-            bundle: What is served.
-            backend: Prepares the stages.
-            profile: What the model's parts take there.
-            mode: Of serving.
-            options: How the model is scheduled.
-        """
         self._bundle = bundle
         self._backend = backend
         self._mode = mode
@@ -94,10 +88,7 @@ class DeploymentMaker:
     def prepare(self, exits: Sequence[int]) -> None:
         """Assemble, load and warm up the stages for these exits; takes seconds.
 
-        May be called by another thread than the rest.
-
-        Raises:
-            BackendError: A stage cannot be loaded.
+        May be called by another thread than the rest. BackendError if a stage cannot be loaded.
         """
         plan = self._in_shadow_mode(exits)
         pipeline = Pipeline(self._backend, plan, prepare=self._stage)
@@ -123,9 +114,7 @@ class DeploymentMaker:
     def make(self, policy: ExitPolicy, before: Deployment | None = None) -> Deployment:
         """Make the deployment of a policy; fast once its stages are prepared.
 
-        Args:
-            policy: To put in force.
-            before: The deployment that this one follows, whose observed speeds it takes over.
+        It takes over the speeds that were observed of ``before``, the deployment that it follows.
         """
         plan = make_plan(self._bundle, policy, self._mode)
         pipeline = Pipeline(self._backend, plan, prepare=self._stage)
@@ -164,12 +153,8 @@ def points_of(
 ) -> OperatingPoints:
     """Predict what a plan's stages cost by a profile, and what stopping at each is worth.
 
-    Args:
-        profile: Of the bundle.
-        records: Of the bundle.
-        plan: Of it.
-        options: Give the largest batch, and whether exits may be forced.
-        overhead_s: What each stage costs beyond its graph.
+    The options give the largest batch, and whether exits may be forced; ``overhead_s`` is what each
+    stage costs beyond its graph.
     """
     spans = [
         Span(first_segment=first, last_segment=last, exit=MODEL_END if fused is None else fused)

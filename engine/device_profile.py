@@ -37,23 +37,15 @@ def measure_profile(
     max_batch_size: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Profile:
-    """Time the source model and its segments on a backend; takes seconds.
+    """Time the source model and its segments on a backend, in seconds of ``clock``.
 
-    Measured on zeros: the source model, and its segments one after another. What chaining them
-    takes beyond the source model is the borders' (and the exits' that engines of segments have
-    fused in, which makes a prediction conservative). Heads are in no graph of their own on a
-    device: their times are predicted, as the share of the source model's that they have in the
-    compiler's profile. So are the segments' if they cannot be run by themselves.
-
-    Args:
-        bundle: Its parts are timed.
-        backend: Runs them on the device.
-        compiled: The bundle's own profile; says which batch sizes.
-        max_batch_size: Of those that will be served; larger ones are not run.
-        clock: Seconds.
-
-    Raises:
-        BackendError: The source model cannot be run.
+    Measured on zeros, at the batch sizes of the bundle's own profile up to ``max_batch_size``: the
+    source model, and its segments one after another. What chaining them takes beyond the source
+    model is the borders' (and the exits' that engines of segments have fused in, which makes a
+    prediction conservative). Heads are in no graph of their own on a device: their times are
+    predicted, as the share of the source model's that they have in the compiler's profile. So are
+    the segments' if they cannot be run by themselves. BackendError if the source model cannot be
+    run.
     """
     sizes = [*(s for s in compiled.batch_sizes if s < max_batch_size), max_batch_size]
     source = Pipeline(backend, make_plan(bundle, mode=Mode.OFF))
@@ -122,10 +114,7 @@ def _say_why(bundle: Bundle, error: BackendError) -> None:
 
 
 def _stages_ms(
-    pipeline: Pipeline,
-    slot: Slot,
-    tensors: Mapping[str, NDArray[Any]],
-    clock: Callable[[], float],
+    pipeline: Pipeline, slot: Slot, tensors: Mapping[str, NDArray[Any]], clock: Callable[[], float]
 ) -> list[float]:
     """Time every stage of a batch that nobody leaves."""
     rounds = []

@@ -61,7 +61,11 @@ class _StartFailedError(Exception):
 
 
 class Executor:
-    """Runs models on the streams of one device."""
+    """Runs models on the streams of one device; :meth:`start` starts their threads.
+
+    It owns the scheduler from here on, and ``slots``, open and warm ones for the streams' first
+    starts.
+    """
 
     def __init__(
         self,
@@ -73,16 +77,6 @@ class Executor:
         slots: Sequence[Slot] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepare; :meth:`start` starts the threads.
-
-        Args:
-            backend: Runs all pipelines.
-            models: By name, as in ``scheduler``.
-            scheduler: Owned by this executor from here on, with those of the models.
-            streams: How many threads, at least one.
-            slots: Open and warm, for the streams' first starts; closed by this executor.
-            clock: Monotonic seconds.
-        """
         self._backend = backend
         self._scheduler = scheduler
         self._clock = clock
@@ -158,10 +152,8 @@ class Executor:
     def hot_swap(self, model: str, deployment: Deployment, policy: Policy) -> None:
         """Start batches under another deployment from now on; what runs is not disturbed.
 
-        Args:
-            model: Name.
-            deployment: Prepared and warmed up.
-            policy: Of scheduling, made for the deployment's operating points.
+        The deployment is prepared and warmed up; the scheduling policy is made for its operating
+        points.
         """
         with self._lock:
             self._models[model].hot_swap(deployment, policy)
@@ -228,8 +220,7 @@ class Executor:
     def _live(self, stream: int, *, suspected: bool) -> bool:
         """Run from one start of the stream to the next; says whether it is suspected then.
 
-        Raises:
-            _StartFailedError: It cannot start.
+        _StartFailedError if it cannot start.
         """
         slot, warm = self._open_slot(stream)
         try:

@@ -24,15 +24,10 @@ _ONE = np.float32(1)
 
 
 def confidence_of(answer: NDArray[Any], form: AnswerForm) -> NDArray[np.float32]:
-    """Confidence of answers: the largest probability.
+    """Give the largest probability of answers [b, classes], floating logits or probabilities.
 
-    Args:
-        answer: [b, classes], logits or probabilities, floating.
-        form: Which of the two.
-
-    Returns:
-        [b], 0 to 1. An answer with NaN, or logits of +infinity, have confidence 0, so they never
-        exit early; probabilities above 1 count as 1, so that none reaches ``NEVER``.
+    [b], 0 to 1. An answer with NaN, or logits of +infinity, have confidence 0, so they never exit
+    early; probabilities above 1 count as 1, so that none reaches ``NEVER``.
     """
     # Runs between any two stages on arrays of a few dozen numbers, where what counts is the
     # number of numpy calls: bare ufuncs, no methods, no second pass over the data.
@@ -58,15 +53,15 @@ def exits(confidence: NDArray[np.float32], threshold: float) -> NDArray[np.bool_
 
 
 def highest_at(maps: NDArray[Any], threshold: float, *, highest: int) -> NDArray[np.int32]:
-    """Principal values of heat maps that reach the threshold (pose estimation, PAME 5.3).
+    """Count principal values of heat maps that reach the threshold (pose estimation, PAME 5.3).
 
     Args:
-        maps: [b, maps, ...], probabilities of pixels, floating.
+        maps: [b, maps, ...], probabilities of pixels, floating; NaN counts as 0, above 1 as 1.
         threshold: Confidence threshold.
         highest: Principal values of each map (PAME: 5); of a smaller map, all its values.
 
     Returns:
-        [b], summed over the maps. NaN counts as 0, values above 1 as 1.
+        [b], summed over the maps.
     """
     confidence = confidence_of(maps.reshape(-1, 1), "probabilities").reshape(_flat(maps))
     principal = np.sort(confidence, axis=2)[:, :, -highest:]
@@ -75,15 +70,9 @@ def highest_at(maps: NDArray[Any], threshold: float, *, highest: int) -> NDArray
 
 
 def pixels_at(answer: NDArray[Any], form: AnswerForm, threshold: float) -> NDArray[np.int32]:
-    """Pixels whose confidence reaches the threshold (segmentation, PAME 5.3).
+    """Count pixels whose confidence reaches the threshold (segmentation, PAME 5.3).
 
-    Args:
-        answer: [b, classes, ...], logits or probabilities of pixels, floating.
-        form: Which of the two.
-        threshold: Confidence threshold.
-
-    Returns:
-        [b].
+    ``answer`` is [b, classes, ...], floating logits or probabilities of pixels; gives [b].
     """
     pixels = np.moveaxis(answer.reshape(_flat(answer)), 1, 2)
     confidence = confidence_of(pixels.reshape(-1, answer.shape[1]), form)

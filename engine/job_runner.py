@@ -71,22 +71,15 @@ class _Task:
 class JobRunner:
     """Computes jobs in one child process, in order of submission.
 
-    The child starts with the first job, or with :meth:`start`. If it dies, or a job takes too long,
-    that job fails and the next one has a new child. Where no child can be started, jobs run in a
-    thread here, without a limit of time, and a line in the log says so.
+    The child starts with the first job, or with :meth:`start`. If it dies, or a job takes longer
+    than ``limit_s`` once it is its turn, that job fails and the next one has a new child. Where no
+    child can be started, jobs run in a thread here, without a limit of time, and a line in the log
+    says so.
 
-    Any thread may call any method.
+    Any thread may call any method; all but :meth:`close` raise :class:`JobError` once it is closed.
     """
 
     def __init__(self, *, limit_s: float = LIMIT_S) -> None:
-        """Start nothing yet.
-
-        Args:
-            limit_s: Seconds that a job may take once it is its turn; its process is killed then.
-
-        Raises:
-            ValueError: ``limit_s`` is not above 0, or no time that a thread can wait.
-        """
         if not 0 < limit_s <= threading.TIMEOUT_MAX:
             raise ValueError(f"limit_s must be seconds above 0, got {limit_s}")
         self._limit_s = limit_s
@@ -102,11 +95,7 @@ class JobRunner:
         """The last child could not be started; the thread's own."""
 
     def start(self) -> Future[Any]:
-        """Start the child now, to save the first job the wait; done when it takes jobs.
-
-        Raises:
-            JobError: The runner was closed.
-        """
+        """Start the child now, to save the first job the wait; done when it takes jobs."""
         return self._put(_Task(purpose="starting", message=None))
 
     def submit(self, job: Job) -> Future[Any]:
@@ -114,12 +103,8 @@ class JobRunner:
 
         Its arguments are copied before this returns. The future gives what the function returned,
         or raises :class:`JobError`, the traceback in its notes; its callbacks run in the runner's
-        thread. Cancelling takes effect until the job starts.
-
-        Raises:
-            JobError: The runner was closed.
-            TypeError: The function is not one of an importable module, or the arguments cannot be
-                pickled.
+        thread. Cancelling takes effect until the job starts. TypeError if the function is not one
+        of an importable module, or the arguments cannot be pickled.
         """
         _check_function(job)
         try:
@@ -249,14 +234,12 @@ class _ChildError(Exception):
 
 
 class _Child:
-    """A process that runs :mod:`.job_worker`; one thread asks, any may kill."""
+    """A process that runs :mod:`.job_worker`; one thread asks, any may kill.
+
+    OSError if the system refuses to start it.
+    """
 
     def __init__(self) -> None:
-        """Start it.
-
-        Raises:
-            OSError: The system refuses.
-        """
         if not sys.executable:
             raise OSError("the path of the Python interpreter is unknown")
         self._broken = False
@@ -277,11 +260,7 @@ class _Child:
         return not self._broken and self._process.poll() is None
 
     def greet(self) -> None:
-        """Wait until it takes jobs.
-
-        Raises:
-            _ChildError: It ended, is too slow, or is something else.
-        """
+        """Wait until it takes jobs; _ChildError if it ends, is too slow, or is something else."""
         said = self.ask(None, _START_S)
         if said != READY:
             raise _ChildError(f"{sys.executable} said {said!r:.40}, expected {READY!r}")
@@ -305,8 +284,7 @@ class _Child:
     def ask(self, message: bytes | None, limit_s: float) -> bytes:
         """Have a message answered; ``None`` waits for what the child says first.
 
-        Raises:
-            _ChildError: It took longer than ``limit_s`` and was killed, or ended by itself.
+        _ChildError if it took longer than ``limit_s`` and was killed, or ended by itself.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None

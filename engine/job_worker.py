@@ -38,23 +38,14 @@ _MOST_BYTES: Final = 1 << 40
 
 
 def write_message(stream: IO[bytes], content: bytes) -> None:
-    """Send a message whole.
-
-    Raises:
-        OSError: Nobody reads any more.
-    """
+    """Send a message whole; OSError if nobody reads any more."""
     stream.write(_LENGTH.pack(len(content)))
     stream.write(content)
     stream.flush()
 
 
 def read_message(stream: IO[bytes]) -> bytes:
-    """Wait for a message.
-
-    Raises:
-        EOFError: The stream ended before or within it.
-        ValueError: Something else was written there.
-    """
+    """Wait for a message; EOFError if the stream ends, ValueError if it holds something else."""
     head = _read(stream, _LENGTH.size)
     (length,) = _LENGTH.unpack(head)
     if length > _MOST_BYTES:

@@ -35,16 +35,12 @@ _JOINING = frozenset({"Add", "Sum", "Mul", "Concat"})
 def enter_blocked(model: bytes, *, block: int = SMALLEST_BLOCK) -> bytes:
     """Make a graph's inputs enter the blocked layout once, before all of their readers.
 
-    Args:
-        model: A serialised model.
-        block: Channels in a block of the CPU that the graph is for. A map whose channels are no
-            multiple of it is left alone, as its pooling would be a plain copy.
-
-    Returns:
-        The model with an identity pooling after every float32 input [n, channels, height, width]
-        that is joined with blocked tensors (:data:`_JOINING`); ``model`` itself where there is no
-        such input: first stages, transformers, float16 and explicitly quantised graphs. The
-        values are the same, but that minus infinity becomes the lowest finite number.
+    Gives the model with an identity pooling after every float32 input [n, channels, height, width]
+    that is joined with blocked tensors (:data:`_JOINING`); ``model`` itself where there is no such
+    input: first stages, transformers, float16 and explicitly quantised graphs. The values are the
+    same, but that minus infinity becomes the lowest finite number. ``block`` is the channels in a
+    block of the CPU that the graph is for: a map whose channels are no multiple of it is left
+    alone, as its pooling would be a plain copy.
     """
     proto = ModelProto.FromString(model)
     graph = proto.graph

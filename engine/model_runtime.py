@@ -16,14 +16,7 @@ from offramp.engine.deployment import Deployment
 from offramp.engine.errors import BackendError, DrainingError, EngineError
 from offramp.engine.pipeline import StageStep
 from offramp.engine.request_table import CompletionQueue, Request, RequestTable
-from offramp.engine.scheduling import (
-    DropCause,
-    Dropped,
-    ModelScheduler,
-    Policy,
-    Run,
-    Transition,
-)
+from offramp.engine.scheduling import DropCause, Dropped, ModelScheduler, Policy, Run, Transition
 from offramp.engine.served_model import ServedModel
 from offramp.engine.statistics import Counters, CountersSnapshot
 
@@ -36,10 +29,10 @@ Pieces: TypeAlias = tuple[tuple[Future[TensorBatch], Rows], ...]
 
 
 class ModelRuntime:
-    """A model on the streams of a device.
+    """A model on the streams of a device: its first deployment, and no requests, to start with.
 
-    Guarded by the executor's lock, but for :meth:`start` and :meth:`observe`, which only touch
-    what belongs to the samples of their run.
+    Guarded by the executor's lock, but for :meth:`start` and :meth:`observe`, which only touch what
+    belongs to the samples of their run.
     """
 
     def __init__(
@@ -50,15 +43,6 @@ class ModelRuntime:
         completions: CompletionQueue,
         clock: Callable[[], float],
     ) -> None:
-        """Start with the model's first deployment, and no requests.
-
-        Args:
-            name: For messages.
-            model: What is served.
-            scheduler: The model's part of the device's.
-            completions: Takes completed requests.
-            clock: Monotonic seconds.
-        """
         self.name = name
         self.model = model
         self.scheduler = scheduler
@@ -103,8 +87,7 @@ class ModelRuntime:
     def requests_of(self, run: Run, now_s: float) -> list[tuple[Request, slice | Rows]]:
         """Find the requests of a batch that starts, and which of their rows are in it.
 
-        Raises:
-            DrainingError: One was closed meanwhile.
+        DrainingError if one was closed meanwhile.
         """
         parts: list[tuple[Request, slice | Rows]] = []
         for start, stop in _neighbours(run.requests):
@@ -123,10 +106,7 @@ class ModelRuntime:
             self._recorder.start(run.sample_ids, deployment.policy.version, forced=forced)
 
     def observe(self, run: Run, step: StageStep) -> NDArray[np.bool_] | None:
-        """Record what a stage said; gives which rows run on once they are answered.
-
-        Without the lock.
-        """
+        """Record what a stage said, without the lock; gives which rows run on once answered."""
         recorder, answer = self._recorder, step.result.answer
         if recorder is None:
             return None
@@ -143,14 +123,8 @@ class ModelRuntime:
     ) -> Future[TensorBatch] | None:
         """Do for every row of a run what the scheduler says becomes of it.
 
-        Args:
-            run: What was run.
-            step: What the stage did.
-            transition: Which rows are released, end, are dropped, and survive.
-            run_s: Seconds that the stage took.
-
-        Returns:
-            Where to put the survivors' tensors if another run will take them on.
+        ``run_s`` is the seconds that the stage took. Gives where to put the survivors' tensors if
+        another run will take them on.
         """
         exit_index, result = self._answered_by(run), step.result
         counters = self.table.counters.stages[exit_index]
@@ -285,7 +259,7 @@ def _neighbours(requests: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
 
 
 def _as_index(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:
-    """Turn rows of a request into an index, a view where they follow on each other.
+    """Turn rows of a request into a slice, so a view, where they follow on each other.
 
     They do but where what survived some stages is tried again.
     """

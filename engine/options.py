@@ -58,7 +58,6 @@ class ModelOptions:
     compiled in cost, at least 0.1."""
 
     def __post_init__(self) -> None:
-        """Refuse what could never serve."""
         _refuse_below_one(self, "max_batch_size", "max_queue_samples")
         if not 0 <= self.max_queue_delay_ms < _INFINITY:
             raise ValueError(f"max_queue_delay_ms is {self.max_queue_delay_ms}, expected ≥ 0")
@@ -113,7 +112,6 @@ class EngineOptions:
     """By name, of models that differ from ``defaults``, whole."""
 
     def __post_init__(self) -> None:
-        """Refuse what could never serve."""
         _refuse_below_one(self, "streams", "threads", "parallel_below")
         if self.max_violations is not None:
             if self.parallel_below is not None:
@@ -134,11 +132,7 @@ class EngineOptions:
             self.check_cores()
 
     def check_cores(self) -> None:
-        """Refuse more threads than there are cores, where the CPU executes.
-
-        Raises:
-            OptionsError: They would only wait for each other.
-        """
+        """Refuse, by an OptionsError, more threads than cores where the CPU executes."""
         cores = available_cores()
         if self.streams * self.threads_per_stream() > cores:
             raise OptionsError(

@@ -41,25 +41,15 @@ class Departure(NamedTuple):
 
 
 class Pipeline:
-    """A plan's prepared stages; shared by all slots."""
+    """A plan's prepared stages; shared by all slots.
+
+    Preparing takes seconds, and raises BackendError if a stage cannot be loaded. ``prepare`` takes
+    the place of the backend's own, to use stages again that are prepared.
+    """
 
     def __init__(
-        self,
-        backend: Backend,
-        plan: Plan,
-        *,
-        prepare: Callable[[StageSpec], Stage] | None = None,
+        self, backend: Backend, plan: Plan, *, prepare: Callable[[StageSpec], Stage] | None = None
     ) -> None:
-        """Prepare every stage; takes seconds.
-
-        Args:
-            backend: Prepares the stages and runs them.
-            plan: The stages.
-            prepare: Instead of the backend's own, to use stages again that are prepared.
-
-        Raises:
-            BackendError: A stage cannot be loaded.
-        """
         self.backend = backend
         self.plan = plan
         prepare = prepare or backend.prepare

@@ -151,13 +151,7 @@ def make_plan(bundle: Bundle, policy: ExitPolicy | None = None, mode: Mode = Mod
 def plan_stages(
     structure: ModelStructure, read: Callable[[str], bytes], active: Sequence[ActiveExit]
 ) -> tuple[StageSpec, ...]:
-    """Plan the stages between some exits.
-
-    Args:
-        structure: The model's parts.
-        read: Gives the content of a part's file.
-        active: In depth order.
-    """
+    """Plan the stages between exits, in depth order; ``read`` gives a part's file."""
     ends = [(structure.exits[a.exit].after_segment, a.exit, a.threshold) for a in active]
     last = len(structure.segments) - 1
     return tuple(_stages(structure, read, [*ends, (last, MODEL_END, 0.0)]))
@@ -166,8 +160,8 @@ def plan_stages(
 def make_chained_plan(bundle: Bundle) -> Plan:
     """Plan every segment as a stage of its own, without exits.
 
-    The same answers as one graph gives, up to the rounding of sums in another order, at the
-    price of every border.
+    The same answers as one graph gives, up to the rounding of sums in another order, at the price
+    of every border.
     """
     stages = _of(bundle, chain_stages(bundle.manifest, bundle.read))
     return Plan(stages=stages, policy_version=0, mode=Mode.OFF)

@@ -70,15 +70,9 @@ def profile_here(
 ) -> Profile:
     """Give the profile of a bundle on this CPU, measured if it is not known yet.
 
-    Args:
-        bundle: Its source model and the stages of its policy are run.
-        backend: ONNX Runtime on the CPU.
-        compiled: The bundle's own profile.
-        max_batch_size: Of those that will be served.
-        keep: Whether to read and write the file beside the bundle.
-
-    Raises:
-        BackendError: A stage cannot be run.
+    The source model and the stages of the bundle's policy are run, at batch sizes that will be
+    served. ``keep`` says whether to read and write the file beside the bundle. BackendError if a
+    stage cannot be run.
     """
     path = bundle.path.resolve()
     path = path.with_name(path.name + SUFFIX)
@@ -117,8 +111,7 @@ def measure(
 ) -> tuple[list[SeenTimes], tuple[str, ...]]:
     """Run the source model and the stages of a plan in turns, at a few batch sizes.
 
-    Returns:
-        What was seen, and in what ways the machine was disturbed meanwhile.
+    Gives what was seen, and in what ways the machine was disturbed meanwhile.
     """
     source = Pipeline(backend, make_plan(bundle, mode=Mode.OFF))
     staged = Pipeline(backend, plan)

@@ -26,19 +26,13 @@ SampleIds = NDArray[np.int64]
 
 
 class Recorder:
-    """A ring of samples by sample id, and the coins that say which are audited."""
+    """A ring of samples by sample id, and the coins that say which are audited: all, to start with.
+
+    ``exits`` is K, all exits of the bundle, in use or not; ``seed`` the coins', ``None`` takes one
+    from the system; ``capacity`` a power of two.
+    """
 
     def __init__(self, exits: int, *, seed: int | None = None, capacity: int = CAPACITY) -> None:
-        """Start empty, with audits of everything.
-
-        Args:
-            exits: K, all exits of the bundle, in use or not.
-            seed: Of the coins; ``None`` takes one from the system.
-            capacity: Samples remembered, a power of two.
-
-        Raises:
-            ValueError: The capacity is none.
-        """
         if capacity < 1 or capacity & (capacity - 1):
             raise ValueError(f"capacity is {capacity}, expected a power of two")
         self.audit_probability = 1.0
@@ -67,12 +61,9 @@ class Recorder:
         return len(self._confidence)
 
     def start(self, sample_ids: SampleIds, version: int, *, forced: bool = False) -> None:
-        """Record samples that start and the policy that they start under, and toss their coins.
+        """Record samples [n] that start under a policy's version, and toss their coins.
 
-        Args:
-            sample_ids: [n].
-            version: Of the policy.
-            forced: Whether they will have to leave before the model's end.
+        ``forced`` says whether they will have to leave before the model's end.
         """
         # A sample that is tried again so late that another one has its place is left out.
         sample_ids = sample_ids[self._sample_id[sample_ids & self._mask] <= sample_ids]

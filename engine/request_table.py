@@ -41,7 +41,6 @@ class RequestAnswers:
     """[count]: whether the sample's answer is there."""
 
     def __post_init__(self) -> None:
-        """Start without any answer."""
         self.confidences = np.zeros(self.count, np.float32)
         self.filled = np.zeros(self.count, np.bool_)
 
@@ -98,7 +97,6 @@ class Request:
     """Whether its caller left."""
 
     def __post_init__(self) -> None:
-        """Start without any answer."""
         self.remaining = self.count
         self.first = RequestAnswers(count=self.count)
         self.exits = np.full(self.count, MODEL_END, np.int32)
@@ -179,7 +177,6 @@ class RequestTable:
         completions: CompletionQueue,
         clock: Callable[[], float],
     ) -> None:
-        """Start empty; ``name`` is the model's, for messages."""
         self.counters = counters
         self._completions = completions
         self._name = name
@@ -189,7 +186,6 @@ class RequestTable:
         """Answered ones whose callers wait for what runs on."""
 
     def __len__(self) -> int:
-        """Open requests."""
         return len(self._open)
 
     @property
@@ -282,12 +278,7 @@ class RequestTable:
         self._followed.pop(number, None)
 
     def drop(self, dropped: Iterable[Dropped], failure: EngineError | None = None) -> None:
-        """Account for samples that leave without an answer.
-
-        Args:
-            dropped: What leaves, and why.
-            failure: What went wrong with those that failed.
-        """
+        """Account for samples that leave without an answer; ``failure`` says why some failed."""
         for item in dropped:
             request = self._open.get(item.request)
             if request is None:

@@ -26,12 +26,7 @@ from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
 from offramp.engine.profile_check import profile_here, say_what_exits_bring
 from offramp.engine.recorder import Recorder
-from offramp.engine.scheduling import (
-    ModelScheduler,
-    OperatingPoints,
-    ParallelLimit,
-    make_scheduler,
-)
+from offramp.engine.scheduling import ModelScheduler, OperatingPoints, ParallelLimit, make_scheduler
 
 _log = logging.getLogger(__name__)
 
@@ -169,8 +164,7 @@ def _profile(name: str, bundle: Bundle, backend: Backend, options: EngineOptions
 def warm_slots(backend: Backend, models: Mapping[str, ServedModel], streams: int) -> list[Slot]:
     """Open a slot for every stream and warm it up for all models, where slots share nothing.
 
-    Raises:
-        BackendError: One cannot be opened, for instance for want of memory; none is left open.
+    BackendError if one cannot be opened, for instance for want of memory; none is left open then.
     """
     slots: list[Slot] = []
     if backend.on_cpu:
@@ -201,11 +195,7 @@ def scheduler_of(
     parallel: ParallelLimit | None = None,
     plan: int = 0,
 ) -> ModelScheduler:
-    """Make the scheduler of a model with these options.
-
-    Raises:
-        ValueError: The scheduling policy does not fit the operating points.
-    """
+    """Make the scheduler of a model; ValueError if the policy does not fit the operating points."""
     return make_scheduler(
         options.scheduling,
         points,

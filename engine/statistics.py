@@ -141,7 +141,6 @@ class HistogramCounter:
     __slots__ = ("_bounds", "_counts", "_total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """Start at zero."""
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(self._bounds) + 1)
         self._total = 0.0
@@ -162,7 +161,6 @@ class StageCounters:
     __slots__ = ("answered", "batch_size", "forced", "label", "run_s", "threshold")
 
     def __init__(self, label: str) -> None:
-        """Start at zero."""
         self.label = label
         self.threshold = NEVER
         """Of the policy in force; ``NEVER`` where no stage ends here any more."""
@@ -187,7 +185,6 @@ class Counters:
     """Everything that is counted for a model; written under the executor's lock."""
 
     def __init__(self) -> None:
-        """Start at zero."""
         self.stages: dict[int, StageCounters] = {}
         """By the exit that the stage ends with, ``MODEL_END`` for the model's own answer."""
         self.requests = 0
@@ -198,11 +195,7 @@ class Counters:
         self.latency_s = HistogramCounter(HISTOGRAM_BOUNDS_S)
 
     def put_in_force(self, thresholds: Mapping[int, float]) -> None:
-        """Count for the stages of another plan from here on; what was counted is kept.
-
-        Args:
-            thresholds: Of the plan's stages, by the exit that each ends with.
-        """
+        """Count for a plan's stages, given their thresholds by exit; what was counted is kept."""
         for exit_index in thresholds.keys() - self.stages.keys():
             self.stages[exit_index] = StageCounters(exit_label(exit_index))
         for exit_index, counters in self.stages.items():

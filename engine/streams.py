@@ -21,7 +21,6 @@ class StreamHealth:
     """
 
     def __init__(self, streams: int) -> None:
-        """Start with all streams well."""
         self._failures = [0] * streams
         self._failed_starts = [0] * streams
         self._fruitless = [0] * streams

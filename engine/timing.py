@@ -215,12 +215,9 @@ MOST_DRIFT = 0.05
 
 
 def disturbances(what: str, load: MachineLoad, rounds: Sequence[Rounds]) -> tuple[str, ...]:
-    """Say in what ways a machine was disturbed while it was measured; empty if it was not.
+    """Say in what ways a machine was disturbed while ``what`` was measured; empty if it was not.
 
-    Args:
-        what: Was measured.
-        load: Of the machine meanwhile.
-        rounds: By batch size; the first system is looked at.
+    Of the rounds, one a batch size, the first system is looked at.
     """
     notes = []
     if load.own_share < LEAST_OWN_SHARE:

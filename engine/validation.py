@@ -25,12 +25,7 @@ def check_request(
 ) -> str | None:
     """Say what is wrong with a request; ``None`` if nothing is.
 
-    Args:
-        specs: The model's inputs.
-        tensors: The request's.
-        deadline_s: Absolute, if it has one.
-        priority: A 32-bit number.
-        max_samples: What the queue holds.
+    ``specs`` are the model's inputs; the deadline is absolute; the queue holds ``max_samples``.
     """
     if wrong := check_tensors(specs, tensors):
         return wrong

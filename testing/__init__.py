@@ -1,5 +1,8 @@
 """Fakes of every outside party, for our tests and for those of whoever uses Offramp.
 
+May import: bundle, compiler, engine, engine.backends, engine.control, engine.cuda, engine.kernels,
+server.
+
 ::
 
     FakeServer    a server in the test's own process: real gRPC, a fake engine   server, engine

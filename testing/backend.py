@@ -1,4 +1,4 @@
-"""A backend without a model, for tests of everything around it; ships with the package.
+"""A backend without a model, for tests of everything around it.
 
 Its model's input ``script`` [n, stages, classes] says what each stage answers for each row, so
 a test writes down the behaviour that it wants. Failures and durations can be scripted too.
@@ -34,13 +34,12 @@ class FakeBatch:
     """Counts the slot's uploads; :data:`BUFFERED` outlives them all."""
 
     def __len__(self) -> int:
-        """Rows."""
         return len(self.script)
 
 
 @dataclass(slots=True, kw_only=True)
 class FakeBackend:
-    """Answers by script.
+    """A backend that answers by script.
 
     A batch that is used after its slot's next ``upload`` raises: the conformance tests and the
     executor's tests catch misuse of a slot's buffers that a CPU backend would forgive.
@@ -73,7 +72,7 @@ class FakeBackend:
 
 @dataclass
 class FakeSlot:
-    """Executes by script."""
+    """A slot of the fake backend: executes by script."""
 
     backend: FakeBackend
     _epoch: int = 0
@@ -100,7 +99,7 @@ class FakeSlot:
         return StageResult(answer, confidence_of(answer, stage.form), carry)
 
     def select(self, batch: TensorBatch, rows: Rows) -> FakeBatch:
-        """Keep rows."""
+        """Keep the given rows of the script."""
         return FakeBatch(self._current(batch)[rows], self._epoch)
 
     def buffer(self, batch: TensorBatch, rows: Rows) -> FakeBatch:
@@ -119,7 +118,7 @@ class FakeSlot:
         return FakeBatch(np.concatenate(scripts), self._epoch)
 
     def close(self) -> None:
-        """Close."""
+        """Count the slot as closed."""
         self.backend.open_slots -= 1
 
     def _current(self, batch: TensorBatch) -> NDArray[Any]:

@@ -22,7 +22,7 @@ Outputs = dict[str, NDArray[Any]]
 
 
 class FakeBuild(NamedTuple):
-    """What a builder was asked for."""
+    """A build that was asked for."""
 
     graph_sha256: str
     profiles: tuple[ShapeProfile, ...]
@@ -31,7 +31,7 @@ class FakeBuild(NamedTuple):
 
 
 class FakeBuilder:
-    """Builds and runs as :class:`~offramp.compiler.engines.builder.EngineBuilder` says.
+    """A builder of engines: a :class:`~offramp.compiler.engines.builder.EngineBuilder`.
 
     A profile refuses shapes outside it, as TensorRT's do.
     """

@@ -68,7 +68,7 @@ class CheckedCalls:
 
     @contextmanager
     def _called(self, call: str) -> Iterator[None]:
-        """What holds for every call; nobody else calls meanwhile."""
+        """Check what holds for every call; nobody else calls meanwhile."""
         thread = threading.get_ident()
         with self._lock, self._noting():
             self.calls[call] += 1

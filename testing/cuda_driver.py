@@ -227,7 +227,7 @@ class FakeDriver(CheckedCalls):
             merge(self._queues.host, recorded.clock)
 
     def load(self, cubin: bytes) -> MappingProxyType[str, str]:  # noqa: ARG002
-        """The kernels, whatever the cubin is: by name."""
+        """Give the kernels by name, whatever the cubin is."""
         with self._called("load"):
             return MappingProxyType({name: name for name in ENTRY_POINTS})
 
@@ -353,7 +353,7 @@ class FakeDriver(CheckedCalls):
             raise MisuseError(f"{what} was closed before the host waited for its work")
 
     def _pinned(self, array: NDArray[np.uint8], *, writes: bool) -> ByteRange:
-        """The range of an array that must lie in pinned memory."""
+        """Get the range of an array that must lie in pinned memory."""
         if not array.flags.c_contiguous or array.dtype != np.uint8:
             raise MisuseError(f"a copy of {array.dtype} with strides {array.strides}: not of bytes")
         return self._memory.of_kind(

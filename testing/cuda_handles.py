@@ -1,4 +1,4 @@
-"""What the fake driver gives out. Every call comes back to the driver, which checks it."""
+"""Handles that the fake driver gives out; every call comes back to the driver, which checks it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from offramp.testing.cuda_queues import Operation, Work
 
 
 @dataclass(eq=False)
-class _Handle:
+class _FakeHandle:
     """Something of the driver that is released once, by whoever has it."""
 
     on_close: Callable[[Any], None] = field(repr=False)
@@ -39,7 +39,7 @@ class _Handle:
 
 
 @dataclass(eq=False)
-class FakeStream(_Handle):
+class FakeStream(_FakeHandle):
     """A queue of work."""
 
     handle: int
@@ -47,7 +47,7 @@ class FakeStream(_Handle):
 
 
 @dataclass(eq=False)
-class FakeEvent(_Handle):
+class FakeEvent(_FakeHandle):
     """A point in a stream."""
 
     recorded: Operation | None = field(default=None, repr=False)
@@ -55,7 +55,7 @@ class FakeEvent(_Handle):
 
 
 @dataclass(eq=False)
-class FakeGraph(_Handle):
+class FakeGraph(_FakeHandle):
     """Work that was noted while a stream was captured."""
 
     works: tuple[Work, ...] = field(repr=False)
@@ -69,7 +69,7 @@ class FakeGraph(_Handle):
 
 
 @dataclass(eq=False)
-class FakePinned(_Handle):
+class FakePinned(_FakeHandle):
     """Pinned memory."""
 
     block: Block = field(repr=False)

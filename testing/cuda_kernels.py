@@ -39,14 +39,14 @@ _SCORE_TYPES: Final = {entry_point: score_type for score_type, entry_point in ST
 
 
 def ranges_of(launch: Launch) -> tuple[ByteRange, ...]:
-    """What a launch may touch, as far as it is known before it runs."""
+    """List what a launch may touch, as far as it is known before it runs."""
     if launch.entry_point == GATHER_ROWS:
         return tuple(_ranges_of_gather(launch.arguments))
     return tuple(_ranges_of_stage_end(launch))
 
 
 def run(launch: Launch, use: Use) -> None:
-    """What the kernel does.
+    """Do what the kernel does.
 
     Raises:
         MisuseError: The kernel would read or write what it must not.
@@ -158,7 +158,7 @@ def _row_numbers(gather: np.void, use: Use) -> NDArray[np.int32]:
 def _rows_between(
     source: int, row_bytes: int, numbers: NDArray[np.int32], use: Use
 ) -> tuple[NDArray[np.uint8], int]:
-    """The rows of a source from the lowest to the highest of the numbers, and the lowest."""
+    """Get the rows of a source from the lowest to the highest number, and the lowest."""
     first, last = (int(numbers.min()), int(numbers.max())) if len(numbers) else (0, -1)
     count = last + 1 - first
     content = use(ByteRange(source + first * row_bytes, count * row_bytes, writes=False))

@@ -84,11 +84,11 @@ class Block:
 
     @property
     def address(self) -> int:
-        """Of its first byte."""
+        """Address of its first byte."""
         return int(self.content.ctypes.data)
 
     def check_guards(self) -> None:
-        """Nobody wrote beside it.
+        """Check that nobody wrote beside it.
 
         Raises:
             MisuseError: Somebody did.
@@ -135,7 +135,7 @@ class FakeMemory:
         return block
 
     def owned(self, address: int) -> Block:
-        """The block of device memory that begins at an address.
+        """Find the block of device memory that begins at an address.
 
         Raises:
             MisuseError: None does.
@@ -161,7 +161,7 @@ class FakeMemory:
             _check_freed(oldest)
 
     def block_of(self, used: ByteRange, label: str) -> Block:
-        """The block that has a range.
+        """Find the block that has a range.
 
         Raises:
             MisuseError: None has all of it.
@@ -193,7 +193,7 @@ class FakeMemory:
         return used
 
     def use(self, access: Access, clock: Clock) -> NDArray[np.uint8]:
-        """The content of a range, for an operation that runs.
+        """Get the content of a range, for an operation that runs.
 
         Args:
             access: Who uses it and how.
@@ -226,7 +226,7 @@ class FakeMemory:
         return content
 
     def check(self) -> None:
-        """Guards and freed memory are as they were left.
+        """Check that guards and freed memory are as they were left.
 
         Raises:
             MisuseError: Something wrote there.

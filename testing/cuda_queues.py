@@ -1,4 +1,4 @@
-"""What is enqueued on a fake device, and in which order it runs.
+"""The queues of a fake device: what is enqueued, and in which order it runs.
 
 An operation runs when somebody waits for it or for something behind it, and at any time before:
 of all streams that can go on, a random one does its next operation. What may be relied on is not
@@ -147,7 +147,7 @@ class Queues:
         return self.host.get(stream, 0) >= last
 
     def check_unused(self, block: Block) -> None:
-        """Nothing needs a block any more, and the host knows it.
+        """Check that nothing needs a block any more, and that the host knows it.
 
         Raises:
             MisuseError: Something does, or may.

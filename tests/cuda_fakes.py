@@ -55,7 +55,7 @@ class FakeExecutables:
     closed: bool = False
 
     def device_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """The same, or narrower."""
+        """Give the same type, or a narrower one."""
         return np.dtype(np.int32) if self.narrow and dtype == np.int64 else dtype
 
     def prepare(self, spec: StageSpec) -> FakePrepared:
@@ -69,7 +69,7 @@ class FakeExecutables:
         return FakePrepared(self, spec, model, shapes)
 
     def close(self) -> None:
-        """Everything must have been closed before."""
+        """Check that everything was closed before."""
         assert not +self.open, self.open
         self.closed = True
 
@@ -122,7 +122,7 @@ class FakeExecutable:
         """Runs that are enqueued and not done, but for those of graphs."""
 
     def output_shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape]:
-        """By the graph."""
+        """Tell the shapes by the graph."""
         for name, argument in self._prepared.shapes.inputs.items():
             taken, given = argument.shape[1:], inputs[name][1:]
             if any(isinstance(s, int) and s != n for s, n in zip(taken, given, strict=True)):

@@ -1,1 +1,4 @@
-"""``eebench`` and the scripts that made the examples."""
+"""Commands around the product, and scripts for GPU machines and examples; nobody imports them.
+
+May import: no other package of Offramp.
+"""

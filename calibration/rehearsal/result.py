@@ -41,7 +41,6 @@ class RehearsalSettings:
     """Least share of the source model's time that each exit takes off the mean latency."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be rehearsed."""
         for name in ("batch_size", "interval", "batches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

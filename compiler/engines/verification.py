@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from offramp.bundle import Bundle, Promise
 from offramp.bundle.bundle import CERTIFY
 from offramp.bundle.engines import Precision
-from offramp.calibration.dataset import Dataset
-from offramp.calibration.errors import DataError
+from offramp.calibration.dataset import DataError, Dataset
 from offramp.calibration.quantization import RANGE_SAMPLES, Ranges
 from offramp.calibration.running import BATCH_SIZE, run_over
 from offramp.certify.binomial import binomial_cdf, upper_bound

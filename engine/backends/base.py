@@ -34,7 +34,7 @@ class TensorBatch(Protocol):
     """Tensors of a batch, on the backend's device; opaque to all but the backend."""
 
     def __len__(self) -> int:
-        """Rows."""
+        """Number of rows."""
         ...
 
 

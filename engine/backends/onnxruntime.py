@@ -36,7 +36,6 @@ class HostBatch:
     rows: int
 
     def __len__(self) -> int:
-        """Rows."""
         return self.rows
 
 
@@ -108,7 +107,7 @@ class OnnxRuntimeBackend:
 
     @property
     def runtime(self) -> str:
-        """What executes: times measured with it hold for nothing else."""
+        """Describe what executes: times measured with it hold for nothing else."""
         return f"ONNX Runtime {ort.__version__}, {self._threads} threads"
 
     def prepare(self, spec: StageSpec) -> _Session:
@@ -190,10 +189,10 @@ class OnnxRuntimeSlot:
         return self.select(batch, rows)
 
     def merge(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> HostBatch:
-        """Concatenate."""
+        """Concatenate rows of the parts, in their order."""
         chosen = [self.select(batch, rows).tensors for batch, rows in parts]
         joined = {name: np.concatenate([tensors[name] for tensors in chosen]) for name in chosen[0]}
         return HostBatch(joined, sum(len(rows) for _, rows in parts))
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: a slot of a CPU holds nothing."""

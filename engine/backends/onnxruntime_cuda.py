@@ -97,7 +97,7 @@ class OnnxRuntimeCudaFactory:
         self._sizes = BundleSizes()
 
     def device_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """All types are as they are."""
+        """Leave every type as it is."""
         return dtype
 
     def prepare(self, spec: StageSpec) -> OnnxRuntimeCudaStage:
@@ -132,7 +132,7 @@ class OnnxRuntimeCudaFactory:
         )
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the factory holds nothing."""
 
 
 def _fixed_sizes(shapes: GraphShapes) -> dict[str, Shape]:
@@ -192,7 +192,7 @@ class OnnxRuntimeCudaStage:
         return {info.name: found[info.name] for info in self.outputs}
 
     def close(self) -> None:
-        """Sessions are of those who opened them."""
+        """Do nothing: sessions belong to the slots that opened them."""
 
 
 class OnnxRuntimeCudaRun:
@@ -240,7 +240,7 @@ class OnnxRuntimeCudaRun:
             ) from error
 
     def forget(self, graph: int) -> None:
-        """There are no graphs."""
+        """Do nothing: there are no graphs."""
 
     def close(self) -> None:
         """Release the session."""

@@ -297,7 +297,7 @@ class _Link:
         ]
 
     def close(self) -> None:
-        """May be called again."""
+        """Release the contexts, and give the engine back; may be called again."""
         for context in (*self._kept.values(), *self._contexts):
             context.close()
         self._kept.clear()
@@ -342,7 +342,7 @@ def _outer_inputs(engines: Sequence[LoadedEngine]) -> tuple[TensorInfo, ...]:
 
 
 def _profile_for(engine: LoadedEngine, inputs: Mapping[str, Shape]) -> int | None:
-    """Like ``EngineEntry.profile_for``, but for inputs that the engine really has."""
+    """Choose a profile as ``EngineEntry.profile_for`` does, by inputs that the engine has."""
     for index, profile in enumerate(engine.entry.profiles):
         if all(profile.inputs[name].holds(inputs[name]) for name in engine.inputs):
             return index

@@ -36,7 +36,6 @@ class AuditSettings:
     """Samples from one change to the next, at least."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no share."""
         for name in ("budget", "least", "steady"):
             value = getattr(self, name)
             if not 0 < value <= 1 or (name == "budget" and value == 1):
@@ -63,7 +62,6 @@ class AuditRate:
     """The audit probability in force; it changes rarely, in steps of a fourth of a halving."""
 
     def __init__(self, settings: AuditSettings, shares: FloatArray, latency_ms: FloatArray) -> None:
-        """Start at what the budget allows; the arguments are those of :func:`affordable`."""
         self._settings = settings
         self.value = 1.0
         """In (0, 1]."""

@@ -114,44 +114,35 @@ class Controller(Protocol):
     @property
     def name(self) -> str:
         """As on the command line."""
-        ...
 
     @property
     def policy(self) -> ExitPolicy:
         """What shall be in force: exits in use with thresholds (``NEVER``: shadow mode)."""
-        ...
 
     @property
     def audit_probability(self) -> float:
         """For samples that are started from now on, in (0, 1]; audit mode only."""
-        ...
 
     def observe(self, seen: Observations) -> None:
         """Take note of samples, in the order in which they were started."""
-        ...
 
     def take_job(self) -> Job | None:
         """What to compute elsewhere, once; at most one is out at a time."""
-        ...
 
     def finish(self, job: Job, result: Any) -> None:
         """Take the result of a job; ``observe`` may have been called since it was taken.
 
         ``None`` says that the job failed; whatever was tried may be tried again later.
         """
-        ...
 
     def status(self) -> ControlStatus:
         """A snapshot; cheap."""
-        ...
 
     def take_events(self) -> list[ControlEvent]:
         """What happened since the last call."""
-        ...
 
     def state(self) -> Mapping[str, Any] | None:
         """What to keep over a restart: JSON values and numpy arrays; ``None`` for nothing."""
-        ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a kept state.
@@ -159,4 +150,3 @@ class Controller(Protocol):
         Raises:
             ValueError: It does not fit this controller.
         """
-        ...

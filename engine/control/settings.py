@@ -39,7 +39,6 @@ class CertifiedSettings:
     exits under test are dropped."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be kept."""
         for name in (
             "max_disagreement",
             "confidence_level",

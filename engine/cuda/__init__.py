@@ -1,6 +1,18 @@
-"""What backends on a GPU share: slots, buffers and kernels over a small driver interface.
+"""The parts that backends on a GPU share: slots, buffers and graphs over a small driver protocol.
 
-Nothing here names TensorRT or ONNX Runtime. :mod:`driver` says what is asked of CUDA,
-:mod:`pycuda_driver` does it on a GPU, :mod:`offramp.testing.cuda_driver` on the host, where it
-checks that nothing is read before it was written and nothing is freed that is still in use.
+May import: engine, engine.backends, engine.kernels, engine.tensorrt.
+
+::
+
+    backend        prepared stages and slots
+    slot           one stream: upload, run, select, buffer, merge
+    stages         which stages there are, and who still needs them
+    runs           the stages open in a slot, and what is known before one runs
+    stream         kernels and copies of rows, enqueued and waited for
+    memory, batch  buffers and the pool; what lies in them, where and for how long
+    executable     what runs a stage: protocols that TensorRT and ONNX Runtime fill
+    driver         what is asked of CUDA: a protocol; pycuda_driver and graphs fill it on a GPU
+
+Nothing here names TensorRT or ONNX Runtime. :mod:`offramp.testing.cuda_driver` is a driver on the
+host, which checks that nothing is read before it was written and nothing is freed that is in use.
 """

@@ -79,7 +79,7 @@ class Layout:
     size_bytes: int
 
     def addresses(self, base: int) -> tuple[int, ...]:
-        """Of all tensors, if the memory begins at ``base``."""
+        """Addresses of all tensors, if the memory begins at ``base``."""
         return tuple(base + tensor.offset for tensor in self.tensors)
 
 

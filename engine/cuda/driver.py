@@ -129,12 +129,12 @@ class Driver(Protocol):
 
     @property
     def multiprocessors(self) -> int:
-        """How many it has."""
+        """How many multiprocessors it has."""
         ...
 
     @property
     def compute_capability(self) -> tuple[int, int]:
-        """Such as (9, 0)."""
+        """Its compute capability, such as (9, 0)."""
         ...
 
     def current(self) -> AbstractContextManager[None]:
@@ -197,7 +197,7 @@ class Driver(Protocol):
         ...
 
     def wait_on(self, stream: Stream, event: StreamEvent) -> None:
-        """What is enqueued on the stream from now on waits for what the event stands for now."""
+        """Let what is enqueued on the stream from now on wait for what the event stands for now."""
         ...
 
     def synchronize(self, event: StreamEvent) -> None:

@@ -1,4 +1,4 @@
-"""What runs stages on a device: protocols that TensorRT and ONNX Runtime's CUDA provider fill.
+"""Protocols of what runs stages on a GPU; TensorRT and ONNX Runtime's CUDA provider fill them.
 
 ::
 
@@ -45,7 +45,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotResources:
-    """What a slot gives to its executables; fixed for their life."""
+    """Resources that a slot gives to its executables; fixed for their life."""
 
     driver: Driver
     stream: Stream
@@ -118,7 +118,7 @@ class PreparedStage(Protocol):
 
     @property
     def spec(self) -> StageSpec:
-        """What was prepared."""
+        """The spec that was prepared."""
         ...
 
     @property
@@ -171,11 +171,11 @@ class ExecutableFactory(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the backend, for messages and metrics: ``tensorrt``."""
+        """Name of the backend, for messages and metrics: ``tensorrt``."""
         ...
 
     def device_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """What a graph input's elements are on the device: TensorRT 8.6 has int32 for int64."""
+        """Tell the type of a graph input on the device: TensorRT 8.6 has int32 for int64."""
         ...
 
     def prepare(self, spec: StageSpec) -> PreparedStage:

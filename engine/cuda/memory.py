@@ -50,12 +50,12 @@ class Needs:
 
     @property
     def device_bytes(self) -> int:
-        """Of device memory, for one slot."""
+        """Device memory for one slot."""
         sizes = (self.input_bytes, self.input_bytes, self.output_bytes, self.scratch_bytes)
         return sum(map(aligned, sizes)) + RowBuffers.device_bytes(self.rows)
 
     def describe(self) -> str:
-        """``inputs 2 × 1.0 MiB, …``: of device memory, for messages."""
+        """Describe the device memory, for messages: ``inputs 2 × 1.0 MiB, …``."""
         return (
             f"inputs 2 × {mib(self.input_bytes)}, outputs {mib(self.output_bytes)}, "
             f"scratch {mib(self.scratch_bytes)}, kernels {mib(RowBuffers.device_bytes(self.rows))}"
@@ -63,7 +63,7 @@ class Needs:
 
 
 def mib(size_bytes: int) -> str:
-    """``1.5 MiB``."""
+    """Write a size as ``1.5 MiB``."""
     return f"{size_bytes / 2**20:,.1f} MiB"
 
 
@@ -169,7 +169,7 @@ class RowBuffers:
 
     @property
     def results(self) -> Results:
-        """Where the stage end shall write."""
+        """Addresses where the stage end shall write."""
         base, step = self._results.address, aligned(4 * self.rows)
         return Results(
             principal=self._principal,
@@ -212,7 +212,8 @@ class Arena:
             driver: Current whenever the arena is used.
             moving: Called before a buffer moves: must wait for what uses it, and forget addresses.
         """
-        self._moving = moving
+        self.settle = moving
+        """Waits for all that uses the buffers, and forgets their addresses."""
         self.inputs = (Region(driver), Region(driver))
         self.outputs = Region(driver)
         self.scratch = Region(driver)
@@ -236,27 +237,23 @@ class Arena:
         self.answers.reserve(needs.answer_bytes)
         self.by_row.reserve(needs.rows)
 
-    def settle(self) -> None:
-        """Wait for all that uses the buffers, and forget their addresses."""
-        self._moving()
-
     def grow(self, region: Region, size_bytes: int) -> None:
         """Have room in a region whose content is not needed any more."""
         if size_bytes > region.size_bytes:
-            self._moving()
+            self.settle()
             region.reserve(size_bytes)
             self.growths += 1
 
     def grow_rows(self, rows: int) -> None:
         """Have room for batches of ``rows`` in all that is by row."""
         if rows > self.by_row.rows:
-            self._moving()
+            self.settle()
             self.by_row.reserve(rows)
             self.growths += 1
 
     @property
     def sizes(self) -> Needs:
-        """What there is room for now."""
+        """Sizes that there is room for now."""
         return Needs(
             input_bytes=max(region.size_bytes for region in self.inputs),
             output_bytes=self.outputs.size_bytes,

@@ -227,7 +227,7 @@ class PyCudaDriver:
             raise BackendError(f"{left} pieces of device memory were not freed")
 
 
-class _Handle:
+class _PyCudaHandle:
     """A stream or an event of PyCUDA, which releases it with its last reference: ours."""
 
     what: ClassVar[str]
@@ -251,7 +251,7 @@ class _Handle:
         self._owned = None
 
 
-class PyCudaStream(_Handle):
+class PyCudaStream(_PyCudaHandle):
     """A stream: a :class:`offramp.engine.cuda.driver.Stream`."""
 
     what = "stream"
@@ -262,7 +262,7 @@ class PyCudaStream(_Handle):
         """CUDA's ``CUstream``."""
 
 
-class PyCudaEvent(_Handle):
+class PyCudaEvent(_PyCudaHandle):
     """An event: a :class:`offramp.engine.cuda.driver.StreamEvent`."""
 
     what = "event"

@@ -1,4 +1,4 @@
-"""The stages that are open in a slot, and what can be known before a stage runs on so many rows.
+"""The open stages of a slot, and all that can be known before a stage runs on so many rows.
 
 Between two stages the host only looks a :class:`StageRun` up; addresses, shapes, the arguments of
 the stage end and, after the second time, the CUDA graph are in it.
@@ -42,7 +42,7 @@ class OpenStage:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class StageRun:
-    """How a stage runs on a number of rows of a shape that lie at certain addresses."""
+    """A stage's run on so many rows of a shape at certain addresses, worked out once."""
 
     stage: OpenStage
     number: int
@@ -311,7 +311,7 @@ def _release(runs: list[StageRun]) -> None:
 
 
 def _check(facts: StageFacts, batch: CudaBatch) -> None:
-    """Whether a stage takes a batch.
+    """Check that a stage takes a batch.
 
     Raises:
         BackendError: It does not.
@@ -332,7 +332,7 @@ def _check(facts: StageFacts, batch: CudaBatch) -> None:
 
 
 def _given_rows(stage: OpenStage, shapes: dict[str, Shape]) -> dict[str, RowPart]:
-    """What a row of each output is.
+    """Tell what a row of each output is.
 
     Raises:
         BackendError: The stage does not take such inputs, or gives another number of rows.

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedBySlots:
-    """What all slots of a backend share."""
+    """Parts that all slots of a backend share."""
 
     driver: Driver
     factory: ExecutableFactory
@@ -393,6 +393,6 @@ class CudaSlot:
             self._open.close_dropped()
 
     def _forget_addresses(self) -> None:
-        """Before a buffer moves."""
+        """Wait, and forget all runs: a buffer is about to move."""
         self._work.wait()
         self._runs.clear()

@@ -34,7 +34,7 @@ _SCORE_TYPES: dict[np.dtype[Any], ScoreType] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCheck:
-    """How the kernel checks who exits after a stage."""
+    """The kernel's check of who exits after a stage."""
 
     scores: str
     """Name of the output that it reads."""
@@ -83,7 +83,7 @@ class StageFacts:
 
     @property
     def spec(self) -> StageSpec:
-        """What was prepared."""
+        """The spec that was prepared."""
         return self.prepared.spec
 
 
@@ -221,7 +221,7 @@ def _close(records: Sequence[_Record]) -> None:
 
 
 def facts_of(prepared: PreparedStage, number: int) -> StageFacts:
-    """Derive what slots need.
+    """Derive the facts that slots need.
 
     Raises:
         BackendError: The stage lacks an output that its spec names, or gives an answer that nobody
@@ -257,7 +257,7 @@ def facts_of(prepared: PreparedStage, number: int) -> StageFacts:
 
 
 def needs_of(prepared: PreparedStage, row_bytes: Mapping[str, int]) -> Needs:
-    """What a stage needs of a slot, with the largest batch.
+    """Tell what a stage needs of a slot, with the largest batch.
 
     Args:
         prepared: The stage.

@@ -151,7 +151,7 @@ class ExitCheck:
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Threads of a block."""
         many = self.kind.is_classification and self.channels >= _MANY_CLASSES
         return _THREADS_MANY_CLASSES if many else _THREADS
 
@@ -176,12 +176,12 @@ class RowCopy:
 
     @property
     def word_bytes(self) -> int:
-        """Of the words by which the kernels copy: all rows of both sides are aligned to them."""
+        """Bytes of the words by which kernels copy; all rows of both sides are aligned to them."""
         bits = self.source | self.target | self.row_bytes
         return next(word for word in (16, 4, 2, 1) if bits % word == 0)
 
     def pieces(self, rows: int) -> int:
-        """What warps copy at once, in all."""
+        """Number of pieces, each of which a warp copies at once."""
         return rows * _parts(self.row_bytes // self.word_bytes, _WORDS_A_PIECE)
 
     def overlaps(self, rows: int, copied: int) -> bool:

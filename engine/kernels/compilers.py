@@ -62,7 +62,7 @@ class KernelCompiler(Protocol):
 
     @property
     def name(self) -> str:
-        """Which compiler of which version, for messages."""
+        """Name and version, for messages."""
 
     @property
     def cuda_major(self) -> int:
@@ -70,7 +70,7 @@ class KernelCompiler(Protocol):
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        """What it can compile for, such as ``sm_90``."""
+        """Architectures that it can compile for, such as ``sm_90``."""
 
     def compile(self, text: str, architecture: str, folder: Path) -> Compiled:
         """Compile a text for an architecture.
@@ -139,7 +139,7 @@ def _run(command: list[str | Path]) -> subprocess.CompletedProcess[str]:
 
 
 def _find_nvcc() -> Path:
-    """Look on PATH first, then where toolkits are told or used to be."""
+    """Search PATH first, then where toolkits are told or used to be."""
     if found := shutil.which("nvcc"):
         return Path(found)
     told = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]

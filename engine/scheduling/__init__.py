@@ -1,5 +1,7 @@
 """Sans-I/O scheduling: which stage runs on which samples, when.
 
+May import: certify, bundle.
+
 The server's executor, the simulator and the tests drive the very same objects.
 """
 

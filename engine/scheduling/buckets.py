@@ -108,18 +108,13 @@ class Bucket:
 class BucketIndex:
     """The index that finds the bucket to form a batch of next, in O(log buckets).
 
-    A bucket is ready once it holds a full batch, or once its oldest sample has waited long enough;
-    of the ready ones the bucket with the most urgent sample is served. A heap keeps a lower bound
-    of each ready bucket's key; a bound that turns out too low when it surfaces is put right then.
+    A bucket is ready once it holds a ``full`` batch, or once its oldest sample has waited for
+    ``max_delay_s``; of the ready ones the bucket with the most urgent sample is served. A heap
+    keeps a lower bound of each ready bucket's key; a bound that turns out too low when it surfaces
+    is put right then.
     """
 
     def __init__(self, *, full: int, max_delay_s: float) -> None:
-        """Start empty.
-
-        Args:
-            full: Samples of a full batch.
-            max_delay_s: Longest that a sample waits for batch mates while a stream idles.
-        """
         self._full = full
         self._max_delay_s = max_delay_s
         self._ready: list[tuple[Key, int, Bucket]] = []

@@ -24,7 +24,6 @@ class BufferedBatch:
     """Until when those that have no deadline are given."""
 
     def __len__(self) -> int:
-        """Samples that wait."""
         return len(self.positions)
 
     @property

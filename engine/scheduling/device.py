@@ -16,14 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.engine.scheduling.base import (
-    Idle,
-    Run,
-    Submission,
-    Transition,
-    Wait,
-    wait_until,
-)
+from offramp.engine.scheduling.base import Idle, Run, Submission, Transition, Wait, wait_until
 from offramp.engine.scheduling.scheduler import ModelScheduler
 
 
@@ -47,23 +40,15 @@ class _Share:
 
 
 class DeviceScheduler:
-    """The scheduler of a device, which all its models share; the caller serialises the calls."""
+    """The scheduler of a device, which all its models share; the caller serialises the calls.
+
+    Each model's is made for as many streams as the device has. ``weights`` are their relative
+    shares while all are busy; 1 where none is given.
+    """
 
     def __init__(
-        self,
-        models: Mapping[str, ModelScheduler],
-        *,
-        weights: Mapping[str, float] | None = None,
+        self, models: Mapping[str, ModelScheduler], *, weights: Mapping[str, float] | None = None
     ) -> None:
-        """Take the models.
-
-        Args:
-            models: By name, each made for as many streams as the device has.
-            weights: Relative shares while all are busy; 1 where none is given.
-
-        Raises:
-            ValueError: A weight is not above 0.
-        """
         weights = weights or {}
         for name, weight in weights.items():
             if not weight > 0.0:
@@ -131,10 +116,7 @@ class DeviceScheduler:
         return transition
 
     def failed(self, stream: int, now_s: float) -> None:
-        """Take note that the batch of ``stream`` failed, if it has one.
-
-        See :meth:`ModelScheduler.failed`.
-        """
+        """Take note that the batch of ``stream`` failed; see :meth:`ModelScheduler.failed`."""
         mine = self._running.get(stream)
         if mine is not None:
             self._charge(stream, now_s)

@@ -31,12 +31,7 @@ class EarlyDrop:
     """
 
     def __init__(self, settings: Sequence[tuple[float, float]], streams: int) -> None:
-        """Take the settings that a policy may choose.
-
-        Args:
-            settings: Of each, the seconds that it needs, and rows a second of a stream.
-            streams: That serve side by side.
-        """
+        """Take what a policy may choose: each one's seconds, and rows a second of a stream."""
         ranked = sorted(settings)
         self._horizon_s = _HORIZON * ranked[-1][0] if ranked else 0.0
         self._seconds = [seconds for seconds, _ in ranked]
@@ -48,11 +43,7 @@ class EarlyDrop:
     ) -> float:
         """Rows a second that serve all that waits in time, as if ``latency_margin`` were 1.
 
-        Args:
-            queue: All that waits, in whatever bucket.
-            bucket: The one that is served next.
-            now_s: The time.
-            latency_margin: What predictions are multiplied by.
+        ``bucket`` is served next; ``latency_margin`` is what predictions are multiplied by.
         """
         return queue.size / self._longest_slack_s(bucket, now_s, latency_margin)
 

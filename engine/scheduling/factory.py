@@ -55,11 +55,7 @@ class PolicyName:
 
     @classmethod
     def parse(cls, text: str) -> PolicyName:
-        """Read ``slackfit`` or ``fixed:2``.
-
-        Raises:
-            ValueError: There is no such policy.
-        """
+        """Read ``slackfit`` or ``fixed:2``; ValueError if there is no such policy."""
         name, colon, depth = text.partition(":")
         if name not in POLICIES or (colon and name != Fixed.name):
             close = difflib.get_close_matches(name, POLICIES, n=1)
@@ -84,11 +80,7 @@ class PolicyName:
 def make_policy(
     chosen: PolicyName, points: OperatingPoints, max_batch_size: int, streams: int = 1
 ) -> Policy:
-    """Make a policy.
-
-    Raises:
-        ValueError: ``fixed`` names an exit that is not in use, or may not be forced.
-    """
+    """Make a policy; ValueError if the exit of ``fixed`` is not in use, or may not be forced."""
     if chosen.name == Fixed.name:
         return Fixed(points, max_batch_size, streams, point=_point_at(points, chosen))
     return _BY_NAME[chosen.name](points, max_batch_size, streams)
@@ -105,21 +97,11 @@ def make_scheduler(
     parallel: ParallelLimit | None = None,
     plan: int = 0,
 ) -> ModelScheduler:
-    """Make the scheduler of a model.
+    """Make the scheduler of a model whose latencies reach up to ``max_batch_size``.
 
-    Args:
-        chosen: Its policy.
-        points: Its operating points, with latencies up to ``max_batch_size``.
-        max_batch_size: Most rows of a batch.
-        max_delay_s: Longest that a sample waits for batch mates while a stream idles; policies
-            that look at slack never wait.
-        max_queue: Most samples that wait; more are refused.
-        streams: Of the device.
-        parallel: The device's limit on batches side by side.
-        plan: The number of its first plan.
-
-    Raises:
-        ValueError: See :func:`make_policy`.
+    Up to ``max_queue`` samples wait, for batch mates no longer than ``max_delay_s``, and not at all
+    under policies that look at slack. ``parallel`` is the device's limit on batches side by side,
+    ``plan`` the number of the first plan. Errors are those of :func:`make_policy`.
     """
     policy = make_policy(chosen, points, max_batch_size, streams)
     if isinstance(policy, SlackPolicy):

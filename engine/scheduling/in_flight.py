@@ -64,7 +64,6 @@ class ScheduledBatch:
     """First deadline among its samples, or earlier."""
 
     def __post_init__(self) -> None:
-        """Find the first deadline."""
         self.earliest_s = min(self.samples.deadlines_s.tolist())
 
 
@@ -72,7 +71,6 @@ class InFlight:
     """The account of all started samples, and of whatever leaves without an answer."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self.batches: dict[int, ScheduledBatch] = {}
         """The running batches, by stream."""
         self.retries: list[ScheduledBatch] = []

@@ -41,14 +41,10 @@ class Span:
 def stage_seconds(
     profile: Profile, stages: Sequence[Span], max_batch_size: int, *, overhead_s: float = 0.0
 ) -> tuple[tuple[float, ...], ...]:
-    """Predict the stages of a plan at every batch size.
+    """Predict the stages of a plan, in order, at every batch size up to ``max_batch_size``.
 
-    Args:
-        profile: Measured at some sizes; between them is interpolated, beyond the largest the
-            cost of its last step goes on.
-        stages: In order.
-        max_batch_size: Largest size to predict.
-        overhead_s: What whoever runs a stage spends on it besides, whatever the size.
+    Between the sizes of the profile is interpolated, beyond the largest the cost of its last step
+    goes on. ``overhead_s`` is what whoever runs a stage spends on it besides, whatever the size.
 
     Returns:
         [stages][max_batch_size + 1] seconds by batch size; index 0 is 0. A stage of the source
@@ -96,24 +92,18 @@ class Shrinking(NamedTuple):
 class Latencies:
     """The predicted seconds of a model's stages; the caller serialises the calls.
 
-    One factor, ``speed``, corrects all predictions: the running mean of observed over predicted.
-    A profile comes from the machine that compiled, and what a batch costs besides its graph
-    (forming it, copies, Python) is in no profile.
+    One factor, ``speed``, corrects all predictions: the running mean of observed over predicted. A
+    profile comes from the machine that compiled, and what a batch costs besides its graph (forming
+    it, copies, Python) is in no profile.
+
+    ``stages`` is [stages][max_batch_size + 1] seconds by batch size, rising; ``going_on`` is
+    [stages], the share of the rows of a stage that go on to the next one where the policy lets them
+    (``None`` is all), corrected by what is observed.
     """
 
     def __init__(
         self, stages: Sequence[Sequence[float]], going_on: Sequence[float] | None = None
     ) -> None:
-        """Take the predictions.
-
-        Args:
-            stages: [stages][max_batch_size + 1] seconds by batch size, rising.
-            going_on: [stages]: share of the rows of a stage that go on to the next one, where
-                the policy lets them; ``None`` is all. Corrected by what is observed.
-
-        Raises:
-            ValueError: A row is empty, falls, or is not of the others' length.
-        """
         table = np.asarray([list(row) for row in stages], np.float64)
         if table.ndim != 2 or table.shape[1] < 2:
             raise ValueError("a latency table needs a row a stage and a column a batch size")

@@ -33,7 +33,6 @@ class SortedQueue(Generic[_T]):
     __slots__ = ("_heap", "_in_order", "_left")
 
     def __init__(self) -> None:
-        """Start empty."""
         self._in_order: deque[tuple[Key, _T]] = deque()
         self._heap: list[tuple[Key, _T]] = []
         self._left = 0

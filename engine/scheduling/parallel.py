@@ -6,13 +6,14 @@ from __future__ import annotations
 class ParallelLimit:
     """PAME's limit τ_b: a batch may start beside running ones that each have fewer rows.
 
-    A small batch leaves the device half empty, a large one does not: a batch beside it makes
-    both late. The threshold is the user's, or follows from the share of late samples that is
-    tolerated (PAME's violation ratio τ_l): after every ``WINDOW`` samples with a deadline it
-    falls by one where more than τ_l of them were late, and rises by one where less than half of
-    τ_l were (PAME 7.8 sweeps it by hand: throughput and latency both grow with it). It never
-    goes above the largest batch, where it does not limit any more, and never below 1, where
-    batches run one after another.
+    A small batch leaves the device half empty, a large one does not: a batch beside it makes both
+    late. The threshold is ``fixed`` by the user, or follows from the share of late samples that is
+    tolerated (``max_violations``, PAME's violation ratio τ_l): after every ``WINDOW`` samples with
+    a deadline it falls by one where more than τ_l of them were late, and rises by one where less
+    than half of τ_l were (PAME 7.8 sweeps it by hand: throughput and latency both grow with it). It
+    never goes above the largest batch of any model, where it starts and does not limit, and never
+    below 1, where batches run one after another. With neither, a batch may start on any idle
+    stream.
 
     One limit is shared by all models of a device.
     """
@@ -23,17 +24,6 @@ class ParallelLimit:
     def __init__(
         self, max_batch_size: int, *, fixed: int | None = None, max_violations: float | None = None
     ) -> None:
-        """Choose the rule.
-
-        Args:
-            max_batch_size: Largest batch of any model.
-            fixed: τ_b, at least 1.
-            max_violations: τ_l, 0 to 1; τ_b starts where it does not limit. With neither, a
-                batch may start on any idle stream.
-
-        Raises:
-            ValueError: Both are given, or one is out of range.
-        """
         if fixed is not None and max_violations is not None:
             raise ValueError("give τ_b itself or the violation ratio that it follows, not both")
         if fixed is not None and fixed < 1:

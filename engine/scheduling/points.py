@@ -39,7 +39,6 @@ class OperatingPoints:
     latencies: Latencies
 
     def __post_init__(self) -> None:
-        """Check the order."""
         depths = [point.deepest for point in self.points]
         if not depths or depths != sorted(set(depths)):
             raise ValueError(f"operating points at stages {depths} must rise, and be some")
@@ -50,10 +49,7 @@ class OperatingPoints:
 
 
 def operating_points(
-    exits: Sequence[tuple[int, int, float]],
-    records: Mapping[str, NDArray[Any]],
-    *,
-    forced: bool,
+    exits: Sequence[tuple[int, int, float]], records: Mapping[str, NDArray[Any]], *, forced: bool
 ) -> tuple[OperatingPoint, ...]:
     """Measure the agreement of "force the exit at depth d" on the calibration records.
 
@@ -90,16 +86,11 @@ def operating_points(
 
 
 def going_on(
-    exits: Sequence[tuple[int, int, float]],
-    records: Mapping[str, NDArray[Any]],
-    stages: int,
+    exits: Sequence[tuple[int, int, float]], records: Mapping[str, NDArray[Any]], stages: int
 ) -> list[float]:
     """[stages]: share of the rows of each stage that went on to the next one, at calibration.
 
-    Args:
-        exits: As of :func:`operating_points`.
-        records: As there.
-        stages: How many there are; from those without an exit all go on.
+    Exits and records as of :func:`operating_points`; from stages without an exit all go on.
     """
     chosen = records["split"] == CERTIFY
     staying = np.ones(int(chosen.sum()), np.bool_)

@@ -84,10 +84,7 @@ class Policy(Protocol):
     def runs_on(self, stage: int, before: int, survivors: int) -> bool:
         """Whether the survivors of a batch go on at once on their stream, or wait at the split.
 
-        Args:
-            stage: The stage that was just executed; not the last.
-            before: Rows that the batch had.
-            survivors: Rows that go on, at least one.
+        ``stage``, not the last, was just executed on ``before`` rows; at least one survives.
         """
         ...
 

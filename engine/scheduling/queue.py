@@ -30,16 +30,13 @@ so there may be any number."""
 
 
 class SampleQueue:
-    """The samples that wait for stage 0, in buckets by batch key; O(log n) a request."""
+    """The samples that wait for stage 0, in buckets by batch key; O(log n) a request.
+
+    At most ``capacity`` wait, for batch mates no longer than ``max_delay_s``; a bucket of a
+    ``full`` batch does not wait.
+    """
 
     def __init__(self, capacity: int, *, full: int, max_delay_s: float = 0.0) -> None:
-        """Start empty.
-
-        Args:
-            capacity: Most samples that wait.
-            full: Samples of a full batch: a bucket that holds so many waits no longer.
-            max_delay_s: Longest that a sample waits for batch mates.
-        """
         self._capacity = capacity
         self.size = 0
         """Samples that wait."""
@@ -60,11 +57,7 @@ class SampleQueue:
         return self._arrived
 
     def push(self, submission: Submission, now_s: float) -> None:
-        """Queue all samples of a submission, or none.
-
-        Raises:
-            SchedulerFullError: There is no room.
-        """
+        """Queue all samples of a submission, or none; SchedulerFullError if there is no room."""
         count, deadline_s, batch_key = (
             submission.samples,
             submission.deadline_s,

@@ -44,7 +44,11 @@ from offramp.engine.scheduling.queue import SampleQueue
 
 
 class ModelScheduler:
-    """The scheduler of one model: it decides what the streams of its device run."""
+    """The scheduler of one model: it decides what the streams of its device run, numbered from 0.
+
+    ``parallel`` is the device's limit on batches side by side; ``plan`` the number of the first
+    plan (:attr:`Run.plan`).
+    """
 
     def __init__(
         self,
@@ -56,16 +60,6 @@ class ModelScheduler:
         parallel: ParallelLimit | None = None,
         plan: int = 0,
     ) -> None:
-        """Start empty.
-
-        Args:
-            policy: Chooses.
-            latencies: Of the model's stages; told what is observed.
-            queue: In front of stage 0, empty.
-            streams: Of the device, numbered from 0.
-            parallel: The device's limit on batches side by side.
-            plan: The number of the first plan (:attr:`Run.plan`).
-        """
         self._queue = queue
         self._in_flight = InFlight()
         self._current = self._in_flight.add_plan(plan, policy, latencies, queue)
@@ -77,13 +71,7 @@ class ModelScheduler:
         self._numbers = itertools.count(1)
 
     def hot_swap(self, plan: int, policy: Policy, latencies: Latencies) -> None:
-        """Start whatever starts from now on under another plan.
-
-        Args:
-            plan: Its number, never used before.
-            policy: Chooses for it.
-            latencies: Of its stages.
-        """
+        """Start batches under another plan from now on, whose number was never used before."""
         self._current = self._in_flight.add_plan(plan, policy, latencies, self._queue)
 
     # What it holds
@@ -131,11 +119,7 @@ class ModelScheduler:
     # What callers and streams do
 
     def submit(self, submission: Submission, now_s: float) -> None:
-        """Queue a request's samples.
-
-        Raises:
-            SchedulerFullError: There is no room for all of them; none was queued.
-        """
+        """Queue a request's samples; SchedulerFullError, and none queued, if not all have room."""
         self._expire(now_s)
         self._queue.push(submission, now_s)
 
@@ -164,12 +148,7 @@ class ModelScheduler:
         batch.started_s = now_s
         self._parallel.running(stream, len(batch.samples.requests))
         return Run(
-            batch.number,
-            batch.stage,
-            batch.samples,
-            batch.deepest,
-            batch.pieces,
-            batch.plan.number,
+            batch.number, batch.stage, batch.samples, batch.deepest, batch.pieces, batch.plan.number
         )
 
     def done(
@@ -181,11 +160,8 @@ class ModelScheduler:
     ) -> Transition:
         """Take note that the run of ``stream`` ended.
 
-        Args:
-            stream: The stream that ran it.
-            exited: [n]: rows that were sure enough.
-            now_s: When.
-            runs_on: [n]: rows that run on after they were released; ``None`` is no row.
+        ``exited`` [n] are rows that were sure enough, ``runs_on`` [n] rows that run on after they
+        were released; ``None`` is no row.
         """
         batch = self._in_flight.batches[stream]
         samples, before = batch.samples, len(exited)

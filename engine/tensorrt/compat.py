@@ -255,7 +255,7 @@ def watch_progress(
 
 
 def parser_errors(parser: trt.OnnxParser) -> list[str]:
-    """What the parser says is wrong with a graph; 10 and later know a node's name and operator."""
+    """List the parser's errors; 10 and later know a node's name and operator."""
     found = []
     for index in range(parser.num_errors):
         error: trt.ParserError = parser.get_error(index)
@@ -364,7 +364,7 @@ def from_tensor(array: NDArray[Any], dtype: trt.DataType) -> NDArray[Any]:
 
 
 def _bfloat16_bits(array: NDArray[Any]) -> NDArray[np.uint16]:
-    """Rounded to the nearest, ties to even; NaN stays NaN."""
+    """Round to bfloat16: to the nearest, ties to even; NaN stays NaN."""
     bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
     rounded = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
     return np.where(np.isnan(array), 0x7FC0, rounded).astype(np.uint16)

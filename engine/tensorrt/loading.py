@@ -103,7 +103,7 @@ class SharedEngine:
             return engine
 
     def return_(self, engine: LoadedEngine) -> None:
-        """The slot's contexts are gone; may be called again."""
+        """Take the engine back once the slot's contexts are gone; may be called again."""
         with self._lock:
             if any(lent is engine for lent in self._lent):
                 self._lent.remove(engine)

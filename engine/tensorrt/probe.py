@@ -52,7 +52,7 @@ class Device:
 
     @property
     def architecture(self) -> str:
-        """What kernels are compiled for, for instance ``sm_90``."""
+        """The architecture that kernels are compiled for, for instance ``sm_90``."""
         return f"sm_{self.compute_capability[0]}{self.compute_capability[1]}"
 
 

@@ -21,7 +21,7 @@ class ScratchLayout:
     """Places, in a slot's scratch memory, of what a stage's engines keep there."""
 
     def __init__(self, engines: Sequence[LoadedEngine], wanted: set[str]) -> None:
-        """Lay it out.
+        """Lay out the memory of a chain of engines.
 
         Args:
             engines: In order.
@@ -53,7 +53,7 @@ class ScratchLayout:
             self.size_bytes = max(self.size_bytes, end)
 
     def addresses(self, base: int) -> list[dict[str, int]]:
-        """Of every engine's tensors that lie in scratch memory at ``base``."""
+        """Addresses of every engine's tensors that lie in scratch memory at ``base``."""
         return [{name: base + at for name, at in inner.items()} for inner in self._inner]
 
 

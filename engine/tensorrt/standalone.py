@@ -1,4 +1,4 @@
-"""An engine run by itself: once, to verify it when it was built, or many times, to time it.
+"""An engine run by itself, to verify it when it was built, or to time it (``tools/gpu``).
 
 Serving is another matter (buffers and contexts made once, nothing copied that need not be); this is
 the shortest way from host arrays to host arrays. All of it works in the calling thread's CUDA
@@ -24,9 +24,6 @@ from offramp.engine.tensorrt.messages import errors_of_tensorrt
 if TYPE_CHECKING:
     import pycuda.driver as cuda
     import tensorrt as trt
-
-_WARM_UP = 3
-"""Runs before the first timed one: the first loads kernels, clocks rise during the next."""
 
 
 def run_plan(
@@ -71,11 +68,9 @@ class StandaloneEngine:
         """How many optimisation profiles the engine has."""
 
     def __enter__(self) -> Self:
-        """Give the engine itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Release the engine."""
         self.close()
 
     def close(self) -> None:
@@ -91,13 +86,6 @@ class StandaloneEngine:
         shapes = {name: inputs[name].shape for name in self.inputs}
         with self.prepare(profile, shapes) as prepared:
             return prepared.run(inputs)
-
-    def time_ms(
-        self, profile: int, shapes: Mapping[str, tuple[int, ...]], rounds: int
-    ) -> list[float]:
-        """Time runs on zeros, one number a round; see :meth:`PreparedEngine.time_ms`."""
-        with self.prepare(profile, shapes) as prepared:
-            return prepared.time_ms(rounds)
 
     @contextmanager
     def prepare(
@@ -144,7 +132,9 @@ class StandaloneEngine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Tensor:
+class DeviceTensor:
+    """An input or output in memory of its own."""
+
     shape: tuple[int, ...]
     dtype: trt.DataType
     memory: cuda.DeviceAllocation
@@ -159,56 +149,37 @@ class PreparedEngine:
         engine: StandaloneEngine,
         context: trt.IExecutionContext,
         stream: cuda.Stream,
-        tensors: Mapping[str, _Tensor],
+        tensors: Mapping[str, DeviceTensor],
     ) -> None:
-        self._engine = engine
+        self.engine = engine
+        self.stream: cuda.Stream = stream
+        self.tensors = tensors
+        """Inputs and outputs on the device, by name."""
         self._context: trt.IExecutionContext | None = context
-        self._stream: cuda.Stream = stream
-        self._tensors = tensors
 
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """Run once; see :func:`run_plan`."""
         import pycuda.driver as cuda  # noqa: PLC0415
 
-        context, stream = self._live_context(), self._stream
-        sent = {name: self._as_tensor(name, inputs[name]) for name in self._engine.inputs}
+        self._live_context()  # before anything is copied to memory that was freed
+        stream = self.stream
+        sent = {name: self._as_tensor(name, inputs[name]) for name in self.engine.inputs}
         for name, array in sent.items():
-            cuda.memcpy_htod_async(self._tensors[name].memory, array, stream)
+            cuda.memcpy_htod_async(self.tensors[name].memory, array, stream)
         with errors_of_tensorrt() as errors:
-            _enqueue(context, stream, errors)
+            self.enqueue(errors)
         raw = {}
-        for name in self._engine.outputs:
-            tensor = self._tensors[name]
+        for name in self.engine.outputs:
+            tensor = self.tensors[name]
             raw[name] = np.empty(tensor.shape, compat.numpy_dtype(tensor.dtype))
             cuda.memcpy_dtoh_async(raw[name], tensor.memory, stream)
         stream.synchronize()
-        return {name: compat.from_tensor(raw[name], self._tensors[name].dtype) for name in raw}
+        return {name: compat.from_tensor(raw[name], self.tensors[name].dtype) for name in raw}
 
-    def time_ms(self, rounds: int) -> list[float]:
-        """Time runs on zeros.
-
-        Returns:
-            Milliseconds of each round on the device, between CUDA events; without copies.
-        """
-        import pycuda.driver as cuda  # noqa: PLC0415
-
-        context, stream = self._live_context(), self._stream
-        for name in self._engine.inputs:
-            tensor = self._tensors[name]
-            cuda.memset_d8_async(tensor.memory, 0, tensor.size_bytes, stream)
-        start: cuda.Event = cuda.Event()
-        end: cuda.Event = cuda.Event()
-        times = []
-        with errors_of_tensorrt() as errors:
-            for _ in range(_WARM_UP):
-                _enqueue(context, stream, errors)
-            for _ in range(rounds):
-                start.record(stream)
-                _enqueue(context, stream, errors)
-                end.record(stream)
-                end.synchronize()
-                times.append(float(end.time_since(start)))
-        return times
+    def enqueue(self, errors: list[str]) -> None:
+        """Enqueue one run on what the buffers hold; ``errors`` are what TensorRT reports now."""
+        if not self._live_context().execute_async_v3(self.stream.handle):
+            raise refused("run the engine", errors)
 
     def close(self) -> None:
         """Let go of the context; nothing can be run afterwards."""
@@ -220,18 +191,13 @@ class PreparedEngine:
         return self._context
 
     def _as_tensor(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
-        tensor = self._tensors[name]
+        tensor = self.tensors[name]
         if array.shape != tensor.shape:
             raise BackendError(f"input {name} has shape {array.shape}, prepared is {tensor.shape}")
         try:
             return compat.to_tensor(array, tensor.dtype)
         except BackendError as error:
             raise BackendError(f"input {name}: {error}") from error
-
-
-def _enqueue(context: trt.IExecutionContext, stream: cuda.Stream, errors: list[str]) -> None:
-    if not context.execute_async_v3(stream.handle):
-        raise refused("run the engine", errors)
 
 
 def _choose(
@@ -255,7 +221,7 @@ def _choose(
 
 def _bind(
     engine: trt.ICudaEngine, context: trt.IExecutionContext, name: str, releases: ExitStack
-) -> _Tensor:
+) -> DeviceTensor:
     shape = tuple(context.get_tensor_shape(name))
     if any(size < 0 for size in shape):
         raise BackendError(f"the shape {shape} of {name} depends on data: not supported")
@@ -264,7 +230,7 @@ def _bind(
     memory = _allocate(size_bytes, releases)
     if not context.set_tensor_address(name, int(memory)):
         raise BackendError(f"TensorRT could not take the memory of {name}")
-    return _Tensor(shape=shape, dtype=dtype, memory=memory, size_bytes=size_bytes)
+    return DeviceTensor(shape=shape, dtype=dtype, memory=memory, size_bytes=size_bytes)
 
 
 def _allocate(size_bytes: int, releases: ExitStack) -> cuda.DeviceAllocation:
@@ -276,7 +242,7 @@ def _allocate(size_bytes: int, releases: ExitStack) -> cuda.DeviceAllocation:
 
 
 def _wait(stream: cuda.Stream) -> None:
-    """Until the device is done; errors are not ours here: what failed has been raised."""
+    """Wait until the device is done; errors are not ours here: what failed has been raised."""
     import pycuda.driver as cuda  # noqa: PLC0415
 
     with suppress(cuda.Error):

@@ -223,7 +223,7 @@ def test_labels_are_reported_where_there_are_any(compiled) -> None:
         assert accuracy == pytest.approx(right[certify].mean())
 
 
-def test_a_hopeless_problem_is_served_without_exits(
+def test_a_problem_without_good_exits_is_served_without_exits(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     equal_times: None,

@@ -188,12 +188,12 @@ def refused(capsys: pytest.CaptureFixture[str]) -> str:
 def test_other_exits_are_refused(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def bolder(plan: Any, *arguments: Any, **options: Any) -> onnx.ModelProto:
+    def more_aggressive(plan: Any, *arguments: Any, **options: Any) -> onnx.ModelProto:
         first, *rest = plan.stages
         first = replace(first, threshold=first.threshold * 0.99)
         return nesting.nest(replace(plan, stages=(first, *rest)), *arguments, **options)
 
-    monkeypatch.setattr(export, "nest", bolder)
+    monkeypatch.setattr(export, "nest", more_aggressive)
     said = refused(capsys)
     assert "it leaves at exit 0 with confidence" in said
     assert "nothing was written" in said

@@ -1,4 +1,7 @@
-"""Who may import whom: design.md, "The house", held by looking at every import there is."""
+"""Each room imports what the table in CONTRIBUTING.md allows, and nothing else; the table is read.
+
+Besides: heavy packages are named in the fewest modules that can hold them.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from offramp.tools.layers import CONTRIBUTING, DRAWING, draw, read_rooms
+
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("bundle", "calibration", "certify", "client", "compiler",
-            "engine", "proto", "server", "testing", "tools")  # fmt: skip
-PURE = ("offramp.bundle", "offramp.certify", "offramp.engine.scheduling", "offramp.engine.control",
-        "offramp.engine.exit_check")  # fmt: skip
-"""Only the standard library and numpy, and each other."""
-SERVING = ("bundle", "engine", "proto", "server", "client")
+ROOMS = read_rooms(CONTRIBUTING.read_text(encoding="utf-8"))
+TOP = sorted({name.partition(".")[0] for name in ROOMS})
+SCRIPTS = ("offramp.tools.gpu", "offramp.tools.zoo", "offramp.tools.mutate")
+"""Run on machines of their own, with packages of their own; they may import everything."""
+SERVING = ("certify", "bundle", "engine", "proto", "server", "client")
 """Run where nothing of the compiler is installed."""
 COMPILING = {"onnx", "torch", "onnx_graphsurgeon", "onnxslim"}
 
@@ -55,7 +59,7 @@ def read(path: Path) -> set[str]:
     return set(imports_of(source, module, is_package=path.name == "__init__.py"))
 
 
-FILES = {path: read(path) for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+FILES = {path: read(path) for package in TOP for path in (ROOT / package).rglob("*.py")}
 MODULES = {module_name(path): imported for path, imported in FILES.items()}
 
 
@@ -67,13 +71,16 @@ def importers_of(*names: str) -> set[str]:
     }
 
 
+def room_of(module: str) -> str:
+    """The innermost room of the table that a module is in."""
+    return max((room for room in ROOMS if is_within(module, f"offramp.{room}")), key=len)
+
+
 def test_all_packages_are_looked_at() -> None:
     linked = {p.name for p in (ROOT / "src" / "offramp").iterdir() if p.is_symlink()}
-    assert linked == set(PACKAGES)
+    assert linked == set(TOP)
     assert len(MODULES) > 80
-    assert "offramp.certify.decision" in MODULES["offramp.bundle.policy"] | {
-        name.rpartition(".")[0] for name in MODULES["offramp.bundle.policy"]
-    }
+    assert any(is_within(name, "offramp.certify") for name in MODULES["offramp.bundle.policy"])
 
 
 @pytest.mark.parametrize(
@@ -92,41 +99,49 @@ def test_the_reader_sees_all_kinds_of_import(source: str, found: set[str]) -> No
 
 
 def test_nothing_is_imported_under_a_computed_name() -> None:
-    assert importers_of("?dynamic") == set()
+    assert {m for m in importers_of("?dynamic") if not is_within(m, *SCRIPTS)} == set()
 
 
-@pytest.mark.parametrize("module", [m for m in sorted(MODULES) if is_within(m, *PURE)])
-def test_bundle_and_policies_import_only_the_standard_library_and_numpy(module: str) -> None:
-    allowed = {*sys.stdlib_module_names, "numpy"}
-    foreign = {
-        name
-        for name in MODULES[module]
-        if name.split(".")[0] not in allowed and not is_within(name, *PURE)
-    }
-    assert foreign == set()
-
-
-def test_the_bundle_knows_nothing_of_those_who_use_it() -> None:
-    bundle = [m for m in MODULES if is_within(m, "offramp.bundle")]
-    others = {n for m in bundle for n in MODULES[m] if is_within(n, "offramp")}
-    assert all(is_within(name, "offramp.bundle", "offramp.certify") for name in others)
-
-
-@pytest.mark.parametrize(
-    ("package", "never"),
-    [
-        ("compiler", ("server", "client", "proto")),
-        ("server", ("compiler", "calibration", "client")),
-        ("client", ("server", "compiler", "calibration", "engine", "bundle")),
-        ("engine", ("server", "client", "proto", "compiler", "calibration")),
-        ("calibration", ("server", "client", "proto", "compiler")),
-        ("proto", ("server", "client", "engine", "compiler", "calibration")),
-    ],
-)
-def test_data_flow_one_way(package: str, never: tuple[str, ...]) -> None:
-    forbidden = tuple(f"offramp.{name}" for name in never)
-    wrong = {m for m in importers_of(*forbidden) if is_within(m, f"offramp.{package}")}
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_import_what_the_table_allows(room: str) -> None:
+    allowed = {room, *ROOMS[room].rooms, "__version__"}
+    packages = {*sys.stdlib_module_names, *ROOMS[room].packages}
+    wrong = set()
+    for module, imported in MODULES.items():
+        if is_within(module, *SCRIPTS) or room_of(module) != room:
+            continue
+        for name in imported:
+            if not is_within(name, "offramp"):
+                fine = name.partition(".")[0] in packages
+            elif name.count(".") == 1:  # ``from offramp import __version__``
+                fine = name.removeprefix("offramp.") in allowed
+            else:
+                fine = room_of(name) in allowed
+            if not fine:
+                wrong.add(f"{module} imports {name}")
     assert wrong == set()
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_table_allows_no_more_than_is_needed(room: str) -> None:
+    mine = [m for m in MODULES if not is_within(m, *SCRIPTS) and room_of(m) == room]
+    used = {name for module in mine for name in MODULES[module]}
+    rooms = {room_of(n) for n in used if is_within(n, "offramp") and n.count(".") > 1} - {room}
+    packages = {name.partition(".")[0] for name in used} - {*sys.stdlib_module_names, "offramp"}
+    assert (rooms, packages) == (set(ROOMS[room].rooms), set(ROOMS[room].packages))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_each_room_says_what_it_is_for_and_what_it_may_import(room: str) -> None:
+    source = (ROOT / room.replace(".", "/") / "__init__.py").read_text()
+    docstring = ast.get_docstring(ast.parse(source)) or ""
+    imports = ", ".join(ROOMS[room].rooms) or "no other package of Offramp"
+    assert len(docstring.partition("\n")[0]) > 20
+    assert f"May import: {imports}." in " ".join(docstring.split())
+
+
+def test_the_drawing_of_the_layers_is_that_of_the_table() -> None:
+    assert DRAWING.read_text(encoding="utf-8") == draw(ROOMS), "run python -m offramp.tools.layers"
 
 
 def test_few_modules_name_tensorrt() -> None:
@@ -156,6 +171,11 @@ def test_only_training_names_torch() -> None:
 def test_serving_needs_nothing_of_the_compiler() -> None:
     serving = tuple(f"offramp.{package}" for package in SERVING)
     assert {m for m in importers_of(*COMPILING) if is_within(m, *serving)} == set()
+
+
+def test_the_product_does_without_its_fakes() -> None:
+    others = ("offramp.testing", "offramp.tools.gpu")
+    assert {m for m in importers_of("offramp.testing") if not is_within(m, *others)} == set()
 
 
 def test_names_of_heavy_packages_appear_nowhere_else_in_serving_code() -> None:

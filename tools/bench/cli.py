@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from offramp import __version__
 from offramp.bundle import BundleError
-from offramp.calibration.errors import DataError
+from offramp.calibration.dataset import DataError
 from offramp.engine.errors import BackendError
 from offramp.tools.bench import adapt_command, compare_command, load_command, simulate_command
 

@@ -26,6 +26,7 @@ from offramp.compiler.tensorrt import TensorRTBuilder
 from offramp.engine.tensorrt.device import primary_context
 from offramp.engine.tensorrt.standalone import PreparedEngine, StandaloneEngine
 from offramp.tools.gpu import resnets
+from offramp.tools.gpu.device import time_ms
 
 Tensors = Mapping[str, NDArray[Any]]
 
@@ -188,7 +189,7 @@ class EngineBench:
             times: dict[tuple[str, int], list[float]] = {key: [] for key in prepared}
             for _ in range(self.rounds):
                 for key_batch, each in prepared.items():
-                    times[key_batch].append(statistics.median(each.time_ms(_RUNS_A_ROUND)))
+                    times[key_batch].append(statistics.median(time_ms(each, _RUNS_A_ROUND)))
         for (key, batch), rounds in times.items():
             of_unit = found[key].setdefault("measured_ms_by_batch", {})
             of_unit[str(batch)] = statistics.median(rounds)

@@ -34,7 +34,7 @@ class Nearness:
         for test in self._tests:
             steps, alike = self._steps(test, file), likeness(test, file)
             if steps or alike >= _SURELY_ALIKE:
-                nearness[test] = alike + (1 / steps if steps else 0.0)
+                nearness[test] = alike + (3 / steps if steps else 0)
         return sorted(nearness, key=lambda test: (-nearness[test], test))
 
     def _steps(self, test: str, file: str) -> int:

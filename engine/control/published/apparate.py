@@ -55,7 +55,6 @@ class ApparateSettings:
     """Only shown: nothing is certified."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be kept."""
         count_allowed(self.max_disagreement, 1)
         if self.agreement_window < 1 or self.adjust_every < 1:
             raise ValueError(

@@ -55,7 +55,6 @@ class PameSettings:
     """Only shown: nothing is certified."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be kept."""
         for name in ("max_disagreement", "max_violations"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")

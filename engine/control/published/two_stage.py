@@ -68,7 +68,6 @@ class StageTimes:
     """Per exit."""
 
     def __post_init__(self) -> None:
-        """Refuse a profile of another bundle."""
         if len(self.profile.exits_ms) != len(self.after_segment):
             raise ValueError(
                 f"the profile has {len(self.profile.exits_ms)} exits, after_segment names "

@@ -27,7 +27,6 @@ class Delay(NeverBuffers):
     name = "delay"
 
     def __init__(self, _points: OperatingPoints, max_batch_size: int, _streams: int = 1) -> None:
-        """Set the limit."""
         self._max_batch_size = max_batch_size
 
     def choose(self, waiting: Waiting, now_s: float) -> Choice:
@@ -50,7 +49,6 @@ class RunThrough(NeverBuffers):
     name = "run-through"
 
     def __init__(self, points: OperatingPoints, max_batch_size: int, streams: int = 1) -> None:
-        """Set the limits."""
         self._former = BatchFormer(max_batch_size, points.latencies, streams)
 
     def choose(self, waiting: Waiting, now_s: float) -> Choice:
@@ -65,7 +63,6 @@ class BatchFormer:
     """The rule that forms new batches for policies that let samples leave as they like."""
 
     def __init__(self, max_batch_size: int, latencies: Latencies, streams: int) -> None:
-        """Set the limits."""
         self._max_batch_size = max_batch_size
         self._latencies = latencies
         self._streams = streams

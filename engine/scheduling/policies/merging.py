@@ -28,7 +28,6 @@ class Refill:
     name = "refill"
 
     def __init__(self, points: OperatingPoints, max_batch_size: int, streams: int = 1) -> None:
-        """Set the limits."""
         self._max_batch_size = max_batch_size
         self._latencies = points.latencies
         self._former = BatchFormer(max_batch_size, points.latencies, streams)

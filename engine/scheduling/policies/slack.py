@@ -44,7 +44,6 @@ class ArrivalRate:
     _SHORTEST_LOOK_S = 0.005
 
     def __init__(self) -> None:
-        """Nothing arrived."""
         self.rate = 0.0
         self._count = 0
         self._looked_s = -float("inf")
@@ -65,13 +64,6 @@ class SlackPolicy(NeverBuffers, ABC):
     name: str
 
     def __init__(self, points: OperatingPoints, max_batch_size: int, streams: int = 1) -> None:
-        """Take the table.
-
-        Args:
-            points: With latencies up to ``max_batch_size`` at least.
-            max_batch_size: Most rows of a batch.
-            streams: That serve side by side.
-        """
         self._points = points
         self._max_batch_size = max_batch_size
         self._streams = streams
@@ -160,7 +152,6 @@ class SlackFit(SlackPolicy):
         *,
         buckets: int = BUCKETS,
     ) -> None:
-        """Fill the buckets."""
         super().__init__(points, max_batch_size, streams)
         ranked = []
         for point in points.points:
@@ -251,7 +242,6 @@ class Fixed(SlackPolicy):
         *,
         point: OperatingPoint | None = None,
     ) -> None:
-        """Choose the point; ``None`` is the last."""
         super().__init__(points, max_batch_size, streams)
         self._point = points.points[-1] if point is None else point
 
@@ -267,7 +257,6 @@ class Cheapest(Fixed):
     name = "cheapest"
 
     def __init__(self, points: OperatingPoints, max_batch_size: int, streams: int = 1) -> None:
-        """Take the first point."""
         super().__init__(points, max_batch_size, streams, point=points.points[0])
 
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from offramp.bundle import TensorSpec
-from offramp.calibration.dataset import read_dataset
-from offramp.calibration.errors import DataError
+from offramp.calibration.dataset import DataError, read_dataset
 
 SPECS = (
     TensorSpec(name="input_ids", dtype="int64", shape=("batch", "sequence")),

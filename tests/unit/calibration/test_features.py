@@ -15,8 +15,7 @@ from offramp.bundle import Answer
 from offramp.bundle.bundle import CERTIFY, TUNE
 from offramp.calibration import features as features_module
 from offramp.calibration.augmentation import MadeSamples
-from offramp.calibration.dataset import Dataset
-from offramp.calibration.errors import DataError
+from offramp.calibration.dataset import DataError, Dataset
 from offramp.calibration.families import CutTensor, grids_of
 from offramp.calibration.features import WHOLE, Recording, fit_projections, record
 from offramp.calibration.records import dump_records, record_answers

@@ -13,8 +13,7 @@ from tests.models import Builder
 from tests.sliced import BUILDERS, Sliced, dataset_of, inputs_of, sliced
 
 from offramp.calibration import quantization
-from offramp.calibration.dataset import Dataset
-from offramp.calibration.errors import DataError
+from offramp.calibration.dataset import DataError, Dataset
 from offramp.calibration.quantization import PREFIX, Ranges, measure_ranges, quantize
 from offramp.compiler.runtime import GraphRunner, relative_difference
 from offramp.engine.assembly import assemble

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offramp.calibration.dataset import Dataset, DataSplit, split
-from offramp.calibration.errors import DataError
+from offramp.calibration.dataset import DataError, Dataset, DataSplit, split
 
 
 def dataset(samples: int) -> Dataset:

@@ -163,7 +163,7 @@ def test_curve_thresholds_decide_like_the_probability_in_float32(
 
 
 @pytest.mark.parametrize("curves", [None, [(1.0, 0.0), (2.0, -3.0), (0.3, 4.0)]])
-def test_common_path_goes_from_no_exits_to_bold_without_a_rise(curves) -> None:
+def test_common_path_goes_from_no_exits_to_aggressive_without_a_rise(curves) -> None:
     made = curves and [AgreementCurve(slope=s, intercept=i) for s, i in curves]
     path = common_path(made, exits=3)
     assert path.shape == (400, 3)

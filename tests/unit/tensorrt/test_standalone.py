@@ -13,6 +13,7 @@ from tests.unit.tensorrt.fake_tensorrt import SCRATCH_BYTES, FakeTensorRT
 from offramp.engine.errors import BackendError
 from offramp.engine.tensorrt.device import primary_context
 from offramp.engine.tensorrt.standalone import StandaloneEngine, run_plan
+from offramp.tools.gpu.device import time_ms
 
 PROFILES = [{"x": [[1, 3], [1, 3], [1, 3]]}, {"x": [[2, 3], [8, 3], [8, 3]]}]
 
@@ -74,7 +75,7 @@ def test_bfloat16_comes_as_float32(current: FakeTensorRT) -> None:
     assert y.tolist() == [[3, -4, 0.5]]
 
 
-def test_a_trial_is_kept(current: FakeTensorRT) -> None:
+def test_an_engine_is_kept_loaded(current: FakeTensorRT) -> None:
     with StandaloneEngine(plan_of(current)) as engine:
         assert (engine.inputs, engine.outputs, engine.profiles) == (("x",), ("y", "z"), 2)
         assert engine.load_s > 0
@@ -95,8 +96,11 @@ def test_a_trial_is_kept(current: FakeTensorRT) -> None:
 
 
 def test_timing(current: FakeTensorRT) -> None:
-    with StandaloneEngine(plan_of(current)) as engine:
-        assert engine.time_ms(1, {"x": (8, 3)}, 5) == [0.5] * 5
+    with (
+        StandaloneEngine(plan_of(current)) as engine,
+        engine.prepare(1, {"x": (8, 3)}) as eight,
+    ):
+        assert time_ms(eight, 5) == [0.5] * 5
     assert len(current.called("execute_async_v3")) == 3 + 5  # warm-up, rounds
 
 

@@ -95,7 +95,9 @@ def test_classes_by_label_else_by_the_models_answer() -> None:
         inputs={"x": np.zeros((SAMPLES, 1, 8, 8), np.uint8)}, labels=None, sha256=""
     )
     settings = ScenarioSettings(samples=5, corruption="blur", severity=1, seed=0)
-    segments = SCENARIOS["classes"].segments(Material({"a": unlabelled}, Recorded(), settings))
+    segments = SCENARIOS["classes"].segments(
+        Material({"a": unlabelled}, Recorded().record, settings)
+    )
     assert [s.name for s in segments] == ["all classes", "mostly 0–2", "mostly 3–5"]
 
 
@@ -148,4 +150,4 @@ def test_groups_that_are_too_small_are_refused() -> None:
     few = Dataset(inputs={"x": np.zeros((90, 1, 8, 8), np.uint8)}, labels=None, sha256="")
     settings = ScenarioSettings(samples=5, corruption="noise", severity=1, seed=0)
     with pytest.raises(ValueError, match="18 hard samples, too few to draw from"):
-        SCENARIOS["difficulty"].segments(Material({"few": few}, Recorded(), settings))
+        SCENARIOS["difficulty"].segments(Material({"few": few}, Recorded().record, settings))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from offramp.bundle import TensorSpec
-from offramp.calibration.errors import DataError
+from offramp.calibration.dataset import DataError
 from offramp.client import ModelMetadata, TensorMetadata
 from offramp.tools.bench.load.reference import LoadData, given_reference, input_specs, read_data
 from offramp.tools.bench.load.settings import LoadError

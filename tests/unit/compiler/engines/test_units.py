@@ -14,7 +14,7 @@ from offramp.compiler.engines.units import Unit, segment_units, source_unit, sta
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Bundle:
-    """Six segments, exits after 0, 2 and 3; the last two are in use, the last looks on only."""
+    """Six segments, exits after 0, 2 and 3; the last two are in use, the last in shadow mode."""
     active = (ActiveExit(exit=1, threshold=0.5), ActiveExit(exit=2, threshold=NEVER))
     return engine_bundle("bert", tmp_path / "b.ee", exits_after=(0, 2, 3), active=active)
 

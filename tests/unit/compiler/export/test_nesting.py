@@ -116,8 +116,8 @@ def test_thresholds_are_defaults_that_a_caller_may_override(
     assert [(o.name, o.type, o.shape) for o in optional] == [
         (f"offramp_threshold_{index}", "tensor(float)", []) for index in range(EXITS)
     ]
-    bolder = run_file(file, inputs, offramp_threshold_0=0.25, offramp_threshold_1=0.25)
-    assert bolder.exit.tolist() == first_sure(sure, 0.25) != first_sure(sure)
+    more_aggressive = run_file(file, inputs, offramp_threshold_0=0.25, offramp_threshold_1=0.25)
+    assert more_aggressive.exit.tolist() == first_sure(sure, 0.25) != first_sure(sure)
     never = run_file(file, inputs, offramp_threshold_0=2.0, offramp_threshold_1=2.0)
     assert set(never.exit) == {-1}
     only_last = run_file(file, inputs, offramp_threshold_0=2.0)

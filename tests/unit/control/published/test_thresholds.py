@@ -198,7 +198,7 @@ def test_where_all_agree_everything_leaves_at_the_first_exit(method: str) -> Non
     assert tuned.savings == pytest.approx(1 - latency[0] / latency[-1])
 
 
-def test_searched_thresholds_are_as_cautious_as_their_exits_allow() -> None:
+def test_searched_thresholds_are_as_conservative_as_their_exits_allow() -> None:
     confidence, agrees, latency = realistic(5)
     tuned = tune(confidence, agrees, latency, 0.01)
     leaves = confidence >= tuned.thresholds[:, None]
