@@ -145,10 +145,8 @@ def _builder(options: BuildOptions, reports: Reports) -> Iterator[EngineBuilder 
         reports.say(f"{error}; listing what is known without it")
         yield None
         return
-    try:
+    with contextlib.closing(builder):
         yield builder
-    finally:
-        builder.close()
 
 
 def _target(bundle: Bundle, builder: EngineBuilder | None, options: BuildOptions) -> EngineTarget:
@@ -206,16 +204,14 @@ def _judge(building: Building, data: _Data, options: BuildOptions, reports: Repo
     """Measure what the precision costs in answers, before engines are built in it.
 
     Where all are there already, as if they had to be: they may have been built without data.
-
-    Raises:
-        VerificationError: It breaks the bundle's promise, and that was not accepted.
+    VerificationError if it breaks the bundle's promise, and that was not accepted.
     """
     precision = options.engines.precision
     stale = any(isinstance(plan, PlannedEngine) and plan.stale for plan in building.planned)
     # A fresh int8 engine has the ranges of this very data, so it was judged by it before; one of
     # fp16 may have been built without any.
-    judged = not stale and (data.parts is None or precision == "int8")
-    if judged or precision not in _JUDGED:
+    settled = not stale and (data.parts is None or precision == "int8")
+    if settled or precision not in _JUDGED:
         return
     if data.parts is None:
         reports.say(
@@ -223,14 +219,10 @@ def _judge(building: Building, data: _Data, options: BuildOptions, reports: Repo
             "which the bundle was compiled with"
         )
         return
+    judged, unseen = data.parts.judged, data.parts.unseen
     with reports.progress.step(f"Compare {precision} with fp32", 1):
         check = measure_precision(
-            building.bundle,
-            precision,
-            data.ranges,
-            data.parts.judged,
-            unseen=data.parts.unseen,
-            threads=_threads(),
+            building.bundle, precision, data.ranges, judged, unseen=unseen, threads=_threads()
         )
     reports.say(check.describe())
     if not options.engines.accept_disagreement:

@@ -15,7 +15,7 @@ from offramp.calibration.profiling import BATCH_SIZES
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.rehearsal import RehearsalSettings, Rehearsed
 from offramp.certify import samples_needed
-from offramp.compiler.exits import FoundExits, find_exits, time_exits
+from offramp.compiler.exits import FoundExits, find_exits, time_heads
 from offramp.compiler.model import read_model
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.packing import Draft, make_manifest, pack
@@ -56,9 +56,11 @@ def compile_model(options: CompileOptions, progress: Progress = SILENT) -> Bundl
     times = timer.backbone()
     found = find_exits(sliced, parts, options, times, samples=timer.samples, progress=progress)
     built = Draft.of(sliced, found.exits)
-    exits_ms = time_exits(
-        sliced, found.exits, timer.samples, threads=options.threads, batch_sizes=times.batch_sizes
+    graphs = {exit_.candidate: [exit_.graph] for exit_ in found.exits}
+    times_ms = time_heads(
+        sliced, graphs, timer.samples, threads=options.threads, batch_sizes=times.batch_sizes
     )
+    exits_ms = [tuple(head_ms) for (head_ms,) in times_ms]
     profile = timer.finish(times, exits_ms, built, built.read)
     choice = PolicyChoice(
         structure=built,
@@ -74,10 +76,8 @@ def compile_model(options: CompileOptions, progress: Progress = SILENT) -> Bundl
     policy = choice.certify(path, certify)
     rehearsed = None
     if path.rehearsal is not None:
-        shipped = choice.forecast(policy, certify, path.rehearsal.settings)
-        rehearsed = Rehearsed(
-            rehearsal=path.rehearsal, shipped=shipped, data_sha256=parts.train.sha256
-        )
+        shipped, digest = choice.forecast(policy, certify, path.rehearsal.settings), dataset.sha256
+        rehearsed = Rehearsed(rehearsal=path.rehearsal, shipped=shipped, data_sha256=digest)
     measured = None
     if policy.active:
         stages = plan_stages(built, built.read, policy.active)
@@ -94,9 +94,8 @@ def compile_model(options: CompileOptions, progress: Progress = SILENT) -> Bundl
     limit = None
     if not policy.active:
         limit = _limit(choice, found, path, options, tune=tune, certify=certify)
-        _log.warning(
-            "NO EXIT IS ACTIVE, the bundle will serve the unmodified model: %s.", limit.message
-        )
+        nothing = "NO EXIT IS ACTIVE, the bundle will serve the unmodified model: %s."
+        _log.warning(nothing, limit.message)
     for note in profile.disturbed:
         _log.warning("The machine was disturbed while it was measured: %s.", note)
     warn_of_violations(rehearsed)

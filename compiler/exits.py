@@ -105,20 +105,6 @@ def find_exits(
     )
 
 
-def time_exits(
-    sliced: Sliced,
-    exits: Sequence[BuiltExit],
-    samples: Samples,
-    *,
-    threads: int,
-    batch_sizes: Sequence[int],
-) -> list[tuple[float, ...]]:
-    """Time exits at every batch size: milliseconds [exits][batch sizes]."""
-    graphs = {exit_.candidate: [exit_.graph] for exit_ in exits}
-    times = _time_heads(sliced, graphs, samples, threads=threads, batch_sizes=batch_sizes)
-    return [tuple(per_exit[0]) for per_exit in times]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HeadSearch:
     """Trains heads, and judges each by the time that it would save with no other exit beside it."""
@@ -145,7 +131,7 @@ class _HeadSearch:
         trained = self._train(title, families, self.train.subset(slice(samples)), options)
         candidates = sorted({t.candidate for t in trained})
         heads = {c: [t for t in trained if t.candidate == c] for c in candidates}
-        times = _time_heads(
+        times = time_heads(
             self.sliced,
             {candidate: [self._build(t) for t in tried] for candidate, tried in heads.items()},
             self.samples,
@@ -236,7 +222,7 @@ class _HeadSearch:
         )
 
 
-def _time_heads(
+def time_heads(
     sliced: Sliced,
     graphs: Mapping[int, Sequence[bytes]],
     samples: Samples,
@@ -244,7 +230,10 @@ def _time_heads(
     threads: int,
     batch_sizes: Sequence[int],
 ) -> list[list[list[float]]]:
-    """Time exits by candidate, against a graph that reads the same tensor and does nothing."""
+    """Time exits by candidate, against a graph that reads the same tensor and does nothing.
+
+    In milliseconds, [candidates][heads of it][batch sizes].
+    """
     cuts, versions = sliced.cuts, sliced.model.versions
     empty = [build_empty(cuts[c], "offramp_empty/", **versions) for c in graphs]
     return profile_heads(

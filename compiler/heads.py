@@ -119,8 +119,7 @@ def build_exit(
 
     The largest probability is computed in the graph too: a few operators there cost a tenth of as
     many calls of numpy between two stages. The answer, in the source model's form, is named
-    ``{prefix}{answer.output}``; opset and IR version are the source model's, ``answer_dtype`` is
-    numpy's name of the answer's element type.
+    ``{prefix}{answer.output}``; ``answer_dtype`` is numpy's name of its element type.
     """
     part = PartBuilder(prefix, opset, ir_version)
     tensor = _as_float32(part, cut)
@@ -172,9 +171,8 @@ def attach_poolings(
 ) -> tuple[bytes, tuple[Mapping[int, str], ...]]:
     """Join segments and poolings into one graph: what features are recorded with.
 
-    Returns:
-        The model, whose first output is the answer, and per candidate the names of its outputs
-        by grid (``WHOLE`` for tensors that are recorded as they are; none where no head fits).
+    Gives the model, whose first output is the answer, and per candidate the names of its outputs
+    by grid (``WHOLE`` for tensors that are recorded as they are; none where no head fits).
     """
     parts: list[bytes] = []
     outputs: list[Mapping[int, str]] = []

@@ -149,9 +149,8 @@ def _exit(index: int, built: BuiltExit, answer: str) -> Exit:
 def judged(exit_: Exit, certify: ExitRecords) -> Exit:
     """The exit with what the certify split says of it."""
     agrees, truth = certify.agrees[exit_.index], certify.labels
-    accuracy = None
-    if truth is not None:
-        accuracy = float((certify.prediction[exit_.index] == truth).mean())
+    hits = None if truth is None else certify.prediction[exit_.index] == truth
+    accuracy = None if hits is None else float(hits.mean())
     return replace(exit_, agreement=float(agrees.mean()), accuracy=accuracy)
 
 

@@ -90,11 +90,8 @@ def free_batch(proto: onnx.ModelProto) -> None:
 
     Exporters bake the size into the targets of ``Reshape``, and into constants that are joined to
     data, such as the class token of a vision transformer. After the repair the model is run at
-    batch 1 and 3, which have to agree row by row.
-
-    Raises:
-        ModelError: An input has no batch dimension, or the model cannot be made to work at
-            another batch size.
+    batch 1 and 3, which have to agree row by row. ModelError if an input has no batch dimension,
+    or the model cannot be made to work at another batch size.
     """
     old = _old_batch(proto)
     if old is not None:

@@ -56,10 +56,10 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
 
 
 def _promised(promise: Promise, like: str) -> str:
+    disagreed = f"{promise.certify_errors} of {promise.certify_samples} certify samples disagreed"
     return (
-        f"Disagreement with the unmodified model ≤ {100 * promise.max_disagreement:g}% on "
-        f"unseen data like {like}, with {100 * promise.confidence_level:g}% confidence "
-        f"({promise.certify_errors} of {promise.certify_samples} certify samples disagreed)."
+        f"Disagreement with the unmodified model ≤ {100 * promise.max_disagreement:g}% on unseen "
+        f"data like {like}, with {100 * promise.confidence_level:g}% confidence ({disagreed})."
     )
 
 
@@ -198,10 +198,8 @@ def print_rehearsing(done: Rehearsing, console: Console) -> None:
         say(f"exit {move.exit} {where}: it would make {late} of the batches late")
     console.print(_rehearsed_table(done))
     settings = done.rehearsed.rehearsal.settings
-    say(
-        f"Predicted for batches of {settings.batch_size} of the new load, from profiled times; "
-        "not measured."
-    )
+    load = f"batches of {settings.batch_size} of the new load"
+    say(f"Predicted for {load}, from profiled times; not measured.")
     if done.after.promise is None:
         say(
             "[bold red]No exit is in use:[/bold red] no policy kept the promise and saved time on "

@@ -86,20 +86,21 @@ def rehearse_bundle(options: RehearseOptions, progress: Progress = SILENT) -> Re
         path = _adapted(bundle.policy, choice, tune, settings)
     assert path.rehearsal is not None
     policy = replace(choice.certify(path, certify), version=bundle.policy.version + 1)
+    shipped = choice.forecast(policy, certify, settings)
     done = Rehearsing(
         before=bundle.policy,
         before_forecast=choice.forecast(bundle.policy, certify, settings),
         after=policy,
-        rehearsed=Rehearsed(
-            rehearsal=path.rehearsal,
-            shipped=choice.forecast(policy, certify, settings),
-            data_sha256=dataset.sha256,
-        ),
+        rehearsed=Rehearsed(rehearsal=path.rehearsal, shipped=shipped, data_sha256=dataset.sha256),
         moves=path.moves,
         written=target,
     )
     if target is not None:
-        _write(bundle, options, target, done, tune=tune, certify=certify)
+        manifest = renewed_manifest(bundle.manifest, target, tune=tune, certify=certify)
+        report = render_report(manifest, policy, bundle.profile(), certify, done.rehearsed)
+        changed = {RECORDS: dump_records(tune, certify), REPORT: report.encode()}
+        changed[REHEARSAL] = done.rehearsed.dump()
+        rewrite(bundle, target, manifest, policy, changed, overwrite=options.replaces)
     return done
 
 
@@ -157,25 +158,6 @@ def _adapted(
         rehearsal=found.rehearsal,
         moves=found.moves,
     )
-
-
-def _write(
-    bundle: Bundle,
-    options: RehearseOptions,
-    target: Path,
-    done: Rehearsing,
-    *,
-    tune: ExitRecords,
-    certify: ExitRecords,
-) -> None:
-    manifest = renewed_manifest(bundle.manifest, target, tune=tune, certify=certify)
-    report = render_report(manifest, done.after, bundle.profile(), certify, done.rehearsed)
-    changed = {
-        RECORDS: dump_records(tune, certify),
-        REPORT: report.encode(),
-        REHEARSAL: done.rehearsed.dump(),
-    }
-    rewrite(bundle, target, manifest, done.after, changed, overwrite=options.replaces)
 
 
 def renewed_manifest(

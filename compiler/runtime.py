@@ -23,11 +23,7 @@ class GraphRunner:
     """A graph loaded into ONNX Runtime on the CPU, as the compiler runs graphs to compare them."""
 
     def __init__(self, proto: onnx.ModelProto, threads: int = 1) -> None:
-        """Load a graph.
-
-        Raises:
-            RuntimeError: ONNX Runtime refuses it; its own exceptions may be no RuntimeErrors.
-        """
+        """Load a graph; RuntimeError if ONNX Runtime refuses it, whatever its own error is."""
         options = ort.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
         options.log_severity_level = 4
@@ -44,11 +40,7 @@ class GraphRunner:
         self.outputs = tuple(o.name for o in self._session.get_outputs())
 
     def run(self, feeds: Mapping[str, NDArray[np.generic]]) -> dict[str, NDArray[np.generic]]:
-        """Return all outputs by name; ``feeds`` may hold more than the graph reads.
-
-        Raises:
-            RuntimeError: An operator fails on these feeds.
-        """
+        """Return all outputs by name; ``feeds`` may hold more. RuntimeError if that fails."""
         with _translated():
             values = self._session.run(None, {name: feeds[name] for name in self.inputs})
         return dict(zip(self.outputs, values, strict=True))

@@ -41,8 +41,7 @@ class Sliced:
 def slice_model(model: SourceModel, options: CompileOptions) -> Sliced:
     """Cut the model at its candidates.
 
-    Raises:
-        CompileError: There are no cut points, or the user named one or a mask that does not exist.
+    CompileError if there are no cut points, or the user named one or a mask that does not exist.
     """
     analysis = find_cuts(model)
     points = choose_candidates(analysis, limit=options.candidates, exits=options.exits or None)
@@ -78,10 +77,8 @@ def choose_candidates(
 ) -> tuple[CutPoint, ...]:
     """Choose the cut points to build exits at, in the order of the data flow, at least one.
 
-    Args:
-        analysis: The model's cut points.
-        limit: At most so many are kept, spread over the cost (PAME 5.2).
-        exits: The user's own list, of tensor names or indices; it wins over ``limit``.
+    At most ``limit`` are kept, spread over the cost (PAME 5.2). ``exits`` is the user's own list,
+    of tensor names or indices; it wins over ``limit``.
 
     Raises:
         NoCutPointError: The model has no cut point.
@@ -151,10 +148,8 @@ def find_mask(
 ) -> TensorSpec | None:
     """Find the mask [batch, tokens]: the one that the user named, or the one side input called so.
 
-    It is 1 where a token counts and 0 where it pads.
-
-    Raises:
-        ModelError: The input named is not there, or is not [batch, tokens].
+    It is 1 where a token counts and 0 where it pads. ModelError if the input that was named is not
+    there, or is not [batch, tokens].
     """
     shaped = {spec.name: spec for spec in inputs if len(spec.shape) == 2}
     if named is not None:
@@ -201,9 +196,8 @@ class SegmentModel:
 def split(model: SourceModel, cuts: Sequence[CutPoint]) -> tuple[SegmentModel, ...]:
     """Slice the model at ``cuts``, which are in the order of the data flow.
 
-    Returns:
-        One segment more than there are cut points. Chained they compute what the model does,
-        each taking the side inputs at its own, possibly shrunk, batch.
+    Gives one segment more than there are cut points. Chained they compute what the model does,
+    each taking the side inputs at its own, possibly shrunk, batch.
     """
     ends = [cut.tensor for cut in cuts] + [model.answer.output]
     shares = np.diff([0.0, *(cut.flops_share_before for cut in cuts), 1.0])
@@ -211,13 +205,11 @@ def split(model: SourceModel, cuts: Sequence[CutPoint]) -> tuple[SegmentModel, .
     graph = Dataflow(model.proto.graph)
     surgeon = gs.import_onnx(model.proto)
     segments: list[SegmentModel] = []
-    for index, (end, share) in enumerate(zip(ends, shares, strict=True)):
+    for index, (end, share) in enumerate(zip(ends, shares.tolist(), strict=True)):
         start = ends[index - 1] if index else None
         names, inputs = _extent(graph, start, end, shared)
         proto = _extract(surgeon, names, inputs, end, f"{model.name}/{index}")
-        made = SegmentModel(
-            index=index, proto=proto, inputs=inputs, output=end, flops_share=float(share)
-        )
+        made = SegmentModel(index=index, proto=proto, inputs=inputs, output=end, flops_share=share)
         segments.append(made)
     return tuple(segments)
 
@@ -274,12 +266,8 @@ def verify(
     ``samples`` are arrays by graph input, repeated where they are fewer than a batch;
     ``tolerance`` is relative to the largest value of the source's answer.
 
-    Returns:
-        The largest relative difference found.
-
-    Raises:
-        VerificationError: A difference beyond ``tolerance``, or a value that is no number;
-            names the first segment that diverges.
+    Gives the largest difference found. VerificationError names the first segment that diverges,
+    beyond ``tolerance`` or with a value that is no number.
     """
     source = GraphRunner(model.proto)
     runners = [GraphRunner(segment.proto) for segment in segments]

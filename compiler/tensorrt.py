@@ -41,11 +41,7 @@ class TensorRTBuilder:
     """Builds engines with TensorRT on one GPU; used by one thread."""
 
     def __init__(self, device: str) -> None:
-        """Take a GPU, such as ``cuda:0``.
-
-        Raises:
-            BackendError: Driver, GPU, TensorRT or PyCUDA is missing, or does not load.
-        """
+        """Take a GPU, such as ``cuda:0``; BackendError if driver, GPU or libraries are missing."""
         found = probe.require(device)
         compat.load()
         self.gpu = found.name

@@ -102,8 +102,7 @@ class EngineWork:
     ) -> Iterator[Planned]:
         """Find out which engines are fresh, without building any; gives what is planned for each.
 
-        Raises:
-            EngineOptionsError: The model does not work at the sizes asked for.
+        EngineOptionsError if the model does not work at the sizes asked for.
         """
         for unit in units:
             try:
@@ -124,10 +123,7 @@ class EngineWork:
 
         One that fails leaves the others alone; what is there for the same unit is dropped if it
         would count as fresh the next time, as it was to be replaced. An interruption loses the
-        engine in work only.
-
-        Raises:
-            BundleError: The store cannot be written.
+        engine in work only. BundleError if the store cannot be written.
         """
         verifier = Verifier(self.bundle, self.shapes, self.settings.precision, samples=self.samples)
         work = sum(isinstance(plan, PlannedEngine) and bool(plan.stale) for plan in planned)

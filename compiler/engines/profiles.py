@@ -132,11 +132,7 @@ class ModelShapes:
         self._known: dict[tuple[tuple[str, int], ...], dict[str, tuple[int, ...]]] = {}
 
     def at(self, point: Point) -> dict[str, tuple[int, ...]]:
-        """Find the shapes at a point, by tensor name.
-
-        Raises:
-            EngineOptionsError: The model does not work at these sizes.
-        """
+        """Find the shapes at a point, by tensor; EngineOptionsError if the model fails there."""
         if point.others not in self._known:
             self._known[point.others] = self._measure(point)
         cuts = {name: (point.batch, *rest) for name, rest in self._known[point.others].items()}

@@ -74,8 +74,7 @@ def segment_units(manifest: Manifest) -> tuple[Unit, ...]:
 def ranges_of(bundle: Bundle, dataset: Dataset, *, threads: int) -> Ranges:
     """Measure the ranges of a bundle's activations, which hold for all its units.
 
-    Raises:
-        DataError: There are no samples, the model fails on one, or has nothing to quantise.
+    DataError if there are no samples, the model fails on one, or has nothing to quantise.
     """
     source = folded(bundle.read(bundle.manifest.source.file))
     return measure_ranges(source, dataset, threads=threads)
@@ -113,11 +112,7 @@ class UnitGraphs:
         """Give the serialised ONNX model of a unit.
 
         Its outputs are the exit's answer and confidence, where there is an exit, then the last
-        segment's output.
-
-        Raises:
-            ModelError: TensorRT 8.6 cannot read an operator of it; the message has the remedy.
-            BundleIntegrityError: A file changed since the bundle was opened.
+        segment's output. ModelError if TensorRT 8.6 cannot read an operator of it.
         """
         graph = self._with_exit(unit, self._in_precision(self._span(unit)))
         return lower(graph) if self._lowered else graph
@@ -130,12 +125,10 @@ class UnitGraphs:
         return assemble([self._bundle.read(s.file) for s in segments], [segments[-1].output])
 
     def _in_precision(self, span: bytes) -> bytes:
-        if self._precision == "fp16":
-            return halve(span)
         if self._precision == "int8":
             assert self._ranges is not None
             return quantize(folded(span), self._ranges)
-        return span
+        return halve(span) if self._precision == "fp16" else span
 
     def _with_exit(self, unit: Unit, span: bytes) -> bytes:
         if unit.exit is None:

@@ -207,11 +207,11 @@ class PrecisionCheck:
 
     def describe(self) -> str:
         """One or two sentences for the command line."""
+        counts = (self.source_differs, self.policy_differs, self.policy_differs_fp32)
+        source, policy, plain = (f"{count / self.samples:.2%}" for count in counts)
         text = (
-            f"{self.precision}: of {self.samples:,} samples the model answers "
-            f"{_share(self.source_differs, self.samples)} unlike in fp32, the exits' policy "
-            f"{_share(self.policy_differs, self.samples)} unlike the fp32 model "
-            f"(in fp32: {_share(self.policy_differs_fp32, self.samples)})"
+            f"{self.precision}: of {self.samples:,} samples the model answers {source} unlike in "
+            f"fp32, the exits' policy {policy} unlike the fp32 model (in fp32: {plain})"
         )
         if self.promise is not None:
             most = upper_bound(self.policy_differs, self.samples, self.promise.confidence_level)
@@ -351,7 +351,3 @@ def _is_certify_split(bundle: Bundle, judged: Dataset, threads: int) -> bool:
     found = [answer.argmax(axis=1) for _, (answer,) in batches]
     # Another machine may round otherwise; a chance order of the samples differs far more often.
     return float((np.concatenate(found) == said).mean()) >= 0.99
-
-
-def _share(count: int, samples: int) -> str:
-    return f"{count / samples:.2%}"

@@ -21,6 +21,7 @@ from offramp.calibration.dataset import read_dataset
 from offramp.compiler.errors import ExportError
 from offramp.compiler.export.nesting import Names, nest
 from offramp.compiler.export.verification import Verified, verify
+from offramp.compiler.graph import serialised
 from offramp.compiler.model import MAX_BYTES
 from offramp.compiler.progress import SILENT, Progress
 from offramp.engine.errors import BackendError
@@ -87,7 +88,7 @@ def export_bundle(options: ExportOptions, progress: Progress = SILENT) -> Export
             )
     except BackendError as error:
         raise ExportError(f"{options.bundle} cannot be run: {error}") from error
-    content = model.SerializeToString(deterministic=True)
+    content = serialised(model)
     _write(options, content)
     return Exported(
         path=options.output,

@@ -114,8 +114,7 @@ class _Nesting:
         self._names = names
         self._inputs = {info.name for info in source.input}
         self._given = (_ANSWER, _EXIT, _CONFIDENCE) if with_exits else (_ANSWER,)
-        (answer,) = (info for info in source.output if info.name == specs[-1].answer)
-        self._answer = answer
+        (self._answer,) = (info for info in source.output if info.name == specs[-1].answer)
         self._types = {info.name: info for info in source.input}
         for stage in stages:
             self._types |= {i.name: i for i in (*stage.graph.input, *stage.graph.output)}
@@ -126,10 +125,8 @@ class _Nesting:
         # A weight that is listed among the inputs too is a default that a caller may override.
         defaults = [np.array(s.threshold, np.float32) for s in self._specs if not s.final]
         level.weights += map(numpy_helper.from_array, defaults, self._names.thresholds)
-        optional = [
-            helper.make_tensor_value_info(name, TensorProto.FLOAT, ())
-            for name in self._names.thresholds
-        ]
+        names = self._names.thresholds
+        optional = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ()) for name in names]
         graph = level.graph([*self._source.input, *optional], self._outputs(0, self._results(0)))
         graph.name = self._source.name
         return graph
@@ -243,30 +240,25 @@ class _Nesting:
     def _results(self, index: int) -> dict[str, str]:
         """Names of what a level gives for each of its rows."""
         level = _Level(prefix=f"{self._names.inner}{index}")
-        if not index:
-            every = {
-                _ANSWER: self._answer.name,
-                _CONFIDENCE: self._names.confidence,
-                _EXIT: self._names.exit,
-            }
-        else:
-            every = {kind: level.own(kind) for kind in (_ANSWER, _CONFIDENCE, _EXIT)}
+        shown = {_CONFIDENCE: self._names.confidence, _EXIT: self._names.exit}
+        every = {_ANSWER: self._answer.name, **shown}
+        if index:
+            every = {kind: level.own(kind) for kind in every}
             if self._specs[index].final:
                 every[_ANSWER] = level.inner(self._answer.name)
         return {kind: every[kind] for kind in self._given}
 
     def _outputs(self, index: int, names: Mapping[str, str]) -> list[onnx.ValueInfoProto]:
-        return [self._described(kind, name, index) for kind, name in names.items()]
-
-    def _described(self, kind: str, name: str, index: int) -> onnx.ValueInfoProto:
-        rows = self._rows(index)
-        if kind == _ANSWER:
-            info = copied(self._answer)
-            info.name = name
-            rename_symbol([info], BATCH, rows)
-            return info
-        element = TensorProto.INT32 if kind == _EXIT else TensorProto.FLOAT
-        return helper.make_tensor_value_info(name, element, [rows])
+        rows, infos = self._rows(index), []
+        for kind, name in names.items():
+            element = TensorProto.INT32 if kind == _EXIT else TensorProto.FLOAT
+            info = helper.make_tensor_value_info(name, element, [rows])
+            if kind == _ANSWER:
+                info = copied(self._answer)
+                info.name = name
+                rename_symbol([info], BATCH, rows)
+            infos.append(info)
+        return infos
 
     def _rows(self, index: int) -> str:
         """Symbolic number of rows at a level: other than outside it, so none is taken for equal."""
@@ -290,10 +282,8 @@ Rename = Callable[[str], str]
 def rename_graph(graph: onnx.GraphProto, rename: Rename) -> None:
     """Rename every tensor and node of a graph, so that several graphs fit into one namespace.
 
-    The bodies of its operators are renamed too.
-
-    ONNX has no shadowing: a name means the same tensor in a graph and in all bodies inside it,
-    so that one function serves for all of them.
+    The bodies of its operators are renamed too: ONNX has no shadowing, a name means the same
+    tensor in a graph and in all bodies inside it, so that one function serves for all of them.
     """
     for info in (*graph.input, *graph.output, *graph.value_info):
         info.name = rename(info.name)

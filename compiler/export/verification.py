@@ -128,8 +128,7 @@ class _Exported:
             raise VerificationError(f"ONNX Runtime cannot load the export: {error}") from error
         given = {output.name for output in self._session.get_outputs()}
         self._outputs = [str(plan.stages[-1].answer)]
-        self._tells_exits = names.exit in given
-        if self._tells_exits:
+        if names.exit in given:
             self._outputs += [names.exit, names.confidence]
 
     def run(self, tensors: Tensors) -> GivenAnswers | NDArray[Any]:
@@ -138,7 +137,7 @@ class _Exported:
             answer, *rest = self._session.run(self._outputs, tensors)
         except Exception as error:
             raise VerificationError(f"the export fails: {error}") from error
-        if not self._tells_exits:
+        if not rest:
             return np.asarray(answer)
         return GivenAnswers(answer=answer, exit=rest[0], confidence=rest[1])
 

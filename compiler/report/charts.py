@@ -87,10 +87,8 @@ def latency_chart(found: PolicyFigures) -> Markup:
     lines = [_line(x, y, [r.source_sample_ms for r in rows], "source", "profiled")]
     if found.active:
         lines.append(_line(x, y, [r.predicted_sample_ms for r in rows], "offramp", "predicted"))
-    names = [
-        svg.text(x(i), y.start + 16, str(r.batch_size), "tick", "middle")
-        for i, r in enumerate(rows)
-    ]
+    sizes = enumerate(str(r.batch_size) for r in rows)
+    names = [svg.text(x(i), y.start + 16, size, "tick", "middle") for i, size in sizes]
     y_ticks = [(v, f"{v:g}") for v in svg.nice_values(0, y.high)]
     return svg.drawing(
         _WIDTH,
@@ -221,13 +219,12 @@ def _agreement(
 ) -> Markup:
     x = Scale(low=0, high=1, start=_CARD_LEFT, end=_CARD_WIDTH - _CARD_RIGHT)
     y = Scale(low=bottom, high=1, start=_CURVE_HEIGHT - 36, end=20)
-    shares, agreement = cover
     active = index in found.thresholds
-    points = [(x(s), y(a)) for s, a in zip(shares, agreement, strict=True)]
+    points = [(x(s), y(a)) for s, a in zip(*cover, strict=True)]
     values = svg.nice_values(bottom, 1, 4)
     decimals = 0 if all(abs(100 * v - round(100 * v)) < 1e-6 for v in values) else 1
     y_ticks = [(v, f"{100 * v:.{decimals}f}%") for v in values]
-    end = f"all leave: {numbers.percent(float(agreement[-1]), 2)} agree"
+    end = f"all leave: {numbers.percent(float(cover[1][-1]), 2)} agree"
     return svg.drawing(
         _CARD_WIDTH,
         _CURVE_HEIGHT,

@@ -46,11 +46,7 @@ class PolicyFigures:
     def of(
         cls, manifest: Manifest, policy: ExitPolicy, profile: Profile, certify: ExitRecords
     ) -> PolicyFigures:
-        """Count what a policy does on the certify split.
-
-        Raises:
-            ValueError: The records or the profile belong to other exits or segments.
-        """
+        """Count what a policy does; ValueError if records or profile are of other parts."""
         exits, recorded, timed = len(manifest.exits), len(certify.confidence), len(profile.exits_ms)
         if recorded != exits or timed != exits:
             raise ValueError(

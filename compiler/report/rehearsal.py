@@ -129,8 +129,7 @@ class _Grid:
 
     def __init__(self, step: RehearsalStep, left: float) -> None:
         self._step = step
-        columns = len(step.columns)
-        self._x = Scale(low=0, high=columns, start=left, end=left + _WIDTH)
+        self._x = Scale(low=0, high=len(step.columns), start=left, end=left + _WIDTH)
         self._most = max((max(c.pattern) for c in step.candidates), default=1) or 1
 
     def headed(self, title: str) -> Markup:

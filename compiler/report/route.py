@@ -99,7 +99,7 @@ def _running(found: PolicyFigures, edges: Sequence[float], x: Scale, y: Scale) -
         corners.append((at, y(still)))
     corners.append((x(1), y(still)))
     outline = [(x(0), y(0)), *corners, (x(1), y(0))]
-    return svg.join([svg.area(outline, "running"), svg.path(corners, "edge")])
+    return svg.join([svg.path(outline, "running", closed=True), svg.path(corners, "edge")])
 
 
 def _band(found: PolicyFigures, edges: Sequence[float], x: Scale) -> Markup:
@@ -130,11 +130,10 @@ def _exits(found: PolicyFigures, edges: Sequence[float], x: Scale, y: Scale) -> 
         narrow = min(_NARROW_FLAG, (_WIDTH - 40) / len(exits))
         widths = [narrow if e.index in found.thresholds else narrow * 0.7 for e in exits]
     flags = spread(places, widths, _LEFT - 30, _WIDTH)
-    parts = [
+    return svg.join(
         _exit(found, index, place, flag, y, crowded=crowded)
         for index, (place, flag) in enumerate(zip(places, flags, strict=True))
-    ]
-    return svg.join(parts)
+    )
 
 
 def _exit(

@@ -116,7 +116,6 @@ def headlines(found: PolicyFigures, judged: SavingsCheck | None = None) -> list[
 def facts(found: PolicyFigures, rehearsed: Rehearsed | None) -> list[tuple[str, list[Fact]]]:
     """Give what the figures rest on, in groups."""
     manifest, data = found.manifest, found.manifest.calibration
-    sizes = ", ".join(map(str, found.profile.batch_sizes))
     samples = [
         ("Training split", numbers.plural(data.train_samples, "sample")),
         ("Tuning split", numbers.plural(data.tune_samples, "sample")),
@@ -142,7 +141,7 @@ def facts(found: PolicyFigures, rehearsed: Rehearsed | None) -> list[tuple[str, 
     machine = [
         ("Profiled on", found.profile.device),
         ("Threads", str(found.profile.threads)),
-        ("Batch sizes", sizes),
+        ("Batch sizes", ", ".join(map(str, found.profile.batch_sizes))),
         ("Reference batch", f"{found.reference} (of predicted savings)"),
         *_how_sure(found),
         *(("Disturbed", note) for note in found.profile.disturbed),
@@ -201,9 +200,9 @@ class SavingsCheck:
         if abs(apart) <= TOLERATED_DIFFERENCE:
             return None
         direction = "more" if apart > 0 else "less"
+        points, reasons = f"{100 * abs(apart):.1f} points", "; ".join(_reasons(self))
         return (
-            f"Measured savings are {100 * abs(apart):.1f} points {direction} than predicted. "
-            f"Likely reason: {'; '.join(_reasons(self))}."
+            f"Measured savings are {points} {direction} than predicted. Likely reason: {reasons}."
         )
 
     @property
