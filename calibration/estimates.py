@@ -92,9 +92,9 @@ def stages_of(
     """Estimate what borders cost.
 
     ``rounds`` are by batch size; their systems are the source model, then the sets of exits at
-    work, of which the first is all exits. ``sample_bytes`` float64[exits] is the size of the tensors
-    that cross each exit's border, a sample; ``exits_ms`` [exits][batch sizes] are the heads' own
-    times.
+    work, of which the first is all exits. ``sample_bytes`` float64[exits] is the size of the
+    tensors that cross each exit's border, a sample; ``exits_ms`` [exits][batch sizes] are the
+    heads' own times.
     """
     source_ms = np.array([of_size.base().value for of_size in rounds])
     ratios = [of_size.ratios() for of_size in rounds]

@@ -52,7 +52,7 @@ def record_answers(
     """Run the joined graph of the model and all exits over a data set.
 
     ``model`` gives ``answer`` and ``exit_outputs``: the names of the exits' answers and
-    confidences, in depth order. ``progress`` is called with the number of samples of each finished batch.
+    confidences, in depth order. ``progress`` is called with the size of each finished batch.
 
     Raises:
         DataError: The model fails on a sample, or its answer is not finite.

@@ -7,16 +7,13 @@ same at every exit. Isotonic curves were tried and need far more data.
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from offramp.certify.decision import NEVER, BoolArray, ConfidenceArray, FloatArray
 from offramp.certify.records import check_confidence
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _LEAST = 1e-7
 """Confidences below count as this, so that the logit is finite."""
@@ -35,7 +32,6 @@ class AgreementCurve:
     intercept: float
 
     def __post_init__(self) -> None:
-        """Refuse curves that cannot be inverted."""
         if not (0 < self.slope < np.inf and np.isfinite(self.intercept)):
             raise ValueError(
                 f"slope must be finite and above 0, intercept finite; "
@@ -60,16 +56,9 @@ def fit_agreement(
 ) -> AgreementCurve:
     """Fit the logistic curve of one exit by Newton's method (Platt 1999, on the logit).
 
-    The penalty ``ridge / 2 · ((slope − 1)² + intercept²)``, worth about one sample, draws towards
-    "confidence is the probability"; it keeps the fit finite where all samples agree.
-
-    Args:
-        confidence: float[samples] in [0, 1] of one exit.
-        agrees: bool[samples].
-        ridge: weight of the penalty, above 0.
-
-    Raises:
-        ValueError: no samples, shapes that do not fit, confidences outside [0, 1].
+    Of float[samples] confidences in [0, 1], at least one, and bool[samples]. The penalty
+    ``ridge / 2 · ((slope − 1)² + intercept²)``, worth about one sample, draws towards "confidence
+    is the probability"; it keeps the fit finite where all samples agree.
     """
     check_confidence(np.atleast_2d(confidence), np.atleast_2d(agrees))
     if not ridge > 0:
@@ -90,11 +79,8 @@ def fit_curves(confidence: ConfidenceArray, agrees: BoolArray) -> tuple[Agreemen
 def tuning_path(confidence: ConfidenceArray, agrees: BoolArray) -> FloatArray:
     """The path of thresholds from conservative to aggressive, fixed by the tuning split alone.
 
-    One number, the calibrated probability of agreement, moves all thresholds.
-
-    Args:
-        confidence: float[exits, samples] of the split.
-        agrees: bool[exits, samples].
+    Of float[exits, samples] confidences and bool[exits, samples]. One number, the calibrated
+    probability of agreement, moves all thresholds.
     """
     return common_path(fit_curves(confidence, agrees))
 
@@ -125,14 +111,9 @@ def common_path(
     """Thresholds of all exits along one number u: float64[levels, exits].
 
     With ``curves``, a sample exits where P(agree | confidence) >= u; without, where its raw
-    confidence >= u. A level of 1 switches every exit off. Every threshold is a float32 value, so
-    a check in float32 decides like one in float64.
-
-    Args:
-        curves: one per exit, or ``None`` for raw confidence; then ``exits`` must be given.
-        levels: float64[levels], falling, in (0, 1]; default :func:`path_levels`.
-        exits: number of exits where there are no curves.
-        enabled: bool[exits]; an exit that is not enabled stays at NEVER.
+    confidence >= u (``exits`` must be given then). A level of 1 switches every exit off. Every
+    threshold is a float32 value, so a check in float32 decides like one in float64. ``levels``,
+    float64[levels], fall, in (0, 1]; an exit that is not ``enabled`` stays at NEVER.
     """
     levels = path_levels() if levels is None else np.asarray(levels, dtype=np.float64)
     if levels.ndim != 1 or not ((levels > 0) & (levels <= 1)).all() or (np.diff(levels) > 0).any():
@@ -161,12 +142,9 @@ def _count_exits(
     exits: int | None,
     enabled: Sequence[bool] | BoolArray | None,
 ) -> int:
-    known = {
-        "curves": None if curves is None else len(curves),
-        "exits": exits,
-        "enabled": None if enabled is None else len(enabled),
-    }
-    counts = {name: count for name, count in known.items() if count is not None}
+    given: dict[str, Sized | None] = {"curves": curves, "enabled": enabled}
+    counts = {name: len(known) for name, known in given.items() if known is not None}
+    counts |= {} if exits is None else {"exits": exits}
     if len(set(counts.values())) != 1 or 0 in counts.values():
         raise ValueError(f"the number of exits must be given once or alike, above 0; got {counts}")
     return next(iter(counts.values()))

@@ -56,11 +56,7 @@ class Wealth:
     """Wealth of bets against hypotheses "the risk is bound j or more", side by side."""
 
     def __init__(self, bounds: FloatArray) -> None:
-        """Start at 1.
-
-        Args:
-            bounds: float64[hypotheses], in (0, 1).
-        """
+        """Start at 1, against each of float64[hypotheses] ``bounds`` in (0, 1)."""
         bounds = np.asarray(bounds, dtype=np.float64)
         if bounds.ndim != 1 or not ((bounds > 0) & (bounds < 1)).all():
             raise ValueError(f"bounds must be a row of numbers in (0, 1), got {bounds}")
@@ -78,8 +74,7 @@ class Wealth:
     @property
     def mean(self) -> FloatArray:
         """float64[hypotheses]: plain mean loss of what is not forgotten; 0 before any."""
-        mean: FloatArray = self._long[1] / np.maximum(self._long[0], 1.0)
-        return mean
+        return np.asarray(self._long[1] / np.maximum(self._long[0], 1.0))
 
     def bets(self, largest: float) -> FloatArray:
         """float64[hypotheses]: what the past suggests to bet on losses of at most ``largest``."""
@@ -91,16 +86,12 @@ class Wealth:
         room = np.maximum(largest - bounds, 1e-12)
         # Kelly's bet for losses of 0 and this size; a bad estimate only slows the growth.
         best = (bounds - mean) / (bounds * np.maximum(size - bounds, 1e-12))
-        bets: FloatArray = np.clip(best, 0.0, _LARGEST_STAKE / room)
-        return bets
+        return np.asarray(np.clip(best, 0.0, _LARGEST_STAKE / room))
 
     def add(self, samples: int, losses: Losses, *, largest: float) -> None:
-        """Bet on a chunk of samples, all of them at once.
+        """Bet on a chunk of samples, all of them at once, those without a loss included.
 
-        Args:
-            samples: How many, those without a loss included.
-            losses: The others, by value.
-            largest: The largest loss that was possible, 1/q for the least q; at least 1.
+        ``largest`` is the largest loss that was possible, 1/q for the least q; at least 1.
         """
         bets = self.bets(largest)
         nothing = np.log1p(bets * self.bounds)
@@ -143,11 +134,7 @@ class Wealth:
         return {name.strip("_"): getattr(self, name).copy() for name in _KEPT}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a kept state.
-
-        Raises:
-            ValueError: It is of other hypotheses, or holds what is no number.
-        """
+        """Go on from a kept state; ValueError if it is of other hypotheses, or of no numbers."""
         for name in _KEPT:
             values = np.array(state[name.strip("_")], dtype=np.float64)
             expected = getattr(self, name).shape
@@ -168,11 +155,7 @@ class UpperBound:
     """
 
     def __init__(self, alpha: float) -> None:
-        """Know nothing.
-
-        Args:
-            alpha: In (0, 1): with which probability the bound may ever be wrong.
-        """
+        """Know nothing; with probability ``alpha``, in (0, 1), the bound may ever be wrong."""
         if not 0 < alpha < 1:
             raise ValueError(f"alpha is {alpha}, expected above 0, below 1")
         self.alpha = alpha
@@ -195,11 +178,7 @@ class UpperBound:
         return {"alpha": self.alpha, "wealth": self._wealth.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a kept state.
-
-        Raises:
-            ValueError: It does not fit.
-        """
+        """Go on from a kept state; ValueError if it does not fit."""
         restored = UpperBound(float(state["alpha"]))
         restored._wealth.restore(state["wealth"])
         self.alpha, self._wealth = restored.alpha, restored._wealth

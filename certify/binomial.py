@@ -6,11 +6,7 @@ import math
 
 
 def binomial_cdf(k: int, n: int, p: float) -> float:
-    """P(Binomial(n, p) <= k), summed from log-space terms (lgamma), so nothing underflows.
-
-    Raises:
-        ValueError: n below 0, or p outside [0, 1].
-    """
+    """P(Binomial(n, p) <= k), summed from log-space terms (lgamma), so nothing underflows."""
     if n < 0 or not 0 <= p <= 1:
         raise ValueError(f"expected n >= 0 and p in [0, 1], got n={n}, p={p}")
     if k < 0:
@@ -56,9 +52,6 @@ def upper_bound(errors: int, samples: int, confidence_level: float = 0.95) -> fl
 
     The largest p with P(Binomial(samples, p) <= errors) >= 1 − confidence_level, by bisection,
     rounded upwards (to about 1e-16).
-
-    Raises:
-        ValueError: no samples, errors outside 0..samples, or a level outside (0, 1).
     """
     if samples < 1 or not 0 <= errors <= samples:
         raise ValueError(f"expected 0 <= errors <= samples >= 1, got {errors} of {samples}")

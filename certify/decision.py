@@ -36,12 +36,8 @@ def leaves(confidence: ConfidenceArray, threshold: FloatArray | np.floating[Any]
 def first_exit(confidence: ConfidenceArray, thresholds: ArrayLike) -> IntArray:
     """The first exit that answers each sample, int64[samples]; :data:`MODEL_END` if none does.
 
-    Args:
-        confidence: float[exits, samples] in [0, 1]; NaN where an exit does not see a sample.
-        thresholds: float[exits].
-
-    Raises:
-        ValueError: The thresholds are not one number per exit.
+    Of float[exits, samples] confidences in [0, 1], NaN where an exit does not see a sample, and
+    float[exits] thresholds without NaN.
     """
     exits, samples = confidence.shape
     limits = np.asarray(thresholds, dtype=np.float64)
@@ -57,9 +53,7 @@ def first_exit(confidence: ConfidenceArray, thresholds: ArrayLike) -> IntArray:
 def count_answers(answered_at: IntArray, exits: int) -> IntArray:
     """Samples answered at each place, int64[exits + 1]: the exits in order, then the model's end.
 
-    Args:
-        answered_at: int64[samples]: an exit, or :data:`MODEL_END`.
-        exits: How many exits there are.
+    ``answered_at`` is int64[samples]: an exit, or :data:`MODEL_END`.
     """
     return np.bincount(np.where(answered_at == MODEL_END, exits, answered_at), minlength=exits + 1)
 

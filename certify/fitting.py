@@ -13,11 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from offramp.certify.agreement import (
-    AgreementCurve,
-    common_path,
-    path_levels,
-)
+from offramp.certify.agreement import AgreementCurve, common_path, path_levels
 from offramp.certify.decision import BoolArray, Float32Array, FloatArray
 from offramp.certify.path import Outlook, outlook
 from offramp.certify.window import Weighted
@@ -49,19 +45,12 @@ class Fitted:
 
 
 def refit(curves: Sequence[AgreementCurve], samples: Weighted, bound: float) -> Fitted:
-    """Renew curves from recent samples, and lay a path on them; what a tuning job runs.
+    """Renew curves, one per exit, from recent samples (at least one), and lay a path on them.
 
-    Args:
-        curves: What is known so far, one per exit of the samples.
-        samples: At least one.
-        bound: ε.
+    What a tuning job runs; ``bound`` is ε.
     """
-    renewed = tuple(
-        _renew(curve, confidence, agrees, samples.weight)
-        for curve, confidence, agrees in zip(
-            curves, samples.confidence, samples.agrees, strict=True
-        )
-    )
+    rows = zip(curves, samples.confidence, samples.agrees, strict=True)
+    renewed = [_renew(curve, row, agrees, samples.weight) for curve, row, agrees in rows]
     return lay_path(renewed, samples, bound=bound)
 
 
@@ -72,17 +61,13 @@ def lay_path(
     bound: float,
     anchored_at: FloatArray | None = None,
 ) -> Fitted:
-    """Choose levels where the disagreement that curves expect is near the bound.
+    """Choose levels where the disagreement that curves expect is near the bound, ε.
 
-    Args:
-        curves: One per exit; none makes the path that has only the level that answers nothing.
-        samples: What is served, to weigh expectations by; at least one.
-        bound: ε.
-        anchored_at: float64[exits] of one policy that shall be a level. More conservative levels
-            are then nowhere below it, and more aggressive ones nowhere above.
+    Without curves the path has only the level that answers nothing. Expectations are weighed by
+    ``samples``, at least one. ``anchored_at``, float64[exits], is one policy that shall be a level:
+    more conservative levels are then nowhere below it, and more aggressive ones nowhere above.
     """
-    exits = len(curves)
-    if not exits:
+    if not curves:
         nothing = np.zeros((1, 0))
         return Fitted(curves=(), thresholds=nothing, risk=np.zeros(1), shares=np.ones((1, 1)))
     path = common_path(curves, path_levels())
@@ -96,12 +81,10 @@ def lay_path(
     chosen = {0, *np.minimum(np.searchsorted(risk, targets), len(path) - 1).tolist()}
     if anchored_at is not None:
         chosen.add(len(path) // 2)
-    rows = _distinct(path, sorted(chosen))
+    rows = np.array(sorted(chosen))
+    rows = rows[np.append(True, (path[rows[1:]] != path[rows[:-1]]).any(axis=1))]
     return Fitted(
-        curves=tuple(curves),
-        thresholds=path[rows],
-        risk=risk[rows],
-        shares=found.shares[rows],
+        curves=tuple(curves), thresholds=path[rows], risk=risk[rows], shares=found.shares[rows]
     )
 
 
@@ -111,15 +94,6 @@ def expect(thresholds: FloatArray, curves: Sequence[AgreementCurve], samples: We
         [1 - c.probability(row) for c, row in zip(curves, samples.confidence, strict=True)]
     )
     return outlook(thresholds, samples.confidence, loss, samples.weight)
-
-
-def _distinct(path: FloatArray, rows: list[int]) -> list[int]:
-    """Leave out rows that repeat the one before."""
-    kept = rows[:1]
-    for row in rows[1:]:
-        if (path[row] != path[kept[-1]]).any():
-            kept.append(row)
-    return kept
 
 
 def _renew(

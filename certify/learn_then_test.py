@@ -19,15 +19,12 @@ nothing is promised; that is what monitoring while serving is for.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from offramp.certify.binomial import allowed_errors, binomial_cdf
+from offramp.certify.decision import BoolArray, ConfidenceArray, FloatArray
 from offramp.certify.path import walk
-
-if TYPE_CHECKING:
-    from offramp.certify.decision import BoolArray, ConfidenceArray, FloatArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,34 +53,22 @@ def certify(
 ) -> Certificate | None:
     """Walk the path while the bound is certified; keep the last level that passed.
 
-    With probability at least ``confidence_level`` over the certify samples, the policy returned
-    disagrees with the source model on at most ``max_disagreement`` of unseen data like them (the
-    theorem and its assumptions are above).
+    With probability at least ``confidence_level`` (1 − δ) over the certify samples, the policy
+    returned disagrees with the source model on at most ``max_disagreement`` (ε) of unseen data like
+    them (the theorem and its assumptions are above). The path, float64[levels, exits], goes from
+    conservative to aggressive, no threshold rising (:func:`.agreement.common_path`), fixed without
+    the float[exits, samples] confidences and bool[exits, samples] given here.
 
-    Args:
-        path_thresholds: float64[levels, exits], from conservative to aggressive, no threshold
-            rising (:func:`.agreement.common_path`), fixed without the samples given here.
-        confidence: float[exits, samples] of the certify split.
-        agrees: bool[exits, samples].
-        max_disagreement: ε, in (0, 1).
-        confidence_level: 1 − δ, in (0, 1).
-
-    Returns:
-        ``None`` if not even the first level passed: too few samples
-        (:func:`.binomial.samples_needed`), or a path that starts too aggressively. Serve without
-        exits then.
-
-    Raises:
-        ValueError: no samples, shapes that do not fit, a path that rises, numbers out of range.
+    ``None`` if not even the first level passed: too few samples (:func:`.binomial.samples_needed`),
+    or a path that starts too aggressively. Serve without exits then.
     """
     path = np.asarray(path_thresholds, dtype=np.float64)
     errors = walk(path, confidence, agrees).errors
     samples = int(np.shape(confidence)[1])
     failed = errors > allowed_errors(samples, max_disagreement, confidence_level)
-    passed = int(failed.argmax()) if failed.any() else len(failed)
-    if passed == 0:
+    index = (int(failed.argmax()) if failed.any() else len(failed)) - 1
+    if index < 0:
         return None
-    index = passed - 1
     return Certificate(
         index=index,
         thresholds=path[index].copy(),

@@ -6,7 +6,7 @@ sample runs on does not decide when it is counted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -40,19 +40,13 @@ class Observations:
     """bool[n]: answered below the exit's threshold, to be in time; outside any promise."""
 
     def __post_init__(self) -> None:
-        """Refuse shapes that do not fit."""
-        exits, samples = self.confidence.shape
-        if self.prediction.shape != (exits, samples):
-            raise ValueError(
-                f"prediction has shape {self.prediction.shape}, expected {(exits, samples)}"
-            )
-        for name in ("answered_at", "final", "audit_probability", "policy_version", "forced"):
-            shape = getattr(self, name).shape
-            if shape != (samples,):
-                raise ValueError(f"{name} has shape {shape}, expected {(samples,)}")
+        for name in (field.name for field in fields(self)):
+            is_per_exit = name in ("confidence", "prediction")
+            expected = self.confidence.shape if is_per_exit else self.confidence.shape[1:]
+            if (shape := getattr(self, name).shape) != expected:
+                raise ValueError(f"{name} has shape {shape}, expected {expected}")
 
     def __len__(self) -> int:
-        """Samples."""
         return len(self.answered_at)
 
     @property
@@ -97,12 +91,4 @@ class Observations:
 
     def take(self, rows: NDArray[Any] | slice) -> Observations:
         """Some of the samples."""
-        return Observations(
-            confidence=self.confidence[:, rows],
-            prediction=self.prediction[:, rows],
-            answered_at=self.answered_at[rows],
-            final=self.final[rows],
-            audit_probability=self.audit_probability[rows],
-            policy_version=self.policy_version[rows],
-            forced=self.forced[rows],
-        )
+        return Observations(**{f.name: getattr(self, f.name)[..., rows] for f in fields(self)})

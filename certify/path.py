@@ -12,14 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offramp.certify.decision import (
-    NEVER,
-    BoolArray,
-    ConfidenceArray,
-    Float32Array,
-    FloatArray,
-    IntArray,
-)
+from offramp.certify.decision import NEVER, BoolArray, ConfidenceArray, FloatArray, IntArray
 from offramp.certify.records import Records, check_confidence, savings_of
 from offramp.certify.window import Weighted
 
@@ -47,13 +40,8 @@ class Outlook:
 def walk(path_thresholds: FloatArray, confidence: ConfidenceArray, agrees: BoolArray) -> Walk:
     """Count exits and errors at every level of a path.
 
-    Args:
-        path_thresholds: float64[levels, exits], no exit's threshold rising.
-        confidence: float[exits, samples] in [0, 1].
-        agrees: bool[exits, samples].
-
-    Raises:
-        ValueError: a path that rises or has NaN, no samples, shapes that do not fit.
+    The path is float64[levels, exits], no exit's threshold rising, the samples are
+    float[exits, samples] confidences in [0, 1], at least one, and bool[exits, samples].
     """
     confidence, agrees = check_confidence(confidence, agrees)
     path = check_path(path_thresholds, exits=confidence.shape[0])
@@ -76,7 +64,7 @@ def look_ahead(thresholds: FloatArray, samples: Weighted) -> Outlook:
 
 
 def outlook(
-    thresholds: FloatArray, confidence: Float32Array, loss: FloatArray, weight: FloatArray
+    thresholds: FloatArray, confidence: ConfidenceArray, loss: FloatArray, weight: FloatArray
 ) -> Outlook:
     """Try every level; ``loss`` is float64[exits, n], what an answer there costs."""
     levels, exits = thresholds.shape
@@ -106,8 +94,7 @@ def best_common_thresholds(
     walked = walk(path, records.confidence, records.agrees)
     savings = savings_of(walked.counts, records.latency_ms, vanilla_ms)
     savings[walked.errors > allowed] = -np.inf
-    best: FloatArray = path[int(savings.argmax())]
-    return best
+    return np.asarray(path[int(savings.argmax())])
 
 
 def check_path(path_thresholds: FloatArray, *, exits: int) -> FloatArray:
@@ -121,9 +108,8 @@ def check_path(path_thresholds: FloatArray, *, exits: int) -> FloatArray:
     if rising.size:
         level, exit_ = rising[0]
         raise ValueError(
-            "the path must go from conservative to aggressive, but exit "
-            f"{exit_} rises at level {level + 1}: "
-            f"{path[level, exit_]} to {path[level + 1, exit_]}"
+            f"the path must go from conservative to aggressive, but exit {exit_} rises at level "
+            f"{level + 1}: {path[level, exit_]} to {path[level + 1, exit_]}"
         )
     return path
 

@@ -11,15 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from offramp.certify.decision import (
-    BoolArray,
-    ConfidenceArray,
-    Float32Array,
-    FloatArray,
-    IntArray,
-    count_answers,
-    first_exit,
-)
+from offramp.certify import decision
+from offramp.certify.decision import BoolArray, ConfidenceArray, Float32Array, FloatArray, IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,7 +28,6 @@ class Records:
     it; the last is the model's own end, all ramps included (Apparate 3.2, 3.3)."""
 
     def __post_init__(self) -> None:
-        """Refuse wrong shapes and values; every message names the field."""
         check_confidence(self.confidence, self.agrees)
         check_latency(self.latency_ms, exits=self.confidence.shape[0])
 
@@ -83,33 +75,19 @@ def evaluate(
 ) -> Evaluation:
     """Send every sample to the first exit whose confidence reaches the threshold.
 
-    Args:
-        confidence: float[exits, samples] in [0, 1].
-        agrees: bool[exits, samples].
-        latency_ms: float64[exits + 1], see :class:`Records`.
-        thresholds: float64[exits]; above 1 (``NEVER``) switches an exit off.
-        vanilla_ms: time of the model without ramps, against which savings count (Apparate 3.2);
-            default ``latency_ms[-1]``, the model's end with all ramps.
-
-    Raises:
-        ValueError: no samples, shapes that do not fit, values that are not finite.
+    Confidences are float[exits, samples] in [0, 1] of at least one sample, ``agrees`` is
+    bool[exits, samples], ``latency_ms`` as in :class:`Records`, and a threshold above 1 (``NEVER``)
+    switches an exit off. Savings count against ``vanilla_ms``, the time of the model without ramps
+    (Apparate 3.2); default ``latency_ms[-1]``, the model's end with all ramps.
     """
     confidence, agrees = check_confidence(confidence, agrees)
     exits, samples = confidence.shape
     latency = check_latency(latency_ms, exits=exits)
-    first = first_exit(confidence, thresholds)
-    counts = count_answers(first, exits)
+    first = decision.first_exit(confidence, thresholds)
+    counts = decision.count_answers(first, exits)
     errors = int(np.count_nonzero(~final_agrees(agrees)[first, np.arange(samples)]))
-    return outcome(counts, errors, latency, vanilla_ms=vanilla_ms)
-
-
-def outcome(
-    counts: IntArray, errors: int, latency_ms: FloatArray, *, vanilla_ms: float | None = None
-) -> Evaluation:
-    """Turn the number of samples answered at each place, int[exits + 1], into an outcome."""
-    samples = int(counts.sum())
     return Evaluation(
-        savings=float(savings_of(counts, latency_ms, vanilla_ms)),
+        savings=float(savings_of(counts, latency, vanilla_ms)),
         disagreement=errors / samples,
         exit_shares=counts / samples,
         errors=errors,
@@ -120,7 +98,9 @@ def savings_of(
     counts: IntArray, latency_ms: FloatArray, vanilla_ms: float | None = None
 ) -> FloatArray:
     """Savings of int[..., exits + 1] answers at each place: float64[...]."""
-    vanilla = check_vanilla(vanilla_ms, latency_ms)
+    vanilla = float(latency_ms[-1] if vanilla_ms is None else vanilla_ms)
+    if not (np.isfinite(vanilla) and vanilla > 0):
+        raise ValueError(f"vanilla_ms must be finite and above 0, got {vanilla_ms}")
     mean_ms = (counts * latency_ms).sum(axis=-1) / counts.sum(axis=-1)
     return np.asarray((vanilla - mean_ms) / vanilla, dtype=np.float64)
 
@@ -164,11 +144,3 @@ def check_latency(latency_ms: FloatArray, *, exits: int) -> FloatArray:
     if not (np.isfinite(latency) & (latency > 0)).all():
         raise ValueError(f"latency_ms must be finite and above 0, got {latency}")
     return latency
-
-
-def check_vanilla(vanilla_ms: float | None, latency_ms: FloatArray) -> float:
-    """Resolve the default, refuse what is no time."""
-    vanilla = float(latency_ms[-1]) if vanilla_ms is None else float(vanilla_ms)
-    if not (np.isfinite(vanilla) and vanilla > 0):
-        raise ValueError(f"vanilla_ms must be finite and above 0, got {vanilla_ms}")
-    return vanilla

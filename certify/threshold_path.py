@@ -61,27 +61,20 @@ class ThresholdPath:
     ) -> None:
         """Fix the levels; what is observed from now on is evidence.
 
-        Args:
-            exits: Indices of the exits that levels name, rising.
-            thresholds: float64[levels, exits], no exit's rising; the first level answers nothing.
-            shares: float64[levels, exits + 1]: of samples expected to be answered at each exit,
-                the last at the model's end; to plan with, no evidence.
-            bound: ε.
-            alpha: With which probability a wrong level may ever pass.
-
-        Raises:
-            ValueError: The thresholds are no such path.
+        ``thresholds`` are float64[levels, exits] of rising exits, no exit's rising; the first level
+        answers nothing. ``shares``, float64[levels, exits + 1], are of samples expected to be
+        answered at each exit, the last at the model's end; to plan with, no evidence. ``bound`` is
+        ε, and a wrong level may ever pass with probability ``alpha``.
         """
         self.exits = tuple(exits)
         self.thresholds = check_path(thresholds, exits=len(self.exits))
         if not (self.thresholds[0] > 1).all():
             raise ValueError(f"the first level must answer nothing, got {self.thresholds[0]}")
+        self.levels = len(self.thresholds)
+        """How many levels there are, the one that answers nothing included."""
         self.shares = np.asarray(shares, dtype=np.float64)
-        if self.shares.shape != (len(self.thresholds), len(self.exits) + 1):
-            raise ValueError(
-                f"shares have shape {self.shares.shape}, "
-                f"expected {(len(self.thresholds), len(self.exits) + 1)}"
-            )
+        if self.shares.shape != (expected := (self.levels, len(self.exits) + 1)):
+            raise ValueError(f"shares have shape {self.shares.shape}, expected {expected}")
         self.bound = bound
         self.alpha = alpha
         self.wealth = Wealth(np.full(len(self.thresholds), bound))
@@ -92,17 +85,8 @@ class ThresholdPath:
         self._ready = False
         """Whether every exit is known to be in use."""
         self._keys = search_keys(self.thresholds)
-        self._certified = 0
-
-    @property
-    def levels(self) -> int:
-        """How many levels there are, the one that answers nothing included."""
-        return len(self.thresholds)
-
-    @property
-    def certified(self) -> int:
+        self.certified = 0
         """The most aggressive level that passed."""
-        return self._certified
 
     @property
     def risk(self) -> FloatArray:
@@ -132,8 +116,8 @@ class ThresholdPath:
         self.samples += len(seen)
         self.effort += len(seen) / largest
         passed = self._passed()
-        if passed > self._certified:
-            self._certified, self.effort = passed, 0.0
+        if passed > self.certified:
+            self.certified, self.effort = passed, 0.0
 
     def without(self, exits: Sequence[int]) -> ThresholdPath:
         """Leave exits out, and the levels at which one of them answers; evidence goes on.
@@ -153,7 +137,7 @@ class ThresholdPath:
         )
         shorter.wealth = self.wealth.take(slice(end))
         shorter.samples, shorter.effort, shorter._ready = self.samples, self.effort, self._ready
-        shorter._certified = min(self._certified, end - 1)
+        shorter.certified = min(self.certified, end - 1)
         return shorter
 
     def state(self) -> dict[str, Any]:
@@ -167,16 +151,12 @@ class ThresholdPath:
             "wealth": self.wealth.state(),
             "samples": self.samples,
             "effort": self.effort,
-            "certified": self._certified,
+            "certified": self.certified,
         }
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> ThresholdPath:
-        """Make the path that was kept; its evidence counts on.
-
-        Raises:
-            ValueError: The state is none of a path.
-        """
+        """Make the path that was kept; its evidence counts on; ValueError if it is none."""
         path = cls(
             [int(e) for e in state["exits"]],
             np.asarray(state["thresholds"], dtype=np.float64),
@@ -186,9 +166,9 @@ class ThresholdPath:
         )
         path.wealth.restore(state["wealth"])
         path.samples, path.effort = int(state["samples"]), float(state["effort"])
-        path._certified = int(state["certified"])
-        if not 0 <= path._certified <= path._passed():
-            raise ValueError(f"state: level {path._certified} did not pass")
+        path.certified = int(state["certified"])
+        if not 0 <= path.certified <= path._passed():
+            raise ValueError(f"state: level {path.certified} did not pass")
         return path
 
     def _losses(self, confidence: Float32Array, wrong: BoolArray, weight: FloatArray) -> Losses:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,7 +24,6 @@ class Weighted:
     """float64[n], at least 1: how many samples it stands for."""
 
     def __len__(self) -> int:
-        """Samples."""
         return len(self.weight)
 
     @property
@@ -42,9 +41,7 @@ class Weighted:
     def of(self, exits: Sequence[int]) -> Weighted:
         """Some of the exits, by their rows."""
         rows = list(exits)
-        return Weighted(
-            confidence=self.confidence[rows], agrees=self.agrees[rows], weight=self.weight
-        )
+        return replace(self, confidence=self.confidence[rows], agrees=self.agrees[rows])
 
     def newest(self, most: int) -> Weighted:
         """The last samples, at most so many."""
@@ -60,12 +57,7 @@ class Window:
     """A ring buffer of samples; exits that were not in use know nothing of one (NaN)."""
 
     def __init__(self, *, exits: int, capacity: int) -> None:
-        """Start empty.
-
-        Args:
-            exits: K, all exits of the bundle.
-            capacity: Samples, at least 1.
-        """
+        """Start empty, with room for ``capacity`` samples of all K exits of the bundle."""
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1 sample, got {capacity}")
         self._capacity = capacity
@@ -75,7 +67,6 @@ class Window:
         self._added = self._held = 0
 
     def __len__(self) -> int:
-        """Samples held."""
         return self._held
 
     def keep(self, newest: int) -> None:
@@ -104,25 +95,16 @@ class Window:
         return self._confidence[np.ix_(np.asarray(exits, dtype=np.int64), self._newest(most))]
 
     def seen_by(self, exits: Sequence[int], most: int | None = None) -> Weighted:
-        """Those that all these exits saw, oldest first.
-
-        Args:
-            exits: Their indices.
-            most: Look at so many samples only, the newest; default all.
-        """
+        """Those that all these exits saw, of the newest samples (default all), oldest first."""
         order, rows = self._newest(most), np.asarray(exits, dtype=np.int64)
         confidence = self._confidence[np.ix_(rows, order)]
         known = ~np.isnan(confidence).any(axis=0)
         if not known.all():
             order, confidence = order[known], confidence[:, known]
-        return Weighted(
-            confidence=confidence,
-            agrees=self._agrees[np.ix_(rows, order)],
-            weight=self._weight[order],
-        )
+        agrees = self._agrees[np.ix_(rows, order)]
+        return Weighted(confidence=confidence, agrees=agrees, weight=self._weight[order])
 
     def _newest(self, most: int | None) -> IntArray:
         """Places of the newest samples, oldest first."""
         count = self._held if most is None else min(most, self._held)
-        places: IntArray = np.arange(self._added - count, self._added) % self._capacity
-        return places
+        return np.arange(self._added - count, self._added) % self._capacity

@@ -93,7 +93,10 @@ _PROMISE: Final[_Readings] = {
         "Largest disagreement with the unmodified model that was certified.",
         "max_disagreement",
     ),
-    "offramp_promise_confidence_ratio": ("Probability that the certificate holds.", "confidence"),
+    "offramp_promise_confidence_ratio": (
+        "Probability that the certificate holds.",
+        "confidence_level",
+    ),
     "offramp_promise_certify_samples": (
         "Samples that the certificate rests on.",
         "certify_samples",

@@ -41,7 +41,6 @@ class RehearsalSettings:
     """Least share of the source model's time that each exit takes off the mean latency."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be rehearsed."""
         for name in ("batch_size", "interval", "batches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -97,15 +96,8 @@ class RehearsalStep:
     """The exit; ``None`` ends the search."""
 
     def candidate(self, exit_: int) -> Candidate:
-        """One of the candidates.
-
-        Raises:
-            KeyError: It is none.
-        """
-        for candidate in self.candidates:
-            if candidate.exit == exit_:
-                return candidate
-        raise KeyError(exit_)
+        """One of the candidates, by its exit."""
+        return next(candidate for candidate in self.candidates if candidate.exit == exit_)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,11 +133,7 @@ class Rehearsed:
 
     @classmethod
     def parse(cls, document: bytes) -> Rehearsed:
-        """Read the content of the file.
-
-        Raises:
-            BundleSchemaError: It was written by another version, or is not JSON.
-        """
+        """Read the content; BundleSchemaError if another version wrote it, or it is not JSON."""
         try:
             plain = json.loads(document)
         except (ValueError, RecursionError) as error:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
-from offramp.bundle import NEVER, ExitPolicy
+from offramp.bundle import ExitPolicy
 from offramp.certify import Observations
 
 
@@ -53,17 +53,6 @@ class Evidence(StrEnum):
     """Nothing is needed: no exit answers."""
     NONE = "none"
     """Nothing: the policy was tuned, and is not covered by any statement."""
-
-
-def evidence_of_promise(
-    policy: ExitPolicy, max_disagreement: float, confidence_level: float
-) -> Evidence:
-    """The evidence for a policy that nothing was tested of since: the promise that it came with."""
-    if all(active.threshold >= NEVER for active in policy.active):
-        return Evidence.CONSERVATIVE
-    promise = policy.promise
-    covered = promise is not None and promise.covers(max_disagreement, confidence_level)
-    return Evidence.CALIBRATED if covered else Evidence.NONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,49 +103,35 @@ class Controller(Protocol):
     @property
     def name(self) -> str:
         """As on the command line."""
-        ...
 
     @property
     def policy(self) -> ExitPolicy:
         """What shall be in force: exits in use with thresholds (``NEVER``: shadow mode)."""
-        ...
 
     @property
     def audit_probability(self) -> float:
         """For samples that are started from now on, in (0, 1]; audit mode only."""
-        ...
 
     def observe(self, seen: Observations) -> None:
         """Take note of samples, in the order in which they were started."""
-        ...
 
     def take_job(self) -> Job | None:
         """What to compute elsewhere, once; at most one is out at a time."""
-        ...
 
     def finish(self, job: Job, result: Any) -> None:
         """Take the result of a job; ``observe`` may have been called since it was taken.
 
         ``None`` says that the job failed; whatever was tried may be tried again later.
         """
-        ...
 
     def status(self) -> ControlStatus:
         """A snapshot; cheap."""
-        ...
 
     def take_events(self) -> list[ControlEvent]:
         """What happened since the last call."""
-        ...
 
     def state(self) -> Mapping[str, Any] | None:
         """What to keep over a restart: JSON values and numpy arrays; ``None`` for nothing."""
-        ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a kept state.
-
-        Raises:
-            ValueError: It does not fit this controller.
-        """
-        ...
+        """Go on from a kept state; ValueError if it does not fit this controller."""

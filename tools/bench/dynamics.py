@@ -258,7 +258,9 @@ def _shares(timeline: Timeline) -> Plot | None:
             over, under = _steps(timeline, upper[:, place]), _steps(timeline, below)
             for top, bottom in zip(over, under, strict=True):
                 around = [(x(a), y(v)) for a, v in [*top, *reversed(bottom)]]
-                areas.append(svg.element("g", svg.area(around, "layer"), fill_opacity=opacity))
+                areas.append(
+                    svg.element("g", svg.path(around, "layer", closed=True), fill_opacity=opacity)
+                )
         label = "Exit shares over time"
         return svg.drawing(width, y.start + _BOTTOM, label, _frame(x, y, axis), *areas)
 

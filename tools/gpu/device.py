@@ -13,9 +13,14 @@ from offramp.engine.kernels.arguments import Launch
 from offramp.engine.kernels.compilation import load_kernels
 from offramp.engine.tensorrt import probe
 from offramp.engine.tensorrt.device import primary_context
+from offramp.engine.tensorrt.messages import errors_of_tensorrt
+from offramp.engine.tensorrt.standalone import PreparedEngine
 
 if TYPE_CHECKING:
     import pycuda.driver as cuda
+
+_WARM_UP = 3
+"""Runs before the first timed one: the first loads kernels, clocks rise during the next."""
 
 _BUSY_BYTES = 1 << 30
 """Of the copies that keep the GPU busy while launches are queued: about half a millisecond each on
@@ -207,3 +212,30 @@ def open_gpu(index: int = 0) -> Iterator[Gpu]:
             yield gpu
         finally:
             gpu.forget()
+
+
+def time_ms(prepared: PreparedEngine, rounds: int) -> list[float]:
+    """Time runs on zeros.
+
+    Returns:
+        Milliseconds of each round on the device, between CUDA events; without copies.
+    """
+    import pycuda.driver as cuda  # noqa: PLC0415
+
+    stream: cuda.Stream = prepared.stream
+    for name in prepared.engine.inputs:
+        tensor = prepared.tensors[name]
+        cuda.memset_d8_async(tensor.memory, 0, tensor.size_bytes, stream)
+    start: cuda.Event = cuda.Event()
+    end: cuda.Event = cuda.Event()
+    times = []
+    with errors_of_tensorrt() as errors:
+        for _ in range(_WARM_UP):
+            prepared.enqueue(errors)
+        for _ in range(rounds):
+            start.record(stream)
+            prepared.enqueue(errors)
+            end.record(stream)
+            end.synchronize()
+            times.append(float(end.time_since(start)))
+    return times

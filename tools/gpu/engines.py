@@ -24,14 +24,12 @@ from offramp.compiler.engines.verification import TOLERANCES
 from offramp.compiler.runtime import relative_difference
 from offramp.compiler.tensorrt import TensorRTBuilder
 from offramp.engine.tensorrt.device import primary_context
-from offramp.engine.tensorrt.messages import errors_of_tensorrt
 from offramp.engine.tensorrt.standalone import PreparedEngine, StandaloneEngine
 from offramp.tools.gpu import resnets
+from offramp.tools.gpu.device import time_ms
 
 Tensors = Mapping[str, NDArray[Any]]
 
-_WARM_UP = 3
-"""Runs before the first timed one: the first loads kernels, clocks rise during the next."""
 _RUNS_A_ROUND = 10
 
 
@@ -240,30 +238,3 @@ class _Reference:
     def run(self, values: Tensors) -> dict[str, NDArray[Any]]:
         found = self._session.run(None, {name: values[name] for name in self.inputs})
         return dict(zip(self._outputs, found, strict=True))
-
-
-def time_ms(prepared: PreparedEngine, rounds: int) -> list[float]:
-    """Time runs on zeros.
-
-    Returns:
-        Milliseconds of each round on the device, between CUDA events; without copies.
-    """
-    import pycuda.driver as cuda  # noqa: PLC0415
-
-    stream: cuda.Stream = prepared.stream
-    for name in prepared.engine.inputs:
-        tensor = prepared.tensors[name]
-        cuda.memset_d8_async(tensor.memory, 0, tensor.size_bytes, stream)
-    start: cuda.Event = cuda.Event()
-    end: cuda.Event = cuda.Event()
-    times = []
-    with errors_of_tensorrt() as errors:
-        for _ in range(_WARM_UP):
-            prepared.enqueue(errors)
-        for _ in range(rounds):
-            start.record(stream)
-            prepared.enqueue(errors)
-            end.record(stream)
-            end.synchronize()
-            times.append(float(end.time_since(start)))
-    return times

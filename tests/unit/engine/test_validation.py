@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offramp.bundle import TensorSpec
-from offramp.engine.validation import check_tensors
+from offramp.engine.validation import check_request, check_tensors
 
 IDS = TensorSpec(name="input_ids", dtype="int64", shape=("batch", "sequence"))
 MASK = TensorSpec(name="attention_mask", dtype="int64", shape=("batch", "sequence"))
@@ -136,3 +136,14 @@ def test_views_and_read_only_arrays_are_fine() -> None:
     wide = tokens(6, 8)[::2, ::2]
     wide.setflags(write=False)
     assert check_tensors([IDS], {"input_ids": wide}) is None
+
+
+def test_a_priority_has_32_bits() -> None:
+    def wrong(priority: int) -> str | None:
+        return check_request(
+            [IDS], {"input_ids": tokens(1, 2)}, deadline_s=None, priority=priority, max_samples=1
+        )
+
+    assert [wrong(priority) for priority in (-(2**31), 0, 2**31 - 1)] == [None] * 3
+    assert wrong(-(2**31) - 1) == "priority -2147483649 is not a 32-bit number"
+    assert wrong(2**31 + 1) == "priority 2147483649 is not a 32-bit number"

@@ -24,8 +24,8 @@ from tests.unit.tensorrt.read_api import signature_of
 from tests.unit.tensorrt.sources import names_bindings, own_names, return_types
 
 ROOT = Path(__file__).parents[3]
-FOLDERS = ("bundle", "calibration", "client", "compiler", "engine", "proto", "server", "tools",
-           "tests/gpu", "benchmarks")  # fmt: skip
+FOLDERS = ("bundle", "calibration", "certify", "client", "compiler", "engine", "proto", "server",
+           "testing", "tools", "tests/gpu", "benchmarks")  # fmt: skip
 COMPAT = ROOT / "engine" / "tensorrt" / "compat.py"
 """The one module whose branches may depend on TensorRT's version."""
 

@@ -13,7 +13,7 @@ from tests.unit.tensorrt.fake_tensorrt import SCRATCH_BYTES, FakeTensorRT
 from offramp.engine.errors import BackendError
 from offramp.engine.tensorrt.device import primary_context
 from offramp.engine.tensorrt.standalone import StandaloneEngine, run_plan
-from offramp.tools.gpu.engines import time_ms
+from offramp.tools.gpu.device import time_ms
 
 PROFILES = [{"x": [[1, 3], [1, 3], [1, 3]]}, {"x": [[2, 3], [8, 3], [8, 3]]}]
 
