@@ -108,11 +108,7 @@ def _fields(response: ModelInferResponse) -> dict[str, Any]:
     confidences = _per_sample(response, "offramp_confidences", np.float32)
     forced = _flags(response, "offramp_forced", len(exits))
     rows = {name: array.shape[0] if array.ndim else 0 for name, array in outputs.items()}
-    _refuse_other_counts(
-        **rows,
-        offramp_exits=len(exits),
-        offramp_confidences=len(confidences),
-    )
+    _refuse_other_counts(**rows, offramp_exits=len(exits), offramp_confidences=len(confidences))
     return {
         "outputs": outputs,
         "exits": exits,
@@ -136,9 +132,7 @@ def parse_metadata(response: ModelMetadataResponse) -> ModelMetadata:
     )
 
 
-def _tensors(
-    tensors: Iterable[ModelMetadataResponse.TensorMetadata],
-) -> dict[str, TensorMetadata]:
+def _tensors(tensors: Iterable[ModelMetadataResponse.TensorMetadata]) -> dict[str, TensorMetadata]:
     try:
         return {
             tensor.name: TensorMetadata(

@@ -98,11 +98,7 @@ def add_control(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         type=share,
     )
-    add(
-        "--controller",
-        "what watches, and moves thresholds and exits",
-        choices=CONTROLLERS,
-    )
+    add("--controller", "what watches, and moves thresholds and exits", choices=CONTROLLERS)
     add(
         "--audit-budget",
         "largest share of all compute that audits may take, of audit mode",
