@@ -98,11 +98,7 @@ def add_control(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         type=share,
     )
-    add(
-        "--controller",
-        "what watches, and moves thresholds and exits",
-        choices=CONTROLLERS,
-    )
+    add("--controller", "what watches, and moves thresholds and exits", choices=CONTROLLERS)
     add(
         "--audit-budget",
         "largest share of all compute that audits may take, of audit mode",
@@ -129,16 +125,9 @@ def add_control(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_ignored(given: Mapping[str, Any], mode: Mode) -> None:
-    """Refuse options of the command line that would do nothing in a mode.
+    """Refuse fields that the command line gives and that would do nothing in a mode: ValueError.
 
     What a configuration file says is not refused, so that one file serves in every mode.
-
-    Args:
-        given: Fields that the command line names.
-        mode: That it is to serve in.
-
-    Raises:
-        ValueError: Names the option.
     """
     for field, flag in _WATCHING.items():
         if field in given and not mode.observed:
@@ -278,6 +267,4 @@ def add_scheduling(parser: argparse.ArgumentParser) -> None:
 
 def _describe_policies() -> Iterator[str]:
     for heading, names in POLICY_GROUPS.items():
-        yield f"{heading}:"
-        for name, words in names.items():
-            yield f"  {name:<14} {words}"
+        yield from (f"{heading}:", *_describe(names))

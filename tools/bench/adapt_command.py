@@ -36,12 +36,7 @@ from offramp.tools.bench.adapt.scenarios import (
 from offramp.tools.bench.adapt.scores import course, hindsight, score
 from offramp.tools.bench.adapt.sequence import Population, SampleSequence, draw
 from offramp.tools.bench.arguments import positive, share
-from offramp.tools.bench.output import (
-    check_outputs,
-    describe_environment,
-    wide_console,
-    write_json,
-)
+from offramp.tools.bench.output import check_outputs, describe_environment, wide_console, write_json
 
 
 def add_parser(commands: Any) -> None:

@@ -90,11 +90,7 @@ def compare(
         BackendError: A stage, or the source model, cannot be run.
     """
     plan = make_plan(bundle)
-    plans = {
-        SOURCE: make_plan(bundle, mode=Mode.OFF),
-        OFFRAMP: plan,
-        NO_EXIT: never_exiting(plan),
-    }
+    plans = {SOURCE: make_plan(bundle, mode=Mode.OFF), OFFRAMP: plan, NO_EXIT: never_exiting(plan)}
     pipelines = {
         name: Pipeline(backend, plan)
         for name, plan in plans.items()

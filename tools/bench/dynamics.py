@@ -335,11 +335,7 @@ def _latency_axis(values: NDArray[np.float64]) -> _Axis:
 @cache
 def _template() -> Template:
     return load_template(
-        "dynamics.html.j2",
-        percent=numbers.percent,
-        ms=numbers.milliseconds,
-        rate=rate,
-        plain=plain,
+        "dynamics.html.j2", percent=numbers.percent, ms=numbers.milliseconds, rate=rate, plain=plain
     )
 
 

@@ -16,11 +16,7 @@ from offramp.bundle import Bundle
 from offramp.engine.deployment import STAGE_OVERHEAD_S
 from offramp.engine.options import ModelOptions
 from offramp.engine.plan import Mode
-from offramp.engine.scheduling import (
-    POLICIES,
-    ParallelLimit,
-    PolicyName,
-)
+from offramp.engine.scheduling import POLICIES, ParallelLimit, PolicyName
 from offramp.engine.served_model import scheduler_of
 from offramp.tools.bench.arguments import add_trace_arguments, positive, share, trace_of
 from offramp.tools.bench.dynamics import RunView, write_page
@@ -166,11 +162,7 @@ def _runs(
         )
         overhead_s = options.stage_overhead_us / 1e6
         model = model_of(
-            bundle,
-            system.mode,
-            settings,
-            stage_overhead_s=overhead_s,
-            slowdown=options.slowdown,
+            bundle, system.mode, settings, stage_overhead_s=overhead_s, slowdown=options.slowdown
         )
         scheduler = scheduler_of(
             model.points,

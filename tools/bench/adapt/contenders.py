@@ -80,10 +80,7 @@ def make_contender(name: str, workplace: Workplace) -> Contender:
     """Make a fresh one."""
     kind = KINDS[name]
     return Contender(
-        label=name,
-        description=kind.description,
-        controller=kind.make(workplace),
-        mode=kind.mode,
+        label=name, description=kind.description, controller=kind.make(workplace), mode=kind.mode
     )
 
 

@@ -16,14 +16,7 @@ from rich.table import Table
 from offramp.tools.bench.load.generator import GeneratedLoad
 from offramp.tools.bench.load.metrics_poll import Reading, mean_batch_size, series
 from offramp.tools.bench.load.settings import LoadSettings
-from offramp.tools.bench.outcomes import (
-    Outcomes,
-    Summary,
-    Timeline,
-    hdr_table,
-    summarise,
-    timeline,
-)
+from offramp.tools.bench.outcomes import Outcomes, Summary, Timeline, hdr_table, summarise, timeline
 
 WINDOWS: Final = 60
 """That a load is cut into."""
