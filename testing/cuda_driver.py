@@ -272,8 +272,7 @@ class FakeDriver(CheckedCalls):
     def close(self) -> None:
         """Run all that is left and look back.
 
-        Raises:
-            MisuseError: Something was misused, or was not released.
+        MisuseError if something was misused, or was not released.
         """
         with self._lock:
             if self._closed:

@@ -28,11 +28,7 @@ class _FakeHandle:
             self.closed = True
 
     def live(self) -> Self:
-        """Give the handle itself.
-
-        Raises:
-            MisuseError: It was closed.
-        """
+        """Give the handle itself; MisuseError if it was closed."""
         if self.closed:
             raise MisuseError(f"{self} was used after it was closed")
         return self

@@ -46,11 +46,7 @@ def ranges_of(launch: Launch) -> tuple[ByteRange, ...]:
 
 
 def run(launch: Launch, use: Use) -> None:
-    """Do what the kernel does.
-
-    Raises:
-        MisuseError: The kernel would read or write what it must not.
-    """
+    """Do what the kernel does; MisuseError if the kernel would read or write what it must not."""
     if launch.entry_point == GATHER_ROWS:
         _gather_rows(launch.arguments, use)
     elif launch.entry_point in _SCORE_TYPES:

@@ -121,11 +121,7 @@ class Queues:
             self.running = None
 
     def use(self, used: ByteRange) -> NDArray[np.uint8]:
-        """Memory for the operation that runs.
-
-        Raises:
-            MisuseError: None runs, or it must not use that.
-        """
+        """Memory for the operation that runs; MisuseError if none runs, or it must not use that."""
         operation = self.running
         if operation is None:
             raise MisuseError("memory was used outside of enqueued work")
@@ -149,8 +145,7 @@ class Queues:
     def check_unused(self, block: Block) -> None:
         """Check that nothing needs a block any more, and that the host knows it.
 
-        Raises:
-            MisuseError: Something does, or may.
+        MisuseError if something does, or may.
         """
         whole = ByteRange(block.address, block.content.size, writes=True)
         if operation := self._awaits(whole):

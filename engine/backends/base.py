@@ -60,15 +60,14 @@ class Slot(Protocol):
     def run(self, stage: Stage, batch: TensorBatch, threshold: float | None = None) -> StageResult:
         """Execute; waits for the result with the GIL released.
 
+        BackendError if execution failed. The slot stays usable.
+
         Args:
             stage: Prepared by the backend.
             batch: Of this slot.
             threshold: From which confidence on rows will probably not be among those selected
                 next, so that the others can be brought together meanwhile. The answer does not
                 depend on it. ``None`` is that which the stage was prepared with.
-
-        Raises:
-            BackendError: Execution failed. The slot stays usable.
         """
         ...
 
@@ -113,8 +112,7 @@ class Backend(Protocol):
     def prepare(self, spec: StageSpec) -> Stage:
         """Load a stage; may take seconds, may run in the background.
 
-        Raises:
-            BackendError: The stage cannot be loaded; the message says which and why.
+        BackendError if the stage cannot be loaded; the message says which and why.
         """
         ...
 

@@ -44,10 +44,8 @@ _INSTALL = "pip uninstall -y onnxruntime && pip install onnxruntime-gpu"
 def require_provider() -> None:
     """Check that this ONNX Runtime can use GPUs, and load the libraries of CUDA that it needs.
 
-    Those of pip packages are in no folder that the loader looks into.
-
-    Raises:
-        BackendError: It was built without.
+    Those of pip packages are in no folder that the loader looks into. BackendError if it was built
+    without.
     """
     if PROVIDER not in ort.get_available_providers():
         raise BackendError(
@@ -64,11 +62,10 @@ def require_provider() -> None:
 def try_provider(device: int) -> None:
     """Run a graph of one node on a GPU, which shows whether the provider works there.
 
+    BackendError if the provider does not load, or cannot use this GPU.
+
     Args:
         device: Its number.
-
-    Raises:
-        BackendError: The provider does not load, or cannot use this GPU.
     """
     try:
         make_cuda_session(_ONE_NODE, device).run(None, {"x": np.zeros(1, np.float32)})
@@ -103,8 +100,7 @@ class OnnxRuntimeCudaFactory:
     def prepare(self, spec: StageSpec) -> OnnxRuntimeCudaStage:
         """Look at a stage's graph; what takes device memory is made when it is opened.
 
-        Raises:
-            BackendError: ONNX Runtime cannot load it, or its sizes are not known.
+        BackendError if ONNX Runtime cannot load it, or its sizes are not known.
         """
         model = spec.load()
         try:
@@ -138,8 +134,7 @@ class OnnxRuntimeCudaFactory:
 def _fixed_sizes(shapes: GraphShapes) -> dict[str, Shape]:
     """Shapes of one row, of a graph that is of no bundle.
 
-    Raises:
-        BackendError: The graph leaves them open.
+    BackendError if the graph leaves them open.
     """
     fixed: dict[str, Shape] = {}
     for name, argument in shapes.inputs.items():
@@ -293,8 +288,7 @@ def make_cuda_session(
 ) -> ort.InferenceSession:
     """Load a graph onto a GPU, to be run on a stream, or on one of ONNX Runtime's own.
 
-    Raises:
-        BackendError: ONNX Runtime would run it on the CPU.
+    BackendError if ONNX Runtime would run it on the CPU.
     """
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1  # of what is left to the CPU: sums of sizes

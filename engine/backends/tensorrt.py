@@ -85,9 +85,8 @@ class TensorRTFactory:
     def prepare(self, spec: StageSpec) -> TensorRTStage:
         """Load the engines of a stage.
 
-        Raises:
-            BackendError: The bundle has none for this GPU, TensorRT and model, or TensorRT does
-                not load them; the message has the remedy.
+        BackendError if the bundle has none for this GPU, TensorRT and model, or TensorRT does not
+        load them; the message has the remedy.
         """
         with ExitStack() as releases:
             engines = []
@@ -114,14 +113,13 @@ class TensorRTStage:
     ) -> None:
         """Chain engines that were taken; :meth:`close` gives them back.
 
+        BackendError if they do not compute the stage.
+
         Args:
             spec: The stage.
             taken: Its engines, in order.
             capturable: Whether graphs may be captured.
             remedy: The command that builds them anew, for messages.
-
-        Raises:
-            BackendError: They do not compute the stage.
         """
         self.spec = spec
         """What was prepared."""
@@ -186,8 +184,7 @@ class TensorRTRun:
     ) -> None:
         """Make a context for every engine and profile.
 
-        Raises:
-            BackendError: TensorRT refuses, for instance for want of memory.
+        BackendError if TensorRT refuses, for instance for want of memory.
         """
         self._stage = stage
         self._inner = stage.layout.addresses(slot.scratch_address)

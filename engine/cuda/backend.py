@@ -30,15 +30,14 @@ class CudaBackend:
     ) -> None:
         """Take over a factory and a driver, to be closed with the backend.
 
+        BackendError if the kernels cannot be loaded; factory and driver stay the caller's.
+
         Args:
             factory: Makes what runs stages.
             driver: Of one GPU.
             kernels: Machine code of our kernels for it
                 (:func:`offramp.engine.kernels.compilation.load_kernels`).
             graphs: Whether to capture stages into CUDA graphs.
-
-        Raises:
-            BackendError: The kernels cannot be loaded; factory and driver stay the caller's.
         """
         self._driver = driver
         with driver.current():
@@ -79,8 +78,7 @@ class CudaBackend:
     def open_slot(self) -> CudaSlot:
         """Open a slot with buffers for all prepared stages.
 
-        Raises:
-            BackendError: Memory is short; the message says what is needed, and what was free.
+        BackendError if memory is short; the message says what is needed, and what was free.
         """
         with self._driver.current():
             try:
@@ -94,8 +92,7 @@ class CudaBackend:
     def close(self) -> None:
         """Release everything, stages that are still referred to as well.
 
-        Raises:
-            BackendError: Slots are still open; nothing was released.
+        BackendError if slots are still open; nothing was released.
         """
         with self._lock:
             if self._slots:

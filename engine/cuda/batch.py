@@ -52,8 +52,7 @@ class Placed:
     def fill(self, memory: NDArray[np.uint8], array: NDArray[Any]) -> None:
         """Put an array into an upload, in the type that it has on the device.
 
-        Raises:
-            BackendError: Its integers do not fit that type.
+        BackendError if its integers do not fit that type.
         """
         target = memory[self.offset : self.offset + len(array) * self.row_bytes]
         if self.dtype != array.dtype and self.dtype.kind in "iu" and array.size:

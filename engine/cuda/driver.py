@@ -148,11 +148,10 @@ class Driver(Protocol):
     def allocate(self, size_bytes: int) -> int:
         """Take device memory; what it holds is undefined.
 
+        DeviceMemoryError if there is not so much.
+
         Returns:
             Its address, a multiple of :data:`ALIGNMENT`.
-
-        Raises:
-            DeviceMemoryError: There is not so much.
         """
         ...
 
@@ -163,8 +162,7 @@ class Driver(Protocol):
     def allocate_pinned(self, size_bytes: int) -> Pinned:
         """Take host memory for copies; what it holds is undefined.
 
-        Raises:
-            DeviceMemoryError: The host does not give so much.
+        DeviceMemoryError if the host does not give so much.
         """
         ...
 
@@ -203,8 +201,7 @@ class Driver(Protocol):
     def synchronize(self, event: StreamEvent) -> None:
         """Wait, with the GIL released, for what the event stands for.
 
-        Raises:
-            DeviceLostError: Something that was enqueued went wrong on the device.
+        DeviceLostError if something that was enqueued went wrong on the device.
         """
         ...
 

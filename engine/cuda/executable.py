@@ -64,11 +64,10 @@ class Executable(Protocol):
     def output_shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape]:
         """Tell the shapes of the outputs before they are enqueued; quick where known before.
 
+        BackendError if the stage does not take such inputs; the message has what it takes.
+
         Args:
             inputs: Of at least the stage's inputs.
-
-        Raises:
-            BackendError: The stage does not take such inputs; the message has what it takes.
         """
         ...
 
@@ -84,7 +83,8 @@ class Executable(Protocol):
 
         A graph is made by two calls with its number, shapes and addresses, between which the host
         waits. The first may prepare; the second is captured: it neither allocates nor waits. The
-        graph then stays valid, whatever is enqueued later, until :meth:`forget`.
+        graph then stays valid, whatever is enqueued later, until :meth:`forget`. BackendError if it
+        cannot be enqueued. This batch fails only.
 
         Args:
             inputs: Shapes of at least the stage's inputs; all have as many rows.
@@ -92,9 +92,6 @@ class Executable(Protocol):
             stream: That of the slot.
             graph: Number of the graph that this is captured into, now or the next time; only for
                 stages that are capturable. ``None``: of none.
-
-        Raises:
-            BackendError: It cannot be enqueued. This batch fails only.
         """
         ...
 
@@ -156,8 +153,7 @@ class PreparedStage(Protocol):
     def open(self, slot: SlotResources) -> Executable:
         """Make what runs it in a slot; may be called in several threads at the same time.
 
-        Raises:
-            BackendError: It cannot be made, for instance for want of memory.
+        BackendError if it cannot be made, for instance for want of memory.
         """
         ...
 
@@ -181,8 +177,7 @@ class ExecutableFactory(Protocol):
     def prepare(self, spec: StageSpec) -> PreparedStage:
         """Load a stage; may take seconds.
 
-        Raises:
-            BackendError: It cannot be loaded; the message says which, why, and the remedy.
+        BackendError if it cannot be loaded; the message says which, why, and the remedy.
         """
         ...
 

@@ -76,11 +76,7 @@ class CudaGraph:
     """An executable graph: a :class:`offramp.engine.cuda.driver.Graph`."""
 
     def __init__(self, driver: Any, graph: Any) -> None:
-        """Take over a ``CUgraph`` and make it executable.
-
-        Raises:
-            BackendError: CUDA cannot.
-        """
+        """Take over a ``CUgraph`` and make it executable; BackendError if CUDA cannot."""
         self._driver = driver
         try:
             made = checked(driver, "instantiate a graph", driver.cuGraphInstantiate(graph, 0))
@@ -89,11 +85,7 @@ class CudaGraph:
         self._executable: Any = made[0]
 
     def launch(self, stream: Stream) -> None:
-        """Enqueue all of it.
-
-        Raises:
-            BackendError: It is closed, or CUDA cannot.
-        """
+        """Enqueue all of it; BackendError if it is closed, or CUDA cannot."""
         driver = self._driver
         if self._executable is None:
             raise BackendError("a CUDA graph was launched after it was closed")
@@ -110,8 +102,7 @@ class CudaGraph:
 def checked(driver: Any, what: str, returned: tuple[Any, ...]) -> tuple[Any, ...]:
     """Get the results of a call of ``cuda.bindings.driver``, which come after its status.
 
-    Raises:
-        BackendError: The status is an error.
+    BackendError if the status is an error.
     """
     status, *results = returned
     if status != driver.CUresult.CUDA_SUCCESS:

@@ -226,8 +226,7 @@ class Arena:
     def open(self, needs: Needs) -> None:
         """Allocate everything that stages need.
 
-        Raises:
-            DeviceMemoryError: There is not so much. What was allocated stays until :meth:`free`.
+        DeviceMemoryError if there is not so much. What was allocated stays until :meth:`free`.
         """
         for region in self.inputs:
             region.reserve(needs.input_bytes)
@@ -305,8 +304,7 @@ class MemoryPool:
     def take(self, size_bytes: int) -> PooledMemory:
         """Take memory; the driver must be current.
 
-        Raises:
-            DeviceMemoryError: There is none, even without what lies idle.
+        DeviceMemoryError if there is none, even without what lies idle.
         """
         size_bytes = max(_LEAST_BYTES, 1 << (size_bytes - 1).bit_length())
         with self._lock:

@@ -44,8 +44,7 @@ some library may use, do not wait for each other."""
 def require_pycuda() -> None:
     """Import PyCUDA; without it no driver can be made.
 
-    Raises:
-        BackendError: It is not installed, or does not load.
+    BackendError if it is not installed, or does not load.
     """
     try:
         import pycuda.driver  # noqa: F401, PLC0415
@@ -70,15 +69,13 @@ class PyCudaDriver:
     def __init__(self, index: int = 0, *, blocking_waits: bool = False) -> None:
         """Take the primary context of a GPU.
 
-        Ask :func:`offramp.engine.tensorrt.probe.require` first.
+        Ask :func:`offramp.engine.tensorrt.probe.require` first. BackendError if CUDA does not give
+        it.
 
         Args:
             index: Of the GPU.
             blocking_waits: Let waiting threads sleep until an interrupt wakes them. It frees
                 their cores, and costs some ten microseconds a wait.
-
-        Raises:
-            BackendError: CUDA does not give it.
         """
         import pycuda.driver as cuda  # noqa: PLC0415
 
@@ -237,11 +234,7 @@ class _PyCudaHandle:
 
     @property
     def owned(self) -> Any:
-        """PyCUDA's own.
-
-        Raises:
-            BackendError: It was closed before.
-        """
+        """PyCUDA's own; BackendError if it was closed before."""
         if self._owned is None:
             raise BackendError(f"a CUDA {self.what} was used after it was closed")
         return self._owned

@@ -125,10 +125,7 @@ class StageRuns:
     def of(self, stage: OpenStage, batch: CudaBatch) -> StageRun:
         """Tell how to run a stage on a batch that lies in an input area.
 
-        The host has waited for all that was run before.
-
-        Raises:
-            BackendError: The stage does not take it.
+        The host has waited for all that was run before. BackendError if the stage does not take it.
         """
         key = (stage.facts.number, batch.layout, batch.rows, batch.area)
         run = self._made.get(key)
@@ -262,8 +259,7 @@ class OpenStages:
     def of(self, facts: StageFacts) -> OpenStage:
         """Give what runs a stage here; the first time it is made.
 
-        Raises:
-            BackendError: It cannot be made.
+        BackendError if it cannot be made.
         """
         stage = self._open.get(facts.number)
         if stage is None:
@@ -311,11 +307,7 @@ def _release(runs: list[StageRun]) -> None:
 
 
 def _check(facts: StageFacts, batch: CudaBatch) -> None:
-    """Check that a stage takes a batch.
-
-    Raises:
-        BackendError: It does not.
-    """
+    """Check that a stage takes a batch; BackendError if it does not."""
     prepared, there = facts.prepared, {name: dtype for name, dtype, _ in batch.layout.row}
     if batch.rows > prepared.max_rows:
         raise BackendError(
@@ -334,8 +326,7 @@ def _check(facts: StageFacts, batch: CudaBatch) -> None:
 def _given_rows(stage: OpenStage, shapes: dict[str, Shape]) -> dict[str, RowPart]:
     """Tell what a row of each output is.
 
-    Raises:
-        BackendError: The stage does not take such inputs, or gives another number of rows.
+    BackendError if the stage does not take such inputs, or gives another number of rows.
     """
     rows = next(iter(shapes.values()))[0]
     given = stage.executable.output_shapes(shapes)

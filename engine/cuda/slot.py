@@ -71,12 +71,11 @@ class CudaSlot:
     def __init__(self, shared: SharedBySlots, *, closed: Callable[[], None] = lambda: None) -> None:
         """Allocate all that the stages which are prepared need; the driver is current.
 
+        DeviceMemoryError if there is not so much; nothing is kept.
+
         Args:
             shared: With the other slots.
             closed: Called when it is closed.
-
-        Raises:
-            DeviceMemoryError: There is not so much; nothing is kept.
         """
         driver = shared.driver
         self._shared = shared
@@ -236,12 +235,11 @@ class CudaSlot:
     def _at_work(self, what: str, *numbers: int) -> Iterator[None]:
         """Work with the driver current; after an error the slot is brought into order.
 
+        BackendError if the work raised one; the message says what failed.
+
         Args:
             what: What fails, for the message; a format of the numbers.
             numbers: For the message.
-
-        Raises:
-            BackendError: The work raised one; the message says what failed.
         """
         with self._driver.current():
             try:

@@ -119,11 +119,7 @@ class StageRegistry:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, prepared: PreparedStage) -> CudaStage:
-        """Take a stage over.
-
-        Raises:
-            BackendError: It does not give what its spec says.
-        """
+        """Take a stage over; BackendError if it does not give what its spec says."""
         facts = facts_of(prepared, next(self._numbers))
         with self._lock:
             self._records[facts.number] = _Record(facts=facts)
@@ -151,8 +147,7 @@ class StageRegistry:
     def open(self, facts: StageFacts, resources: SlotResources) -> Executable:
         """Make what runs a stage in a slot; :meth:`close` must follow.
 
-        Raises:
-            BackendError: It cannot be made.
+        BackendError if it cannot be made.
         """
         with self._lock:
             self._records[facts.number].executables += 1
@@ -187,8 +182,7 @@ class StageRegistry:
     def close_all(self) -> None:
         """Close every stage, whoever still refers to it.
 
-        Raises:
-            BackendError: Some have executables still; the others are closed.
+        BackendError if some have executables still; the others are closed.
         """
         with self._lock:
             records, self._records = list(self._records.values()), {}
@@ -223,9 +217,8 @@ def _close(records: Sequence[_Record]) -> None:
 def facts_of(prepared: PreparedStage, number: int) -> StageFacts:
     """Derive the facts that slots need.
 
-    Raises:
-        BackendError: The stage lacks an output that its spec names, or gives an answer that nobody
-            could read.
+    BackendError if the stage lacks an output that its spec names, or gives an answer that nobody
+    could read.
     """
     spec = prepared.spec
     outputs = {tensor.name: tensor for tensor in prepared.outputs}

@@ -107,6 +107,8 @@ class SlotStream:
     ) -> None:
         """Enqueue copies of some rows.
 
+        BackendError if there is no such row.
+
         Args:
             layout: As of :meth:`copy`, like the next two.
             sources: The same.
@@ -114,9 +116,6 @@ class SlotStream:
             source_rows: Rows that the sources have.
             rows: Row numbers, rising.
             numbers: Their address on the device, if :meth:`send` was there before.
-
-        Raises:
-            BackendError: There is no such row.
         """
         if not len(rows):
             return

@@ -257,6 +257,8 @@ def stage_end(
 ) -> Launch:
     """Make the launch after a stage: who exits, and compaction of those that go on.
 
+    ValueError if the kernel would misread it, or write where it must not.
+
     Args:
         check: When a row exits.
         rows: Of the batch; 0 is allowed.
@@ -268,9 +270,6 @@ def stage_end(
         tensors: What the next stage takes; none after the last stage.
         runs_on: Address of uint8 [rows]: rows that go on although they exit (audit and release
             modes); null: none does.
-
-    Raises:
-        ValueError: The kernel would misread it, or write where it must not.
     """
     _check_tensors(tensors, rows=rows, copied=rows)
     _check_results(check, results, scratch, rows)
@@ -317,6 +316,8 @@ def gather_rows(
 ) -> Launch:
     """Make the launch that copies given rows of tensors to the front of others.
 
+    ValueError if the kernel would misread it, or write where it must not.
+
     Args:
         tensors: What is copied.
         rows: Address of int32 [count], row numbers of the sources in any order. Every warp reads
@@ -324,9 +325,6 @@ def gather_rows(
         count: How many.
         source_rows: Rows that the sources have, above all those numbers.
         multiprocessors: Of the device.
-
-    Raises:
-        ValueError: The kernel would misread it, or write where it must not.
     """
     _check_tensors(tensors, rows=source_rows, copied=count)
     if count and (rows <= 0 or rows % 4):

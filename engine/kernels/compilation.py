@@ -68,6 +68,8 @@ def compile_kernels(
 ) -> tuple[KernelCompiler, bytes]:
     """Compile all kernels into one cubin.
 
+    KernelCompileError if none of them gave a cubin for this architecture.
+
     Args:
         architecture: Such as ``sm_90``.
         compilers: What to try, in order.
@@ -77,9 +79,6 @@ def compile_kernels(
 
     Returns:
         The first compiler that succeeds, and its cubin.
-
-    Raises:
-        KernelCompileError: None of them gave a cubin for this architecture.
     """
     text = program(folder)
     said = []
@@ -123,6 +122,9 @@ def load_kernels(
 ) -> bytes:
     """Get the kernels' cubin for a GPU, compiled if this was not done before.
 
+    KernelCompilerNotFoundError if it had to be compiled, but there is no compiler.
+    KernelCompileError if no compiler gave a cubin for this GPU.
+
     Args:
         compute_capability: Of the GPU.
         cache: Folder of compiled kernels; None: the user's own. It may be unwritable: then the
@@ -132,10 +134,6 @@ def load_kernels(
 
     Returns:
         The cubin.
-
-    Raises:
-        KernelCompilerNotFoundError: It had to be compiled, but there is no compiler.
-        KernelCompileError: No compiler gave a cubin for this GPU.
     """
     architecture = architecture_of(compute_capability)
     folder = _user_cache() if cache is None else cache

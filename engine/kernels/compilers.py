@@ -75,13 +75,12 @@ class KernelCompiler(Protocol):
     def compile(self, text: str, architecture: str, folder: Path) -> Compiled:
         """Compile a text for an architecture.
 
+        KernelCompileError if the compiler gave no cubin; the message has its output.
+
         Args:
             text: The program.
             architecture: One of ``architectures``.
             folder: Where quoted includes are looked for.
-
-        Raises:
-            KernelCompileError: The compiler gave no cubin; the message has its output.
         """
 
 
@@ -213,9 +212,7 @@ def find_compilers() -> tuple[KernelCompiler, ...]:
     """Find the compilers of this machine, to be tried in this order: nvcc, then NVRTC.
 
     nvcc first: where somebody installed a toolkit, it is the one that fits the driver.
-
-    Raises:
-        KernelCompilerNotFoundError: There is none; the message says what to install.
+    KernelCompilerNotFoundError if there is none; the message says what to install.
     """
     found: list[KernelCompiler] = []
     missing = []

@@ -56,8 +56,7 @@ _BFLOAT16 = "BF16"
 def load() -> None:
     """Import TensorRT and PyCUDA, once :func:`offramp.engine.tensorrt.probe.require` is content.
 
-    Raises:
-        BackendError: One of them is there but does not load, or is too old.
+    BackendError if one of them is there but does not load, or is too old.
     """
     try:
         import pycuda.driver  # noqa: F401, PLC0415
@@ -272,10 +271,7 @@ def parser_errors(parser: trt.OnnxParser) -> list[str]:
 def context_without_memory(engine: trt.ICudaEngine) -> trt.IExecutionContext:
     """Make an execution context that has no scratch memory yet: :func:`give_memory`.
 
-    8.6 has a method for it, 10 and later a strategy.
-
-    Raises:
-        BackendError: TensorRT gives none.
+    8.6 has a method for it, 10 and later a strategy. BackendError if TensorRT gives none.
     """
     import tensorrt as trt  # noqa: PLC0415
 
@@ -323,8 +319,7 @@ def give_memory(context: trt.IExecutionContext, address: int, size_bytes: int) -
 def numpy_dtype(dtype: trt.DataType) -> np.dtype[Any]:
     """The dtype of arrays with a tensor's bytes; bfloat16's bits are uint16.
 
-    Raises:
-        BackendError: No array holds it (FP8, INT4, …).
+    BackendError if no array holds it (FP8, INT4, …).
     """
     found = _NUMPY.get(dtype.name)
     if found is None:
@@ -337,10 +332,8 @@ def numpy_dtype(dtype: trt.DataType) -> np.dtype[Any]:
 def to_tensor(array: NDArray[Any], dtype: trt.DataType) -> NDArray[Any]:
     """An array as a tensor's bytes, contiguous.
 
-    8.6 has no 64-bit integers: its parser makes such inputs 32-bit ones.
-
-    Raises:
-        BackendError: The values do not fit the tensor's type, or are of another kind.
+    8.6 has no 64-bit integers: its parser makes such inputs 32-bit ones. BackendError if the values
+    do not fit the tensor's type, or are of another kind.
     """
     if dtype.name == _BFLOAT16:
         return _bfloat16_bits(array)

@@ -25,8 +25,7 @@ class PrimaryContext:
     def __init__(self, index: int) -> None:
         """Retain the context of GPU ``index``; it is not made current.
 
-        Raises:
-            BackendError: CUDA gives none, for instance for want of memory.
+        BackendError if CUDA gives none, for instance for want of memory.
         """
         import pycuda.driver as cuda  # noqa: PLC0415
 

@@ -40,8 +40,7 @@ class EngineLibrary:
     def take(self, found: StoredEngine) -> SharedEngine:
         """Load an engine, unless it is there already; to be given back.
 
-        Raises:
-            BackendError: Its file is missing or altered, or TensorRT does not load it.
+        BackendError if its file is missing or altered, or TensorRT does not load it.
         """
         digest = found.entry.sha256
         with self._lock:
@@ -77,8 +76,7 @@ class SharedEngine:
     def __init__(self, found: StoredEngine, driver: Driver, give_back: Callable[[], None]) -> None:
         """Load the engine.
 
-        Raises:
-            BackendError: Its file is missing or altered, or TensorRT does not load it.
+        BackendError if its file is missing or altered, or TensorRT does not load it.
         """
         self._found = found
         self._driver = driver
@@ -125,13 +123,12 @@ class LoadedEngine:
     def __init__(self, plan: bytes, entry: EngineEntry, driver: Driver) -> None:
         """Load it, and look at what it takes and gives.
 
+        BackendError if TensorRT refuses it, or it is not what the store says.
+
         Args:
             plan: The serialised engine, whose hash was checked.
             entry: What the store says of it.
             driver: Of the device to load it to.
-
-        Raises:
-            BackendError: TensorRT refuses it, or it is not what the store says.
         """
         runtime, engine = deserialize(plan, f"engine {entry.unit}")
         self.entry = entry
@@ -173,13 +170,12 @@ class LoadedEngine:
     def context(self, profile: int, driver: Driver, stream: Stream) -> EngineContext:
         """Make a context for a profile, without scratch memory.
 
+        BackendError if TensorRT refuses, for instance for want of memory.
+
         Args:
             profile: Index of the profile.
             driver: Of the device.
             stream: The context's work is to be enqueued on it.
-
-        Raises:
-            BackendError: TensorRT refuses, for instance for want of memory.
         """
         if self._engine is None:
             raise BackendError(f"engine {self.entry.unit} was released")
@@ -226,11 +222,10 @@ class EngineContext:
     def take_shapes(self, inputs: Shapes) -> Shapes:
         """Set the shapes of its inputs, if they have changed; tells those of its outputs.
 
+        BackendError if TensorRT refuses them, or an output's shape depends on data.
+
         Args:
             inputs: Of at least its inputs, within its profile.
-
-        Raises:
-            BackendError: TensorRT refuses them, or an output's shape depends on data.
         """
         engine, known = self._loaded, self.shapes
         if known and all(inputs[name] == known[name] for name in engine.inputs):
@@ -261,12 +256,11 @@ class EngineContext:
     def enqueue(self, addresses: Mapping[str, int], stream: Stream) -> None:
         """Enqueue one run with the shapes that were taken last.
 
+        BackendError if TensorRT refuses.
+
         Args:
             addresses: Of at least its inputs and outputs.
             stream: That which it was made for.
-
-        Raises:
-            BackendError: TensorRT refuses.
         """
         context, known = self._live(), self._addresses
         with errors_of_tensorrt() as errors:
@@ -293,8 +287,7 @@ class EngineContext:
 def deserialize(plan: bytes, what: str) -> tuple[trt.Runtime, trt.ICudaEngine]:
     """Load a serialised engine into the current CUDA context; its runtime has to outlive it.
 
-    Raises:
-        BackendError: TensorRT refuses it; ``what`` names it.
+    BackendError if TensorRT refuses it; ``what`` names it.
     """
     import tensorrt as trt  # noqa: PLC0415
 

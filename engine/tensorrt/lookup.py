@@ -82,11 +82,7 @@ class StoredEngine:
     entry: EngineEntry
 
     def read(self) -> bytes:
-        """Read the plan.
-
-        Raises:
-            BackendError: It is missing or altered.
-        """
+        """Read the plan; BackendError if it is missing or altered."""
         try:
             return self.store.read(self.entry)
         except BundleError as error:
@@ -96,8 +92,7 @@ class StoredEngine:
 def open_store(bundle: Bundle, place: EnginePlace) -> EngineStore:
     """Open the store of the engines that run at a place.
 
-    Raises:
-        BackendError: There are none, or their index is damaged.
+    BackendError if there are none, or their index is damaged.
     """
     built = place.served(bundle.path)
     if not built:
@@ -121,8 +116,7 @@ def open_store(bundle: Bundle, place: EnginePlace) -> EngineStore:
 def find_engines(spec: StageSpec, place: EnginePlace) -> tuple[StoredEngine, ...]:
     """Find what runs a stage: one engine, or one of every segment.
 
-    Raises:
-        BackendError: The bundle has neither; the message has the command that builds them.
+    BackendError if the bundle has neither; the message has the command that builds them.
     """
     bundle = spec.bundle
     if bundle is None:

@@ -59,8 +59,7 @@ class Device:
 def parse_device(device: str) -> int:
     """Read the GPU's number in ``cuda:1``; ``cuda`` alone is the first.
 
-    Raises:
-        BackendError: It is written otherwise.
+    BackendError if it is written otherwise.
     """
     match = re.fullmatch(r"cuda(?::(\d{1,4}))?", device)
     if match is None:
@@ -71,8 +70,7 @@ def parse_device(device: str) -> int:
 def find_device(index: int) -> Device:
     """Describe a GPU; makes no CUDA context on it.
 
-    Raises:
-        BackendError: There is no driver, it does not start, or it has no GPU of that number.
+    BackendError if there is no driver, it does not start, or it has no GPU of that number.
     """
     driver = _load_driver()
     _start(driver)
@@ -112,13 +110,11 @@ def require(device: str) -> Device:
     """Describe a GPU on which TensorRT can be used.
 
     That the packages load as well is seen only when they are imported:
-    :func:`offramp.engine.tensorrt.compat.load`.
+    :func:`offramp.engine.tensorrt.compat.load`. BackendError if something is missing; one line says
+    all of it, and the remedy.
 
     Args:
         device: ``cuda:0``, ``cuda:1``, …
-
-    Raises:
-        BackendError: Something is missing; one line says all of it, and the remedy.
     """
     found, obstacles = _look(parse_device(device))
     if found is None or obstacles:

@@ -31,6 +31,8 @@ def run_plan(
 ) -> dict[str, NDArray[Any]]:
     """Load an engine, run it once, and release it.
 
+    BackendError if it cannot be loaded or run, or an input is missing or does not fit.
+
     Args:
         plan: A serialised engine, of this GPU and this version of TensorRT.
         inputs: By name; more than the engine has is no error, since TensorRT may drop inputs
@@ -39,9 +41,6 @@ def run_plan(
 
     Returns:
         All outputs by name; bfloat16 ones as float32.
-
-    Raises:
-        BackendError: It cannot be loaded or run, or an input is missing or does not fit.
     """
     with StandaloneEngine(plan) as engine:
         return engine.run(inputs, profile)
@@ -53,8 +52,7 @@ class StandaloneEngine:
     def __init__(self, plan: bytes) -> None:
         """Load a serialised engine into the current CUDA context.
 
-        Raises:
-            BackendError: TensorRT refuses it.
+        BackendError if TensorRT refuses it.
         """
         started = time.perf_counter()
         runtime, engine = deserialize(plan, "the engine")
@@ -93,15 +91,13 @@ class StandaloneEngine:
     ) -> Iterator[PreparedEngine]:
         """Make a context and buffers for inputs of certain shapes; all is released at the end.
 
-        Several may be open at once, with different profiles: TensorRT 8.6 lets only one context
-        at a time have a profile.
+        Several may be open at once, with different profiles: TensorRT 8.6 lets only one context at
+        a time have a profile. BackendError if the profile does not hold the shapes, or memory is
+        short.
 
         Args:
             profile: Index of an optimisation profile that holds the shapes.
             shapes: Of all inputs.
-
-        Raises:
-            BackendError: The profile does not hold the shapes, or memory is short.
         """
         import pycuda.driver as cuda  # noqa: PLC0415
 
