@@ -13,13 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import AnswerForm
-from offramp.engine.exit_check import (
-    confidence_of,
-    exits,
-    exits_by_count,
-    highest_at,
-    pixels_at,
-)
+from offramp.engine.exit_check import confidence_of, exits, exits_by_count, highest_at, pixels_at
 from offramp.engine.kernels.arguments import (
     GATHER_ROWS,
     MOST_TENSORS,

@@ -22,7 +22,6 @@ from offramp.engine.cuda.driver import ALIGNMENT
 UNWRITTEN = 0xA5
 """Of memory that nobody has written yet; float32 that look like it are near −3e-16."""
 FREED = 0xDD
-"""Of memory that was freed."""
 _GUARD = 0xFD
 _GUARD_BYTES = ALIGNMENT
 _KEPT_BYTES = 16 << 20
@@ -69,7 +68,6 @@ class Access:
     number: int
     """Of the operation in its stream, from 1 on."""
     label: str
-    """For messages."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,7 +76,6 @@ class Block:
 
     kind: Kind
     room: NDArray[np.uint8]
-    """The guards too."""
     content: NDArray[np.uint8]
     accesses: list[Access] = field(default_factory=list)
 
@@ -106,7 +103,6 @@ class FakeMemory:
     def __init__(self) -> None:
         self._blocks: dict[int, Block] = {}
         self._addresses: list[int] = []
-        """Sorted."""
         self._freed: deque[Block] = deque()
         self._freed_bytes = 0
 
@@ -179,12 +175,8 @@ class FakeMemory:
     def use(self, access: Access, clock: Clock) -> NDArray[np.uint8]:
         """Get the content of a range, for an operation that runs.
 
-        MisuseError if the range is not allocated, or something else uses it that is not ordered
-        before the operation.
-
-        Args:
-            access: Who uses it and how.
-            clock: What the operation may rely on having happened.
+        ``clock`` is what the operation may rely on having happened. MisuseError if the range is not
+        allocated, or something else uses it that is not ordered before the operation.
         """
         block = self.block_of(access.used, access.label)
         for other in block.accesses:
@@ -209,10 +201,7 @@ class FakeMemory:
         return content
 
     def check(self) -> None:
-        """Check that guards and freed memory are as they were left.
-
-        MisuseError if something wrote there.
-        """
+        """Check that guards and freed memory are as they were left."""
         for block in self.blocks:
             block.check_guards()
         for block in self._freed:

@@ -184,8 +184,8 @@ def _with_kernels(
 def kernels_for(device: probe.Device, bundles: Sequence[Path]) -> bytes:
     """Get our kernels' machine code: of the bundles' engines if it is there, else compiled.
 
-    Only what was compiled of exactly these sources is taken. BackendError if they had to be
-    compiled, and cannot be.
+    Only what was compiled of exactly these sources is taken. BackendError if they cannot be
+    compiled.
     """
     return next(_cubins(device, bundles))
 
@@ -194,7 +194,7 @@ def _cubins(device: probe.Device, bundles: Sequence[Path]) -> Iterator[bytes]:
     """Offer our kernels' machine code, each different; what is compiled here comes last.
 
     That of a bundle may be of a newer CUDA than this driver's, which then does not load it: nobody
-    wrote down which CUDA it was. BackendError if they had to be compiled, and cannot be.
+    wrote down which CUDA it was.
     """
     source = source_hash()
     given: set[bytes] = set()
@@ -216,10 +216,7 @@ def _cubins(device: probe.Device, bundles: Sequence[Path]) -> Iterator[bytes]:
 
 
 def _require_engines(options: _Options) -> None:
-    """Check what ``auto`` asks of TensorRT, before any of its engines is loaded.
-
-    BackendError if a bundle has none for this GPU and TensorRT, in the precision asked for.
-    """
+    """Refuse bundles without engines for this GPU, TensorRT and precision, before one is loaded."""
     device = probe.require(f"cuda:{options.device}")
     place = EnginePlace(
         gpu=device.name,

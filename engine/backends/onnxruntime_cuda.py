@@ -44,8 +44,7 @@ _INSTALL = "pip uninstall -y onnxruntime && pip install onnxruntime-gpu"
 def require_provider() -> None:
     """Check that this ONNX Runtime can use GPUs, and load the libraries of CUDA that it needs.
 
-    Those of pip packages are in no folder that the loader looks into. BackendError if it was built
-    without.
+    Those of pip packages are in no folder that the loader looks into. BackendError if it cannot.
     """
     if PROVIDER not in ort.get_available_providers():
         raise BackendError(
@@ -60,13 +59,7 @@ def require_provider() -> None:
 
 
 def try_provider(device: int) -> None:
-    """Run a graph of one node on a GPU, which shows whether the provider works there.
-
-    BackendError if the provider does not load, or cannot use this GPU.
-
-    Args:
-        device: Its number.
-    """
+    """Run a graph of one node on a GPU, which shows whether the provider works there."""
     try:
         make_cuda_session(_ONE_NODE, device).run(None, {"x": np.zeros(1, np.float32)})
     except BackendError as error:
@@ -78,17 +71,14 @@ def try_provider(device: int) -> None:
 
 
 class OnnxRuntimeCudaFactory:
-    """Prepares stages: an :class:`offramp.engine.cuda.executable.ExecutableFactory`."""
+    """Prepares stages: an :class:`offramp.engine.cuda.executable.ExecutableFactory`.
+
+    Slots have memory for batches of ``max_rows``, and no more.
+    """
 
     name = "onnxruntime-cuda"
 
     def __init__(self, *, device: int = 0, max_rows: int = 32) -> None:
-        """Use one GPU.
-
-        Args:
-            device: Its number.
-            max_rows: Most rows of a batch, which slots have memory for.
-        """
         self._device = device
         self._max_rows = max_rows
         self._sizes = BundleSizes()
@@ -98,10 +88,7 @@ class OnnxRuntimeCudaFactory:
         return dtype
 
     def prepare(self, spec: StageSpec) -> OnnxRuntimeCudaStage:
-        """Look at a stage's graph; what takes device memory is made when it is opened.
-
-        BackendError if ONNX Runtime cannot load it, or its sizes are not known.
-        """
+        """Look at a stage's graph; what takes device memory is made when it is opened."""
         model = spec.load()
         try:
             shapes = GraphShapes(model)
@@ -132,10 +119,7 @@ class OnnxRuntimeCudaFactory:
 
 
 def _fixed_sizes(shapes: GraphShapes) -> dict[str, Shape]:
-    """Shapes of one row, of a graph that is of no bundle.
-
-    BackendError if the graph leaves them open.
-    """
+    """Shapes of one row, of a graph that is of no bundle; it must not leave them open."""
     fixed: dict[str, Shape] = {}
     for name, argument in shapes.inputs.items():
         sizes = tuple(size for size in argument.shape[1:] if isinstance(size, int))
@@ -155,9 +139,7 @@ class OnnxRuntimeCudaStage:
     """Sessions have memory of their own."""
 
     spec: StageSpec
-    """What was prepared."""
     model: bytes
-    """Its graph."""
     shapes: GraphShapes
     """The graph's; used by one thread at a time."""
     inputs: tuple[TensorInfo, ...]
@@ -165,9 +147,7 @@ class OnnxRuntimeCudaStage:
     outputs: tuple[TensorInfo, ...]
     """What is wanted of what it gives."""
     max_rows: int
-    """As given to the factory."""
     device: int
-    """Number of the GPU."""
     _lock: Lock = field(default_factory=Lock)
 
     def open(self, slot: SlotResources) -> OnnxRuntimeCudaRun:

@@ -63,10 +63,7 @@ class BundleSizes:
         """By hash of the source model."""
 
     def of(self, bundle: Bundle) -> Mapping[str, Shape]:
-        """Tell the shapes of one row, without the batch, by tensor name; the first time slow.
-
-        BackendError if the model does not run on the CPU.
-        """
+        """Tell the shapes of one row, without the batch, by tensor name; the first time slow."""
         manifest = bundle.manifest
         digest = parts_digest(manifest, 0, len(manifest.segments) - 1, None)
         with self._lock:
@@ -83,17 +80,14 @@ class GraphShapes:
         self._model = model
         session = _session(model)
         self.inputs: dict[str, Argument] = {a.name: a for a in session.get_inputs()}
-        """By name."""
         self.outputs: dict[str, Argument] = {a.name: a for a in session.get_outputs()}
-        """By name."""
         self._known: dict[tuple[Shape, ...], dict[str, Shape]] = {}
         """Shapes of one row of the outputs by those of the inputs."""
 
     def of(self, inputs: Mapping[str, Shape]) -> dict[str, Shape]:
-        """Tell the shapes of all outputs.
+        """Tell the shapes of all outputs; BackendError if the graph does not take such inputs.
 
         By the names that sizes have in the graph; where those are lost, by running it on zeros.
-        BackendError if the graph does not take such inputs.
         """
         key = tuple(inputs[name][1:] for name in self.inputs)
         if key not in self._known:

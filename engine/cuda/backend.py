@@ -16,29 +16,18 @@ from offramp.engine.plan import StageSpec
 
 
 class CudaBackend:
-    """Runs stages on a driver: a :class:`offramp.engine.backends.base.Backend`."""
+    """Runs stages on a driver: a :class:`offramp.engine.backends.base.Backend`.
+
+    Takes over a factory and a driver, to be closed with it. ``kernels`` is the machine code of
+    :func:`offramp.engine.kernels.compilation.load_kernels`. BackendError if it cannot be loaded:
+    factory and driver stay the caller's. ``graphs``: whether to capture stages into CUDA graphs.
+    """
 
     on_cpu = False
 
     def __init__(
-        self,
-        factory: ExecutableFactory,
-        driver: Driver,
-        *,
-        kernels: bytes,
-        graphs: bool = True,
+        self, factory: ExecutableFactory, driver: Driver, *, kernels: bytes, graphs: bool = True
     ) -> None:
-        """Take over a factory and a driver, to be closed with the backend.
-
-        BackendError if the kernels cannot be loaded; factory and driver stay the caller's.
-
-        Args:
-            factory: Makes what runs stages.
-            driver: Of one GPU.
-            kernels: Machine code of our kernels for it
-                (:func:`offramp.engine.kernels.compilation.load_kernels`).
-            graphs: Whether to capture stages into CUDA graphs.
-        """
         self._driver = driver
         with driver.current():
             loaded = DeviceKernels(driver, kernels)

@@ -41,22 +41,14 @@ class StageCheck:
     score_type: ScoreType
     kind: CheckKind
     channels: int
-    """Of the scores."""
 
 
 def check_of(spec: StageSpec, dtype: np.dtype[Any], classes: int) -> StageCheck | None:
-    """Tell how to check who exits after a stage.
+    """Tell how to check who exits after a stage, by the type of its confidence or else answer.
 
-    A confidence that the graph computes is the largest of one probability: thresholds were tuned
-    on these very numbers, so they are what is compared.
-
-    Args:
-        spec: Of the stage.
-        dtype: Of the confidence on the device, or of the answer where the graph gives none.
-        classes: Of the answer.
-
-    Returns:
-        ``None`` where the stage has no answer, or one of a type that the kernels do not read.
+    A confidence that the graph computes is the largest of one probability: thresholds were tuned on
+    these very numbers, so they are what is compared. ``None`` where the stage has no answer, or one
+    of a type that the kernels do not read.
     """
     score_type = _SCORE_TYPES.get(dtype)
     if spec.answer is None or score_type is None:
@@ -83,7 +75,7 @@ class StageFacts:
 
     @property
     def spec(self) -> StageSpec:
-        """The spec that was prepared."""
+        """What was prepared."""
         return self.prepared.spec
 
 
@@ -145,10 +137,7 @@ class StageRegistry:
             self._used = self._used.most(used)
 
     def open(self, facts: StageFacts, resources: SlotResources) -> Executable:
-        """Make what runs a stage in a slot; :meth:`close` must follow.
-
-        BackendError if it cannot be made.
-        """
+        """Make what runs a stage in a slot, if it can be made; :meth:`close` must follow."""
         with self._lock:
             self._records[facts.number].executables += 1
         try:
@@ -215,11 +204,7 @@ def _close(records: Sequence[_Record]) -> None:
 
 
 def facts_of(prepared: PreparedStage, number: int) -> StageFacts:
-    """Derive the facts that slots need.
-
-    BackendError if the stage lacks an output that its spec names, or gives an answer that nobody
-    could read.
-    """
+    """Derive the facts that slots need; BackendError if an output is missing or unreadable."""
     spec = prepared.spec
     outputs = {tensor.name: tensor for tensor in prepared.outputs}
     lacking = [name for name in (spec.answer, spec.confidence) if name and name not in outputs]
@@ -252,10 +237,8 @@ def facts_of(prepared: PreparedStage, number: int) -> StageFacts:
 def needs_of(prepared: PreparedStage, row_bytes: Mapping[str, int]) -> Needs:
     """Tell what a stage needs of a slot, with the largest batch.
 
-    Args:
-        prepared: The stage.
-        row_bytes: Of inputs that pass through it, which it may not know itself; those that are not
-            there count as nothing, and make a slot grow when they come.
+    ``row_bytes`` are of inputs that pass through it, which it may not know itself; those that are
+    not there count as nothing, and make a slot grow when they come.
     """
     spec, rows = prepared.spec, prepared.max_rows
     read = {tensor.name: tensor.row_bytes for tensor in prepared.inputs}

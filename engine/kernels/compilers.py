@@ -73,14 +73,9 @@ class KernelCompiler(Protocol):
         """Architectures that it can compile for, such as ``sm_90``."""
 
     def compile(self, text: str, architecture: str, folder: Path) -> Compiled:
-        """Compile a text for an architecture.
+        """Compile a text for one of ``architectures``; ``folder`` has what quoted includes name.
 
         KernelCompileError if the compiler gave no cubin; the message has its output.
-
-        Args:
-            text: The program.
-            architecture: One of ``architectures``.
-            folder: Where quoted includes are looked for.
         """
 
 

@@ -38,10 +38,8 @@ class EnginePlace:
     """The GPU and TensorRT that engines shall run on, as messages and the store name them."""
 
     gpu: str
-    """As its driver names it."""
     compute_capability: tuple[int, int]
     tensorrt: str
-    """Version of TensorRT."""
     device: str
     """For instance ``cuda:0``."""
     precision: Precision | None = None
@@ -90,10 +88,7 @@ class StoredEngine:
 
 
 def open_store(bundle: Bundle, place: EnginePlace) -> EngineStore:
-    """Open the store of the engines that run at a place.
-
-    BackendError if there are none, or their index is damaged.
-    """
+    """Open the store of the engines that run at a place; BackendError if there are none."""
     built = place.served(bundle.path)
     if not built:
         known = list_targets(bundle.path)
@@ -134,11 +129,10 @@ def find_engines(spec: StageSpec, place: EnginePlace) -> tuple[StoredEngine, ...
     found = tuple(link for link in chain if link is not None)
     if len(found) < len(chain):
         raise BackendError(_lacking(spec, finder, place, bundle))
-    name = unit_name(*spec.unit)
     if len(found) > 1:
         _LOG.info(
             "%s: %s is run as %d engines, one a segment, which is slower; %s",
-            bundle.path, name, len(found), place.remedy(bundle.path),
+            bundle.path, unit_name(*spec.unit), len(found), place.remedy(bundle.path),
         )  # fmt: skip
     return found
 

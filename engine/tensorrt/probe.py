@@ -43,7 +43,6 @@ class Device:
     driver_version: tuple[int, int]
     """The newest CUDA version that the driver runs, major and minor, for instance (13, 0)."""
     total_bytes: int
-    """Memory of the GPU."""
 
     @property
     def device(self) -> str:
@@ -57,10 +56,7 @@ class Device:
 
 
 def parse_device(device: str) -> int:
-    """Read the GPU's number in ``cuda:1``; ``cuda`` alone is the first.
-
-    BackendError if it is written otherwise.
-    """
+    """Read the GPU's number in ``cuda:1``; ``cuda`` alone is the first."""
     match = re.fullmatch(r"cuda(?::(\d{1,4}))?", device)
     if match is None:
         raise BackendError(f"{device!r} is no device of TensorRT; give cuda:0, cuda:1, …")
@@ -107,14 +103,11 @@ def missing_packages() -> list[str]:
 
 
 def require(device: str) -> Device:
-    """Describe a GPU on which TensorRT can be used.
+    """Describe a GPU, such as ``cuda:0``, on which TensorRT can be used.
 
     That the packages load as well is seen only when they are imported:
     :func:`offramp.engine.tensorrt.compat.load`. BackendError if something is missing; one line says
     all of it, and the remedy.
-
-    Args:
-        device: ``cuda:0``, ``cuda:1``, …
     """
     found, obstacles = _look(parse_device(device))
     if found is None or obstacles:
