@@ -21,17 +21,13 @@ class StreamHealth:
     """
 
     def __init__(self, streams: int) -> None:
+        self.streams = streams
         self._failures = [0] * streams
         self._failed_starts = [0] * streams
         self._fruitless = [0] * streams
         """Starts in a row after which no batch succeeded."""
         self.restarts = 0
         """Times that a stream was started anew."""
-
-    @property
-    def streams(self) -> int:
-        """How many streams there are."""
-        return len(self._failures)
 
     @property
     def in_service(self) -> int:
