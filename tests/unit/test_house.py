@@ -131,3 +131,13 @@ def test_no_message_names_a_class() -> None:
         if (match := pattern.search(text))
     ]
     assert found == []
+
+
+def test_docstrings_name_modules_that_are_there() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in PRODUCT
+        for name in re.findall(r":mod:`\.(\w+)`", path.read_text())
+        if not any((path.parent / place).exists() for place in (f"{name}.py", name))
+    ]
+    assert found == []

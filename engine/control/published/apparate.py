@@ -127,7 +127,7 @@ class ApparateController(PublishedController):
         *,
         keep_thresholds: bool = False,
     ) -> None:
-        """Start with the bundle's policy, or :func:`.adjustment.evenly_spaced` exits as published.
+        """Start with the bundle's policy, or evenly spaced exits as published.
 
         No exit answers until the first tuning (3.1), under a policy of a version of its own, unless
         the policy's thresholds are kept.

@@ -4,10 +4,11 @@
         too many batches would have been late:   the exit moves to the next later candidate
         too many answers differed:               thresholds are raised in steps of 0.05
 
-The paper re-tunes offline, on a data set of the new load (:mod:`.adaptation`); here the last
-samples served stand in for it. That needs what PAME itself does not have: feedback on answers that
-were given early. It comes from samples that run on after their answer, all of them in release
-mode and a part where answers are audited; without any, only latency is kept.
+The paper re-tunes offline, on a data set of the new load
+(``offramp.calibration.rehearsal.adaptation``); here the last samples served stand in for it. That
+needs what PAME itself does not have: feedback on answers that were given early. It comes from
+samples that run on after their answer, all of them in release mode and a part where answers are
+audited; without any, only latency is kept.
 
 Batches are made of samples as they were started, n after the other, whatever batches the
 scheduler formed: what counts is whether the load would fit the inference time matrix.

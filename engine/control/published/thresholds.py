@@ -40,7 +40,7 @@ def tune(
     :func:`offramp.certify.learn_then_test`. Records and ``vanilla_ms``, the model's time without
     ramps, are those of :func:`offramp.certify.evaluate`. The ``method`` is ``search``
     (:mod:`.search`, never worse than greedy), ``greedy`` (Apparate 3.2, :mod:`.greedy`) or ``path``
-    (best threshold common to all exits, :mod:`.path`).
+    (best threshold common to all exits, :mod:`offramp.certify.path`).
     """
     records = Records.of(confidence, agrees, latency_ms)
     allowed = count_allowed(max_disagreement, records.samples)
