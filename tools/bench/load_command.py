@@ -208,7 +208,7 @@ def _generate(
         )
         for share in shares
     ]
-    with _progress(f"GeneratedLoad, {settings.loop}", settings.duration_s) as (bars, bar):
+    with _progress(f"Load, {settings.loop}", settings.duration_s) as (bars, bar):
 
         def on_tick(at_s: float) -> None:
             bars.update(bar, completed=max(0.0, at_s))

@@ -39,7 +39,7 @@ def test_inference_times_by_hand() -> None:
 
 
 def test_a_threshold_that_is_no_float32_is_rounded_as_in_serving() -> None:
-    assert load().confidence[0, 0] < 0.9  # the float32 nearest to 0.9 lies below it
+    assert float(load().confidence[0, 0]) < 0.9  # the float32 nearest to 0.9 lies below it
     behind = Position.start(load()).behind(load(), 0, 0.9, rows=4)
     np.testing.assert_array_equal(behind.waiting, ~KNOWN[0])
 
