@@ -87,11 +87,7 @@ class Configuration:
 
 
 def read_configuration(path: Path) -> Configuration:
-    """Read a file.
-
-    Raises:
-        ConfigurationError: It cannot be read, or something in it is not what it may hold.
-    """
+    """Read a file, or raise ConfigurationError with what in it is not what it may hold."""
     document = _load(path)
     _refuse_unknown(document, ("engine", "defaults", "models"), f"{path}", "table")
     models = _table(document, "models", f"{path}: [models]")

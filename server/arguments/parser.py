@@ -72,8 +72,7 @@ def add_models(parser: argparse.ArgumentParser) -> None:
 def name_models(bundles: Sequence[Path], named: Sequence[tuple[str, Path]]) -> dict[str, Path]:
     """Bundle folders by name: as given, or the folder's name without ``.ee``.
 
-    Raises:
-        ValueError: There is none, or two have the same name.
+    Raises ValueError if there is none, or two have the same name.
     """
     unnamed = [(bundle.resolve().name.removesuffix(BUNDLE_SUFFIX), bundle) for bundle in bundles]
     models: dict[str, Path] = {}

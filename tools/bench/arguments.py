@@ -90,11 +90,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def trace_of(options: argparse.Namespace) -> Trace:
-    """Make the trace that the options of ``add_trace_arguments`` ask for.
-
-    Raises:
-        TraceError: It cannot be made, or an option was given that means nothing to it.
-    """
+    """The trace that the options of ``add_trace_arguments`` ask for, or TraceError."""
     kind, colon, file = str(options.trace).partition(":")
     if kind not in _KINDS:
         close = difflib.get_close_matches(kind, _KINDS, n=1)

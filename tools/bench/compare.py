@@ -241,14 +241,13 @@ def parse_also(texts: Sequence[str]) -> tuple[Also, ...]:
 
 
 class AlsoRunner:
-    """A model in a session as ONNX Runtime makes it by default, as the source model is run."""
+    """A model in a session as ONNX Runtime makes it by default, as the source model is run.
+
+    Raises ValueError if it does not take what the bundle's source model does, gives no such answer,
+    or cannot be loaded.
+    """
 
     def __init__(self, also: Also, bundle: Bundle, threads: int) -> None:
-        """Load a model, and check that it takes what the bundle's source model does.
-
-        Raises:
-            ValueError: It does not, gives no such answer, or cannot be loaded.
-        """
         where = f"--also {also.name}={also.path}"
         try:
             self._session = plain_session(str(also.path), threads)

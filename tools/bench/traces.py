@@ -66,8 +66,7 @@ class Trace:
 
 def constant(rate: float, duration_s: float) -> Trace:
     """Space ``rate`` requests per second evenly, the first at 0."""
-    expected = _expected(rate, duration_s)
-    arrivals = np.arange(math.ceil(expected)) / rate
+    arrivals = np.arange(math.ceil(_expected(rate, duration_s))) / rate
     return _trace(f"constant, {rate:g}/s", arrivals, duration_s)
 
 
@@ -87,14 +86,10 @@ def gamma(rate: float, cv2: float, duration_s: float, seed: int) -> Trace:
 def bursty(
     base_rate: float, variable_rate: float, cv2: float, duration_s: float, seed: int
 ) -> Trace:
-    """Merge a constant stream with a gamma renewal stream (SuperServe 6.1).
+    """Merge a constant stream of ``base_rate`` with a gamma renewal stream (SuperServe 6.1).
 
-    Args:
-        base_rate: Requests per second of the constant stream, λ_b.
-        variable_rate: Mean requests per second of the gamma stream, λ_v.
-        cv2: Of the gamma stream's gaps; SuperServe has 2, 4, 8.
-        duration_s: Of the trace.
-        seed: Of the gamma stream.
+    They are λ_b and λ_v there, in requests per second; ``cv2``, of the gamma stream's gaps, is 2, 4
+    or 8 there.
     """
     base = constant(base_rate, duration_s).arrivals_s
     variable = gamma(variable_rate, cv2, duration_s, seed).arrivals_s
@@ -115,17 +110,11 @@ def accelerate(
 ) -> Trace:
     """Let the mean rate move from one value to another (SuperServe 6.1, time-varying).
 
-    The first quarter of the duration is at ``rate_from``; then the rate moves by ``acceleration``
-    until it is ``rate_to``, and stays. Unit-mean gamma gaps are warped through the inverse of the
-    cumulative rate, so burstiness is the same at every rate. A lower ``rate_to`` slows down.
-
-    Args:
-        rate_from: Requests per second, λ_1.
-        rate_to: Requests per second, λ_2.
-        acceleration: Requests per second per second, τ; positive in either direction.
-        cv2: Of the gaps, in units of the mean gap of their moment.
-        duration_s: Of the trace; a ramp that it cuts off is a shorter ramp, and the name says so.
-        seed: Of the gaps.
+    The first quarter of the duration is at ``rate_from``, λ_1; then the rate moves by
+    ``acceleration`` (τ, requests per second per second, positive in either direction) until it is
+    ``rate_to``, λ_2, and stays. A ramp that the duration cuts off is a shorter ramp, and the name
+    says so. Unit-mean gamma gaps are warped through the inverse of the cumulative rate, so
+    burstiness is the same at every rate.
     """
     _positive(rate_from, "--rate (the rate to start from)", "requests per second")
     _positive(rate_to, "--rate-to", "requests per second")

@@ -45,10 +45,8 @@ def generate(
 ) -> GeneratedLoad:
     """Make the load of ``tasks``, all of the same settings, each in a process of its own.
 
-    ``on_tick`` is called some times a second with the seconds since the load began.
-
-    Raises:
-        LoadError: A process could not connect, or ended.
+    ``on_tick`` is called some times a second with the seconds since the load began. Raises
+    LoadError if a process could not connect, or ended.
     """
     settings = tasks[0].settings
     limit_s = settings.duration_s + settings.drain_s + _RESULT_LIMIT_S

@@ -24,11 +24,7 @@ _LIMIT_S: Final = 5.0
 
 
 def check_server(address: str, model: str) -> ModelMetadata:
-    """Make sure that the model takes requests; gives its inputs and outputs.
-
-    Raises:
-        LoadError: Nobody answers, the model is unknown, or not ready.
-    """
+    """Make sure that the model takes requests, or raise LoadError; gives its inputs and outputs."""
     with Client(address, timeout_s=_LIMIT_S) as client:
         try:
             metadata = client.metadata(model)

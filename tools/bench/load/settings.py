@@ -80,9 +80,7 @@ class LoadSettings:
     @property
     def loop(self) -> str:
         """The kind of loop in words."""
-        if self.concurrency is None:
-            return "open loop"
-        return f"closed loop of {self.concurrency}"
+        return "open loop" if self.concurrency is None else f"closed loop of {self.concurrency}"
 
 
 def read_options(options: argparse.Namespace) -> tuple[LoadSettings, Trace | None]:
