@@ -170,7 +170,7 @@ _STAGE_GAUGES: Final[_Readings] = {
     "offramp_exit_threshold_ratio": (
         "Least confidence to leave with; 2 where nothing leaves.",
         "threshold",
-    ),
+    )
 }
 _STAGE_HISTOGRAMS: Final[_Readings] = {
     "offramp_batch_size": ("Rows per run of the stage that ends at the exit.", "batch_size"),

@@ -116,30 +116,12 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _synthetic(options: argparse.Namespace) -> Trace:
-    rate, seed = options.rate, options.seed
-    duration_s = _DEFAULT_DURATION_S if options.duration_s is None else options.duration_s
-    cv2 = 1.0 if options.cv2 is None else options.cv2
-    match options.trace:
-        case "constant":
-            return constant(rate, duration_s)
-        case "poisson":
-            return poisson(rate, duration_s, seed)
-        case "gamma":
-            return gamma(rate, cv2, duration_s, seed)
-        case "bursty":
-            return bursty(options.base_rate, rate, cv2, duration_s, seed)
-    to, acceleration = options.rate_to, options.acceleration
-    return accelerate(rate, to, acceleration, cv2, duration_s, seed=seed)
+def _duration_s(options: argparse.Namespace) -> float:
+    return _DEFAULT_DURATION_S if options.duration_s is None else float(options.duration_s)
 
 
-def _from_azure(options: argparse.Namespace) -> Trace:
-    return azure(_file(options), options.rate, options.duration_s)
-
-
-def _from_rates(options: argparse.Namespace) -> Trace:
-    duration_s = _DEFAULT_DURATION_S if options.duration_s is None else options.duration_s
-    return rate_file(_file(options), options.rate, duration_s, seed=options.seed)
+def _cv2(options: argparse.Namespace) -> float:
+    return 1.0 if options.cv2 is None else float(options.cv2)
 
 
 def _file(options: argparse.Namespace) -> Path:
@@ -160,11 +142,26 @@ class _Kind(NamedTuple):
 
 
 _KINDS = {
-    "constant": _Kind(("rate",), (), _synthetic),
-    "poisson": _Kind(("rate",), (), _synthetic),
-    "gamma": _Kind(("rate",), ("cv2",), _synthetic),
-    "bursty": _Kind(("rate", "base_rate"), ("cv2",), _synthetic),
-    "accelerate": _Kind(("rate", "rate_to", "acceleration"), ("cv2",), _synthetic),
-    "azure": _Kind((), ("rate",), _from_azure, reads_file=True),
-    "rate": _Kind((), ("rate",), _from_rates, reads_file=True),
+    "constant": _Kind(("rate",), (), lambda o: constant(o.rate, _duration_s(o))),
+    "poisson": _Kind(("rate",), (), lambda o: poisson(o.rate, _duration_s(o), o.seed)),
+    "gamma": _Kind(("rate",), ("cv2",), lambda o: gamma(o.rate, _cv2(o), _duration_s(o), o.seed)),
+    "bursty": _Kind(
+        ("rate", "base_rate"),
+        ("cv2",),
+        lambda o: bursty(o.base_rate, o.rate, _cv2(o), _duration_s(o), o.seed),
+    ),
+    "accelerate": _Kind(
+        ("rate", "rate_to", "acceleration"),
+        ("cv2",),
+        lambda o: accelerate(
+            o.rate, o.rate_to, o.acceleration, _cv2(o), _duration_s(o), seed=o.seed
+        ),
+    ),
+    "azure": _Kind((), ("rate",), lambda o: azure(_file(o), o.rate, o.duration_s), reads_file=True),
+    "rate": _Kind(
+        (),
+        ("rate",),
+        lambda o: rate_file(_file(o), o.rate, _duration_s(o), seed=o.seed),
+        reads_file=True,
+    ),
 }

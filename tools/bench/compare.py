@@ -324,18 +324,17 @@ def _describe(value: Any) -> str:
 def _answer(where: str, bundle: Bundle, outputs: Sequence[Any]) -> str:
     """Name of the output to compare: that of the bundle's answer, or the only one."""
     answer = bundle.manifest.answer
-    names = [output.name for output in outputs]
-    if answer.output not in names and len(names) != 1:
+    named = {output.name: output for output in outputs}
+    if answer.output not in named and len(named) != 1:
         raise ValueError(
-            f"{where}: none of its outputs {', '.join(names)} is called {answer.output!r}, as the "
+            f"{where}: none of its outputs {', '.join(named)} is called {answer.output!r}, as the "
             "bundle's answer is, and there are several"
         )
-    name = answer.output if answer.output in names else names[0]
-    (output,) = (o for o in outputs if o.name == name)
+    output = named.get(answer.output, outputs[0])
     sizes = output.shape
     if len(sizes) != 2 or (isinstance(sizes[1], int) and sizes[1] != answer.classes):
         raise ValueError(
-            f"{where}: its output {name!r} has the shape {list(sizes)}, expected "
+            f"{where}: its output {output.name!r} has the shape {list(sizes)}, expected "
             f"[batch, {answer.classes}]"
         )
-    return str(name)
+    return str(output.name)

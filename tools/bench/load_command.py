@@ -200,7 +200,7 @@ def _generate(
         )
         for share in shares
     ]
-    with _progress(f"GeneratedLoad, {settings.loop}", settings.duration_s) as (bars, bar):
+    with _progress(f"Load, {settings.loop}", settings.duration_s) as (bars, bar):
 
         def on_tick(at_s: float) -> None:
             bars.update(bar, completed=max(0.0, at_s))
@@ -222,7 +222,7 @@ def _progress(name: str, total: float) -> Iterator[tuple[Progress, TaskID]]:
 
 def _tell(options: argparse.Namespace, settings: LoadSettings, report: LoadReport) -> None:
     console = Console()
-    name = report.environment["trace"] or settings.loop
+    name = str(report.environment["trace"] or settings.loop)
     title = f"{settings.model} at {settings.address}, {name}"
     if report.environment["data_is_calibration_data"]:
         warn_of_calibration_data(console)
@@ -234,18 +234,14 @@ def _tell(options: argparse.Namespace, settings: LoadSettings, report: LoadRepor
     if options.json is not None:
         report.write_json(options.json)
     if options.html is not None:
-        _write_page(options.html, report, title=title)
+        # it draws with the compiler's report, which is loaded only where a page is wanted
+        from offramp.tools.bench.dynamics import RunView, write_page  # noqa: PLC0415
 
-
-def _write_page(path: Path, report: LoadReport, *, title: str) -> None:
-    # it draws with the compiler's report, which is loaded only where a page is wanted
-    from offramp.tools.bench.dynamics import RunView, write_page  # noqa: PLC0415
-
-    shown = RunView(
-        name=str(report.environment["trace"] or report.environment["loop"]),
-        summary=report.summary,
-        timeline=report.timeline,
-        percentiles=report.percentiles,
-        environment=report.environment,
-    )
-    write_page(path, title=title, measured=True, runs=[shown])
+        shown = RunView(
+            name=name,
+            summary=report.summary,
+            timeline=report.timeline,
+            percentiles=report.percentiles,
+            environment=report.environment,
+        )
+        write_page(options.html, title=title, measured=True, runs=[shown])
