@@ -127,16 +127,12 @@ def _one_of(*names: str) -> Callable[[str], str]:
     return choose
 
 
-def _mode(text: str) -> Mode:
-    return Mode(_one_of(*Mode)(text))
-
-
 _KINDS: Final[Mapping[type, _Kind]] = {
     bool: _Kind("true or false", (bool,), bool),
     int: _Kind("a whole number", (int,), int),
     float: _Kind("a number", (int, float), float),
     str: _Kind("a string", (str,), str),
-    Mode: _Kind("a string", (str,), _mode),
+    Mode: _Kind("a string", (str,), lambda text: Mode(_one_of(*Mode)(text))),
     PolicyName: _Kind("a string", (str,), PolicyName.parse),
 }
 _KINDS_BY_FIELD: Final = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -49,7 +49,7 @@ def positives(text: str) -> list[int]:
     return [positive(part) for part in text.split(",")]
 
 
-def look_up(what: str, names: Sequence[str], known: Mapping[str, _Known]) -> dict[str, _Known]:
+def look_up(what: str, names: Iterable[str], known: Mapping[str, _Known]) -> dict[str, _Known]:
     """The entries of these names, or ValueError with the nearest name to an unknown one."""
     for name in names:
         if name not in known:

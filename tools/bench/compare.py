@@ -72,10 +72,10 @@ def compare(
     others: Mapping[str, BatchRunner] | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[Row]:
-    """Measure source model, bundle, and bundle with nothing exiting.
+    """Measure source model, bundle, and bundle with nothing exiting, or raise BackendError.
 
     Args:
-        bundle: The bundle, in ``leave`` mode.
+        bundle: In ``leave`` mode.
         backend: Executes the bundle; on a GPU the source model as well (:func:`baseline_of`).
         dataset: Real data, with labels if there are any.
         threads: Of the source model's session on the CPU; the backend's too.
@@ -84,9 +84,6 @@ def compare(
         samples: How many of the data to use, at most.
         others: Further systems by name, measured along on the same samples.
         progress: Called with the number of samples of each batch.
-
-    Raises:
-        BackendError: A stage, or the source model, cannot be run.
     """
     plan = make_plan(bundle)
     plans = {SOURCE: make_plan(bundle, mode=Mode.OFF), OFFRAMP: plan, NO_EXIT: never_exiting(plan)}
