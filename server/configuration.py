@@ -70,7 +70,9 @@ class Configuration:
             ValueError: Those of the command line do not.
         """
         common = {**self.defaults, **defaults}
-        joined = {"mode": DEFAULT_MODE, **_without_alternatives(self.engine, engine), **engine}
+        overruled = _ALTERNATIVES if _ALTERNATIVES & engine.keys() else ()
+        ours = {name: value for name, value in self.engine.items() if name not in overruled}
+        joined: dict[str, Any] = {"mode": DEFAULT_MODE, **ours, **engine}
         joined["defaults"] = ModelOptions(**common)
         joined["models"] = {
             name: ModelOptions(**{**common, **model.settings})
@@ -244,10 +246,3 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 def _describe(value: object) -> str:
     kind = _TOML_TYPES.get(type(value), "a date or time")
     return f"{json.dumps(value, default=str, ensure_ascii=False)} ({kind})"
-
-
-def _without_alternatives(
-    settings: Mapping[str, Any], overruling: Mapping[str, Any]
-) -> dict[str, Any]:
-    overruled = _ALTERNATIVES if _ALTERNATIVES & overruling.keys() else frozenset()
-    return {name: value for name, value in settings.items() if name not in overruled}

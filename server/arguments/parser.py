@@ -38,9 +38,6 @@ def add_logging(parser: argparse.ArgumentParser) -> None:
     )
 
 
-BUNDLE_SUFFIX: Final = ".ee"
-
-
 def add_models(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     group = parser.add_argument_group("models")
@@ -74,7 +71,7 @@ def name_models(bundles: Sequence[Path], named: Sequence[tuple[str, Path]]) -> d
 
     Raises ValueError if there is none, or two have the same name.
     """
-    unnamed = [(bundle.resolve().name.removesuffix(BUNDLE_SUFFIX), bundle) for bundle in bundles]
+    unnamed = [(bundle.resolve().name.removesuffix(".ee"), bundle) for bundle in bundles]
     models: dict[str, Path] = {}
     for name, path in (*unnamed, *named):
         if name in models:

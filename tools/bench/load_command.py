@@ -136,7 +136,10 @@ def run(options: argparse.Namespace) -> int:
     metadata = check_server(settings.address, settings.model)
     data = read_data(options.data, input_specs(metadata), samples=options.samples)
     shares = make_shares(settings, trace, samples=len(data))
-    poll = _open_poll(options.metrics, settings)
+    poll: MetricsPoll | None = None
+    if options.metrics is not None:
+        every_s = max(_LEAST_POLL_S, settings.duration_s / WINDOWS)
+        poll = MetricsPoll(options.metrics, settings.model, every_s=every_s)
     reference = _find_reference(options.reference, data, metadata, shares)
     environment = describe_environment(
         trace=None if trace is None else trace.name,
@@ -163,13 +166,6 @@ def make_shares(settings: LoadSettings, trace: Trace | None, *, samples: int) ->
         return list(deal(trace.arrivals_s, samples, settings.processes))
     assert settings.concurrency is not None
     return list(deal_concurrency(settings.concurrency, samples, settings.processes))
-
-
-def _open_poll(address: str | None, settings: LoadSettings) -> MetricsPoll | None:
-    if address is None:
-        return None
-    every_s = max(_LEAST_POLL_S, settings.duration_s / WINDOWS)
-    return MetricsPoll(address, settings.model, every_s=every_s)
 
 
 def _find_reference(
