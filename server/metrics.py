@@ -147,8 +147,6 @@ _LOST: Final[_Readings] = {
         "lost_feedback",
     )
 }
-
-
 _HISTOGRAMS: Final[_Readings] = {
     "offramp_queue_duration_seconds": (
         "Time from submission to first dispatch, per request part.",
@@ -190,7 +188,7 @@ def _families(
     *,
     labels: tuple[str, ...] = ("model",),
 ) -> Iterator[Metric]:
-    """One family a reading, with the value of each model; a value that is ``None`` is left out."""
+    """One family a reading, with the value of each model or stage; ``None`` is left out."""
     for name, (documentation, attribute) in readings.items():
         family = kind(name, documentation, labels=labels)
         for key, facts in known:
