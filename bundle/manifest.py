@@ -30,7 +30,6 @@ class TensorSpec:
     """Sizes; a string is a symbolic size. The first one is the batch."""
 
     def __post_init__(self) -> None:
-        """Refuse a dtype that is no plain number, and sizes that are no sizes."""
         dtype = np.dtype(self.dtype)
         if dtype.kind not in "biuf" or dtype.name != self.dtype:
             raise ValueError(f"dtype {self.dtype!r} is not numpy's name of a number type")
@@ -188,7 +187,6 @@ class Manifest:
     files: tuple[FileEntry, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        """Check that the parts refer to each other consistently."""
         if not self.segments:
             raise ValueError("segments: a bundle needs at least one")
         if [s.index for s in self.segments] != list(range(len(self.segments))):

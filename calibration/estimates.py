@@ -40,10 +40,7 @@ class BackboneTimes:
 
 
 def backbone_of(rounds: Sequence[Rounds], batch_sizes: Sequence[int]) -> BackboneTimes:
-    """Estimate the times of the source model and its segments.
-
-    ``rounds`` are by batch size; their systems are the source model, then the segments.
-    """
+    """Estimate times from rounds, by batch size, of the source model and then its segments."""
     wholes = [of_size.base() for of_size in rounds]
     columns = []
     for of_size, whole in zip(rounds, wholes, strict=True):
@@ -62,7 +59,7 @@ def backbone_of(rounds: Sequence[Rounds], batch_sizes: Sequence[int]) -> Backbon
 def heads_of(rounds: Sequence[Rounds]) -> list[list[float]]:
     """Estimate the times of heads: milliseconds [heads][batch sizes], rising, at least 0.
 
-    ``rounds`` are by batch size; their systems are an empty graph, then the heads.
+    The systems of ``rounds``, by batch size, are an empty graph, then the heads.
     """
     beyond = np.array([[d.value for d in of_size.differences()] for of_size in rounds])
     return [rising(row).tolist() for row in beyond.T]

@@ -21,10 +21,8 @@ def run_over(
 ) -> Iterator[tuple[slice, list[NDArray[Any]]]]:
     """Give the rows of each batch, and the graph's ``outputs`` for them.
 
-    ``model`` may read fewer inputs than the data set has; all samples are run, in order.
-
-    Raises:
-        DataError: The model fails on a batch, for instance on a token beyond its vocabulary.
+    ``model`` may read fewer inputs than the data set has; all samples are run, in order. A
+    ``DataError`` where it fails on one, for instance on a token beyond its vocabulary.
     """
     session = make_session(model, threads)
     read = [tensor.name for tensor in session.get_inputs()]
@@ -55,10 +53,9 @@ def _first_failing(
 
 
 def check_answers(answers: NDArray[Any], sources: NDArray[np.intp]) -> None:
-    """Check the source model's answers [rows, classes] to samples ``sources`` [rows] of the file.
+    """Refuse answers [rows, classes] of the source model that are not finite: nothing can agree.
 
-    Raises:
-        DataError: One is NaN or infinite: nothing can agree with it.
+    ``sources`` [rows] are the samples' places in the file.
     """
     finite = np.isfinite(answers).all(axis=1)
     if not finite.all():
