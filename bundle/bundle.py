@@ -210,9 +210,8 @@ def _check_files(root: Path, manifest: Manifest) -> None:
         raise BundleIntegrityError(
             f"{root}: {', '.join(foreign)} does not belong to this bundle; remove it"
         )
-    referred = [manifest.source.file, POLICY]
-    referred += [s.file for s in manifest.segments] + [e.file for e in manifest.exits]
-    absent = sorted(set(referred) - listed)
+    parts = (manifest.source, *manifest.segments, *manifest.exits)
+    absent = sorted({POLICY, *(part.file for part in parts)} - listed)
     if absent:
         raise BundleIntegrityError(f"{root}: {MANIFEST} lists no hash for {', '.join(absent)}")
 

@@ -78,10 +78,10 @@ class ShapeRange:
 
     def holds(self, shape: tuple[int, ...]) -> bool:
         """Whether an input of this shape may be given."""
-        return len(shape) == len(self.least) and all(
-            least <= size <= most
-            for least, size, most in zip(self.least, shape, self.most, strict=True)
-        )
+        if len(shape) != len(self.least):
+            return False
+        rows = zip(self.least, shape, self.most, strict=True)
+        return all(least <= size <= most for least, size, most in rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,14 +214,12 @@ def parts_digest(
 ) -> str:
     """Hash the files of a bundle that a unit is made of, from the manifest alone.
 
-    It is in an engine's key, so that a server can tell without making the graph again whether
-    an engine is one of this bundle's parts.
+    By it in an engine's key, a server can tell whether the engine is one of this bundle's parts.
     """
-    segments = manifest.segments[first_segment : last_segment + 1]
-    names = [segment.file for segment in segments]
+    names = [segment.file for segment in manifest.segments[first_segment : last_segment + 1]]
     if exit_ is not None:
         names.append(manifest.exits[exit_].file)
-    elif len(segments) == len(manifest.segments):
+    elif len(names) == len(manifest.segments):
         names = [manifest.source.file]
     hashes = {entry.path: entry.sha256 for entry in manifest.files}
     return hashlib.sha256("\n".join(hashes[name] for name in names).encode()).hexdigest()

@@ -116,12 +116,9 @@ class EngineStore:
     @classmethod
     def empty(cls, bundle_path: str | os.PathLike[str], target: EngineTarget) -> EngineStore:
         """Make an empty store; whatever is there is replaced with the first engine put."""
+        version = ENGINES_SCHEMA_VERSION
         index = EngineIndex(
-            schema_version=ENGINES_SCHEMA_VERSION,
-            target=target,
-            engines=(),
-            timing_cache=None,
-            kernels=None,
+            schema_version=version, target=target, engines=(), timing_cache=None, kernels=None
         )
         return cls(Path(bundle_path), index)
 
@@ -269,9 +266,8 @@ def prune_targets(bundle_path: str | os.PathLike[str], keep: Collection[EngineTa
 def carry_engines(source: Path, target: Path) -> None:
     """Give ``target`` the engines of a bundle with the same graphs.
 
-    Files are linked where the file system can, as they may be large; links elsewhere than into
-    the bundle's own files are left behind. So is what a build that is at work there removes
-    meanwhile: then the engine is missing, and built again.
+    Files are linked where the file system can, as they may be large. Links are left behind, and so
+    is what a build at work there removes meanwhile: then the engine is built again.
     """
     for folder in _folders(source):
         if folder.is_symlink():
@@ -285,7 +281,10 @@ def carry_engines(source: Path, target: Path) -> None:
         for place in places:
             if place.is_file() and not place.is_symlink() and not place.name.startswith("."):
                 with contextlib.suppress(FileNotFoundError):
-                    _link(place, copy / place.name)
+                    try:
+                        (copy / place.name).hardlink_to(place)
+                    except OSError:  # another file system, or one without links
+                        shutil.copyfile(place, copy / place.name)
 
 
 def _folders(root: Path) -> list[Path]:
@@ -293,13 +292,6 @@ def _folders(root: Path) -> list[Path]:
     if engines.is_symlink() or not engines.is_dir():
         return []
     return sorted(place for place in engines.iterdir() if place.is_dir())
-
-
-def _link(place: Path, target: Path) -> None:
-    try:
-        target.hardlink_to(place)
-    except OSError:  # another file system, or one without links
-        shutil.copyfile(place, target)
 
 
 @contextlib.contextmanager

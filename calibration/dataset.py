@@ -162,30 +162,22 @@ def split(dataset: Dataset, *, certify_at_least: int, seed: int) -> DataSplit:
     many samples are needed where there are too few.
     """
     samples = len(dataset)
-    train, tune, certify = _sizes(samples, certify_at_least)
-    if not _suffice(train, tune, certify):
-        more = itertools.count(samples + 1)
-        needed = next(n for n in more if _suffice(*_sizes(n, certify_at_least)))
+    sizes = _sizes(samples, certify_at_least)
+    if sizes is None:
+        needed = next(n for n in itertools.count(samples + 1) if _sizes(n, certify_at_least))
         raise DataError(
             f"{samples} calibration samples are too few: the promise alone needs "
             f"{certify_at_least}, and heads must be trained on others; give at least "
             f"{needed} (10,000 serve well), or relax --max-disagreement or --confidence"
         )
     order = np.random.default_rng(seed).permutation(samples)
-    return DataSplit(
-        train=dataset.subset(np.sort(order[:train])),
-        tune=dataset.subset(np.sort(order[train : train + tune])),
-        certify=dataset.subset(np.sort(order[train + tune :])),
-    )
+    train, tune, certify = (dataset.subset(np.sort(p)) for p in np.split(order, np.cumsum(sizes)))
+    return DataSplit(train=train, tune=tune, certify=certify)
 
 
-def _sizes(samples: int, certify_at_least: int) -> tuple[int, int, int]:
-    """Count the samples to train, tune and certify with."""
+def _sizes(samples: int, certify_at_least: int) -> tuple[int, int] | None:
+    """Count the samples to train and tune with, the others certify; ``None`` if too few for it."""
     certify = max(round(samples * CERTIFY_SHARE), certify_at_least)
     tune = round(samples * TUNE_SHARE)
-    return samples - certify - tune, tune, certify
-
-
-def _suffice(train: int, tune: int, certify: int) -> bool:
-    """Whether heads can be trained and held out, and exits chosen, on that many."""
-    return train >= max(certify, 2) and tune >= 1
+    train = samples - certify - tune
+    return (train, tune) if train >= max(certify, 2) and tune >= 1 else None

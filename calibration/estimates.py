@@ -95,13 +95,13 @@ def stages_of(
     """
     source_ms = np.array([of_size.base().value for of_size in rounds])
     ratios = [of_size.ratios() for of_size in rounds]
-    heads = np.array([[sum(exits_ms[e][column] for e in set_) for set_ in sets]
-                      for column in range(len(batch_sizes))])  # fmt: skip
+    columns = range(len(batch_sizes))
+    heads = np.array([[sum(exits_ms[e][c] for e in set_) for set_ in sets] for c in columns])
     beyond = np.array([[r.value - 1 for r in row] for row in ratios]) * source_ms[:, None] - heads
     costs = fit_borders(beyond, batch_sizes, sets, sample_bytes, source_ms)
-    columns = [costs.at(size, sample_bytes).tolist() for size in batch_sizes]
+    by_size = [costs.at(size, sample_bytes).tolist() for size in batch_sizes]
     return StageCosts(
-        stages_ms=tuple(zip(*columns, strict=True)),
+        stages_ms=tuple(zip(*by_size, strict=True)),
         added_widths=tuple(row[0].half_width for row in ratios),
         rounds=tuple(of_size.count for of_size in rounds),
     )

@@ -211,10 +211,8 @@ POOLINGS: Mapping[HeadKind, Pooling] = {pooling.kind: pooling() for pooling in _
 
 def family_of(cut: CutTensor) -> tuple[Head, ...]:
     """Give the heads to try; none where the tensor's shape has no known kind of head."""
-    if cut.width is None:
-        return ()
-    fitting = [pooling for pooling in POOLINGS.values() if pooling.rank == cut.rank]
-    return tuple(head for pooling in fitting for head in pooling.heads(cut))
+    kinds = [] if cut.width is None else [p for p in POOLINGS.values() if p.rank == cut.rank]
+    return tuple(head for pooling in kinds for head in pooling.heads(cut))
 
 
 def mask_of(cut: CutTensor, head: Head) -> str | None:

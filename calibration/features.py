@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -55,11 +55,11 @@ class Recording:
 
     def subset(self, rows: slice | NDArray[np.intp]) -> Recording:
         """Give some samples; of a slice nothing is copied."""
-        return Recording(
+        return replace(
+            self,
             features=tuple({key: v[rows] for key, v in e.items()} for e in self.features),
             masks={name: mask[rows] for name, mask in self.masks.items()},
             answers=self.answers[rows],
-            projections=self.projections,
         )
 
 
@@ -134,7 +134,10 @@ class _FeatureStore:
         place = slice(start + rows.start, start + rows.stop)
         self.answers[place] = answered
         for name, plain in zip(self.names, values, strict=True):
-            value = _projected(plain, self.projected.get(name))
+            value, projection = plain, self.projected.get(name)
+            if projection is not None:  # tokens [b, tokens, width]
+                flat = projection.apply(plain.reshape(-1, plain.shape[2]))
+                value = flat.reshape(*plain.shape[:2], -1)
             if name not in self.files:
                 self.directory.mkdir(exist_ok=True)
                 self.files[name] = np.lib.format.open_memmap(
@@ -161,8 +164,7 @@ def fit_projections(
         for candidate, (cut, names) in enumerate(zip(cuts, outputs, strict=True))
         if cut.rank == 3
         and names
-        and cut.width
-        and TOKEN_COMPONENTS < cut.width <= LARGEST
+        and TOKEN_COMPONENTS < (cut.width or 0) <= LARGEST
         # of features that are no averages, such as a maximum, coordinates say nothing
         and all(POOLINGS[head.kind].averages for head in family_of(cut))
     ]
@@ -183,13 +185,6 @@ def fit_projections(
         for candidate, parts in tokens.items()
     }
     return {candidate: found for candidate, found in fitted.items() if found.matrix.ndim == 2}
-
-
-def _projected(value: NDArray[Any], projection: Preconditioner | None) -> NDArray[Any]:
-    """Give tokens [b, tokens, width] as coordinates, if they are stored so."""
-    if projection is None:
-        return value
-    return projection.apply(value.reshape(-1, value.shape[2])).reshape(*value.shape[:2], -1)
 
 
 def _masks(dataset: Dataset, made: MadeSamples | None) -> dict[str, NDArray[Any]]:

@@ -109,12 +109,11 @@ class ComparedSystem:
             departures.append(departure)
         self.busy_ms[-1].append((self.clock() - started) * 1e3)
         self.latency_ms[-1].append(latency * 1e3)
-        prediction, stage = np.empty(size, np.int64), np.empty(size, np.int64)
+        self.prediction.append(np.empty(size, np.int64))
+        self.stage.append(np.empty(size, np.int64))
         for departure in departures:
-            prediction[departure.rows] = departure.answer.argmax(axis=1)
-            stage[departure.rows] = departure.stage
-        self.prediction.append(prediction)
-        self.stage.append(stage)
+            self.prediction[-1][departure.rows] = departure.answer.argmax(axis=1)
+            self.stage[-1][departure.rows] = departure.stage
 
 
 def measure_in_turn(

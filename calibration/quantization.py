@@ -220,11 +220,9 @@ def _exposing(proto: onnx.ModelProto, tensors: Sequence[str]) -> bytes:
     """Give the model with inner tensors among its outputs."""
     exposed = onnx.ModelProto()
     exposed.CopyFrom(proto)
-    known = {output.name for output in exposed.graph.output}
+    inner = [name for name in tensors if name not in {o.name for o in proto.graph.output}]
     exposed.graph.output.extend(
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, None)
-        for name in tensors
-        if name not in known
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in inner
     )
     serialised: bytes = exposed.SerializeToString()
     return serialised

@@ -32,11 +32,9 @@ def run_over(
         try:
             values = session.run(outputs, {name: batch[name] for name in read})
         except Exception as error:  # ONNX Runtime's own classes derive from Exception only
-            bad = _first_failing(session, batch, read)
+            bad = dataset.rows[start + _first_failing(session, batch, read)]
             reason = str(error).splitlines()[0]
-            raise DataError(
-                f"the model fails on calibration sample {dataset.rows[start + bad]}: {reason}"
-            ) from error
+            raise DataError(f"the model fails on calibration sample {bad}: {reason}") from error
         yield rows, values
 
 

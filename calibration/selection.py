@@ -194,13 +194,9 @@ def certified_policy(
         max_disagreement=max_disagreement,
         confidence_level=confidence_level,
     )
-    if certificate is None:
+    if certificate is None or not (used := certificate.thresholds < NEVER).any():
         return _NO_EXITS
-    used = certificate.thresholds < NEVER
-    kept = np.array(rows)[used].tolist()
-    if not kept:
-        return _NO_EXITS
-    thresholds = certificate.thresholds[used]
+    kept, thresholds = np.array(rows)[used].tolist(), certificate.thresholds[used]
     outcome = evaluate(
         confidence[kept], agrees[kept], cost.latency_ms(kept), thresholds, vanilla_ms=cost.source_ms
     )

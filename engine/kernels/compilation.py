@@ -15,10 +15,10 @@ import hashlib
 import logging
 import os
 import re
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from offramp.bundle.files import write_whole
 from offramp.engine.kernels.compilers import (
     INSTALL,
     OPTIONS,
@@ -201,16 +201,8 @@ def _read(path: Path) -> bytes | None:
 
 def _write(path: Path, cubin: bytes) -> None:
     """Put a cubin into the cache whole, or leave it be."""
-    scratch = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=path.name, suffix=".part", dir=path.parent)
-        scratch = Path(name)
-        with os.fdopen(handle, "wb") as file:
-            file.write(hashlib.sha256(cubin).digest() + cubin)
-        scratch.replace(path)
+        write_whole(path, hashlib.sha256(cubin).digest() + cubin, durable=False)
     except OSError as error:
         logger.info("The compiled kernels cannot be kept in %s: %s", path.parent, error)
-        if scratch is not None:
-            with contextlib.suppress(OSError):
-                scratch.unlink()
