@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import stat
+import tempfile
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -59,6 +61,20 @@ def inside(root: Path, name: str, *, mend: str) -> Path:
     if unsafe:
         raise BundleIntegrityError(f"{root}: the path {name!r} leaves the bundle; {mend}")
     return place
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file beside its place, and put it there in one step once it is on the disk."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    scratch = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def entry_of(name: str, content: bytes) -> FileEntry:

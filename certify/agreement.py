@@ -7,7 +7,7 @@ same at every exit. Isotonic curves were tried and need far more data.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 
 import numpy as np
@@ -142,12 +142,9 @@ def _count_exits(
     exits: int | None,
     enabled: Sequence[bool] | BoolArray | None,
 ) -> int:
-    known = {
-        "curves": None if curves is None else len(curves),
-        "exits": exits,
-        "enabled": None if enabled is None else len(enabled),
-    }
-    counts = {name: count for name, count in known.items() if count is not None}
+    given: dict[str, Sized | None] = {"curves": curves, "enabled": enabled}
+    counts = {name: len(known) for name, known in given.items() if known is not None}
+    counts |= {} if exits is None else {"exits": exits}
     if len(set(counts.values())) != 1 or 0 in counts.values():
         raise ValueError(f"the number of exits must be given once or alike, above 0; got {counts}")
     return next(iter(counts.values()))

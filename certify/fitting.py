@@ -50,7 +50,7 @@ def refit(curves: Sequence[AgreementCurve], samples: Weighted, bound: float) -> 
     What a tuning job runs; ``bound`` is ε.
     """
     rows = zip(curves, samples.confidence, samples.agrees, strict=True)
-    renewed = [_renew(curve, *row, samples.weight) for curve, *row in rows]
+    renewed = [_renew(curve, row, agrees, samples.weight) for curve, row, agrees in rows]
     return lay_path(renewed, samples, bound=bound)
 
 
@@ -63,12 +63,9 @@ def lay_path(
 ) -> Fitted:
     """Choose levels where the disagreement that curves expect is near the bound, ε.
 
-    Args:
-        curves: One per exit; none makes the path that has only the level that answers nothing.
-        samples: What is served, to weigh expectations by; at least one.
-        bound: ε.
-        anchored_at: float64[exits] of one policy that shall be a level. More conservative levels
-            are then nowhere below it, and more aggressive ones nowhere above.
+    Without curves the path has only the level that answers nothing. Expectations are weighed by
+    ``samples``, at least one. ``anchored_at``, float64[exits], is one policy that shall be a level:
+    more conservative levels are then nowhere below it, and more aggressive ones nowhere above.
     """
     if not curves:
         nothing = np.zeros((1, 0))

@@ -59,13 +59,8 @@ def certify(
     conservative to aggressive, no threshold rising (:func:`.agreement.common_path`), fixed without
     the float[exits, samples] confidences and bool[exits, samples] given here.
 
-    Returns:
-        ``None`` if not even the first level passed: too few samples
-        (:func:`.binomial.samples_needed`), or a path that starts too aggressively. Serve without
-        exits then.
-
-    Raises:
-        ValueError: no samples, shapes that do not fit, a path that rises, numbers out of range.
+    ``None`` if not even the first level passed: too few samples (:func:`.binomial.samples_needed`),
+    or a path that starts too aggressively. Serve without exits then.
     """
     path = np.asarray(path_thresholds, dtype=np.float64)
     errors = walk(path, confidence, agrees).errors

@@ -98,7 +98,9 @@ def savings_of(
     counts: IntArray, latency_ms: FloatArray, vanilla_ms: float | None = None
 ) -> FloatArray:
     """Savings of int[..., exits + 1] answers at each place: float64[...]."""
-    vanilla = check_vanilla(vanilla_ms, latency_ms)
+    vanilla = float(latency_ms[-1] if vanilla_ms is None else vanilla_ms)
+    if not (np.isfinite(vanilla) and vanilla > 0):
+        raise ValueError(f"vanilla_ms must be finite and above 0, got {vanilla_ms}")
     mean_ms = (counts * latency_ms).sum(axis=-1) / counts.sum(axis=-1)
     return np.asarray((vanilla - mean_ms) / vanilla, dtype=np.float64)
 
@@ -142,11 +144,3 @@ def check_latency(latency_ms: FloatArray, *, exits: int) -> FloatArray:
     if not (np.isfinite(latency) & (latency > 0)).all():
         raise ValueError(f"latency_ms must be finite and above 0, got {latency}")
     return latency
-
-
-def check_vanilla(vanilla_ms: float | None, latency_ms: FloatArray) -> float:
-    """Resolve the default, refuse what is no time."""
-    vanilla = float(latency_ms[-1]) if vanilla_ms is None else float(vanilla_ms)
-    if not (np.isfinite(vanilla) and vanilla > 0):
-        raise ValueError(f"vanilla_ms must be finite and above 0, got {vanilla_ms}")
-    return vanilla

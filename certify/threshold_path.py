@@ -61,13 +61,10 @@ class ThresholdPath:
     ) -> None:
         """Fix the levels; what is observed from now on is evidence.
 
-        Args:
-            exits: Indices of the exits that levels name, rising.
-            thresholds: float64[levels, exits], no exit's rising; the first level answers nothing.
-            shares: float64[levels, exits + 1]: of samples expected to be answered at each exit,
-                the last at the model's end; to plan with, no evidence.
-            bound: ε.
-            alpha: With which probability a wrong level may ever pass.
+        ``thresholds`` are float64[levels, exits] of rising exits, no exit's rising; the first level
+        answers nothing. ``shares``, float64[levels, exits + 1], are of samples expected to be
+        answered at each exit, the last at the model's end; to plan with, no evidence. ``bound`` is
+        ε, and a wrong level may ever pass with probability ``alpha``.
         """
         self.exits = tuple(exits)
         self.thresholds = check_path(thresholds, exits=len(self.exits))

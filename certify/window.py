@@ -107,5 +107,4 @@ class Window:
     def _newest(self, most: int | None) -> IntArray:
         """Places of the newest samples, oldest first."""
         count = self._held if most is None else min(most, self._held)
-        places: IntArray = np.arange(self._added - count, self._added) % self._capacity
-        return places
+        return np.arange(self._added - count, self._added) % self._capacity

@@ -124,14 +124,9 @@ def _from_inputs(
         _vector(f"{part}/axis", [sources[symbol][1]])
         for part, symbol in zip(parts, symbols, strict=True)
     ]
-    by_symbol = dict(zip(symbols, parts, strict=True))
-    row: list[str] = []
-    for position, size in enumerate(sizes):
-        if isinstance(size, str):
-            row.append(by_symbol[size])
-        else:
-            row.append(f"{output}/anchor/constant{position}")
-            constants.append(_vector(row[-1], [size]))
+    by_symbol: dict[int | str, str] = dict(zip(symbols, parts, strict=True))
+    row = [by_symbol.get(s, f"{output}/anchor/constant{i}") for i, s in enumerate(sizes)]
+    constants += [_vector(n, [s]) for n, s in zip(row, sizes, strict=True) if isinstance(s, int)]
     concat = helper.make_node("Concat", row, [output], name=f"{output}/anchor", axis=0)
     return [*nodes, concat], constants
 

@@ -230,7 +230,8 @@ def _add_promise(
     promise = parser.add_argument_group("the promise")
     promise.add_argument("--max-disagreement", type=_share, default=disagreement, metavar="SHARE",
                          help="largest share of answers unlike the model's")  # fmt: skip
-    promise.add_argument("--confidence", type=_share, default=confidence_level, metavar="SHARE",
+    promise.add_argument("--confidence", dest="confidence_level", type=_share, metavar="SHARE",
+                         default=confidence_level,
                          help="that this holds on unseen data")  # fmt: skip
 
 
@@ -278,16 +279,11 @@ _ENGINE_ARGUMENTS = ("device", "precision", "batch_profiles", "buckets", "parts"
 
 def given_engine_options(options: argparse.Namespace) -> list[str]:
     """Name the engine options that were given, as they are spelled."""
-    given = [name for name in _ENGINE_ARGUMENTS if name in options]
-    return [f"--{name.replace('_', '-')}" for name in given]
+    return [f"--{name.replace('_', '-')}" for name in _ENGINE_ARGUMENTS if name in options]
 
 
 def engine_options(options: argparse.Namespace) -> EngineBuildOptions:
-    """Read the engine options, and fill in the defaults.
-
-    Raises:
-        EngineOptionsError: One is malformed.
-    """
+    """Read the engine options, and fill in the defaults; EngineOptionsError if malformed."""
     given = {name: value for name, value in vars(options).items() if name in _ENGINE_ARGUMENTS}
     readers: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "batch_profiles": ("batches", parse_batches),

@@ -14,20 +14,13 @@ from offramp.bundle.engines import EngineStore, EngineTarget, list_targets, prun
 from offramp.calibration.dataset import Dataset, read_dataset
 from offramp.calibration.quantization import Ranges
 from offramp.compiler.engines.builder import EngineBuilder
-from offramp.compiler.engines.building import (
-    BuildSummary,
-    EngineWork,
-    Planned,
-    PlannedEngine,
-    explain,
-    target_of,
-)
+from offramp.compiler.engines.building import Building, EngineWork, PlannedEngine, explain
 from offramp.compiler.engines.options import EngineBuildOptions
 from offramp.compiler.engines.profiles import ModelShapes, profile_notes, profile_sizes
 from offramp.compiler.engines.units import UnitGraphs, ranges_of, units_of
 from offramp.compiler.engines.verification import PrecisionData, measure_precision, part_data
 from offramp.compiler.errors import EngineOptionsError, EnginesUnavailableError
-from offramp.compiler.progress import Progress, SilentProgress
+from offramp.compiler.progress import SILENT, Progress
 from offramp.engine.errors import BackendError
 from offramp.engine.kernels.compilation import load_kernels, source_hash
 from offramp.engine.kernels.compilers import KernelCompilerNotFoundError
@@ -71,7 +64,7 @@ class _Data(NamedTuple):
 class Reports(NamedTuple):
     """Where a build reports its progress, and says what it does."""
 
-    progress: Progress = SilentProgress()
+    progress: Progress = SILENT
     say: Callable[[str], None] = lambda _: None
     """Prints a line while the work goes on."""
 
@@ -79,23 +72,12 @@ class Reports(NamedTuple):
 _SILENT = Reports()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Building:
-    """The engines of a bundle as they were planned, and built."""
-
-    bundle: Bundle
-    target: EngineTarget
-    planned: tuple[Planned, ...]
-    summary: BuildSummary | None
-    """``None`` after a dry run."""
-
-
 def build_bundle(options: BuildOptions, reports: Reports = _SILENT) -> Building:
     """Build the engines of a bundle that are not there or not fresh.
 
     Raises:
         CompileError: Options make no sense, this machine cannot build, or data is missing. That
-            single engines fail is in the summary.
+            single engines fail is in the results.
         BundleError: There is no bundle, it is damaged, or engines cannot be written.
         DataError: The data does not fit the model.
     """
@@ -114,18 +96,14 @@ def build_bundle(options: BuildOptions, reports: Reports = _SILENT) -> Building:
             building = _planned(work, store, options, reports)
             _judge(building, data, options, reports)
             _keep_kernels(store, options.engines.device, reports)
-            summary = work.build(building.planned, builder, store, reports.progress)
+            results = work.build(building.planned, builder, store, reports.progress)
             if options.prune:
-                _prune(store, summary, reports)
-        return replace(building, summary=summary)
+                _prune(store, building, reports)
+        return replace(building, results=results)
 
 
 def check_options(options: BuildOptions) -> None:
-    """Check what needs neither bundle nor GPU.
-
-    Raises:
-        EngineOptionsError: There cannot be such a device, or int8 is asked for without data.
-    """
+    """Check what needs neither bundle nor GPU: that is, device and precision."""
     try:
         parse_device(options.engines.device)
     except BackendError as error:
@@ -138,11 +116,7 @@ def check_options(options: BuildOptions) -> None:
 
 
 def check_device(device: str) -> None:
-    """Check that engines can be built on this machine, without touching the GPU.
-
-    Raises:
-        EnginesUnavailableError: Something is missing; one line says what, and the remedy.
-    """
+    """Check without touching the GPU that engines can be built here, else say what is missing."""
     try:
         require(device)
     except BackendError as error:
@@ -171,17 +145,20 @@ def _builder(options: BuildOptions, reports: Reports) -> Iterator[EngineBuilder 
         reports.say(f"{error}; listing what is known without it")
         yield None
         return
-    try:
+    with contextlib.closing(builder):
         yield builder
-    finally:
-        builder.close()
 
 
 def _target(bundle: Bundle, builder: EngineBuilder | None, options: BuildOptions) -> EngineTarget:
     """Find what is built for: this machine, or else what the bundle has engines for."""
     precision = options.engines.precision
     if builder is not None:
-        return target_of(builder, options.engines)
+        return EngineTarget(
+            gpu=builder.gpu,
+            compute_capability=builder.compute_capability,
+            tensorrt=builder.version,
+            precision=precision,
+        )
     known = [target for target in list_targets(bundle.path) if target.precision == precision]
     if len(known) == 1:
         return known[0]
@@ -227,17 +204,14 @@ def _judge(building: Building, data: _Data, options: BuildOptions, reports: Repo
     """Measure what the precision costs in answers, before engines are built in it.
 
     Where all are there already, as if they had to be: they may have been built without data.
-
-    Raises:
-        VerificationError: It breaks the bundle's promise, and that was not accepted.
+    VerificationError if it breaks the bundle's promise, and that was not accepted.
     """
     precision = options.engines.precision
     stale = any(isinstance(plan, PlannedEngine) and plan.stale for plan in building.planned)
-    if precision not in _JUDGED:
-        return
     # A fresh int8 engine has the ranges of this very data, so it was judged by it before; one of
     # fp16 may have been built without any.
-    if not stale and (data.parts is None or precision == "int8"):
+    settled = not stale and (data.parts is None or precision == "int8")
+    if settled or precision not in _JUDGED:
         return
     if data.parts is None:
         reports.say(
@@ -245,14 +219,10 @@ def _judge(building: Building, data: _Data, options: BuildOptions, reports: Repo
             "which the bundle was compiled with"
         )
         return
+    judged, unseen = data.parts.judged, data.parts.unseen
     with reports.progress.step(f"Compare {precision} with fp32", 1):
         check = measure_precision(
-            building.bundle,
-            precision,
-            data.ranges,
-            data.parts.judged,
-            unseen=data.parts.unseen,
-            threads=_threads(),
+            building.bundle, precision, data.ranges, judged, unseen=unseen, threads=_threads()
         )
     reports.say(check.describe())
     if not options.engines.accept_disagreement:
@@ -279,13 +249,11 @@ def _planned(
             advance(1)
     for line in explain(planned, store):
         reports.say(line)
-    return Building(
-        bundle=work.bundle, target=store.index.target, planned=tuple(planned), summary=None
-    )
+    return Building(bundle=work.bundle, target=store.index.target, planned=tuple(planned))
 
 
-def _prune(store: EngineStore, summary: BuildSummary, reports: Reports) -> None:
-    removed = store.prune([result.unit.name for result in summary.results])
+def _prune(store: EngineStore, building: Building, reports: Reports) -> None:
+    removed = store.prune([plan.unit.name for plan in building.planned])
     others = prune_targets(store.bundle_path, [store.index.target])
     for name in (*removed, *others.removed):
         reports.say(f"removed {name}")
@@ -309,10 +277,10 @@ def _keep_kernels(store: EngineStore, device: str, reports: Reports) -> None:
             if store.read_kernels(source) is not None:
                 return
         store.drop_kernels()
-        if isinstance(error, KernelCompilerNotFoundError):
-            reports.say(f"warning: no CUDA compiler, so the server will have to find one: {error}")
-        else:
-            reports.say(f"warning: the kernels are not in the bundle: {error}")
+        missing = "no CUDA compiler, so the server will have to find one"
+        if not isinstance(error, KernelCompilerNotFoundError):
+            missing = "the kernels are not in the bundle"
+        reports.say(f"warning: {missing}: {error}")
         return
     store.put_kernels(cubin, source=source)
 

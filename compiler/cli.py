@@ -49,22 +49,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return command.run(options, console)
     except ImportError as error:
-        return _missing(error)
+        remedy = "compiling needs the extra `compile`: pip install '.[compile]'"
+        where = "for the dot: Offramp's source folder or wheel"
+        print(f"eecompile: {error}; {remedy} ({where})", file=sys.stderr)
+        return 1
     except (CompileError, DataError, BundleError, OSError) as error:
         print(f"eecompile: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("eecompile: interrupted; nothing was written", file=sys.stderr)
         return 130
-
-
-def _missing(error: ImportError) -> int:
-    print(
-        f"eecompile: {error}; compiling needs the extra `compile`: "
-        "pip install '.[compile]' (for the dot: Offramp's source folder or wheel)",
-        file=sys.stderr,
-    )
-    return 1
 
 
 def _read(kind: type[_Options], options: argparse.Namespace, **given: Any) -> _Options:
@@ -81,15 +75,14 @@ def _compile(options: argparse.Namespace, console: Console) -> int:
 
     output = options.output or options.model.with_suffix(".ee")
     engines = _engines_to_build(options, output)
+    threads = available_cores()
     asked = _read(
         CompileOptions,
         options,
         output=output,
         exits=tuple(options.exits.split(",")) if options.exits else (),
         simplify=not options.no_simplify,
-        training=TrainingOptions(
-            epochs=options.epochs, threads=available_cores(), seed=options.seed
-        ),
+        training=TrainingOptions(epochs=options.epochs, threads=threads, seed=options.seed),
     )
     with TerminalProgress(console) as progress:
         bundle = compile_model(asked, progress)
@@ -98,11 +91,7 @@ def _compile(options: argparse.Namespace, console: Console) -> int:
 
 
 def _engines_to_build(options: argparse.Namespace, output: Path) -> BuildOptions | None:
-    """Read what ``--backend tensorrt`` asks for, and check it before any long work.
-
-    Raises:
-        CompileError: It makes no sense, or this machine cannot build it.
-    """
+    """Read what ``--backend tensorrt`` asks for; CompileError if it cannot be done here."""
     from offramp.compiler.build import BuildOptions, check_device, check_options  # noqa: PLC0415
 
     if options.backend != "tensorrt":
@@ -110,15 +99,11 @@ def _engines_to_build(options: argparse.Namespace, output: Path) -> BuildOptions
         if given:
             raise EngineOptionsError(f"{', '.join(given)} is for engines: add --backend tensorrt")
         return None
-    engines = BuildOptions(
-        bundle=output,
-        engines=arguments.engine_options(options),
-        data=options.data,
-        seed=options.seed,
-    )
-    check_options(engines)
-    check_device(engines.engines.device)
-    return engines
+    engines = arguments.engine_options(options)
+    build = BuildOptions(bundle=output, engines=engines, data=options.data, seed=options.seed)
+    check_options(build)
+    check_device(engines.device)
+    return build
 
 
 def _inspect(options: argparse.Namespace, console: Console) -> int:
@@ -173,7 +158,6 @@ def _build(options: argparse.Namespace, console: Console) -> int:
 
 
 def _build_and_print(options: BuildOptions, console: Console) -> int:
-    """Build engines, and print what came of it; gives the exit status."""
     from offramp.compiler.build import Reports, build_bundle  # noqa: PLC0415
     from offramp.compiler.printing import print_building  # noqa: PLC0415
 
@@ -185,10 +169,9 @@ def _build_and_print(options: BuildOptions, console: Console) -> int:
         say("eecompile: interrupted; the engines built so far are kept, the same command goes on")
         return 130
     print_building(building, Console())
-    failed = building.summary.failed if building.summary else ()
-    for result in failed:
+    for result in building.failed:
         say(f"eecompile: {result.problem}")
-    return 1 if failed else 0
+    return 1 if building.failed else 0
 
 
 COMPILE = Command(arguments.compile_parser, _compile)

@@ -6,23 +6,16 @@ import logging
 
 import numpy as np
 
-from offramp.bundle import Bundle, ExitPolicy, Measured, write_bundle
+from offramp.bundle import Bundle, write_bundle
 from offramp.bundle.bundle import check_target
-from offramp.calibration.dataset import DataError, Dataset, DataSplit, read_dataset, split
-from offramp.calibration.limits import (
-    BindingLimit,
-    PolicyTerms,
-    limit_of_certificate,
-    limit_of_choice,
-    limit_of_heads,
-    limit_of_rehearsal,
-)
+from offramp.calibration import limits
+from offramp.calibration.dataset import DataError, DataSplit, read_dataset, split
 from offramp.calibration.measuring import MEASURED_BATCH_SIZES, measure_policy, stages_of_samples
 from offramp.calibration.profiling import BATCH_SIZES
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.rehearsal import RehearsalSettings, Rehearsed
 from offramp.certify import samples_needed
-from offramp.compiler.exits import FoundExits, find_exits, time_exits
+from offramp.compiler.exits import FoundExits, find_exits, time_heads
 from offramp.compiler.model import read_model
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.packing import Draft, make_manifest, pack
@@ -42,7 +35,7 @@ def compile_model(options: CompileOptions, progress: Progress = SILENT) -> Bundl
     """Compile a model into a bundle.
 
     Raises:
-        CompileError: The model cannot be sliced; the message says why and what to do.
+        CompileError: The model cannot be sliced.
         DataError: The calibration data does not fit the model, or is too little.
         BundleExistsError: There is something at ``options.output`` already.
     """
@@ -52,7 +45,7 @@ def compile_model(options: CompileOptions, progress: Progress = SILENT) -> Bundl
     dataset = read_dataset(options.data, model.inputs)
     parts = split(
         dataset,
-        certify_at_least=samples_needed(options.max_disagreement, options.confidence),
+        certify_at_least=samples_needed(options.max_disagreement, options.confidence_level),
         seed=options.seed,
     )
     sliced = slice_model(model, options)
@@ -63,15 +56,17 @@ def compile_model(options: CompileOptions, progress: Progress = SILENT) -> Bundl
     times = timer.backbone()
     found = find_exits(sliced, parts, options, times, samples=timer.samples, progress=progress)
     built = Draft.of(sliced, found.exits)
-    exits_ms = time_exits(
-        sliced, found.exits, timer.samples, threads=options.threads, batch_sizes=times.batch_sizes
+    graphs = {exit_.candidate: [exit_.graph] for exit_ in found.exits}
+    times_ms = time_heads(
+        sliced, graphs, timer.samples, threads=options.threads, batch_sizes=times.batch_sizes
     )
+    exits_ms = [tuple(head_ms) for (head_ms,) in times_ms]
     profile = timer.finish(times, exits_ms, built, built.read)
     choice = PolicyChoice(
         structure=built,
         profile=profile,
         max_disagreement=options.max_disagreement,
-        confidence_level=options.confidence,
+        confidence_level=options.confidence_level,
         batch_size=options.reference_batch_size,
         seed=options.seed,
     )
@@ -81,25 +76,26 @@ def compile_model(options: CompileOptions, progress: Progress = SILENT) -> Bundl
     policy = choice.certify(path, certify)
     rehearsed = None
     if path.rehearsal is not None:
-        shipped = choice.forecast(policy, certify, path.rehearsal.settings)
-        rehearsed = Rehearsed(
-            rehearsal=path.rehearsal, shipped=shipped, data_sha256=parts.train.sha256
-        )
-    measured = _measure(
-        policy,
-        certify,
-        sliced=sliced,
-        built=built,
-        dataset=parts.certify,
-        threads=options.threads,
-        progress=progress,
-    )
+        shipped, digest = choice.forecast(policy, certify, path.rehearsal.settings), dataset.sha256
+        rehearsed = Rehearsed(rehearsal=path.rehearsal, shipped=shipped, data_sha256=digest)
+    measured = None
+    if policy.active:
+        stages = plan_stages(built, built.read, policy.active)
+        with progress.step("Measure the policy", len(MEASURED_BATCH_SIZES)) as advance:
+            measured = measure_policy(
+                timer.source,
+                Plan(stages=stages, policy_version=policy.version, mode=Mode.LEAVE),
+                parts.certify,
+                stages_of_samples(policy, certify),
+                answer=model.answer,
+                threads=options.threads,
+                progress=advance,
+            )
     limit = None
     if not policy.active:
         limit = _limit(choice, found, path, options, tune=tune, certify=certify)
-        _log.warning(
-            "NO EXIT IS ACTIVE, the bundle will serve the unmodified model: %s.", limit.message
-        )
+        nothing = "NO EXIT IS ACTIVE, the bundle will serve the unmodified model: %s."
+        _log.warning(nothing, limit.message)
     for note in profile.disturbed:
         _log.warning("The machine was disturbed while it was measured: %s.", note)
     warn_of_violations(rehearsed)
@@ -121,7 +117,6 @@ def compile_model(options: CompileOptions, progress: Progress = SILENT) -> Bundl
 
 
 def _fix_path(choice: PolicyChoice, tune: ExitRecords, options: CompileOptions) -> FixedPath:
-    """Choose the exits in use and the path of their thresholds."""
     if options.selection == "pame" and choice.structure.exits:
         settings = RehearsalSettings(
             batch_size=options.rehearsal_batch,
@@ -140,24 +135,22 @@ def _limit(
     *,
     tune: ExitRecords,
     certify: ExitRecords,
-) -> BindingLimit:
-    """Find what kept all exits out of use, where no policy was certified."""
+) -> limits.BindingLimit:
     profile = choice.profile
-    asked = PolicyTerms(
+    asked = limits.PolicyTerms(
         max_disagreement=options.max_disagreement,
-        confidence_level=options.confidence,
+        confidence_level=options.confidence_level,
         max_overhead=options.max_overhead,
         batch_size=options.reference_batch_size,
     )
     if not found.exits:
-        return limit_of_heads(
-            found.best, profile.source_ms[profile.column(asked.batch_size)], asked
-        )
+        source_ms = profile.source_ms[profile.column(asked.batch_size)]
+        return limits.limit_of_heads(found.best, source_ms, asked)
     if not path.active and options.selection == "pame":
-        return limit_of_rehearsal(options.max_violations)
+        return limits.limit_of_rehearsal(options.max_violations)
     if not path.active:
-        return limit_of_choice(tune, {n: choice.cost(n) for n in profile.batch_sizes}, asked)
-    return limit_of_certificate(path.active, path.thresholds, certify, asked)
+        return limits.limit_of_choice(tune, {n: choice.cost(n) for n in profile.batch_sizes}, asked)
+    return limits.limit_of_certificate(path.active, path.thresholds, certify, asked)
 
 
 def warn_of_violations(rehearsed: Rehearsed | None) -> None:
@@ -177,7 +170,6 @@ def warn_of_violations(rehearsed: Rehearsed | None) -> None:
 
 
 def _verify(sliced: Sliced, parts: DataSplit, options: CompileOptions) -> None:
-    """Compare chained segments and source model on the first samples."""
     try:
         verify(
             sliced.model,
@@ -206,29 +198,3 @@ def _timer(
         batch_sizes=sorted(sizes),
         progress=progress,
     )
-
-
-def _measure(
-    policy: ExitPolicy,
-    certify: ExitRecords,
-    *,
-    sliced: Sliced,
-    built: Draft,
-    dataset: Dataset,
-    threads: int,
-    progress: Progress,
-) -> Measured | None:
-    """Measure what the policy brings on the certify split; ``None`` if no exit is in use."""
-    if not policy.active:
-        return None
-    stages = plan_stages(built, built.read, policy.active)
-    with progress.step("Measure the policy", len(MEASURED_BATCH_SIZES)) as advance:
-        return measure_policy(
-            sliced.model.proto.SerializeToString(),
-            Plan(stages=stages, policy_version=policy.version, mode=Mode.LEAVE),
-            dataset,
-            stages_of_samples(policy, certify),
-            answer=sliced.model.answer,
-            threads=threads,
-            progress=advance,
-        )

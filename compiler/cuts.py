@@ -6,19 +6,17 @@ residual blocks and not inside them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import onnx
+
 from offramp.compiler.flow import HEAVY, SHAPE_KINDS, Flow, Gate, count_flops, trace
-from offramp.compiler.graph import Dataflow
+from offramp.compiler.graph import Dataflow, Operator
 from offramp.compiler.shapes import BATCH, TensorType, declared_types
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import onnx
-
-    from offramp.compiler.graph import Operator
     from offramp.compiler.model import SourceModel
 
 MAX_SIDE_SHARE = 0.02
@@ -197,9 +195,8 @@ class GraphAnalysis:
             return f"its shape is [{sizes}], and the first dimension has to be the batch"
         share = gate.side_flops / self.total if self.total else 0.0
         if share > MAX_SIDE_SHARE:
-            return f"{share:.0%} of the work would have to be done again after it, from " + (
-                ", ".join(f"`{name}`" for name in sorted(gate.side_inputs))
-            )
+            names = ", ".join(f"`{name}`" for name in sorted(gate.side_inputs))
+            return f"{share:.0%} of the work would have to be done again after it, from {names}"
         return ""
 
     def _rejection(self, run: Sequence[Gate], reason: str) -> Rejection:

@@ -1,17 +1,4 @@
-"""Errors of compiling a model.
-
-::
-
-    CompileError
-    ├── ModelError              the file is no ONNX model, or one that is not supported
-    ├── NoCutPointError         nowhere does a single tensor carry everything onward
-    ├── UnknownCutPointError    a cut point that was asked for does not exist
-    ├── VerificationError       segments, or an exported file, compute something else
-    ├── ExportError             a bundle cannot be exported, or not to that file
-    ├── EngineOptionsError      ranges, buckets or parts that were asked for make no sense here
-    ├── EnginesUnavailableError engines cannot be built on this machine
-    └── EngineBuildError        an engine cannot be built, or computes something else
-"""
+"""Errors of compiling a model, all of which are :class:`CompileError`."""
 
 
 class CompileError(Exception):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ SCREENING_VISITS = 12_000
 
 Samples = Callable[[int], Mapping[str, NDArray[Any]]]
 """Gives model inputs of a batch size."""
+_net = attrgetter("net_savings")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,20 +105,6 @@ def find_exits(
     )
 
 
-def time_exits(
-    sliced: Sliced,
-    exits: Sequence[BuiltExit],
-    samples: Samples,
-    *,
-    threads: int,
-    batch_sizes: Sequence[int],
-) -> list[tuple[float, ...]]:
-    """Time exits at every batch size: milliseconds [exits][batch sizes]."""
-    graphs = {exit_.candidate: [exit_.graph] for exit_ in exits}
-    times = _time_heads(sliced, graphs, samples, threads=threads, batch_sizes=batch_sizes)
-    return [tuple(per_exit[0]) for per_exit in times]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HeadSearch:
     """Trains heads, and judges each by the time that it would save with no other exit beside it."""
@@ -141,12 +129,9 @@ class _HeadSearch:
         options = replace(self.options.training, epochs=epochs)
         title = f"Try {sum(map(len, families))} heads"
         trained = self._train(title, families, self.train.subset(slice(samples)), options)
-        heads: dict[int, list[TrainedHead]] = {
-            c: [] for c in sorted({t.candidate for t in trained})
-        }
-        for head in trained:
-            heads[head.candidate].append(head)
-        times = _time_heads(
+        candidates = sorted({t.candidate for t in trained})
+        heads = {c: [t for t in trained if t.candidate == c] for c in candidates}
+        times = time_heads(
             self.sliced,
             {candidate: [self._build(t) for t in tried] for candidate, tried in heads.items()},
             self.samples,
@@ -163,7 +148,7 @@ class _HeadSearch:
 
         Heads on one view share the reading; and whether a hidden layer pays shows late.
         """
-        views = {c: view_of(c, _best(heads).head) for c, heads in screened.items()}
+        views = {c: view_of(c, max(heads, key=_net).head) for c, heads in screened.items()}
         families = [
             [head for head in family_of(cut) if view_of(candidate, head) == views.get(candidate)]
             for candidate, cut in enumerate(self.sliced.cuts)
@@ -175,7 +160,7 @@ class _HeadSearch:
             costs = {tried.head: tried.cost_ms for tried in briefly}
             ended = {t.head: t for t in trained if t.candidate == candidate}
             heads = [self._judge(t, costs[head]) for head, t in ended.items()]
-            best = _best(heads)
+            best = max(heads, key=_net)
             exits.append(
                 BuiltExit(
                     candidate=candidate,
@@ -215,12 +200,10 @@ class _HeadSearch:
             model.answer,
             exit_prefix(trained.candidate),
             answer_dtype=model.outputs[0].dtype,
-            opset=model.opset,
-            ir_version=model.proto.ir_version,
+            **model.versions,
         )
 
     def _judge(self, trained: TrainedHead, cost_ms: float) -> HeadScore:
-        """Judge a head that takes ``cost_ms`` a batch, by the answers of the tuning split."""
         agrees = trained.prediction == self.truth
         column = self.backbone.batch_sizes.index(self.options.reference_batch_size)
         cost = CostModel(
@@ -239,11 +222,7 @@ class _HeadSearch:
         )
 
 
-def _best(heads: Sequence[HeadScore]) -> HeadScore:
-    return max(heads, key=lambda head: head.net_savings)
-
-
-def _time_heads(
+def time_heads(
     sliced: Sliced,
     graphs: Mapping[int, Sequence[bytes]],
     samples: Samples,
@@ -251,17 +230,12 @@ def _time_heads(
     threads: int,
     batch_sizes: Sequence[int],
 ) -> list[list[list[float]]]:
-    """Time exits by candidate, against a graph that reads the same tensor and does nothing."""
-    model = sliced.model
-    empty = [
-        build_empty(
-            sliced.cuts[candidate],
-            "offramp_empty/",
-            opset=model.opset,
-            ir_version=model.proto.ir_version,
-        )
-        for candidate in graphs
-    ]
+    """Time exits by candidate, against a graph that reads the same tensor and does nothing.
+
+    In milliseconds, [candidates][heads of it][batch sizes].
+    """
+    cuts, versions = sliced.cuts, sliced.model.versions
+    empty = [build_empty(cuts[c], "offramp_empty/", **versions) for c in graphs]
     return profile_heads(
         list(graphs.values()),
         empty,

@@ -62,12 +62,8 @@ def trace(
 ) -> Flow:
     """Follow the main flow of a model with one output and find its gates, in linear time.
 
-    Args:
-        graph: The model.
-        costs: FLOPs per operator.
-        main_inputs: Graph inputs whose data are followed; those not named are side inputs.
-        free_shapes: Indices of ``Shape`` operators on inner tensors whose value can be had
-            from the graph inputs, and which hence carry nothing.
+    ``costs`` are FLOPs per operator. ``free_shapes`` are the indices of ``Shape`` operators on
+    inner tensors whose value the graph inputs tell, and which hence carry nothing.
     """
     steps, main = _main_steps(graph, main_inputs, free_shapes)
     last_use = {t: i for i, op in enumerate(steps) for t in op.reads if t in main}
@@ -76,7 +72,8 @@ def trace(
     gates: list[Gate] = []
     for i in range(len(steps) - 1, -1, -1):
         if i in passed:
-            gates.append(sides.gate(passed[i], i))
+            inputs, flops = frozenset(sides.inputs), sides.flops
+            gates.append(Gate(tensor=passed[i], step=i, side_inputs=inputs, side_flops=flops))
         sides.add(steps[i], i)
     return Flow(
         main_inputs=main_inputs,
@@ -140,30 +137,23 @@ class _SideSweep:
         self._graph = graph
         self._costs = costs
         self._main = main
-        self._inputs: set[str] = set()
-        self._flops = 0.0
+        self.inputs: set[str] = set()
+        self.flops = 0.0
 
     def add(self, op: Operator, step: int) -> None:
-        """Take in what one more step needs."""
         pending = [t for t in op.reads if t not in self._main]
         while pending:
             tensor = pending.pop()
             source = self._graph.producers.get(tensor)
             if source is None:
                 if tensor in self._graph.inputs:
-                    self._inputs.add(tensor)
+                    self.inputs.add(tensor)
             elif source.index not in self.last_step:
                 self.last_step[source.index] = step
-                self._flops += self._costs[source.index]
+                self.flops += self._costs[source.index]
                 # a side operator reads a main tensor only for its sizes, or a main input
                 inputs = self._graph.inputs
                 pending += [t for t in source.reads if t not in self._main or t in inputs]
-
-    def gate(self, tensor: str, step: int) -> Gate:
-        """Describe a gate given all steps after it."""
-        return Gate(
-            tensor=tensor, step=step, side_inputs=frozenset(self._inputs), side_flops=self._flops
-        )
 
 
 SYMBOLIC_SIZE = 128

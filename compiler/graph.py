@@ -43,14 +43,9 @@ class Operator:
 class Dataflow:
     """Who produces and who reads each tensor, in one topological order.
 
-    Attributes:
-        inputs: Names of the graph inputs that are not initializers.
-        outputs: Names of the graph outputs.
-        constants: Names of the initializers.
-        operators: All nodes in topological order.
-        producers: Tensor to the operator that writes it.
-        consumers: Tensor to the operators that read it, in topological order.
-        variable: Tensors that depend on a graph input; all others are constant.
+    ``constants`` are the names of initializers, ``inputs`` those of graph inputs that are none.
+    ``producers`` and ``consumers`` give, by tensor, the operator that writes it and those that read
+    it, in order. ``variable`` are the tensors that depend on a graph input; others are constant.
     """
 
     def __init__(self, graph: onnx.GraphProto) -> None:
@@ -137,8 +132,7 @@ def constant_tensor(node: onnx.NodeProto) -> onnx.TensorProto | None:
 
 def serialised(proto: onnx.ModelProto) -> bytes:
     """Serialise a model; the same model gives the same bytes."""
-    content: bytes = proto.SerializeToString(deterministic=True)
-    return content
+    return bytes(proto.SerializeToString(deterministic=True))
 
 
 def captured_names(node: onnx.NodeProto) -> Iterator[str]:

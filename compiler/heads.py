@@ -30,13 +30,14 @@ from offramp.engine.assembly import assemble
 
 CONFIDENCE = "confidence"
 """Name of the output with the largest probability, after the exit's prefix."""
+_Tensor = tuple[str, str, Sequence[int | str]]
+"""Name, numpy's name of the element type, shape."""
 
 
 class PartBuilder:
     """Collects nodes and weights under a prefix of their own, so that parts can be joined."""
 
     def __init__(self, prefix: str, opset: int, ir_version: int) -> None:
-        """Start empty."""
         self.prefix = prefix
         self.opset = opset
         self._ir_version = ir_version
@@ -64,12 +65,8 @@ class PartBuilder:
             return self.add(op, [tensor, axes], name, keepdims=0)
         return self.add(op, [tensor], name, axes=[axis], keepdims=0)
 
-    def build(
-        self,
-        inputs: Sequence[tuple[str, str, Sequence[int | str]]],
-        outputs: Sequence[tuple[str, str, Sequence[int | str]]],
-    ) -> bytes:
-        """Give the checked, serialised model; tensors as (name, numpy dtype, shape)."""
+    def build(self, inputs: Sequence[_Tensor], outputs: Sequence[_Tensor]) -> bytes:
+        """Give the checked, serialised model."""
         graph = helper.make_graph(
             self._nodes,
             self.prefix.rstrip("/"),
@@ -95,11 +92,7 @@ def _value_info(name: str, dtype: str, shape: Sequence[int | str]) -> onnx.Value
 def build_pooling(
     cut: CutTensor, prefix: str, grids: Sequence[int], *, opset: int, ir_version: int
 ) -> tuple[bytes, dict[int, str]]:
-    """Build the graph that pools a map to several grids.
-
-    Returns:
-        The model, and by grid the name of its output [n, channels · grid²].
-    """
+    """Build the graph that pools a map; gives it, and by grid its output [n, channels · grid²]."""
     assert cut.width is not None
     part = PartBuilder(prefix, opset, ir_version)
     tensor = _as_float32(part, cut)
@@ -126,8 +119,7 @@ def build_exit(
 
     The largest probability is computed in the graph too: a few operators there cost a tenth of as
     many calls of numpy between two stages. The answer, in the source model's form, is named
-    ``{prefix}{answer.output}``; opset and IR version are the source model's, ``answer_dtype`` is
-    numpy's name of the answer's element type.
+    ``{prefix}{answer.output}``; ``answer_dtype`` is numpy's name of its element type.
     """
     part = PartBuilder(prefix, opset, ir_version)
     tensor = _as_float32(part, cut)
@@ -138,18 +130,14 @@ def build_exit(
     probabilities = part.add("Softmax", [logits], names.get("probabilities", ""), axis=-1)
     part.reduce("ReduceMax", probabilities, 1, CONFIDENCE)
     if not names:
-        answered = probabilities if answer.form == "probabilities" else logits
+        given = probabilities if answer.form == "probabilities" else logits
         onnx_type = helper.np_dtype_to_tensor_dtype(np.dtype(answer_dtype))
-        part.add("Cast", [answered], answer.output, to=onnx_type)
-    inputs: list[tuple[str, str, Sequence[int | str]]] = [(cut.name, cut.dtype, cut.shape)]
-    mask = mask_of(cut, head)
-    if mask is not None:
+        part.add("Cast", [given], answer.output, to=onnx_type)
+    inputs: list[_Tensor] = [(cut.name, cut.dtype, cut.shape)]
+    if (mask := mask_of(cut, head)) is not None:
         inputs.append((mask, cut.mask_dtype, ("batch", cut.shape[1])))
-    outputs: list[tuple[str, str, Sequence[int | str]]] = [
-        (prefix + answer.output, answer_dtype, ("batch", answer.classes)),
-        (prefix + CONFIDENCE, "float32", ("batch",)),
-    ]
-    return part.build(inputs, outputs)
+    answered = (prefix + answer.output, answer_dtype, ("batch", answer.classes))
+    return part.build(inputs, [answered, (prefix + CONFIDENCE, "float32", ("batch",))])
 
 
 def build_empty(cut: CutTensor, prefix: str, *, opset: int, ir_version: int) -> bytes:
@@ -160,9 +148,8 @@ def build_empty(cut: CutTensor, prefix: str, *, opset: int, ir_version: int) -> 
 
 
 def _as_float32(part: PartBuilder, cut: CutTensor) -> str:
-    if cut.dtype == "float32":
-        return cut.name
-    return part.add("Cast", [cut.name], to=TensorProto.FLOAT)
+    single = cut.dtype == "float32"
+    return cut.name if single else part.add("Cast", [cut.name], to=TensorProto.FLOAT)
 
 
 def _layers(
@@ -171,10 +158,8 @@ def _layers(
     """One or two dense layers, of which the last is named; weights as [inputs, outputs]."""
 
     def dense(tensor: str, layer: str, name: str = "") -> str:
-        weight = part.weight("weight", weights[f"{layer}weight"])
-        return part.add(
-            "Gemm", [tensor, weight, part.weight("bias", weights[f"{layer}bias"])], name
-        )
+        terms = [part.weight(kind, weights[f"{layer}{kind}"]) for kind in ("weight", "bias")]
+        return part.add("Gemm", [tensor, *terms], name)
 
     if "hidden_weight" in weights:
         features = part.add("Relu", [dense(features, "hidden_")])
@@ -186,9 +171,8 @@ def attach_poolings(
 ) -> tuple[bytes, tuple[Mapping[int, str], ...]]:
     """Join segments and poolings into one graph: what features are recorded with.
 
-    Returns:
-        The model, whose first output is the answer, and per candidate the names of its outputs
-        by grid (``WHOLE`` for tensors that are recorded as they are; none where no head fits).
+    Gives the model, whose first output is the answer, and per candidate the names of its outputs
+    by grid (``WHOLE`` for tensors that are recorded as they are; none where no head fits).
     """
     parts: list[bytes] = []
     outputs: list[Mapping[int, str]] = []
@@ -198,9 +182,7 @@ def attach_poolings(
             outputs.append({WHOLE: cut.name} if family_of(cut) else {})
             continue
         prefix = f"offramp_pool_{index:02d}/"
-        pooling, names = build_pooling(
-            cut, prefix, grids_of(cut), opset=model.opset, ir_version=model.proto.ir_version
-        )
+        pooling, names = build_pooling(cut, prefix, grids_of(cut), **model.versions)
         parts.append(pooling)
         outputs.append(names)
     parts.extend(segments[len(cuts) :])

@@ -15,16 +15,10 @@ from onnx import helper, version_converter
 from onnx.external_data_helper import load_external_data_for_model
 
 from offramp.bundle.manifest import Answer, AnswerForm, TensorSpec
+from offramp.compiler import preparation
 from offramp.compiler.anchor import anchor_shapes
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import Dataflow, default_opset, refill
-from offramp.compiler.preparation import (
-    free_batch,
-    name_operators,
-    remove_unused,
-    simplified,
-    unlist_initializers,
-)
 from offramp.compiler.shapes import BATCH, annotate, declared_types
 
 _log = logging.getLogger(__name__)
@@ -55,20 +49,22 @@ class SourceModel:
     opset: int
     answer: Answer
 
+    @property
+    def versions(self) -> dict[str, int]:
+        """Of operators and file format, as the graphs of exits take them."""
+        return {"opset": self.opset, "ir_version": self.proto.ir_version}
+
 
 def read_model(
     path: str | os.PathLike[str], *, answer: str | None = None, simplify: bool = True
 ) -> SourceModel:
     """Read a classifier and bring it into the form that slicing needs.
 
-    Args:
-        path: An ONNX file; external data are looked for beside it.
-        answer: Name of the output to keep, where the model has several.
-        simplify: Fold constants and fuse with onnxslim, if the result computes the same.
+    External data are looked for beside the file; ``answer`` names the output to keep, where there
+    are several; ``simplify`` folds constants and fuses with onnxslim, if that computes the same.
 
     Raises:
-        ModelError: The file is missing, is no ONNX model, or has a property that is not
-            supported; the message says which, and what to do.
+        ModelError: The file is missing, no ONNX model, or has a property that is not supported.
     """
     path = Path(path)
     proto, digest = _load(path)
@@ -114,12 +110,8 @@ def _load(path: Path) -> tuple[onnx.ModelProto, str]:
 
 def _external_files(proto: onnx.ModelProto, path: Path) -> list[Path]:
     """Files with weights beside the model, checked to exist and to fit into one message."""
-    names = {
-        entry.value
-        for tensor in proto.graph.initializer
-        for entry in tensor.external_data
-        if entry.key == "location"
-    }
+    entries = (entry for tensor in proto.graph.initializer for entry in tensor.external_data)
+    names = {entry.value for entry in entries if entry.key == "location"}
     files = [path.parent / name for name in sorted(names)]
     for file in files:
         if not file.is_file():
@@ -136,14 +128,14 @@ def _external_files(proto: onnx.ModelProto, path: Path) -> list[Path]:
 def _prepare(proto: onnx.ModelProto, *, answer: str | None, simplify: bool) -> onnx.ModelProto:
     """Bring a checked model into the form that :class:`SourceModel` describes."""
     proto = _modern(proto)
-    unlist_initializers(proto)
+    preparation.unlist_initializers(proto)
     keep_answer(proto, answer)
-    remove_unused(proto)
+    preparation.remove_unused(proto)
     _check_inputs(proto)
-    free_batch(proto)
+    preparation.free_batch(proto)
     if simplify:
-        proto = simplified(proto)
-    name_operators(proto)
+        proto = preparation.simplified(proto)
+    preparation.name_operators(proto)
     annotate(proto)
     return anchor_shapes(proto)
 
@@ -198,9 +190,7 @@ def keep_answer(proto: onnx.ModelProto, answer: str | None) -> None:
     """Reduce the model, in place, to one output, [batch, classes].
 
     An output [batch, classes, 1, 1], as fully convolutional classifiers have, is flattened.
-
-    Raises:
-        ModelError: There are several outputs and ``answer`` does not name one of them.
+    ModelError if there are several outputs and ``answer`` does not name one of them.
     """
     outputs = {output.name: output for output in proto.graph.output}
     if answer is None and len(outputs) > 1:
@@ -233,11 +223,7 @@ def _flatten(proto: onnx.ModelProto, name: str) -> None:
 
 
 def find_answer(proto: onnx.ModelProto) -> Answer:
-    """Describe the single output of an annotated model.
-
-    Raises:
-        ModelError: It is not a floating-point [batch, classes] with at least two classes.
-    """
+    """Describe an annotated model's one output: floating-point [batch, classes], two or more."""
     name = proto.graph.output[0].name
     tensor = declared_types(proto).get(name)
     shape = tensor.shape if tensor else None
@@ -264,7 +250,5 @@ def _form(proto: onnx.ModelProto, output: str) -> AnswerForm:
         return "logits"
     axis = next((a.i for a in op.proto.attribute if a.name == "axis"), -1)
     shape = types[op.writes[0]].shape if op.writes[0] in types else None
-    if shape is None:
-        return "logits"
-    behind = shape[axis % len(shape) + 1 :]
-    return "probabilities" if all(size == 1 for size in behind) else "logits"
+    last = shape is not None and all(size == 1 for size in shape[axis % len(shape) + 1 :])
+    return "probabilities" if last else "logits"

@@ -30,7 +30,7 @@ class CompileOptions:
     candidates: int = 12
     """Most exits that are built."""
     max_disagreement: float = 0.01
-    confidence: float = 0.95
+    confidence_level: float = 0.95
     max_overhead: float | None = None
     """Share of the source model's time that the exits may add for a sample that takes none
     (Apparate's ramp budget), at the reference batch size, where the measurement is sure of it.
@@ -69,11 +69,7 @@ class RewriteOptions:
     """Write nothing."""
 
     def target(self) -> Path | None:
-        """Find where to write, and check it before any long work; ``None`` in a dry run.
-
-        Raises:
-            BundleExistsError: There is something at ``output`` already.
-        """
+        """Find where to write, and check that it is free; ``None`` in a dry run."""
         if self.dry_run:
             return None
         if self.output is None:
@@ -103,7 +99,7 @@ class RehearseOptions(RewriteOptions):
     anew: bool = False
     """Search the exits from scratch instead of adapting the policy."""
     max_disagreement: float | None = None
-    confidence: float | None = None
+    confidence_level: float | None = None
     rehearsal_batch: int | None = None
     max_violations: float | None = None
     seed: int = 0

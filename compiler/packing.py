@@ -87,11 +87,7 @@ def pack(
     limit: BindingLimit | None = None,
     measured: Measured | None = None,
 ) -> dict[str, bytes]:
-    """Give the content of every file but manifest and policy, by path.
-
-    ``rehearsed`` is how exits were chosen, if so, and ``limit`` what kept all of them out of use,
-    if so; ``measured`` is what the policy brings.
-    """
+    """Give the content of every file but manifest and policy, by path."""
     report = render_report(
         manifest, policy, profile, certify, rehearsed, limit=limit, measured=measured
     )
@@ -124,15 +120,11 @@ class Draft:
         answer = sliced.model.answer
         segments = tuple(segment.described() for segment in sliced.segments)
         described = tuple(_exit(index, exit_, answer.output) for index, exit_ in enumerate(exits))
-        files = {s.file: graph for s, graph in zip(segments, sliced.graphs, strict=True)}
-        files |= {e.file: built.graph for e, built in zip(described, exits, strict=True)}
-        return cls(
-            inputs=sliced.model.inputs,
-            answer=answer,
-            segments=segments,
-            exits=described,
-            files=files,
-        )
+        graphs = (*sliced.graphs, *(built.graph for built in exits))
+        names = [*(s.file for s in segments), *(e.file for e in described)]
+        files = dict(zip(names, graphs, strict=True))
+        inputs = sliced.model.inputs
+        return cls(inputs=inputs, answer=answer, segments=segments, exits=described, files=files)
 
     def read(self, file: str) -> bytes:
         """Give the content of a part's file."""
@@ -157,9 +149,8 @@ def _exit(index: int, built: BuiltExit, answer: str) -> Exit:
 def judged(exit_: Exit, certify: ExitRecords) -> Exit:
     """The exit with what the certify split says of it."""
     agrees, truth = certify.agrees[exit_.index], certify.labels
-    accuracy = None
-    if truth is not None:
-        accuracy = float((certify.prediction[exit_.index] == truth).mean())
+    hits = None if truth is None else certify.prediction[exit_.index] == truth
+    accuracy = None if hits is None else float(hits.mean())
     return replace(exit_, agreement=float(agrees.mean()), accuracy=accuracy)
 
 

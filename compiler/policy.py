@@ -70,11 +70,10 @@ class FixedPath:
         cls, tune: ExitRecords, active: Sequence[int], rehearsal: Rehearsal | None = None
     ) -> FixedPath:
         """Take the common path of some exits, as the tuning split gives it."""
-        rows = list(active)
-        thresholds = np.empty((0, 0))
+        rows, path = list(active), np.empty((0, 0))
         if rows:
-            thresholds = tuning_path(tune.confidence[rows], tune.agrees[rows])
-        return cls(active=tuple(rows), thresholds=thresholds, rehearsal=rehearsal)
+            path = tuning_path(tune.confidence[rows], tune.agrees[rows])
+        return cls(active=tuple(rows), thresholds=path, rehearsal=rehearsal)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,11 +90,8 @@ def free_batch(proto: onnx.ModelProto) -> None:
 
     Exporters bake the size into the targets of ``Reshape``, and into constants that are joined to
     data, such as the class token of a vision transformer. After the repair the model is run at
-    batch 1 and 3, which have to agree row by row.
-
-    Raises:
-        ModelError: An input has no batch dimension, or the model cannot be made to work at
-            another batch size.
+    batch 1 and 3, which have to agree row by row. ModelError if an input has no batch dimension,
+    or the model cannot be made to work at another batch size.
     """
     old = _old_batch(proto)
     if old is not None:
@@ -130,7 +127,6 @@ def _old_batch(proto: onnx.ModelProto) -> int | None:
 
 
 def _rename_batch(graph: onnx.GraphProto) -> None:
-    """Give the batch dimension its name, wherever the model states it."""
     fronts = [info.type.tensor_type.shape.dim[0] for info in graph.input]
     old_names = {front.dim_param for front in fronts} - {""}
     for info in (*graph.value_info, *graph.output):
@@ -142,7 +138,6 @@ def _rename_batch(graph: onnx.GraphProto) -> None:
 
 
 def _check_rows(proto: onnx.ModelProto, old: int) -> None:
-    """Run at batch 1 and 3 and compare row by row."""
     remedy = (
         f"the batch size was fixed at {old} and cannot be made dynamic; export the model with a "
         "dynamic first dimension (torch.onnx.export: dynamic_axes or dynamic_shapes)"
@@ -203,11 +198,9 @@ def _constant_value(
     proto: onnx.ModelProto, graph: Dataflow, name: str
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]] | None:
     """Value of an initializer or of a ``Constant`` node; None for anything else."""
-    for tensor in proto.graph.initializer:
-        if tensor.name == name:
-            return numpy_helper.to_array(tensor)
     op = graph.producers.get(name)
     given = constant_tensor(op.proto) if op is not None else None
+    given = next((t for t in proto.graph.initializer if t.name == name), given)
     return None if given is None else numpy_helper.to_array(given)
 
 
@@ -225,9 +218,8 @@ def _free_concats(proto: onnx.ModelProto, types: Mapping[str, TensorType]) -> No
             shape = types[tensor].shape if tensor in types else None
             if tensor not in graph.variable and shape and shape[0] in {1, UNKNOWN}:
                 name = f"{op.writes[0]}/row{i}"
-                added.setdefault(op.writes[0], []).extend(
-                    _repeat(proto, tensor, data, name, len(shape))
-                )
+                repeated = _repeat(proto, tensor, data, name, len(shape))
+                added.setdefault(op.writes[0], []).extend(repeated)
                 op.proto.input[i] = name
     nodes = [n for node in proto.graph.node for n in (*added.get(node.output[0], ()), node)]
     refill(proto.graph.node, nodes)

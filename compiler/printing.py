@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from offramp.bundle import Bundle, ExitPolicy, Promise
 from offramp.bundle.bundle import REPORT
-from offramp.bundle.engines import ENGINES, EngineEntry
+from offramp.bundle.engines import ENGINES
 from offramp.calibration.rehearsal import Forecast
-from offramp.compiler.build import UNKNOWN, Building
+from offramp.compiler.build import UNKNOWN
 from offramp.compiler.cuts import CutAnalysis, CutPoint, Rejection
-from offramp.compiler.engines.building import BuildSummary, Planned, PlannedEngine, UnitResult
+from offramp.compiler.engines.building import Building, Planned, PlannedEngine, UnitResult
 from offramp.compiler.engines.options import SizeRange, describe_ranges
 from offramp.compiler.engines.units import Unit, segment_units, source_unit, stage_units
 from offramp.compiler.export.export import Exported
@@ -56,10 +56,10 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
 
 
 def _promised(promise: Promise, like: str) -> str:
+    disagreed = f"{promise.certify_errors} of {promise.certify_samples} certify samples disagreed"
     return (
-        f"Disagreement with the unmodified model ≤ {100 * promise.max_disagreement:g}% on "
-        f"unseen data like {like}, with {100 * promise.confidence_level:g}% confidence "
-        f"({promise.certify_errors} of {promise.certify_samples} certify samples disagreed)."
+        f"Disagreement with the unmodified model ≤ {100 * promise.max_disagreement:g}% on unseen "
+        f"data like {like}, with {100 * promise.confidence_level:g}% confidence ({disagreed})."
     )
 
 
@@ -90,10 +90,8 @@ def _added(bundle: Bundle) -> str:
     """Say what the exits in use add where none is taken, at batch 1 and at the reference size."""
     profile, active = bundle.profile(), [a.exit for a in bundle.policy.active]
     sizes = sorted({profile.batch_sizes[0], bundle.manifest.calibration.reference_batch_size})
-    costs = [CostModel.of(bundle.manifest, profile, size) for size in sizes]
-    shares = [f"{cost.overhead(active):.1%} at batch {size}"
-              for size, cost in zip(sizes, costs, strict=True)]  # fmt: skip
-    return ", ".join(shares)
+    costs = {size: CostModel.of(bundle.manifest, profile, size) for size in sizes}
+    return ", ".join(f"{c.overhead(active):.1%} at batch {size}" for size, c in costs.items())
 
 
 def print_inspection(model: SourceModel, analysis: CutAnalysis, console: Console) -> None:
@@ -151,9 +149,8 @@ def _rejected_table(rejected: Sequence[Rejection]) -> Table:
 def print_profiled(done: Profiled, console: Console) -> None:
     """Print what ``eecompile profile`` measured, and what the policy is predicted to save now."""
     active = [a.exit for a in done.bundle.policy.active]
-    table = Table("batch", "model, ms", "before", "exits add", "± ", "saved", "before", "rounds")
-    for column in table.columns:
-        column.justify = "right"
+    titles = ("batch", "model, ms", "before", "exits add", "± ", "saved", "before", "rounds")
+    table = Table(*(Column(title, justify="right") for title in titles))
     for index, size in enumerate(done.after.batch_sizes):
         cost = CostModel.of(done.bundle.manifest, done.after, size)
         spread = done.after.spread
@@ -176,7 +173,6 @@ def print_profiled(done: Profiled, console: Console) -> None:
 
 
 def _advice(done: Profiled, active: list[int]) -> str:
-    """Say what the new profile means for the policy."""
     size = done.bundle.manifest.calibration.reference_batch_size
     saved = predicted_savings(done.bundle, done.after, size)
     if not active:
@@ -202,10 +198,8 @@ def print_rehearsing(done: Rehearsing, console: Console) -> None:
         say(f"exit {move.exit} {where}: it would make {late} of the batches late")
     console.print(_rehearsed_table(done))
     settings = done.rehearsed.rehearsal.settings
-    say(
-        f"Predicted for batches of {settings.batch_size} of the new load, from profiled times; "
-        "not measured."
-    )
+    load = f"batches of {settings.batch_size} of the new load"
+    say(f"Predicted for {load}, from profiled times; not measured.")
     if done.after.promise is None:
         say(
             "[bold red]No exit is in use:[/bold red] no policy kept the promise and saved time on "
@@ -219,10 +213,8 @@ def print_rehearsing(done: Rehearsing, console: Console) -> None:
             f"{numbers.plain_percent(settings.max_violations)} tolerated. Thresholds that could "
             "be certified let more samples go on than those rehearsed; more data helps."
         )
-    if done.written is None:
-        say("Dry run: nothing was written.")
-    else:
-        say(f"Written: {escape(str(done.written))}")
+    where = f"Written: {escape(str(done.written))}"
+    say("Dry run: nothing was written." if done.written is None else where)
 
 
 def _rehearsed_table(done: Rehearsing) -> Table:
@@ -231,11 +223,8 @@ def _rehearsed_table(done: Rehearsing) -> Table:
     table.add_column("after", justify="right")
     before, after = _thresholds(done.before), _thresholds(done.after)
     for exit_ in sorted({*before, *after}):
-        table.add_row(
-            f"exit {exit_}: least confidence",
-            before.get(exit_, "not in use"),
-            after.get(exit_, "not in use"),
-        )
+        thresholds = (policy.get(exit_, "not in use") for policy in (before, after))
+        table.add_row(f"exit {exit_}: least confidence", *thresholds)
     old, new = _figures(done.before_forecast), _figures(done.rehearsed.shipped)
     table.add_section()
     for name in old:
@@ -273,11 +262,8 @@ def print_exported(done: Exported, data: Path, console: Console) -> None:
     if done.with_exits:
         say(f"  further outputs: {escape(done.names.exit)}, {escape(done.names.confidence)}")
     verified = done.verified
-    how = (
-        "bit for bit"
-        if not verified.largest_difference
-        else f"within {verified.largest_difference:.1e} of the largest value"
-    )
+    apart = verified.largest_difference
+    how = f"within {apart:.1e} of the largest value" if apart else "bit for bit"
     say(
         f"Verified on {verified.samples} samples of {escape(str(data))}: the bundle's exits, its "
         f"answers {how}; {1 - verified.exit_shares.get(-1, 0.0):.1%} left early."
@@ -292,58 +278,50 @@ _STYLES = {"built": "green", "fresh": "dim", "failed": "bold red"}
 
 def print_building(building: Building, console: Console) -> None:
     """Print a line a unit, and what there is now."""
-    if building.summary is None:
-        console.print(_plan_table(building))
-        console.print(_plan_line(building), highlight=False, soft_wrap=True)
+    if building.results is None:
+        table, line = _plan_table(building), _plan_line(building)
     else:
-        console.print(_result_table(building, building.summary))
-        console.print(_result_line(building, building.summary), highlight=False, soft_wrap=True)
+        table = _result_table(building, building.results)
+        line = _result_line(building, building.results)
+    console.print(table)
+    console.print(line, highlight=False, soft_wrap=True)
 
 
-def _result_table(building: Building, summary: BuildSummary) -> Table:
+def _result_table(building: Building, results: Sequence[UnitResult]) -> Table:
     table = _table("profiles", "size", "build", "difference")
-    for result in summary.results:
+    for result in results:
         entry = result.entry if result.status != "failed" else None
         table.add_row(
             result.unit.name,
             part_of(result.unit, building.bundle),
-            *(_measured(entry) if entry else ["–"] * 3),
+            str(len(entry.profiles)) if entry else "–",
+            f"{entry.size_bytes / _MIB:.1f} MiB" if entry else "–",
+            f"{entry.build_s:.1f} s" if entry else "–",
             "–" if result.error is None else f"{result.error:.1e}",
             f"[{_STYLES[result.status]}]{result.status}[/]",
         )
     return table
 
 
-def _measured(entry: EngineEntry) -> list[str]:
-    return [
-        str(len(entry.profiles)),
-        f"{entry.size_bytes / _MIB:.1f} MiB",
-        f"{entry.build_s:.1f} s",
-    ]
-
-
-def _result_line(building: Building, summary: BuildSummary) -> str:
+def _result_line(building: Building, results: Sequence[UnitResult]) -> str:
     counts = [
-        f"{sum(r.status == status for r in summary.results)} {status}"
+        f"{sum(r.status == status for r in results)} {status}"
         for status in ("built", "fresh", "failed")
-        if status != "failed" or summary.failed
+        if status != "failed" or building.failed
     ]
-    entries = [r.entry for r in summary.results if r.entry and r.status != "failed"]
+    entries = [r.entry for r in results if r.entry and r.status != "failed"]
     size = sum(entry.size_bytes for entry in entries) / _MIB
     path = f"{building.bundle.path}/{ENGINES}/{building.target.folder}"
     line = f"{escape(building.target.describe())}: {', '.join(counts)}"
     if not entries:
         return line
+    ranges = {SizeRange(p.first_batch, p.last_batch) for e in entries for p in e.profiles}
+    batches = describe_ranges(sorted(ranges))
     return (
-        f"{line}, {size:.1f} MiB for batches {_batches(entries)} in [bold]{escape(path)}[/bold]\n"
+        f"{line}, {size:.1f} MiB for batches {batches} in [bold]{escape(path)}[/bold]\n"
         "Measured: the time of building, and the largest difference from ONNX Runtime on the CPU, "
         "as a share of the output's largest magnitude."
     )
-
-
-def _batches(entries: Iterable[EngineEntry]) -> str:
-    ranges = {SizeRange(p.first_batch, p.last_batch) for e in entries for p in e.profiles}
-    return describe_ranges(sorted(ranges))
 
 
 def _plan_table(building: Building) -> Table:

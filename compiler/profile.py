@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import onnx
-from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, ActiveExit, Bundle, Exit, ExitPolicy, Profile, Spread
 from offramp.bundle.bundle import CERTIFY, REPORT
@@ -50,11 +49,7 @@ class Profiled:
 
 
 def profile_bundle(options: ProfileOptions, progress: Progress = SILENT) -> Profiled:
-    """Measure a bundle's profile on this machine, and write it.
-
-    Raises:
-        BundleError: There is no bundle, it is damaged, or it cannot be written.
-    """
+    """Measure a bundle's profile on this machine, and write it; BundleError if that fails."""
     bundle = Bundle.open(options.bundle)
     target = options.target()
     before = bundle.profile()
@@ -69,14 +64,10 @@ def measure(
 ) -> Profile:
     """Time a bundle's parts as compiling does, on zeros."""
     manifest = bundle.manifest
-
-    def samples(size: int) -> dict[str, NDArray[Any]]:
-        return zeros(manifest, size)
-
     timer = ProfileTimer(
         source=bundle.read(manifest.source.file),
         segments=[bundle.read(segment.file) for segment in manifest.segments],
-        samples=samples,
+        samples=partial(zeros, manifest),
         threads=threads,
         batch_sizes=batch_sizes,
         progress=progress,
@@ -88,7 +79,7 @@ def measure(
             [[graph] for graph in graphs],
             [_empty(e, g) for e, g in zip(manifest.exits, graphs, strict=True)],
             timer.segments,
-            samples,
+            timer.samples,
             threads=threads,
             batch_sizes=batch_sizes,
             progress=advance,

@@ -38,7 +38,6 @@ class TerminalProgress:
     """Progress as bars on standard error, one a step."""
 
     def __init__(self, console: Console) -> None:
-        """Draw on ``console``."""
         self._bars = RichProgress(
             TextColumn("{task.description:<34}"),
             BarColumn(bar_width=30),
@@ -48,7 +47,6 @@ class TerminalProgress:
         )
 
     def __enter__(self) -> Self:
-        """Begin drawing."""
         self._bars.start()
         return self
 

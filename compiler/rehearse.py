@@ -62,8 +62,7 @@ def rehearse_bundle(options: RehearseOptions, progress: Progress = SILENT) -> Re
     """Adapt a bundle to new data, and write it.
 
     Raises:
-        BundleError: There is no bundle, it is damaged, or it cannot be written.
-        CompileError: It has no exits.
+        BundleError, CompileError: There is no bundle, it has no exits, or cannot be written.
         DataError: The data does not fit the model, or is too little.
     """
     bundle = Bundle.open(options.bundle)
@@ -76,9 +75,10 @@ def rehearse_bundle(options: RehearseOptions, progress: Progress = SILENT) -> Re
     settings, choice = _asked(bundle, options)
     dataset = read_dataset(options.data, bundle.manifest.inputs)
     for_tuning, for_certifying = _split(dataset, settings, choice)
-    tune = record_exits(bundle.manifest, bundle.read, for_tuning, "Rehearse the exits", progress)
-    certify = record_exits(
-        bundle.manifest, bundle.read, for_certifying, "Certify the policy", progress
+    parts = {"Rehearse the exits": for_tuning, "Certify the policy": for_certifying}
+    tune, certify = (
+        record_exits(bundle.manifest, bundle.read, part, title, progress)
+        for title, part in parts.items()
     )
     if options.anew or not bundle.policy.active:
         path = choice.by_rehearsal(tune, settings)
@@ -86,20 +86,21 @@ def rehearse_bundle(options: RehearseOptions, progress: Progress = SILENT) -> Re
         path = _adapted(bundle.policy, choice, tune, settings)
     assert path.rehearsal is not None
     policy = replace(choice.certify(path, certify), version=bundle.policy.version + 1)
+    shipped = choice.forecast(policy, certify, settings)
     done = Rehearsing(
         before=bundle.policy,
         before_forecast=choice.forecast(bundle.policy, certify, settings),
         after=policy,
-        rehearsed=Rehearsed(
-            rehearsal=path.rehearsal,
-            shipped=choice.forecast(policy, certify, settings),
-            data_sha256=dataset.sha256,
-        ),
+        rehearsed=Rehearsed(rehearsal=path.rehearsal, shipped=shipped, data_sha256=dataset.sha256),
         moves=path.moves,
         written=target,
     )
     if target is not None:
-        _write(bundle, options, target, done, tune=tune, certify=certify)
+        manifest = renewed_manifest(bundle.manifest, target, tune=tune, certify=certify)
+        report = render_report(manifest, policy, bundle.profile(), certify, done.rehearsed)
+        changed = {RECORDS: dump_records(tune, certify), REPORT: report.encode()}
+        changed[REHEARSAL] = done.rehearsed.dump()
+        rewrite(bundle, target, manifest, policy, changed, overwrite=options.replaces)
     return done
 
 
@@ -120,7 +121,7 @@ def _asked(bundle: Bundle, options: RehearseOptions) -> tuple[RehearsalSettings,
         structure=bundle.manifest,
         profile=profile,
         max_disagreement=bound,
-        confidence_level=options.confidence or level,
+        confidence_level=options.confidence_level or level,
         batch_size=bundle.manifest.calibration.reference_batch_size,
         seed=options.seed,
     )
@@ -129,11 +130,7 @@ def _asked(bundle: Bundle, options: RehearseOptions) -> tuple[RehearsalSettings,
 def _split(
     dataset: Dataset, settings: RehearsalSettings, choice: PolicyChoice
 ) -> tuple[Dataset, Dataset]:
-    """Part new data at random: to tune with, and to certify with.
-
-    Raises:
-        DataError: There are too few samples; the message says how many are needed.
-    """
+    """Part new data at random: to tune with, and to certify with; DataError if too few."""
     least = samples_needed(choice.max_disagreement, choice.confidence_level)
     tune = _tune_samples(len(dataset), least)
     if tune < settings.batch_size:
@@ -153,8 +150,7 @@ def _adapted(
 ) -> FixedPath:
     """Move exits that make batches late, and find how thresholds are raised (7.6)."""
     load = draw_load(tune, settings, seed=choice.seed)
-    bound, level = choice.max_disagreement, choice.confidence_level
-    allowed = certifiable_errors(load.samples, bound, level)
+    allowed = certifiable_errors(load.samples, choice.max_disagreement, choice.confidence_level)
     found = adapt(load, choice.times, policy.active, settings, allowed_errors=allowed)
     return FixedPath(
         active=tuple(a.exit for a in found.least),
@@ -162,26 +158,6 @@ def _adapted(
         rehearsal=found.rehearsal,
         moves=found.moves,
     )
-
-
-def _write(
-    bundle: Bundle,
-    options: RehearseOptions,
-    target: Path,
-    done: Rehearsing,
-    *,
-    tune: ExitRecords,
-    certify: ExitRecords,
-) -> None:
-    """Write a bundle with the new policy, records and report."""
-    manifest = renewed_manifest(bundle.manifest, target, tune=tune, certify=certify)
-    report = render_report(manifest, done.after, bundle.profile(), certify, done.rehearsed)
-    changed = {
-        RECORDS: dump_records(tune, certify),
-        REPORT: report.encode(),
-        REHEARSAL: done.rehearsed.dump(),
-    }
-    rewrite(bundle, target, manifest, done.after, changed, overwrite=options.replaces)
 
 
 def renewed_manifest(
@@ -192,9 +168,7 @@ def renewed_manifest(
     ``data_sha256`` stays that of the data that trained the heads; the new data's is in
     ``rehearsal.json``.
     """
-    accuracy = None
-    if certify.labels is not None:
-        accuracy = float((certify.final_prediction == certify.labels).mean())
+    hits = None if certify.labels is None else certify.final_prediction == certify.labels
     return replace(
         manifest,
         name=bundle_name(target),
@@ -204,7 +178,7 @@ def renewed_manifest(
             manifest.calibration,
             tune_samples=len(tune.final_prediction),
             certify_samples=len(certify.final_prediction),
-            source_accuracy=accuracy,
+            source_accuracy=None if hits is None else float(hits.mean()),
         ),
     )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 import onnx
@@ -22,12 +23,7 @@ class GraphRunner:
     """A graph loaded into ONNX Runtime on the CPU, as the compiler runs graphs to compare them."""
 
     def __init__(self, proto: onnx.ModelProto, threads: int = 1) -> None:
-        """Load a graph.
-
-        Raises:
-            RuntimeError: ONNX Runtime refuses it (its exceptions derive from this or from
-                ``Exception`` alone, hence are translated).
-        """
+        """Load a graph; RuntimeError if ONNX Runtime refuses it, whatever its own error is."""
         options = ort.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
         options.log_severity_level = 4
@@ -36,7 +32,7 @@ class GraphRunner:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         # Q/DQ as it is written: fused int8 kernels saturate on some processors, not on others.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
-        with _Translated():
+        with _translated():
             self._session = ort.InferenceSession(
                 proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
             )
@@ -44,25 +40,21 @@ class GraphRunner:
         self.outputs = tuple(o.name for o in self._session.get_outputs())
 
     def run(self, feeds: Mapping[str, NDArray[np.generic]]) -> dict[str, NDArray[np.generic]]:
-        """Return all outputs by name; ``feeds`` may hold more than the graph reads.
-
-        Raises:
-            RuntimeError: An operator fails on these feeds.
-        """
-        with _Translated():
+        """Return all outputs by name; ``feeds`` may hold more. RuntimeError if that fails."""
+        with _translated():
             values = self._session.run(None, {name: feeds[name] for name in self.inputs})
         return dict(zip(self.outputs, values, strict=True))
 
 
-class _Translated:
-    """Turns ONNX Runtime's own exceptions into RuntimeError with their first line."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and type(error).__module__.startswith("onnxruntime"):
-            raise RuntimeError(str(error).splitlines()[0]) from error
+@contextmanager
+def _translated() -> Iterator[None]:
+    """Turn ONNX Runtime's own exceptions into RuntimeError with their first line."""
+    try:
+        yield
+    except Exception as error:
+        if not type(error).__module__.startswith("onnxruntime"):
+            raise
+        raise RuntimeError(str(error).splitlines()[0]) from error
 
 
 def random_inputs(
@@ -77,15 +69,11 @@ def random_inputs(
     graph = Dataflow(proto.graph)
     types = declared_types(proto)
     sizes: dict[str, int] = {BATCH: batch}
+    feeds: dict[str, NDArray[np.generic]] = {}
     for name in graph.inputs:
         shape = types[name].shape or ()
         default = _SEQUENCE_SIZE if len(shape) <= 3 else _IMAGE_SIZE
-        for size in shape:
-            if isinstance(size, str):
-                sizes.setdefault(size, default)
-    feeds: dict[str, NDArray[np.generic]] = {}
-    for name in graph.inputs:
-        sized = tuple(d if isinstance(d, int) else sizes[d] for d in types[name].shape or ())
+        sized = tuple(d if isinstance(d, int) else sizes.setdefault(d, default) for d in shape)
         dtype = np.dtype(dtype_name(types[name].elem_type))
         feeds[name] = _random(rng, sized, dtype, _table_size(proto, graph, name))
     return feeds

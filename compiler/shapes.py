@@ -26,12 +26,7 @@ BATCH = "batch"
 UNKNOWN = "?"
 """A size that inference could not find."""
 
-_FLOATING = (
-    onnx.TensorProto.FLOAT,
-    onnx.TensorProto.FLOAT16,
-    onnx.TensorProto.DOUBLE,
-    onnx.TensorProto.BFLOAT16,
-)
+_FLOATING = ("float16", "float32", "float64", "bfloat16")
 _BATCH_PROBES = (2003, 3001)
 _SMALL_PROBES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53)
 """For sequences: below the 64 or 77 positions that some models have tables for."""
@@ -58,7 +53,7 @@ class TensorType:
     @property
     def is_floating(self) -> bool:
         """Whether the elements are floating-point numbers."""
-        return self.elem_type in _FLOATING
+        return self.dtype in _FLOATING
 
 
 def dtype_name(elem_type: int) -> str:
@@ -98,16 +93,14 @@ def declared_types(proto: onnx.ModelProto) -> dict[str, TensorType]:
     }
     for info in (*graph.input, *graph.value_info, *graph.output):
         if info.type.HasField("tensor_type"):
-            types[info.name] = TensorType(
-                elem_type=info.type.tensor_type.elem_type, shape=_declared_shape(info)
-            )
+            kind = info.type.tensor_type.elem_type
+            types[info.name] = TensorType(elem_type=kind, shape=_declared_shape(info))
     return types
 
 
 def infer_types(proto: onnx.ModelProto) -> dict[str, TensorType]:
     """Infer the types of all tensors whose element type can be known."""
-    symbols = symbolic_sizes(proto)
-    probes = tuple(_probe(symbols, which) for which in (0, 1))
+    probes = [_probe(symbolic_sizes(proto), which) for which in (0, 1)]
     first, second = (concrete_shapes(proto, sizes) for sizes in probes)
     labels = dict(_labels(*probes))
     return {
@@ -131,10 +124,7 @@ def symbolic_sizes(proto: onnx.ModelProto) -> dict[str, int]:
 def concrete_shapes(
     proto: onnx.ModelProto, sizes: Mapping[str, int]
 ) -> dict[str, tuple[int, ConcreteShape]]:
-    """Infer element type and shape by tensor name, with numbers in place of the inputs' symbols.
-
-    Tensors of unknown type are left out.
-    """
+    """Infer known element types and shapes by tensor name, at these sizes of the symbols."""
     skeleton = _skeleton(proto)
     for info in skeleton.graph.input:
         for dim in info.type.tensor_type.shape.dim:
@@ -250,6 +240,5 @@ def _declared_shape(info: onnx.ValueInfoProto) -> tuple[int | str, ...] | None:
 
 
 def _value_info(name: str, tensor: TensorType) -> onnx.ValueInfoProto:
-    shape = tensor.shape
-    dims = None if shape is None else [None if d == UNKNOWN else d for d in shape]
+    dims = tensor.shape and [None if d == UNKNOWN else d for d in tensor.shape]
     return onnx.helper.make_tensor_value_info(name, tensor.elem_type, dims)

@@ -1,4 +1,4 @@
-"""The model in pieces."""
+"""The model in pieces: candidates for exits, the mask, and one model for each segment."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ class Sliced:
 def slice_model(model: SourceModel, options: CompileOptions) -> Sliced:
     """Cut the model at its candidates.
 
-    Raises:
-        CompileError: There are no cut points, or the user named one or a mask that does not exist.
+    CompileError if there are no cut points, or the user named one or a mask that does not exist.
     """
     analysis = find_cuts(model)
     points = choose_candidates(analysis, limit=options.candidates, exits=options.exits or None)
@@ -55,17 +54,13 @@ def slice_model(model: SourceModel, options: CompileOptions) -> Sliced:
             f"many tokens as the mask; they read {shapes}"
         )
     segments = split(model, points)
-    return Sliced(
-        model=model,
-        cuts=cuts,
-        segments=segments,
-        graphs=tuple(s.proto.SerializeToString() for s in segments),
-    )
+    graphs = tuple(s.proto.SerializeToString() for s in segments)
+    return Sliced(model=model, cuts=cuts, segments=segments, graphs=graphs)
 
 
-def _cut_tensor(point: CutPoint, mask: Mask | None) -> CutTensor:
+def _cut_tensor(point: CutPoint, mask: TensorSpec | None) -> CutTensor:
     cut = CutTensor(name=point.tensor, dtype=point.dtype, shape=point.shape)
-    if mask is None or cut.rank != 3 or cut.shape[1] != mask.tokens:
+    if mask is None or cut.rank != 3 or cut.shape[1] != mask.shape[1]:
         return cut
     return replace(cut, mask=mask.name, mask_dtype=mask.dtype)
 
@@ -82,10 +77,8 @@ def choose_candidates(
 ) -> tuple[CutPoint, ...]:
     """Choose the cut points to build exits at, in the order of the data flow, at least one.
 
-    Args:
-        analysis: The model's cut points.
-        limit: At most so many are kept, spread over the cost (PAME 5.2).
-        exits: The user's own list, of tensor names or indices; it wins over ``limit``.
+    At most ``limit`` are kept, spread over the cost (PAME 5.2). ``exits`` is the user's own list,
+    of tensor names or indices; it wins over ``limit``.
 
     Raises:
         NoCutPointError: The model has no cut point.
@@ -118,8 +111,7 @@ def _thinned(cuts: Sequence[CutPoint], limit: int) -> tuple[CutPoint, ...]:
     start = 0
     for i in range(limit):
         mark = ((i + 1) / (limit + 1)) ** _DENSITY
-        reserve = limit - i - 1
-        window = cuts[start : len(cuts) - reserve]
+        window = cuts[start : len(cuts) - (limit - i - 1)]
         best = min(window, key=lambda cut: abs(cut.flops_share_before - mark))
         start = best.index + 1
         chosen.append(best)
@@ -151,23 +143,13 @@ def _why_none(analysis: CutAnalysis) -> str:
     ).strip()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mask:
-    """A graph input [batch, tokens], 1 where a token counts and 0 where it pads."""
-
-    name: str
-    dtype: str
-    tokens: int | str
-    """Size of the second dimension, maybe symbolic."""
-
-
 def find_mask(
     inputs: Sequence[TensorSpec], main_inputs: Sequence[str], named: str | None
-) -> Mask | None:
-    """Find the mask: the one that the user named, or the one side input called a mask.
+) -> TensorSpec | None:
+    """Find the mask [batch, tokens]: the one that the user named, or the one side input called so.
 
-    Raises:
-        ModelError: The input named is not there, or is not [batch, tokens].
+    It is 1 where a token counts and 0 where it pads. ModelError if the input that was named is not
+    there, or is not [batch, tokens].
     """
     shaped = {spec.name: spec for spec in inputs if len(spec.shape) == 2}
     if named is not None:
@@ -176,13 +158,9 @@ def find_mask(
             raise ModelError(
                 f"--mask {named!r} is not an input of shape [batch, tokens]; inputs are {known}"
             )
-        return _mask(shaped[named])
+        return shaped[named]
     found = [s for n, s in shaped.items() if "mask" in n.lower() and n not in main_inputs]
-    return _mask(found[0]) if len(found) == 1 else None
-
-
-def _mask(spec: TensorSpec) -> Mask:
-    return Mask(name=spec.name, dtype=spec.dtype, tokens=spec.shape[1])
+    return found[0] if len(found) == 1 else None
 
 
 TOLERANCE = 1e-5
@@ -218,9 +196,8 @@ class SegmentModel:
 def split(model: SourceModel, cuts: Sequence[CutPoint]) -> tuple[SegmentModel, ...]:
     """Slice the model at ``cuts``, which are in the order of the data flow.
 
-    Returns:
-        One segment more than there are cut points. Chained they compute what the model does,
-        each taking the side inputs at its own, possibly shrunk, batch.
+    Gives one segment more than there are cut points. Chained they compute what the model does,
+    each taking the side inputs at its own, possibly shrunk, batch.
     """
     ends = [cut.tensor for cut in cuts] + [model.answer.output]
     shares = np.diff([0.0, *(cut.flops_share_before for cut in cuts), 1.0])
@@ -228,15 +205,12 @@ def split(model: SourceModel, cuts: Sequence[CutPoint]) -> tuple[SegmentModel, .
     graph = Dataflow(model.proto.graph)
     surgeon = gs.import_onnx(model.proto)
     segments: list[SegmentModel] = []
-    for index, (end, share) in enumerate(zip(ends, shares, strict=True)):
+    for index, (end, share) in enumerate(zip(ends, shares.tolist(), strict=True)):
         start = ends[index - 1] if index else None
         names, inputs = _extent(graph, start, end, shared)
         proto = _extract(surgeon, names, inputs, end, f"{model.name}/{index}")
-        segments.append(
-            SegmentModel(
-                index=index, proto=proto, inputs=inputs, output=end, flops_share=float(share)
-            )
-        )
+        made = SegmentModel(index=index, proto=proto, inputs=inputs, output=end, flops_share=share)
+        segments.append(made)
     return tuple(segments)
 
 
@@ -271,18 +245,12 @@ def _extract(
         ir_version=surgeon.ir_version,
     )
     proto: onnx.ModelProto = gs.export_onnx(graph)
-    _check_closed(proto)
-    onnx.checker.check_model(proto)
-    return proto
-
-
-def _check_closed(proto: onnx.ModelProto) -> None:
-    """Every tensor that is read has to be written, constant, or a declared input."""
     flow = Dataflow(proto.graph)
     known = {*flow.producers, *flow.constants, *flow.inputs}
     free = {t for op in flow.operators for t in op.reads} - known
-    if free:
-        raise AssertionError(f"{proto.graph.name} reads {sorted(free)}, which nothing provides")
+    assert not free, f"{proto.graph.name} reads {sorted(free)}, which nothing provides"
+    onnx.checker.check_model(proto)
+    return proto
 
 
 def verify(
@@ -298,12 +266,8 @@ def verify(
     ``samples`` are arrays by graph input, repeated where they are fewer than a batch;
     ``tolerance`` is relative to the largest value of the source's answer.
 
-    Returns:
-        The largest relative difference found.
-
-    Raises:
-        VerificationError: A difference beyond ``tolerance``, or a value that is no number;
-            names the first segment that diverges.
+    Gives the largest difference found. VerificationError names the first segment that diverges,
+    beyond ``tolerance`` or with a value that is no number.
     """
     source = GraphRunner(model.proto)
     runners = [GraphRunner(segment.proto) for segment in segments]
@@ -312,7 +276,9 @@ def verify(
     for size in batch_sizes:
         feeds = {k: v[np.arange(size) % len(v)] for k, v in samples.items()}
         wanted = source.run(feeds)[answer]
-        chained = _chain(runners, feeds)
+        chained: dict[str, NDArray[np.generic]] = dict(feeds)
+        for runner in runners:
+            chained |= runner.run(chained)
         difference = relative_difference(chained[answer], wanted)
         if not difference <= tolerance:
             raise VerificationError(
@@ -322,16 +288,6 @@ def verify(
             )
         worst = max(worst, difference)
     return worst
-
-
-def _chain(
-    runners: Sequence[GraphRunner], feeds: Mapping[str, NDArray[np.generic]]
-) -> dict[str, NDArray[np.generic]]:
-    """Run one segment after the other; return what each of them wrote."""
-    values = dict(feeds)
-    for runner in runners:
-        values |= runner.run(values)
-    return values
 
 
 def _diagnosis(

@@ -41,11 +41,7 @@ class TensorRTBuilder:
     """Builds engines with TensorRT on one GPU; used by one thread."""
 
     def __init__(self, device: str) -> None:
-        """Take a GPU, such as ``cuda:0``.
-
-        Raises:
-            BackendError: Driver, GPU, TensorRT or PyCUDA is missing, or does not load.
-        """
+        """Take a GPU, such as ``cuda:0``; BackendError if driver, GPU or libraries are missing."""
         found = probe.require(device)
         compat.load()
         self.gpu = found.name
@@ -76,9 +72,9 @@ class TensorRTBuilder:
         watch = BuildWatch(progress)
 
         def work() -> Built:
-            with self._context.current(), watch:
+            with self._context.current(), watch, errors_of_tensorrt() as errors:
                 return self._build(
-                    graph, profiles, settings, timing_cache=timing_cache, watch=watch
+                    graph, profiles, settings, timing_cache, watch=watch, errors=errors
                 )
 
         return _in_a_thread(work, on_interrupt=watch.interrupt)
@@ -104,21 +100,21 @@ class TensorRTBuilder:
         graph: bytes,
         profiles: Sequence[ShapeProfile],
         settings: BuildSettings,
-        *,
         timing_cache: bytes,
+        *,
         watch: BuildWatch,
+        errors: list[str],
     ) -> Built:
-        with errors_of_tensorrt() as errors:
-            builder = self._open(errors)
-            network = _parse(builder, graph)
-            config, kept = _configure(builder, settings, watch)
-            compat.keep_float32(config, network, settings.precision)
-            _add_profiles(builder, config, network, profiles)
-            cache = self._set_timing_cache(config, timing_cache)
-            plan: trt.IHostMemory | None = builder.build_serialized_network(network, config)
-            held: trt.IHostMemory | None = cache.serialize()
-            measured = b"" if held is None else bytes(held)
-            del config, kept  # in this order: the monitor has to outlive the config
+        builder = self._open(errors)
+        network = _parse(builder, graph)
+        config, kept = _configure(builder, settings, watch)
+        compat.keep_float32(config, network, settings.precision)
+        _add_profiles(builder, config, network, profiles)
+        cache = self._set_timing_cache(config, timing_cache)
+        plan: trt.IHostMemory | None = builder.build_serialized_network(network, config)
+        held: trt.IHostMemory | None = cache.serialize()
+        measured = b"" if held is None else bytes(held)
+        del config, kept  # in this order: the monitor has to outlive the config
         if plan is None:
             raise _failed("build the engine", errors)
         self._measured = measured
@@ -160,7 +156,6 @@ class BuildWatch:
         self._interrupted = False
 
     def __enter__(self) -> Self:
-        """Begin."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -249,10 +244,9 @@ def _configure(
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, settings.workspace_bytes)
     compat.allow_precision(config, settings.precision)
     compat.use_own_kernels_only(config)
-    kept = compat.watch_progress(
+    return config, compat.watch_progress(
         config, started=watch.started, stepped=watch.stepped, finished=watch.finished
     )
-    return config, kept
 
 
 def _parse(builder: trt.Builder, graph: bytes) -> trt.INetworkDefinition:
@@ -276,10 +270,8 @@ def _add_profiles(
     network: trt.INetworkDefinition,
     profiles: Sequence[ShapeProfile],
 ) -> None:
-    inputs = {}
-    for index in range(network.num_inputs):
-        tensor: trt.ITensor = network.get_input(index)
-        inputs[tensor.name] = tuple(tensor.shape)
+    tensors = map(network.get_input, range(network.num_inputs))
+    inputs = {tensor.name: tuple(tensor.shape) for tensor in tensors}
     for number, shapes in enumerate(profiles):
         _check_shapes(inputs, shapes, number)
         profile: trt.IOptimizationProfile = builder.create_optimization_profile()
@@ -302,10 +294,8 @@ def _check_shapes(
     for name, shape in inputs.items():
         range_ = profile.inputs[name]
         for given in (range_.least, range_.best, range_.most):
-            fits = len(given) == len(shape) and all(
-                size in (-1, wanted) for size, wanted in zip(shape, given, strict=True)
-            )
-            if not fits:
+            fit = (size in (-1, wanted) for size, wanted in zip(shape, given, strict=False))
+            if len(given) != len(shape) or not all(fit):
                 raise EngineBuildError(
                     f"profile {number} gives {name} the shape {given}, the graph has {shape} "
                     "(-1 is any size)"
@@ -314,14 +304,12 @@ def _check_shapes(
 
 def _new_timing_cache(config: trt.IBuilderConfig, data: bytes) -> trt.ITimingCache:
     """Attach what was measured before; one of another device or version is left aside."""
-    cache: trt.ITimingCache | None = config.create_timing_cache(data)
-    if cache is not None and config.set_timing_cache(cache, ignore_mismatch=False):
-        return cache
-    _LOG.debug("the timing cache does not fit this device or TensorRT: beginning a new one")
-    cache = config.create_timing_cache(b"")
-    if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
-        raise EngineBuildError("TensorRT could not begin a timing cache")
-    return cache
+    for content in (data, b""):
+        cache: trt.ITimingCache | None = config.create_timing_cache(content)
+        if cache is not None and config.set_timing_cache(cache, ignore_mismatch=False):
+            return cache
+        _LOG.debug("the timing cache does not fit this device or TensorRT: beginning a new one")
+    raise EngineBuildError("TensorRT could not begin a timing cache")
 
 
 def _failed(what: str, errors: Sequence[str]) -> EngineBuildError:

@@ -136,7 +136,6 @@ class ControlLoop:
             self.look()
 
     def _observe(self, state: _State) -> None:
-        """Hand the controller what was seen since the last look."""
         control = state.control
         while (seen := control.recorder.take()) is not None:
             control.controller.observe(seen)

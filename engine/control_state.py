@@ -13,11 +13,11 @@ fingerprint).
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
 import os
 import stat
-import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
+from offramp.bundle.files import write_whole
 from offramp.bundle.serde import to_plain
 
 _log = logging.getLogger(__name__)
@@ -88,17 +89,15 @@ def save_state(
     }
     members = {f"{_ARRAY}{index}": array for index, array in enumerate(arrays)}
     members[_DOCUMENT] = np.array(json.dumps(document).encode())
+    content = io.BytesIO()
+    np.savez(content, **members)  # type: ignore[arg-type]
     try:
-        _write(place, members)
+        write_whole(place, content.getvalue())
     except OSError as error:
         if place not in _unwritable:
             _unwritable.add(place)
-            _log.warning(
-                "%s cannot be written (%s): what is learned is lost with the server; make its "
-                "folder writable",
-                place,
-                error,
-            )
+            remedy = "what is learned is lost with the server; make its folder writable"
+            _log.warning("%s cannot be written (%s): %s", place, error, remedy)
         return False
     _unwritable.discard(place)
     return True
@@ -121,27 +120,9 @@ def load_state(
         _log.warning("%s cannot be read (%s); starting afresh", place, error)
         return None
     except Exception as error:  # zipfile, zlib, numpy and json raise many kinds for damage
-        _log.warning(
-            "%s is damaged or something else (%s: %s); starting afresh",
-            place,
-            type(error).__name__,
-            error,
-        )
+        found = f"{type(error).__name__}: {error}"
+        _log.warning("%s is damaged or something else (%s); starting afresh", place, found)
         return None
-
-
-def _write(place: Path, members: Mapping[str, NDArray[Any]]) -> None:
-    """Write a temporary file, and put it in place in one step once it is on the disk."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{place.name}.", suffix=".tmp", dir=place.parent)
-    scratch = Path(name)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            np.savez(file, **members)  # type: ignore[arg-type]
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(place)
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
 def _read(place: Path, fingerprint: Mapping[str, str]) -> dict[str, Any] | None:
@@ -151,12 +132,8 @@ def _read(place: Path, fingerprint: Mapping[str, str]) -> dict[str, Any] | None:
         members = _members(file)
     document = json.loads(members[_DOCUMENT].item())
     if (version := document["schema_version"]) != SCHEMA_VERSION:
-        _log.info(
-            "%s is of schema version %r, this Offramp reads %d; starting afresh",
-            place,
-            version,
-            SCHEMA_VERSION,
-        )
+        reads = f"this Offramp reads {SCHEMA_VERSION}"
+        _log.info("%s is of schema version %r, %s; starting afresh", place, version, reads)
         return None
     if differs := _differences(document["fingerprint"], fingerprint):
         _log.info("%s was kept for another %s; starting afresh", place, differs)
@@ -224,8 +201,7 @@ def _decode(value: Any, arrays: Mapping[str, NDArray[Any]]) -> Any:
         return value
     if _REFERENCE in value:
         return arrays[f"{_ARRAY}{value[_REFERENCE]}"]
-    return {_unescape(key): _decode(item, arrays) for key, item in value.items()}
-
-
-def _unescape(key: str) -> str:
-    return key.removeprefix("$") if key.startswith("$$") else key
+    return {
+        key.removeprefix("$") if key.startswith("$$") else key: _decode(item, arrays)
+        for key, item in value.items()
+    }

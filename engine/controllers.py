@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from numpy.typing import NDArray
-
 from offramp.bundle import Bundle, ExitPolicy, Profile
 from offramp.engine.control.adjustment import DEFAULT_MAX_OVERHEAD
 from offramp.engine.control.certified import CertifiedController, CertifiedSettings
@@ -30,11 +28,12 @@ STATIC_AUDIT_PROBABILITY: Final = 0.05
 def make_controller(
     bundle: Bundle, profile: Profile, mode: Mode, options: ModelOptions
 ) -> tuple[Controller, Mapping[str, str]]:
-    """Make the controller that the options name, and the fingerprint of what its state is good for.
+    """Make the controller that the options name, and the fingerprint of what its state fits.
 
-    It starts from the bundle's records and policy, and ``profile`` of where the model is served. In
-    release mode everything runs to the end, so that exits only cost throughput: there the ramp
-    budget is Apparate's 2 % unless the options say otherwise, and exits beyond it are left out.
+    It starts from the bundle's records and policy, or where the policy does not suit, from one that
+    was certified the same way. In release mode everything runs to the end, so that exits only cost
+    throughput: there the ramp budget is Apparate's 2 % unless the options say otherwise, and exits
+    beyond it are left out.
     """
     records = bundle.records()
     promise = bundle.policy.promise
@@ -42,32 +41,31 @@ def make_controller(
     max_disagreement = options.max_disagreement or compiled_for
     costs = CostModel.of(bundle.manifest, profile, options.max_batch_size)
     budget = ramp_budget(bundle.policy, costs, mode, options)
-    policy = _start(bundle.policy, costs, records, options, (max_disagreement, budget))
+    limits: dict[str, Any] = {
+        "max_disagreement": max_disagreement,
+        "confidence_level": options.confidence,
+    }
+    policy = bundle.policy
+    kept = within_budget(
+        policy, costs, records, max_overhead=budget, max_disagreement=max_disagreement
+    )
+    suits = promise is not None and promise.covers(max_disagreement, options.confidence)
+    if not suits or len(kept) < len(policy.active):
+        policy = certified_on(kept, costs, records, **limits)
     controller: Controller
     if options.controller == "static":
-        controller = StaticController(
-            policy,
-            max_disagreement=max_disagreement,
-            confidence_level=options.confidence,
-            audit_probability=1.0 if mode is Mode.RELEASE else STATIC_AUDIT_PROBABILITY,
-        )
+        audited = 1.0 if mode is Mode.RELEASE else STATIC_AUDIT_PROBABILITY
+        controller = StaticController(policy, **limits, audit_probability=audited)
     elif options.controller == "apparate":
-        settings = ApparateSettings(
-            max_disagreement=max_disagreement,
-            max_overhead=budget,
-            confidence_level=options.confidence,
-        )
-        controller = ApparateController(policy, costs, settings)
+        apparate = ApparateSettings(max_overhead=budget, **limits)
+        controller = ApparateController(policy, costs, apparate)
     else:
         controller = CertifiedController(
             policy,
             costs,
             records,
             CertifiedSettings(
-                max_disagreement=max_disagreement,
-                confidence_level=options.confidence,
-                audit_budget=options.audit_budget,
-                release=mode is Mode.RELEASE,
+                audit_budget=options.audit_budget, release=mode is Mode.RELEASE, **limits
             ),
             guard=ShiftGuard(records["confidence"]),
             proposals=ExitProposals(costs, max_overhead=budget),
@@ -90,24 +88,3 @@ def ramp_budget(policy: ExitPolicy, costs: CostModel, mode: Mode, options: Model
     if mode is Mode.RELEASE:
         return DEFAULT_MAX_OVERHEAD
     return max(costs.overhead([active.exit for active in policy.active]), 0.1)
-
-
-def _start(
-    policy: ExitPolicy,
-    costs: CostModel,
-    records: Mapping[str, NDArray[Any]],
-    options: ModelOptions,
-    limits: tuple[float, float],
-) -> ExitPolicy:
-    """The bundle's policy, or where it does not suit, one that was certified the same way."""
-    max_disagreement, budget = limits
-    kept = within_budget(
-        policy, costs, records, max_overhead=budget, max_disagreement=max_disagreement
-    )
-    promise = policy.promise
-    suits = promise is not None and promise.covers(max_disagreement, options.confidence)
-    if suits and len(kept) == len(policy.active):
-        return policy
-    return certified_on(
-        kept, costs, records, max_disagreement=max_disagreement, confidence_level=options.confidence
-    )

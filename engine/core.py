@@ -22,14 +22,7 @@ from offramp.engine.errors import BackendError, BadInputError, DrainingError, Mo
 from offramp.engine.executor import Executor
 from offramp.engine.options import EngineOptions
 from offramp.engine.request_table import Request
-from offramp.engine.results import (
-    EngineResult,
-    ModelInfo,
-    ResultKind,
-    StreamResult,
-    final_result,
-    first_result,
-)
+from offramp.engine.results import EngineResult, ModelInfo, ResultKind, StreamResult
 from offramp.engine.scheduling import DeviceScheduler, ParallelLimit
 from offramp.engine.served_model import ServedModel, warm_slots
 from offramp.engine.statistics import ModelStatistics
@@ -80,12 +73,9 @@ class Engine:
         *,
         backend: Backend | None = None,
     ) -> Engine:
-        """Load, check and warm up bundles; takes seconds, off the event loop.
+        """Load, check and warm up bundles, by the name to serve; takes seconds, in threads.
 
-        Args:
-            models: Bundle folders by the name to serve them under.
-            options: How to execute them.
-            backend: Instead of the one named in ``options``; the caller closes it.
+        ``backend`` takes the place of the one named in ``options``; the caller closes it.
 
         Raises:
             BundleError: A bundle is absent, damaged or of another version.
@@ -137,13 +127,9 @@ class Engine:
         """Answer a request of n samples (first dimension of every input, n ≥ 1).
 
         Each sample exits on its own; the result is complete. Cancelling the awaiting task withdraws
-        the request; its batch mates go on.
-
-        Args:
-            model: Name of a served model.
-            inputs: One array per input of the model, exact dtype, which must not change meanwhile.
-            deadline_s: Absolute time on ``time.monotonic()``; ``None`` is the model's SLO.
-            priority: Higher is served first.
+        the request; its batch mates go on. The arrays, one an input of exact dtype, must not change
+        meanwhile. The deadline is absolute on ``time.monotonic()``; ``None`` is the model's SLO. A
+        higher priority is served first.
 
         Raises:
             ModelNotServedError: No such model.
@@ -157,15 +143,7 @@ class Engine:
         served = self._served(model)
         request = self._submit(served, model, inputs, deadline_s=deadline_s, priority=priority)
         await self._finished(model, request)
-        answer = request.first.values
-        assert answer is not None
-        return EngineResult(
-            outputs={served.answer.output: answer},
-            exits=request.exits,
-            confidences=request.first.confidences,
-            forced=request.forced,
-            policy_version=request.policy_version,
-        )
+        return StreamResult.first(served.answer.output, request)
 
     async def infer_stream(
         self,
@@ -190,12 +168,12 @@ class Engine:
         )
         try:
             await self._finished(model, request)
-            early = first_result(served.answer.output, request)
+            early = StreamResult.first(served.answer.output, request)
             yield early
             if early.kind is ResultKind.EARLY:
                 await followup
                 if request.final is not None and request.final.filled.any():
-                    yield final_result(served.answer.output, request)
+                    yield StreamResult.second(served.answer.output, request)
         finally:
             if not followup.done():
                 followup.cancel()
@@ -211,18 +189,16 @@ class Engine:
         priority: int,
         followup: asyncio.Future[Request] | None = None,
     ) -> Request:
-        """Check a request and queue it."""
         if self._draining:
             raise DrainingError("the server is shutting down; send the request to another one")
         options = served.options
-        wrong = check_request(
+        if wrong := check_request(
             served.inputs,
             inputs,
             deadline_s=deadline_s,
             priority=priority,
             max_samples=options.max_queue_samples,
-        )
-        if wrong:
+        ):
             raise BadInputError(f"{model}: {wrong}")
         now_s = time.monotonic()
         if deadline_s is None:
@@ -253,7 +229,7 @@ class Engine:
 
     def models(self) -> tuple[ModelInfo, ...]:
         """Describe the served models."""
-        return tuple(self.model(name) for name in self._models)
+        return tuple(map(self.model, self._models))
 
     def model(self, name: str) -> ModelInfo:
         """Describe one served model; ModelNotServedError if there is none of that name."""

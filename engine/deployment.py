@@ -9,14 +9,14 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy, Manifest, Profile
-from offramp.certify.decision import MODEL_END, NEVER
+from offramp.certify.decision import NEVER
 from offramp.engine.backends.base import Backend, Stage
 from offramp.engine.options import ModelOptions
 from offramp.engine.pipeline import Pipeline
@@ -24,7 +24,6 @@ from offramp.engine.plan import Mode, Plan, StageSpec, make_plan
 from offramp.engine.scheduling import (
     Latencies,
     OperatingPoints,
-    Span,
     going_on,
     operating_points,
     stage_seconds,
@@ -114,13 +113,17 @@ class DeploymentMaker:
     def make(self, policy: ExitPolicy, before: Deployment | None = None) -> Deployment:
         """Make the deployment of a policy; fast once its stages are prepared.
 
-        It takes over the speeds that were observed of ``before``, the deployment that it follows.
+        It takes over what was observed of the same stages of ``before``, the deployment that it
+        follows, or of the machine's speed at least.
         """
         plan = make_plan(self._bundle, policy, self._mode)
         pipeline = Pipeline(self._backend, plan, prepare=self._stage)
         points = points_of(self._profile, self._records, plan, self._options)
         if before is not None:
-            points = _as_before(points, pipeline, before)
+            if [s.unit for s in plan.stages] == [s.unit for s in before.plan.stages]:
+                points = replace(points, latencies=before.points.latencies)
+            else:
+                points.latencies.calibrate(before.points.latencies.speed)
         self._number += 1
         return Deployment(number=self._number, policy=policy, pipeline=pipeline, points=points)
 
@@ -156,10 +159,7 @@ def points_of(
     The options give the largest batch, and whether exits may be forced; ``overhead_s`` is what each
     stage costs beyond its graph.
     """
-    spans = [
-        Span(first_segment=first, last_segment=last, exit=MODEL_END if fused is None else fused)
-        for first, last, fused in (s.unit for s in plan.stages)
-    ]
+    spans = [stage.unit for stage in plan.stages]
     answering = [(s.index, s.answered_by, s.threshold) for s in plan.stages if s.answer is not None]
     seconds = stage_seconds(profile, spans, options.max_batch_size, overhead_s=overhead_s)
     shares = going_on(answering, records, len(plan.stages))
@@ -175,12 +175,3 @@ def zeros(manifest: Manifest, batch_size: int) -> dict[str, NDArray[Any]]:
     """A batch of the shapes that the calibration data had."""
     shapes: Mapping[str, Sequence[int]] = manifest.calibration.sample_shapes
     return {t.name: np.zeros((batch_size, *shapes[t.name]), t.dtype) for t in manifest.inputs}
-
-
-def _as_before(points: OperatingPoints, pipeline: Pipeline, before: Deployment) -> OperatingPoints:
-    """Take over what was observed of the same stages, or of the machine's speed at least."""
-    same = [s.unit for s in pipeline.plan.stages] == [s.unit for s in before.plan.stages]
-    if same:
-        return OperatingPoints(points=points.points, latencies=before.points.latencies)
-    points.latencies.calibrate(before.points.latencies.speed)
-    return points

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,14 +48,14 @@ def measure_profile(
     run.
     """
     sizes = [*(s for s in compiled.batch_sizes if s < max_batch_size), max_batch_size]
-    source = Pipeline(backend, make_plan(bundle, mode=Mode.OFF))
+    unmodified = Pipeline(backend, make_plan(bundle, mode=Mode.OFF))
     chain = _chained(bundle, backend)
     measured: list[tuple[int, float, list[float]]] = []
     slot = backend.open_slot()
     try:
         for size in sizes:
             tensors = zeros(bundle.manifest, size)
-            whole = sum(_stages_ms(source, slot, tensors, clock))
+            whole = sum(_stages_ms(unmodified, slot, tensors, clock))
             try:
                 parts = _stages_ms(chain, slot, tensors, clock) if chain else []
             except BackendError as error:
@@ -64,27 +64,21 @@ def measure_profile(
             measured.append((size, whole, parts))
     finally:
         slot.close()
-    columns = [
-        _column(compiled, size, all_, parts if chain else []) for size, all_, parts in measured
-    ]
+    columns = [_column(compiled, n, whole, parts if chain else []) for n, whole, parts in measured]
+    source_ms, segments_ms, exits_ms, stages_ms = zip(*columns, strict=True)
     return Profile(
         device=backend.name,
         threads=compiled.threads,
         batch_sizes=tuple(sizes),
-        source_ms=tuple(column.source for column in columns),
-        segments_ms=tuple(zip(*(column.segments for column in columns), strict=True)),
-        exits_ms=tuple(zip(*(column.exits for column in columns), strict=True)),
-        stages_ms=tuple(zip(*(column.borders for column in columns), strict=True)),
+        source_ms=source_ms,
+        segments_ms=tuple(zip(*segments_ms, strict=True)),
+        exits_ms=tuple(zip(*exits_ms, strict=True)),
+        stages_ms=tuple(zip(*stages_ms, strict=True)),
     )
 
 
-class _Column(NamedTuple):
-    """Milliseconds at a batch size; see :class:`Profile`."""
-
-    source: float
-    segments: list[float]
-    exits: list[float]
-    borders: list[float]
+_Column: TypeAlias = tuple[float, list[float], list[float], list[float]]
+"""Milliseconds of source model, segments, exits and borders at a batch size."""
 
 
 def _column(compiled: Profile, size: int, whole: float, parts: list[float]) -> _Column:
@@ -94,11 +88,11 @@ def _column(compiled: Profile, size: int, whole: float, parts: list[float]) -> _
     if not parts:
         segments = [row[column] * ratio for row in compiled.segments_ms]
         borders = [row[column] * ratio for row in compiled.stages_ms]
-        return _Column(whole, segments, exits, borders)
+        return whole, segments, exits, borders
     chained = sum(parts)
     border = max(chained - whole, 0.0) / max(len(parts) - 1, 1)
     borders = [border] * len(exits)
-    return _Column(whole, [part * whole / chained for part in parts], exits, borders)
+    return whole, [part * whole / chained for part in parts], exits, borders
 
 
 def _chained(bundle: Bundle, backend: Backend) -> Pipeline | None:

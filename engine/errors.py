@@ -1,19 +1,8 @@
 """Errors of the engine, named by whose fault they are.
 
-::
-
-    EngineError
-    ├── InvalidRequestError               the caller's: mend the request
-    │   ├── ModelNotServedError      no model of that name is served
-    │   └── BadInputError      a tensor's name, shape, dtype or content is wrong
-    ├── CapacityError              nobody's: try again later, or send less
-    │   ├── QueueFullError         the bounded queue has no room
-    │   ├── DeadlineExceededError  the deadline passed before an answer was there
-    │   └── DrainingError          the engine is shutting down and takes no new requests
-    ├── BackendError               ours or the model's: execution failed; its batch only
-    │   └── OutOfServiceError      nothing can be executed now; another server may
-    ├── OptionsError               whoever started the engine's: an option does not fit a model
-    └── JobError                   a controller's job has no result (job_runner)
+The caller's (:class:`InvalidRequestError`), nobody's (:class:`CapacityError`), ours or the model's
+(:class:`BackendError`), or of whoever started the engine (:class:`OptionsError`). A controller's
+job that has no result is a ``JobError`` of :mod:`.job_runner`.
 """
 
 
@@ -22,7 +11,7 @@ class EngineError(Exception):
 
 
 class InvalidRequestError(EngineError):
-    """The request is wrong; sending it again will not help."""
+    """The request is wrong; sending it again will not help, mending it will."""
 
 
 class ModelNotServedError(InvalidRequestError):
@@ -34,7 +23,7 @@ class BadInputError(InvalidRequestError):
 
 
 class CapacityError(EngineError):
-    """The request was right, but there was no room or no time for it."""
+    """The request was right, but there was no room or no time: try again later, or send less."""
 
 
 class QueueFullError(CapacityError):
@@ -50,11 +39,11 @@ class DrainingError(CapacityError):
 
 
 class BackendError(EngineError):
-    """The backend could not load or execute a stage."""
+    """The backend could not load or execute a stage; of its batch only."""
 
 
 class OutOfServiceError(BackendError):
-    """No stream of the device can run anything; they are tried again."""
+    """No stream of the device can run anything now; they are tried again. Another server may."""
 
 
 class OptionsError(EngineError, ValueError):

@@ -50,8 +50,6 @@ _LONGEST_WAIT_S = 60.0
 """A stream asks again at least this often; ``Condition.wait`` has an upper bound of its own."""
 _JOIN_LIMIT_S = 10.0
 """How long :meth:`Executor.stop` waits for a stage that runs."""
-
-
 _Task: TypeAlias = tuple[ModelRuntime, Run, Pieces]
 """What a stream shall run, and the buffered tensors that it is merged of, if it is."""
 
@@ -283,14 +281,13 @@ class Executor:
             pause_s = self.health.start_failed(stream)
             _log.warning("stream %d cannot start, again in %g s: %s", stream, pause_s, error)
             self._scheduler.suspend(stream)
-            if self.health.infeasible and self._refusal is None:
+            if self.health.given_up and self._refusal is None:
                 reason = f"out of service, no stream can start: {error}"
                 self._refuse(OutOfServiceError(reason), "backend_error")
             self._changed.notify_all()  # what failed here and was to run elsewhere may go nowhere
         self._rest(pause_s)
 
     def _rest(self, pause_s: float) -> None:
-        """Do nothing for a while, or until stopped."""
         with self._lock:
             until_s = self._clock() + pause_s
             while not self._stopped and (left_s := until_s - self._clock()) > 0.0:
@@ -329,8 +326,6 @@ class Executor:
                     timeout_s = min(max(decision.until_s - self._clock(), 0.0), timeout_s)
                 self._changed.wait(timeout_s)
             return None
-
-    # One stage of one batch
 
     def _run_stage(
         self, stream: int, slot: Slot, task: _Task, carry: TensorBatch | None

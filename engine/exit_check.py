@@ -55,13 +55,9 @@ def exits(confidence: NDArray[np.float32], threshold: float) -> NDArray[np.bool_
 def highest_at(maps: NDArray[Any], threshold: float, *, highest: int) -> NDArray[np.int32]:
     """Count principal values of heat maps that reach the threshold (pose estimation, PAME 5.3).
 
-    Args:
-        maps: [b, maps, ...], probabilities of pixels, floating; NaN counts as 0, above 1 as 1.
-        threshold: Confidence threshold.
-        highest: Principal values of each map (PAME: 5); of a smaller map, all its values.
-
-    Returns:
-        [b], summed over the maps.
+    Of ``maps`` [b, maps, ...], floating probabilities of pixels, NaN counting as 0 and above 1 as
+    1, each has its ``highest`` values (PAME: 5), a smaller map all. Gives [b], summed over the
+    maps.
     """
     confidence = confidence_of(maps.reshape(-1, 1), "probabilities").reshape(_flat(maps))
     principal = np.sort(confidence, axis=2)[:, :, -highest:]

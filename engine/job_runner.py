@@ -24,7 +24,6 @@ import sys
 import threading
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Final, Self
 
 from offramp.engine.control.controller import Job
@@ -138,12 +137,7 @@ class JobRunner:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _put(self, task: _Task) -> Future[Any]:
@@ -209,11 +203,8 @@ class JobRunner:
             if self._closed:
                 raise JobError("closed amid the start") from error
             if not self._alone:
-                _log.warning(
-                    "no process can be started for jobs (%s); they run in a thread, and may delay "
-                    "batches",
-                    error,
-                )
+                instead = "they run in a thread, and may delay batches"
+                _log.warning("no process can be started for jobs (%s); %s", error, instead)
             self._alone = True
         else:
             self._alone = False
@@ -298,7 +289,8 @@ class _Child:
             return read_message(self._process.stdout)
         except (OSError, EOFError) as error:
             self._broken = True
-            raise _ChildError(self._fate(limit_s if expired.is_set() else None)) from error
+            late = f"took longer than {limit_s:g} s, so its process was killed"
+            raise _ChildError(late if expired.is_set() else self._fate()) from error
         except ValueError as error:
             self._broken = True
             raise _ChildError(f"something else speaks for its process: {error}") from error
@@ -311,10 +303,7 @@ class _Child:
         expired.set()
         self.kill()
 
-    def _fate(self, limit_s: float | None) -> str:
-        """Say how the process ended."""
-        if limit_s is not None:
-            return f"took longer than {limit_s:g} s, so its process was killed"
+    def _fate(self) -> str:
         try:
             status = self._process.wait(_STOP_S)
         except subprocess.TimeoutExpired:

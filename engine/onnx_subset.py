@@ -12,62 +12,31 @@ from typing import Any
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 _PACKAGE = "offramp.onnx_subset"
-_REPEATED = descriptor_pb2.FieldDescriptorProto.LABEL_REPEATED
-_OPTIONAL = descriptor_pb2.FieldDescriptorProto.LABEL_OPTIONAL
 
 FLOAT32, INT64, FLOAT16 = 1, 7, 10
 """``TensorProto.DataType``."""
 INT, INTS = 2, 7
 """``AttributeProto.AttributeType`` of an integer, and of a list of them."""
 
-_FIELDS: dict[str, tuple[tuple[str, int, str, bool], ...]] = {
-    # message: (field, number, type, repeated)
-    "TensorProto": (
-        ("dims", 1, "int64", True),
-        ("data_type", 2, "int32", False),
-        ("int64_data", 7, "int64", True),
-        ("name", 8, "string", False),
-    ),
-    "DimensionProto": (("dim_value", 1, "int64", False),),
-    "ShapeProto": (("dim", 1, "DimensionProto", True),),
-    "TensorTypeProto": (("elem_type", 1, "int32", False), ("shape", 2, "ShapeProto", False)),
-    "TypeProto": (("tensor_type", 1, "TensorTypeProto", False),),
-    "ValueInfoProto": (("name", 1, "string", False), ("type", 2, "TypeProto", False)),
-    "AttributeProto": (
-        ("name", 1, "string", False),
-        ("i", 3, "int64", False),
-        ("ints", 8, "int64", True),
-        ("type", 20, "int32", False),
-    ),
-    "NodeProto": (
-        ("input", 1, "string", True),
-        ("output", 2, "string", True),
-        ("name", 3, "string", False),
-        ("op_type", 4, "string", False),
-        ("attribute", 5, "AttributeProto", True),
-        ("domain", 7, "string", False),
-    ),
-    "GraphProto": (
-        ("node", 1, "NodeProto", True),
-        ("name", 2, "string", False),
-        ("initializer", 5, "TensorProto", True),
-        ("input", 11, "ValueInfoProto", True),
-        ("output", 12, "ValueInfoProto", True),
-        ("value_info", 13, "ValueInfoProto", True),
-    ),
-    "OperatorSetIdProto": (("domain", 1, "string", False), ("version", 2, "int64", False)),
-    "ModelProto": (
-        ("graph", 7, "GraphProto", False),
-        ("opset_import", 8, "OperatorSetIdProto", True),
-    ),
+_FIELDS = {
+    # message: name, number and type of each field; a star says that it is repeated
+    "TensorProto": "dims 1 int64*, data_type 2 int32, int64_data 7 int64*, name 8 string",
+    "DimensionProto": "dim_value 1 int64",
+    "ShapeProto": "dim 1 DimensionProto*",
+    "TensorTypeProto": "elem_type 1 int32, shape 2 ShapeProto",
+    "TypeProto": "tensor_type 1 TensorTypeProto",
+    "ValueInfoProto": "name 1 string, type 2 TypeProto",
+    "AttributeProto": "name 1 string, i 3 int64, ints 8 int64*, type 20 int32",
+    "NodeProto": "input 1 string*, output 2 string*, name 3 string, op_type 4 string, "
+    "attribute 5 AttributeProto*, domain 7 string",
+    "GraphProto": "node 1 NodeProto*, name 2 string, initializer 5 TensorProto*, "
+    "input 11 ValueInfoProto*, output 12 ValueInfoProto*, value_info 13 ValueInfoProto*",
+    "OperatorSetIdProto": "domain 1 string, version 2 int64",
+    "ModelProto": "graph 7 GraphProto, opset_import 8 OperatorSetIdProto*",
 }
 
-
-_SCALARS = {
-    "string": descriptor_pb2.FieldDescriptorProto.TYPE_STRING,
-    "int32": descriptor_pb2.FieldDescriptorProto.TYPE_INT32,
-    "int64": descriptor_pb2.FieldDescriptorProto.TYPE_INT64,
-}
+_Field = descriptor_pb2.FieldDescriptorProto
+_SCALARS = {"string": _Field.TYPE_STRING, "int32": _Field.TYPE_INT32, "int64": _Field.TYPE_INT64}
 
 
 def _messages() -> dict[str, Any]:
@@ -76,13 +45,14 @@ def _messages() -> dict[str, Any]:
     )
     for message, fields in _FIELDS.items():
         described = file.message_type.add(name=message)
-        for name, number, type_name, repeated in fields:
-            field = described.field.add(name=name, number=number)
-            field.label = _REPEATED if repeated else _OPTIONAL
+        for name, number, kind in (field.split() for field in fields.split(", ")):
+            field = described.field.add(name=name, number=int(number))
+            field.label = _Field.LABEL_REPEATED if kind.endswith("*") else _Field.LABEL_OPTIONAL
+            type_name = kind.removesuffix("*")
             if type_name in _SCALARS:
                 field.type = _SCALARS[type_name]
             else:
-                field.type = descriptor_pb2.FieldDescriptorProto.TYPE_MESSAGE
+                field.type = _Field.TYPE_MESSAGE
                 field.type_name = f".{_PACKAGE}.{type_name}"
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from offramp.bundle.engines import PRECISIONS, Precision
 from offramp.engine.errors import BackendError, OptionsError
@@ -13,7 +13,7 @@ from offramp.engine.scheduling import PolicyName
 from offramp.engine.tensorrt.probe import parse_device
 
 RUN_THROUGH = PolicyName("run-through")
-_INFINITY = float("inf")
+_INF = float("inf")
 CONTROLLERS = ("certified", "apparate", "static")
 """The controllers that a model may have in release and audit mode."""
 _ON_CPU = "onnxruntime"
@@ -58,11 +58,11 @@ class ModelOptions:
     compiled in cost, at least 0.1."""
 
     def __post_init__(self) -> None:
-        _refuse_below_one(self, "max_batch_size", "max_queue_samples")
-        if not 0 <= self.max_queue_delay_ms < _INFINITY:
-            raise ValueError(f"max_queue_delay_ms is {self.max_queue_delay_ms}, expected ≥ 0")
-        if self.slo_ms is not None and not 0 < self.slo_ms < _INFINITY:
-            raise ValueError(f"slo_ms is {self.slo_ms}, expected above 0")
+        _refuse_unless(self, lambda v: v >= 1, "at least 1", "max_batch_size", "max_queue_samples")
+        _refuse_unless(self, lambda v: 0 <= v < _INF, "≥ 0", "max_queue_delay_ms", "ramp_budget")
+        _refuse_unless(self, lambda v: 0 < v < _INF, "above 0", "slo_ms", "weight")
+        shares = ("max_disagreement", "confidence", "audit_budget")
+        _refuse_unless(self, lambda v: 0 < v < 1, "above 0, below 1", *shares)
         if self.slo_ms is not None and self.max_queue_delay_ms >= self.slo_ms:
             raise ValueError(
                 f"max_queue_delay_ms is {self.max_queue_delay_ms}, but answers are due within "
@@ -70,17 +70,9 @@ class ModelOptions:
             )
         if self.scheduling.name == "cheapest" and not self.forced_exits:
             raise ValueError("policy cheapest forces exits, and forced_exits is false")
-        if not 0 < self.weight < _INFINITY:
-            raise ValueError(f"weight is {self.weight}, expected above 0")
         if self.controller not in CONTROLLERS:
             known = ", ".join(CONTROLLERS)
             raise ValueError(f"there is no controller {self.controller!r}; known: {known}")
-        for name in ("max_disagreement", "confidence", "audit_budget"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < 1:
-                raise ValueError(f"{name} is {value}, expected above 0, below 1")
-        if self.ramp_budget is not None and not 0 <= self.ramp_budget < _INFINITY:
-            raise ValueError(f"ramp_budget is {self.ramp_budget}, expected ≥ 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,14 +104,10 @@ class EngineOptions:
     """By name, of models that differ from ``defaults``, whole."""
 
     def __post_init__(self) -> None:
-        _refuse_below_one(self, "streams", "threads", "parallel_below")
-        if self.max_violations is not None:
-            if self.parallel_below is not None:
-                raise ValueError("give parallel_below, or max_violations that it follows, not both")
-            if not 0 < self.max_violations < 1:
-                raise ValueError(
-                    f"max_violations is {self.max_violations}, expected a share: above 0, below 1"
-                )
+        _refuse_unless(self, lambda v: v >= 1, "at least 1", "streams", "threads", "parallel_below")
+        if self.max_violations is not None and self.parallel_below is not None:
+            raise ValueError("give parallel_below, or max_violations that it follows, not both")
+        _refuse_unless(self, lambda v: 0 < v < 1, "a share: above 0, below 1", "max_violations")
         if self.precision is not None and self.precision not in PRECISIONS:
             raise ValueError(
                 f"there is no precision {self.precision!r}; known: {', '.join(PRECISIONS)}"
@@ -156,10 +144,10 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _refuse_below_one(options: ModelOptions | EngineOptions, *names: str) -> None:
-    known = {item.name for item in fields(options)}
+def _refuse_unless(
+    options: object, allowed: Callable[[float], bool], expected: str, *names: str
+) -> None:
     for name in names:
-        assert name in known
         value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}, expected at least 1")
+        if value is not None and not allowed(value):
+            raise ValueError(f"{name} is {value}, expected {expected}")

@@ -7,7 +7,6 @@ served (what the executor adds around them is in a served request's time only).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from offramp.certify import NEVER, leaves
 from offramp.engine.backends.base import Backend, Rows, Slot, Stage, StageResult, TensorBatch
 from offramp.engine.plan import Mode, Plan, StageSpec
+from offramp.engine.scheduling.base import all_rows, uniform
 
 
 class StageStep(NamedTuple):
@@ -68,18 +68,18 @@ class Pipeline:
         answer, confidence, carry = result
         rows = len(batch)
         if carry is None:
-            return StageStep(result, _everyone(rows), rows)
+            return StageStep(result, uniform(rows, value=True), rows)
         # That nobody leaves Python sees sooner than numpy, whose first call after a stage is
         # slow. A NaN is never the largest, or is the first: then numpy decides below.
         if answer is None or max(confidence.tolist(), default=0.0) < self._thresholds[index]:
-            return StageStep(result, _nobody(rows), 0)
+            return StageStep(result, uniform(rows, value=False), 0)
         exited = leaves(confidence, self._at_least[index])
         return StageStep(result, exited, exited.tolist().count(True))
 
     def run(self, slot: Slot, tensors: Mapping[str, NDArray[Any]]) -> Iterator[Departure]:
         """Run one batch to its end, giving the rows that leave as they leave."""
         batch = slot.upload(tensors)
-        rows = _first(len(batch))
+        rows = all_rows(len(batch))
         for index in range(len(self._stages)):
             (answer, confidence, carry), exited, leaving = self.step(slot, index, batch)
             if carry is None or 0 < leaving == len(rows):
@@ -101,24 +101,3 @@ class Pipeline:
             carry = slot.run(stage, batch).carry
             if carry is not None:
                 batch = carry
-
-
-@lru_cache(maxsize=256)
-def _everyone(count: int) -> NDArray[np.bool_]:
-    return _read_only(np.ones(count, np.bool_))
-
-
-@lru_cache(maxsize=256)
-def _nobody(count: int) -> NDArray[np.bool_]:
-    return _read_only(np.zeros(count, np.bool_))
-
-
-@lru_cache(maxsize=256)
-def _first(count: int) -> Rows:
-    """The first row numbers."""
-    return _read_only(np.arange(count, dtype=np.intp))
-
-
-def _read_only(array: NDArray[Any]) -> NDArray[Any]:
-    array.flags.writeable = False
-    return array

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -23,8 +24,8 @@ from offramp.bundle import (
     Segment,
     TensorSpec,
 )
+from offramp.certify import MODEL_END, NEVER
 from offramp.certify.agreement import float32_at_least
-from offramp.certify.decision import MODEL_END, NEVER
 from offramp.engine.assembly import assemble
 
 
@@ -52,7 +53,6 @@ class StageSpec:
     """One stage, ready to be prepared by a backend."""
 
     index: int
-    """Position in the plan."""
     first_segment: int
     last_segment: int
     exit: int | None
@@ -100,22 +100,18 @@ class ModelStructure(Protocol):
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
         """The graph's inputs."""
-        ...
 
     @property
     def answer(self) -> Answer:
         """The model's own answer."""
-        ...
 
     @property
     def segments(self) -> tuple[Segment, ...]:
         """The segments, in order."""
-        ...
 
     @property
     def exits(self) -> tuple[Exit, ...]:
         """The exits, in depth order."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +206,7 @@ def _stages(
             first_segment=first,
             last_segment=last,
             exit=exit_index,
-            load=_loader(structure.segments[first : last + 1], exit_, read),
+            load=partial(_assembled, structure.segments[first : last + 1], exit_, read),
             inputs=_stage_inputs(structure.segments[first : last + 1], exit_),
             carried=() if final else carried_after(structure, last),
             answer=exit_.output if exit_ else answer,
@@ -240,15 +236,12 @@ def _stage_inputs(segments: Sequence[Segment], exit_: Exit | None) -> tuple[str,
     return tuple(dict.fromkeys(name for name in read if name not in inside))
 
 
-def _loader(
+def _assembled(
     segments: Sequence[Segment], exit_: Exit | None, read: Callable[[str], bytes]
-) -> Callable[[], bytes]:
-    def load() -> bytes:
-        parts = [read(segment.file) for segment in segments]
-        outputs = [segments[-1].output]
-        if exit_ is not None:
-            parts.append(read(exit_.file))
-            outputs = [exit_.output, exit_.confidence, *outputs]
-        return assemble(parts, outputs)
-
-    return load
+) -> bytes:
+    parts = [read(segment.file) for segment in segments]
+    outputs = [segments[-1].output]
+    if exit_ is not None:
+        parts.append(read(exit_.file))
+        outputs = [exit_.output, exit_.confidence, *outputs]
+    return assemble(parts, outputs)

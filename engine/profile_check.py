@@ -13,7 +13,6 @@ import hashlib
 import json
 import logging
 import platform
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,8 +25,9 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, BundleError, Profile
 from offramp.bundle.bundle import CERTIFY
+from offramp.bundle.files import write_whole
 from offramp.bundle.serde import from_plain, to_plain
-from offramp.certify import count_answers, first_exit, savings_of
+from offramp.certify import FloatArray, count_answers, first_exit, savings_of
 from offramp.engine.backends.base import Backend, Slot, TensorBatch
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control_state import identity_of
@@ -52,8 +52,6 @@ _LEAST_SHARE = 1e-6
 _KEPT = 16
 """Machines that are remembered."""
 
-FloatArray = NDArray[np.float64]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenTimes:
@@ -74,8 +72,7 @@ def profile_here(
     served. ``keep`` says whether to read and write the file beside the bundle. BackendError if a
     stage cannot be run.
     """
-    path = bundle.path.resolve()
-    path = path.with_name(path.name + SUFFIX)
+    path = (place := bundle.path.resolve()).with_name(place.name + SUFFIX)
     here = fingerprint(bundle, backend, max_batch_size)
     if keep and (known := read_kept(path, here)) is not None:
         return known
@@ -119,15 +116,15 @@ def measure(
     try:
         one = slot.upload(zeros(bundle.manifest, 1))
         whole_ms = min(_step_ms(source, slot, 0, one, clock) for _ in range(3))
-        latency_margin = whole_ms / compiled.source_ms[compiled.column(1)]
-        sizes = sizes_within(compiled, max_batch_size, latency_margin, LIMIT_S)
+        slowdown = whole_ms / compiled.source_ms[compiled.column(1)]
+        sizes = sizes_within(compiled, max_batch_size, slowdown, LIMIT_S)
         batches = [zeros(bundle.manifest, size) for size in sizes]
         timers = [_timers(source, staged, slot, inputs, clock) for inputs in batches]
-        found = time_rounds(
+        rounds, load = time_rounds(
             timers,
             repeats_of(sizes),
             _EFFORT,
-            lambda rounds: max(e.half_width for r in rounds for e in r.ratios()),
+            lambda so_far: max(e.half_width for r in so_far for e in r.ratios()),
             clock=clock,
             cpu_clock=cpu_clock,
         )
@@ -137,13 +134,13 @@ def measure(
         SeenTimes(
             batch_size=size, source_ms=r.base().value, stages=tuple(e.value for e in r.ratios())
         )
-        for size, r in zip(sizes, found.rounds, strict=True)
+        for size, r in zip(sizes, rounds, strict=True)
     ]
-    return seen, disturbances("stages", found.load, found.rounds)
+    return seen, disturbances("stages", load, rounds)
 
 
 def sizes_within(
-    compiled: Profile, max_batch_size: int, latency_margin: float, limit_s: float
+    compiled: Profile, max_batch_size: int, slowdown: float, limit_s: float
 ) -> list[int]:
     """Batch sizes that there is time for: 1, and of a middle and the largest one those that fit."""
     sizes = sorted({1, min(8, max_batch_size), max_batch_size})
@@ -151,7 +148,7 @@ def sizes_within(
     def takes_s(size: int) -> float:
         column = compiled.column(size)
         per_row = compiled.source_ms[column] / compiled.batch_sizes[column]
-        return _RUNS * latency_margin * per_row * size / 1e3
+        return _RUNS * slowdown * per_row * size / 1e3
 
     while len(sizes) > 1 and sum(map(takes_s, sizes)) > limit_s:
         sizes.pop()
@@ -304,16 +301,10 @@ def write_kept(path: Path, here: dict[str, str], profile: Profile) -> None:
     except (OSError, ValueError, AttributeError):
         kept = {}
     kept[_key(here)] = {"machine": here, "profile": to_plain(profile)}
-    scratch: Path | None = None
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            scratch = Path(file.name)
-            json.dump(kept, file)
-        scratch.replace(path)
+        write_whole(path, json.dumps(kept).encode())
     except OSError as error:
         _log.debug("%s is not kept: %s", path, error)
-        if scratch is not None:
-            scratch.unlink(missing_ok=True)
 
 
 def _key(here: dict[str, str]) -> str:

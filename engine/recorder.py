@@ -55,11 +55,6 @@ class Recorder:
         self._version = np.zeros(capacity, np.int64)
         self._forced = np.zeros(capacity, np.bool_)
 
-    @property
-    def exits(self) -> int:
-        """K, all exits of the bundle."""
-        return len(self._confidence)
-
     def start(self, sample_ids: SampleIds, version: int, *, forced: bool = False) -> None:
         """Record samples [n] that start under a policy's version, and toss their coins.
 

@@ -66,7 +66,6 @@ class Request:
     number: int
     inputs: Mapping[str, NDArray[Any]]
     count: int
-    """Samples."""
     batch_key: Hashable
     """Shapes of a sample: requests of equal keys may share a batch."""
     submitted_s: float
@@ -217,20 +216,13 @@ class RequestTable:
     ) -> None:
         """Note the answers that a stage gave to n samples of a request, if it is still open.
 
-        Args:
-            number: Of the request.
-            rows: [n]: within the request.
-            values: [n, classes].
-            confidence: [n].
-            exit_index: Which exit answered, or ``MODEL_END``.
-            forced: [n]: below the exit's threshold, to be in time.
-            policy_version: Of the policy that they were answered under.
-            following: How many of them run on.
+        ``rows`` [n] are within the request, ``values`` [n, classes]; ``exit_index`` answered, or
+        ``MODEL_END``; ``forced`` [n] are below its threshold, to be in time; ``following`` of them
+        run on.
         """
-        request = self._open.get(number)
+        request, count = self._open.get(number), len(rows)
         if request is None:
             return
-        count = len(rows)
         if request.withdrawn or request.error is not None:
             self.drop([Dropped(number, count, _lost_by(request))])
             return
@@ -263,8 +255,7 @@ class RequestTable:
         request = self._followed.get(number) or self._open.get(number)
         if request is not None and request.final is not None:
             request.final.fill(rows, values, confidence)
-            request.following -= len(rows)
-            self._follow_up(request)
+            self.lose(number, len(rows))
 
     def lose(self, number: int, count: int) -> None:
         """Note that so many answered samples of a request will not get to the model's end."""

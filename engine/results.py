@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +53,42 @@ class StreamResult(EngineResult):
     corrected: NDArray[np.bool_]
     """[n]: whether the sample's class differs from the early answer's."""
 
+    @classmethod
+    def first(cls, output: str, request: Request) -> Self:
+        """Give the first answer to a request, ``output`` being the model's own."""
+        assert request.first.values is not None
+        return cls(
+            outputs={output: request.first.values},
+            exits=request.exits,
+            confidences=request.first.confidences,
+            forced=request.forced,
+            policy_version=request.policy_version,
+            kind=ResultKind.ANSWER if request.final is None else ResultKind.EARLY,
+            final=request.exits == MODEL_END,
+            corrected=np.zeros(request.count, np.bool_),
+        )
+
+    @classmethod
+    def second(cls, output: str, request: Request) -> Self:
+        """Give the first answer, with the model's own answers where there are any."""
+        first, final = request.first, request.final
+        assert first.values is not None
+        assert final is not None
+        assert final.values is not None
+        known = final.filled
+        values, confidences = first.values.copy(), first.confidences.copy()
+        values[known], confidences[known] = final.values[known], final.confidences[known]
+        corrected = values.argmax(axis=1) != first.values.argmax(axis=1)
+        return replace(
+            cls.first(output, request),
+            outputs={output: values},
+            exits=np.where(known, np.int32(MODEL_END), request.exits),
+            confidences=confidences,
+            kind=ResultKind.CORRECTION if corrected.any() else ResultKind.CONFIRMATION,
+            final=known | (request.exits == MODEL_END),
+            corrected=corrected,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
@@ -68,42 +104,3 @@ class ModelInfo:
     policy: ExitPolicy
     """The exit policy in force, with the promise that it was certified for."""
     scheduling: str
-    """Name of the scheduling policy."""
-
-
-def first_result(output: str, request: Request) -> StreamResult:
-    """The first answer to a request, ``output`` being the model's own."""
-    first = request.first
-    assert first.values is not None
-    return StreamResult(
-        outputs={output: first.values},
-        exits=request.exits,
-        confidences=first.confidences,
-        forced=request.forced,
-        policy_version=request.policy_version,
-        kind=ResultKind.ANSWER if request.final is None else ResultKind.EARLY,
-        final=request.exits == MODEL_END,
-        corrected=np.zeros(request.count, np.bool_),
-    )
-
-
-def final_result(output: str, request: Request) -> StreamResult:
-    """The second answer: the first one, with the model's own answers where there are any."""
-    first, final = request.first, request.final
-    assert first.values is not None
-    assert final is not None
-    assert final.values is not None
-    known = final.filled
-    values, confidences = first.values.copy(), first.confidences.copy()
-    values[known], confidences[known] = final.values[known], final.confidences[known]
-    corrected = values.argmax(axis=1) != first.values.argmax(axis=1)
-    return StreamResult(
-        outputs={output: values},
-        exits=np.where(known, np.int32(MODEL_END), request.exits),
-        confidences=confidences,
-        forced=request.forced,
-        policy_version=request.policy_version,
-        kind=ResultKind.CORRECTION if corrected.any() else ResultKind.CONFIRMATION,
-        final=known | (request.exits == MODEL_END),
-        corrected=corrected,
-    )

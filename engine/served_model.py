@@ -80,16 +80,8 @@ class ServedModel:
     ) -> Self:
         """Prepare the stages, warm up every batch size, and see how fast they are here.
 
-        Args:
-            name: What the model is served as.
-            bundle: What it is loaded from.
-            backend: Executes it.
-            options: Of the engine, its models' among them.
-            parallel: The device's limit on batches side by side.
-
-        Raises:
-            BackendError: A stage cannot be loaded.
-            OptionsError: The scheduling policy does not fit the model.
+        ``parallel`` is the device's limit on batches side by side. BackendError if a stage cannot
+        be loaded, OptionsError if the scheduling policy does not fit the model.
         """
         mode, of_model = options.mode, options.of(name)
         profile = _profile(name, bundle, backend, options)

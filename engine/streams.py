@@ -21,6 +21,7 @@ class StreamHealth:
     """
 
     def __init__(self, streams: int) -> None:
+        self.streams = streams
         self._failures = [0] * streams
         self._failed_starts = [0] * streams
         self._fruitless = [0] * streams
@@ -29,17 +30,12 @@ class StreamHealth:
         """Times that a stream was started anew."""
 
     @property
-    def streams(self) -> int:
-        """How many streams there are."""
-        return len(self._failures)
-
-    @property
     def in_service(self) -> int:
         """How many streams can run something."""
         return self._failed_starts.count(0)
 
     @property
-    def infeasible(self) -> bool:
+    def given_up(self) -> bool:
         """Whether every stream has failed to start so often that nobody should wait for them."""
         return min(self._failed_starts) >= GIVE_UP_AFTER
 

@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import comb
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-FloatArray = NDArray[np.float64]
+from offramp.certify import FloatArray
+
 Timer = Callable[[], float]
 """Runs something once; gives its milliseconds."""
 
@@ -159,11 +160,10 @@ class MachineLoad:
         return self.own_cpu_s / self.wall_s if self.wall_s else 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Timed:
+class Timed(NamedTuple):
     """Rounds by batch size, and what the machine did meanwhile."""
 
-    rounds: tuple[Rounds, ...]
+    rounds: Sequence[Rounds]
     load: MachineLoad
 
 
@@ -206,7 +206,7 @@ def time_rounds(
         if sweeps.done <= effort.least:
             progress(1)
     load = MachineLoad(wall_s=clock() - started_s, own_cpu_s=cpu_clock() - started_cpu_s)
-    return Timed(rounds=tuple(rounds), load=load)
+    return Timed(rounds, load)
 
 
 LEAST_OWN_SHARE = 0.9
@@ -225,7 +225,8 @@ def disturbances(what: str, load: MachineLoad, rounds: Sequence[Rounds]) -> tupl
             f"{what}: this process had {load.own_share:.0%} of a core (at least "
             f"{LEAST_OWN_SHARE:.0%} expected): the machine was busy with something else"
         )
-    spread = float(np.median([_relative(r.base()) for r in rounds]))
+    bases = [r.base() for r in rounds]
+    spread = float(np.median([b.half_width / b.value if b.value > 0 else 0.0 for b in bases]))
     if spread > MOST_SPREAD:
         notes.append(f"{what}: times are sure to ±{spread:.0%} only (±{MOST_SPREAD:.0%} expected)")
     drift = float(np.median([_drift(r.times_ms[:, 0]) for r in rounds]))
@@ -233,10 +234,6 @@ def disturbances(what: str, load: MachineLoad, rounds: Sequence[Rounds]) -> tupl
         notes.append(f"{what}: the machine became {abs(drift):.0%} "
                      f"{'slower' if drift > 0 else 'faster'} meanwhile")  # fmt: skip
     return tuple(notes)
-
-
-def _relative(found: Estimate) -> float:
-    return found.half_width / found.value if found.value > 0 else 0.0
 
 
 def _drift(times_ms: FloatArray) -> float:

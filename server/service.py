@@ -42,10 +42,7 @@ them are on their way: a client that does not read its answers cannot pile them 
 class RequestStream:
     """One stream; a request that fails is answered with its error, and the stream goes on.
 
-    Args:
-        engine: Answers.
-        write: Sends a response, and waits until the connection has taken it.
-        max_in_flight: See :data:`MAX_IN_FLIGHT`.
+    ``write`` sends a response, and waits until the connection has taken it.
     """
 
     def __init__(
@@ -185,16 +182,10 @@ class InferenceService:
         """Decode, ask the engine, encode."""
         model = self._engine.model(request.model_name)
         call = read_request(
-            request,
-            model,
-            now_s=time.monotonic(),
-            time_remaining_s=_time_remaining_s(context),
+            request, model, now_s=time.monotonic(), time_remaining_s=_time_remaining_s(context)
         )
         result = await self._engine.infer(
-            request.model_name,
-            call.inputs,
-            deadline_s=call.deadline_s,
-            priority=call.priority,
+            request.model_name, call.inputs, deadline_s=call.deadline_s, priority=call.priority
         )
         return write_response(request, result, call.outputs)
 

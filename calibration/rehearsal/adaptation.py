@@ -22,20 +22,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from offramp.bundle import NEVER, ActiveExit
+from offramp.calibration.rehearsal import rehearsal
 from offramp.calibration.rehearsal.load import Position, RehearsalLoad, forecast
-from offramp.calibration.rehearsal.rehearsal import (
-    characterise,
-    check_load,
-    configure,
-    judge,
-    later_exits,
-)
-from offramp.calibration.rehearsal.result import (
-    Candidate,
-    Rehearsal,
-    RehearsalSettings,
-    RehearsalStep,
-)
+from offramp.calibration.rehearsal.result import Rehearsal, RehearsalSettings, RehearsalStep
 from offramp.certify import FloatArray, tuning_path, walk
 from offramp.engine.control.published.thresholds import count_allowed
 from offramp.engine.control.published.two_stage import StageTimes
@@ -84,20 +73,12 @@ def adapt(
     *,
     allowed_errors: int | None = None,
 ) -> Adaptation:
-    """Adapt a policy to a new load.
+    """Adapt a policy, in depth order, to a new load of all exits of the bundle.
 
-    Args:
-        load: The new one; all exits of the bundle.
-        times: Of the same exits, as ever.
-        active: The policy's, in depth order.
-        settings: Bounds and sizes; ``min_gain`` plays no part.
-        allowed_errors: Most samples answered unlike the source model; default: as many as
-            ``max_disagreement`` allows of the load.
-
-    Raises:
-        ValueError: load, times and settings do not belong together.
+    ``min_gain`` of the settings plays no part. At most ``allowed_errors`` samples are answered
+    unlike the source model; default: as many as ``max_disagreement`` allows of the load.
     """
-    check_load(load, times, settings)
+    rehearsal.check_load(load, times, settings)
     if allowed_errors is None:
         allowed_errors = count_allowed(settings.max_disagreement, load.samples)
     least = {a.exit: a.threshold for a in active if a.threshold < NEVER}
@@ -139,15 +120,10 @@ def raising_path(load: RehearsalLoad, least: Sequence[ActiveExit]) -> FloatArray
 def raise_thresholds(
     load: RehearsalLoad, least: Mapping[int, float], allowed_errors: int
 ) -> tuple[ActiveExit, ...]:
-    """Raise thresholds no further than precision asks for.
+    """Raise thresholds no further than precision asks for: the exits that still answer.
 
-    Args:
-        load: To keep it on.
-        least: Threshold of each exit as it is, in depth order.
-        allowed_errors: Most samples answered unlike the source model.
-
-    Returns:
-        The exits that still answer.
+    At most ``allowed_errors`` samples of the load are answered unlike the source model, and no
+    exit, in depth order, goes below its threshold as it is, ``least``.
     """
     if not least:
         return ()
@@ -168,31 +144,25 @@ def look_at(
 ) -> tuple[tuple[RehearsalStep, ...], Late | None]:
     """Both matrices at each exit in use, until one makes too many batches late.
 
-    Other candidates are configured as in a rehearsal.
-
-    Returns:
-        A step for each exit that does not, and the first one that does.
+    A step for each exit that does not, and the first one that does. Other candidates are configured
+    as in a rehearsal.
     """
     at, steps = Position.start(load), list[RehearsalStep]()
     for used in active:
         if at.rows < 1:
             return tuple(steps), Late(exit=used.exit, violations=1.0, at=at)
-        thresholds = {e: configure(load, at, e, allowed_errors) for e in later_exits(times, at)}
+        later = rehearsal.later_exits(times, at)
+        thresholds = {e: rehearsal.configure(load, at, e, allowed_errors) for e in later}
         thresholds[used.exit] = used.threshold
-        step = characterise(load, times, at, thresholds, settings)
+        step = rehearsal.characterise(load, times, at, thresholds, settings)
         found = step.candidate(used.exit)
         if found.violations > settings.max_violations:
             return tuple(steps), Late(exit=used.exit, violations=found.violations, at=at)
-        steps.append(_keeping(step, found, settings))
+        judged = [rehearsal.judge(c, math.inf, settings) for c in step.candidates]
+        marked = (replace(c, verdict="chosen") if c.exit == used.exit else c for c in judged)
+        steps.append(replace(step, candidates=tuple(marked), chosen=used.exit))
         at = at.behind(load, used.exit, used.threshold, found.allowed_rows)
     return tuple(steps), None
-
-
-def _keeping(step: RehearsalStep, kept: Candidate, settings: RehearsalSettings) -> RehearsalStep:
-    """Mark the exit in use as the chosen one."""
-    judged = [judge(c, math.inf, settings) for c in step.candidates]
-    marked = [replace(c, verdict="chosen") if c.exit == kept.exit else c for c in judged]
-    return replace(step, candidates=tuple(marked), chosen=kept.exit)
 
 
 def _move(
@@ -203,7 +173,7 @@ def _move(
     behind = min([e for e in kept if e > late.exit], default=exits)
     if late.at.rows >= 1:
         for candidate in range(late.exit + 1, behind):
-            threshold = configure(load, late.at, candidate, allowed_errors)
+            threshold = rehearsal.configure(load, late.at, candidate, allowed_errors)
             if threshold < NEVER:
                 moved = dict(sorted({**kept, candidate: threshold}.items()))
                 return moved, Move(exit=late.exit, to=candidate, violations=late.violations)
@@ -211,8 +181,4 @@ def _move(
 
 
 def _as_active(thresholds: Mapping[int, float]) -> tuple[ActiveExit, ...]:
-    return tuple(
-        ActiveExit(exit=e, threshold=threshold)
-        for e, threshold in thresholds.items()
-        if threshold < NEVER
-    )
+    return tuple(ActiveExit(exit=e, threshold=t) for e, t in thresholds.items() if t < NEVER)

@@ -34,11 +34,7 @@ class RehearsalLoad:
         batches: int,
         rng: np.random.Generator,
     ) -> RehearsalLoad:
-        """Draw batches: the samples in one random order after the other, cut into batches.
-
-        Raises:
-            ValueError: no samples, shapes that do not fit, confidences outside [0, 1].
-        """
+        """Draw batches: the samples in one random order after the other, cut into batches."""
         confidence, agrees = check_confidence(confidence, agrees)
         samples = confidence.shape[1]
         wanted = batches * batch_size
@@ -91,12 +87,8 @@ class Position:
     @classmethod
     def start(cls, load: RehearsalLoad) -> Position:
         """The model's start."""
-        return cls(
-            active=(),
-            rows=load.batches.shape[1],
-            waiting=np.ones(load.samples, dtype=np.bool_),
-            errors=0,
-        )
+        everything = np.ones(load.samples, dtype=np.bool_)
+        return cls(active=(), rows=load.batches.shape[1], waiting=everything, errors=0)
 
     @property
     def after_exit(self) -> int | None:

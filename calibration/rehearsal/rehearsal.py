@@ -56,17 +56,10 @@ def rehearse(
     *,
     allowed_errors: int | None = None,
 ) -> Rehearsal:
-    """Search the exits for a load.
+    """Search the exits for a load of all exits of the bundle, in batches of the settings.
 
-    Args:
-        load: Of all exits of the bundle; its batches are those of ``settings``.
-        times: Of the same exits.
-        settings: Bounds and sizes.
-        allowed_errors: Most samples answered unlike the source model; default: as many as
-            ``max_disagreement`` allows of the load. Fewer leave room for a certificate.
-
-    Raises:
-        ValueError: load, times and settings do not belong together.
+    At most ``allowed_errors`` samples are answered unlike the source model; default: as many as
+    ``max_disagreement`` allows of the load. Fewer leave room for a certificate.
     """
     check_load(load, times, settings)
     if allowed_errors is None:
@@ -75,11 +68,8 @@ def rehearse(
     ended: Ending | None = None
     while ended is None:
         thresholds = {e: configure(load, at, e, allowed_errors) for e in later_exits(times, at)}
-        step = determine(
-            characterise(load, times, at, thresholds, settings),
-            settings,
-            source_ms=times.source_ms(settings.batch_size),
-        )
+        step = characterise(load, times, at, thresholds, settings)
+        step = determine(step, settings, source_ms=times.source_ms(settings.batch_size))
         steps.append(step)
         if step.chosen is None:
             ended = _ending(step)
@@ -105,10 +95,8 @@ def configure(load: RehearsalLoad, at: Position, exit_: int, allowed_errors: int
     """Precision-aware candidate configuration (6.2): the threshold that lets most samples leave.
 
     Those not answered anywhere else are answered by the source model, rightly (equation 1 with
-    the moving-on queries' precision at 1); so the constraint is a number of errors.
-
-    Returns:
-        The least confidence to leave with; ``NEVER`` if not even one sample may.
+    the moving-on queries' precision at 1); so the constraint is a number of errors. The threshold
+    is the least confidence to leave with; ``NEVER`` if not even one sample may.
     """
     confidence = load.confidence[exit_][at.waiting]
     order = np.argsort(-confidence, kind="stable")
@@ -128,21 +116,10 @@ def characterise(
 ) -> RehearsalStep:
     """Both matrices for candidates behind a position, and what follows from them (6.3).
 
-    Args:
-        load: Gives the batching pattern.
-        times: Give the inference times.
-        at: Where the first stage begins.
-        thresholds: Of the candidates, by exit, in depth order.
-        settings: Bounds.
-
-    Returns:
-        The step with nothing chosen.
+    ``thresholds`` are of the candidates, by exit, in depth order; in the step nothing is chosen.
     """
     matrix = times.matrix(
-        after=at.after_exit,
-        candidates=list(thresholds),
-        rows=at.rows,
-        interval=settings.interval,
+        after=at.after_exit, candidates=list(thresholds), rows=at.rows, interval=settings.interval
     )
     pattern, disagreement, moving_on = batching_pattern(load, at, thresholds, matrix)
     violations = (pattern * matrix.violated).sum(axis=1) / len(load.batches)
@@ -164,7 +141,9 @@ def characterise(
                 allowed_rows=int(matrix.allowed_rows[row]),
                 average_ms=float(average_ms[row]),
                 tail_ms=float(matrix.ms[row, tail[row]]),
-                mean_ms=_mean_ms(load, times, at, exit_, threshold),
+                mean_ms=forecast(
+                    load, times, (*at.active, ActiveExit(exit=exit_, threshold=threshold))
+                ).average_ms,
                 verdict="precision" if threshold >= NEVER else "possible",
                 times_ms=tuple(matrix.ms[row].tolist()),
                 pattern=tuple(pattern[row].tolist()),
@@ -178,12 +157,11 @@ def characterise(
 def batching_pattern(
     load: RehearsalLoad, at: Position, thresholds: Mapping[int, float], matrix: TimeMatrix
 ) -> tuple[IntArray, FloatArray, FloatArray]:
-    """The batching pattern matrix (6.3.2).
+    """The batching pattern matrix (6.3.2), int64[candidates, columns], and what follows from it.
 
-    Returns:
-        Batches by rows that go on behind each candidate, int64[candidates, columns]; every row
-        adds up to all batches. Then, float64[candidates] each: share of the load answered unlike
-        the source model so far, and share that goes on.
+    It holds batches by rows that go on behind each candidate; every row adds up to all batches.
+    Then, float64[candidates] each: share of the load answered unlike the source model so far, and
+    share that goes on.
     """
     late = load.rows(at.waiting) > at.rows
     last = len(matrix.columns) - 1
@@ -225,13 +203,6 @@ def determine(
     return replace(step, candidates=marked, chosen=best.exit)
 
 
-def _mean_ms(
-    load: RehearsalLoad, times: StageTimes, at: Position, exit_: int, threshold: float
-) -> float:
-    attached = ActiveExit(exit=exit_, threshold=threshold)
-    return forecast(load, times, (*at.active, attached)).average_ms
-
-
 def judge(candidate: Candidate, most_ms: float, settings: RehearsalSettings) -> Candidate:
     """What stands against a candidate, if anything."""
     verdict: Verdict = candidate.verdict
@@ -267,10 +238,8 @@ def check_load(load: RehearsalLoad, times: StageTimes, settings: RehearsalSettin
     if len(load.confidence) != times.exits:
         raise ValueError(f"the load has {len(load.confidence)} exits, the times {times.exits}")
     expected = (settings.batches, settings.batch_size)
-    if load.batches.shape != expected:
-        raise ValueError(
-            f"the load's batches are {load.batches.shape}, the settings say {expected}"
-        )
+    if (shape := load.batches.shape) != expected:
+        raise ValueError(f"the load's batches are {shape}, the settings say {expected}")
 
 
 def draw_load(records: ExitRecords, settings: RehearsalSettings, *, seed: int) -> RehearsalLoad:
@@ -293,9 +262,8 @@ def rehearse_records(
     seed: int,
 ) -> Rehearsal:
     """Search the exits on the tuning split, with no more errors than may still be certified."""
-    allowed = certifiable_errors(
-        tune.confidence.shape[1], settings.max_disagreement, confidence_level
-    )
+    samples = tune.confidence.shape[1]
+    allowed = certifiable_errors(samples, settings.max_disagreement, confidence_level)
     return rehearse(draw_load(tune, settings, seed=seed), times, settings, allowed_errors=allowed)
 
 

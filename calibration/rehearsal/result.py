@@ -96,15 +96,8 @@ class RehearsalStep:
     """The exit; ``None`` ends the search."""
 
     def candidate(self, exit_: int) -> Candidate:
-        """One of the candidates.
-
-        Raises:
-            KeyError: It is none.
-        """
-        for candidate in self.candidates:
-            if candidate.exit == exit_:
-                return candidate
-        raise KeyError(exit_)
+        """One of the candidates, by its exit."""
+        return next(candidate for candidate in self.candidates if candidate.exit == exit_)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,11 +133,7 @@ class Rehearsed:
 
     @classmethod
     def parse(cls, document: bytes) -> Rehearsed:
-        """Read the content of the file.
-
-        Raises:
-            BundleSchemaError: It was written by another version, or is not JSON.
-        """
+        """Read the content; BundleSchemaError if another version wrote it, or it is not JSON."""
         try:
             plain = json.loads(document)
         except (ValueError, RecursionError) as error:

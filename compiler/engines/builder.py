@@ -26,20 +26,12 @@ class Built(NamedTuple):
 class EngineBuilder(Protocol):
     """Builds engines on one device, and tries them."""
 
-    @property
-    def gpu(self) -> str:
-        """The GPU's name, as the driver gives it."""
-        ...
-
-    @property
-    def compute_capability(self) -> tuple[int, int]:
-        """Major and minor."""
-        ...
-
-    @property
-    def version(self) -> str:
-        """TensorRT's."""
-        ...
+    gpu: str
+    """The GPU's name, as the driver gives it."""
+    compute_capability: tuple[int, int]
+    """Major and minor."""
+    version: str
+    """TensorRT's."""
 
     def build(
         self,
@@ -52,9 +44,7 @@ class EngineBuilder(Protocol):
     ) -> Built:
         """Build the engine of an ONNX graph, with one optimisation profile for each given.
 
-        Raises:
-            EngineBuildError: TensorRT refuses; the message has its own errors. The caller adds
-                which unit it is.
+        EngineBuildError, with TensorRT's own errors, if it refuses; the caller adds the unit.
         """
         ...
 
@@ -64,10 +54,7 @@ class EngineBuilder(Protocol):
         """Run an engine, as :meth:`build` gave it, once on the device.
 
         ``profile`` is the index of the one that holds these shapes. Inputs and outputs are by name,
-        with the graph's types.
-
-        Raises:
-            EngineBuildError: It cannot be loaded or run.
+        with the graph's types. EngineBuildError if it cannot be loaded or run.
         """
         ...
 

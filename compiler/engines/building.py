@@ -23,7 +23,7 @@ from offramp.bundle.engines import (
     parts_digest,
 )
 from offramp.calibration.dataset import Dataset
-from offramp.compiler.engines.builder import BuildProgress, Built, EngineBuilder
+from offramp.compiler.engines.builder import BuildProgress, EngineBuilder
 from offramp.compiler.engines.options import BuildSettings
 from offramp.compiler.engines.profiles import ModelShapes, SizedProfile, Sizes, unit_profiles
 from offramp.compiler.engines.units import Unit, UnitGraphs
@@ -69,26 +69,19 @@ Planned: TypeAlias = PlannedEngine | UnitResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BuildSummary:
-    """What a build did about all units, in their order."""
+class Building:
+    """The engines of a bundle as they were planned, and built."""
 
+    bundle: Bundle
     target: EngineTarget
-    results: tuple[UnitResult, ...]
+    planned: tuple[Planned, ...]
+    results: tuple[UnitResult, ...] | None = None
+    """In the order of ``planned``; ``None`` after a dry run."""
 
     @property
     def failed(self) -> tuple[UnitResult, ...]:
         """Units without a good engine."""
-        return tuple(result for result in self.results if result.status == "failed")
-
-
-def target_of(builder: EngineBuilder, settings: BuildSettings) -> EngineTarget:
-    """Describe what a builder builds for."""
-    return EngineTarget(
-        gpu=builder.gpu,
-        compute_capability=builder.compute_capability,
-        tensorrt=builder.version,
-        precision=settings.precision,
-    )
+        return tuple(result for result in self.results or () if result.status == "failed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,13 +100,9 @@ class EngineWork:
     def plan(
         self, units: Sequence[Unit], store: EngineStore, *, rebuild: bool = False
     ) -> Iterator[Planned]:
-        """Find out which engines are fresh, without building any.
+        """Find out which engines are fresh, without building any; gives what is planned for each.
 
-        Yields:
-            In the order of ``units``: what is planned for each.
-
-        Raises:
-            EngineOptionsError: The model does not work at the sizes asked for.
+        EngineOptionsError if the model does not work at the sizes asked for.
         """
         for unit in units:
             try:
@@ -129,15 +118,12 @@ class EngineWork:
         builder: EngineBuilder,
         store: EngineStore,
         progress: Progress,
-    ) -> BuildSummary:
+    ) -> tuple[UnitResult, ...]:
         """Build what is not fresh; each engine is kept as soon as it is verified.
 
         One that fails leaves the others alone; what is there for the same unit is dropped if it
         would count as fresh the next time, as it was to be replaced. An interruption loses the
-        engine in work only.
-
-        Raises:
-            BundleError: The store cannot be written.
+        engine in work only. BundleError if the store cannot be written.
         """
         verifier = Verifier(self.bundle, self.shapes, self.settings.precision, samples=self.samples)
         work = sum(isinstance(plan, PlannedEngine) and bool(plan.stale) for plan in planned)
@@ -154,7 +140,7 @@ class EngineWork:
                 title = f"Build {plan.unit.name} ({number} of {work})"
                 with progress.step(title, _PERCENT) as advance:
                     results.append(self._build_unit(plan, builder, store, verifier, advance))
-        return BuildSummary(target=store.index.target, results=tuple(results))
+        return tuple(results)
 
     def _plan_unit(self, unit: Unit, store: EngineStore, *, rebuild: bool) -> PlannedEngine:
         graph = self.graphs.of(unit)
@@ -176,11 +162,23 @@ class EngineWork:
         verifier: Verifier,
         advance: Advance,
     ) -> UnitResult:
+        timing_cache = b""
+        with contextlib.suppress(BundleError):  # a damaged one only costs time
+            timing_cache = store.read_timing_cache()
+        shapes = tuple(profile.shapes for profile in plan.profiles)
         try:
             graph = self._graph_again(plan)
             began = time.perf_counter()
-            built = self._built(plan, graph, builder, store, advance)
+            built = builder.build(
+                graph,
+                shapes,
+                self.settings,
+                timing_cache=timing_cache,
+                progress=outermost(advance),
+            )
             took = time.perf_counter() - began
+            if built.timing_cache:
+                store.put_timing_cache(built.timing_cache)
             error = verifier.check(
                 plan.unit,
                 graph,
@@ -193,36 +191,10 @@ class EngineWork:
                 store.drop(plan.unit.name)
             return _failure(plan.unit, problem)
         entry = EngineEntry.of(
-            plan.unit.name,
-            built.plan,
-            key=plan.key,
-            profiles=tuple(profile.shapes for profile in plan.profiles),
-            build_s=took,
+            plan.unit.name, built.plan, key=plan.key, profiles=shapes, build_s=took
         )
         store.put(entry, built.plan)
         return UnitResult(unit=plan.unit, status="built", entry=entry, error=error)
-
-    def _built(
-        self,
-        plan: PlannedEngine,
-        graph: bytes,
-        builder: EngineBuilder,
-        store: EngineStore,
-        advance: Advance,
-    ) -> Built:
-        timing_cache = b""
-        with contextlib.suppress(BundleError):  # a damaged one only costs time
-            timing_cache = store.read_timing_cache()
-        built = builder.build(
-            graph,
-            [profile.shapes for profile in plan.profiles],
-            self.settings,
-            timing_cache=timing_cache,
-            progress=outermost(advance),
-        )
-        if built.timing_cache:
-            store.put_timing_cache(built.timing_cache)
-        return built
 
     def _graph_again(self, plan: PlannedEngine) -> bytes:
         """Make the graph once more, rather than keep those of all units in memory."""
@@ -237,7 +209,6 @@ class EngineWork:
 def explain(planned: Sequence[Planned], store: EngineStore) -> list[str]:
     """Say, in few lines, why engines that could have been expected to be there are built."""
     target = store.index.target
-    plans = [plan for plan in planned if isinstance(plan, PlannedEngine)]
     lines = []
     if not store.index.engines:
         known = list_targets(store.bundle_path)
@@ -248,12 +219,10 @@ def explain(planned: Sequence[Planned], store: EngineStore) -> list[str]:
                 f"{target.describe()}: building anew"
             )
     reasons: dict[str, list[str]] = {}
-    for plan in plans:
-        if plan.stale and plan.stale != NOT_BUILT:
+    for plan in planned:
+        if isinstance(plan, PlannedEngine) and plan.stale and plan.stale != NOT_BUILT:
             reasons.setdefault(plan.stale, []).append(plan.unit.name)
-    for reason, names in reasons.items():
-        lines.append(f"rebuilding {_list(names)}: {reason}")
-    return lines
+    return lines + [f"rebuilding {_list(names)}: {reason}" for reason, names in reasons.items()]
 
 
 def outermost(advance: Advance) -> BuildProgress:
@@ -293,10 +262,8 @@ def _failure(unit: Unit, error: Exception) -> UnitResult:
 
 
 def _list(names: Sequence[str]) -> str:
-    if len(names) == 1:
-        return names[0]
     shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-    return f"{len(names)} engines ({shown})"
+    return shown if len(names) == 1 else f"{len(names)} engines ({shown})"
 
 
 _WORDS = {

@@ -85,11 +85,8 @@ def halved_operators(
 ) -> Choice:
     """Choose the operators that are computed in half precision.
 
-    Args:
-        flow: The graph.
-        types: Element types of its tensors.
-        constants: Its small initializers.
-        opset: Version of the standard operators.
+    ``types`` are the element types of tensors, ``constants`` the small initializers, ``opset`` is
+    the version of the standard operators.
     """
     floats = {name for name, kind in types.items() if kind == FLOAT}
     numbers = _sizes(flow)
@@ -119,7 +116,6 @@ def halved_operators(
 
 
 def _counts(op: Operator, variable: list[str], numbers: set[str], types: Mapping[str, int]) -> bool:
-    """Whether what an operator gives counts, or follows from what does."""
     if op.kind == "Cast":
         return types.get(op.proto.input[0]) in _WIDE
     if op.kind in _DECIDING:
@@ -184,10 +180,7 @@ def _type_variables(
         schema = onnx.defs.get_schema(kind, opset)
     except onnx.defs.SchemaError:  # not one of that opset
         return None
-    takes_half = {
-        constraint.type_param_str: {"tensor(float)", "tensor(float16)"}
-        <= set(constraint.allowed_type_strs)
-        for constraint in schema.type_constraints
-    }
+    both = {"tensor(float)", "tensor(float16)"}
+    takes_half = {c.type_param_str: both <= {*c.allowed_type_strs} for c in schema.type_constraints}
     reads = tuple(formal.type_str for formal in schema.inputs)
     return reads, tuple(formal.type_str for formal in schema.outputs), takes_half

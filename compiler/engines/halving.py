@@ -104,9 +104,8 @@ class _Halving:
         self._need_single(self._flow.outputs)
         self._store()
         if self._clipped:
-            _log.warning(
-                "beyond the range of float16 (65,504), hence clipped: %s", ", ".join(self._clipped)
-            )
+            names = ", ".join(self._clipped)
+            _log.warning("beyond the range of float16 (65,504), hence clipped: %s", names)
 
     def _in_half(self, op: Operator, slots: Slots) -> onnx.NodeProto:
         node = copied(op.proto)
@@ -183,10 +182,8 @@ class _Halving:
         there = self._single | self._half
         known = [self._described(info) for info in graph.value_info if info.name in there]
         refill(graph.node, self._nodes)
-        bounds = [
-            numpy_helper.from_array(np.asarray(bound, np.float32), name)
-            for bound, name in self._bounds.items()
-        ]
+        scalars = {name: np.asarray(bound, np.float32) for bound, name in self._bounds.items()}
+        bounds = [numpy_helper.from_array(scalar, name) for name, scalar in scalars.items()]
         refill(graph.initializer, [*kept, *self._half_weights, *bounds])
         refill(graph.value_info, known)
 
@@ -197,7 +194,6 @@ class _Halving:
         return [name for place, name in enumerate(op.proto.input) if place not in slots.inputs]
 
     def _described(self, info: onnx.ValueInfoProto) -> onnx.ValueInfoProto:
-        """What is known of a tensor, under the name it has now."""
         described = copied(info)
         if info.name in self._half and info.name not in self._single:
             described.name += SUFFIX
@@ -341,9 +337,8 @@ class _Rounding:
         for place, name in enumerate(half.output):
             if name in self._half:
                 node.output[place] = name + _UNROUNDED
-                self._nodes.append(
-                    helper.make_node("Cast", [name + _UNROUNDED], [name], to=FLOAT16)
-                )
+                cast = helper.make_node("Cast", [name + _UNROUNDED], [name], to=FLOAT16)
+                self._nodes.append(cast)
 
     def _need_single(self, name: str) -> None:
         if name not in self._single and name not in self._weights:

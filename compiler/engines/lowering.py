@@ -37,16 +37,12 @@ _REMEDY = (
 )
 _MEANS_SOMETHING_ELSE = frozenset({"GridSample", "DFT", "GroupNormalization"})
 """Names of modes, or defaults, changed without a change of the signature."""
-_NEW_VALUES = frozenset(
-    {
-        ("ScatterElements", "reduction", b"max"),
-        ("ScatterElements", "reduction", b"min"),
-        ("ScatterND", "reduction", b"max"),
-        ("ScatterND", "reduction", b"min"),
-        ("Resize", "coordinate_transformation_mode", b"half_pixel_symmetric"),
-        ("Pad", "mode", b"wrap"),
-    }
-)
+_NEW_VALUES = {
+    ("ScatterElements", "reduction"): (b"max", b"min"),
+    ("ScatterND", "reduction"): (b"max", b"min"),
+    ("Resize", "coordinate_transformation_mode"): (b"half_pixel_symmetric",),
+    ("Pad", "mode"): (b"wrap",),
+}
 """Values of known attributes that opset 17 does not have."""
 
 _Constants = Mapping[str, "NDArray[np.generic]"]
@@ -55,8 +51,7 @@ _Constants = Mapping[str, "NDArray[np.generic]"]
 def lower(graph: bytes) -> bytes:
     """Bring a model of any opset to opset 17, and make initializers of its constants.
 
-    Raises:
-        ModelError: An operator means something that opset 17 cannot say.
+    ModelError if an operator means something that opset 17 cannot say.
     """
     proto = onnx.ModelProto.FromString(graph)
     fold_constants(proto.graph)
@@ -78,12 +73,8 @@ class _Lowering:
         self._types = declared_types(proto)
 
     def lower_graph(self, graph: onnx.GraphProto, outer: _Constants) -> None:
-        integers = {
-            tensor.name: numpy_helper.to_array(tensor)
-            for tensor in graph.initializer
-            if tensor.data_type == onnx.TensorProto.INT64
-        }
-        constants = {**outer, **integers}
+        integers = (t for t in graph.initializer if t.data_type == onnx.TensorProto.INT64)
+        constants = {**outer, **{t.name: numpy_helper.to_array(t) for t in integers}}
         moved: set[str] = set()
         for node in graph.node:
             if is_standard(node):
@@ -159,7 +150,7 @@ def _drop_new_attributes(
             if not default.name or helper.get_attribute_value(default) != value:
                 raise _refused(node, f"has no attribute {attribute.name}, here it is {value}")
             _remove_attribute(node, attribute.name)
-        elif isinstance(value, bytes) and (node.op_type, attribute.name, value) in _NEW_VALUES:
+        elif value in _NEW_VALUES.get((node.op_type, attribute.name), ()):
             raise _refused(node, f"has no {attribute.name} {value.decode()!r}")
 
 
@@ -168,13 +159,10 @@ def _remove_attribute(node: onnx.NodeProto, name: str) -> None:
 
 
 def _drop_unread(graph: onnx.GraphProto, names: set[str]) -> None:
-    """Remove those of some constants that nothing reads any more."""
     read = {name for node in graph.node for name in (*node.input, *captured_names(node))}
     read |= {output.name for output in graph.output}
-    kept = [
-        tensor for tensor in graph.initializer if tensor.name not in names or tensor.name in read
-    ]
-    refill(graph.initializer, kept)
+    gone = names - read
+    refill(graph.initializer, [kept for kept in graph.initializer if kept.name not in gone])
 
 
 def _refused(node: onnx.NodeProto, reason: str) -> ModelError:
@@ -195,9 +183,8 @@ def folded(model: bytes) -> bytes:
 def fold_constants(graph: onnx.GraphProto) -> None:
     """Turn the ``Constant`` nodes of a graph, and of the bodies in it, into initializers.
 
-    Then there is one kind of constant to look at instead of two.
-
-    Those that give a graph output, and those of strings or sparse tensors, stay as they are.
+    Then there is one kind of constant to look at instead of two. Those that give a graph output,
+    and those of strings or sparse tensors, stay as they are.
     """
     outputs = {output.name for output in graph.output}
     kept: list[onnx.NodeProto] = []

@@ -32,11 +32,7 @@ class SizeRange(NamedTuple):
 
 
 def parse_batches(text: str) -> tuple[SizeRange, ...]:
-    """Read ``1,2-8,9-32``: batch sizes, each range a profile of its own.
-
-    Raises:
-        EngineOptionsError: It is malformed, or the ranges do not rise apart from each other.
-    """
+    """Read ``1,2-8,9-32``: batch sizes, which rise apart, each range a profile of its own."""
     where = f"--batch-profiles {text!r}"
     ranges = [_range(item, where) or SizeRange(_size(item, where), _size(item, where))
               for item in _items(text, where)]  # fmt: skip
@@ -47,10 +43,7 @@ def parse_buckets(options: Sequence[str]) -> dict[str, tuple[SizeRange, ...]]:
     """Read ``sequence=32,64,128``: sizes of other dimensions, by the model's name for them.
 
     A size ends a bucket that begins after the last one's end, the first at 1; a range stands for
-    itself, as in ``height=200-224``.
-
-    Raises:
-        EngineOptionsError: It is malformed, names a dimension twice, or sizes do not rise.
+    itself, as in ``height=200-224``. Sizes rise, and each dimension is named once.
     """
     buckets: dict[str, tuple[SizeRange, ...]] = {}
     for option in options:
@@ -92,8 +85,8 @@ def _range(item: str, where: str) -> SizeRange | None:
         return None
     found = SizeRange(_size(first, where), _size(last, where))
     if found.first > found.last:
-        raise EngineOptionsError(f"{where}: {item} ends before it begins; did you mean "
-                                 f"{found.last}-{found.first}?")  # fmt: skip
+        remedy = f"did you mean {found.last}-{found.first}?"
+        raise EngineOptionsError(f"{where}: {item} ends before it begins; {remedy}")
     return found
 
 
@@ -118,11 +111,7 @@ def _rising(ranges: Sequence[SizeRange], where: str) -> tuple[SizeRange, ...]:
 
 
 def parse_parts(text: str) -> tuple[Part, ...]:
-    """Read ``source,stages,segments``, or some of them.
-
-    Raises:
-        EngineOptionsError: There is no such part.
-    """
+    """Read ``source,stages,segments``, or some of them."""
     asked = [item.strip() for item in text.split(",")]
     unknown = [item for item in asked if item not in PARTS]
     if unknown:
@@ -144,7 +133,6 @@ class BuildSettings:
     """0 to 5: how long TensorRT looks for a faster engine."""
 
     def __post_init__(self) -> None:
-        """Refuse what TensorRT would."""
         if self.optimization_level not in OPTIMIZATION_LEVELS:
             raise ValueError(f"optimization level {self.optimization_level} is not in 0 to 5")
         if self.workspace_bytes is not None and self.workspace_bytes < 1:

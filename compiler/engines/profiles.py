@@ -80,11 +80,7 @@ def symbols_of(manifest: Manifest) -> dict[str, SizeRange]:
 def profile_sizes(
     manifest: Manifest, batches: Sequence[SizeRange], buckets: Mapping[str, Sequence[SizeRange]]
 ) -> tuple[Sizes, ...]:
-    """Combine every batch range with every bucket.
-
-    Raises:
-        EngineOptionsError: A bucket is for a size that the model does not have.
-    """
+    """Combine every batch range with every bucket; these are for sizes that the model has."""
     symbols = symbols_of(manifest)
     unknown = sorted(buckets.keys() - symbols.keys())
     if unknown:
@@ -127,7 +123,6 @@ class ModelShapes:
     """
 
     def __init__(self, bundle: Bundle) -> None:
-        """Join the segments of a bundle."""
         manifest = bundle.manifest
         self._inputs = manifest.inputs
         self._cuts = tuple(segment.output for segment in manifest.segments)
@@ -137,11 +132,7 @@ class ModelShapes:
         self._known: dict[tuple[tuple[str, int], ...], dict[str, tuple[int, ...]]] = {}
 
     def at(self, point: Point) -> dict[str, tuple[int, ...]]:
-        """Find the shapes at a point, by tensor name.
-
-        Raises:
-            EngineOptionsError: The model does not work at these sizes.
-        """
+        """Find the shapes at a point, by tensor; EngineOptionsError if the model fails there."""
         if point.others not in self._known:
             self._known[point.others] = self._measure(point)
         cuts = {name: (point.batch, *rest) for name, rest in self._known[point.others].items()}
@@ -149,11 +140,10 @@ class ModelShapes:
 
     def inputs_at(self, point: Point) -> dict[str, tuple[int, ...]]:
         """Give the shapes of the model's inputs alone."""
-        others = dict(point.others)
+        sizes = dict(point.others)
         return {
             spec.name: tuple(
-                size if isinstance(size, int) else others.get(size, point.batch)
-                for size in spec.shape
+                s if isinstance(s, int) else sizes.get(s, point.batch) for s in spec.shape
             )
             for spec in self._inputs
         }
@@ -165,11 +155,11 @@ class ModelShapes:
             values = self._runner.run(random_inputs(fixed, _PROBED_BATCH))
         except RuntimeError as error:
             raise _impossible(point, str(error)) from error
-        for name in self._cuts:
-            shape = values[name].shape
-            if len(shape) == 0 or shape[0] != _PROBED_BATCH or min(shape) < 1:
+        shapes = {name: values[name].shape for name in self._cuts}
+        for name, shape in shapes.items():
+            if not shape or shape[0] != _PROBED_BATCH or min(shape) < 1:
                 raise _impossible(point, f"{name!r} is then {list(shape)}")
-        return {name: values[name].shape[1:] for name in self._cuts}
+        return {name: shape[1:] for name, shape in shapes.items()}
 
 
 def bound(proto: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> onnx.ModelProto:
@@ -193,15 +183,10 @@ def unit_profiles(
     names = list(inputs)
     profiles: list[SizedProfile] = []
     for each in sizes:
+        first, last = each.batch
         least, best = shapes.at(each.least), shapes.at(each.best)
-        profile = ShapeProfile(
-            first_batch=each.batch.first,
-            last_batch=each.batch.last,
-            inputs={
-                name: ShapeRange(least=least[name], best=best[name], most=best[name])
-                for name in names
-            },
-        )
+        ranges = {n: ShapeRange(least=least[n], best=best[n], most=best[n]) for n in names}
+        profile = ShapeProfile(first_batch=first, last_batch=last, inputs=ranges)
         if all(profile != known.shapes for known in profiles):
             profiles.append(SizedProfile(each, profile))
     return tuple(profiles)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import NamedTuple
 
 from offramp.bundle import Bundle, Manifest
@@ -44,7 +44,7 @@ def units_of(bundle: Bundle, parts: Collection[Part] = PARTS) -> tuple[Unit, ...
         found += stage_units(bundle)
     if "segments" in parts:
         found += segment_units(bundle.manifest)
-    return _unique(found)
+    return tuple(dict.fromkeys(found))
 
 
 def source_unit(manifest: Manifest) -> Unit:
@@ -59,7 +59,7 @@ def stage_units(bundle: Bundle) -> tuple[Unit, ...]:
     """
     plans = (make_plan(bundle, mode=mode) for mode in (Mode.LEAVE, Mode.AUDIT))
     stages = (stage for plan in plans for stage in plan.stages)
-    return _unique(Unit(*s.unit) for s in stages)
+    return tuple(dict.fromkeys(Unit(*s.unit) for s in stages))
 
 
 def segment_units(manifest: Manifest) -> tuple[Unit, ...]:
@@ -71,15 +71,10 @@ def segment_units(manifest: Manifest) -> tuple[Unit, ...]:
     return tuple(Unit(s.index, s.index, exits.get(s.index)) for s in manifest.segments)
 
 
-def _unique(units: Iterable[Unit]) -> tuple[Unit, ...]:
-    return tuple(dict.fromkeys(units))
-
-
 def ranges_of(bundle: Bundle, dataset: Dataset, *, threads: int) -> Ranges:
     """Measure the ranges of a bundle's activations, which hold for all its units.
 
-    Raises:
-        DataError: There are no samples, the model fails on one, or has nothing to quantise.
+    DataError if there are no samples, the model fails on one, or has nothing to quantise.
     """
     source = folded(bundle.read(bundle.manifest.source.file))
     return measure_ranges(source, dataset, threads=threads)
@@ -103,11 +98,8 @@ class UnitGraphs:
     ) -> None:
         """Say what the graphs are for: ``fp32`` and ``tf32`` have the same ones.
 
-        ``ranges``, of :func:`ranges_of`, are those of the activations, for ``int8``. TensorRT 8.x
-        gets graphs of opset 17.
-
-        Raises:
-            ValueError: ``int8`` without ranges.
+        ``ranges``, of :func:`ranges_of`, are those of the activations; ``int8`` needs them.
+        TensorRT 8.x gets graphs of opset 17.
         """
         if precision == "int8" and ranges is None:
             raise ValueError("int8 needs the ranges of activations; measure them on data first")
@@ -120,11 +112,7 @@ class UnitGraphs:
         """Give the serialised ONNX model of a unit.
 
         Its outputs are the exit's answer and confidence, where there is an exit, then the last
-        segment's output.
-
-        Raises:
-            ModelError: TensorRT 8.6 cannot read an operator of it; the message has the remedy.
-            BundleIntegrityError: A file changed since the bundle was opened.
+        segment's output. ModelError if TensorRT 8.6 cannot read an operator of it.
         """
         graph = self._with_exit(unit, self._in_precision(self._span(unit)))
         return lower(graph) if self._lowered else graph
@@ -137,12 +125,10 @@ class UnitGraphs:
         return assemble([self._bundle.read(s.file) for s in segments], [segments[-1].output])
 
     def _in_precision(self, span: bytes) -> bytes:
-        if self._precision == "fp16":
-            return halve(span)
         if self._precision == "int8":
             assert self._ranges is not None
             return quantize(folded(span), self._ranges)
-        return span
+        return halve(span) if self._precision == "fp16" else span
 
     def _with_exit(self, unit: Unit, span: bytes) -> bytes:
         if unit.exit is None:

@@ -76,8 +76,7 @@ class Verifier:
     def check(self, unit: Unit, graph: bytes, profiles: Sequence[SizedProfile], run: Run) -> float:
         """Run an engine at the best and the least shapes of every profile.
 
-        Returns:
-            The largest difference found, as a share of the output's largest magnitude.
+        Gives the largest difference found, as a share of the output's largest magnitude.
 
         Raises:
             EngineBuildError: An output is missing, has another type or shape, is no number, or
@@ -137,7 +136,6 @@ class Verifier:
         return allowed
 
     def _prefix(self, unit: Unit) -> GraphRunner | None:
-        """The segments before a unit."""
         before = self._bundle.manifest.segments[: unit.first_segment]
         if not before:
             return None
@@ -182,7 +180,7 @@ class PrecisionCheck:
     samples: int
     """Samples that everything here was measured on."""
     unseen: bool
-    """Whether the samples are known to hold nothing that heads or thresholds were fitted on."""
+    """As of :class:`PrecisionData`."""
     source_differs: int
     """Samples that the source model in this precision answers otherwise, without exits."""
     policy_differs: int
@@ -209,11 +207,11 @@ class PrecisionCheck:
 
     def describe(self) -> str:
         """One or two sentences for the command line."""
+        counts = (self.source_differs, self.policy_differs, self.policy_differs_fp32)
+        source, policy, plain = (f"{count / self.samples:.2%}" for count in counts)
         text = (
-            f"{self.precision}: of {self.samples:,} samples the model answers "
-            f"{_share(self.source_differs, self.samples)} unlike in fp32, the exits' policy "
-            f"{_share(self.policy_differs, self.samples)} unlike the fp32 model "
-            f"(in fp32: {_share(self.policy_differs_fp32, self.samples)})"
+            f"{self.precision}: of {self.samples:,} samples the model answers {source} unlike in "
+            f"fp32, the exits' policy {policy} unlike the fp32 model (in fp32: {plain})"
         )
         if self.promise is not None:
             most = upper_bound(self.policy_differs, self.samples, self.promise.confidence_level)
@@ -230,11 +228,7 @@ class PrecisionCheck:
         return f"{text}.{seen}"
 
     def demand(self) -> None:
-        """Insist that the promise is not disproved.
-
-        Raises:
-            VerificationError: It is.
-        """
+        """Insist that the promise is not disproved; VerificationError if it is."""
         if self.verdict == "broken":
             raise VerificationError(
                 f"{self.describe()} Build with a finer --precision (fp16, tf32 or fp32), or add "
@@ -245,15 +239,12 @@ class PrecisionCheck:
 def part_data(
     bundle: Bundle, dataset: Dataset, *, seed: int = 0, threads: int = 1
 ) -> PrecisionData:
-    """Part samples into those that set ranges and those that judge.
+    """Part samples into those that set ranges and those that judge; DataError for less than two.
 
     Of the data that the bundle was compiled with, the certify split judges: nothing was fitted
     on it. It is found again with the seed of the compilation, and recognised by what the source
     model answered. Other data are parted in two halves by a seeded permutation; they count as
     unseen, as nothing of the bundle was made with them.
-
-    Raises:
-        DataError: Fewer than two samples.
     """
     if len(dataset) < 2:
         raise DataError(f"{len(dataset)} samples are too few to measure and to judge; give 1,000")
@@ -283,10 +274,7 @@ def measure_precision(
     """Run the source model and the policy's stages in a precision, and compare with float32.
 
     All samples are run, four times. ``ranges``, for ``int8``, are not measured on ``dataset``;
-    ``unseen`` is what :class:`PrecisionData` says of it.
-
-    Raises:
-        DataError: The model fails on a sample.
+    ``unseen`` is what :class:`PrecisionData` says of it. DataError if the model fails on a sample.
     """
     graphs = UnitGraphs(bundle, precision, ranges=ranges, tensorrt_version=_OPSETS_AS_THEY_ARE)
     plain = UnitGraphs(bundle, "fp32", tensorrt_version=_OPSETS_AS_THEY_ARE)
@@ -315,9 +303,8 @@ def _answers(
     graph_of: Callable[[Unit], bytes], stages: Sequence[StageSpec], dataset: Dataset, threads: int
 ) -> NDArray[np.intp]:
     """Class that each sample is answered with."""
-    runners = [
-        GraphRunner(onnx.load_from_string(graph_of(Unit(*stage.unit))), threads) for stage in stages
-    ]
+    graphs = [onnx.load_from_string(graph_of(Unit(*stage.unit))) for stage in stages]
+    runners = [GraphRunner(graph, threads) for graph in graphs]
     classes = np.empty(len(dataset), np.intp)
     for start in range(0, len(dataset), BATCH_SIZE):
         batch = dataset.take(slice(start, start + BATCH_SIZE))
@@ -354,20 +341,13 @@ def _leaving(
 
 def _is_certify_split(bundle: Bundle, judged: Dataset, threads: int) -> bool:
     """Whether the source model answers the first samples as it did when the bundle was made."""
-    records = bundle.records()
-    said = records["final_prediction"][records["split"] == CERTIFY][:_RECOGNISED]
-    if len(records["split"][records["split"] == CERTIFY]) != len(judged):
+    records, manifest = bundle.records(), bundle.manifest
+    said = records["final_prediction"][records["split"] == CERTIFY]
+    if len(said) != len(judged):
         return False
-    manifest = bundle.manifest
-    first = judged.subset(np.arange(len(said)))
-    source = bundle.read(manifest.source.file)
-    found = [
-        answer.argmax(axis=1)
-        for _, (answer,) in run_over(source, [manifest.answer.output], first, threads=threads)
-    ]
+    said = said[:_RECOGNISED]
+    first, source = judged.subset(np.arange(len(said))), bundle.read(manifest.source.file)
+    batches = run_over(source, [manifest.answer.output], first, threads=threads)
+    found = [answer.argmax(axis=1) for _, (answer,) in batches]
     # Another machine may round otherwise; a chance order of the samples differs far more often.
     return float((np.concatenate(found) == said).mean()) >= 0.99
-
-
-def _share(count: int, samples: int) -> str:
-    return f"{count / samples:.2%}"

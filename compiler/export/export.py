@@ -17,10 +17,11 @@ import onnx
 from offramp import __version__
 from offramp.bundle import Bundle
 from offramp.bundle.bundle import REPORT
-from offramp.calibration.dataset import Dataset, read_dataset
+from offramp.calibration.dataset import read_dataset
 from offramp.compiler.errors import ExportError
 from offramp.compiler.export.nesting import Names, nest
 from offramp.compiler.export.verification import Verified, verify
+from offramp.compiler.graph import serialised
 from offramp.compiler.model import MAX_BYTES
 from offramp.compiler.progress import SILENT, Progress
 from offramp.engine.errors import BackendError
@@ -61,15 +62,14 @@ def export_bundle(options: ExportOptions, progress: Progress = SILENT) -> Export
     """Export a bundle, verify the file, and write it.
 
     Raises:
-        BundleError: There is no bundle, or it is damaged.
+        BundleError, DataError: There is no bundle, it is damaged, or the data do not fit it.
         ExportError: No exit is active, no data are given, or the target may not be written.
-        DataError: The data do not fit the model.
         VerificationError: The file would not do what the bundle does; nothing is written.
     """
     bundle = Bundle.open(options.bundle)
     plan = make_plan(bundle)
-    _check(bundle, plan, options)
-    dataset = _read_data(bundle, options)
+    data = _check(bundle, plan, options)
+    dataset = read_dataset(data, bundle.manifest.inputs)
     names = Names.of(bundle.manifest, plan)
     explained = make_model(bundle, plan, names, with_exits=True)
     models = {"the export with exits": explained}
@@ -88,7 +88,7 @@ def export_bundle(options: ExportOptions, progress: Progress = SILENT) -> Export
             )
     except BackendError as error:
         raise ExportError(f"{options.bundle} cannot be run: {error}") from error
-    content = model.SerializeToString(deterministic=True)
+    content = serialised(model)
     _write(options, content)
     return Exported(
         path=options.output,
@@ -102,11 +102,7 @@ def export_bundle(options: ExportOptions, progress: Progress = SILENT) -> Export
 
 
 def make_model(bundle: Bundle, plan: Plan, names: Names, *, with_exits: bool) -> onnx.ModelProto:
-    """Make the model that is exported, checked by ONNX's checker.
-
-    Raises:
-        ExportError: It is too large for one file.
-    """
+    """Make the model that is exported, checked by ONNX's checker; ExportError if too large."""
     size = sum(len(stage.load()) for stage in plan.stages)
     if size > MAX_BYTES:
         raise ExportError(
@@ -116,9 +112,8 @@ def make_model(bundle: Bundle, plan: Plan, names: Names, *, with_exits: bool) ->
     model = nest(plan, source, names, with_exits=with_exits)
     model.producer_name, model.producer_version = "offramp", __version__
     kept = {p.key: p.value for p in source.metadata_props if not p.key.startswith(METADATA)}
-    onnx.helper.set_model_props(
-        model, {**kept, **_metadata(bundle, plan, names, with_exits=with_exits)}
-    )
+    ours = _metadata(bundle, plan, names, with_exits=with_exits)
+    onnx.helper.set_model_props(model, kept | ours)
     onnx.checker.check_model(model)
     return model
 
@@ -127,12 +122,8 @@ def _metadata(bundle: Bundle, plan: Plan, names: Names, *, with_exits: bool) -> 
     """Describe the file in its own metadata; values are JSON where they are more than a word."""
     manifest, promise = bundle.manifest, bundle.policy.promise
     exits = [
-        {
-            "exit": stage.exit,
-            "after_segment": stage.last_segment,
-            "threshold": stage.threshold,
-            "threshold_input": name,
-        }
+        {"exit": stage.exit, "after_segment": stage.last_segment, "threshold": stage.threshold}
+        | {"threshold_input": name}
         for stage, name in zip(plan.stages[:-1], names.thresholds, strict=True)
     ]
     said = {
@@ -151,8 +142,8 @@ def _metadata(bundle: Bundle, plan: Plan, names: Names, *, with_exits: bool) -> 
     return {f"{METADATA}{key}": value for key, value in said.items()}
 
 
-def _check(bundle: Bundle, plan: Plan, options: ExportOptions) -> None:
-    """Refuse what cannot be exported or written, before any long work."""
+def _check(bundle: Bundle, plan: Plan, options: ExportOptions) -> Path:
+    """Refuse what cannot be exported or written, before any long work; give where the data are."""
     if len(plan.stages) == 1:
         raise ExportError(
             f"{options.bundle} has no active exit, so that an export would be the source model: "
@@ -170,15 +161,12 @@ def _check(bundle: Bundle, plan: Plan, options: ExportOptions) -> None:
         raise ExportError(f"{options.output} is a folder; --output names a file, as fast.onnx")
     if not options.overwrite and (options.output.exists() or options.output.is_symlink()):
         raise ExportError(f"{options.output} exists; choose another --output, or add --overwrite")
-
-
-def _read_data(bundle: Bundle, options: ExportOptions) -> Dataset:
     if options.data is None:
         raise ExportError(
             "an export is verified on the calibration data before it is written, and a bundle "
             f"does not hold them: add --data NPZ, the file that {options.bundle} was compiled with"
         )
-    return read_dataset(options.data, bundle.manifest.inputs)
+    return options.data
 
 
 def _write(options: ExportOptions, content: bytes) -> None:

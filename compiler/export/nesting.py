@@ -73,21 +73,18 @@ class _Level:
     def add(
         self, op: str, inputs: Sequence[str], name: str, output: str = "", **attributes: Any
     ) -> str:
-        """Add an operator with one output; gives the output's name."""
         output = output or self.own(name)
         node = helper.make_node(op, list(inputs), [output], name=self.own(name), **attributes)
         self.nodes.append(node)
         return output
 
     def weight(self, name: str, value: NDArray[Any]) -> str:
-        """Add a constant; gives its name."""
         self.weights.append(numpy_helper.from_array(value, self.own(name)))
         return self.own(name)
 
     def graph(
         self, inputs: Sequence[onnx.ValueInfoProto], outputs: Sequence[onnx.ValueInfoProto]
     ) -> onnx.GraphProto:
-        """Give what was added as a graph."""
         return helper.make_graph(
             self.nodes,
             self.prefix,
@@ -117,23 +114,19 @@ class _Nesting:
         self._names = names
         self._inputs = {info.name for info in source.input}
         self._given = (_ANSWER, _EXIT, _CONFIDENCE) if with_exits else (_ANSWER,)
-        (answer,) = (info for info in source.output if info.name == specs[-1].answer)
-        self._answer = answer
+        (self._answer,) = (info for info in source.output if info.name == specs[-1].answer)
         self._types = {info.name: info for info in source.input}
         for stage in stages:
             self._types |= {i.name: i for i in (*stage.graph.input, *stage.graph.output)}
         self._opset = default_opset(stages[0])
 
     def graph(self) -> onnx.GraphProto:
-        """Give the main graph."""
         level = self._level(0)
         # A weight that is listed among the inputs too is a default that a caller may override.
         defaults = [np.array(s.threshold, np.float32) for s in self._specs if not s.final]
         level.weights += map(numpy_helper.from_array, defaults, self._names.thresholds)
-        optional = [
-            helper.make_tensor_value_info(name, TensorProto.FLOAT, ())
-            for name in self._names.thresholds
-        ]
+        names = self._names.thresholds
+        optional = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ()) for name in names]
         graph = level.graph([*self._source.input, *optional], self._outputs(0, self._results(0)))
         graph.name = self._source.name
         return graph
@@ -211,7 +204,6 @@ class _Nesting:
         return level.graph([], self._outputs(index, merged))
 
     def _leave(self, index: int, here: dict[str, str]) -> onnx.GraphProto:
-        """Give the exit's results as they are."""
         level = _Level(prefix=f"{self._names.inner}{index}:leave")
         kept = {kind: level.add("Identity", [here[kind]], kind) for kind in self._given}
         return level.graph([], self._outputs(index, kept))
@@ -248,31 +240,25 @@ class _Nesting:
     def _results(self, index: int) -> dict[str, str]:
         """Names of what a level gives for each of its rows."""
         level = _Level(prefix=f"{self._names.inner}{index}")
-        if not index:
-            every = {
-                _ANSWER: self._answer.name,
-                _CONFIDENCE: self._names.confidence,
-                _EXIT: self._names.exit,
-            }
-        else:
-            every = {kind: level.own(kind) for kind in (_ANSWER, _CONFIDENCE, _EXIT)}
+        shown = {_CONFIDENCE: self._names.confidence, _EXIT: self._names.exit}
+        every = {_ANSWER: self._answer.name, **shown}
+        if index:
+            every = {kind: level.own(kind) for kind in every}
             if self._specs[index].final:
                 every[_ANSWER] = level.inner(self._answer.name)
         return {kind: every[kind] for kind in self._given}
 
     def _outputs(self, index: int, names: Mapping[str, str]) -> list[onnx.ValueInfoProto]:
-        """Describe results of a level."""
-        return [self._described(kind, name, index) for kind, name in names.items()]
-
-    def _described(self, kind: str, name: str, index: int) -> onnx.ValueInfoProto:
-        rows = self._rows(index)
-        if kind == _ANSWER:
-            info = copied(self._answer)
-            info.name = name
-            rename_symbol([info], BATCH, rows)
-            return info
-        element = TensorProto.INT32 if kind == _EXIT else TensorProto.FLOAT
-        return helper.make_tensor_value_info(name, element, [rows])
+        rows, infos = self._rows(index), []
+        for kind, name in names.items():
+            element = TensorProto.INT32 if kind == _EXIT else TensorProto.FLOAT
+            info = helper.make_tensor_value_info(name, element, [rows])
+            if kind == _ANSWER:
+                info = copied(self._answer)
+                info.name = name
+                rename_symbol([info], BATCH, rows)
+            infos.append(info)
+        return infos
 
     def _rows(self, index: int) -> str:
         """Symbolic number of rows at a level: other than outside it, so none is taken for equal."""
@@ -280,7 +266,6 @@ class _Nesting:
 
 
 def _filled(level: _Level, like: str, value: int | None, output: str = "") -> str:
-    """Add a value for every row of ``like``."""
     shape = level.add("Shape", [like], "rows_here")
     filling = numpy_helper.from_array(np.array([value], np.int32))
     return level.add("ConstantOfShape", [shape], "exit_here", output, value=filling)
@@ -297,10 +282,8 @@ Rename = Callable[[str], str]
 def rename_graph(graph: onnx.GraphProto, rename: Rename) -> None:
     """Rename every tensor and node of a graph, so that several graphs fit into one namespace.
 
-    The bodies of its operators are renamed too.
-
-    ONNX has no shadowing: a name means the same tensor in a graph and in all bodies inside it,
-    so that one function serves for all of them.
+    The bodies of its operators are renamed too: ONNX has no shadowing, a name means the same
+    tensor in a graph and in all bodies inside it, so that one function serves for all of them.
     """
     for info in (*graph.input, *graph.output, *graph.value_info):
         info.name = rename(info.name)

@@ -61,13 +61,9 @@ def verify(
 ) -> Verified:
     """Run bundle and exported models over all samples, in the same batches of several sizes.
 
-    Args:
-        plan: The bundle's, in ``leave`` mode.
-        models: Exported, by what messages call them; if they give exits, these are compared too.
-        names: Of the added outputs.
-        dataset: The samples.
-        tolerance: Allowed difference of answers, relative to the largest of the batch.
-        progress: Called with the number of samples of each batch.
+    ``plan`` is in ``leave`` mode, ``models`` are by what messages call them; if they give exits,
+    these are compared too. Answers may differ by ``tolerance``, relative to the largest of the
+    batch; ``progress`` is called with the number of samples of each batch.
 
     Raises:
         VerificationError: A model cannot be run, answers another sample at another exit than the
@@ -103,9 +99,8 @@ class _Staged:
         self._exits = [s.answered_by for s in plan.stages]
 
     def run(self, tensors: Tensors) -> GivenAnswers:
-        size = len(next(iter(tensors.values())))
         departures = list(self._pipeline.run(self._slot, tensors))
-        first = departures[0].answer
+        size, first = len(next(iter(tensors.values()))), departures[0].answer
         answer = np.empty((size, *first.shape[1:]), first.dtype)
         exit_, confidence = np.empty(size, np.int32), np.empty(size, np.float32)
         for departure in departures:
@@ -133,8 +128,7 @@ class _Exported:
             raise VerificationError(f"ONNX Runtime cannot load the export: {error}") from error
         given = {output.name for output in self._session.get_outputs()}
         self._outputs = [str(plan.stages[-1].answer)]
-        self._tells_exits = names.exit in given
-        if self._tells_exits:
+        if names.exit in given:
             self._outputs += [names.exit, names.confidence]
 
     def run(self, tensors: Tensors) -> GivenAnswers | NDArray[Any]:
@@ -143,17 +137,15 @@ class _Exported:
             answer, *rest = self._session.run(self._outputs, tensors)
         except Exception as error:
             raise VerificationError(f"the export fails: {error}") from error
-        if not self._tells_exits:
+        if not rest:
             return np.asarray(answer)
         return GivenAnswers(answer=answer, exit=rest[0], confidence=rest[1])
 
 
 def _batches(samples: int) -> Iterator[slice]:
-    start = 0
-    for size in itertools.cycle(BATCH_SIZES):
-        if start >= samples:
-            return
-        stop = min(start + size, samples)
+    start, sizes = 0, itertools.cycle(BATCH_SIZES)
+    while start < samples:
+        stop = min(start + next(sizes), samples)
         yield slice(start, stop)
         start = stop
 
@@ -187,6 +179,5 @@ def _difference(given: NDArray[Any], wanted: NDArray[Any], tolerance: float, whe
 
 def _has_half_precision(graph: onnx.GraphProto) -> bool:
     """Whether any weight of a graph, or of a body in it, is float16."""
-    if any(weight.data_type == onnx.TensorProto.FLOAT16 for weight in graph.initializer):
-        return True
-    return any(_has_half_precision(body) for node in graph.node for body in bodies(node))
+    half = any(weight.data_type == onnx.TensorProto.FLOAT16 for weight in graph.initializer)
+    return half or any(_has_half_precision(b) for node in graph.node for b in bodies(node))

@@ -32,10 +32,8 @@ def render_report(
     """Render the bundle's ``report.html``: one page that needs nothing beside it.
 
     ``profile`` is of the device that the savings were predicted for; ``rehearsed`` says how the
-    exits in use were chosen, if by a rehearsal, and ``limit`` what kept all out of use.
-
-    Raises:
-        ValueError: The parts do not belong together.
+    exits in use were chosen, if by a rehearsal, and ``limit`` what kept all out of use. ValueError
+    if the parts do not belong together.
     """
     found = PolicyFigures.of(manifest, policy, profile, certify)
     judged = None if measured is None else words.SavingsCheck.of(found, measured)

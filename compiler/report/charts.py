@@ -55,16 +55,15 @@ def savings_chart(found: PolicyFigures) -> Markup | None:
         _HEIGHT,
         "Predicted savings against disagreement on the certify split",
         _constraint(found, x, y),
-        svg.axes(
-            x,
-            y,
-            [(v, f"{100 * v:.3g}%") for v in svg.nice_values(0, reach)],
-            [(v, f"{100 * v:.3g}%") for v in svg.nice_values(y.low, y.high)],
-        ),
+        svg.axes(x, y, _percents(0, reach), _percents(y.low, y.high)),
         _titles("predicted savings", "disagreement on the certify split"),
         svg.path(points, "curve thin"),
         _shipped(found, x, y),
     )
+
+
+def _percents(low: float, high: float, most: int = 5) -> list[Tick]:
+    return [(v, f"{100 * v:.3g}%") for v in svg.nice_values(low, high, most)]
 
 
 def latency_rows(found: PolicyFigures) -> list[LatencyRow]:
@@ -88,10 +87,8 @@ def latency_chart(found: PolicyFigures) -> Markup:
     lines = [_line(x, y, [r.source_sample_ms for r in rows], "source", "profiled")]
     if found.active:
         lines.append(_line(x, y, [r.predicted_sample_ms for r in rows], "offramp", "predicted"))
-    names = [
-        svg.text(x(i), y.start + 16, str(r.batch_size), "tick", "middle")
-        for i, r in enumerate(rows)
-    ]
+    sizes = enumerate(str(r.batch_size) for r in rows)
+    names = [svg.text(x(i), y.start + 16, size, "tick", "middle") for i, size in sizes]
     y_ticks = [(v, f"{v:g}") for v in svg.nice_values(0, y.high)]
     return svg.drawing(
         _WIDTH,
@@ -106,12 +103,8 @@ def latency_chart(found: PolicyFigures) -> Markup:
 
 def _titles(y_title: str, x_title: str) -> Markup:
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
-    return svg.join(
-        [
-            svg.text(4, 11, y_title, "label"),
-            svg.text(middle, _HEIGHT - 6, x_title, "label", "middle"),
-        ]
-    )
+    x_label = svg.text(middle, _HEIGHT - 6, x_title, "label", "middle")
+    return svg.text(4, 11, y_title, "label") + x_label
 
 
 def _constraint(found: PolicyFigures, x: Scale, y: Scale) -> Markup:
@@ -120,13 +113,9 @@ def _constraint(found: PolicyFigures, x: Scale, y: Scale) -> Markup:
         return Markup("")
     at = x(promise.max_disagreement)
     words = f"constraint {numbers.plain_percent(promise.max_disagreement)}"
-    return svg.join(
-        [
-            svg.box(at, y.end, x.end - at, y.start - y.end, class_="beyond"),
-            svg.line(at, y.start, at, y.end, "constraint"),
-            svg.text(at + 6, y.end + 12, words, "label"),
-        ]
-    )
+    beyond = svg.box(at, y.end, x.end - at, y.start - y.end, class_="beyond")
+    line = svg.line(at, y.start, at, y.end, "constraint")
+    return beyond + line + svg.text(at + 6, y.end + 12, words, "label")
 
 
 def _shipped(found: PolicyFigures, x: Scale, y: Scale) -> Markup:
@@ -200,12 +189,9 @@ def exit_curves(found: PolicyFigures) -> list[ExitCurves]:
 def coverage(
     confidence: NDArray[np.float32], agrees: NDArray[np.bool_]
 ) -> tuple[FloatArray, FloatArray]:
-    """Compute the agreement among those that leave, as an exit's threshold falls.
+    """Compute share that leaves and agreement among them, as a threshold falls: float64[points].
 
     Samples of one confidence leave together. Fewer than 20 are too few to draw.
-
-    Returns:
-        float64[points] each: share that leaves, rising to 1, and agreement among them.
     """
     order = np.argsort(-confidence, kind="stable")
     sorted_ = confidence[order]
@@ -233,20 +219,19 @@ def _agreement(
 ) -> Markup:
     x = Scale(low=0, high=1, start=_CARD_LEFT, end=_CARD_WIDTH - _CARD_RIGHT)
     y = Scale(low=bottom, high=1, start=_CURVE_HEIGHT - 36, end=20)
-    shares, agreement = cover
     active = index in found.thresholds
-    points = [(x(s), y(a)) for s, a in zip(shares, agreement, strict=True)]
+    points = [(x(s), y(a)) for s, a in zip(*cover, strict=True)]
     values = svg.nice_values(bottom, 1, 4)
     decimals = 0 if all(abs(100 * v - round(100 * v)) < 1e-6 for v in values) else 1
     y_ticks = [(v, f"{100 * v:.{decimals}f}%") for v in values]
-    end = f"all leave: {numbers.percent(float(agreement[-1]), 2)} agree"
+    end = f"all leave: {numbers.percent(float(cover[1][-1]), 2)} agree"
     return svg.drawing(
         _CARD_WIDTH,
         _CURVE_HEIGHT,
         f"Exit {index}: agreement against the share that leaves",
         svg.axes(x, y, [(v, f"{v:.0%}") for v in (0, 0.25, 0.5, 0.75, 1)], y_ticks),
         svg.text(2, 9, "agreement of those leaving", "label"),
-        svg.text(_CARD_WIDTH - _CARD_RIGHT, _CURVE_HEIGHT - 4, "share that leaves", "label", "end"),
+        svg.text(x.end, _CURVE_HEIGHT - 4, "share that leaves", "label", "end"),
         svg.path(points, "curve" if active else "curve idle"),
         svg.dot(*points[-1], 3, "end" if active else "end idle", end),
         _operating_point(found, index, x, y),
@@ -264,9 +249,8 @@ def _operating_point(found: PolicyFigures, index: int, x: Scale, y: Scale) -> Ma
         f"{numbers.percent(agreement, 2)} of them agree"
     )
     at, height = x(share), y(max(agreement, y.low))
-    return svg.join(
-        [svg.line(at, y.start, at, y.end, "threshold"), svg.dot(at, height, 4.5, "mark", title)]
-    )
+    line = svg.line(at, y.start, at, y.end, "threshold")
+    return line + svg.dot(at, height, 4.5, "mark", title)
 
 
 def _confidence(found: PolicyFigures, index: int, span: tuple[float, float]) -> Markup:
@@ -279,7 +263,6 @@ def _confidence(found: PolicyFigures, index: int, span: tuple[float, float]) -> 
     top = float((right + wrong).max()) / total
     x = Scale(low=span[0], high=span[1], start=_CARD_LEFT, end=_CARD_WIDTH - _CARD_RIGHT)
     y = Scale(low=0, high=top * 1.04, start=_BARS_HEIGHT - 36, end=20)
-    ticks = [(v, f"{100 * v:.3g}%") for v in svg.nice_values(0, top, 2)]
     active = index in found.thresholds
     parts = [
         _bar(x, y, edges[i : i + 2], right[i] / total, wrong[i] / total, active=active)
@@ -289,11 +272,9 @@ def _confidence(found: PolicyFigures, index: int, span: tuple[float, float]) -> 
         _CARD_WIDTH,
         _BARS_HEIGHT,
         f"Exit {index}: how its confidences are spread",
-        svg.axes(x, y, _confidence_ticks(x), ticks),
+        svg.axes(x, y, _confidence_ticks(x), _percents(0, top, 2)),
         svg.text(2, 9, "samples", "label"),
-        svg.text(
-            _CARD_WIDTH - _CARD_RIGHT, _BARS_HEIGHT - 4, "confidence (logit scale)", "label", "end"
-        ),
+        svg.text(x.end, _BARS_HEIGHT - 4, "confidence (logit scale)", "label", "end"),
         *parts,
         _threshold_line(found, index, x, y),
     )
@@ -334,9 +315,5 @@ def _threshold_line(found: PolicyFigures, index: int, x: Scale, y: Scale) -> Mar
         return Markup("")
     at = x(min(max(float(logit(threshold)), x.low), x.high))
     words = f"≥\u202f{numbers.threshold(threshold)}"
-    return svg.join(
-        [
-            svg.line(at, y.start, at, y.end, "threshold"),
-            svg.text(max(at, _CARD_LEFT + 32), 9, words, "least", "middle"),
-        ]
-    )
+    line = svg.line(at, y.start, at, y.end, "threshold")
+    return line + svg.text(max(at, _CARD_LEFT + 32), 9, words, "least", "middle")

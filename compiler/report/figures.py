@@ -46,22 +46,15 @@ class PolicyFigures:
     def of(
         cls, manifest: Manifest, policy: ExitPolicy, profile: Profile, certify: ExitRecords
     ) -> PolicyFigures:
-        """Count what a policy does on the certify split.
-
-        Raises:
-            ValueError: The records or the profile belong to other exits or segments.
-        """
-        exits = len(manifest.exits)
-        if len(certify.confidence) != exits or len(profile.exits_ms) != exits:
+        """Count what a policy does; ValueError if records or profile are of other parts."""
+        exits, recorded, timed = len(manifest.exits), len(certify.confidence), len(profile.exits_ms)
+        if recorded != exits or timed != exits:
             raise ValueError(
-                f"the manifest has {exits} exits, the records {len(certify.confidence)}, "
-                f"the profile {len(profile.exits_ms)}"
+                f"the manifest has {exits} exits, the records {recorded}, the profile {timed}"
             )
-        if len(profile.segments_ms) != len(manifest.segments):
-            raise ValueError(
-                f"the manifest has {len(manifest.segments)} segments, "
-                f"the profile {len(profile.segments_ms)}"
-            )
+        segments, timed = len(manifest.segments), len(profile.segments_ms)
+        if timed != segments:
+            raise ValueError(f"the manifest has {segments} segments, the profile {timed}")
         thresholds = {a.exit: a.threshold for a in policy.active if a.threshold <= 1}
         row = np.array([thresholds.get(i, NEVER) for i in range(exits)])
         first = first_exit(certify.confidence, row)
@@ -122,10 +115,8 @@ def savings_curve(found: PolicyFigures, exits: Sequence[int]) -> tuple[FloatArra
     """Disagreement and predicted savings along the common path of ``exits``.
 
     The path is fitted on the very samples it is judged by, so this describes and certifies
-    nothing (the shipped path was fitted on the tuning split).
-
-    Returns:
-        float64[points] each, from conservative to aggressive; both are shares.
+    nothing (the shipped path was fitted on the tuning split). float64[points] each, from
+    conservative to aggressive; both are shares.
     """
     rows = list(exits)
     confidence, agrees = found.certify.confidence[rows], found.certify.agrees[rows]

@@ -65,9 +65,7 @@ def rehearsal_view(rehearsed: Rehearsed | None) -> RehearsalView | None:
         ending=_ENDINGS[rehearsal.ended],
         steps=tuple(
             StepView(
-                f"Step {number}: from {_place(step)}",
-                _caption(rehearsal, step),
-                draw_step(step),
+                f"Step {number}: from {_place(step)}", _caption(rehearsal, step), draw_step(step)
             )
             for number, step in enumerate(rehearsal.steps, start=1)
         ),
@@ -98,8 +96,7 @@ def _caption(rehearsal: Rehearsal, step: RehearsalStep) -> str:
     figure, name = found.tail_ms, "tail latency"
     if step.after_exit is None:
         figure, name = found.average_ms, "average latency"
-    kept = rehearsal.ended == "kept"
-    why = "kept" if kept else f"chosen: shortest {name} of those allowed"
+    why = f"chosen: shortest {name} of those allowed" if rehearsal.ended != "kept" else "kept"
     return (
         f"{start} E{found.exit} {why} ({name} {numbers.milliseconds(figure)} ms, "
         f"{numbers.percent(found.violations)} of the batches late, "
@@ -132,8 +129,7 @@ class _Grid:
 
     def __init__(self, step: RehearsalStep, left: float) -> None:
         self._step = step
-        columns = len(step.columns)
-        self._x = Scale(low=0, high=columns, start=left, end=left + _WIDTH)
+        self._x = Scale(low=0, high=len(step.columns), start=left, end=left + _WIDTH)
         self._most = max((max(c.pattern) for c in step.candidates), default=1) or 1
 
     def headed(self, title: str) -> Markup:
@@ -143,16 +139,13 @@ class _Grid:
         every = max(1, -(-len(columns) // 9))
         shown = range(0, len(columns), every)
         middle = (self._x.start + self._x.end) / 2
-        return svg.join(
-            [
-                svg.text(self._x.start, 11, title, "label"),
-                svg.text(middle, bottom + 31, "rows that go on behind the exit", "label", "middle"),
-                *(
-                    svg.text(self._x(i + 0.5), bottom + 15, str(columns[i]), "tick", "middle")
-                    for i in shown
-                ),
-            ]
+        head = svg.text(self._x.start, 11, title, "label")
+        axis = svg.text(middle, bottom + 31, "rows that go on behind the exit", "label", "middle")
+        ticks = (
+            svg.text(self._x(i + 0.5), bottom + 15, str(columns[i]), "tick", "middle")
+            for i in shown
         )
+        return svg.join([head, axis, *ticks])
 
     def times(self, row: int) -> Iterator[Markup]:
         """Shade by time, as a share of the limit; runs of one shade are one box."""
@@ -167,10 +160,8 @@ class _Grid:
         for (shade, class_), run in itertools.groupby(shades):
             length = len(list(run))
             times = candidate.times_ms[place : place + length]
-            title = (
-                f"E{candidate.exit}, {_going_on(self._step.columns, place, length)}: "
-                f"{_range(times)} ms"
-            )
+            going_on = _going_on(self._step.columns, place, length)
+            title = f"E{candidate.exit}, {going_on}: {_range(times)} ms"
             opacity = _FAINTEST + (1 - _FAINTEST) * shade / _SHADES
             yield self._box(row, place, length, (class_, opacity, title))
             place += length
@@ -183,11 +174,9 @@ class _Grid:
         for place, count in enumerate(candidate.pattern):
             if not count:
                 continue
-            late = self._late(row, place)
-            title = (
-                f"E{candidate.exit}: of {numbers.plural(count, 'batch', 'batches')}, "
-                f"{_going_on(self._step.columns, place, 1)}" + (", late" if late else "")
-            )
+            late, batches = self._late(row, place), numbers.plural(count, "batch", "batches")
+            going_on = _going_on(self._step.columns, place, 1)
+            title = f"E{candidate.exit}: of {batches}, {going_on}" + (", late" if late else "")
             opacity = _FAINTEST + (1 - _FAINTEST) * (count / self._most) ** 0.5
             yield self._box(row, place, 1, ("cell late" if late else "cell", opacity, title))
         yield self._frame(row)
@@ -219,7 +208,6 @@ class _Grid:
         )
 
     def _frame(self, row: int) -> Markup:
-        """Around the chosen exit's row."""
         if self._step.candidates[row].exit != self._step.chosen:
             return Markup("")
         return svg.box(self._x.start - 1, _top(row) - 0.5, _WIDTH + 2, _ROW + 1, class_="picked")
@@ -240,16 +228,10 @@ def _against(step: RehearsalStep, candidate: Candidate) -> str:
     kind = "mean" if step.after_exit is None else "tail"
     latency = f"{kind} {numbers.milliseconds(ms)} ms"
     late = f"{numbers.percent(candidate.violations)} late"
-    match candidate.verdict:
-        case "precision":
-            return "not precise enough"
-        case "latency":
-            return f"{latency} · {late}"
-        case "gain":
-            return f"{latency} · gains little"
-        case "chosen":
-            return f"{latency} · chosen"
-    return latency
+    if candidate.verdict == "precision":
+        return "not precise enough"
+    said = {"latency": f" · {late}", "gain": " · gains little", "chosen": " · chosen"}
+    return latency + said.get(candidate.verdict, "")
 
 
 def _top(row: int) -> float:

@@ -99,7 +99,7 @@ def _running(found: PolicyFigures, edges: Sequence[float], x: Scale, y: Scale) -
         corners.append((at, y(still)))
     corners.append((x(1), y(still)))
     outline = [(x(0), y(0)), *corners, (x(1), y(0))]
-    return svg.join([svg.area(outline, "running"), svg.path(corners, "edge")])
+    return svg.join([svg.path(outline, "running", closed=True), svg.path(corners, "edge")])
 
 
 def _band(found: PolicyFigures, edges: Sequence[float], x: Scale) -> Markup:
@@ -113,16 +113,8 @@ def _band(found: PolicyFigures, edges: Sequence[float], x: Scale) -> Markup:
             f"time ({numbers.milliseconds(times[segment.index])} ms profiled), "
             f"{numbers.percent(segment.flops_share)} of the operations"
         )
-        parts.append(
-            svg.box(
-                x(begin) + 1.75,
-                _BAND,
-                max(width - 3.5, 0.5),
-                _BAND_HEIGHT,
-                class_="segment",
-                title=title,
-            )
-        )
+        drawn = x(begin) + 1.75, _BAND, max(width - 3.5, 0.5), _BAND_HEIGHT
+        parts.append(svg.box(*drawn, class_="segment", title=title))
         if width > 18:
             middle = (x(begin) + x(end)) / 2
             parts.append(svg.text(middle, _BAND + 19, str(segment.index), "number", "middle"))
@@ -138,11 +130,10 @@ def _exits(found: PolicyFigures, edges: Sequence[float], x: Scale, y: Scale) -> 
         narrow = min(_NARROW_FLAG, (_WIDTH - 40) / len(exits))
         widths = [narrow if e.index in found.thresholds else narrow * 0.7 for e in exits]
     flags = spread(places, widths, _LEFT - 30, _WIDTH)
-    parts = [
+    return svg.join(
         _exit(found, index, place, flag, y, crowded=crowded)
         for index, (place, flag) in enumerate(zip(places, flags, strict=True))
-    ]
-    return svg.join(parts)
+    )
 
 
 def _exit(
@@ -157,19 +148,13 @@ def _exit(
     if threshold is None:
         name = svg.text(flag, _FLAGS_END, f"E{index}", "flag idle", "middle")
         title = f"Exit {index}: built, not in use"
-        return svg.join(
-            [svg.path(leader, "leader idle"), name, svg.dot(place, knot, 4, "knot idle", title)]
-        )
+        idle = svg.dot(place, knot, 4, "knot idle", title)
+        return svg.path(leader, "leader idle") + name + idle
     title = f"Exit {index}: confidence of at least {numbers.threshold(threshold)} leaves, {share}"
     lines = [(f"E{index}", "flag"), (share, "flag share small" if crowded else "flag share")]
     if not crowded:
         lines.append((f"≥\u202f{numbers.threshold(threshold)}", "flag least"))
     top = _FLAGS_END - 15 * (len(lines) - 1)
     words = [svg.text(flag, top + 15 * i, t, c, "middle") for i, (t, c) in enumerate(lines)]
-    return svg.join(
-        [
-            svg.path([*leader[:-1], (place, y.end)], "leader"),
-            *words,
-            svg.dot(place, knot, 5, "knot", title),
-        ]
-    )
+    down = svg.path([*leader[:-1], (place, y.end)], "leader")
+    return svg.join([down, *words, svg.dot(place, knot, 5, "knot", title)])

@@ -50,16 +50,10 @@ def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
     return element("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
 
 
-def path(points: Points, class_: str, title: str | None = None) -> Markup:
-    """Draw a line through points."""
-    d = "M" + "L".join(f"{_short(x)},{_short(y)}" for x, y in points)
+def path(points: Points, class_: str, title: str | None = None, *, closed: bool = False) -> Markup:
+    """Draw a line through points; a closed one ends where it began."""
+    d = "M" + "L".join(f"{_short(x)},{_short(y)}" for x, y in points) + ("Z" if closed else "")
     return element("path", titled(title), d=d, class_=class_)
-
-
-def area(points: Points, class_: str) -> Markup:
-    """Fill the polygon that the points go around."""
-    d = "M" + "L".join(f"{_short(x)},{_short(y)}" for x, y in points) + "Z"
-    return element("path", d=d, class_=class_)
 
 
 def dot(x: float, y: float, radius: float, class_: str, title: str | None = None) -> Markup:

@@ -74,9 +74,8 @@ def warning(
     if limit is not None:
         return title, f"{limit.message[0].upper()}{limit.message[1:]}."
     built = len(found.manifest.exits)
-    if not built:
-        why = "No exit was worth building: none saved more time on the tuning split than it cost."
-    else:
+    why = "No exit was worth building: none saved more time on the tuning split than it cost."
+    if built:
         one = "1 exit was" if built == 1 else f"{built} exits were"
         why = (
             f"{one} built, but no policy both saved time and kept disagreement within the "
@@ -117,7 +116,6 @@ def headlines(found: PolicyFigures, judged: SavingsCheck | None = None) -> list[
 def facts(found: PolicyFigures, rehearsed: Rehearsed | None) -> list[tuple[str, list[Fact]]]:
     """Give what the figures rest on, in groups."""
     manifest, data = found.manifest, found.manifest.calibration
-    sizes = ", ".join(map(str, found.profile.batch_sizes))
     samples = [
         ("Training split", numbers.plural(data.train_samples, "sample")),
         ("Tuning split", numbers.plural(data.tune_samples, "sample")),
@@ -143,17 +141,13 @@ def facts(found: PolicyFigures, rehearsed: Rehearsed | None) -> list[tuple[str, 
     machine = [
         ("Profiled on", found.profile.device),
         ("Threads", str(found.profile.threads)),
-        ("Batch sizes", sizes),
+        ("Batch sizes", ", ".join(map(str, found.profile.batch_sizes))),
         ("Reference batch", f"{found.reference} (of predicted savings)"),
         *_how_sure(found),
         *(("Disturbed", note) for note in found.profile.disturbed),
     ]
-    return [
-        ("Model", model),
-        ("Data", samples),
-        ("Profile", machine),
-        ("Tools", sorted(manifest.tools.items())),
-    ]
+    tools = sorted(manifest.tools.items())
+    return [("Model", model), ("Data", samples), ("Profile", machine), ("Tools", tools)]
 
 
 def _how_sure(found: PolicyFigures) -> list[Fact]:
@@ -206,9 +200,9 @@ class SavingsCheck:
         if abs(apart) <= TOLERATED_DIFFERENCE:
             return None
         direction = "more" if apart > 0 else "less"
+        points, reasons = f"{100 * abs(apart):.1f} points", "; ".join(_reasons(self))
         return (
-            f"Measured savings are {100 * abs(apart):.1f} points {direction} than predicted. "
-            f"Likely reason: {'; '.join(_reasons(self))}."
+            f"Measured savings are {points} {direction} than predicted. Likely reason: {reasons}."
         )
 
     @property
@@ -238,7 +232,7 @@ def measured_ratios(measured: Measured) -> str:
         f"busy {at.busy.value:.2f}, nothing exits {at.nothing_exits.value:.2f}"
         for at in measured.sizes
     )
-    samples = f"{measured.samples:,} certify sample{'' if measured.samples == 1 else 's'}"
+    samples = numbers.plural(measured.samples, "certify sample")
     return f"Measured here on {samples}, as a ratio to the unmodified model: {sizes}."
 
 
@@ -262,12 +256,8 @@ def _reasons(judged: SavingsCheck) -> list[str]:
         found.append(f"batch {at.batch_size} was not profiled, batch {other} stands for it")
     if measured.threads != profile.threads:
         found.append(f"{measured.threads} threads were measured, {profile.threads} profiled")
-    if found:
-        return found
-    if judged.savings < judged.predicted_savings and at.batch_size > 1:
-        found.append(
-            "samples that go on do so in smaller batches, which take longer a sample than the "
-            "full ones that the prediction counts"
-        )
-        return found
-    return ["the parts take another time together than they took when they were profiled"]
+    if not found and judged.savings < judged.predicted_savings and at.batch_size > 1:
+        smaller = "samples that go on do so in smaller batches, which take longer a sample than "
+        found = [f"{smaller}the full ones that the prediction counts"]
+    last = "the parts take another time together than they took when they were profiled"
+    return found or [last]

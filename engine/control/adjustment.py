@@ -88,17 +88,10 @@ def adjust(
 ) -> Adjustment:
     """Decide on the exits in use (Apparate 3.3).
 
-    Args:
-        confidence: float32[active, n] of recent samples, in [0, 1]; every exit in use saw all.
-        active: Indices of the exits in use, rising.
-        thresholds: [active], those deployed.
-        costs: Of all exits of the bundle.
-        max_overhead: Ramp budget: how much later the model's end may come, as a share, at least 0.
-        retune: Tunes thresholds for the exits in use, float64[active], on whatever samples;
-            called at most once, and only if an exit loses time. ``None``: no tuning.
-
-    Raises:
-        ValueError: No samples, shapes that do not fit, exits that the costs do not know.
+    By float32[active, n] confidences of recent samples, in [0, 1]; every exit in use saw all.
+    ``max_overhead`` is the ramp budget: how much later the model's end may come, as a share, at
+    least 0. ``retune`` tunes thresholds for the exits in use, float64[active], on whatever samples;
+    it is called at most once, and only if an exit loses time.
     """
     _check(confidence, active, thresholds, costs)
     if not max_overhead >= 0:
@@ -165,7 +158,7 @@ def _best_candidate(
 ) -> int | None:
     """Find the exit behind the last one kept that could win the most; ``None`` if none could."""
     leaving = dict(zip(worth.active, worth.counts.tolist(), strict=False))
-    reaching = worth.samples - sum(leaving[e] for e in kept)
+    reaching = int(worth.counts.sum()) - sum(leaving[e] for e in kept)
     dropped = [e for e in worth.active if e not in kept]
     for candidates in _rounds(_intervals(max(kept, default=-1) + 1, dropped, costs.exits)):
         bounds = {
@@ -213,20 +206,19 @@ def _probe(
     """Add an exit just before the best, or else shift the worst: exits kept, exit tried, why."""
     active = worth.active
     worst_first = [active[i] for i in np.argsort(worth.utility_ms, kind="stable")]
+
+    def fits(tried: int, kept: tuple[int, ...]) -> bool:
+        is_free = tried >= 0 and tried not in active
+        return is_free and costs.overhead(sorted((*kept, tried))) <= max_overhead
+
     for exit_ in reversed(worst_first):
-        tried = exit_ - 1
-        if _is_free(tried, active) and costs.overhead(sorted((*active, tried))) <= max_overhead:
-            return active, tried, Reason.PROBED_BEFORE_BEST
+        if fits(exit_ - 1, active):
+            return active, exit_ - 1, Reason.PROBED_BEFORE_BEST
     for exit_ in worst_first[:-1]:
-        tried = exit_ - 1
         kept = tuple(e for e in active if e != exit_)
-        if _is_free(tried, active) and costs.overhead(sorted((*kept, tried))) <= max_overhead:
-            return kept, tried, Reason.SHIFTED_WORST
+        if fits(exit_ - 1, kept):
+            return kept, exit_ - 1, Reason.SHIFTED_WORST
     return active, None, Reason.STEADY
-
-
-def _is_free(exit_: int, active: tuple[int, ...]) -> bool:
-    return exit_ >= 0 and exit_ not in active
 
 
 def _check(
@@ -253,7 +245,6 @@ class Utilities:
     """Utilities of the exits in use, under one set of thresholds."""
 
     active: tuple[int, ...]
-    """The exits in use, in depth order."""
     counts: IntArray
     """int64[active + 1]: samples that leave at each, the last at the model's end."""
     utility_ms: FloatArray
@@ -261,22 +252,14 @@ class Utilities:
     mean_ms: float
     """Mean time until the answer, the cost of every exit passed included."""
 
-    @property
-    def samples(self) -> int:
-        """Samples looked at."""
-        return int(self.counts.sum())
-
 
 def measure_utilities(
     confidence: Float32Array, thresholds: Sequence[float], active: Sequence[int], costs: CostModel
 ) -> Utilities:
     """Send samples through the exits in use, and add up what each of them wins and loses.
 
-    Args:
-        confidence: float32[active, n] in [0, 1], n above 0; every exit in use saw every sample.
-        thresholds: [active], ``NEVER`` where the exit runs in shadow mode.
-        active: Indices of the exits in use, rising.
-        costs: Of all exits of the bundle.
+    Confidences are float32[active, n] in [0, 1], n above 0, and every exit in use saw every sample;
+    a threshold is ``NEVER`` where the exit runs in shadow mode.
     """
     exits, samples = confidence.shape
     counts = count_answers(first_exit(confidence, thresholds), exits)

@@ -53,12 +53,8 @@ class CandidateTests:
     ) -> None:
         """Start without a candidate.
 
-        Args:
-            window: Samples to fit on.
-            savings: Judges whether a candidate is worth a test.
-            curves: Of all K exits; renewed with every path that is tested.
-            settings: How many samples to fit on, and how long to wait.
-            new_path: Makes a threshold path at the next share of α.
+        ``curves`` are of all K exits, and renewed with every path that is tested; ``new_path``
+        makes a threshold path at the next share of α.
         """
         self.current: CandidateTest | None = None
         self.curves = tuple(curves)
@@ -111,9 +107,8 @@ class CandidateTests:
     ) -> int | str | None:
         """Carry the test on against the path and level in force.
 
-        Returns:
-            The level of the candidate's path that should come into force; or why the test should
-            end; or ``None`` while it goes on.
+        Returns the level of the candidate's path that should come into force; or why the test
+        should end; or ``None`` while it goes on.
         """
         test = self.current
         if test is None:
@@ -147,8 +142,7 @@ class CandidateTests:
     def adopt_path(self, fitted: Fitted, *, against: ThresholdPath) -> str | None:
         """Test a path from now on, if it promises to save more than the one in force.
 
-        Returns:
-            Why the test should end; ``None`` if it goes on.
+        Returns why the test should end; ``None`` if it goes on.
         """
         test = self.current
         assert test is not None
@@ -173,20 +167,16 @@ class CandidateTests:
 
     def _ask_for_path(self, test: CandidateTest | None) -> None:
         assert test is not None
-        self._unfitted = 0
-        self._drifted = False
+        self._unfitted, self._drifted = 0, False
         self._fruitless = min(self._fruitless + 1, _MOST_DOUBLINGS)
         self._jobs += 1
         self._out = self._jobs
+        curves = tuple(self.curves[e] for e in test.exits)
         self._job = Job(
             number=self._jobs,
             purpose=test.purpose,
             function=refit,
-            arguments=(
-                tuple(self.curves[e] for e in test.exits),
-                self._window.seen_by(test.exits),
-                self._settings.max_disagreement,
-            ),
+            arguments=(curves, self._window.seen_by(test.exits), self._settings.max_disagreement),
         )
 
     def _has_enough(self, exits: Sequence[int]) -> bool:

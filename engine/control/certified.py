@@ -54,6 +54,8 @@ _LEAP: Final = 0.95
 class CertifiedController:
     """Keeps the constraint with confidence, and saves what can be saved within it."""
 
+    name = "certified"
+
     def __init__(
         self,
         policy: ExitPolicy,
@@ -64,20 +66,13 @@ class CertifiedController:
         guard: ShiftGuard | None = None,
         proposals: ExitProposals | None = None,
     ) -> None:
-        """Start from a policy.
+        """Start from a policy, for all K exits of the bundle, in audit mode by default.
 
-        Args:
-            policy: In force at first if it comes with a promise that covers constraint and
-                confidence; else its exits run in shadow mode until levels are certified.
-            costs: Of all K exits of the bundle.
-            records: The bundle's calibration records: ``confidence`` float[K, n], ``prediction``
-                [K, n], ``final_prediction`` [n] and ``split`` [n], of which 1 is to tune on.
-            settings: Default: audit mode, 1 % at 95 %.
-            guard: Watches the inputs of all samples; default: only audits tell of drift.
-            proposals: Proposes other exits; default: those of the policy stay in use.
-
-        Raises:
-            ValueError: There is nothing to tune on, or the exits do not fit.
+        ``policy`` is in force at first if it comes with a promise that covers constraint and
+        confidence; else its exits run in shadow mode until levels are certified. ``records`` are
+        the bundle's: ``confidence`` float[K, n], ``prediction`` [K, n], ``final_prediction`` [n]
+        and ``split`` [n], of which 1 is to tune on. Without a guard only audits tell of drift;
+        without proposals the policy's exits stay in use.
         """
         self._settings = settings = settings or CertifiedSettings()
         self._costs = costs
@@ -85,12 +80,7 @@ class CertifiedController:
         curves = fit_curves(tune.confidence, tune.agrees)
         self._in_force = PolicyInForce(policy, curves, tune, costs, settings)
         self._window = Window(exits=costs.exits, capacity=settings.window)
-        self._savings = SavingsEstimator(
-            self._window,
-            costs,
-            max_disagreement=settings.max_disagreement,
-            min_gain=settings.min_gain,
-        )
+        self._savings = SavingsEstimator(self._window, costs, settings)
         self._candidates = CandidateTests(
             self._window, self._savings, curves, settings, self._in_force.new_path
         )
@@ -104,11 +94,6 @@ class CertifiedController:
             guard.watch(self.policy)
 
     @property
-    def name(self) -> str:
-        """As on the command line."""
-        return "certified"
-
-    @property
     def policy(self) -> ExitPolicy:
         """What shall be in force."""
         return self._in_force.policy
@@ -116,9 +101,8 @@ class CertifiedController:
     @property
     def audit_probability(self) -> float:
         """For samples that are started from now on; 1 while evidence is gathered again."""
-        if self._guard is not None and self._guard.audits_all:
-            return 1.0
-        return self._in_force.audit_probability
+        audits_all = self._guard is not None and self._guard.audits_all
+        return 1.0 if audits_all else self._in_force.audit_probability
 
     @property
     def needs_evidence(self) -> bool:
@@ -167,19 +151,13 @@ class CertifiedController:
         self._end_test(self._candidates.adopt_path(result, against=self._in_force.path))
 
     def consider(self, active: Sequence[int]) -> bool:
-        """Try another set of exits, beside the one in force.
+        """Try another set of exits, beside the one in force; says whether it will be tried.
 
         Exits that are new run in shadow mode at first, and answer nothing; when enough samples have
         passed them, a threshold path over the new set is tested, and comes into force if it
         certifies a level that saves more. Exits that do not answer at the level in force are just
-        left out.
-
-        Returns:
-            Whether it will be tried: not while another candidate is tested, nor before the policy
-            in force answers anything again after an alarm.
-
-        Raises:
-            ValueError: The bundle has no such exit.
+        left out. Nothing is tried while another candidate is tested, nor before the policy in force
+        answers anything again after an alarm.
         """
         target = tuple(sorted({int(e) for e in active}))
         if target and not 0 <= target[0] <= target[-1] < self._costs.exits:
@@ -192,9 +170,8 @@ class CertifiedController:
         if set(target) < set(thresholds) and all(thresholds[e] > 1 for e in gone):
             now.path = now.path.without(gone)
             self._counters.adjustments += 1
-            self._counters.note(
-                "exits", f"exits {gone} answered nothing, and are not in use any more"
-            )
+            text = f"exits {gone} answered nothing, and are not in use any more"
+            self._counters.note("exits", text)
         else:
             self._candidates.begin(target, f"exits {list(target)}")
             self._counters.note("exits", f"exits {list(target)} are being tested")
@@ -204,8 +181,7 @@ class CertifiedController:
     def invalidate(self, why: str) -> None:
         """Answer nothing early from now on, forget, and test the same levels afresh.
 
-        Args:
-            why: Why samples are not what they were, in a few words, for the log.
+        ``why`` samples are not what they were, in a few words, is for the log.
         """
         self._counters.alarms += 1
         self._drift.reset()
@@ -257,9 +233,6 @@ class CertifiedController:
         """Go on from a kept state, evidence included; a job that is out is not waited for.
 
         Inputs are compared with those that come first from now on.
-
-        Raises:
-            ValueError: It does not fit this controller.
         """
         try:
             if self._guard is None:
@@ -289,16 +262,14 @@ class CertifiedController:
                 f"from {now.path.samples} samples",
             )
         mine = seen.policy_version == now.policy.version
-        if mine.any() and self._has_drifted(seen if mine.all() else seen.take(mine)):
-            return "disagreement rose above the constraint"
+        if mine.any():  # what the policy in force served
+            served = seen if mine.all() else seen.take(mine)
+            loss = served.loss
+            now.metrics.observe(served, loss)
+            if self._drift.add(loss, served.audit_probability) is not None:
+                return "disagreement rose above the constraint"
         self._unlooked += len(seen)
         return None
-
-    def _has_drifted(self, mine: Observations) -> bool:
-        """Follow what the policy in force served."""
-        loss = mine.loss
-        self._in_force.metrics.observe(mine, loss)
-        return self._drift.add(loss, mine.audit_probability) is not None
 
     def _look_if_due(self) -> str | None:
         """Look what to change; says why if recent samples contradict the policy in force."""
@@ -311,8 +282,7 @@ class CertifiedController:
         self._climb()
         self._advance_test()
         self._candidates.seek(self._in_force.path)
-        exits = [a.exit for a in self.policy.active]
-        needed = self.needs_evidence
+        exits, needed = [a.exit for a in self.policy.active], self.needs_evidence
         self._in_force.metrics.follow(exits, needs_evidence=needed, samples=samples)
         return None
 
@@ -346,12 +316,11 @@ class CertifiedController:
 
     def _end_test(self, why: str | None) -> None:
         test = self._candidates.current
-        if why is None or test is None:
-            return
-        self._candidates.end()
-        kind = "tuning" if test.exits == self._in_force.path.exits else "exits"
-        self._counters.note(kind, f"{test.purpose}: {why}")
-        self._in_force.use_exits(())
+        if why is not None and test is not None:
+            self._candidates.end()
+            kind = "tuning" if test.exits == self._in_force.path.exits else "exits"
+            self._counters.note(kind, f"{test.purpose}: {why}")
+            self._in_force.use_exits(())
 
     def _note_policy(self, why: str, *, kind: str = "policy", warning: bool = False) -> None:
         self._counters.note(kind, f"policy {self.policy.version}: {why}", warning=warning)
@@ -369,10 +338,8 @@ class CertifiedController:
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         curves = [AgreementCurve(slope=float(a), intercept=float(b)) for a, b in state["curves"]]
-        if len(curves) != self._costs.exits:
-            raise ValueError(
-                f"state: {len(curves)} curves, but the bundle has {self._costs.exits} exits"
-            )
+        if len(curves) != (exits := self._costs.exits):
+            raise ValueError(f"state: {len(curves)} curves, but the bundle has {exits} exits")
         alarms, tunings, adjustments = (int(count) for count in state["counts"])
         drift = DriftAlarm(self._settings.max_disagreement, rate=self._settings.alarm_rate)
         drift.restore(state["drift"])

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
-from offramp.bundle import NEVER, ExitPolicy
+from offramp.bundle import ExitPolicy
 from offramp.certify import Observations
 
 
@@ -53,17 +53,6 @@ class Evidence(StrEnum):
     """Nothing is needed: no exit answers."""
     NONE = "none"
     """Nothing: the policy was tuned, and is not covered by any statement."""
-
-
-def evidence_of_promise(
-    policy: ExitPolicy, max_disagreement: float, confidence_level: float
-) -> Evidence:
-    """The evidence for a policy that nothing was tested of since: the promise that it came with."""
-    if all(active.threshold >= NEVER for active in policy.active):
-        return Evidence.CONSERVATIVE
-    promise = policy.promise
-    covered = promise is not None and promise.covers(max_disagreement, confidence_level)
-    return Evidence.CALIBRATED if covered else Evidence.NONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,8 +134,4 @@ class Controller(Protocol):
         """What to keep over a restart: JSON values and numpy arrays; ``None`` for nothing."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a kept state.
-
-        Raises:
-            ValueError: It does not fit this controller.
-        """
+        """Go on from a kept state; ValueError if it does not fit this controller."""

@@ -72,14 +72,12 @@ class CostModel:
 
     def until_ms(self) -> FloatArray:
         """[exits]: time of the model itself up to each exit, no exit's own cost counted."""
-        until: FloatArray = np.cumsum(self.segments_ms)[list(self.after_segment)]
-        return until
+        return np.asarray(np.cumsum(self.segments_ms)[list(self.after_segment)])
 
     def latency_ms(self, active: Sequence[int]) -> FloatArray:
         """[active + 1]: time until each active exit's answer, and until the model's end.
 
-        Apparate 3.3: the model's own time up to the exit, and the cost of every active exit
-        up to it.
+        Apparate 3.3: the model's own time up to it, and the cost of every active exit up to it.
         """
         until = np.cumsum(self.segments_ms)
         times, exits_so_far = [], 0.0

@@ -11,6 +11,7 @@ from offramp.certify import Observations
 from offramp.engine.control.controller import ControlEvent, ControlStatus, Evidence
 
 _KEPT = ("observed", "audited", "disagreed")
+_COUNTED = (*_KEPT, "alarms", "tunings", "adjustments")
 
 
 class ControlCounters:
@@ -21,18 +22,11 @@ class ControlCounters:
     """
 
     def __init__(self) -> None:
-        self.observed = 0
-        """Samples seen."""
-        self.audited = 0
-        """Of those answered early, the ones that ran to the end."""
-        self.disagreed = 0
-        """Of those audited, the ones answered unlike the source model."""
-        self.alarms = 0
-        """Drift alarms."""
-        self.tunings = 0
-        """Threshold tunings finished."""
-        self.adjustments = 0
-        """Changes of the set of exits in use."""
+        self.observed = self.audited = self.disagreed = 0
+        """Samples seen; of those answered early, the ones that ran to the end; and of these, the
+        ones answered unlike the source model."""
+        self.alarms = self.tunings = self.adjustments = 0
+        """Drift alarms, finished threshold tunings, changes of the set of exits in use."""
         self._events: list[ControlEvent] = []
         self._begin(None)
 
@@ -75,10 +69,7 @@ class ControlCounters:
         state: str,
         upper_bound: float = 1.0,
     ) -> ControlStatus:
-        """A snapshot of a controller with policy ``version`` in force.
-
-        The upper bound is 1 for controllers that test nothing.
-        """
+        """A snapshot with policy ``version`` in force; the bound is 1 where nothing is tested."""
         return ControlStatus(
             controller=controller,
             max_disagreement=max_disagreement,
@@ -87,13 +78,8 @@ class ControlCounters:
             disagreement=self.estimate(version),
             disagreement_upper_bound=upper_bound,
             audit_probability=audit_probability,
-            observed=self.observed,
-            audited=self.audited,
-            disagreed=self.disagreed,
-            alarms=self.alarms,
-            tunings=self.tunings,
-            adjustments=self.adjustments,
             state=state,
+            **{name: getattr(self, name) for name in _COUNTED},
         )
 
     def state(self) -> dict[str, int]:
@@ -101,17 +87,12 @@ class ControlCounters:
         return {name: getattr(self, name) for name in _KEPT}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on counting samples from a kept state.
-
-        Raises:
-            ValueError: A count is missing, or is no count.
-        """
+        """Go on counting samples from a kept state; ValueError if a count is missing or none."""
         counts = {name: state.get(name) for name in _KEPT}
         for name, count in counts.items():
             if not isinstance(count, int) or count < 0:
                 raise ValueError(f"state: {name} is {count!r}, expected a count")
-        for name, count in counts.items():
-            setattr(self, name, count)
+        vars(self).update(counts)
 
     def _begin(self, version: int | None) -> None:
         """Start the estimate of another policy, or of none."""

@@ -34,16 +34,13 @@ class DriftAlarm:
     """Watches the losses of whatever policies are in force, one after the other."""
 
     def __init__(self, bound: float, *, rate: float = DEFAULT_RATE) -> None:
-        """Start watching.
+        """Start watching for a risk above ``bound``, ε in (0, 1).
 
-        Args:
-            bound: ε, in (0, 1); up to there all is well.
-            rate: a, in (0, 1): at most so many alarms per audited sample while all is well.
+        While all is well there are at most ``rate``, a in (0, 1), alarms per audited sample.
         """
         if not 0 < bound < 1 or not 0 < rate < 1:
             raise ValueError(f"bound and rate must be in (0, 1), got {bound}, {rate}")
-        self.bound = bound
-        self.rate = rate
+        self.bound, self.rate = bound, rate
         self.risks: FloatArray = np.minimum(np.array(_ALTERNATIVES) * bound, (1 + bound) / 2)
         """float64[alternatives]: risks to look for."""
         self.sums: FloatArray = np.zeros(len(self.risks))
@@ -61,12 +58,8 @@ class DriftAlarm:
     def add(self, losses: FloatArray, audit_probability: FloatArray) -> int | None:
         """Take in samples in order; after an alarm the rest is left alone.
 
-        Args:
-            losses: float64[n]: 0, or up to 1/q.
-            audit_probability: float64[n]: q of each, in (0, 1].
-
-        Returns:
-            The sample that rang, by its place; ``None`` if all is well.
+        Returns the place of the sample that rang; ``None`` if all is well. float64[n] losses are 0,
+        or up to 1/q, with q in (0, 1] the audit probability of each.
         """
         if not len(losses):
             return None
@@ -94,11 +87,7 @@ class DriftAlarm:
         return {"sums": self.sums.copy()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a kept state.
-
-        Raises:
-            ValueError: It does not fit.
-        """
+        """Go on from a kept state; ValueError if it does not fit."""
         sums = np.array(state["sums"], dtype=np.float64)
         if sums.shape != self.sums.shape or not (np.isfinite(sums) & (sums >= 0)).all():
             raise ValueError(
@@ -108,8 +97,8 @@ class DriftAlarm:
 
     def _bets(self, probability: float) -> FloatArray:
         """float64[alternatives], at most 1/ε, so that no factor is below 0."""
-        bets: FloatArray = (self.risks - self.bound) / (self.bound * (1 / probability - self.bound))
-        return bets
+        edge = self.risks - self.bound
+        return np.asarray(edge / (self.bound * (1 / probability - self.bound)))
 
 
 def _without_loss(sums: FloatArray, factor: FloatArray, samples: int) -> FloatArray:

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from offramp.bundle import NEVER, ExitPolicy
-from offramp.certify import Float32Array, FloatArray, IntArray, Observations, Window
+from offramp.certify import Float32Array, FloatArray, Observations, Window
 from offramp.engine.control.adjustment import adjust
 from offramp.engine.control.costs import CostModel
 
@@ -40,29 +40,20 @@ class ExitProposals:
         adjust_every: int = ADJUST_EVERY,
         again_after: int = AGAIN_AFTER,
     ) -> None:
-        """Start with an empty window.
+        """Start with an empty window, for all exits of the bundle.
 
-        Args:
-            costs: Of all exits of the bundle.
-            max_overhead: Ramp budget: how much later the model's end may come, as a share.
-            adjust_every: Samples from one adjustment to the next, at least 1.
-            again_after: Samples until a set may be proposed again.
-
-        Raises:
-            ValueError: A number is out of range.
+        ``max_overhead`` is the ramp budget: how much later the model's end may come, as a share. A
+        set may be proposed again after ``again_after`` samples.
         """
         if adjust_every < 1 or not max_overhead >= 0:
             raise ValueError(
                 f"adjust_every is {adjust_every}, expected at least 1; "
                 f"max_overhead is {max_overhead}, expected at least 0"
             )
-        self._costs = costs
-        self._max_overhead = max_overhead
-        self._adjust_every = adjust_every
-        self._again_after = again_after
+        self._costs, self._max_overhead = costs, max_overhead
+        self._adjust_every, self._again_after = adjust_every, again_after
         self._window = Window(exits=costs.exits, capacity=2 * JUDGED_BY)
-        self._seen = 0
-        self._adjusted_at = 0
+        self._seen = self._adjusted_at = 0
         self._proposed: dict[tuple[int, ...], int] = {}
         """Sets of exits, and after how many samples each was."""
         self._alarms = 0
@@ -72,13 +63,8 @@ class ExitProposals:
     ) -> tuple[int, ...] | None:
         """Take in samples; when it is time, judge the exits in use and say what Apparate would do.
 
-        Args:
-            seen: The next samples.
-            policy: In force now.
-            alarms: Drift alarms so far: with each, what was seen and proposed before is forgotten.
-
-        Returns:
-            Exits to use instead; ``None`` for no change.
+        Returns the exits to use instead of those of the policy in force; ``None`` for no change.
+        With each drift alarm, of ``alarms`` so far, what was seen and proposed before is forgotten.
         """
         self._window.add(seen)
         self._seen += len(seen)
@@ -108,18 +94,11 @@ class ExitProposals:
 
 
 def representative(confidence: Float32Array, weight: FloatArray, count: int) -> Float32Array:
-    """Turn weighted samples into samples of equal weight: float32[exits, count].
+    """Turn weighted samples (at least one) into ``count`` of equal weight: float32[exits, count].
 
     Systematic resampling (Kitagawa 1996): a sample comes up in proportion to its weight, up to
     rounding, and nothing is left to chance.
-
-    Args:
-        confidence: float32[exits, n], n at least 1.
-        weight: float64[n], above 0.
-        count: How many.
     """
     upto = np.cumsum(weight)
     places = (np.arange(count) + 0.5) * (upto[-1] / count)
-    rows: IntArray = np.searchsorted(upto, places)
-    chosen: Float32Array = confidence[:, rows]
-    return chosen
+    return np.asarray(confidence[:, np.searchsorted(upto, places)])

@@ -34,12 +34,7 @@ class PolicyInForce:
     ) -> None:
         """Lay a path that the initial policy is a level of, and start at it if it is covered.
 
-        Args:
-            initial: The bundle's policy.
-            curves: Of all K exits.
-            tune: Samples to choose levels by, at least one.
-            costs: Of all K exits.
-            settings: Name the constraint.
+        ``curves`` are of all K exits, and levels are chosen by ``tune``, at least one sample.
         """
         self._initial = initial
         self._costs = costs
@@ -51,9 +46,8 @@ class PolicyInForce:
         exits = tuple(a.exit for a in initial.active)
         given = np.array([a.threshold for a in initial.active])
         bound = settings.max_disagreement
-        fitted = lay_path(
-            [curves[e] for e in exits], tune.of(exits), bound=bound, anchored_at=given
-        )
+        tune = tune.of(exits)
+        fitted = lay_path([curves[e] for e in exits], tune, bound=bound, anchored_at=given)
         self.path = self.new_path(exits, fitted)
         self.level = 0
         self.policy = initial
@@ -89,17 +83,14 @@ class PolicyInForce:
     @property
     def audit_probability(self) -> float:
         """For samples that are started from now on, while nothing was invalidated."""
-        return 1.0 if self._settings.release else self.metrics.audit_probability
+        return 1.0 if self._settings.release else self.metrics.audit.value
 
     def switch(
         self, level: int, *, path: ThresholdPath | None = None, shadow: Sequence[int] = ()
     ) -> None:
-        """Put another level in force; changes what is answered.
+        """Put another level in force, of the same path by default; changes what is answered.
 
-        Args:
-            level: Of the path.
-            path: Another path; default: the same as before.
-            shadow: Exits of a candidate, which run in shadow mode.
+        ``shadow`` are exits of a candidate, which run in shadow mode.
         """
         self.path, self.level = path or self.path, level
         self.calibrated = False
@@ -144,18 +135,12 @@ class PolicyInForce:
         }
 
     def restore(self, state: Mapping[str, Any], *, drifted: bool) -> None:
-        """Go on from a kept state, evidence included; if it is refused, nothing has changed.
-
-        Raises:
-            ValueError: It does not fit.
-        """
+        """Go on from a kept state, evidence included; if it is refused, nothing has changed."""
         path = ThresholdPath.restored(state["ladder"])
         level, version = int(state["level"]), int(state["version"])
         exits = self._costs.exits
-        if path.exits and path.exits[-1] >= exits:
-            raise ValueError(
-                f"state: exit {path.exits[-1]} is in use, but the bundle has {exits} exits"
-            )
+        if path.exits and (last := path.exits[-1]) >= exits:
+            raise ValueError(f"state: exit {last} is in use, but the bundle has {exits} exits")
         if not 0 <= level < path.levels or version < self._initial.version:
             raise ValueError(f"state: there is no level {level} of policy {version}")
         bound = UpperBound(0.5)

@@ -25,16 +25,10 @@ def within_budget(
 ) -> tuple[int, ...]:
     """The exits of a policy to keep so that the model's end comes late by so much at most.
 
-    The one whose absence costs least on the tuning split goes first (Apparate's ramp budget, 3.1;
-    which exits go is left open there). Nothing of the certify split is looked at: what is chosen
-    here is certified on it.
-
-    Args:
-        policy: Names the exits.
-        costs: Of all exits.
-        records: A bundle's.
-        max_overhead: As a share of the source model's time.
-        max_disagreement: On the tuning split, of the thresholds that exits are compared by.
+    ``max_overhead`` is a share of the source model's time. The exit whose absence costs least on
+    the tuning split goes first, by thresholds that keep ``max_disagreement`` there (Apparate's ramp
+    budget, 3.1; which exits go is left open there). Nothing of the certify split is looked at: what
+    is chosen here is certified on it.
     """
     exits = tuple(active.exit for active in policy.active)
     if not exits or costs.overhead(exits) <= max_overhead:
@@ -47,16 +41,10 @@ def within_budget(
     thresholds = dict(zip(exits, path[fine[-1]].tolist(), strict=True))
 
     def savings(exits: Sequence[int]) -> float:
-        if not exits:
-            return 0.0
         rows = list(exits)
-        return evaluate(
-            confidence[rows],
-            agrees[rows],
-            costs.latency_ms(rows),
-            np.array([thresholds[e] for e in rows]),
-            vanilla_ms=costs.source_ms,
-        ).savings
+        data = confidence[rows], agrees[rows], costs.latency_ms(rows)
+        at = np.array([thresholds[e] for e in rows])
+        return evaluate(*data, at, vanilla_ms=costs.source_ms).savings if rows else 0.0
 
     while exits and costs.overhead(exits) > max_overhead:
         exits = max((tuple(e for e in exits if e != gone) for gone in exits), key=savings)
@@ -77,30 +65,23 @@ def certified_on(
     split (:mod:`offramp.certify`). Exits that it does not need run in shadow mode, at ``NEVER``.
     """
     rows = list(exits)
-    conservative = ExitPolicy(
-        version=1, active=tuple(ActiveExit(exit=e, threshold=NEVER) for e in exits)
-    )
+    silent = tuple(ActiveExit(exit=e, threshold=NEVER) for e in exits)
+    conservative = ExitPolicy(version=1, active=silent)
     if not rows:
         return conservative
-    confidences, agrees = _split(records, TUNE)
-    path = tuning_path(confidences[rows], agrees[rows])
-    confidences, agrees = _split(records, CERTIFY)
+    path = tuning_path(*_split(records, TUNE, rows))
+    confidence, agrees = _split(records, CERTIFY, rows)
     found = certify(
         path,
-        confidences[rows],
-        agrees[rows],
+        confidence,
+        agrees,
         max_disagreement=max_disagreement,
         confidence_level=confidence_level,
     )
     if found is None:
         return conservative
-    outcome = evaluate(
-        confidences[rows],
-        agrees[rows],
-        costs.latency_ms(rows),
-        found.thresholds,
-        vanilla_ms=costs.source_ms,
-    )
+    latency_ms, source_ms = costs.latency_ms(rows), costs.source_ms
+    outcome = evaluate(confidence, agrees, latency_ms, found.thresholds, vanilla_ms=source_ms)
     pairs = zip(exits, found.thresholds.tolist(), strict=True)
     return replace(
         conservative,
@@ -117,11 +98,7 @@ def certified_on(
 
 
 def tuning_split(records: Mapping[str, NDArray[Any]], exits: int) -> Weighted:
-    """The samples of the calibration data that curves may be fitted on.
-
-    Raises:
-        ValueError: There are none, or they are of other exits.
-    """
+    """The samples of the calibration data that curves may be fitted on; ValueError if none fit."""
     shape = records["confidence"].shape
     if len(shape) != 2 or shape[0] != exits:
         raise ValueError(f"records hold confidences of shape {shape}, expected [{exits}, samples]")
@@ -133,9 +110,9 @@ def tuning_split(records: Mapping[str, NDArray[Any]], exits: int) -> Weighted:
 
 
 def _split(
-    records: Mapping[str, NDArray[Any]], which: int
+    records: Mapping[str, NDArray[Any]], which: int, exits: Sequence[int] | slice = slice(None)
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Confidence and agreement, [exits, samples], of one split."""
+    """Confidence and agreement, [exits, samples], of one split; default: of all exits."""
     chosen = records["split"] == which
     agrees = records["prediction"][:, chosen] == records["final_prediction"][chosen]
-    return records["confidence"][:, chosen], agrees
+    return records["confidence"][:, chosen][exits], agrees[exits]

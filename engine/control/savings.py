@@ -12,6 +12,7 @@ from offramp.certify import FloatArray, ThresholdPath, Weighted, Window
 from offramp.certify.fitting import Fitted, expect
 from offramp.certify.path import Outlook, look_ahead
 from offramp.engine.control.costs import CostModel
+from offramp.engine.control.settings import CertifiedSettings
 
 _JUDGED: Final = 2048
 """Complete samples, the newest, to judge by."""
@@ -32,21 +33,9 @@ at again and again, and 2 were often reached by chance."""
 class SavingsEstimator:
     """Judges levels and paths by a window of samples that its owner fills."""
 
-    def __init__(
-        self, window: Window, costs: CostModel, *, max_disagreement: float, min_gain: float
-    ) -> None:
-        """Judge by a window.
-
-        Args:
-            window: Complete samples.
-            costs: Of all exits.
-            max_disagreement: ε.
-            min_gain: Share of the mean time that a change must save.
-        """
-        self._window = window
-        self._costs = costs
-        self._bound = max_disagreement
-        self._min_gain = min_gain
+    def __init__(self, window: Window, costs: CostModel, settings: CertifiedSettings) -> None:
+        self._window, self._costs = window, costs
+        self._bound, self._min_gain = settings.max_disagreement, settings.min_gain
 
     def recent(self, exits: Sequence[int]) -> Weighted:
         """Of the newest samples, those that all these exits saw."""
@@ -73,8 +62,7 @@ class SavingsEstimator:
 
     def mean_ms(self, exits: Sequence[int], shares: FloatArray) -> FloatArray:
         """float64[levels]: mean time until the answer, with these exits in use."""
-        mean_ms: FloatArray = shares @ self._costs.latency_ms(exits)
-        return mean_ms
+        return np.asarray(shares @ self._costs.latency_ms(exits))
 
     def best_certified(self, path: ThresholdPath, outlook: Outlook) -> int:
         """The most aggressive level that passed and did not do worse than the bound of late."""

@@ -39,13 +39,8 @@ class CertifiedSettings:
     exits under test are dropped."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_disagreement",
-            "confidence_level",
-            "audit_budget",
-            "alarm_rate",
-            "min_gain",
-        ):
+        shares = ("max_disagreement", "confidence_level", "audit_budget", "alarm_rate", "min_gain")
+        for name in shares:
             if not 0 < getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected above 0, below 1")
         for name in ("look_every", "window", "tune_samples", "retune_every", "patience"):

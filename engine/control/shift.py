@@ -46,11 +46,7 @@ class ShiftDetector:
     """Compares the newest confidences of some exits with older ones."""
 
     def __init__(self, *, significance: float = SIGNIFICANCE) -> None:
-        """Know nothing.
-
-        Args:
-            significance: Of one comparison, in (0, 1).
-        """
+        """Know nothing; a single comparison is significant at ``significance``, in (0, 1)."""
         if not 0 < significance < 1:
             raise ValueError(f"significance is {significance}, expected in (0, 1)")
         self._significance = significance
@@ -61,9 +57,8 @@ class ShiftDetector:
     def reset(self, reference: Float32Array | None = None) -> None:
         """Compare with other samples from now on.
 
-        Args:
-            reference: float32[exits, n] of the exits' confidences, NaN where a sample did not reach
-                one, as far as there are any; the next ones make up for what is missing.
+        The float32[exits, n] confidences of ``reference`` are NaN where a sample did not reach an
+        exit; the next samples make up for what is missing.
         """
         self._collected: list[Float32Array] = []
         self._edges: list[FloatArray] | None = None
@@ -78,10 +73,8 @@ class ShiftDetector:
     def add(self, confidence: Float32Array) -> bool:
         """Take in samples in order; whether they have changed.
 
-        After a notice it is the caller's to :meth:`reset`.
-
-        Args:
-            confidence: float32[exits, n]; NaN where a sample did not reach an exit.
+        After a notice it is the caller's to :meth:`reset`. float32[exits, n]; NaN where a sample
+        did not reach an exit.
         """
         if self._edges is None:
             self._collect(confidence)
@@ -163,8 +156,7 @@ def chi_square_quantile(tail: float, freedom: int) -> float:
     """What chi-square exceeds with probability ``tail`` (Wilson and Hilferty 1931)."""
     part = 2 / (9 * freedom)
     normal = -NormalDist().inv_cdf(tail)
-    value: float = freedom * (1 - part + normal * part**0.5) ** 3
-    return value
+    return float(freedom * (1 - part + normal * part**0.5) ** 3)
 
 
 def _edges(reached: Float32Array) -> FloatArray:

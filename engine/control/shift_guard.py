@@ -15,20 +15,13 @@ comes to rest is not tested all the time; quiet halves that again.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 
 from offramp.bundle import ExitPolicy
-from offramp.certify import (
-    NEVER,
-    BoolArray,
-    Float32Array,
-    Observations,
-    Window,
-    first_exit,
-    reaches,
-)
+from offramp.certify import NEVER, BoolArray, Float32Array, Observations, Window, first_exit
+from offramp.certify.decision import reaches
 from offramp.engine.control.shift import ShiftDetector
 
 RECOVERY: Final = 8_192
@@ -45,28 +38,23 @@ QUIET: Final = 32_768
 """Samples without a notice that halve the wait again."""
 
 
-_Answering: TypeAlias = tuple[tuple[int, float], ...]
-"""Exits with their thresholds."""
-
-
 class ShiftGuard:
     """Compares what exits say of samples with what they said of those before."""
 
     def __init__(self, calibration: Float32Array, *, recovery: int = RECOVERY) -> None:
-        """Compare with the calibration data at first; :meth:`watch` begins.
+        """Compare with the float32[K, n] confidences of calibration at first; :meth:`watch` begins.
 
-        Args:
-            calibration: float32[K, n]: what exits said of the calibration data.
-            recovery: Samples that are all audited after an alarm, at most.
+        After an alarm, at most ``recovery`` samples are all audited.
         """
         self._recovery = recovery
-        self._patience = _Patience()
+        self._wait = self._since = FIRST_WAIT
+        """Samples from one notice to the next, at least, and since the last one."""
         self._left = 0
         """Samples that are still all audited."""
         self._detector = ShiftDetector()
         self._watched: tuple[int, ...] = ()
         """Exits whose confidences are compared."""
-        self._answering: _Answering | None = None
+        self._answering: tuple[tuple[int, float], ...] | None = None
         """Exits that answered when they were chosen: who reaches an exit depends on these."""
         self._recent = Window(exits=len(calibration), capacity=REMEMBERED)
         """The last samples, whether they ran to the end or not."""
@@ -81,21 +69,19 @@ class ShiftGuard:
 
     def pass_by(self, samples: int) -> None:
         """Count samples; to be called with every chunk."""
-        self._patience.pass_by(samples)
+        before, self._since = self._since, self._since + samples
+        if before // QUIET < self._since // QUIET:
+            self._wait = max(self._wait // 2, FIRST_WAIT)
 
     def has_shifted(self, seen: Observations, policy: ExitPolicy, *, needs_evidence: bool) -> bool:
         """Take in samples after which no other alarm rang; whether inputs have changed.
 
-        If so, the evidence has to be given up, and :meth:`recover` be called.
-
-        Args:
-            seen: The next samples.
-            policy: In force now.
-            needs_evidence: Whether audits could still bring more aggressive thresholds, or confirm
-                those in force.
+        If so, the evidence has to be given up, and :meth:`recover` be called. ``needs_evidence``
+        says whether audits could still bring more aggressive thresholds, or confirm those in force.
         """
         self._left = max(self._left - len(seen), 0) if needs_evidence else 0
-        if self._differs(seen, policy.version) and self._patience.allows():
+        if self._differs(seen, policy.version) and self._since >= self._wait:
+            self._since, self._wait = 0, self._wait * 2
             return True
         self._recent.add_confidence(seen.confidence)
         self._blind_for = max(self._blind_for - len(seen), 0)
@@ -140,15 +126,14 @@ class ShiftGuard:
 
     def state(self) -> dict[str, int]:
         """How long to wait for the next notice."""
-        return self._patience.state()
+        return {"wait": self._wait, "since": self._since}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a kept state.
-
-        Raises:
-            ValueError: It does not fit.
-        """
-        self._patience.restore(state)
+        """Go on from a kept state; ValueError if it does not fit."""
+        wait, since = int(state["wait"]), int(state["since"])
+        if wait < FIRST_WAIT or since < 0:
+            raise ValueError(f"state: wait {wait}, since {since} are no counts of samples")
+        self._wait, self._since = wait, since
 
     def _differs(self, seen: Observations, version: int) -> bool:
         """Whether what exits say of those that reach them has changed."""
@@ -159,7 +144,7 @@ class ShiftGuard:
         return self._detector.add(_only(reached, mine.confidence[list(self._watched)]))
 
 
-def _answering(policy: ExitPolicy) -> _Answering:
+def _answering(policy: ExitPolicy) -> tuple[tuple[int, float], ...]:
     """The exits that answer."""
     return tuple((a.exit, a.threshold) for a in policy.active if a.threshold < NEVER)
 
@@ -167,34 +152,3 @@ def _answering(policy: ExitPolicy) -> _Answering:
 def _only(reached: BoolArray, confidence: Float32Array) -> Float32Array:
     """What exits said of those that reach them, NaN elsewhere (audited samples go further)."""
     return np.where(reached, confidence, np.float32(np.nan))
-
-
-class _Patience:
-    """How long to wait from one notice to the next."""
-
-    def __init__(self) -> None:
-        self._wait = FIRST_WAIT
-        self._since = FIRST_WAIT
-        """Samples since the last notice."""
-
-    def pass_by(self, samples: int) -> None:
-        """Count samples."""
-        before, self._since = self._since, self._since + samples
-        if before // QUIET < self._since // QUIET:
-            self._wait = max(self._wait // 2, FIRST_WAIT)
-
-    def allows(self) -> bool:
-        """Whether a notice may be given now; if so it is."""
-        if self._since < self._wait:
-            return False
-        self._since, self._wait = 0, self._wait * 2
-        return True
-
-    def state(self) -> dict[str, int]:
-        return {"wait": self._wait, "since": self._since}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        wait, since = int(state["wait"]), int(state["since"])
-        if wait < FIRST_WAIT or since < 0:
-            raise ValueError(f"state: wait {wait}, since {since} are no counts of samples")
-        self._wait, self._since = wait, since

@@ -6,12 +6,9 @@ The server's executor, the simulator and the tests drive the very same objects.
 """
 
 from offramp.engine.scheduling.base import (
-    Decision,
     DropCause,
     Dropped,
     Idle,
-    Piece,
-    RowSet,
     Run,
     SchedulerFullError,
     Submission,
@@ -20,7 +17,7 @@ from offramp.engine.scheduling.base import (
 )
 from offramp.engine.scheduling.device import Assignment, DeviceScheduler
 from offramp.engine.scheduling.factory import POLICIES, PolicyName, make_policy, make_scheduler
-from offramp.engine.scheduling.latency import Latencies, Span, stage_seconds
+from offramp.engine.scheduling.latency import Latencies, stage_seconds
 from offramp.engine.scheduling.parallel import ParallelLimit
 from offramp.engine.scheduling.points import (
     OperatingPoint,
@@ -35,7 +32,6 @@ from offramp.engine.scheduling.scheduler import ModelScheduler
 __all__ = [
     "POLICIES",
     "Assignment",
-    "Decision",
     "DeviceScheduler",
     "DropCause",
     "Dropped",
@@ -45,14 +41,11 @@ __all__ = [
     "OperatingPoint",
     "OperatingPoints",
     "ParallelLimit",
-    "Piece",
     "Policy",
     "PolicyName",
-    "RowSet",
     "Run",
     "SampleQueue",
     "SchedulerFullError",
-    "Span",
     "Submission",
     "Transition",
     "Wait",

@@ -10,15 +10,34 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, TypeAlias
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.engine.scheduling.ordering import Key
+Key: TypeAlias = tuple[Any, ...]
+"""Compared as tuples, smallest first; the last element is unique."""
 
 Rows: TypeAlias = NDArray[np.intp]
 """Positions in a batch, rising."""
+
+
+@lru_cache(maxsize=1024)
+def all_rows(count: int) -> Rows:
+    """Positions of a whole batch, read-only: they are not made anew for every stage."""
+    return _read_only(np.arange(count, dtype=np.intp))
+
+
+@lru_cache(maxsize=1024, typed=True)
+def uniform(count: int, *, value: bool | int) -> NDArray[Any]:
+    """[count] equal bools or int64, read-only."""
+    return _read_only(np.full(count, value))
+
+
+def _read_only(array: NDArray[Any]) -> NDArray[Any]:
+    array.flags.writeable = False
+    return array
 
 
 class DropCause(StrEnum):
@@ -75,14 +94,7 @@ class RowSet(NamedTuple):
 
     def take(self, rows: Rows) -> RowSet:
         """Select some of the rows."""
-        return RowSet(
-            self.requests[rows],
-            self.rows[rows],
-            self.deadlines_s[rows],
-            self.priorities[rows],
-            self.sample_ids[rows],
-            self.answered[rows],
-        )
+        return RowSet._make([array[rows] for array in self])
 
     def answering(self, rows: Rows) -> RowSet:
         """Mark some rows as answered: nothing is late for them any more."""

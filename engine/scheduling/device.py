@@ -31,6 +31,7 @@ class Assignment(NamedTuple):
 class _Share:
     """A model's share of the device."""
 
+    name: str
     scheduler: ModelScheduler
     weight: float
     used_s: float = 0.0
@@ -54,10 +55,10 @@ class DeviceScheduler:
             if not weight > 0.0:
                 raise ValueError(f"the weight of {name} is {weight}, expected above 0")
         self._shares = {
-            name: _Share(scheduler, weights.get(name, 1.0)) for name, scheduler in models.items()
+            name: _Share(name, model, weights.get(name, 1.0)) for name, model in models.items()
         }
-        self._running: dict[int, tuple[_Share, str]] = {}
-        """The model whose batch is on a stream."""
+        self._running: dict[int, _Share] = {}
+        """The share of the model whose batch is on a stream."""
         self._started_s: dict[int, float] = {}
 
     def model(self, name: str) -> ModelScheduler:
@@ -84,17 +85,18 @@ class DeviceScheduler:
         """Decide what the idle ``stream`` shall do."""
         mine = self._running.get(stream)
         if mine is not None:
-            decision = mine[0].scheduler.next(stream, now_s)
+            decision = mine.scheduler.next(stream, now_s)
             assert isinstance(decision, Run), "a stream with a batch goes on with it"
             self._started_s[stream] = now_s
-            return Assignment(mine[1], decision)
+            return Assignment(mine.name, decision)
         until_s = float("inf")
-        for name, share in self._by_need():
+        busy = [share for share in self._shares.values() if share.busy]
+        for share in sorted(busy, key=lambda share: share.used_s):  # who is owed most goes first
             decision = share.scheduler.next(stream, now_s)
             if isinstance(decision, Run):
-                self._running[stream] = (share, name)
+                self._running[stream] = share
                 self._started_s[stream] = now_s
-                return Assignment(name, decision)
+                return Assignment(share.name, decision)
             if isinstance(decision, Wait):
                 until_s = min(until_s, decision.until_s)
             share.busy = share.scheduler.busy
@@ -108,20 +110,17 @@ class DeviceScheduler:
         runs_on: NDArray[np.bool_] | None = None,
     ) -> Transition:
         """Take note that the run of ``stream`` ended; see :meth:`ModelScheduler.done`."""
-        share, _ = self._running[stream]
         self._charge(stream, now_s)
-        transition = share.scheduler.done(stream, exited, now_s, runs_on)
+        transition = self._running[stream].scheduler.done(stream, exited, now_s, runs_on)
         if not len(transition.survivors) or transition.buffered is not None:
             del self._running[stream]
         return transition
 
     def failed(self, stream: int, now_s: float) -> None:
         """Take note that the batch of ``stream`` failed; see :meth:`ModelScheduler.failed`."""
-        mine = self._running.get(stream)
-        if mine is not None:
+        if stream in self._running:
             self._charge(stream, now_s)
-            del self._running[stream]
-            mine[0].scheduler.failed(stream, now_s)
+            self._running.pop(stream).scheduler.failed(stream, now_s)
 
     def suspend(self, stream: int) -> None:
         """Say that a stream, which has no batch, is out of service."""
@@ -138,13 +137,6 @@ class DeviceScheduler:
         for share in self._shares.values():
             share.scheduler.flush()
 
-    def _by_need(self) -> list[tuple[str, _Share]]:
-        """Give the models that have samples, the one that is owed most first."""
-        busy = [(name, share) for name, share in self._shares.items() if share.busy]
-        if len(busy) > 1:
-            busy.sort(key=lambda item: item[1].used_s)
-        return busy
-
     def _charge(self, stream: int, now_s: float) -> None:
-        share, _ = self._running[stream]
+        share = self._running[stream]
         share.used_s += (now_s - self._started_s[stream]) / share.weight

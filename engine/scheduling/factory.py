@@ -10,36 +10,18 @@ from typing import Final
 from offramp.certify.decision import MODEL_END
 from offramp.engine.scheduling.parallel import ParallelLimit
 from offramp.engine.scheduling.points import OperatingPoint, OperatingPoints
-from offramp.engine.scheduling.policies.batching import Delay, RunThrough
-from offramp.engine.scheduling.policies.merging import Rebatch, Refill
-from offramp.engine.scheduling.policies.slack import (
-    BareSlackFit,
-    Cheapest,
-    Clockwork,
-    Fixed,
-    MaxAccuracy,
-    MaxBatch,
-    SlackFit,
-    SlackPolicy,
-)
+from offramp.engine.scheduling.policies import batching, merging, slack
+from offramp.engine.scheduling.policies.slack import Fixed, SlackPolicy
 from offramp.engine.scheduling.policy import Policy
 from offramp.engine.scheduling.queue import SampleQueue
 from offramp.engine.scheduling.scheduler import ModelScheduler
 
-_CLASSES: Final = (
-    RunThrough,
-    Refill,
-    Rebatch,
-    SlackFit,
-    BareSlackFit,
-    MaxAccuracy,
-    MaxBatch,
-    Cheapest,
-    Clockwork,
-    Delay,
-)
 _BY_NAME: Final[Mapping[str, Callable[[OperatingPoints, int, int], Policy]]] = {
-    policy.name: policy for policy in _CLASSES
+    policy.name: policy
+    for policy in (
+        *(batching.RunThrough, merging.Refill, merging.Rebatch, slack.SlackFit, slack.BareSlackFit),
+        *(slack.MaxAccuracy, slack.MaxBatch, slack.Cheapest, slack.Clockwork, batching.Delay),
+    )
 }
 POLICIES: Final = (*_BY_NAME, Fixed.name)
 """Names; ``fixed`` is followed by its exit: ``fixed:2``, or ``fixed:final``."""
@@ -72,9 +54,7 @@ class PolicyName:
 
     def __str__(self) -> str:
         """Write the name as :meth:`parse` reads it."""
-        if self.name != Fixed.name:
-            return self.name
-        return f"{self.name}:{_exit_name(self.exit)}"
+        return f"{self.name}:{_exit_name(self.exit)}" if self.name == Fixed.name else self.name
 
 
 def make_policy(

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.engine.scheduling.base import DropCause, Dropped, Piece, Rows, RowSet, Transition
+from offramp.engine.scheduling.base import (
+    DropCause,
+    Dropped,
+    Piece,
+    Rows,
+    RowSet,
+    Transition,
+    all_rows,
+)
 from offramp.engine.scheduling.buffered import BufferedQueue
 from offramp.engine.scheduling.latency import Latencies
 from offramp.engine.scheduling.policy import Policy, Waiting
@@ -34,11 +41,6 @@ class ServedPlan:
     def last(self) -> int:
         """The last stage."""
         return self.latencies.stages - 1
-
-    @property
-    def buffering(self) -> bool:
-        """Whether survivors wait at one of its splits."""
-        return any(buffer.size for buffer in self.waiting.buffered)
 
 
 @dataclass(slots=True, eq=False)
@@ -103,8 +105,9 @@ class InFlight:
         if self._dropped or self._lost or self._discarded:
             return
         used = {batch.plan.number for batch in (*self.batches.values(), *self.retries)}
-        *old, current = self.plans
-        self.plans = [plan for plan in old if plan.number in used or plan.buffering] + [current]
+        used.add(self.plans[-1].number)
+        used |= {p.number for p in self.plans if any(b.size for b in p.waiting.buffered)}
+        self.plans = [plan for plan in self.plans if plan.number in used]
 
     def samples(self) -> Iterator[RowSet]:
         """Give all samples that were started and have not left."""
@@ -128,8 +131,6 @@ class InFlight:
             running = {r for b in self.batches.values() for r in b.samples.requests.tolist()}
             self._cancelled = {r: c for r, c in self._cancelled.items() if r in running}
 
-    # Rows at the end of a stage
-
     def leave(
         self,
         batch: ScheduledBatch,
@@ -152,7 +153,7 @@ class InFlight:
             batch.plan.latencies.observe_shrinking(batch.stage, before, before - leaving)
         released, dropped, survivors = _NO_ROWS, _NO_ROWS, _NO_ROWS
         if leaving == before:
-            released = _all_rows(before)
+            released = all_rows(before)
         elif self._cancelled or batch.earliest_s <= now_s:
             staying = ~exited
             dropped = self.lose_late(batch, staying, now_s)
@@ -161,7 +162,7 @@ class InFlight:
         elif leaving:
             released, survivors = exited.nonzero()[0], (~exited).nonzero()[0]
         else:
-            survivors = _all_rows(before)
+            survivors = all_rows(before)
         return Transition(released, dropped, survivors)
 
     def _release(
@@ -186,8 +187,6 @@ class InFlight:
         if len(released):
             batch.samples = samples.answering(released)
         return Transition(released, dropped, staying.nonzero()[0])
-
-    # Samples that leave without an answer
 
     def cancel(self, request: int, cause: DropCause) -> None:
         """Withdraw a request: what waits leaves now, what runs when its stage is done."""
@@ -260,11 +259,3 @@ class InFlight:
     def _buffers(self) -> Iterator[BufferedQueue]:
         for plan in self.plans:
             yield from plan.waiting.buffered
-
-
-@cache
-def _all_rows(count: int) -> Rows:
-    """Positions of a whole batch; not made anew for every stage that nobody or everybody leaves."""
-    rows = np.arange(count)
-    rows.flags.writeable = False
-    return rows

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from offramp.bundle import Profile
-from offramp.certify.decision import MODEL_END
+from offramp.certify import MODEL_END, FloatArray
 
 _MEMORY = 1 / 32
 """Weight of one observation in the running means."""
@@ -28,50 +27,41 @@ _FASTEST, _SLOWEST = 1 / 16, 16.0
 """Bounds of the correction: beyond them an observation says that something else went on."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """The part of a model that a stage runs."""
-
-    first_segment: int
-    last_segment: int
-    exit: int
-    """Index into ``Manifest.exits`` of the exit that it ends with; ``MODEL_END`` if with none."""
-
-
 def stage_seconds(
-    profile: Profile, stages: Sequence[Span], max_batch_size: int, *, overhead_s: float = 0.0
+    profile: Profile,
+    stages: Sequence[tuple[int, int, int | None]],
+    max_batch_size: int,
+    *,
+    overhead_s: float = 0.0,
 ) -> tuple[tuple[float, ...], ...]:
     """Predict the stages of a plan, in order, at every batch size up to ``max_batch_size``.
 
-    Between the sizes of the profile is interpolated, beyond the largest the cost of its last step
-    goes on. ``overhead_s`` is what whoever runs a stage spends on it besides, whatever the size.
-
-    Returns:
-        [stages][max_batch_size + 1] seconds by batch size; index 0 is 0. A stage of the source
-        model as a whole costs what the source model does; each stage with an exit costs its
-        head and one border more.
+    Each is its first and last segment, and the exit that it ends with (or ``None``, or
+    ``MODEL_END``). Between the sizes of the profile is interpolated, beyond the largest the cost of
+    its last step goes on. ``overhead_s`` is what whoever runs a stage spends on it besides,
+    whatever the size. Gives [stages][max_batch_size + 1] seconds by batch size; index 0 is 0. A
+    stage of the source model as a whole costs what the source model does; each stage with an exit
+    costs its head and one border more.
     """
-    sizes = np.arange(max_batch_size + 1)
     table = []
-    for stage in stages:
-        rows = [profile.segments_ms[i] for i in range(stage.first_segment, stage.last_segment + 1)]
-        if stage.exit != MODEL_END:
-            rows += [profile.exits_ms[stage.exit], profile.stages_ms[stage.exit]]
-        row = _at_sizes(profile.batch_sizes, np.sum(rows, axis=0) / 1e3, sizes)
+    for first, last, exit_ in stages:
+        rows = list(profile.segments_ms[first : last + 1])
+        if exit_ is not None and exit_ != MODEL_END:
+            rows += [profile.exits_ms[exit_], profile.stages_ms[exit_]]
+        row = _at_sizes(profile.batch_sizes, np.sum(rows, axis=0) / 1e3, max_batch_size)
         table.append((0.0, *(seconds + overhead_s for seconds in row[1:])))
     return tuple(table)
 
 
-def _at_sizes(
-    profiled: Sequence[int], seconds: np.ndarray[tuple[int], np.dtype[np.float64]], sizes: object
-) -> list[float]:
+def _at_sizes(profiled: Sequence[int], seconds: FloatArray, largest: int) -> list[float]:
     """Interpolate; never falling, since a fuller batch can be padded from a smaller one."""
     known, values = [0, *profiled], [0.0, *np.maximum.accumulate(seconds).tolist()]
-    wanted = np.asarray(sizes)
-    inside = np.interp(wanted, known, values)
+    wanted = np.arange(largest + 1)
     slope = (values[-1] - values[-2]) / (known[-1] - known[-2])
     beyond = values[-1] + slope * (wanted - known[-1])
-    row: list[float] = np.where(wanted > known[-1], beyond, inside).tolist()
+    row: list[float] = np.where(
+        wanted > known[-1], beyond, np.interp(wanted, known, values)
+    ).tolist()
     return row
 
 
@@ -127,7 +117,8 @@ class Latencies:
         self._sizes = np.arange(self.max_batch_size + 1)
         self._going_on = list(going_on) if going_on is not None else [1.0] * self.stages
         self._observed = 0
-        self._shrinking = self._shrink()
+        self.shrinking = self._shrink()
+        """The costs of batches that shrink on their way as batches did lately."""
 
     @property
     def profiled_s(self) -> tuple[tuple[float, ...], ...]:
@@ -164,20 +155,15 @@ class Latencies:
         """Most rows that have run stage ``last`` within ``slack_s``; 0 if not even one is."""
         return max(bisect_right(self._until[last], slack_s / self.latency_margin) - 1, 0)
 
-    @property
-    def shrinking(self) -> Shrinking:
-        """The costs of batches that shrink on their way as batches did lately."""
-        return self._shrinking
-
     def largest_shrinking_batch(self, slack_s: float) -> int:
         """Most rows whose answers come, in the mean, within ``slack_s``.
 
         A single row is tried as long as it could leave somewhere in time; 0 if it could not.
         """
         slack_s /= self.latency_margin
-        if slack_s < self._shrinking.earliest_s:
+        if slack_s < self.shrinking.earliest_s:
             return 0
-        return max(bisect_right(self._shrinking.answer_s, slack_s) - 1, 1)
+        return max(bisect_right(self.shrinking.answer_s, slack_s) - 1, 1)
 
     def observe_shrinking(self, stage: int, before: int, survivors: int) -> None:
         """Take note of how many rows went on from a stage of their own accord."""
@@ -186,7 +172,7 @@ class Latencies:
         self._observed += 1
         if self._observed >= _REBUILD_EVERY:
             self._observed = 0
-            self._shrinking = self._shrink()
+            self.shrinking = self._shrink()
 
     def observe(self, stage: int, batch_size: int, elapsed_s: float) -> None:
         """Take note of how long a stage took."""

@@ -43,25 +43,17 @@ class OperatingPoints:
         if not depths or depths != sorted(set(depths)):
             raise ValueError(f"operating points at stages {depths} must rise, and be some")
 
-    def largest_batch(self, point: OperatingPoint, slack_s: float) -> int:
-        """Most rows that are done within ``slack_s`` even if none leaves early; may be 0."""
-        return self.latencies.largest_batch(point.deepest, slack_s)
-
 
 def operating_points(
     exits: Sequence[tuple[int, int, float]], records: Mapping[str, NDArray[Any]], *, forced: bool
 ) -> tuple[OperatingPoint, ...]:
     """Measure the agreement of "force the exit at depth d" on the calibration records.
 
-    Samples that are sure enough at an earlier exit have left there, as when serving.
-
-    Args:
-        exits: (stage, exit, threshold) of each stage that has an exit, and of the last, whose
-            exit is ``MODEL_END``.
-        records: A bundle's: ``confidence``, ``prediction`` [exits, samples],
-            ``final_prediction`` and ``split`` [samples]; the certify split is used, which
-            trained nothing.
-        forced: Whether exits may be forced; if not, only the last point is given.
+    Samples that are sure enough at an earlier exit have left there, as when serving. ``exits`` are
+    (stage, exit, threshold) of each stage that has an exit, and of the last, whose exit is
+    ``MODEL_END``. Of a bundle's records (``confidence``, ``prediction`` [exits, samples],
+    ``final_prediction`` and ``split`` [samples]) the certify split is used, which trained nothing.
+    If exits may not be ``forced``, only the last point is given.
     """
     chosen = records["split"] == CERTIFY
     final = records["final_prediction"][chosen]

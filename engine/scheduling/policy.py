@@ -53,13 +53,12 @@ class Waiting:
     buffered: Sequence[BufferedQueue]
     """[stages]: survivors that wait for each stage; the first is always empty."""
 
-
-def ready_bucket(waiting: Waiting, now_s: float) -> Bucket | Wait | Idle:
-    """Find the bucket that the next batch is formed of, or how long to wait for one."""
-    bucket = waiting.queue.ready(now_s)
-    if isinstance(bucket, Bucket):
-        return bucket
-    return wait_until(min(bucket, waiting.queue.next_expiry_s()))
+    def ready(self, now_s: float) -> Bucket | Wait | Idle:
+        """Find the bucket that the next batch is formed of, or how long to wait for one."""
+        bucket = self.queue.ready(now_s)
+        if isinstance(bucket, Bucket):
+            return bucket
+        return wait_until(min(bucket, self.queue.next_expiry_s()))
 
 
 class Policy(Protocol):
@@ -69,24 +68,20 @@ class Policy(Protocol):
     largest batch size and the number of streams, in this order.
     """
 
-    @property
-    def name(self) -> str:
-        """The name by which it is chosen on the command line."""
-        ...
+    name: str
+    """By which it is chosen on the command line."""
 
     def choose(self, waiting: Waiting, now_s: float) -> Choice:
         """Choose what a stream without a batch shall do. O(log n).
 
         After :class:`LoadShedding` it is asked again at once.
         """
-        ...
 
     def runs_on(self, stage: int, before: int, survivors: int) -> bool:
         """Whether the survivors of a batch go on at once on their stream, or wait at the split.
 
         ``stage``, not the last, was just executed on ``before`` rows; at least one survives.
         """
-        ...
 
 
 class NeverBuffers:

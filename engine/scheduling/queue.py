@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,16 +13,14 @@ from offramp.engine.scheduling.base import (
     RowSet,
     SchedulerFullError,
     Submission,
+    uniform,
 )
-from offramp.engine.scheduling.buckets import Bucket, BucketIndex, Taken
-from offramp.engine.scheduling.ordering import SortedQueue
+from offramp.engine.scheduling.buckets import Bucket, BucketIndex, SortedQueue, Taken
 
 PATIENCE_S = 1.0
 """A request without a deadline is ordered as if it had this long: it is never refused for being
 late, and neither do those with deadlines overtake it for ever."""
-
 _NEVER = float("inf")
-
 _KEPT_BUCKETS = 64
 """Empty buckets are kept for their next sample, up to so many; batch keys are the clients' choice,
 so there may be any number."""
@@ -48,28 +45,20 @@ class SampleQueue:
         self.first_deadline_s = _NEVER
         """The first deadline of all that wait, or earlier: nothing expires before."""
         self._sequence = 0
-        self._arrived = 0
-        self._started = 0
-
-    @property
-    def arrived(self) -> int:
+        self.arrived = 0
         """Samples that were ever queued."""
-        return self._arrived
+        self._started = 0
 
     def push(self, submission: Submission, now_s: float) -> None:
         """Queue all samples of a submission, or none; SchedulerFullError if there is no room."""
-        count, deadline_s, batch_key = (
-            submission.samples,
-            submission.deadline_s,
-            submission.batch_key,
-        )
+        count, deadline_s = submission.samples, submission.deadline_s
         if self.size + count > self._capacity:
             raise SchedulerFullError(
                 f"{count} samples do not fit: {self.size} of {self._capacity} wait"
             )
-        bucket = self._buckets.get(batch_key)
+        bucket = self._buckets.get(submission.batch_key)
         if bucket is None:
-            bucket = self._open_bucket(batch_key)
+            bucket = self._open_bucket(submission.batch_key)
         self._sequence += 1
         patient = deadline_s == _NEVER
         order_s = now_s + PATIENCE_S if patient else deadline_s
@@ -81,7 +70,7 @@ class SampleQueue:
             self.first_deadline_s = min(self.first_deadline_s, deadline_s)
         self._by_request[submission.request] = submission
         self.size += count
-        self._arrived += count
+        self.arrived += count
         self._index.pushed(bucket, key)
 
     def remove(self, request: int, cause: DropCause) -> Dropped | None:
@@ -154,29 +143,16 @@ def _rowset(taken: list[Taken], sample_ids: NDArray[np.int64]) -> RowSet:
     sizes = [size for _, _, size in taken]
     ranks = [submission.priority for submission, _, _ in taken]
     # Nearly always every request is one sample of the default priority; two arrays less then.
-    priorities = np.array(ranks, np.int64) if any(ranks) else _zeros(len(taken))
+    priorities = np.array(ranks, np.int64) if any(ranks) else uniform(len(taken), value=0)
     if max(sizes) == 1:
-        rows = np.array(firsts, np.int64) if any(firsts) else _zeros(len(taken))
-        return RowSet(requests, rows, deadlines_s, priorities, sample_ids, _none_of(len(taken)))
+        rows = np.array(firsts, np.int64) if any(firsts) else uniform(len(taken), value=0)
+        answered = uniform(len(taken), value=False)
+        return RowSet(requests, rows, deadlines_s, priorities, sample_ids, answered)
     return RowSet(
         np.repeat(requests, sizes),
         np.concatenate([np.arange(f, f + n) for f, n in zip(firsts, sizes, strict=True)]),
         np.repeat(deadlines_s, sizes),
         np.repeat(priorities, sizes),
         sample_ids,
-        _none_of(len(sample_ids)),
+        uniform(len(sample_ids), value=False),
     )
-
-
-@cache
-def _zeros(count: int) -> NDArray[np.int64]:
-    zeros = np.zeros(count, np.int64)
-    zeros.flags.writeable = False
-    return zeros
-
-
-@cache
-def _none_of(count: int) -> NDArray[np.bool_]:
-    none = np.zeros(count, np.bool_)
-    none.flags.writeable = False
-    return none

@@ -28,7 +28,6 @@ from offramp.engine.scheduling.base import (
     DropCause,
     Dropped,
     Idle,
-    Rows,
     RowSet,
     Run,
     Submission,
@@ -74,8 +73,6 @@ class ModelScheduler:
         """Start batches under another plan from now on, whose number was never used before."""
         self._current = self._in_flight.add_plan(plan, policy, latencies, self._queue)
 
-    # What it holds
-
     @property
     def plan(self) -> int:
         """The plan that batches start under from now on."""
@@ -115,8 +112,6 @@ class ModelScheduler:
     def auditing(self) -> int:
         """The number of answered samples that run on."""
         return sum(len(s.answered) - s.unanswered for s in self._in_flight.samples())
-
-    # What callers and streams do
 
     def submit(self, submission: Submission, now_s: float) -> None:
         """Queue a request's samples; SchedulerFullError, and none queued, if not all have room."""
@@ -168,7 +163,9 @@ class ModelScheduler:
         self._observe(batch, before, now_s)
         transition = self._in_flight.leave(batch, exited, runs_on, now_s)
         if self._parallel.adapts:
-            self._count_late(samples, transition.released, now_s)
+            deadlines_s = samples.deadlines_s[transition.released]
+            if bounded := int(np.isfinite(deadlines_s).sum()):
+                self._parallel.observe(bounded, int((deadlines_s < now_s).sum()))
         survivors = transition.survivors
         if not len(survivors):
             self._finish(stream)
@@ -192,8 +189,7 @@ class ModelScheduler:
         fails alone, and on another stream where one is in service. What was tried before, or
         has no time left for it, is dropped as ``FAILED``.
         """
-        batch = self._in_flight.batches.get(stream)
-        if batch is None:
+        if (batch := self._in_flight.batches.get(stream)) is None:
             return
         answered = batch.samples.answered
         staying = ~answered
@@ -223,8 +219,6 @@ class ModelScheduler:
         """Wait for batch mates no longer, from now on: the server is draining."""
         self._queue.flush()
 
-    # What left
-
     def take_dropped(self) -> list[Dropped]:
         """Give the reports of samples dropped since the last call."""
         return self._in_flight.take_dropped()
@@ -242,8 +236,6 @@ class ModelScheduler:
         Old plans are looked after here, as this is asked for all the time.
         """
         return self._in_flight.take_discarded()
-
-    # What starts
 
     def _start(self, stream: int, now_s: float) -> ScheduledBatch | Wait | Idle:
         """Find a batch for a stream that has none: what is left of the oldest plan goes first."""
@@ -274,7 +266,6 @@ class ModelScheduler:
         return None
 
     def _choose(self, plan: ServedPlan, now_s: float) -> ScheduledBatch | Wait | Idle:
-        """Do what the plan's policy chooses."""
         while True:
             choice = plan.policy.choose(plan.waiting, now_s)
             if isinstance(choice, Start):
@@ -308,12 +299,6 @@ class ModelScheduler:
             batch.pieces = ()
         else:
             batch.plan.latencies.observe(batch.stage, size, elapsed_s)
-
-    def _count_late(self, samples: RowSet, released: Rows, now_s: float) -> None:
-        deadlines_s = samples.deadlines_s[released]
-        bounded = int(np.isfinite(deadlines_s).sum())
-        if bounded:
-            self._parallel.observe(bounded, int((deadlines_s < now_s).sum()))
 
     def _finish(self, stream: int) -> None:
         self._in_flight.finish(stream)

@@ -176,7 +176,7 @@ def test_a_bundle_is_written_and_summed_up(capfd, name: str) -> None:
 
 def test_the_summary_claims_what_was_promised_and_no_more(tmp_path: Path) -> None:
     assert POLICY.promise is not None
-    sure = replace(POLICY.promise, confidence=0.9995, max_disagreement=0.00004)
+    sure = replace(POLICY.promise, confidence_level=0.9995, max_disagreement=0.00004)
     bundle = write(tmp_path, policy=replace(POLICY, promise=sure))
     written = io.StringIO()
     print_bundle(bundle, Console(file=written, width=300))

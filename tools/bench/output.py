@@ -37,11 +37,7 @@ def describe_environment(**settings: Any) -> dict[str, Any]:
 
 
 def check_outputs(*paths: Path | None) -> None:
-    """Check before long work that files can be written there.
-
-    Raises:
-        ValueError: One cannot.
-    """
+    """Check before long work that files can be written there; ValueError if not."""
     for path in paths:
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             what = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
@@ -117,25 +113,17 @@ def print_summaries(
         names=("policy",),
     )
     for name, summary in summaries.items():
-        table.add_row(name, *_cells(summary))
+        latencies = [summary.latency_ms.get(quantile) for quantile in _QUANTILES]
+        table.add_row(
+            name,
+            *("–" if value is None else f"{value:.3g}" for value in latencies),
+            _share(summary.attainment, 4),
+            f"{summary.goodput_rps:,.0f}",
+            _share(summary.agreement, 3),
+            _share(summary.forced_share, 3),
+            _share(sum(summary.failures.values()) / max(summary.requests, 1), 3),
+        )
     console.print(table)
-
-
-def _cells(summary: Summary) -> list[str]:
-    latencies = [_figure(summary.latency_ms.get(name)) for name in _QUANTILES]
-    lost = sum(summary.failures.values()) / max(summary.requests, 1)
-    return [
-        *latencies,
-        _share(summary.attainment, 4),
-        f"{summary.goodput_rps:,.0f}",
-        _share(summary.agreement, 3),
-        _share(summary.forced_share, 3),
-        _share(lost, 3),
-    ]
-
-
-def _figure(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3g}"
 
 
 def _share(value: float | None, digits: int) -> str:

@@ -151,12 +151,11 @@ class GpuMachine:
             parts=("source", "stages"),
             optimization_level=self._optimization_level,
         )
-        summary = build_bundle(BuildOptions(bundle=bundle, engines=engines)).summary
-        assert summary is not None
-        if summary.failed:
-            failed = summary.failed[0]
+        building = build_bundle(BuildOptions(bundle=bundle, engines=engines))
+        assert building.results is not None
+        for failed in building.failed:
             raise EngineBuildError(f"{bundle.name}, {failed.unit.name}: {failed.problem}")
-        return {r.unit.name: r.entry.build_s for r in summary.results if r.entry is not None}
+        return {r.unit.name: r.entry.build_s for r in building.results if r.entry is not None}
 
     def bare(
         self, bundle: Bundle, batches: Sequence[int]

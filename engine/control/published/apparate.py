@@ -20,7 +20,7 @@ Chosen here, where the paper leaves it open:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -31,7 +31,7 @@ from offramp.certify import BoolArray, Float32Array, FloatArray, Observations, W
 from offramp.engine.control.adjustment import DEFAULT_MAX_OVERHEAD, Adjustment, adjust
 from offramp.engine.control.controller import Evidence, Job
 from offramp.engine.control.costs import CostModel
-from offramp.engine.control.published.published import PublishedController, policy_from, policy_of
+from offramp.engine.control.published.published import PublishedController, policy_of
 from offramp.engine.control.published.thresholds import METHODS, Tuning, count_allowed, tune
 
 
@@ -79,34 +79,20 @@ _TuningArguments: TypeAlias = tuple[Weighted, FloatArray, float, ApparateSetting
 def run_tuning(
     samples: Weighted, latency_ms: FloatArray, source_ms: float, settings: ApparateSettings
 ) -> Tuning:
-    """Tune elsewhere; a job.
+    """Tune elsewhere, for the exits that samples are of; a job.
 
-    Args:
-        samples: Of the exits to tune.
-        latency_ms: float64[exits + 1]: until each of them and the end, all exits in use paid.
-        source_ms: The model without exits.
-        settings: Name bound and method.
+    ``latency_ms``, float64[exits + 1], is until each of them and the end, all exits in use paid.
     """
-    return tune(
-        samples.confidence,
-        samples.agrees,
-        latency_ms,
-        settings.max_disagreement,
-        settings.method,
-        vanilla_ms=source_ms,
-    )
+    data = samples.confidence, samples.agrees, latency_ms
+    return tune(*data, settings.max_disagreement, settings.method, vanilla_ms=source_ms)
 
 
 def run_adjustment(
     confidence: Float32Array, policy: ExitPolicy, costs: CostModel, tuning: _TuningArguments
 ) -> Adjustment:
-    """Adjust elsewhere, with the fast round of tuning that may come first; a job.
+    """Adjust elsewhere, with the fast round of ``tuning`` of all exits in use if it comes to that.
 
-    Args:
-        confidence: float32[active, n]: the samples to judge exits by.
-        policy: In force.
-        costs: Of all exits of the bundle.
-        tuning: Of all exits in use, if it comes to that.
+    A job. Exits are judged by float32[active, n] confidences.
     """
     return adjust(
         confidence,
@@ -141,14 +127,10 @@ class ApparateController(PublishedController):
         *,
         keep_thresholds: bool = False,
     ) -> None:
-        """Start with a policy.
+        """Start with the bundle's policy, or :func:`.adjustment.evenly_spaced` exits as published.
 
-        Args:
-            policy: The bundle's, or :func:`.adjustment.evenly_spaced` exits as published.
-            costs: Of all exits of the bundle.
-            settings: Default: as published.
-            keep_thresholds: Start with the policy's thresholds. Else no exit answers until the
-                first tuning (3.1); the policy then has a version of its own.
+        No exit answers until the first tuning (3.1), under a policy of a version of its own, unless
+        the policy's thresholds are kept.
         """
         self._settings = settings = settings or ApparateSettings()
         super().__init__(
@@ -157,14 +139,11 @@ class ApparateController(PublishedController):
             confidence_level=settings.confidence_level,
         )
         self._costs = costs
-        self._recent = Window(
-            exits=costs.exits,
-            capacity=max(settings.tuning_window, settings.adjust_every),
-        )
+        newest = max(settings.tuning_window, settings.adjust_every)
+        self._recent = Window(exits=costs.exits, capacity=newest)
         self._wrong: BoolArray = np.zeros(0, dtype=np.bool_)
         self._violated = False
-        self._since_adjustment = 0
-        self._jobs = 0
+        self._since_adjustment = self._jobs = 0
         self._out: _Out | None = None
         if not keep_thresholds:
             exits = [a.exit for a in policy.active]
@@ -189,12 +168,7 @@ class ApparateController(PublishedController):
         return None
 
     def finish(self, job: Job, result: Any) -> None:
-        """Put a tuning's or an adjustment's result in force.
-
-        Args:
-            job: As taken; an unknown one is ignored.
-            result: What it returned; ``None`` if it failed: things stay as they are.
-        """
+        """Put a tuning's or an adjustment's result in force; stay as it is after a failed job."""
         if self._out is None or job.number != self._out.number:
             return
         out, self._out = self._out, None
@@ -205,28 +179,14 @@ class ApparateController(PublishedController):
 
     def state(self) -> Mapping[str, Any] | None:
         """Policy and counts; the window fills again within as many samples as it holds."""
-        return {
-            **self._kept_policy(),
-            "tunings": self._counters.tunings,
-            "adjustments": self._counters.adjustments,
-            "tally": self._counters.state(),
-        }
+        counters = self._counters
+        counts = {"tunings": counters.tunings, "adjustments": counters.adjustments}
+        return {**self._kept_policy(), **counts, "tally": counters.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on with a kept policy; a job that is out is not waited for any more.
-
-        Raises:
-            ValueError: Something is missing, or the exits are not those of this bundle.
-        """
-        try:
-            policy = policy_from(state, exits=self._costs.exits)
-            tunings, adjustments = int(state["tunings"]), int(state["adjustments"])
-            counts = state["tally"]
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"no state of the {self.name} controller: {error!r}") from error
-        self._counters.restore(counts)
-        self._counters.tunings, self._counters.adjustments = tunings, adjustments
-        self.policy = policy
+        """Go on with a kept policy; a job that is out is not waited for any more."""
+        kept = self._kept(state, ("tunings", "adjustments"), exits=self._costs.exits)
+        self.policy, (self._counters.tunings, self._counters.adjustments) = kept
         self._out, self._violated = None, False
         self._wrong = self._wrong[:0]
 
@@ -264,8 +224,7 @@ class ApparateController(PublishedController):
             return None
         self._violated, self._wrong = False, self._wrong[:0]
         purpose = f"tuning on {samples} samples after lost accuracy"
-        self._out = _Out(number=self._next_number(), tuned_exits=exits, samples=samples)
-        return Job(number=self._out.number, purpose=purpose, function=run_tuning, arguments=task)
+        return self._start(purpose, run_tuning, task, samples=samples, tuned_exits=exits)
 
     def _adjustment_job(self) -> Job | None:
         active, settings = self._exits, self._settings
@@ -276,10 +235,20 @@ class ApparateController(PublishedController):
         self._since_adjustment = 0
         task = (recent.confidence, self.policy, self._costs, self._tuning(active))
         purpose = f"adjusting the exits in use by {samples} samples"
-        self._out = _Out(number=self._next_number(), tuned_exits=(), samples=samples)
-        return Job(
-            number=self._out.number, purpose=purpose, function=run_adjustment, arguments=task
-        )
+        return self._start(purpose, run_adjustment, task, samples=samples)
+
+    def _start(
+        self,
+        purpose: str,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        *,
+        samples: int,
+        tuned_exits: tuple[int, ...] = (),
+    ) -> Job:
+        self._jobs += 1
+        self._out = _Out(number=self._jobs, tuned_exits=tuned_exits, samples=samples)
+        return Job(number=self._jobs, purpose=purpose, function=function, arguments=arguments)
 
     def _tuning(self, exits: tuple[int, ...]) -> _TuningArguments:
         """Tune some of the exits in use; the others stay where they are, and cost their time."""
@@ -314,10 +283,6 @@ class ApparateController(PublishedController):
         self.policy = policy_of(self.policy.version + 1, exits, thresholds)
         self._wrong = self._wrong[:0]
         return True
-
-    def _next_number(self) -> int:
-        self._jobs += 1
-        return self._jobs
 
     def _evidence(self) -> Evidence:
         return Evidence.NONE

@@ -50,17 +50,6 @@ class _Position:
     """Samples answered like the source model."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _NextSteps:
-    """Each exit's next step, tried alone."""
-
-    thresholds: list[float]
-    counts: IntArray
-    """int64[exits, exits + 1]: samples answered at each place if this exit took its step."""
-    right: list[int]
-    """Samples answered like the source model, by exit."""
-
-
 def greedy_thresholds(records: Records, allowed: int) -> FloatArray:
     """Find thresholds with at most ``allowed`` errors: float64[exits], as confidences."""
     return np.array([confidence_threshold(t) for t in greedy_error_thresholds(records, allowed)])
@@ -79,16 +68,20 @@ def greedy_error_thresholds(records: Records, allowed: int) -> list[float]:
         right=samples,
     )
     while True:
-        steps = _try_steps(at, error, agrees)
+        raised, counts, right = _try_steps(at, error, agrees)
         raisable = [e for e in range(exits) if at.thresholds[e] <= 1]
-        overstepped = [e for e in raisable if samples - steps.right[e] > allowed]
-        chosen = _choose(at, steps, [e for e in raisable if e not in overstepped], records)
+        overstepped = [e for e in raisable if samples - right[e] > allowed]
+        fits = [e for e in raisable if e not in overstepped]
+        chosen = _choose(at, counts, right, fits, records)
         if chosen is None and all(at.steps[e] <= LEAST_STEP for e in overstepped):
             return at.thresholds
         for e in overstepped:
             at.steps[e] = max(at.steps[e] / 2, LEAST_STEP)
         if chosen is not None:
-            _take(at, steps, chosen, error)
+            at.thresholds[chosen] = raised[chosen]
+            at.steps[chosen] *= 2
+            at.counts, at.right = counts[chosen], right[chosen]
+            at.first[(error[chosen] < raised[chosen]) & (at.first > chosen)] = chosen
 
 
 def confidence_threshold(error_threshold: float) -> float:
@@ -119,8 +112,14 @@ def _from_bits(bits: int) -> float:
     return float(np.int32(bits).view(np.float32))
 
 
-def _try_steps(at: _Position, error: FloatArray, agrees: BoolArray) -> _NextSteps:
-    """Evaluate all single steps at once: only samples that move to the raised exit matter."""
+def _try_steps(
+    at: _Position, error: FloatArray, agrees: BoolArray
+) -> tuple[list[float], IntArray, list[int]]:
+    """Evaluate all single steps at once: only samples that move to the raised exit matter.
+
+    By exit: its threshold one step on; if this exit alone took its step, the samples answered at
+    each place, int64[exits, exits + 1], and those answered like the source model.
+    """
     exits = len(at.steps)
     raised = [round(t + step, 4) for t, step in zip(at.thresholds, at.steps, strict=True)]
     moves = error < np.array(raised)[:, None]
@@ -132,22 +131,24 @@ def _try_steps(at: _Position, error: FloatArray, agrees: BoolArray) -> _NextStep
     counts[np.arange(exits), np.arange(exits)] += np.bincount(target, minlength=exits)
     gained = np.bincount(target[agrees[target, sample]], minlength=exits)
     lost = np.bincount(target[agrees[origin, sample]], minlength=exits)
-    return _NextSteps(thresholds=raised, counts=counts, right=(at.right + gained - lost).tolist())
+    return raised, counts, (at.right + gained - lost).tolist()
 
 
-def _choose(at: _Position, steps: _NextSteps, fits: list[int], records: Records) -> int | None:
+def _choose(
+    at: _Position, counts: IntArray, right: list[int], fits: list[int], records: Records
+) -> int | None:
     """Pick the exit that loses the least accuracy per time saved, or a step that changes none."""
     samples = records.samples
     accuracy = round(at.right / samples, 7)
     savings = float(_savings(at.counts, records.latency_ms))
-    savings_after = _savings(steps.counts, records.latency_ms).tolist()
+    savings_after = _savings(counts, records.latency_ms).tolist()
     best, best_score, plateau = None, float("inf"), None
     for e in fits:
         change = abs(savings_after[e] - savings)
         if change == 0:
             plateau = e if plateau is None else plateau
             continue
-        score = abs(round(steps.right[e] / samples, 7) - accuracy) / change
+        score = abs(round(right[e] / samples, 7) - accuracy) / change
         if score < best_score:
             best, best_score = e, score
     return plateau if best is None else best
@@ -158,11 +159,3 @@ def _savings(counts: IntArray, latency_ms: FloatArray) -> FloatArray:
     terms = counts / counts.sum(axis=-1, keepdims=True) * latency_ms
     mean_ms = np.add.accumulate(terms, axis=-1)[..., -1]
     return np.asarray((latency_ms[-1] - mean_ms) / latency_ms[-1] * 100)
-
-
-def _take(at: _Position, steps: _NextSteps, chosen: int, error: FloatArray) -> None:
-    """Step the chosen exit, and double its step."""
-    at.thresholds[chosen] = steps.thresholds[chosen]
-    at.steps[chosen] *= 2
-    at.counts, at.right = steps.counts[chosen], steps.right[chosen]
-    at.first[(error[chosen] < at.thresholds[chosen]) & (at.first > chosen)] = chosen

@@ -21,14 +21,14 @@ count as rows that went on, as they would have without the haste.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 import numpy as np
 
 from offramp.bundle import NEVER, ExitPolicy
 from offramp.certify import MODEL_END, BoolArray, IntArray, Observations, first_exit
-from offramp.engine.control.published.published import PublishedController, policy_from, policy_of
+from offramp.engine.control.published.published import PublishedController, policy_of
 from offramp.engine.control.published.two_stage import StageTimes
 
 _ROUNDING: Final = 1e-9
@@ -76,13 +76,7 @@ class PameController(PublishedController):
     def __init__(
         self, policy: ExitPolicy, times: StageTimes, settings: PameSettings | None = None
     ) -> None:
-        """Start with a policy.
-
-        Args:
-            policy: The bundle's, as a rehearsal chose it.
-            times: Of all exits of the bundle.
-            settings: Default: as published.
-        """
+        """Start with a policy, the bundle's, as a rehearsal chose it, and times of all exits."""
         self._settings = settings = settings or PameSettings()
         super().__init__(
             policy,
@@ -114,35 +108,22 @@ class PameController(PublishedController):
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on with a kept policy.
-
-        Raises:
-            ValueError: Something is missing, or the exits are not those of this bundle.
-        """
-        try:
-            policy, own = policy_from(state, exits=self._times.exits), bool(state["own"])
-            moves, raises = int(state["moves"]), int(state["raises"])
-            counts = state["tally"]
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"no state of the {self.name} controller: {error!r}") from error
-        self._counters.restore(counts)
+        """Go on with a kept policy."""
+        kept = self._kept(state, ("own", "moves", "raises"), exits=self._times.exits)
+        policy, (own, self._counters.adjustments, self._counters.tunings) = kept
         if own or policy.active != self.policy.active:
             self.policy, self._own = policy, True
-        self._counters.adjustments, self._counters.tunings = moves, raises
         self._recent = []
 
     def _look(self, period: Observations) -> None:
         """Move the first exit that makes too many batches late; raise thresholds."""
         before = self._answering()
         raised = self._raise(period, before)
-        violations = self._violations(period, before)
-        after = self._move(raised, violations)
-        if after == before:
-            return
-        self._own = True
-        exits = sorted(after)
-        version = self.policy.version + 1
-        self.policy = policy_of(version, exits, [after[e] for e in exits])
+        after = self._move(raised, self._violations(period, before))
+        if after != before:
+            self._own = True
+            exits = sorted(after)
+            self.policy = policy_of(self.policy.version + 1, exits, [after[e] for e in exits])
 
     def _violations(self, period: Observations, active: Mapping[int, float]) -> dict[int, float]:
         """Share of the period's batches that each exit made late."""
@@ -191,22 +172,19 @@ class PameController(PublishedController):
         was = wrong = _wrong_by_exit(complete, raised)
         while sum(wrong.values()) > allowed:
             worst = max(wrong, key=wrong.__getitem__)
-            raised[worst] = self._one_step(raised[worst])
+            stepped = min(raised[worst] + self._settings.threshold_step, 1.0)
+            # 1 is the last threshold at which anything may answer.
+            raised[worst] = NEVER if raised[worst] >= 1 - _ROUNDING else stepped
             wrong = _wrong_by_exit(complete, raised)
         if raised != active:
             self._counters.tunings += 1
             share = sum(was.values()) / len(counted)
             changed = {e: t for e, t in raised.items() if t != active[e]}
-            words = ", ".join(f"exit {e} {_words(t)}" for e, t in changed.items())
+            to = {e: "off" if t >= NEVER else f"to {t:.4g}" for e, t in changed.items()}
+            words = ", ".join(f"exit {e} {word}" for e, word in to.items())
             text = f"{share:.2%} of a period answered otherwise; thresholds raised: {words}"
             self._counters.note("tuning", text)
         return {e: t for e, t in raised.items() if t < NEVER}
-
-    def _one_step(self, threshold: float) -> float:
-        """One step more; 1 is the last at which anything may answer."""
-        if threshold >= 1 - _ROUNDING:
-            return NEVER
-        return min(threshold + self._settings.threshold_step, 1.0)
 
     def _answering(self) -> dict[int, float]:
         """Thresholds of the exits that answer, in depth order."""
@@ -214,10 +192,6 @@ class PameController(PublishedController):
 
     def _describe(self) -> str:
         return "steady" if self._answering() else "no exit answers"
-
-
-def _words(threshold: float) -> str:
-    return "off" if threshold >= NEVER else f"to {threshold:.4g}"
 
 
 def _rows_behind(period: Observations, exit_: int, size: int) -> IntArray:
@@ -235,19 +209,13 @@ def _wrong_by_exit(complete: Observations, active: Mapping[int, float]) -> dict[
     first = first_exit(complete.confidence[exits], np.array(list(active.values())))
     agrees: BoolArray = complete.agrees()[exits]
     weight = complete.weight
-    return {
-        exit_: float(weight[(first == row) & ~agrees[row]].sum()) for row, exit_ in enumerate(exits)
-    }
+    return {e: float(weight[(first == i) & ~agrees[i]].sum()) for i, e in enumerate(exits)}
 
 
 def _join(parts: list[Observations]) -> Observations:
     """One after the other."""
-    return Observations(
-        confidence=np.concatenate([p.confidence for p in parts], axis=1),
-        prediction=np.concatenate([p.prediction for p in parts], axis=1),
-        answered_at=np.concatenate([p.answered_at for p in parts]),
-        final=np.concatenate([p.final for p in parts]),
-        audit_probability=np.concatenate([p.audit_probability for p in parts]),
-        policy_version=np.concatenate([p.policy_version for p in parts]),
-        forced=np.concatenate([p.forced for p in parts]),
-    )
+    arrays = {
+        field.name: np.concatenate([getattr(part, field.name) for part in parts], axis=-1)
+        for field in fields(Observations)
+    }
+    return Observations(**arrays)

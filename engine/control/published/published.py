@@ -7,14 +7,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from offramp.bundle import ActiveExit, ExitPolicy
-from offramp.engine.control.controller import (
-    ControlEvent,
-    ControlStatus,
-    Evidence,
-    Job,
-    evidence_of_promise,
-)
+from offramp.bundle import NEVER, ActiveExit, ExitPolicy
+from offramp.engine.control.controller import ControlEvent, ControlStatus, Evidence, Job
 from offramp.engine.control.counters import ControlCounters
 
 
@@ -65,7 +59,12 @@ class PublishedController:
         return self._counters.take_events()
 
     def _evidence(self) -> Evidence:
-        return evidence_of_promise(self.policy, *self._limits)
+        """The promise that the policy came with: nothing was tested of it since."""
+        promise = self.policy.promise
+        if all(active.threshold >= NEVER for active in self.policy.active):
+            return Evidence.CONSERVATIVE
+        is_covered = promise is not None and promise.covers(*self._limits)
+        return Evidence.CALIBRATED if is_covered else Evidence.NONE
 
     def _describe(self) -> str:
         raise NotImplementedError
@@ -78,27 +77,28 @@ class PublishedController:
             "thresholds": np.array([a.threshold for a in self.policy.active], dtype=np.float64),
         }
 
+    def _kept(
+        self, state: Mapping[str, Any], names: Sequence[str], *, exits: int
+    ) -> tuple[ExitPolicy, list[int]]:
+        """Restore the counts of samples; the policy and other numbers that a state holds.
+
+        Raises:
+            ValueError: Something is missing, or it has an exit that a bundle of ``exits`` lacks.
+        """
+        try:
+            version, thresholds = int(state["version"]), np.asarray(state["thresholds"]).tolist()
+            policy = policy_of(version, np.asarray(state["exits"]).tolist(), thresholds)
+            numbers, counts = [int(state[name]) for name in names], state["tally"]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"no state of the {self.name} controller: {error!r}") from error
+        if policy.active and (last := policy.active[-1].exit) >= exits:
+            raise ValueError(f"state: exit {last} is in use, but the bundle has {exits} exits")
+        self._counters.restore(counts)
+        return policy, numbers
+
 
 def policy_of(version: int, exits: Sequence[int], thresholds: Sequence[float]) -> ExitPolicy:
     """A policy of exits with their thresholds."""
     pairs = zip(exits, thresholds, strict=True)
-    return ExitPolicy(
-        version=version,
-        active=tuple(ActiveExit(exit=int(e), threshold=float(t)) for e, t in pairs),
-    )
-
-
-def policy_from(state: Mapping[str, Any], *, exits: int) -> ExitPolicy:
-    """The policy that a state holds.
-
-    Raises:
-        ValueError: It has an exit that a bundle of ``exits`` exits lacks.
-    """
-    version = int(state["version"])
-    kept, thresholds = (np.asarray(state[name]).tolist() for name in ("exits", "thresholds"))
-    policy = policy_of(version, kept, thresholds)
-    if policy.active and policy.active[-1].exit >= exits:
-        raise ValueError(
-            f"state: exit {policy.active[-1].exit} is in use, but the bundle has {exits} exits"
-        )
-    return policy
+    active = tuple(ActiveExit(exit=int(e), threshold=float(t)) for e, t in pairs)
+    return ExitPolicy(version=version, active=active)

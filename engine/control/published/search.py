@@ -43,19 +43,6 @@ a third and three times it, savings changed by less than 2.5 % (tried to 16,384 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Tree:
-    """What stays the same from exit to exit."""
-
-    records: Records
-    allowed: int
-    later: FloatArray
-    """float64[exits + 1, samples], from :func:`_later_values`."""
-    price: float
-    """Milliseconds that an error costs in the estimate."""
-    width: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Beam:
     """States after some exits; each row is one choice of the thresholds so far."""
 
@@ -75,11 +62,7 @@ def search_thresholds(records: Records, allowed: int) -> FloatArray:
     Never saves less than the greedy or the best common threshold: the best of the three is taken.
     """
     common = best_common_thresholds(records, allowed)
-    found = [
-        beam_search(records, allowed, common),
-        greedy_thresholds(records, allowed),
-        common,
-    ]
+    found = [beam_search(records, allowed, common), greedy_thresholds(records, allowed), common]
     best = max(found, key=lambda thresholds: _saved_ms(records, thresholds))
     return raise_to_least_exiting(records, best)
 
@@ -90,7 +73,6 @@ def beam_search(
     """Walk the tree of allocations; exact once ``width`` holds all of it (monotone latency)."""
     price = PRICE * _saved_ms(records, reference) / math.sqrt(max(allowed, 1))
     later = _later_values(records, reference, price)
-    tree = _Tree(records=records, allowed=allowed, later=later, price=price, width=width)
     beam = _Beam(
         waiting=np.ones((1, records.samples), dtype=np.bool_),
         errors=np.zeros(1, dtype=np.int64),
@@ -98,9 +80,8 @@ def beam_search(
         thresholds=np.full((1, records.exits), NEVER),
     )
     for exit_ in range(records.exits):
-        beam = _extend(tree, beam, exit_)
-    best: FloatArray = beam.thresholds[int(beam.saved_ms.argmax())]
-    return best
+        beam = _extend(beam, exit_, records, allowed, later[exit_ + 1], price=price, width=width)
+    return np.asarray(beam.thresholds[int(beam.saved_ms.argmax())])
 
 
 def raise_to_least_exiting(records: Records, thresholds: FloatArray) -> FloatArray:
@@ -115,22 +96,34 @@ def raise_to_least_exiting(records: Records, thresholds: FloatArray) -> FloatArr
     return raised
 
 
-def _extend(tree: _Tree, beam: _Beam, exit_: int) -> _Beam:
-    """Give every state every useful level of the next exit; keep the best."""
-    records = tree.records
+def _extend(
+    beam: _Beam,
+    exit_: int,
+    records: Records,
+    allowed: int,
+    later: FloatArray,
+    *,
+    price: float,
+    width: int,
+) -> _Beam:
+    """Give every state every useful level of the next exit; keep the best.
+
+    ``later`` is float64[samples], from :func:`_later_values`, and ``price`` is the milliseconds
+    that an error costs in the estimate.
+    """
     confidence = records.confidence[exit_]
     order = np.argsort(-confidence, kind="stable")
     waiting = beam.waiting.take(order, axis=1)
     wrong = waiting & ~records.agrees[exit_, order]
     parent, cut, extra = _levels(wrong, _tie_starts(confidence[order]))
     errors = beam.errors[parent] + extra
-    fits = errors <= tree.allowed
+    fits = errors <= allowed
     parent, cut, errors = parent[fits], cut[fits], errors[fits]
 
     saving = float(records.latency_ms[-1] - records.latency_ms[exit_])
-    estimate = _estimate(waiting, tree.later[exit_ + 1, order], saving, int(cut.max()))
-    score = beam.saved_ms[parent] + estimate[parent, cut] - tree.price * errors
-    keep = _best_by_quota(score, errors, tree.allowed, tree.width)
+    estimate = _estimate(waiting, later[order], saving, int(cut.max()))
+    score = beam.saved_ms[parent] + estimate[parent, cut] - price * errors
+    keep = _best_by_quota(score, errors, allowed, width)
     parent, cut, errors = parent[keep], cut[keep], errors[keep]
 
     thresholds = beam.thresholds[parent]
@@ -164,13 +157,9 @@ def _estimate(waiting: BoolArray, later: FloatArray, saving: float, longest: int
 def _levels(wrong: BoolArray, group_start: IntArray) -> tuple[IntArray, IntArray, IntArray]:
     """List the useful levels: the longest prefixes of the order for each number of errors.
 
-    Args:
-        wrong: bool[states, samples] in falling confidence: waiting, and wrong at this exit.
-        group_start: int64[samples]: start of the run of equal confidences, which no threshold
-            can divide.
-
-    Returns:
-        State, prefix length, and errors in that prefix, of every level.
+    State, prefix length, and errors in that prefix, of every level. ``wrong``, bool[states,
+    samples] in falling confidence, is waiting, and wrong at this exit; ``group_start``,
+    int64[samples], the start of the run of equal confidences, which no threshold can divide.
     """
     states, samples = wrong.shape
     state, position = np.nonzero(wrong)

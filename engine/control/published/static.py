@@ -19,14 +19,10 @@ from offramp.engine.control.published.thresholds import Tuning, tune
 def tune_shared(records: Records, max_disagreement: float) -> Tuning:
     """Find the one threshold for all exits that saves the most within the bound on the records.
 
-    On raw confidence. As fine as a grid search can be: every confidence that occurs is tried.
-
-    Args:
-        records: Of all exits in use.
-        max_disagreement: Largest tolerated share of other answers, on these records; about unseen
-            data it says little.
+    On raw confidence. As fine as a grid search can be: every confidence that occurs is tried. About
+    unseen data it says little.
     """
-    return tune(*_data(records), max_disagreement, method="path")
+    return tune(records.confidence, records.agrees, records.latency_ms, max_disagreement, "path")
 
 
 def tune_separate(records: Records, max_disagreement: float) -> Tuning:
@@ -36,7 +32,7 @@ def tune_separate(records: Records, max_disagreement: float) -> Tuning:
     11^13 of them. The beam search stands in: exact or within a percent of it where that can be
     checked (:mod:`.search`), and never worse than :func:`tune_shared` on the same records.
     """
-    return tune(*_data(records), max_disagreement, method="search")
+    return tune(records.confidence, records.agrees, records.latency_ms, max_disagreement, "search")
 
 
 def always_active(thresholds: FloatArray, *, version: int = 1) -> ExitPolicy:
@@ -58,16 +54,8 @@ class StaticController(PublishedController):
         return None
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Refuse: this controller never kept a state.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Refuse: this controller never kept a state."""
         raise ValueError(f"the static controller keeps no state; got one with {sorted(state)}")
 
     def _describe(self) -> str:
         return "never changes"
-
-
-def _data(records: Records) -> tuple[Any, Any, FloatArray]:
-    return records.confidence, records.agrees, records.latency_ms

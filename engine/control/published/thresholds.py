@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from offramp.bundle.policy import NEVER
-from offramp.certify import BoolArray, ConfidenceArray, FloatArray, Records, evaluate
+from offramp.certify import BoolArray, ConfidenceArray, Evaluation, FloatArray, Records, evaluate
 from offramp.certify.path import best_common_thresholds
 from offramp.engine.control.published.greedy import greedy_thresholds
 from offramp.engine.control.published.search import search_thresholds
@@ -17,17 +17,11 @@ METHODS = ("search", "greedy", "path")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Tuning:
+class Tuning(Evaluation):
     """Thresholds, and what they bring on the records that they were tuned on."""
 
     thresholds: FloatArray
     """float64[exits], float32 values; ``NEVER`` switches an exit off."""
-    savings: float
-    """(vanilla − mean latency) / vanilla."""
-    disagreement: float
-    """Share of the samples answered unlike the source model; at most the bound given."""
-    exit_shares: FloatArray
-    """float64[exits + 1]: share of the samples answered at each exit, the last by the model."""
 
 
 def tune(
@@ -41,20 +35,12 @@ def tune(
 ) -> Tuning:
     """Find thresholds that save the most time while disagreement stays within the bound.
 
-    The bound holds on the records given, always: no exits at all is within any. It says little
-    about unseen data; what is to hold there comes from :func:`offramp.certify.learn_then_test`.
-
-    Args:
-        confidence: float[exits, samples] in [0, 1].
-        agrees: bool[exits, samples]: the exit's prediction equals the source model's.
-        latency_ms: float64[exits + 1]: time until each answer is there, ramps included.
-        max_disagreement: largest tolerated share of answers unlike the source model's, in [0, 1].
-        method: ``search`` (:mod:`.search`, never worse than greedy), ``greedy`` (Apparate 3.2,
-            :mod:`.greedy`) or ``path`` (best threshold common to all exits, :mod:`.path`).
-        vanilla_ms: the model's time without ramps; default ``latency_ms[-1]``.
-
-    Raises:
-        ValueError: no samples, shapes that do not fit, values out of range, unknown method.
+    The bound, in [0, 1], holds on the records given, always: no exits at all is within any. It says
+    little about unseen data; what is to hold there comes from
+    :func:`offramp.certify.learn_then_test`. Records and ``vanilla_ms``, the model's time without
+    ramps, are those of :func:`offramp.certify.evaluate`. The ``method`` is ``search``
+    (:mod:`.search`, never worse than greedy), ``greedy`` (Apparate 3.2, :mod:`.greedy`) or ``path``
+    (best threshold common to all exits, :mod:`.path`).
     """
     records = Records.of(confidence, agrees, latency_ms)
     allowed = count_allowed(max_disagreement, records.samples)
@@ -66,7 +52,16 @@ def tune(
         thresholds = best_common_thresholds(records, allowed, vanilla_ms=vanilla_ms)
     else:
         raise ValueError(f"unknown method {method!r}, expected one of {', '.join(METHODS)}")
-    return _tuning(records, thresholds, allowed, vanilla_ms)
+    data = (records.confidence, records.agrees, records.latency_ms)
+    # Once more, from the thresholds alone; without exits if those cost time.
+    found = evaluate(*data, thresholds, vanilla_ms=vanilla_ms)
+    assert found.errors <= allowed, "a method overstepped the bound that it was given"
+    off = np.full(records.exits, NEVER)
+    without = evaluate(*data, off, vanilla_ms=vanilla_ms)
+    if found.savings < without.savings:
+        thresholds, found = off, without
+    facts = {field.name: getattr(found, field.name) for field in fields(found)}
+    return Tuning(thresholds=thresholds, **facts)
 
 
 def count_allowed(max_disagreement: float, samples: int) -> int:
@@ -77,22 +72,3 @@ def count_allowed(max_disagreement: float, samples: int) -> int:
     while allowed / samples > max_disagreement:
         allowed -= 1
     return allowed
-
-
-def _tuning(
-    records: Records, thresholds: FloatArray, allowed: int, vanilla_ms: float | None
-) -> Tuning:
-    """Evaluate once more, from the thresholds alone; without exits if those cost time."""
-    data = (records.confidence, records.agrees, records.latency_ms)
-    found = evaluate(*data, thresholds, vanilla_ms=vanilla_ms)
-    assert found.errors <= allowed, "a method overstepped the bound that it was given"
-    off = np.full(records.exits, NEVER)
-    without = evaluate(*data, off, vanilla_ms=vanilla_ms)
-    if found.savings < without.savings:
-        thresholds, found = off, without
-    return Tuning(
-        thresholds=thresholds,
-        savings=found.savings,
-        disagreement=found.disagreement,
-        exit_shares=found.exit_shares,
-    )

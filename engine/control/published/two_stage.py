@@ -18,7 +18,7 @@ import numpy as np
 
 from offramp.bundle import Manifest, Profile
 from offramp.certify import MODEL_END, BoolArray, FloatArray, IntArray
-from offramp.engine.scheduling.latency import Span, stage_seconds
+from offramp.engine.scheduling.latency import stage_seconds
 
 
 def is_late(ms: FloatArray, limit_ms: float) -> BoolArray:
@@ -47,8 +47,7 @@ class TimeMatrix:
     @property
     def allowed_rows(self) -> IntArray:
         """int64[exits]: most rows that may go on (the paper's n_i); -1 if not even none may."""
-        allowed: IntArray = np.where(self.violated, -1, self.columns).max(axis=1)
-        return allowed
+        return np.asarray(np.where(self.violated, -1, self.columns).max(axis=1))
 
     def column_of(self, rows: IntArray) -> IntArray:
         """Column that holds so many rows: the next larger one, so that no time is too short.
@@ -68,18 +67,13 @@ class StageTimes:
     """Per exit."""
 
     def __post_init__(self) -> None:
-        if len(self.profile.exits_ms) != len(self.after_segment):
-            raise ValueError(
-                f"the profile has {len(self.profile.exits_ms)} exits, after_segment names "
-                f"{len(self.after_segment)}"
-            )
+        if (known := len(self.profile.exits_ms)) != self.exits:
+            raise ValueError(f"the profile has {known} exits, after_segment names {self.exits}")
 
     @classmethod
     def of(cls, manifest: Manifest, profile: Profile) -> StageTimes:
         """All exits of a bundle."""
-        return cls(
-            profile=profile, after_segment=tuple(exit_.after_segment for exit_ in manifest.exits)
-        )
+        return cls(profile=profile, after_segment=tuple(e.after_segment for e in manifest.exits))
 
     @property
     def exits(self) -> int:
@@ -88,29 +82,25 @@ class StageTimes:
 
     def stages_ms(self, exits: Sequence[int], rows: int) -> FloatArray:
         """float64[exits + 1, rows + 1]: each stage of a plan with these exits, by rows; 0 of 0."""
-        return self._spans_ms(self._starts(exits), [*exits, MODEL_END], rows)
+        return self._spans_ms([None, *exits], [*exits, MODEL_END], rows)
 
     def matrix(
         self, *, after: int | None, candidates: Sequence[int], rows: int, interval: int = 1
     ) -> TimeMatrix:
         """Times of a batch that begins behind an exit, with one more exit attached.
 
-        Args:
-            after: The exit behind which the first stage begins; ``None`` is the model's start.
-            candidates: Exits to attach, one at a time; all behind ``after``.
-            rows: Rows of the first stage.
-            interval: Rows from one column to the next (the paper's v).
+        The first stage begins behind exit ``after``, or at the model's start, with ``rows`` rows;
+        ``candidates`` are behind it, and attached one at a time. Columns are ``interval`` rows (the
+        paper's v) apart.
         """
         if rows < 1 or interval < 1:
             raise ValueError(f"rows and interval must be at least 1, got {rows}, {interval}")
         columns = np.append(np.arange(0, rows, interval), rows)
-        first = self._first_segment(after)
         ms = np.empty((len(candidates), len(columns)))
         for place, exit_ in enumerate(candidates):
-            starts = [first, self._first_segment(exit_)]
-            head, rest = self._spans_ms(starts, [exit_, MODEL_END], rows)
+            head, rest = self._spans_ms([after, exit_], [exit_, MODEL_END], rows)
             ms[place] = head[rows] + rest[columns]
-        (without,) = self._spans_ms([first], [MODEL_END], rows)
+        (without,) = self._spans_ms([after], [MODEL_END], rows)
         return TimeMatrix(
             exits=tuple(candidates), columns=columns, ms=ms, limit_ms=float(without[rows])
         )
@@ -119,20 +109,15 @@ class StageTimes:
         """The unmodified model."""
         return float(self.stages_ms([], rows)[0, rows])
 
-    def _starts(self, exits: Sequence[int]) -> list[int]:
-        return [self._first_segment(after) for after in (None, *exits)]
-
-    def _first_segment(self, after: int | None) -> int:
-        return 0 if after is None else self.after_segment[after] + 1
-
-    def _spans_ms(self, starts: Sequence[int], exits: Sequence[int], rows: int) -> FloatArray:
+    def _spans_ms(self, after: Sequence[int | None], exits: Sequence[int], rows: int) -> FloatArray:
+        """Stages from behind some exits (None: from the model's start) to others, by rows."""
+        last = len(self.profile.segments_ms) - 1
         spans = [
-            Span(first_segment=first, last_segment=self._last_segment(exit_), exit=exit_)
-            for first, exit_ in zip(starts, exits, strict=True)
+            (
+                0 if before is None else self.after_segment[before] + 1,
+                last if exit_ == MODEL_END else self.after_segment[exit_],
+                exit_,
+            )
+            for before, exit_ in zip(after, exits, strict=True)
         ]
         return 1e3 * np.asarray(stage_seconds(self.profile, spans, rows))
-
-    def _last_segment(self, exit_: int) -> int:
-        return (
-            len(self.profile.segments_ms) - 1 if exit_ == MODEL_END else self.after_segment[exit_]
-        )

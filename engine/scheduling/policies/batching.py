@@ -6,14 +6,7 @@ from offramp.engine.scheduling.buckets import Bucket
 from offramp.engine.scheduling.early_drop import EarlyDrop
 from offramp.engine.scheduling.latency import Latencies, Shrinking
 from offramp.engine.scheduling.points import OperatingPoints
-from offramp.engine.scheduling.policy import (
-    Choice,
-    LoadShedding,
-    NeverBuffers,
-    Start,
-    Waiting,
-    ready_bucket,
-)
+from offramp.engine.scheduling.policy import Choice, LoadShedding, NeverBuffers, Start, Waiting
 from offramp.engine.scheduling.queue import SampleQueue
 
 
@@ -31,7 +24,7 @@ class Delay(NeverBuffers):
 
     def choose(self, waiting: Waiting, now_s: float) -> Choice:
         """Start the most urgent bucket that is ready."""
-        bucket = ready_bucket(waiting, now_s)
+        bucket = waiting.ready(now_s)
         return Start(bucket, self._max_batch_size) if isinstance(bucket, Bucket) else bucket
 
 
@@ -53,7 +46,7 @@ class RunThrough(NeverBuffers):
 
     def choose(self, waiting: Waiting, now_s: float) -> Choice:
         """Start the most urgent bucket that is ready."""
-        bucket = ready_bucket(waiting, now_s)
+        bucket = waiting.ready(now_s)
         if not isinstance(bucket, Bucket):
             return bucket
         return self._former.form(waiting.queue, bucket, now_s)

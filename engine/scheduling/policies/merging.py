@@ -5,11 +5,10 @@ from __future__ import annotations
 from offramp.engine.scheduling.buckets import Bucket
 from offramp.engine.scheduling.points import OperatingPoints
 from offramp.engine.scheduling.policies.batching import BatchFormer
-from offramp.engine.scheduling.policy import Choice, Merge, Waiting, ready_bucket
+from offramp.engine.scheduling.policy import Choice, Merge, Waiting
 
 SLACK = 0.2
 """Share by which the time that buffered samples still need is taken longer (E3 4)."""
-
 CROWD = 4
 """Batches' worth of samples at a split from which on the fullest bucket goes, full or not: with
 many batch keys none may ever be full, and what waits holds memory."""
@@ -45,7 +44,7 @@ class Refill:
             bucket = waiting.buffered[stage].most_urgent()
             if bucket.due_s - self._needed_s(stage, bucket.size) <= now_s:
                 return Merge(stage, bucket, self._max_batch_size)
-        fresh = ready_bucket(waiting, now_s)
+        fresh = waiting.ready(now_s)
         if isinstance(fresh, Bucket):
             return self._former.form(waiting.queue, fresh, now_s)
         if occupied:

@@ -16,14 +16,7 @@ from typing import NamedTuple
 from offramp.engine.scheduling.buckets import Bucket
 from offramp.engine.scheduling.early_drop import EarlyDrop
 from offramp.engine.scheduling.points import OperatingPoint, OperatingPoints
-from offramp.engine.scheduling.policy import (
-    Choice,
-    LoadShedding,
-    NeverBuffers,
-    Start,
-    Waiting,
-    ready_bucket,
-)
+from offramp.engine.scheduling.policy import Choice, LoadShedding, NeverBuffers, Start, Waiting
 
 BUCKETS = 64
 """Latency buckets of SlackFit; the paper says evenly sized and not how many."""
@@ -73,17 +66,16 @@ class SlackPolicy(NeverBuffers, ABC):
 
     @abstractmethod
     def setting(self, slack_s: float, wanted_rate: float = 0.0) -> Setting | None:
-        """Choose what to run; ``None`` if there is no time for anything.
+        """Choose what to run at a slack, maybe infinite; ``None`` if there is no time.
 
-        Args:
-            slack_s: Of the most urgent sample, maybe infinite.
-            wanted_rate: Rows a second that have to be served, as if predictions were right: that
-                arrive, or that would serve all that waits by its last deadline.
+        ``slack_s`` is the most urgent sample's, ``wanted_rate`` the rows a second that have to be
+        served, as if predictions were right: that arrive, or that would serve all that waits by its
+        last deadline.
         """
 
     def choose(self, waiting: Waiting, now_s: float) -> Choice:
         """Start the most urgent bucket as its first sample's slack allows, or give that up."""
-        bucket = ready_bucket(waiting, now_s)
+        bucket = waiting.ready(now_s)
         if not isinstance(bucket, Bucket):
             return bucket
         if self._early_drop is None:
@@ -120,7 +112,9 @@ class SlackPolicy(NeverBuffers, ABC):
         return setting.batch_size / busy_s if busy_s else math.inf
 
     def _largest_batch(self, point: OperatingPoint, slack_s: float) -> int:
-        return min(self._points.largest_batch(point, slack_s), self._max_batch_size)
+        """Most rows that are done within ``slack_s`` even if none leaves early; may be 0."""
+        largest = self._points.latencies.largest_batch(point.deepest, slack_s)
+        return min(largest, self._max_batch_size)
 
 
 class SlackFit(SlackPolicy):
@@ -208,11 +202,9 @@ class MaxBatch(SlackPolicy):
         size = self._largest_batch(self._points.points[0], slack_s)
         if not size:
             return None
-        fitting = (p for p in reversed(self._points.points) if self._fits(p, size, slack_s))
-        return Setting(size, next(fitting).deepest)
-
-    def _fits(self, point: OperatingPoint, size: int, slack_s: float) -> bool:
-        return self._points.largest_batch(point, slack_s) >= size
+        deepest_first = reversed(self._points.points)
+        fits = (p for p in deepest_first if self._largest_batch(p, slack_s) >= size)
+        return Setting(size, next(fits).deepest)
 
 
 class MaxAccuracy(SlackPolicy):

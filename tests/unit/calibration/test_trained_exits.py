@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -10,7 +11,8 @@ import onnxruntime as ort
 import pytest
 from tests.unit.calibration.heads_to_try import TOKENS, Problem, answer, problem
 
-from offramp.bundle import AnswerForm
+from offramp.bundle import AnswerForm, Head
+from offramp.calibration import families
 from offramp.calibration.families import mask_of
 from offramp.calibration.training import TrainedHead
 from offramp.compiler.heads import build_exit
@@ -149,3 +151,34 @@ def test_names_are_the_exits_own_so_that_graphs_can_be_joined() -> None:
     dims = [d.dim_param or d.dim_value for d in graph.input[0].type.tensor_type.shape.dim]
     assert dims == ["batch", "sequence", made.cut.width]
     assert TOKENS not in dims
+
+
+class LastToken(families.Pooling):
+    """The last token: a kind of head that there is not, written as a new one would be."""
+
+    kind, rank = "last", 3
+    tried = (Head(kind="last"), Head(kind="last", hidden=5))
+
+    def features(self, tokens: np.ndarray, keep: np.ndarray) -> np.ndarray:
+        return tokens[:, -1]
+
+    def build(self, part: families.GraphPart, tensor: str, served: families.ServedHead) -> str:
+        return part.add("Gather", [tensor, part.weight("last", np.array(-1, np.int64))], axis=1)
+
+
+@pytest.mark.parametrize("kind", ["tokens", "projected tokens"])
+def test_a_new_kind_of_head_is_one_class(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(families.POOLINGS, "last", LastToken())
+    made = problem(kind)
+    assert set(LastToken.tried) <= set(families.family_of(made.cut))
+    part = len(made.answers) * 2 // 3
+    for head in replace(made, heads=LastToken.tried).train():
+        graph = build_exit(
+            *(made.cut, head.head, head.weights, answer(), "exit/"),
+            answer_dtype="float32",
+            opset=17,
+            ir_version=8,
+        )
+        served, confidence = ort.InferenceSession(graph).run(None, {"cut": made.values[part:]})
+        np.testing.assert_array_equal(served.argmax(axis=1), head.prediction)
+        np.testing.assert_allclose(confidence, head.confidence, rtol=0, atol=TOLERANCE)

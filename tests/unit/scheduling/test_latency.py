@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from offramp.bundle import Profile
 from offramp.certify.decision import MODEL_END
-from offramp.engine.scheduling import Latencies, Span, stage_seconds
+from offramp.engine.scheduling import Latencies, stage_seconds
 
 
-def span(first: int, last: int, exit_: int = MODEL_END) -> Span:
-    return Span(first_segment=first, last_segment=last, exit=exit_)
+def span(first: int, last: int, exit_: int = MODEL_END) -> tuple[int, int, int]:
+    return first, last, exit_
 
 
 PROFILE = Profile(

@@ -15,8 +15,7 @@ from offramp.engine.scheduling import (
     SchedulerFullError,
     Submission,
 )
-from offramp.engine.scheduling.buckets import Bucket
-from offramp.engine.scheduling.ordering import SortedQueue
+from offramp.engine.scheduling.buckets import Bucket, SortedQueue
 
 NEVER = float("inf")
 

@@ -119,17 +119,13 @@ def hindsight(
     sequence: SampleSequence, costs: CostModel, active: Sequence[int], max_disagreement: float
 ) -> tuple[Hindsight, ...]:
     """Tune thresholds of exits on each segment's own samples, within the constraint there."""
-    found = []
+    exits, drawn, found = list(active), sequence.drawn, []
+    latency_ms, source_ms = costs.latency_ms(active), costs.source_ms
     for span in sequence.spans:
         rows = slice(span.start, span.end)
-        tuning = tune(
-            sequence.drawn.confidence[list(active), rows],
-            sequence.drawn.agrees[list(active), rows],
-            costs.latency_ms(active),
-            max_disagreement,
-            vanilla_ms=costs.source_ms,
-        )
-        found.append(Hindsight(agreement=1 - tuning.disagreement, latency_savings=tuning.savings))
+        known = drawn.confidence[exits, rows], drawn.agrees[exits, rows]
+        best = tune(*known, latency_ms, max_disagreement, vanilla_ms=source_ms)
+        found.append(Hindsight(agreement=1 - best.disagreement, latency_savings=best.savings))
     return tuple(found)
 
 
@@ -209,6 +205,8 @@ def _segment(
     certified = np.array([s.evidence is Evidence.CERTIFIED for s in trace.statuses])[chunks]
     bounds = np.array([s.disagreement_upper_bound for s in trace.statuses])[chunks]
     labels, final = sequence.drawn.labels, sequence.drawn.final
+    places = np.concatenate([sequence.drawn.prediction, final[None]])
+    answers = places[trace.answered_at, np.arange(len(sequence))]
     return SegmentScore(
         name=span.segment.name,
         whole=_conduct(trace, risk, rows, max_disagreement),
@@ -222,7 +220,7 @@ def _segment(
         certified=float(certified.mean()),
         certified_wrongly=float((certified & above).mean()),
         bound_wrong=float((risk[rows] > bounds + _ROUNDING).mean()),
-        accuracy=None if labels is None else _accuracy(sequence, trace, rows, labels),
+        accuracy=None if labels is None else float((answers == labels)[rows].mean()),
         source_accuracy=None if labels is None else float((final == labels)[rows].mean()),
     )
 
@@ -239,13 +237,6 @@ def _conduct(
         compute_savings=float(1 - trace.compute_ms[rows].mean() / trace.source_ms),
         audited=float(trace.audited[rows].mean()),
     )
-
-
-def _accuracy(
-    sequence: SampleSequence, trace: ReplayTrace, rows: IntArray, labels: IntArray
-) -> float:
-    every = np.concatenate([sequence.drawn.prediction, sequence.drawn.final[None]])
-    return float((every[trace.answered_at[rows], rows] == labels[rows]).mean())
 
 
 def _after_last(marks: BoolArray) -> int | None:

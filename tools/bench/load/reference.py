@@ -24,12 +24,7 @@ _LIMIT_S: Final = 5.0
 
 
 def check_server(address: str, model: str) -> ModelMetadata:
-    """Make sure that the model takes requests; gives its inputs and outputs.
-
-    Raises:
-        LoadError: Nobody answers, the model is unknown, or not ready.
-        ValueError: The address is not ``host:port``.
-    """
+    """Make sure that the model takes requests, or raise LoadError; gives its inputs and outputs."""
     with Client(address, timeout_s=_LIMIT_S) as client:
         try:
             metadata = client.metadata(model)
@@ -75,16 +70,11 @@ class LoadData:
     """Of the file."""
 
     def __len__(self) -> int:
-        """Samples."""
         return len(next(iter(self.inputs.values())))
 
 
 def read_data(path: Path, specs: Sequence[TensorSpec], *, samples: int) -> LoadData:
-    """Read the first samples of a file, at most so many.
-
-    Raises:
-        DataError: The file is not what the model takes.
-    """
+    """Read at most so many first samples of a file; DataError if the model does not take them."""
     has_reference = f"{REFERENCE_KEY}.npy" in _names(path) and all(
         spec.name != REFERENCE_KEY for spec in specs
     )
@@ -116,11 +106,7 @@ class Reference:
 
 
 def given_reference(data: LoadData, metadata: ModelMetadata) -> Reference:
-    """Take the classes that came with the data, if any did.
-
-    Raises:
-        LoadError: It is not clear which output they belong to.
-    """
+    """The classes that came with the data, if any did; LoadError if it is unclear what of."""
     if data.reference is None:
         return Reference()
     if len(metadata.outputs) != 1:
@@ -139,21 +125,22 @@ def ask_source(
     served: ModelMetadata,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Reference:
-    """Ask a bundle's source model, here, in one thread.
+    """Ask the source model of the bundle that is served, here, in one thread, for some rows.
 
-    Args:
-        bundle: The one that is served.
-        data: Of n samples.
-        rows: Samples to ask for.
-        served: What the server says of the model.
-        progress: Called with the number of samples of each batch.
+    ``progress`` is called with the number of samples of each batch.
 
     Raises:
         LoadError: The bundle is of another model.
         BackendError: It cannot be run.
     """
-    answer = bundle.manifest.answer.output
-    _check_same(bundle, served)
+    ours = {spec.name for spec in (*bundle.manifest.inputs, *bundle.manifest.outputs)}
+    theirs = {*served.inputs, *served.outputs}
+    if ours != theirs:
+        raise LoadError(
+            f"{bundle.path} has the tensors {', '.join(sorted(ours))}, the served model "
+            f"{served.name!r} {', '.join(sorted(theirs))}; give the bundle that is served "
+            "as --reference"
+        )
     pipeline = Pipeline(make_backend("onnxruntime"), make_plan(bundle, mode=Mode.OFF))
     slot = pipeline.backend.open_slot()
     classes = np.full(len(data), UNKNOWN, np.int64)
@@ -165,15 +152,6 @@ def ask_source(
         progress(len(batch))
     slot.close()
     same_data = data.sha256 == bundle.manifest.calibration.data_sha256
-    return Reference(answer=answer, classes=classes, on_calibration_data=same_data)
-
-
-def _check_same(bundle: Bundle, served: ModelMetadata) -> None:
-    ours = {spec.name for spec in (*bundle.manifest.inputs, *bundle.manifest.outputs)}
-    theirs = {*served.inputs, *served.outputs}
-    if ours != theirs:
-        raise LoadError(
-            f"{bundle.path} has the tensors {', '.join(sorted(ours))}, the served model "
-            f"{served.name!r} {', '.join(sorted(theirs))}; give the bundle that is served "
-            "as --reference"
-        )
+    return Reference(
+        answer=bundle.manifest.answer.output, classes=classes, on_calibration_data=same_data
+    )

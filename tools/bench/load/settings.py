@@ -47,7 +47,6 @@ class LoadSettings:
     unanswered."""
 
     def __post_init__(self) -> None:
-        """Refuse what makes no load."""
         _at_least("--processes", self.processes, 1)
         _at_least("--priority", self.priority, 0)
         _at_least("--warm-up-s", self.warm_up_s, 0)
@@ -81,26 +80,18 @@ class LoadSettings:
     @property
     def loop(self) -> str:
         """The kind of loop in words."""
-        if self.concurrency is None:
-            return "open loop"
-        return f"closed loop of {self.concurrency}"
+        return "open loop" if self.concurrency is None else f"closed loop of {self.concurrency}"
 
 
 def read_options(options: argparse.Namespace) -> tuple[LoadSettings, Trace | None]:
-    """Give settings, and the trace of an open loop.
-
-    Raises:
-        LoadError: They make no load.
-        TraceError: They make no trace.
-    """
+    """Give settings, and the trace of an open loop; raises LoadError or TraceError."""
     trace = None
     if options.closed_loop is None:
         trace = trace_of(options)
         duration_s = trace.duration_s
     else:
         _refuse_trace(options)
-        given = options.duration_s
-        duration_s = CLOSED_LOOP_DURATION_S if given is None else given
+        duration_s = CLOSED_LOOP_DURATION_S if options.duration_s is None else options.duration_s
     _at_least("--samples", options.samples, 1)
     settings = LoadSettings(
         address=options.address,

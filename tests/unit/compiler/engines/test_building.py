@@ -67,9 +67,9 @@ class Bench:
             BuildOptions(bundle=self.bundle.path, engines=options, **others),
             Reports(progress=self, say=self.lines.append),
         )
-        assert done.summary is not None
-        self.summary = done.summary
-        return {r.unit.name: r.status for r in done.summary.results}, list(self.lines)
+        assert done.results is not None
+        self.done = done
+        return {r.unit.name: r.status for r in done.results}, list(self.lines)
 
     def plan(
         self, options: EngineBuildOptions = SOURCE_FIRST, **others: Any
@@ -79,7 +79,7 @@ class Bench:
             BuildOptions(bundle=self.bundle.path, engines=options, dry_run=True, **others),
             Reports(progress=self, say=self.lines.append),
         )
-        assert done.summary is None
+        assert done.results is None
         return done.planned
 
     @property
@@ -128,7 +128,7 @@ def test_results_carry_what_was_measured(bench: Bench) -> None:
         alter=lambda outputs: {n: (a * 1.0001).astype(a.dtype) for n, a in outputs.items()}
     )
     bench.build()
-    for result in bench.summary.results:
+    for result in bench.done.results:
         assert result.error == pytest.approx(1e-4, rel=0.05)
         assert result.entry is not None
         assert result.entry.build_s > 0
@@ -323,7 +323,7 @@ def test_one_failing_unit_leaves_the_others_alone(bench: Bench) -> None:
     failed: list[int] = []
     bench.builder = FakeBuilder(before_build=fail)
     assert bench.build()[0] == ALL_BUILT | {"00-01-exit1": "failed"}
-    (result,) = bench.summary.failed
+    (result,) = bench.done.failed
     assert result.problem == "00-01-exit1: TensorRT says no"
     assert bench.store.entry("00-01-exit1") is None
     assert bench.build()[0] == ALL_FRESH | {"00-01-exit1": "built"}
@@ -340,7 +340,7 @@ def test_a_wrong_engine_is_not_stored_nor_replaces_a_good_one(bench: Bench) -> N
     other = replace(SOURCE_FIRST, optimization_level=5)
     assert bench.build(other)[0] == dict.fromkeys(UNITS, "failed")
     assert bench.store.entry("02-03") == before
-    problem = bench.summary.failed[2].problem
+    problem = bench.done.failed[2].problem
     assert problem.startswith("02-03: output 'logits' of the engine differs")
     assert "(profile 0, batch 1)" in problem
 
@@ -379,7 +379,7 @@ def test_a_unit_without_a_graph_fails_alone(bench: Bench, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(build.UnitGraphs, "of", refuse)
     assert bench.build()[0] == ALL_BUILT | {"03-03": "failed"}
-    assert bench.summary.failed[0].problem == "03-03: TensorRT 8.6 cannot read Foo"
+    assert bench.done.failed[0].problem == "03-03: TensorRT 8.6 cannot read Foo"
 
 
 def test_graphs_that_differ_each_time_are_refused(
@@ -394,7 +394,7 @@ def test_graphs_that_differ_each_time_are_refused(
 
     monkeypatch.setattr(build.UnitGraphs, "of", unsteady)
     assert bench.build()[0] == dict.fromkeys(UNITS, "failed")
-    assert "differs each time" in bench.summary.failed[0].problem
+    assert "differs each time" in bench.done.failed[0].problem
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_forced_answers_and_other_policies_are_outside_of_the_estimate() -> None
         (POLICY, Evidence.NONE),
         (replace(POLICY, promise=PROMISE), Evidence.CALIBRATED),
         (replace(POLICY, promise=replace(PROMISE, max_disagreement=0.02)), Evidence.NONE),
-        (replace(POLICY, promise=replace(PROMISE, confidence=0.9)), Evidence.NONE),
+        (replace(POLICY, promise=replace(PROMISE, confidence_level=0.9)), Evidence.NONE),
         (policy_of(1, {0: NEVER}), Evidence.CONSERVATIVE),
         (policy_of(1, {}), Evidence.CONSERVATIVE),
     ],
