@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, ClassVar, Self
 
 import grpc
@@ -21,15 +21,8 @@ from offramp.proto import messages
 class AsyncClient(ClientBase):
     """Calls one server from the event loop that it is made in.
 
-    Cancelling a call's task withdraws its request from the server.
-
-    ::
-
-        async with AsyncClient("127.0.0.1:8001") as client:
-            result = await client.infer("model", {"image": images})
-            result.outputs["logits"], result.exits, result.confidences
-
-    Arguments, and what they raise, are those of :class:`offramp.client.Client`.
+    Arguments, and what they raise, are those of :class:`offramp.client.Client`. Cancelling a call's
+    task withdraws its request from the server.
     """
 
     _grpc: ClassVar[ModuleType] = grpc.aio
@@ -56,15 +49,7 @@ class AsyncClient(ClientBase):
         timeout_s: float | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[StreamedResult, None]:
-        """Ask for the answers to n samples: the early ones first, the final ones when they come.
-
-        Takes, gives and raises what ``Client.infer_stream`` does.
-
-        ::
-
-            async for result in client.infer_stream("model", {"image": images}):
-                if result.kind is AnswerKind.CORRECTION:
-                    mend(result.outputs["logits"][result.corrected])
+        """As ``Client.infer_stream``: the early answers first, the final ones when they come.
 
         Closing the iterator withdraws the request. ``break`` alone leaves that to the garbage
         collector, so enter ``contextlib.aclosing(client.infer_stream(...))`` to leave early.
@@ -97,20 +82,12 @@ class AsyncClient(ClientBase):
         return parse_metadata(await self._call(self._metadata, request, timeout_s))
 
     async def server_ready(self, *, timeout_s: float | None = None) -> bool:
-        """Whether every model takes requests.
-
-        Raises:
-            DeadlineError, ConnectionFailedError
-        """
+        """Whether every model takes requests; raises DeadlineError or ConnectionFailedError."""
         request = messages.ServerReadyRequest()
         return bool((await self._call(self._server_ready, request, timeout_s)).ready)
 
     async def model_ready(self, model: str, *, timeout_s: float | None = None) -> bool:
-        """Whether a model takes requests; false for one that is not there.
-
-        Raises:
-            DeadlineError, ConnectionFailedError
-        """
+        """Whether a model, if it is there, takes requests; raises as :meth:`server_ready`."""
         request = messages.ModelReadyRequest(name=model)
         return bool((await self._call(self._model_ready, request, timeout_s)).ready)
 
@@ -121,17 +98,11 @@ class AsyncClient(ClientBase):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_exception: object) -> None:
         await self.close()
 
     async def _call(self, method: Any, request: Message, timeout_s: float | None) -> Any:
-        limit = self._settings.limit(timeout_s)
         try:
-            return await method(request, timeout=limit.timeout, metadata=limit.metadata)
+            return await method(request, **self._settings.limit(timeout_s))
         except grpc.RpcError as error:
             raise self._settings.error(error) from error

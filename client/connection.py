@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final
 
 import grpc
 import grpc.aio
@@ -23,13 +23,6 @@ _ERROR_METADATA_KEY: Final = "offramp-error"
 _PATIENCE: Final = (("offramp-deadline", "slo"),)
 """Metadata of calls whose timeout is the client's: the server then schedules by the model's SLO,
 not by how long we wait (offramp.server.service)."""
-
-
-class CallLimit(NamedTuple):
-    """The time limit of a call, in the arguments that grpc's methods take."""
-
-    timeout: float | None
-    metadata: tuple[tuple[str, str], ...] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +56,6 @@ class ConnectionSettings:
     """Largest response."""
 
     def __post_init__(self) -> None:
-        """Refuse what gRPC would read as a name, or as no limit."""
         host, _, port = self.address.rpartition(":")
         if not host or not port.isdecimal():
             raise ValueError(
@@ -81,16 +73,16 @@ class ConnectionSettings:
             ("grpc.max_send_message_length", -1),
         ]
 
-    def limit(self, timeout_s: float | None) -> CallLimit:
-        """The limit of a call that names ``timeout_s``, or none."""
+    def limit(self, timeout_s: float | None) -> dict[str, Any]:
+        """The limit of a call that names ``timeout_s``, or none, as grpc's methods take it."""
         if timeout_s is None:
-            return CallLimit(self.timeout_s, _PATIENCE)
-        return CallLimit(timeout_s, None)
+            return {"timeout": self.timeout_s, "metadata": _PATIENCE}
+        return {"timeout": timeout_s}
 
     def stream_timeout_s(self, timeout_s: float | None) -> float | None:
-        """The time limit of a stream whose first answer is due after ``timeout_s``.
+        """The limit of a stream whose first answer is due after ``timeout_s``.
 
-        What may follow the first answer has as long as a call that names no limit.
+        What may follow it has as long as a call that names no limit.
         """
         return None if self.timeout_s is None else self.timeout_s + (timeout_s or 0.0)
 

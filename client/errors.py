@@ -1,19 +1,5 @@
 """Errors of the client, named by whose fault they are.
 
-::
-
-    OfframpError
-    ├── RequestError                  the caller's: mend the request
-    │   ├── UnknownModelError         the server has no model of that name or version
-    │   ├── InvalidInputError         a tensor's name, shape, dtype or content is wrong
-    │   └── MessageTooLargeError      request or response is above a limit on message size
-    ├── ServerBusyError               nobody's: the server's queue is full; try again later
-    ├── DeadlineError                 nobody's: there was no answer in time
-    ├── ServerUnavailableError        the server is shutting down; try another one
-    ├── ConnectionFailedError         nobody answers at the address, or the connection broke
-    ├── ServerError                   the server's: it failed on a request that was right
-    └── ResponseError                 the response is not one of an Offramp server
-
 Each is raised from the ``grpc.RpcError`` that it explains, where there is one.
 """
 
@@ -98,12 +84,8 @@ def error_from_status(
 ) -> OfframpError:
     """The error that a call's status stands for.
 
-    Args:
-        code: The status.
-        details: Its message.
-        address: The server that was called.
-        from_server: Whether the server's code set it, as the metadata ``offramp-error`` tells,
-            rather than gRPC on either side.
+    ``from_server`` tells whether the server's own code set it, as the metadata ``offramp-error``
+    says, rather than gRPC on either side.
     """
     kind = (_BY_SERVER if from_server else _BY_GRPC).get(code, ServerError)
     remedy = f" ({_REMEDIES[kind]})" if kind in _REMEDIES else ""

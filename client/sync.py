@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, ClassVar, Self
 
 import grpc
@@ -19,12 +19,6 @@ from offramp.proto import messages
 
 class Client(ClientBase):
     """Calls one server; may be shared among threads.
-
-    ::
-
-        with Client("127.0.0.1:8001") as client:
-            result = client.infer("model", {"image": images})
-            result.outputs["logits"], result.exits, result.confidences
 
     Args:
         address: ``host:port`` of the server's gRPC side.
@@ -88,18 +82,9 @@ class Client(ClientBase):
                 if result.kind is AnswerKind.CORRECTION:
                     mend(result.outputs["logits"][result.corrected])
 
-        Closing the iterator withdraws the request.
-
-        Args:
-            model: As of :meth:`infer`, like the others.
-            inputs: The same.
-            outputs: The same.
-            timeout_s: Until the first answer, which is then its deadline on the server too. What
-                follows may take as long again as the client waits in calls without a limit.
-            priority: The same.
-
-        Raises:
-            OfframpError: As :meth:`infer`, with the first result that is asked for or after it.
+        Closing the iterator withdraws the request. Arguments and errors are those of
+        :meth:`infer`; but ``timeout_s`` limits the wait for the first answer, and what follows may
+        take as long again as the client waits in calls without a limit.
         """
         request = build_request(
             model, inputs, outputs=outputs, priority=priority, deadline_s=timeout_s
@@ -129,20 +114,12 @@ class Client(ClientBase):
         return parse_metadata(self._call(self._metadata, request, timeout_s))
 
     def server_ready(self, *, timeout_s: float | None = None) -> bool:
-        """Whether every model takes requests.
-
-        Raises:
-            DeadlineError, ConnectionFailedError
-        """
+        """Whether every model takes requests; raises DeadlineError or ConnectionFailedError."""
         request = messages.ServerReadyRequest()
         return bool((self._call(self._server_ready, request, timeout_s)).ready)
 
     def model_ready(self, model: str, *, timeout_s: float | None = None) -> bool:
-        """Whether a model takes requests; false for one that is not there.
-
-        Raises:
-            DeadlineError, ConnectionFailedError
-        """
+        """Whether a model, if it is there, takes requests; raises as :meth:`server_ready`."""
         request = messages.ModelReadyRequest(name=model)
         return bool((self._call(self._model_ready, request, timeout_s)).ready)
 
@@ -153,18 +130,12 @@ class Client(ClientBase):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_exception: object) -> None:
         self.close()
 
     def _call(self, method: Any, request: Message, timeout_s: float | None) -> Any:
-        limit = self._settings.limit(timeout_s)
         try:
-            return method(request, timeout=limit.timeout, metadata=limit.metadata)
+            return method(request, **self._settings.limit(timeout_s))
         except grpc.RpcError as error:
             raise self._settings.error(error) from error
 

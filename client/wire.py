@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -34,14 +35,7 @@ def build_request(
     priority: int,
     deadline_s: float | None = None,
 ) -> ModelInferRequest:
-    """The request for an answer.
-
-    Args:
-        model: Its name.
-        inputs: By name.
-        outputs: Names of those wanted; ``None`` is all.
-        priority: As in Triton.
-        deadline_s: From now on; only where it is not the call's own.
+    """The request for an answer; ``deadline_s``, from now on, only where it is not the call's own.
 
     Raises:
         InvalidInputError: An input has a dtype that cannot be sent, or ``priority`` is negative.
@@ -67,11 +61,7 @@ def build_request(
 
 
 def parse_response(response: ModelInferResponse) -> InferResult:
-    """The result that a response carries.
-
-    Raises:
-        ResponseError: It is malformed, or lacks what only Offramp servers send.
-    """
+    """The result that a response carries, or ResponseError if it is not an Offramp server's."""
     return InferResult(**_fields(response))
 
 
@@ -108,11 +98,7 @@ def _fields(response: ModelInferResponse) -> dict[str, Any]:
     confidences = _per_sample(response, "offramp_confidences", np.float32)
     forced = _flags(response, "offramp_forced", len(exits))
     rows = {name: array.shape[0] if array.ndim else 0 for name, array in outputs.items()}
-    _refuse_other_counts(
-        **rows,
-        offramp_exits=len(exits),
-        offramp_confidences=len(confidences),
-    )
+    _refuse_other_counts(**rows, offramp_exits=len(exits), offramp_confidences=len(confidences))
     return {
         "outputs": outputs,
         "exits": exits,
@@ -123,11 +109,7 @@ def _fields(response: ModelInferResponse) -> dict[str, Any]:
 
 
 def parse_metadata(response: ModelMetadataResponse) -> ModelMetadata:
-    """The metadata that a response carries.
-
-    Raises:
-        ResponseError: It names a datatype that does not exist, or that Offramp does not serve.
-    """
+    """The metadata that a response carries, or ResponseError for a datatype that is not served."""
     return ModelMetadata(
         name=response.name,
         platform=response.platform,
@@ -136,9 +118,7 @@ def parse_metadata(response: ModelMetadataResponse) -> ModelMetadata:
     )
 
 
-def _tensors(
-    tensors: Iterable[ModelMetadataResponse.TensorMetadata],
-) -> dict[str, TensorMetadata]:
+def _tensors(tensors: Iterable[ModelMetadataResponse.TensorMetadata]) -> dict[str, TensorMetadata]:
     try:
         return {
             tensor.name: TensorMetadata(
@@ -175,22 +155,10 @@ def _per_sample(response: ModelInferResponse, name: str, dtype: type[Any]) -> ND
             "is this an Offramp server? For others of the protocol take tritonclient"
         )
     text = response.parameters[name].string_param
-    parts: list[Any] = text.split(",") if text else []
+    parts: Any = text.split(",") if text else []
     try:
-        if np.issubdtype(dtype, np.integer):
-            parts = _within(dtype, map(int, parts))  # numpy 1 wraps what does not fit
+        if dtype is np.int32:
+            parts = array("i", map(int, parts))  # numpy 1 wraps what does not fit
         return np.array(parts, dtype=dtype)
     except (ValueError, OverflowError) as error:
         raise ResponseError(f"parameter {name!r} is not a list of numbers: {text!r}") from error
-
-
-def _within(dtype: type[Any], values: Iterable[int]) -> list[int]:
-    """The values, all of which the dtype can hold.
-
-    Raises:
-        OverflowError: It cannot.
-    """
-    found, bounds = list(values), np.iinfo(dtype)
-    if found and not bounds.min <= min(found) <= max(found) <= bounds.max:
-        raise OverflowError(f"{bounds.min} to {bounds.max} is what {np.dtype(dtype)} holds")
-    return found

@@ -22,12 +22,7 @@ from offramp.engine.errors import BackendError, BadInputError, DrainingError, Mo
 from offramp.engine.executor import Executor
 from offramp.engine.options import EngineOptions
 from offramp.engine.request_table import Request
-from offramp.engine.results import (
-    EngineResult,
-    ModelInfo,
-    ResultKind,
-    StreamResult,
-)
+from offramp.engine.results import EngineResult, ModelInfo, ResultKind, StreamResult
 from offramp.engine.scheduling import DeviceScheduler, ParallelLimit
 from offramp.engine.served_model import ServedModel, warm_slots
 from offramp.engine.statistics import ModelStatistics
@@ -197,14 +192,13 @@ class Engine:
         if self._draining:
             raise DrainingError("the server is shutting down; send the request to another one")
         options = served.options
-        wrong = check_request(
+        if wrong := check_request(
             served.inputs,
             inputs,
             deadline_s=deadline_s,
             priority=priority,
             max_samples=options.max_queue_samples,
-        )
-        if wrong:
+        ):
             raise BadInputError(f"{model}: {wrong}")
         now_s = time.monotonic()
         if deadline_s is None:

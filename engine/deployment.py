@@ -9,7 +9,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -113,13 +113,17 @@ class DeploymentMaker:
     def make(self, policy: ExitPolicy, before: Deployment | None = None) -> Deployment:
         """Make the deployment of a policy; fast once its stages are prepared.
 
-        It takes over the speeds that were observed of ``before``, the deployment that it follows.
+        It takes over what was observed of the same stages of ``before``, the deployment that it
+        follows, or of the machine's speed at least.
         """
         plan = make_plan(self._bundle, policy, self._mode)
         pipeline = Pipeline(self._backend, plan, prepare=self._stage)
         points = points_of(self._profile, self._records, plan, self._options)
         if before is not None:
-            points = _as_before(points, pipeline, before)
+            if [s.unit for s in plan.stages] == [s.unit for s in before.plan.stages]:
+                points = replace(points, latencies=before.points.latencies)
+            else:
+                points.latencies.calibrate(before.points.latencies.speed)
         self._number += 1
         return Deployment(number=self._number, policy=policy, pipeline=pipeline, points=points)
 
@@ -171,12 +175,3 @@ def zeros(manifest: Manifest, batch_size: int) -> dict[str, NDArray[Any]]:
     """A batch of the shapes that the calibration data had."""
     shapes: Mapping[str, Sequence[int]] = manifest.calibration.sample_shapes
     return {t.name: np.zeros((batch_size, *shapes[t.name]), t.dtype) for t in manifest.inputs}
-
-
-def _as_before(points: OperatingPoints, pipeline: Pipeline, before: Deployment) -> OperatingPoints:
-    """Take over what was observed of the same stages, or of the machine's speed at least."""
-    same = [s.unit for s in pipeline.plan.stages] == [s.unit for s in before.plan.stages]
-    if same:
-        return OperatingPoints(points=points.points, latencies=before.points.latencies)
-    points.latencies.calibrate(before.points.latencies.speed)
-    return points

@@ -64,13 +64,8 @@ def measure_profile(
             measured.append((size, whole, parts))
     finally:
         slot.close()
-    source_ms, segments_ms, exits_ms, stages_ms = zip(
-        *(
-            _column(compiled, size, whole, parts if chain else [])
-            for size, whole, parts in measured
-        ),
-        strict=True,
-    )
+    columns = [_column(compiled, n, whole, parts if chain else []) for n, whole, parts in measured]
+    source_ms, segments_ms, exits_ms, stages_ms = zip(*columns, strict=True)
     return Profile(
         device=backend.name,
         threads=compiled.threads,

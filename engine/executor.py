@@ -50,8 +50,6 @@ _LONGEST_WAIT_S = 60.0
 """A stream asks again at least this often; ``Condition.wait`` has an upper bound of its own."""
 _JOIN_LIMIT_S = 10.0
 """How long :meth:`Executor.stop` waits for a stage that runs."""
-
-
 _Task: TypeAlias = tuple[ModelRuntime, Run, Pieces]
 """What a stream shall run, and the buffered tensors that it is merged of, if it is."""
 
@@ -328,8 +326,6 @@ class Executor:
                     timeout_s = min(max(decision.until_s - self._clock(), 0.0), timeout_s)
                 self._changed.wait(timeout_s)
             return None
-
-    # One stage of one batch
 
     def _run_stage(
         self, stream: int, slot: Slot, task: _Task, carry: TensorBatch | None

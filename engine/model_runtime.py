@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -75,8 +76,6 @@ class ModelRuntime:
             auditing=self.scheduler.auditing,
             lost_feedback=self._recorder.lost if self._recorder else 0,
         )
-
-    # A run, from its assignment to its end
 
     def take_pieces(self, run: Run) -> Pieces:
         """Take the buffered tensors that a run is merged of; to be called once it is assigned."""
@@ -247,13 +246,8 @@ def _by_request(run: Run, rows: Rows) -> Iterator[Rows]:
 
 def _neighbours(requests: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
     """Give the bounds of stretches of equal values."""
-    if not len(requests):
-        return
-    start = 0
-    for stop in (np.flatnonzero(requests[1:] != requests[:-1]) + 1).tolist():
-        yield start, stop
-        start = stop
-    yield start, len(requests)
+    borders = (np.flatnonzero(requests[1:] != requests[:-1]) + 1).tolist()
+    return pairwise([0, *borders, len(requests)] if len(requests) else [])
 
 
 def _as_index(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:

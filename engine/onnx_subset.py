@@ -12,8 +12,6 @@ from typing import Any
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 _PACKAGE = "offramp.onnx_subset"
-_REPEATED = descriptor_pb2.FieldDescriptorProto.LABEL_REPEATED
-_OPTIONAL = descriptor_pb2.FieldDescriptorProto.LABEL_OPTIONAL
 
 FLOAT32, INT64, FLOAT16 = 1, 7, 10
 """``TensorProto.DataType``."""
@@ -37,11 +35,8 @@ _FIELDS = {
     "ModelProto": "graph 7 GraphProto, opset_import 8 OperatorSetIdProto*",
 }
 
-_SCALARS = {
-    "string": descriptor_pb2.FieldDescriptorProto.TYPE_STRING,
-    "int32": descriptor_pb2.FieldDescriptorProto.TYPE_INT32,
-    "int64": descriptor_pb2.FieldDescriptorProto.TYPE_INT64,
-}
+_Field = descriptor_pb2.FieldDescriptorProto
+_SCALARS = {"string": _Field.TYPE_STRING, "int32": _Field.TYPE_INT32, "int64": _Field.TYPE_INT64}
 
 
 def _messages() -> dict[str, Any]:
@@ -52,12 +47,12 @@ def _messages() -> dict[str, Any]:
         described = file.message_type.add(name=message)
         for name, number, kind in (field.split() for field in fields.split(", ")):
             field = described.field.add(name=name, number=int(number))
-            field.label = _REPEATED if kind.endswith("*") else _OPTIONAL
+            field.label = _Field.LABEL_REPEATED if kind.endswith("*") else _Field.LABEL_OPTIONAL
             type_name = kind.removesuffix("*")
             if type_name in _SCALARS:
                 field.type = _SCALARS[type_name]
             else:
-                field.type = descriptor_pb2.FieldDescriptorProto.TYPE_MESSAGE
+                field.type = _Field.TYPE_MESSAGE
                 field.type_name = f".{_PACKAGE}.{type_name}"
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())

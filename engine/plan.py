@@ -53,7 +53,6 @@ class StageSpec:
     """One stage, ready to be prepared by a backend."""
 
     index: int
-    """Position in the plan."""
     first_segment: int
     last_segment: int
     exit: int | None

@@ -220,10 +220,9 @@ class RequestTable:
         ``MODEL_END``; ``forced`` [n] are below its threshold, to be in time; ``following`` of them
         run on.
         """
-        request = self._open.get(number)
+        request, count = self._open.get(number), len(rows)
         if request is None:
             return
-        count = len(rows)
         if request.withdrawn or request.error is not None:
             self.drop([Dropped(number, count, _lost_by(request))])
             return

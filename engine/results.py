@@ -104,4 +104,3 @@ class ModelInfo:
     policy: ExitPolicy
     """The exit policy in force, with the promise that it was certified for."""
     scheduling: str
-    """Name of the scheduling policy."""

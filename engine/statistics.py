@@ -120,7 +120,6 @@ class ModelStatistics(CountersSnapshot):
     backend: str
     policy_version: int
     scheduling: str
-    """Name of the scheduling policy."""
     streams: int
     """Of the device, shared by all models."""
     streams_in_service: int
@@ -135,8 +134,6 @@ class ModelStatistics(CountersSnapshot):
 
 class HistogramCounter:
     """Counts observations; one writer at a time."""
-
-    __slots__ = ("_bounds", "_counts", "_total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(bounds)
@@ -155,8 +152,6 @@ class HistogramCounter:
 
 class StageCounters:
     """Counts what one exit, or the model's end, does, whatever plan it is a stage of."""
-
-    __slots__ = ("answered", "batch_size", "forced", "label", "run_s", "threshold")
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -203,9 +198,8 @@ class Counters:
         self, *, queued: int, in_flight: int, auditing: int = 0, lost_feedback: int = 0
     ) -> CountersSnapshot:
         """Give the counts so far, and what scheduler and recorder hold at the same instant."""
-        exits = sorted(self.stages.keys() - {MODEL_END})
-        in_depth_order = [*exits, *(self.stages.keys() & {MODEL_END})]
-        stages = tuple(self.stages[exit_index].snapshot() for exit_index in in_depth_order)
+        in_depth_order = sorted(self.stages, key=lambda exit_: (exit_ == MODEL_END, exit_))
+        stages = tuple(self.stages[exit_].snapshot() for exit_ in in_depth_order)
         return CountersSnapshot(
             stages=stages,
             requests=self.requests,

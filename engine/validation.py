@@ -48,13 +48,11 @@ def check_tensors(specs: Sequence[TensorSpec], tensors: Mapping[str, NDArray[Any
     Names and dtypes must be equal, fixed sizes too; a symbolic size must be the same wherever
     its symbol stands. There must be at least one sample.
     """
-    wrong = _check_names(specs, tensors)
-    if wrong:
+    if wrong := _check_names(specs, tensors):
         return wrong
     bound: dict[str, tuple[int, str]] = {}
     for spec in specs:
-        wrong = _check_tensor(spec, tensors[spec.name], bound)
-        if wrong:
+        if wrong := _check_tensor(spec, tensors[spec.name], bound):
             return wrong
     return None
 

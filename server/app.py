@@ -60,10 +60,7 @@ EngineOpener = Callable[[], Coroutine[Any, Any, ServedEngine]]
 
 
 def serve(open_engine: EngineOpener, options: ServerOptions) -> int:
-    """Serve until a signal comes; blocks, on the main thread.
-
-    Returns:
-        The exit code of the process.
+    """Serve until a signal comes, on the main thread; gives the exit code of the process.
 
     Raises:
         StartError: A port cannot be listened on.

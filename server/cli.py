@@ -18,12 +18,7 @@ EXIT_CANNOT_START = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``eeserve``.
-
-    Returns:
-        0 after a signal, once everything in flight was answered; 1 if the server could not
-        start, or left requests unanswered.
-    """
+    """Run ``eeserve``; 1 if it could not start or left requests unanswered, else 0."""
     arguments = parse_arguments(argv)
     set_up_logging(level=arguments.log_level, log_format=arguments.log_format)
 

@@ -54,13 +54,7 @@ class InferCall:
 def read_request(
     request: ModelInferRequest, model: ModelInfo, *, now_s: float, time_remaining_s: float | None
 ) -> InferCall:
-    """Decode a request to ``model``.
-
-    Args:
-        request: As it came.
-        model: The model that it names.
-        now_s: ``time.monotonic()``.
-        time_remaining_s: What gRPC's deadline leaves; ``None`` without one.
+    """Decode a request to ``model``; ``now_s`` is ``time.monotonic()``.
 
     Raises:
         ModelNotServedError: It names another version than ours.
@@ -76,11 +70,7 @@ def read_request(
 
 
 def check_version(model: str, version: str) -> None:
-    """Refuse any version but ours.
-
-    Raises:
-        ModelNotServedError
-    """
+    """Refuse any version but ours with ModelNotServedError."""
     if version not in {"", MODEL_VERSION}:
         raise ModelNotServedError(
             f"model {model!r} has no version {version!r}; "

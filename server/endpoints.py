@@ -32,15 +32,8 @@ def check_free(host: str, port: int, *, option: str) -> None:
     """Make sure that a port can be listened on, before models are loaded for nothing.
 
     grpc reports a taken port in lines of its own on stderr, and without the reason in the
-    exception; so it is asked for here first.
-
-    Args:
-        host: Name or address of an interface.
-        port: 0 is always free.
-        option: The command line option that sets it, for the message.
-
-    Raises:
-        StartError: It is taken, or cannot be bound for another reason.
+    exception; so it is asked for here first. Port 0 is always free; ``option`` is the command
+    line's that sets the port, for the message of the StartError.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -151,11 +144,7 @@ class GrpcEndpoint:
         )
 
     async def start(self, host: str, port: int) -> int:
-        """Listen, and return the port, which the system chooses for port 0.
-
-        Raises:
-            StartError: The address cannot be listened on.
-        """
+        """Listen, or raise StartError; gives the port, which the system chooses for port 0."""
         address = join_address(host, port)
         try:
             port = self._server.add_insecure_port(address)
@@ -210,11 +199,7 @@ class HttpEndpoint:
         self._runner = web.AppRunner(make_application(engine), access_log=None)
 
     async def start(self, host: str, port: int) -> int:
-        """Listen, and return the port, which the system chooses for port 0.
-
-        Raises:
-            StartError: The address cannot be listened on.
-        """
+        """Listen, or raise StartError; gives the port, which the system chooses for port 0."""
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, host, port, reuse_address=True).start()
@@ -233,7 +218,7 @@ def make_application(engine: ServedEngine) -> web.Application:
     """The routes over an engine."""
     application = web.Application()
     routes = {
-        "/": lambda: _html(render_status(engine)),
+        "/": lambda: web.Response(text=render_status(engine), content_type="text/html"),
         "/health/live": lambda: _text("live\n"),
         "/health/ready": lambda: _readiness(engine),
         "/metrics": lambda: web.Response(
@@ -259,15 +244,9 @@ def _handler(
 def _readiness(engine: ServedEngine) -> web.Response:
     waiting = [model.name for model in engine.models() if not engine.ready(model.name)]
     if waiting:
-        reason = (
-            f"not ready: {', '.join(waiting)} (shutting down, or out of service: see the log)\n"
-        )
-        return _text(reason, status=503)
+        reason = "shutting down, or out of service: see the log"
+        return _text(f"not ready: {', '.join(waiting)} ({reason})\n", status=503)
     return _text("ready\n") if engine.ready() else _text("not ready: shutting down\n", status=503)
-
-
-def _html(text: str) -> web.Response:
-    return web.Response(text=text, content_type="text/html")
 
 
 def _text(text: str, *, status: int = 200) -> web.Response:

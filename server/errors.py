@@ -88,16 +88,13 @@ def answering_errors(method: _Method[_Request, _Response]) -> _Method[_Request, 
         try:
             return await method(request, context)
         except EngineError as error:
-            await _abort(context, status_code(error), str(error), _wire_name(error))
+            name = _WIRE_NAMES.get(type(error), type(error).__name__)
+            await _abort(context, status_code(error), str(error), name)
         except Exception:
             logger.exception("unexpected error in %s", method.__name__)
             await _abort(context, grpc.StatusCode.INTERNAL, INTERNAL_ERROR, "InternalError")
 
     return answered
-
-
-def _wire_name(error: EngineError) -> str:
-    return _WIRE_NAMES.get(type(error), type(error).__name__)
 
 
 async def _abort(

@@ -32,9 +32,7 @@ class JsonFormatter(logging.Formatter):
 def set_up_logging(*, level: str, log_format: str) -> None:
     """Configure the root logger; called once, by the command line.
 
-    Args:
-        level: One of :data:`LEVELS`; other packages' loggers stay at ``warning`` or above.
-        log_format: One of :data:`FORMATS`.
+    ``level`` is that of our loggers; other packages' stay at ``warning`` or above.
     """
     handler = logging.StreamHandler(sys.stderr)
     human = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s")

@@ -137,13 +137,13 @@ _CONTROL_COUNTERS: Final[_Readings] = {
     "offramp_exit_adjustments": ("Changes of the set of exits in use.", "adjustments"),
 }
 _AUDITING: Final[_Readings] = {
-    "offramp_auditing_samples": ("Samples that have their answer and run on.", "auditing"),
+    "offramp_auditing_samples": ("Samples that have their answer and run on.", "auditing")
 }
 _LOST: Final[_Readings] = {
     "offramp_lost_feedback": (
         "Samples that ran on, and whose final answer was lost to control.",
         "lost_feedback",
-    ),
+    )
 }
 
 

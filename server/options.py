@@ -32,7 +32,6 @@ class ServerOptions:
     """How long requests in flight may take to end after the first signal."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be listened on or waited for."""
         for name, port in (("grpc_port", self.grpc_port), ("http_port", self.http_port)):
             if not 0 <= port <= 65535:
                 raise ValueError(f"{name} {port} is not in 0 to 65535")

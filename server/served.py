@@ -27,7 +27,6 @@ class ServedEngine(Protocol):
         priority: int = 0,
     ) -> EngineResult:
         """Answer a request; cancelling the awaiting task withdraws it."""
-        ...
 
     def infer_stream(
         self,
@@ -38,28 +37,21 @@ class ServedEngine(Protocol):
         priority: int = 0,
     ) -> AsyncGenerator[StreamResult, None]:
         """Answer a request once or twice; closing the iterator withdraws it."""
-        ...
 
     def models(self) -> tuple[ModelInfo, ...]:
         """The served models."""
-        ...
 
     def model(self, name: str) -> ModelInfo:
         """Give one served model, or raise ModelNotServedError."""
-        ...
 
     def ready(self, model: str | None = None) -> bool:
         """Whether the model (or every model) takes requests."""
-        ...
 
     def statistics(self) -> Mapping[str, ModelStatistics]:
         """A snapshot per model."""
-        ...
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests, finish those in flight; ``False`` if some did not in time."""
-        ...
 
     async def close(self) -> None:
         """Stop the executor threads and release the backends."""
-        ...

@@ -185,16 +185,10 @@ class InferenceService:
         """Decode, ask the engine, encode."""
         model = self._engine.model(request.model_name)
         call = read_request(
-            request,
-            model,
-            now_s=time.monotonic(),
-            time_remaining_s=_time_remaining_s(context),
+            request, model, now_s=time.monotonic(), time_remaining_s=_time_remaining_s(context)
         )
         result = await self._engine.infer(
-            request.model_name,
-            call.inputs,
-            deadline_s=call.deadline_s,
-            priority=call.priority,
+            request.model_name, call.inputs, deadline_s=call.deadline_s, priority=call.priority
         )
         return write_response(request, result, call.outputs)
 

@@ -41,12 +41,7 @@ class AgreementView:
 
 
 def view_agreement(statistics: ModelStatistics, promise: Promise | None) -> AgreementView | None:
-    """Put what is observed of a model into words; ``None`` where nothing is.
-
-    Args:
-        statistics: Of the model.
-        promise: Of the policy in force.
-    """
+    """Put what is observed of a model into words; ``None`` where nothing is."""
     control = statistics.control
     if control is None:
         return None

@@ -33,7 +33,8 @@ class FakeBuild(NamedTuple):
 class FakeBuilder:
     """A builder of engines: a :class:`~offramp.compiler.engines.builder.EngineBuilder`.
 
-    A profile refuses shapes outside it, as TensorRT's do.
+    A profile refuses shapes outside it, as TensorRT's do. ``before_build`` is called with how many
+    were built before, and may raise; ``alter`` says what becomes of an engine's outputs.
     """
 
     def __init__(
@@ -45,15 +46,6 @@ class FakeBuilder:
         before_build: Callable[[int], None] = lambda _: None,
         alter: Callable[[Outputs], Outputs] = lambda outputs: outputs,
     ) -> None:
-        """Pretend to be a device.
-
-        Args:
-            gpu: Its name.
-            compute_capability: Major and minor.
-            version: Of TensorRT.
-            before_build: Called with how many were built before; may raise.
-            alter: What becomes of an engine's outputs.
-        """
         self.gpu = gpu
         self.compute_capability = compute_capability
         self.version = version

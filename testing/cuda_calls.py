@@ -42,13 +42,7 @@ class CheckedCalls:
         self._closed = False
 
     def fail_next(self, call: str, *, after: int = 0, error: BackendError | None = None) -> None:
-        """Let a call fail, once.
-
-        Args:
-            call: As in :attr:`calls`; the failing call counts too.
-            after: How many calls succeed before.
-            error: What it raises.
-        """
+        """Let a call fail, once, after some that succeed; it counts in :attr:`calls` too."""
         error = error or BackendError(f"{call} failed, as the test wants it")
         self._failures.setdefault(call, {})[self.calls[call] + after + 1] = error
 

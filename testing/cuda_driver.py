@@ -44,7 +44,12 @@ __all__ = ["PENDING", "FakeDriver", "MisuseError"]
 
 
 class FakeDriver(CheckedCalls):
-    """A device that is the host: a :class:`offramp.engine.cuda.driver.Driver`."""
+    """A device that is the host: a :class:`offramp.engine.cuda.driver.Driver`.
+
+    Streams run in an order that comes of the seed; as much memory can be pinned as the device has.
+    ``run_kernel`` runs a kernel on true addresses; ``None`` is in numpy. What it uses is checked
+    before it runs, by what the numpy kernel would use.
+    """
 
     def __init__(
         self,
@@ -54,26 +59,13 @@ class FakeDriver(CheckedCalls):
         graphs: bool = True,
         run_kernel: Callable[[Launch], None] | None = None,
     ) -> None:
-        """Make a device.
-
-        Args:
-            seed: Of the order in which streams run.
-            memory_bytes: Of device memory; as much can be pinned.
-            graphs: Whether there are CUDA graphs.
-            run_kernel: Runs a kernel on true addresses; ``None``: in numpy. What it uses is
-                checked before it runs, by what the numpy kernel would use.
-        """
         super().__init__()
         self.device = "Fake GPU"
-        """Its name."""
         self.multiprocessors = 4
-        """As if it had so many."""
         self.compute_capability = (9, 0)
-        """As if."""
         self.memory_bytes = memory_bytes
         """Of device memory; tests may change it."""
         self.graphs = graphs
-        """Whether there are CUDA graphs."""
         self.bytes_in = 0
         """That copies brought to the device, in all."""
         self.bytes_out = 0
@@ -270,11 +262,7 @@ class FakeDriver(CheckedCalls):
             return graph
 
     def close(self) -> None:
-        """Run all that is left and look back.
-
-        Raises:
-            MisuseError: Something was misused, or was not released.
-        """
+        """Run all that is left and look back; MisuseError if something was misused or left over."""
         with self._lock:
             if self._closed:
                 return

@@ -28,11 +28,7 @@ class _FakeHandle:
             self.closed = True
 
     def live(self) -> Self:
-        """Give the handle itself.
-
-        Raises:
-            MisuseError: It was closed.
-        """
+        """Give the handle itself; MisuseError if it was closed."""
         if self.closed:
             raise MisuseError(f"{self} was used after it was closed")
         return self
@@ -43,7 +39,6 @@ class FakeStream(_FakeHandle):
     """A queue of work."""
 
     handle: int
-    """Its number."""
 
 
 @dataclass(eq=False)
@@ -51,7 +46,6 @@ class FakeEvent(_FakeHandle):
     """A point in a stream."""
 
     recorded: Operation | None = field(default=None, repr=False)
-    """What it stands for."""
 
 
 @dataclass(eq=False)
@@ -61,7 +55,6 @@ class FakeGraph(_FakeHandle):
     works: tuple[Work, ...] = field(repr=False)
     on_launch: Callable[[FakeGraph, Stream], None] = field(repr=False)
     last: Operation | None = field(default=None, repr=False)
-    """Of its last launch."""
 
     def launch(self, stream: Stream) -> None:
         """Enqueue it."""

@@ -13,13 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import AnswerForm
-from offramp.engine.exit_check import (
-    confidence_of,
-    exits,
-    exits_by_count,
-    highest_at,
-    pixels_at,
-)
+from offramp.engine.exit_check import confidence_of, exits, exits_by_count, highest_at, pixels_at
 from offramp.engine.kernels.arguments import (
     GATHER_ROWS,
     MOST_TENSORS,
@@ -46,11 +40,7 @@ def ranges_of(launch: Launch) -> tuple[ByteRange, ...]:
 
 
 def run(launch: Launch, use: Use) -> None:
-    """Do what the kernel does.
-
-    Raises:
-        MisuseError: The kernel would read or write what it must not.
-    """
+    """Do what the kernel does; MisuseError if the kernel would read or write what it must not."""
     if launch.entry_point == GATHER_ROWS:
         _gather_rows(launch.arguments, use)
     elif launch.entry_point in _SCORE_TYPES:

@@ -22,7 +22,6 @@ from offramp.engine.cuda.driver import ALIGNMENT
 UNWRITTEN = 0xA5
 """Of memory that nobody has written yet; float32 that look like it are near −3e-16."""
 FREED = 0xDD
-"""Of memory that was freed."""
 _GUARD = 0xFD
 _GUARD_BYTES = ALIGNMENT
 _KEPT_BYTES = 16 << 20
@@ -69,7 +68,6 @@ class Access:
     number: int
     """Of the operation in its stream, from 1 on."""
     label: str
-    """For messages."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,7 +76,6 @@ class Block:
 
     kind: Kind
     room: NDArray[np.uint8]
-    """The guards too."""
     content: NDArray[np.uint8]
     accesses: list[Access] = field(default_factory=list)
 
@@ -88,11 +85,7 @@ class Block:
         return int(self.content.ctypes.data)
 
     def check_guards(self) -> None:
-        """Check that nobody wrote beside it.
-
-        Raises:
-            MisuseError: Somebody did.
-        """
+        """Check that nobody wrote beside it; MisuseError if somebody did."""
         start = self.address - int(self.room.ctypes.data)
         before = self.room[start - _GUARD_BYTES : start]
         after = self.room[start + self.content.size : start + self.content.size + _GUARD_BYTES]
@@ -110,7 +103,6 @@ class FakeMemory:
     def __init__(self) -> None:
         self._blocks: dict[int, Block] = {}
         self._addresses: list[int] = []
-        """Sorted."""
         self._freed: deque[Block] = deque()
         self._freed_bytes = 0
 
@@ -135,11 +127,7 @@ class FakeMemory:
         return block
 
     def owned(self, address: int) -> Block:
-        """Find the block of device memory that begins at an address.
-
-        Raises:
-            MisuseError: None does.
-        """
+        """Find the block of device memory that begins at an address; MisuseError if none does."""
         block = self._blocks.get(address)
         if block is None or block.kind != "device":
             freed = any(block.address == address for block in self._freed)
@@ -161,11 +149,7 @@ class FakeMemory:
             _check_freed(oldest)
 
     def block_of(self, used: ByteRange, label: str) -> Block:
-        """Find the block that has a range.
-
-        Raises:
-            MisuseError: None has all of it.
-        """
+        """Find the block that has a range; MisuseError if none has all of it."""
         place = bisect_right(self._addresses, used.address)
         if place:
             block = self._blocks[self._addresses[place - 1]]
@@ -181,11 +165,7 @@ class FakeMemory:
         raise MisuseError(f"{what}, where nothing is allocated")
 
     def of_kind(self, kind: Kind, used: ByteRange) -> ByteRange:
-        """Give a range that a copy uses back.
-
-        Raises:
-            MisuseError: It is no memory of that kind.
-        """
+        """Give a range that a copy uses back; MisuseError if it is no memory of that kind."""
         if used.size_bytes:
             found = self.block_of(used, "a copy")
             if found.kind != kind:
@@ -195,13 +175,8 @@ class FakeMemory:
     def use(self, access: Access, clock: Clock) -> NDArray[np.uint8]:
         """Get the content of a range, for an operation that runs.
 
-        Args:
-            access: Who uses it and how.
-            clock: What the operation may rely on having happened.
-
-        Raises:
-            MisuseError: The range is not allocated, or something else uses it that is not
-                ordered before the operation.
+        ``clock`` is what the operation may rely on having happened. MisuseError if the range is not
+        allocated, or something else uses it that is not ordered before the operation.
         """
         block = self.block_of(access.used, access.label)
         for other in block.accesses:
@@ -226,11 +201,7 @@ class FakeMemory:
         return content
 
     def check(self) -> None:
-        """Check that guards and freed memory are as they were left.
-
-        Raises:
-            MisuseError: Something wrote there.
-        """
+        """Check that guards and freed memory are as they were left."""
         for block in self.blocks:
             block.check_guards()
         for block in self._freed:

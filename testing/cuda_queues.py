@@ -30,7 +30,6 @@ class Work:
     """Something that can be enqueued: once or, in a graph, again and again."""
 
     label: str
-    """For messages."""
     enqueued: Callable[[], Run]
     """Called when it is enqueued; gives what to call when it runs."""
     ranges: tuple[ByteRange, ...] = ()
@@ -60,19 +59,15 @@ class Operation:
 
 
 class Queues:
-    """The queues of all streams, and the memory that they work on; not locked."""
+    """The queues of all streams, and the memory that they work on; not locked.
+
+    The order in which streams run comes of the seed.
+    """
 
     def __init__(self, memory: FakeMemory, seed: int) -> None:
-        """No streams yet.
-
-        Args:
-            memory: What operations use.
-            seed: Of the order in which streams run.
-        """
         self.host: dict[int, int] = {}
         """The host's clock: what it has waited for."""
         self.running: Operation | None = None
-        """The operation that runs."""
         self._memory = memory
         self._queues: dict[int, deque[Operation]] = {}
         self._clocks: dict[int, dict[int, int]] = {}
@@ -121,11 +116,7 @@ class Queues:
             self.running = None
 
     def use(self, used: ByteRange) -> NDArray[np.uint8]:
-        """Memory for the operation that runs.
-
-        Raises:
-            MisuseError: None runs, or it must not use that.
-        """
+        """Memory for the operation that runs; MisuseError if none runs, or it must not use that."""
         operation = self.running
         if operation is None:
             raise MisuseError("memory was used outside of enqueued work")
@@ -147,11 +138,7 @@ class Queues:
         return self.host.get(stream, 0) >= last
 
     def check_unused(self, block: Block) -> None:
-        """Check that nothing needs a block any more, and that the host knows it.
-
-        Raises:
-            MisuseError: Something does, or may.
-        """
+        """Check that nothing needs a block any more, and that the host knows it."""
         whole = ByteRange(block.address, block.content.size, writes=True)
         if operation := self._awaits(whole):
             raise MisuseError(f"{block} was freed before {operation.label} used it")

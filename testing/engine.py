@@ -192,7 +192,7 @@ class FakeEngine:
             yield _final(first, followed, mistaken=self.mistaken)
 
     def models(self) -> tuple[ModelInfo, ...]:
-        """The served models."""
+        """What is served."""
         return self.served
 
     def model(self, name: str) -> ModelInfo:

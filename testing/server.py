@@ -29,7 +29,6 @@ class FakeServer(Generic[_Engine]):
     """
 
     def __init__(self, engine: _Engine) -> None:
-        """Serve an engine, on free ports of this machine."""
         self.engine = engine
         """What is served; its settings may be changed at any time."""
         self.loop = asyncio.new_event_loop()

@@ -33,9 +33,7 @@ Stage: TypeAlias = Any
 class TensorBatch(Protocol):
     """Tensors of a batch, on the backend's device; opaque to all but the backend."""
 
-    def __len__(self) -> int:
-        """Number of rows."""
-        ...
+    def __len__(self) -> int: ...
 
 
 class StageResult(NamedTuple):
@@ -55,26 +53,18 @@ class Slot(Protocol):
 
     def upload(self, tensors: Mapping[str, NDArray[Any]]) -> TensorBatch:
         """Take the model's inputs, all of equal first dimension."""
-        ...
 
     def run(self, stage: Stage, batch: TensorBatch, threshold: float | None = None) -> StageResult:
         """Execute; waits for the result with the GIL released.
 
-        Args:
-            stage: Prepared by the backend.
-            batch: Of this slot.
-            threshold: From which confidence on rows will probably not be among those selected
-                next, so that the others can be brought together meanwhile. The answer does not
-                depend on it. ``None`` is that which the stage was prepared with.
-
-        Raises:
-            BackendError: Execution failed. The slot stays usable.
+        From ``threshold`` on rows will probably not be among those selected next, so that the
+        others can be brought together meanwhile; the answer does not depend on it. ``None`` is the
+        threshold that the stage was prepared with. BackendError if execution failed: the slot stays
+        usable.
         """
-        ...
 
     def select(self, batch: TensorBatch, rows: Rows) -> TensorBatch:
         """Keep the given rows, in their order (survivor compaction)."""
-        ...
 
     def buffer(self, batch: TensorBatch, rows: Rows) -> TensorBatch:
         """Copy the given rows out of the slot's buffers.
@@ -82,15 +72,12 @@ class Slot(Protocol):
         The copy lasts until the last reference to it is gone, and any slot of the backend may
         :meth:`merge` it.
         """
-        ...
 
     def merge(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> TensorBatch:
         """Merge rows of buffered batches into one batch of this slot, part after part."""
-        ...
 
     def close(self) -> None:
         """Release what the slot holds."""
-        ...
 
 
 class Backend(Protocol):
@@ -99,7 +86,6 @@ class Backend(Protocol):
     @property
     def name(self) -> str:
         """For messages and metrics, for instance ``onnxruntime-cpu``."""
-        ...
 
     @property
     def on_cpu(self) -> bool:
@@ -108,20 +94,15 @@ class Backend(Protocol):
         There bundles are profiled, and what one slot has warmed up is warm for all. Elsewhere
         profiles are measured anew, and every slot is warmed up before it serves.
         """
-        ...
 
     def prepare(self, spec: StageSpec) -> Stage:
         """Load a stage; may take seconds, may run in the background.
 
-        Raises:
-            BackendError: The stage cannot be loaded; the message says which and why.
+        BackendError if it cannot be loaded; the message says which and why.
         """
-        ...
 
     def open_slot(self) -> Slot:
         """Open a slot."""
-        ...
 
     def close(self) -> None:
         """Release everything; slots must be closed before."""
-        ...

@@ -50,6 +50,8 @@ def make_backend(
 ) -> Backend:
     """Make a backend, and log which and why.
 
+    BackendError if there is no such backend, or it cannot run here; one line says what is missing.
+
     Args:
         name: One of :data:`BACKENDS`.
         threads: Intra-op threads of each running stage, on the CPU.
@@ -59,10 +61,6 @@ def make_backend(
         max_rows: Most rows of a batch that will be run, where no engine says it.
         bundles: What will be served: ``auto`` takes TensorRT only if all of them have engines
             for the GPU, and kernels that were compiled with engines are not compiled again.
-
-    Raises:
-        BackendError: There is no such backend, or it cannot run here; one line says what is
-            missing.
     """
     options = _Options(
         threads=threads,
@@ -186,10 +184,8 @@ def _with_kernels(
 def kernels_for(device: probe.Device, bundles: Sequence[Path]) -> bytes:
     """Get our kernels' machine code: of the bundles' engines if it is there, else compiled.
 
-    Only what was compiled of exactly these sources is taken.
-
-    Raises:
-        BackendError: They had to be compiled, and cannot be.
+    Only what was compiled of exactly these sources is taken. BackendError if they cannot be
+    compiled.
     """
     return next(_cubins(device, bundles))
 
@@ -199,9 +195,6 @@ def _cubins(device: probe.Device, bundles: Sequence[Path]) -> Iterator[bytes]:
 
     That of a bundle may be of a newer CUDA than this driver's, which then does not load it: nobody
     wrote down which CUDA it was.
-
-    Raises:
-        BackendError: They had to be compiled, and cannot be.
     """
     source = source_hash()
     given: set[bytes] = set()
@@ -223,11 +216,7 @@ def _cubins(device: probe.Device, bundles: Sequence[Path]) -> Iterator[bytes]:
 
 
 def _require_engines(options: _Options) -> None:
-    """Check what ``auto`` asks of TensorRT, before any of its engines is loaded.
-
-    Raises:
-        BackendError: A bundle has none for this GPU and TensorRT, in the precision asked for.
-    """
+    """Refuse bundles without engines for this GPU, TensorRT and precision, before one is loaded."""
     device = probe.require(f"cuda:{options.device}")
     place = EnginePlace(
         gpu=device.name,

@@ -96,13 +96,12 @@ def _run_of(session: ort.InferenceSession) -> Callable[..., list[Any]]:
 
 
 class OnnxRuntimeBackend:
-    """Prepares stages as CPU sessions: a :class:`offramp.engine.backends.base.Backend`."""
+    """Prepares stages as sessions of ``threads`` threads on the CPU: a backend."""
 
     name = "onnxruntime-cpu"
     on_cpu = True
 
     def __init__(self, *, threads: int = 1) -> None:
-        """Use ``threads`` intra-op threads in each running stage."""
         self._threads = threads
 
     @property

@@ -44,10 +44,7 @@ _INSTALL = "pip uninstall -y onnxruntime && pip install onnxruntime-gpu"
 def require_provider() -> None:
     """Check that this ONNX Runtime can use GPUs, and load the libraries of CUDA that it needs.
 
-    Those of pip packages are in no folder that the loader looks into.
-
-    Raises:
-        BackendError: It was built without.
+    Those of pip packages are in no folder that the loader looks into. BackendError if it cannot.
     """
     if PROVIDER not in ort.get_available_providers():
         raise BackendError(
@@ -62,14 +59,7 @@ def require_provider() -> None:
 
 
 def try_provider(device: int) -> None:
-    """Run a graph of one node on a GPU, which shows whether the provider works there.
-
-    Args:
-        device: Its number.
-
-    Raises:
-        BackendError: The provider does not load, or cannot use this GPU.
-    """
+    """Run a graph of one node on a GPU, which shows whether the provider works there."""
     try:
         make_cuda_session(_ONE_NODE, device).run(None, {"x": np.zeros(1, np.float32)})
     except BackendError as error:
@@ -81,17 +71,14 @@ def try_provider(device: int) -> None:
 
 
 class OnnxRuntimeCudaFactory:
-    """Prepares stages: an :class:`offramp.engine.cuda.executable.ExecutableFactory`."""
+    """Prepares stages: an :class:`offramp.engine.cuda.executable.ExecutableFactory`.
+
+    Slots have memory for batches of ``max_rows``, and no more.
+    """
 
     name = "onnxruntime-cuda"
 
     def __init__(self, *, device: int = 0, max_rows: int = 32) -> None:
-        """Use one GPU.
-
-        Args:
-            device: Its number.
-            max_rows: Most rows of a batch, which slots have memory for.
-        """
         self._device = device
         self._max_rows = max_rows
         self._sizes = BundleSizes()
@@ -101,11 +88,7 @@ class OnnxRuntimeCudaFactory:
         return dtype
 
     def prepare(self, spec: StageSpec) -> OnnxRuntimeCudaStage:
-        """Look at a stage's graph; what takes device memory is made when it is opened.
-
-        Raises:
-            BackendError: ONNX Runtime cannot load it, or its sizes are not known.
-        """
+        """Look at a stage's graph; what takes device memory is made when it is opened."""
         model = spec.load()
         try:
             shapes = GraphShapes(model)
@@ -136,11 +119,7 @@ class OnnxRuntimeCudaFactory:
 
 
 def _fixed_sizes(shapes: GraphShapes) -> dict[str, Shape]:
-    """Shapes of one row, of a graph that is of no bundle.
-
-    Raises:
-        BackendError: The graph leaves them open.
-    """
+    """Shapes of one row, of a graph that is of no bundle; it must not leave them open."""
     fixed: dict[str, Shape] = {}
     for name, argument in shapes.inputs.items():
         sizes = tuple(size for size in argument.shape[1:] if isinstance(size, int))
@@ -160,9 +139,7 @@ class OnnxRuntimeCudaStage:
     """Sessions have memory of their own."""
 
     spec: StageSpec
-    """What was prepared."""
     model: bytes
-    """Its graph."""
     shapes: GraphShapes
     """The graph's; used by one thread at a time."""
     inputs: tuple[TensorInfo, ...]
@@ -170,9 +147,7 @@ class OnnxRuntimeCudaStage:
     outputs: tuple[TensorInfo, ...]
     """What is wanted of what it gives."""
     max_rows: int
-    """As given to the factory."""
     device: int
-    """Number of the GPU."""
     _lock: Lock = field(default_factory=Lock)
 
     def open(self, slot: SlotResources) -> OnnxRuntimeCudaRun:
@@ -293,8 +268,7 @@ def make_cuda_session(
 ) -> ort.InferenceSession:
     """Load a graph onto a GPU, to be run on a stream, or on one of ONNX Runtime's own.
 
-    Raises:
-        BackendError: ONNX Runtime would run it on the CPU.
+    BackendError if ONNX Runtime would run it on the CPU.
     """
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1  # of what is left to the CPU: sums of sizes

@@ -47,11 +47,7 @@ class Argument(Protocol):
 
 
 def dtype_of(argument: Argument) -> np.dtype[Any]:
-    """Tell the numpy type of an input or output.
-
-    Raises:
-        BackendError: numpy has no such type.
-    """
+    """Tell the numpy type of an input or output; BackendError if numpy has no such type."""
     found = _NUMPY.get(argument.type)
     if found is None:
         raise BackendError(f"{argument.name} is a {argument.type}; known are {', '.join(_NUMPY)}")
@@ -67,11 +63,7 @@ class BundleSizes:
         """By hash of the source model."""
 
     def of(self, bundle: Bundle) -> Mapping[str, Shape]:
-        """Tell the shapes of one row, without the batch, by tensor name; the first time slow.
-
-        Raises:
-            BackendError: The model does not run on the CPU.
-        """
+        """Tell the shapes of one row, without the batch, by tensor name; the first time slow."""
         manifest = bundle.manifest
         digest = parts_digest(manifest, 0, len(manifest.segments) - 1, None)
         with self._lock:
@@ -84,27 +76,18 @@ class GraphShapes:
     """Shapes of a graph's outputs for any shapes of its inputs; used by one thread at a time."""
 
     def __init__(self, model: bytes) -> None:
-        """Look at a serialised ONNX model.
-
-        Raises:
-            BackendError: ONNX Runtime cannot load it.
-        """
+        """Look at a serialised ONNX model; BackendError if ONNX Runtime cannot load it."""
         self._model = model
         session = _session(model)
         self.inputs: dict[str, Argument] = {a.name: a for a in session.get_inputs()}
-        """By name."""
         self.outputs: dict[str, Argument] = {a.name: a for a in session.get_outputs()}
-        """By name."""
         self._known: dict[tuple[Shape, ...], dict[str, Shape]] = {}
         """Shapes of one row of the outputs by those of the inputs."""
 
     def of(self, inputs: Mapping[str, Shape]) -> dict[str, Shape]:
-        """Tell the shapes of all outputs.
+        """Tell the shapes of all outputs; BackendError if the graph does not take such inputs.
 
         By the names that sizes have in the graph; where those are lost, by running it on zeros.
-
-        Raises:
-            BackendError: The graph does not take such inputs.
         """
         key = tuple(inputs[name][1:] for name in self.inputs)
         if key not in self._known:

@@ -23,12 +23,7 @@ from offramp.engine.cuda.executable import Shape, SlotResources, TensorInfo
 from offramp.engine.errors import BackendError
 from offramp.engine.plan import StageSpec
 from offramp.engine.tensorrt import compat
-from offramp.engine.tensorrt.loading import (
-    EngineContext,
-    EngineLibrary,
-    LoadedEngine,
-    SharedEngine,
-)
+from offramp.engine.tensorrt.loading import EngineContext, EngineLibrary, LoadedEngine, SharedEngine
 from offramp.engine.tensorrt.lookup import EnginePlace, find_engines
 from offramp.engine.tensorrt.scratch_layout import ScratchLayout
 
@@ -39,7 +34,9 @@ _MOST_SHAPES = 4096
 class TensorRTFactory:
     """Prepares stages as engines: an :class:`offramp.engine.cuda.executable.ExecutableFactory`.
 
-    Ask :func:`offramp.engine.tensorrt.probe.require` first, and call
+    Engines have ``precision``, or the least that a bundle has. With ``graphs``, stages can be
+    captured into CUDA graphs, but not with TensorRT 8.6: there only one context at a time may have
+    a profile. Ask :func:`offramp.engine.tensorrt.probe.require` first, and call
     :func:`offramp.engine.tensorrt.compat.load`.
     """
 
@@ -53,15 +50,6 @@ class TensorRTFactory:
         precision: Precision | None = None,
         graphs: bool = True,
     ) -> None:
-        """Use the engines of one GPU.
-
-        Args:
-            driver: Of the GPU.
-            device: Its name for users.
-            precision: Of the engines; ``None`` is the least that a bundle has.
-            graphs: Whether to have stages that can be captured into CUDA graphs. With TensorRT
-                8.6 there are none: there only one context at a time may have a profile.
-        """
         self._driver = driver
         self._library = EngineLibrary(driver)
         self._is_old = compat.major() < 10
@@ -83,11 +71,9 @@ class TensorRTFactory:
         return dtype
 
     def prepare(self, spec: StageSpec) -> TensorRTStage:
-        """Load the engines of a stage.
+        """Load the engines of a stage; a BackendError has the remedy.
 
-        Raises:
-            BackendError: The bundle has none for this GPU, TensorRT and model, or TensorRT does
-                not load them; the message has the remedy.
+        The bundle may have none for this GPU, TensorRT and model, or TensorRT does not load them.
         """
         with ExitStack() as releases:
             engines = []
@@ -107,28 +93,19 @@ class TensorRTFactory:
 
 
 class TensorRTStage:
-    """A stage's engines: a :class:`offramp.engine.cuda.executable.PreparedStage`."""
+    """A chain of engines: a :class:`offramp.engine.cuda.executable.PreparedStage`.
+
+    The engines were taken; :meth:`close` gives them back. ``remedy`` is the command that builds
+    them anew, for messages. BackendError if they do not compute the stage.
+    """
 
     def __init__(
         self, spec: StageSpec, taken: Sequence[SharedEngine], *, capturable: bool, remedy: str
     ) -> None:
-        """Chain engines that were taken; :meth:`close` gives them back.
-
-        Args:
-            spec: The stage.
-            taken: Its engines, in order.
-            capturable: Whether graphs may be captured.
-            remedy: The command that builds them anew, for messages.
-
-        Raises:
-            BackendError: They do not compute the stage.
-        """
         self.spec = spec
-        """What was prepared."""
         self.capturable = capturable
         """Capture may fail at the first try still."""
         self.remedy = remedy
-        """For messages."""
         self._taken = taken
         engines = [each.engine for each in taken]
         wanted = [n for n in (spec.answer, spec.confidence, *spec.carried) if n is not None]
@@ -139,9 +116,7 @@ class TensorRTStage:
         """Of all engines, those that none of them gives."""
         self._check(wanted)
         self.max_rows = min(engine.max_rows for engine in engines)
-        """The most that all engines take."""
         self.layout = ScratchLayout(engines, {info.name for info in self.outputs})
-        """Of the scratch memory."""
         self.scratch_bytes = self.layout.size_bytes
         """TensorRT's, and what is between the engines of a chain."""
 
@@ -179,16 +154,14 @@ class TensorRTStage:
 
 
 class TensorRTRun:
-    """A stage in a slot: an :class:`offramp.engine.cuda.executable.Executable`."""
+    """A stage in a slot: an :class:`offramp.engine.cuda.executable.Executable`.
+
+    It has a context for every engine and profile, which TensorRT may refuse for want of memory.
+    """
 
     def __init__(
         self, stage: TensorRTStage, taken: Sequence[SharedEngine], slot: SlotResources
     ) -> None:
-        """Make a context for every engine and profile.
-
-        Raises:
-            BackendError: TensorRT refuses, for instance for want of memory.
-        """
         self._stage = stage
         self._inner = stage.layout.addresses(slot.scratch_address)
         with ExitStack() as releases:

@@ -23,9 +23,10 @@ class ControlCounters:
 
     def __init__(self) -> None:
         self.observed = self.audited = self.disagreed = 0
-        """Samples, of which and of which, as :class:`.ControlStatus` has them."""
+        """Samples seen; of those answered early, the ones that ran to the end; and of these, the
+        ones answered unlike the source model."""
         self.alarms = self.tunings = self.adjustments = 0
-        """Likewise."""
+        """Drift alarms, finished threshold tunings, changes of the set of exits in use."""
         self._events: list[ControlEvent] = []
         self._begin(None)
 

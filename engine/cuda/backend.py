@@ -16,30 +16,18 @@ from offramp.engine.plan import StageSpec
 
 
 class CudaBackend:
-    """Runs stages on a driver: a :class:`offramp.engine.backends.base.Backend`."""
+    """Runs stages on a driver: a :class:`offramp.engine.backends.base.Backend`.
+
+    Takes over a factory and a driver, to be closed with it. ``kernels`` is the machine code of
+    :func:`offramp.engine.kernels.compilation.load_kernels`. BackendError if it cannot be loaded:
+    factory and driver stay the caller's. ``graphs``: whether to capture stages into CUDA graphs.
+    """
 
     on_cpu = False
 
     def __init__(
-        self,
-        factory: ExecutableFactory,
-        driver: Driver,
-        *,
-        kernels: bytes,
-        graphs: bool = True,
+        self, factory: ExecutableFactory, driver: Driver, *, kernels: bytes, graphs: bool = True
     ) -> None:
-        """Take over a factory and a driver, to be closed with the backend.
-
-        Args:
-            factory: Makes what runs stages.
-            driver: Of one GPU.
-            kernels: Machine code of our kernels for it
-                (:func:`offramp.engine.kernels.compilation.load_kernels`).
-            graphs: Whether to capture stages into CUDA graphs.
-
-        Raises:
-            BackendError: The kernels cannot be loaded; factory and driver stay the caller's.
-        """
         self._driver = driver
         with driver.current():
             loaded = DeviceKernels(driver, kernels)
@@ -79,8 +67,7 @@ class CudaBackend:
     def open_slot(self) -> CudaSlot:
         """Open a slot with buffers for all prepared stages.
 
-        Raises:
-            BackendError: Memory is short; the message says what is needed, and what was free.
+        BackendError if memory is short; the message says what is needed, and what was free.
         """
         with self._driver.current():
             try:
@@ -94,8 +81,7 @@ class CudaBackend:
     def close(self) -> None:
         """Release everything, stages that are still referred to as well.
 
-        Raises:
-            BackendError: Slots are still open; nothing was released.
+        BackendError if slots are still open; nothing was released.
         """
         with self._lock:
             if self._slots:

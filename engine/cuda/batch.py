@@ -42,19 +42,13 @@ class Placed:
 
     name: str
     dtype: np.dtype[Any]
-    """On the device."""
     sample_shape: tuple[int, ...]
-    """Of one row."""
     row_bytes: int
     offset: int
     """Bytes from the beginning of the memory."""
 
     def fill(self, memory: NDArray[np.uint8], array: NDArray[Any]) -> None:
-        """Put an array into an upload, in the type that it has on the device.
-
-        Raises:
-            BackendError: Its integers do not fit that type.
-        """
+        """Put an array into an upload, in the device's type; BackendError if it cannot hold it."""
         target = memory[self.offset : self.offset + len(array) * self.row_bytes]
         if self.dtype != array.dtype and self.dtype.kind in "iu" and array.size:
             limits = np.iinfo(self.dtype)
@@ -72,9 +66,7 @@ class Layout:
     """Tensors one behind the other; compared by identity, since it is looked up every stage."""
 
     row: Row
-    """What a row is."""
     capacity: int
-    """Rows that there is room for."""
     tensors: tuple[Placed, ...]
     size_bytes: int
 
@@ -121,12 +113,11 @@ class CudaBatch:
     """Rows in the buffers of a slot; not frozen, since one is made every stage."""
 
     owner: object
-    """The slot."""
     rows: int
     layout: Layout
     """Of the input area where it lies, or would be brought to."""
     area: int
-    """Which of the two."""
+    """Which of the two input areas."""
     addresses: tuple[int, ...]
     """Of ``layout.tensors``, where they lie now."""
     home: tuple[int, ...]
@@ -165,7 +156,6 @@ class BufferedRows:
     """A batch in memory of its own, that waits at a split; written for good."""
 
     pool: object
-    """Whose memory it is."""
     rows: int
     layout: Layout
     memory: PooledMemory

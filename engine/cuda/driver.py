@@ -44,16 +44,12 @@ Kernels: TypeAlias = Mapping[str, Kernel]
 
 
 class DeviceMemoryError(BackendError):
-    """Memory was short; what was asked for and what was free are in it and in its message."""
+    """Memory was short; what was asked for and what was free are in it and in its message.
+
+    What was free may lie in pieces. ``what`` says whose memory.
+    """
 
     def __init__(self, size_bytes: int, free_bytes: int, what: str = "the GPU") -> None:
-        """Say both, in MiB.
-
-        Args:
-            size_bytes: Asked for.
-            free_bytes: Free when it was asked for; free memory may lie in pieces.
-            what: Whose memory.
-        """
         mebibytes, free = size_bytes / 2**20, free_bytes / 2**20
         super().__init__(f"{mebibytes:,.1f} MiB were needed of {what}, {free:,.1f} MiB were free")
         self.size_bytes = size_bytes
@@ -74,11 +70,9 @@ class Stream(Protocol):
     @property
     def handle(self) -> int:
         """CUDA's ``CUstream``, for libraries that enqueue work themselves."""
-        ...
 
     def close(self) -> None:
         """Release it. The host must have waited for what was enqueued; may be called again."""
-        ...
 
 
 class StreamEvent(Protocol):
@@ -86,7 +80,6 @@ class StreamEvent(Protocol):
 
     def close(self) -> None:
         """Release it; may be called again."""
-        ...
 
 
 class Graph(Protocol):
@@ -94,11 +87,9 @@ class Graph(Protocol):
 
     def launch(self, stream: Stream) -> None:
         """Enqueue all of it."""
-        ...
 
     def close(self) -> None:
         """Release it. The host must have waited for its launches; may be called again."""
-        ...
 
 
 class Pinned(Protocol):
@@ -107,16 +98,13 @@ class Pinned(Protocol):
     @property
     def array(self) -> NDArray[np.uint8]:
         """[size_bytes]: its content; views of it may be copied too. Dead once it is freed."""
-        ...
 
     @property
     def address(self) -> int:
         """Where kernels see it. They may write it: a few words at a time, over the bus."""
-        ...
 
     def free(self) -> None:
         """Release it. The host must have waited for what uses it; may be called again."""
-        ...
 
 
 class Driver(Protocol):
@@ -125,96 +113,68 @@ class Driver(Protocol):
     @property
     def device(self) -> str:
         """Its name, for instance ``NVIDIA H200``."""
-        ...
 
     @property
     def multiprocessors(self) -> int:
         """How many multiprocessors it has."""
-        ...
 
     @property
     def compute_capability(self) -> tuple[int, int]:
         """Its compute capability, such as (9, 0)."""
-        ...
 
     def current(self) -> AbstractContextManager[None]:
         """Make the device's context the calling thread's, until the end of the block; nests."""
-        ...
 
     def memory(self) -> tuple[int, int]:
         """Free and total bytes of the device."""
-        ...
 
     def allocate(self, size_bytes: int) -> int:
-        """Take device memory; what it holds is undefined.
+        """Take device memory of undefined content; DeviceMemoryError if it is short.
 
-        Returns:
-            Its address, a multiple of :data:`ALIGNMENT`.
-
-        Raises:
-            DeviceMemoryError: There is not so much.
+        Its address is a multiple of :data:`ALIGNMENT`.
         """
-        ...
 
     def free(self, address: int) -> None:
         """Give back what :meth:`allocate` gave; the host must have waited for what uses it."""
-        ...
 
     def allocate_pinned(self, size_bytes: int) -> Pinned:
-        """Take host memory for copies; what it holds is undefined.
-
-        Raises:
-            DeviceMemoryError: The host does not give so much.
-        """
-        ...
+        """Take host memory for copies, of undefined content; DeviceMemoryError if it is short."""
 
     def stream(self) -> Stream:
         """Make a stream; it never waits for the default stream."""
-        ...
 
     def event(self) -> StreamEvent:
         """Make an event; it takes no times."""
-        ...
 
     def copy_in(self, target: int, source: NDArray[np.uint8], stream: Stream) -> None:
         """Enqueue a copy from pinned memory, which must not change until it is done."""
-        ...
 
     def copy_out(self, target: NDArray[np.uint8], source: int, stream: Stream) -> None:
         """Enqueue a copy to pinned memory; read it after :meth:`synchronize`."""
-        ...
 
     def copy_within(self, target: int, source: int, size_bytes: int, stream: Stream) -> None:
         """Enqueue a copy from device memory to device memory; the two do not overlap."""
-        ...
 
     def clear(self, address: int, size_bytes: int, stream: Stream) -> None:
         """Enqueue zeros."""
-        ...
 
     def record(self, event: StreamEvent, stream: Stream) -> None:
         """Let the event stand for all that is enqueued so far; forgets what it stood for."""
-        ...
 
     def wait_on(self, stream: Stream, event: StreamEvent) -> None:
         """Let what is enqueued on the stream from now on wait for what the event stands for now."""
-        ...
 
     def synchronize(self, event: StreamEvent) -> None:
         """Wait, with the GIL released, for what the event stands for.
 
-        Raises:
-            DeviceLostError: Something that was enqueued went wrong on the device.
+        DeviceLostError if something that was enqueued went wrong on the device.
         """
-        ...
 
     def load(self, cubin: bytes) -> Kernels:
         """Load our kernels' machine code; they last until the driver is closed."""
-        ...
 
     def launch(self, kernel: Kernel, launch: Launch, stream: Stream) -> None:
         """Enqueue a kernel with its grid, its block and ``launch.arguments``, taken by value."""
-        ...
 
     def capture(self, stream: Stream, enqueue: Callable[[], None]) -> Graph | None:
         """Make a graph of all that ``enqueue`` enqueues on the stream; none of it runs.
@@ -223,13 +183,10 @@ class Driver(Protocol):
         nor use another stream. Enqueue the same work once before without capture: libraries
         allocate and load at the first run. Other threads are not concerned.
 
-        Returns:
-            ``None`` where there are no graphs, or ``enqueue`` raised a :class:`BackendError`, as
-            TensorRT does for engines that cannot be captured; a line in the log says why, once a
-            reason. Any other exception is raised.
+        ``None`` where there are no graphs, or ``enqueue`` raised a :class:`BackendError`, as
+        TensorRT does for engines that cannot be captured; a line in the log says why, once a
+        reason. Any other exception is raised.
         """
-        ...
 
     def close(self) -> None:
         """Forget the kernels. All else must have been released before."""
-        ...

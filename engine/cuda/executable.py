@@ -64,13 +64,8 @@ class Executable(Protocol):
     def output_shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape]:
         """Tell the shapes of the outputs before they are enqueued; quick where known before.
 
-        Args:
-            inputs: Of at least the stage's inputs.
-
-        Raises:
-            BackendError: The stage does not take such inputs; the message has what it takes.
+        BackendError if the stage does not take such inputs; the message has what it takes.
         """
-        ...
 
     def enqueue(
         self,
@@ -80,37 +75,24 @@ class Executable(Protocol):
         *,
         graph: int | None = None,
     ) -> None:
-        """Enqueue the stage.
+        """Enqueue the stage on the slot's stream; if it cannot be, this batch fails only.
 
-        A graph is made by two calls with its number, shapes and addresses, between which the host
-        waits. The first may prepare; the second is captured: it neither allocates nor waits. The
-        graph then stays valid, whatever is enqueued later, until :meth:`forget`.
-
-        Args:
-            inputs: Shapes of at least the stage's inputs; all have as many rows.
-            addresses: Of at least the stage's inputs and outputs.
-            stream: That of the slot.
-            graph: Number of the graph that this is captured into, now or the next time; only for
-                stages that are capturable. ``None``: of none.
-
-        Raises:
-            BackendError: It cannot be enqueued. This batch fails only.
+        Shapes are of at least the stage's inputs, which have as many rows; addresses of its outputs
+        too. ``graph`` is the number of the graph that this is captured into, now or the next time;
+        only for stages that are capturable. It is made by two calls with its number, shapes and
+        addresses, between which the host waits. The first may prepare; the second is captured: it
+        neither allocates nor waits. The graph then stays valid, whatever is enqueued later, until
+        :meth:`forget`.
         """
-        ...
 
     def forget(self, graph: int) -> None:
         """Release what was prepared for a graph, if anything was: it is not launched any more.
 
         The host has waited. Without it a slot that meets ever new shapes takes ever more memory.
-
-        Args:
-            graph: Its number; perhaps of a graph that never came to be.
         """
-        ...
 
     def close(self) -> None:
         """Release it; the host has waited for what was enqueued. May be called again."""
-        ...
 
 
 class PreparedStage(Protocol):
@@ -119,7 +101,6 @@ class PreparedStage(Protocol):
     @property
     def spec(self) -> StageSpec:
         """The spec that was prepared."""
-        ...
 
     @property
     def inputs(self) -> tuple[TensorInfo, ...]:
@@ -128,7 +109,6 @@ class PreparedStage(Protocol):
         They are among those of a batch, but not always ``spec.inputs``: an input that nothing
         reads is missing, and a chain of segments has those of exits inside it.
         """
-        ...
 
     @property
     def outputs(self) -> tuple[TensorInfo, ...]:
@@ -136,34 +116,27 @@ class PreparedStage(Protocol):
 
         Carried tensors that are not among them are graph inputs, which pass through.
         """
-        ...
 
     @property
     def scratch_bytes(self) -> int:
         """Memory between its beginning and its end, at the most; 0 if it has its own."""
-        ...
 
     @property
     def max_rows(self) -> int:
         """Most rows of a batch."""
-        ...
 
     @property
     def capturable(self) -> bool:
         """Whether it is worth trying to capture it into a CUDA graph."""
-        ...
 
     def open(self, slot: SlotResources) -> Executable:
         """Make what runs it in a slot; may be called in several threads at the same time.
 
-        Raises:
-            BackendError: It cannot be made, for instance for want of memory.
+        BackendError if it cannot be made, for instance for want of memory.
         """
-        ...
 
     def close(self) -> None:
         """Release the stage; its executables must have been closed before."""
-        ...
 
 
 class ExecutableFactory(Protocol):
@@ -172,20 +145,15 @@ class ExecutableFactory(Protocol):
     @property
     def name(self) -> str:
         """Name of the backend, for messages and metrics: ``tensorrt``."""
-        ...
 
     def device_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """Tell the type of a graph input on the device: TensorRT 8.6 has int32 for int64."""
-        ...
 
     def prepare(self, spec: StageSpec) -> PreparedStage:
         """Load a stage; may take seconds.
 
-        Raises:
-            BackendError: It cannot be loaded; the message says which, why, and the remedy.
+        BackendError if it cannot be loaded; the message says which, why, and the remedy.
         """
-        ...
 
     def close(self) -> None:
         """Release what it holds; prepared stages must have been closed before."""
-        ...

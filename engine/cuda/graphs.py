@@ -14,7 +14,6 @@ from offramp.engine.cuda.driver import Stream
 from offramp.engine.errors import BackendError
 
 INSTALL = "pip install cuda-bindings"
-"""The remedy where there are no graphs."""
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +22,6 @@ class CudaGraphs:
     """Captures and launches graphs; without ``cuda.bindings`` it gives none."""
 
     def __init__(self) -> None:
-        """Look for the package."""
         self._said: set[str] = set()
         self._driver: Any = None
         try:
@@ -73,14 +71,9 @@ class CudaGraphs:
 
 
 class CudaGraph:
-    """An executable graph: a :class:`offramp.engine.cuda.driver.Graph`."""
+    """An executable graph, made of a ``CUgraph``: a :class:`offramp.engine.cuda.driver.Graph`."""
 
     def __init__(self, driver: Any, graph: Any) -> None:
-        """Take over a ``CUgraph`` and make it executable.
-
-        Raises:
-            BackendError: CUDA cannot.
-        """
         self._driver = driver
         try:
             made = checked(driver, "instantiate a graph", driver.cuGraphInstantiate(graph, 0))
@@ -89,11 +82,7 @@ class CudaGraph:
         self._executable: Any = made[0]
 
     def launch(self, stream: Stream) -> None:
-        """Enqueue all of it.
-
-        Raises:
-            BackendError: It is closed, or CUDA cannot.
-        """
+        """Enqueue all of it; BackendError if it is closed, or CUDA cannot."""
         driver = self._driver
         if self._executable is None:
             raise BackendError("a CUDA graph was launched after it was closed")
@@ -108,11 +97,7 @@ class CudaGraph:
 
 
 def checked(driver: Any, what: str, returned: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Get the results of a call of ``cuda.bindings.driver``, which come after its status.
-
-    Raises:
-        BackendError: The status is an error.
-    """
+    """Get what a call of ``cuda.bindings.driver`` gives behind its status, if that is no error."""
     status, *results = returned
     if status != driver.CUresult.CUDA_SUCCESS:
         found, text = driver.cuGetErrorString(status)

@@ -41,7 +41,6 @@ class Needs:
     upload_bytes: int = 0
     answer_bytes: int = 0
     rows: int = 0
-    """Of a batch."""
 
     def most(self, other: Needs) -> Needs:
         """Combine with other needs: what does for both, one after the other."""
@@ -111,7 +110,6 @@ class HostRegion(Region):
     """A piece of pinned host memory that can grow; what it held is lost then."""
 
     array: NDArray[np.uint8] = np.empty(0, np.uint8)
-    """Its content."""
     _pinned: Pinned
 
     def _take(self, size_bytes: int) -> int:
@@ -203,17 +201,13 @@ class RowBuffers:
 
 
 class Arena:
-    """All buffers of a slot."""
+    """All buffers of a slot; nothing is allocated before :meth:`open`. The driver is current.
+
+    ``moving`` is called before a buffer moves: must wait for what uses it, and forget addresses.
+    """
 
     def __init__(self, driver: Driver, moving: Callable[[], None]) -> None:
-        """Allocate nothing yet.
-
-        Args:
-            driver: Current whenever the arena is used.
-            moving: Called before a buffer moves: must wait for what uses it, and forget addresses.
-        """
         self.settle = moving
-        """Waits for all that uses the buffers, and forgets their addresses."""
         self.inputs = (Region(driver), Region(driver))
         self.outputs = Region(driver)
         self.scratch = Region(driver)
@@ -226,8 +220,7 @@ class Arena:
     def open(self, needs: Needs) -> None:
         """Allocate everything that stages need.
 
-        Raises:
-            DeviceMemoryError: There is not so much. What was allocated stays until :meth:`free`.
+        DeviceMemoryError if there is not so much. What was allocated stays until :meth:`free`.
         """
         for region in self.inputs:
             region.reserve(needs.input_bytes)
@@ -296,18 +289,12 @@ class MemoryPool:
         self._driver = driver
         self._lock = threading.Lock()
         self._idle: defaultdict[int, list[int]] = defaultdict(list)
-        """Addresses by size."""
         self._all: set[int] = set()
         self._returned: deque[tuple[int, int]] = deque()
         self.allocations = 0
-        """From the driver, so far."""
 
     def take(self, size_bytes: int) -> PooledMemory:
-        """Take memory; the driver must be current.
-
-        Raises:
-            DeviceMemoryError: There is none, even without what lies idle.
-        """
+        """Take memory; the driver must be current. DeviceMemoryError if none lies idle either."""
         size_bytes = max(_LEAST_BYTES, 1 << (size_bytes - 1).bit_length())
         with self._lock:
             while self._returned:

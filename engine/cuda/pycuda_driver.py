@@ -42,44 +42,27 @@ some library may use, do not wait for each other."""
 
 
 def require_pycuda() -> None:
-    """Import PyCUDA; without it no driver can be made.
-
-    Raises:
-        BackendError: It is not installed, or does not load.
-    """
+    """Import PyCUDA, without which no driver can be made; BackendError says what is wrong."""
     try:
         import pycuda.driver  # noqa: F401, PLC0415
-    except ModuleNotFoundError as error:
-        if error.name == "pycuda":
-            raise BackendError("the Python packages lack pycuda: pip install pycuda") from error
-        raise BackendError(_unloadable(error)) from error
     except (ImportError, OSError) as error:
-        raise BackendError(_unloadable(error)) from error
-
-
-def _unloadable(error: Exception) -> str:
-    return (
-        f"pycuda is installed but does not load: {error}. It must fit the driver's CUDA version; "
-        f"pip install --force-reinstall --no-cache-dir pycuda gets it anew"
-    )
+        if isinstance(error, ModuleNotFoundError) and error.name == "pycuda":
+            raise BackendError("the Python packages lack pycuda: pip install pycuda") from error
+        raise BackendError(
+            f"pycuda is installed but does not load: {error}. It must fit the driver's CUDA "
+            f"version; pip install --force-reinstall --no-cache-dir pycuda gets it anew"
+        ) from error
 
 
 class PyCudaDriver:
-    """One GPU: a :class:`offramp.engine.cuda.driver.Driver`."""
+    """One GPU through its primary context: a :class:`offramp.engine.cuda.driver.Driver`.
+
+    Ask :func:`offramp.engine.tensorrt.probe.require` first. ``blocking_waits`` let waiting threads
+    sleep until an interrupt wakes them: it frees their cores, and costs some ten microseconds a
+    wait. BackendError if CUDA does not give the context.
+    """
 
     def __init__(self, index: int = 0, *, blocking_waits: bool = False) -> None:
-        """Take the primary context of a GPU.
-
-        Ask :func:`offramp.engine.tensorrt.probe.require` first.
-
-        Args:
-            index: Of the GPU.
-            blocking_waits: Let waiting threads sleep until an interrupt wakes them. It frees
-                their cores, and costs some ten microseconds a wait.
-
-        Raises:
-            BackendError: CUDA does not give it.
-        """
         import pycuda.driver as cuda  # noqa: PLC0415
 
         self._cuda = cuda
@@ -88,13 +71,10 @@ class PyCudaDriver:
         with self._errors:
             device: cuda.Device = cuda.Device(index)
             self.device = str(device.name())
-            """Name of the GPU."""
             major, minor = device.compute_capability()
             self.compute_capability = (int(major), int(minor))
-            """Such as (9, 0)."""
             count = device.get_attribute(cuda.device_attribute.MULTIPROCESSOR_COUNT)
             self.multiprocessors = int(count)
-            """How many it has."""
         self._event_flags = int(cuda.event_flags.DISABLE_TIMING)
         if blocking_waits:
             self._event_flags |= int(cuda.event_flags.BLOCKING_SYNC)
@@ -237,11 +217,7 @@ class _PyCudaHandle:
 
     @property
     def owned(self) -> Any:
-        """PyCUDA's own.
-
-        Raises:
-            BackendError: It was closed before.
-        """
+        """PyCUDA's own; BackendError if it was closed before."""
         if self._owned is None:
             raise BackendError(f"a CUDA {self.what} was used after it was closed")
         return self._owned
@@ -259,7 +235,6 @@ class PyCudaStream(_PyCudaHandle):
     def __init__(self, stream: cuda.Stream) -> None:
         super().__init__(stream)
         self.handle = int(stream.handle)
-        """CUDA's ``CUstream``."""
 
 
 class PyCudaEvent(_PyCudaHandle):
@@ -276,7 +251,6 @@ class PyCudaPinned:
         allocation: cuda.PagelockedHostAllocation = array.base
         self._allocation: cuda.PagelockedHostAllocation | None = allocation
         self.address = int(allocation.get_device_pointer())
-        """Where kernels see it."""
         self.array = array[:size_bytes]
         """[size_bytes]; empty once it is freed."""
 
@@ -323,10 +297,7 @@ class _Errors:
         pass
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        _: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         if error is None or not isinstance(error, self._of_cuda):
             return

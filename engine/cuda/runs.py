@@ -49,13 +49,11 @@ class StageRun:
     """Of the graph, for what it is captured from; never used twice in a slot."""
     rows: int
     shapes: dict[str, Shape]
-    """Of the batch's tensors."""
     addresses: dict[str, int]
     """Of the batch's tensors, and of what the stage gives."""
     carried: Layout | None
     """Of what goes on, in the next input area; ``None`` after the last stage."""
     target: int
-    """That area."""
     targets: tuple[int, ...]
     """Addresses of what goes on there."""
     sources: tuple[int, ...]
@@ -69,7 +67,6 @@ class StageRun:
     answer: NDArray[Any] | None
     """[rows, classes], in pinned memory."""
     answer_bytes: NDArray[np.uint8]
-    """The same as bytes."""
     answer_address: int
     confidence: NDArray[np.float32]
     """[rows], in pinned memory, as the next two."""
@@ -81,7 +78,6 @@ class StageRun:
     """How often it was run without a graph."""
     graph: Graph | None = None
     threshold: float = -1.0
-    """Of ``end``."""
     end: Launch | None = None
     """The launch after the stage."""
 
@@ -123,12 +119,9 @@ class StageRuns:
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def of(self, stage: OpenStage, batch: CudaBatch) -> StageRun:
-        """Tell how to run a stage on a batch that lies in an input area.
+        """Tell how to run a stage on a batch in an input area; BackendError if it does not take it.
 
         The host has waited for all that was run before.
-
-        Raises:
-            BackendError: The stage does not take it.
         """
         key = (stage.facts.number, batch.layout, batch.rows, batch.area)
         run = self._made.get(key)
@@ -252,19 +245,13 @@ class OpenStages:
     registry: StageRegistry
     runs: StageRuns
     graphs: bool
-    """Whether stages are captured into CUDA graphs."""
     resources: Callable[[], SlotResources]
-    """What executables get."""
     _open: dict[int, OpenStage] = field(default_factory=dict)
     _drops: int = 0
     """Handles that were gone when this slot looked last."""
 
     def of(self, facts: StageFacts) -> OpenStage:
-        """Give what runs a stage here; the first time it is made.
-
-        Raises:
-            BackendError: It cannot be made.
-        """
+        """Give what runs a stage here; the first time it is made, if it can be."""
         stage = self._open.get(facts.number)
         if stage is None:
             self._reserve_scratch(facts)
@@ -311,11 +298,7 @@ def _release(runs: list[StageRun]) -> None:
 
 
 def _check(facts: StageFacts, batch: CudaBatch) -> None:
-    """Check that a stage takes a batch.
-
-    Raises:
-        BackendError: It does not.
-    """
+    """Check that a stage takes a batch; BackendError if it does not."""
     prepared, there = facts.prepared, {name: dtype for name, dtype, _ in batch.layout.row}
     if batch.rows > prepared.max_rows:
         raise BackendError(
@@ -332,11 +315,7 @@ def _check(facts: StageFacts, batch: CudaBatch) -> None:
 
 
 def _given_rows(stage: OpenStage, shapes: dict[str, Shape]) -> dict[str, RowPart]:
-    """Tell what a row of each output is.
-
-    Raises:
-        BackendError: The stage does not take such inputs, or gives another number of rows.
-    """
+    """Tell what a row of each output is; the stage has to take such inputs."""
     rows = next(iter(shapes.values()))[0]
     given = stage.executable.output_shapes(shapes)
     for name, shape in given.items():

@@ -38,7 +38,6 @@ from offramp.engine.exit_check import confidence_of
 from offramp.engine.kernels.arguments import Scratch
 
 REMEDY = "lower --streams or --max-batch-size"
-"""Where memory is short."""
 _MOST_LAYOUTS = 4096
 """With inputs of many lengths there is no end of them."""
 _EMPTY = np.empty(0, np.float32)
@@ -56,7 +55,6 @@ class SharedBySlots:
     stages: StageRegistry
     pool: MemoryPool
     graphs: bool
-    """Whether stages are captured into CUDA graphs."""
     uncaptured: set[int] = field(default_factory=set)
     """Numbers of the stages of which it was said that they run without."""
 
@@ -65,22 +63,14 @@ class CudaSlot:
     """Runs stages on a stream of its own: a :class:`offramp.engine.backends.base.Slot`.
 
     A batch is void once its buffer is written again: by the next ``upload`` or ``merge``, or two
-    stages later. It raises then.
+    stages later. It raises then. All memory that the prepared stages need is allocated at once,
+    while the driver is current; nothing is kept if it is short (DeviceMemoryError). ``closed`` is
+    called when the slot is closed.
     """
 
     def __init__(self, shared: SharedBySlots, *, closed: Callable[[], None] = lambda: None) -> None:
-        """Allocate all that the stages which are prepared need; the driver is current.
-
-        Args:
-            shared: With the other slots.
-            closed: Called when it is closed.
-
-        Raises:
-            DeviceMemoryError: There is not so much; nothing is kept.
-        """
-        driver = shared.driver
         self._shared = shared
-        self._driver = driver
+        self._driver = driver = shared.driver
         self._on_closed = closed
         self._closed = False
         self._layouts = Layouts()
@@ -96,10 +86,7 @@ class CudaSlot:
         self._work = SlotStream(driver, shared.kernels, self.arena, self._stream, self._event)
         self._runs = StageRuns(arena=self.arena, layouts=self._layouts, kernels=shared.kernels)
         self._open = OpenStages(
-            registry=shared.stages,
-            runs=self._runs,
-            graphs=shared.graphs,
-            resources=self._resources,
+            registry=shared.stages, runs=self._runs, graphs=shared.graphs, resources=self._resources
         )
 
     def upload(self, tensors: Mapping[str, NDArray[Any]]) -> CudaBatch:
@@ -126,11 +113,7 @@ class CudaSlot:
     ) -> StageResult:
         """Execute a stage, its end and the copy of its answer, and wait for them.
 
-        Args:
-            stage: Prepared.
-            batch: Of this slot.
-            threshold: Instead of the stage's own, where it changed since the stage was prepared.
-                Under another one than in force, survivors are taken out by a kernel more.
+        Under another ``threshold`` than is in force, survivors are taken out by a kernel more.
         """
         assert isinstance(batch, CudaBatch)
         facts = stage.facts
@@ -236,12 +219,7 @@ class CudaSlot:
     def _at_work(self, what: str, *numbers: int) -> Iterator[None]:
         """Work with the driver current; after an error the slot is brought into order.
 
-        Args:
-            what: What fails, for the message; a format of the numbers.
-            numbers: For the message.
-
-        Raises:
-            BackendError: The work raised one; the message says what failed.
+        ``what`` fails, says the BackendError's message; it is a format of the numbers.
         """
         with self._driver.current():
             try:
@@ -266,8 +244,7 @@ class CudaSlot:
             driver.clear(scratch.address, Scratch.bytes_for(scratch.rows), stream)
             by_row.scratch_is_clear = True
         if run.graph is None:
-            number = run.number if run.times == 1 and run.stage.graphs else None
-            run.enqueue(stream, number)
+            run.enqueue(stream, run.number if run.times == 1 and run.stage.graphs else None)
         else:
             run.graph.launch(stream)
         for copy in run.copies:

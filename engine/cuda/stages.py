@@ -41,22 +41,14 @@ class StageCheck:
     score_type: ScoreType
     kind: CheckKind
     channels: int
-    """Of the scores."""
 
 
 def check_of(spec: StageSpec, dtype: np.dtype[Any], classes: int) -> StageCheck | None:
-    """Tell how to check who exits after a stage.
+    """Tell how to check who exits after a stage, by the type of its confidence or else answer.
 
-    A confidence that the graph computes is the largest of one probability: thresholds were tuned
-    on these very numbers, so they are what is compared.
-
-    Args:
-        spec: Of the stage.
-        dtype: Of the confidence on the device, or of the answer where the graph gives none.
-        classes: Of the answer.
-
-    Returns:
-        ``None`` where the stage has no answer, or one of a type that the kernels do not read.
+    A confidence that the graph computes is the largest of one probability: thresholds were tuned on
+    these very numbers, so they are what is compared. ``None`` where the stage has no answer, or one
+    of a type that the kernels do not read.
     """
     score_type = _SCORE_TYPES.get(dtype)
     if spec.answer is None or score_type is None:
@@ -83,7 +75,7 @@ class StageFacts:
 
     @property
     def spec(self) -> StageSpec:
-        """The spec that was prepared."""
+        """What was prepared."""
         return self.prepared.spec
 
 
@@ -119,11 +111,7 @@ class StageRegistry:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, prepared: PreparedStage) -> CudaStage:
-        """Take a stage over.
-
-        Raises:
-            BackendError: It does not give what its spec says.
-        """
+        """Take a stage over; BackendError if it does not give what its spec says."""
         facts = facts_of(prepared, next(self._numbers))
         with self._lock:
             self._records[facts.number] = _Record(facts=facts)
@@ -149,11 +137,7 @@ class StageRegistry:
             self._used = self._used.most(used)
 
     def open(self, facts: StageFacts, resources: SlotResources) -> Executable:
-        """Make what runs a stage in a slot; :meth:`close` must follow.
-
-        Raises:
-            BackendError: It cannot be made.
-        """
+        """Make what runs a stage in a slot, if it can be made; :meth:`close` must follow."""
         with self._lock:
             self._records[facts.number].executables += 1
         try:
@@ -187,8 +171,7 @@ class StageRegistry:
     def close_all(self) -> None:
         """Close every stage, whoever still refers to it.
 
-        Raises:
-            BackendError: Some have executables still; the others are closed.
+        BackendError if some have executables still; the others are closed.
         """
         with self._lock:
             records, self._records = list(self._records.values()), {}
@@ -221,12 +204,7 @@ def _close(records: Sequence[_Record]) -> None:
 
 
 def facts_of(prepared: PreparedStage, number: int) -> StageFacts:
-    """Derive the facts that slots need.
-
-    Raises:
-        BackendError: The stage lacks an output that its spec names, or gives an answer that nobody
-            could read.
-    """
+    """Derive the facts that slots need; BackendError if an output is missing or unreadable."""
     spec = prepared.spec
     outputs = {tensor.name: tensor for tensor in prepared.outputs}
     lacking = [name for name in (spec.answer, spec.confidence) if name and name not in outputs]
@@ -259,10 +237,8 @@ def facts_of(prepared: PreparedStage, number: int) -> StageFacts:
 def needs_of(prepared: PreparedStage, row_bytes: Mapping[str, int]) -> Needs:
     """Tell what a stage needs of a slot, with the largest batch.
 
-    Args:
-        prepared: The stage.
-        row_bytes: Of inputs that pass through it, which it may not know itself; those that are not
-            there count as nothing, and make a slot grow when they come.
+    ``row_bytes`` are of inputs that pass through it, which it may not know itself; those that are
+    not there count as nothing, and make a slot grow when they come.
     """
     spec, rows = prepared.spec, prepared.max_rows
     read = {tensor.name: tensor.row_bytes for tensor in prepared.inputs}

@@ -17,14 +17,12 @@ from offramp.engine.kernels.arguments import MOST_TENSORS, Launch, RowCopy, gath
 
 
 class DeviceKernels:
-    """Our kernels, loaded once for all slots."""
+    """Our kernels, loaded once for all slots while the driver is current."""
 
     def __init__(self, driver: Driver, cubin: bytes) -> None:
-        """Load them; the driver must be current."""
         self._driver = driver
         self._kernels = driver.load(cubin)
         self.multiprocessors = driver.multiprocessors
-        """Of the device; launches are sized by it."""
 
     def launch(self, launch: Launch, stream: Stream) -> None:
         """Enqueue a kernel."""
@@ -52,7 +50,6 @@ class SlotStream:
         stream: Stream,
         event: StreamEvent,
     ) -> None:
-        """Use the buffers of a slot, its stream and its event."""
         self.stream = stream
         self.pending = False
         """Whether work is enqueued that the host has not waited for."""
@@ -82,14 +79,7 @@ class SlotStream:
     def copy(
         self, layout: Layout, sources: Sequence[int], targets: Sequence[int], rows: int
     ) -> None:
-        """Enqueue copies of the first rows.
-
-        Args:
-            layout: Says how large a row of each tensor is.
-            sources: Addresses, by tensor of the layout.
-            targets: The same.
-            rows: How many.
-        """
+        """Enqueue copies of the first rows; addresses are by tensor of the layout."""
         self.pending = True
         for tensor, source, target in zip(layout.tensors, sources, targets, strict=True):
             if size_bytes := rows * tensor.row_bytes:
@@ -105,18 +95,10 @@ class SlotStream:
         rows: Rows,
         numbers: int = 0,
     ) -> None:
-        """Enqueue copies of some rows.
+        """Enqueue copies of some of ``source_rows`` rows; ``rows`` rise.
 
-        Args:
-            layout: As of :meth:`copy`, like the next two.
-            sources: The same.
-            targets: The same.
-            source_rows: Rows that the sources have.
-            rows: Row numbers, rising.
-            numbers: Their address on the device, if :meth:`send` was there before.
-
-        Raises:
-            BackendError: There is no such row.
+        ``numbers`` is their address on the device, if :meth:`send` was there before. BackendError
+        if there is no such row.
         """
         if not len(rows):
             return

@@ -25,7 +25,6 @@ STAGE_END: Final[dict[ScoreType, str]] = {
 }
 """Entry point by type of the scores."""
 GATHER_ROWS: Final = "gather_rows"
-"""Entry point."""
 ENTRY_POINTS: Final = (*STAGE_END.values(), GATHER_ROWS)
 """All that a cubin must have."""
 
@@ -115,7 +114,6 @@ class ExitCheck:
     """The rule by which a row exits; its meaning is that of ``engine/exit_check.py``."""
 
     kind: CheckKind
-    """Which check."""
     channels: int
     """Classes, or heat maps."""
     positions: int = 1
@@ -128,7 +126,6 @@ class ExitCheck:
     """k, the principal values of a heat map (PAME: 5); for heat maps only."""
 
     def __post_init__(self) -> None:
-        """Refuse what the kernels would misread."""
         if not 0 <= self.threshold <= NEVER:
             raise ValueError(f"confidence threshold {self.threshold} is not in [0, {NEVER}]")
         for name in ("channels", "positions", "count_threshold", "highest"):
@@ -161,14 +158,11 @@ class RowCopy:
     """A tensor whose rows are copied to the front of another; the two do not overlap."""
 
     source: int
-    """Address."""
     target: int
-    """Address."""
     row_bytes: int
     """Of one row of both; may be 0."""
 
     def __post_init__(self) -> None:
-        """Refuse what the kernels would misread."""
         if not 0 <= self.row_bytes <= _MOST:
             raise ValueError(f"a row of {self.row_bytes} bytes: must be 0 to 2 GiB")
         if self.row_bytes and not (self.source > 0 and self.target > 0):
@@ -212,7 +206,6 @@ class Scratch:
     """A stream's scratch block: zeroed once, when allocated, and after a launch that failed."""
 
     address: int
-    """In device memory."""
     rows: int
     """The largest batch it was made for."""
 
@@ -257,20 +250,11 @@ def stage_end(
 ) -> Launch:
     """Make the launch after a stage: who exits, and compaction of those that go on.
 
-    Args:
-        check: When a row exits.
-        rows: Of the batch; 0 is allowed.
-        scores: Address of [rows, channels, positions], dense.
-        score_type: Of the scores.
-        results: Where results go.
-        scratch: Of the stream; used by one launch at a time.
-        multiprocessors: Of the device.
-        tensors: What the next stage takes; none after the last stage.
-        runs_on: Address of uint8 [rows]: rows that go on although they exit (audit and release
-            modes); null: none does.
-
-    Raises:
-        ValueError: The kernel would misread it, or write where it must not.
+    The batch has ``rows`` rows, perhaps 0. ``scores`` is the address of [rows, channels,
+    positions], dense; ``runs_on`` that of uint8 [rows]: rows that go on although they exit (audit
+    and release modes), or null: none does. ``scratch`` is the stream's, used by one launch at a
+    time; ``tensors`` are what the next stage takes, none after the last. ValueError if the kernel
+    would misread it, or write where it must not.
     """
     _check_tensors(tensors, rows=rows, copied=rows)
     _check_results(check, results, scratch, rows)
@@ -317,16 +301,9 @@ def gather_rows(
 ) -> Launch:
     """Make the launch that copies given rows of tensors to the front of others.
 
-    Args:
-        tensors: What is copied.
-        rows: Address of int32 [count], row numbers of the sources in any order. Every warp reads
-            its own from there, so device memory is the better place for more than a few.
-        count: How many.
-        source_rows: Rows that the sources have, above all those numbers.
-        multiprocessors: Of the device.
-
-    Raises:
-        ValueError: The kernel would misread it, or write where it must not.
+    ``rows`` is the address of int32 [count], row numbers below ``source_rows`` in any order. Every
+    warp reads its own from there, so device memory is the better place for more than a few.
+    ValueError if the kernel would misread it, or write where it must not.
     """
     _check_tensors(tensors, rows=source_rows, copied=count)
     if count and (rows <= 0 or rows % 4):

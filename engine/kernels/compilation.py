@@ -29,7 +29,6 @@ from offramp.engine.kernels.compilers import (
 )
 
 FOLDER = Path(__file__).parent
-"""Where the sources lie."""
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -66,20 +65,11 @@ def compile_kernels(
     folder: Path = FOLDER,
     driver_version: tuple[int, int] | None = None,
 ) -> tuple[KernelCompiler, bytes]:
-    """Compile all kernels into one cubin.
+    """Compile all kernels into one cubin for an architecture such as ``sm_90``.
 
-    Args:
-        architecture: Such as ``sm_90``.
-        compilers: What to try, in order.
-        folder: Where the sources lie.
-        driver_version: Newest CUDA that the driver runs; compilers of a newer major version are
-            passed over. None: it is not known.
-
-    Returns:
-        The first compiler that succeeds, and its cubin.
-
-    Raises:
-        KernelCompileError: None of them gave a cubin for this architecture.
+    Gives the first of the compilers that succeeds, and its cubin. Passed over are those of a newer
+    major version than ``driver_version``, the newest CUDA that the driver runs, if it is known.
+    KernelCompileError if none of them gave a cubin for this architecture.
     """
     text = program(folder)
     said = []
@@ -123,19 +113,11 @@ def load_kernels(
 ) -> bytes:
     """Get the kernels' cubin for a GPU, compiled if this was not done before.
 
-    Args:
-        compute_capability: Of the GPU.
-        cache: Folder of compiled kernels; None: the user's own. It may be unwritable: then the
-            kernels are compiled anew each time.
-        driver_version: Newest CUDA that the driver runs, so that nothing newer is given to it.
-            None: it is not known.
-
-    Returns:
-        The cubin.
-
-    Raises:
-        KernelCompilerNotFoundError: It had to be compiled, but there is no compiler.
-        KernelCompileError: No compiler gave a cubin for this GPU.
+    ``cache`` is a folder of compiled kernels; ``None`` is the user's own. It may be unwritable:
+    then the kernels are compiled anew each time. Nothing newer is given to a driver than
+    ``driver_version``, the newest CUDA that it runs, if it is known. KernelCompilerNotFoundError if
+    it had to be compiled, but there is no compiler; KernelCompileError if none gave a cubin for
+    this GPU.
     """
     architecture = architecture_of(compute_capability)
     folder = _user_cache() if cache is None else cache
@@ -203,6 +185,6 @@ def _write(path: Path, cubin: bytes) -> None:
     """Put a cubin into the cache whole, or leave it be."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, hashlib.sha256(cubin).digest() + cubin, durable=False)
+        write_whole(path, hashlib.sha256(cubin).digest() + cubin)
     except OSError as error:
         logger.info("The compiled kernels cannot be kept in %s: %s", path.parent, error)

@@ -73,15 +73,9 @@ class KernelCompiler(Protocol):
         """Architectures that it can compile for, such as ``sm_90``."""
 
     def compile(self, text: str, architecture: str, folder: Path) -> Compiled:
-        """Compile a text for an architecture.
+        """Compile a text for one of ``architectures``; ``folder`` has what quoted includes name.
 
-        Args:
-            text: The program.
-            architecture: One of ``architectures``.
-            folder: Where quoted includes are looked for.
-
-        Raises:
-            KernelCompileError: The compiler gave no cubin; the message has its output.
+        KernelCompileError if the compiler gave no cubin; the message has its output.
         """
 
 
@@ -213,9 +207,7 @@ def find_compilers() -> tuple[KernelCompiler, ...]:
     """Find the compilers of this machine, to be tried in this order: nvcc, then NVRTC.
 
     nvcc first: where somebody installed a toolkit, it is the one that fits the driver.
-
-    Raises:
-        KernelCompilerNotFoundError: There is none; the message says what to install.
+    KernelCompilerNotFoundError if there is none; the message says what to install.
     """
     found: list[KernelCompiler] = []
     missing = []

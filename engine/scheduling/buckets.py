@@ -29,8 +29,6 @@ class SortedQueue(Generic[_T]):
     surface, or all at once when they are the majority: memory stays proportional to what is left.
     """
 
-    __slots__ = ("_heap", "_in_order", "_left")
-
     def __init__(self) -> None:
         self._in_order: deque[tuple[Key, _T]] = deque()
         self._heap: list[tuple[Key, _T]] = []

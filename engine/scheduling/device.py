@@ -118,11 +118,9 @@ class DeviceScheduler:
 
     def failed(self, stream: int, now_s: float) -> None:
         """Take note that the batch of ``stream`` failed; see :meth:`ModelScheduler.failed`."""
-        mine = self._running.get(stream)
-        if mine is not None:
+        if stream in self._running:
             self._charge(stream, now_s)
-            del self._running[stream]
-            mine.scheduler.failed(stream, now_s)
+            self._running.pop(stream).scheduler.failed(stream, now_s)
 
     def suspend(self, stream: int) -> None:
         """Say that a stream, which has no batch, is out of service."""

@@ -54,9 +54,7 @@ class PolicyName:
 
     def __str__(self) -> str:
         """Write the name as :meth:`parse` reads it."""
-        if self.name != Fixed.name:
-            return self.name
-        return f"{self.name}:{_exit_name(self.exit)}"
+        return f"{self.name}:{_exit_name(self.exit)}" if self.name == Fixed.name else self.name
 
 
 def make_policy(

@@ -131,8 +131,6 @@ class InFlight:
             running = {r for b in self.batches.values() for r in b.samples.requests.tolist()}
             self._cancelled = {r: c for r, c in self._cancelled.items() if r in running}
 
-    # Rows at the end of a stage
-
     def leave(
         self,
         batch: ScheduledBatch,
@@ -189,8 +187,6 @@ class InFlight:
         if len(released):
             batch.samples = samples.answering(released)
         return Transition(released, dropped, staying.nonzero()[0])
-
-    # Samples that leave without an answer
 
     def cancel(self, request: int, cause: DropCause) -> None:
         """Withdraw a request: what waits leaves now, what runs when its stage is done."""

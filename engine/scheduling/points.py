@@ -43,10 +43,6 @@ class OperatingPoints:
         if not depths or depths != sorted(set(depths)):
             raise ValueError(f"operating points at stages {depths} must rise, and be some")
 
-    def largest_batch(self, point: OperatingPoint, slack_s: float) -> int:
-        """Most rows that are done within ``slack_s`` even if none leaves early; may be 0."""
-        return self.latencies.largest_batch(point.deepest, slack_s)
-
 
 def operating_points(
     exits: Sequence[tuple[int, int, float]], records: Mapping[str, NDArray[Any]], *, forced: bool

@@ -20,9 +20,7 @@ from offramp.engine.scheduling.buckets import Bucket, BucketIndex, SortedQueue, 
 PATIENCE_S = 1.0
 """A request without a deadline is ordered as if it had this long: it is never refused for being
 late, and neither do those with deadlines overtake it for ever."""
-
 _NEVER = float("inf")
-
 _KEPT_BUCKETS = 64
 """Empty buckets are kept for their next sample, up to so many; batch keys are the clients' choice,
 so there may be any number."""

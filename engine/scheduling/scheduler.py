@@ -73,8 +73,6 @@ class ModelScheduler:
         """Start batches under another plan from now on, whose number was never used before."""
         self._current = self._in_flight.add_plan(plan, policy, latencies, self._queue)
 
-    # What it holds
-
     @property
     def plan(self) -> int:
         """The plan that batches start under from now on."""
@@ -114,8 +112,6 @@ class ModelScheduler:
     def auditing(self) -> int:
         """The number of answered samples that run on."""
         return sum(len(s.answered) - s.unanswered for s in self._in_flight.samples())
-
-    # What callers and streams do
 
     def submit(self, submission: Submission, now_s: float) -> None:
         """Queue a request's samples; SchedulerFullError, and none queued, if not all have room."""
@@ -193,8 +189,7 @@ class ModelScheduler:
         fails alone, and on another stream where one is in service. What was tried before, or
         has no time left for it, is dropped as ``FAILED``.
         """
-        batch = self._in_flight.batches.get(stream)
-        if batch is None:
+        if (batch := self._in_flight.batches.get(stream)) is None:
             return
         answered = batch.samples.answered
         staying = ~answered
@@ -224,8 +219,6 @@ class ModelScheduler:
         """Wait for batch mates no longer, from now on: the server is draining."""
         self._queue.flush()
 
-    # What left
-
     def take_dropped(self) -> list[Dropped]:
         """Give the reports of samples dropped since the last call."""
         return self._in_flight.take_dropped()
@@ -243,8 +236,6 @@ class ModelScheduler:
         Old plans are looked after here, as this is asked for all the time.
         """
         return self._in_flight.take_discarded()
-
-    # What starts
 
     def _start(self, stream: int, now_s: float) -> ScheduledBatch | Wait | Idle:
         """Find a batch for a stream that has none: what is left of the oldest plan goes first."""

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     import tensorrt as trt
 
 OLDEST = (8, 6)
-"""The oldest TensorRT that is supported."""
 
 _NUMPY = {
     "FLOAT": np.float32,
@@ -56,8 +55,7 @@ _BFLOAT16 = "BF16"
 def load() -> None:
     """Import TensorRT and PyCUDA, once :func:`offramp.engine.tensorrt.probe.require` is content.
 
-    Raises:
-        BackendError: One of them is there but does not load, or is too old.
+    BackendError if one of them is there but does not load, or is too old.
     """
     try:
         import pycuda.driver  # noqa: F401, PLC0415
@@ -136,18 +134,14 @@ def keep_float32(
     """Hold 8.6 to float32 wherever an fp16 graph has it: in exits, sums and powers.
 
     10 and later take all types from the graph. 8.6 may compute any layer in float16 once the flag
-    FP16 is set. Its network gives float32 as the type of what a layer computes until the engine
-    is built, whatever the layer reads; so float16 is followed here from the casts on, which say
-    what they make. This was written after NVIDIA's headers and samples, and is not yet tried on a
-    GPU: should 8.6 report the casts otherwise, all is held to float32, which is right but slow.
+    FP16 is set. Its network gives float32 as the type of what a layer computes until the engine is
+    built, whatever the layer reads; so float16 is followed here from the casts on, which say what
+    they make. This was written after NVIDIA's headers and samples, and is not yet tried on a GPU:
+    should 8.6 report the casts otherwise, all is held to float32, which is right but slow.
 
     int8 needs nothing of this: beside explicit Q/DQ pairs 8.6 quantises nothing, the flag FP16 is
-    not set, and between the pairs the graph is float32 where int8 is wanted.
-
-    Args:
-        config: Of the build.
-        network: As the parser left it.
-        precision: That of :func:`allow_precision`.
+    not set, and between the pairs the graph is float32 where int8 is wanted. ``precision`` is that
+    of :func:`allow_precision`; the network is as the parser left it.
     """
     if major() >= 10 or precision != "fp16":
         return
@@ -220,17 +214,11 @@ def watch_progress(
     stepped: Callable[[str, int], bool],
     finished: Callable[[str], None],
 ) -> object:
-    """Be told of a build's phases; does nothing where :func:`has_progress` is false.
+    """Be told of a build's phases by name; does nothing where :func:`has_progress` is false.
 
-    Args:
-        config: Of the build.
-        started: Called with a phase's name and its steps in all.
-        stepped: Called with a phase's name and the number of the step that is done, from 0; false
-            ends the build.
-        finished: Called with a phase's name.
-
-    Returns:
-        What must be kept until builder, network and config are gone.
+    ``started`` gets a phase's steps in all, ``stepped`` the number of the step that is done, from
+    0: false ends the build. What is returned must be kept until builder, network and config are
+    gone.
     """
     if not has_progress():
         return None
@@ -272,10 +260,7 @@ def parser_errors(parser: trt.OnnxParser) -> list[str]:
 def context_without_memory(engine: trt.ICudaEngine) -> trt.IExecutionContext:
     """Make an execution context that has no scratch memory yet: :func:`give_memory`.
 
-    8.6 has a method for it, 10 and later a strategy.
-
-    Raises:
-        BackendError: TensorRT gives none.
+    8.6 has a method for it, 10 and later a strategy. BackendError if TensorRT gives none.
     """
     import tensorrt as trt  # noqa: PLC0415
 
@@ -306,10 +291,9 @@ def scratch_bytes(engine: trt.ICudaEngine, profile: int) -> int:
 def give_memory(context: trt.IExecutionContext, address: int, size_bytes: int) -> None:
     """Give a context its scratch memory; it must not be used by two that run at the same time.
 
-    Args:
-        context: Made by :func:`context_without_memory`, with its profile and shapes chosen.
-        address: On the device, a multiple of 256.
-        size_bytes: At least :func:`scratch_bytes`. 8.6 and 10.0 take it on trust.
+    The context was made by :func:`context_without_memory`, its profile and shapes are chosen. The
+    address is a multiple of 256. At least :func:`scratch_bytes` are given: 8.6 and 10.0 take it on
+    trust.
     """
     if hasattr(context, "set_device_memory"):
         context.set_device_memory(address, size_bytes)
@@ -321,11 +305,7 @@ def give_memory(context: trt.IExecutionContext, address: int, size_bytes: int) -
 
 
 def numpy_dtype(dtype: trt.DataType) -> np.dtype[Any]:
-    """The dtype of arrays with a tensor's bytes; bfloat16's bits are uint16.
-
-    Raises:
-        BackendError: No array holds it (FP8, INT4, …).
-    """
+    """The dtype of arrays with a tensor's bytes (bfloat16: uint16); FP8, INT4, … have none."""
     found = _NUMPY.get(dtype.name)
     if found is None:
         raise BackendError(
@@ -337,10 +317,8 @@ def numpy_dtype(dtype: trt.DataType) -> np.dtype[Any]:
 def to_tensor(array: NDArray[Any], dtype: trt.DataType) -> NDArray[Any]:
     """An array as a tensor's bytes, contiguous.
 
-    8.6 has no 64-bit integers: its parser makes such inputs 32-bit ones.
-
-    Raises:
-        BackendError: The values do not fit the tensor's type, or are of another kind.
+    8.6 has no 64-bit integers: its parser makes such inputs 32-bit ones. BackendError if the values
+    do not fit the tensor's type, or are of another kind.
     """
     if dtype.name == _BFLOAT16:
         return _bfloat16_bits(array)

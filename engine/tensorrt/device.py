@@ -20,14 +20,12 @@ if TYPE_CHECKING:
 
 
 class PrimaryContext:
-    """Keeps a GPU's primary context; get it from :func:`primary_context`."""
+    """Retains a GPU's primary context; get it from :func:`primary_context`.
+
+    BackendError if CUDA gives none, for instance for want of memory.
+    """
 
     def __init__(self, index: int) -> None:
-        """Retain the context of GPU ``index``; it is not made current.
-
-        Raises:
-            BackendError: CUDA gives none, for instance for want of memory.
-        """
         import pycuda.driver as cuda  # noqa: PLC0415
 
         try:

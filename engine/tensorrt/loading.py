@@ -40,8 +40,7 @@ class EngineLibrary:
     def take(self, found: StoredEngine) -> SharedEngine:
         """Load an engine, unless it is there already; to be given back.
 
-        Raises:
-            BackendError: Its file is missing or altered, or TensorRT does not load it.
+        BackendError if its file is missing or altered, or TensorRT does not load it.
         """
         digest = found.entry.sha256
         with self._lock:
@@ -70,24 +69,17 @@ class EngineLibrary:
 class SharedEngine:
     """An engine that stages share, or that slots take by turns.
 
-    From TensorRT 10 on all slots' contexts are of one engine. In 8.6 only one context at a time
-    may have a profile, so there every slot needs an engine of its own, with its weights.
+    From TensorRT 10 on all slots' contexts are of one engine. In 8.6 only one context at a time may
+    have a profile, so there every slot needs an engine of its own, with its weights. It is loaded
+    at once; ``give_back`` is called when a stage does not need it any more.
     """
 
     def __init__(self, found: StoredEngine, driver: Driver, give_back: Callable[[], None]) -> None:
-        """Load the engine.
-
-        Raises:
-            BackendError: Its file is missing or altered, or TensorRT does not load it.
-        """
         self._found = found
         self._driver = driver
         self.give_back = give_back
-        """Called when the stage does not need it any more."""
         self.users = 0
-        """Stages that have it."""
         self.engine = self._load()
-        """What it takes and gives."""
         self._for_all_slots = compat.major() >= 10
         self._lock = Lock()
         self._idle = [self.engine]
@@ -120,22 +112,15 @@ class SharedEngine:
 
 
 class LoadedEngine:
-    """An engine in device memory; thread-safe."""
+    """An engine in device memory, with what it takes and gives; thread-safe.
+
+    The hash of its plan was checked. BackendError if TensorRT refuses it, or it is not what its
+    entry in the store says.
+    """
 
     def __init__(self, plan: bytes, entry: EngineEntry, driver: Driver) -> None:
-        """Load it, and look at what it takes and gives.
-
-        Args:
-            plan: The serialised engine, whose hash was checked.
-            entry: What the store says of it.
-            driver: Of the device to load it to.
-
-        Raises:
-            BackendError: TensorRT refuses it, or it is not what the store says.
-        """
         runtime, engine = deserialize(plan, f"engine {entry.unit}")
         self.entry = entry
-        """What the store says of it."""
         self._lock = Lock()
         self._runtime: trt.Runtime | None = runtime
         self._engine: trt.ICudaEngine | None = engine
@@ -153,7 +138,6 @@ class LoadedEngine:
         self.scratch_bytes = max(compat.scratch_bytes(engine, index) for index in profiles)
         """Scratch memory that a context needs, whatever its profile."""
         self.max_rows = max(profile.last_batch for profile in entry.profiles)
-        """Most rows of a batch."""
         try:
             self.largest = tuple(self._largest(index, driver) for index in profiles)
         except BaseException:
@@ -171,15 +155,9 @@ class LoadedEngine:
         return max(shapes, key=math.prod)
 
     def context(self, profile: int, driver: Driver, stream: Stream) -> EngineContext:
-        """Make a context for a profile, without scratch memory.
+        """Make a context for a profile, without scratch memory; its work is enqueued on ``stream``.
 
-        Args:
-            profile: Index of the profile.
-            driver: Of the device.
-            stream: The context's work is to be enqueued on it.
-
-        Raises:
-            BackendError: TensorRT refuses, for instance for want of memory.
+        BackendError if TensorRT refuses, for instance for want of memory.
         """
         if self._engine is None:
             raise BackendError(f"engine {self.entry.unit} was released")
@@ -209,10 +187,12 @@ class LoadedEngine:
 
 
 class EngineContext:
-    """An engine with one of its profiles in one slot; used by one thread at a time."""
+    """An engine with one of its profiles in one slot, by :meth:`LoadedEngine.context`.
+
+    Used by one thread at a time.
+    """
 
     def __init__(self, engine: LoadedEngine, context: trt.IExecutionContext) -> None:
-        """Use :meth:`LoadedEngine.context`."""
         self._loaded = engine
         self._context: trt.IExecutionContext | None = context
         self._addresses: dict[str, int] = {}
@@ -226,11 +206,8 @@ class EngineContext:
     def take_shapes(self, inputs: Shapes) -> Shapes:
         """Set the shapes of its inputs, if they have changed; tells those of its outputs.
 
-        Args:
-            inputs: Of at least its inputs, within its profile.
-
-        Raises:
-            BackendError: TensorRT refuses them, or an output's shape depends on data.
+        They must be within its profile. BackendError if TensorRT refuses them, or an output's shape
+        depends on data.
         """
         engine, known = self._loaded, self.shapes
         if known and all(inputs[name] == known[name] for name in engine.inputs):
@@ -259,15 +236,7 @@ class EngineContext:
         return shapes
 
     def enqueue(self, addresses: Mapping[str, int], stream: Stream) -> None:
-        """Enqueue one run with the shapes that were taken last.
-
-        Args:
-            addresses: Of at least its inputs and outputs.
-            stream: That which it was made for.
-
-        Raises:
-            BackendError: TensorRT refuses.
-        """
+        """Enqueue one run with the shapes that were taken last, on the stream it was made for."""
         context, known = self._live(), self._addresses
         with errors_of_tensorrt() as errors:
             for name in self._loaded.dtypes:
@@ -293,8 +262,7 @@ class EngineContext:
 def deserialize(plan: bytes, what: str) -> tuple[trt.Runtime, trt.ICudaEngine]:
     """Load a serialised engine into the current CUDA context; its runtime has to outlive it.
 
-    Raises:
-        BackendError: TensorRT refuses it; ``what`` names it.
+    ``what`` names it, should TensorRT refuse it.
     """
     import tensorrt as trt  # noqa: PLC0415
 

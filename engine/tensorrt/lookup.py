@@ -38,10 +38,8 @@ class EnginePlace:
     """The GPU and TensorRT that engines shall run on, as messages and the store name them."""
 
     gpu: str
-    """As its driver names it."""
     compute_capability: tuple[int, int]
     tensorrt: str
-    """Version of TensorRT."""
     device: str
     """For instance ``cuda:0``."""
     precision: Precision | None = None
@@ -82,11 +80,7 @@ class StoredEngine:
     entry: EngineEntry
 
     def read(self) -> bytes:
-        """Read the plan.
-
-        Raises:
-            BackendError: It is missing or altered.
-        """
+        """Read the plan; BackendError if it is missing or altered."""
         try:
             return self.store.read(self.entry)
         except BundleError as error:
@@ -94,11 +88,7 @@ class StoredEngine:
 
 
 def open_store(bundle: Bundle, place: EnginePlace) -> EngineStore:
-    """Open the store of the engines that run at a place.
-
-    Raises:
-        BackendError: There are none, or their index is damaged.
-    """
+    """Open the store of the engines that run at a place; BackendError if there are none."""
     built = place.served(bundle.path)
     if not built:
         known = list_targets(bundle.path)
@@ -121,8 +111,7 @@ def open_store(bundle: Bundle, place: EnginePlace) -> EngineStore:
 def find_engines(spec: StageSpec, place: EnginePlace) -> tuple[StoredEngine, ...]:
     """Find what runs a stage: one engine, or one of every segment.
 
-    Raises:
-        BackendError: The bundle has neither; the message has the command that builds them.
+    BackendError if the bundle has neither; the message has the command that builds them.
     """
     bundle = spec.bundle
     if bundle is None:
@@ -140,11 +129,10 @@ def find_engines(spec: StageSpec, place: EnginePlace) -> tuple[StoredEngine, ...
     found = tuple(link for link in chain if link is not None)
     if len(found) < len(chain):
         raise BackendError(_lacking(spec, finder, place, bundle))
-    name = unit_name(*spec.unit)
     if len(found) > 1:
         _LOG.info(
             "%s: %s is run as %d engines, one a segment, which is slower; %s",
-            bundle.path, name, len(found), place.remedy(bundle.path),
+            bundle.path, unit_name(*spec.unit), len(found), place.remedy(bundle.path),
         )  # fmt: skip
     return found
 

@@ -49,12 +49,7 @@ def errors_of_tensorrt() -> Iterator[list[str]]:
 
 
 def receive(severity: str, message: str) -> None:
-    """Take a message of TensorRT.
-
-    Args:
-        severity: The name of a ``tensorrt.ILogger.Severity``.
-        message: What TensorRT says.
-    """
+    """Take a message of TensorRT; the severity is the name of a ``tensorrt.ILogger.Severity``."""
     level = _LEVELS.get(severity, logging.WARNING)
     if level == logging.ERROR:
         with _lock:

@@ -43,7 +43,6 @@ class Device:
     driver_version: tuple[int, int]
     """The newest CUDA version that the driver runs, major and minor, for instance (13, 0)."""
     total_bytes: int
-    """Memory of the GPU."""
 
     @property
     def device(self) -> str:
@@ -57,11 +56,7 @@ class Device:
 
 
 def parse_device(device: str) -> int:
-    """Read the GPU's number in ``cuda:1``; ``cuda`` alone is the first.
-
-    Raises:
-        BackendError: It is written otherwise.
-    """
+    """Read the GPU's number in ``cuda:1``; ``cuda`` alone is the first."""
     match = re.fullmatch(r"cuda(?::(\d{1,4}))?", device)
     if match is None:
         raise BackendError(f"{device!r} is no device of TensorRT; give cuda:0, cuda:1, …")
@@ -71,8 +66,7 @@ def parse_device(device: str) -> int:
 def find_device(index: int) -> Device:
     """Describe a GPU; makes no CUDA context on it.
 
-    Raises:
-        BackendError: There is no driver, it does not start, or it has no GPU of that number.
+    BackendError if there is no driver, it does not start, or it has no GPU of that number.
     """
     driver = _load_driver()
     _start(driver)
@@ -109,16 +103,11 @@ def missing_packages() -> list[str]:
 
 
 def require(device: str) -> Device:
-    """Describe a GPU on which TensorRT can be used.
+    """Describe a GPU, such as ``cuda:0``, on which TensorRT can be used.
 
     That the packages load as well is seen only when they are imported:
-    :func:`offramp.engine.tensorrt.compat.load`.
-
-    Args:
-        device: ``cuda:0``, ``cuda:1``, …
-
-    Raises:
-        BackendError: Something is missing; one line says all of it, and the remedy.
+    :func:`offramp.engine.tensorrt.compat.load`. BackendError if something is missing; one line says
+    all of it, and the remedy.
     """
     found, obstacles = _look(parse_device(device))
     if found is None or obstacles:

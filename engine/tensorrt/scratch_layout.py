@@ -18,15 +18,12 @@ from offramp.engine.tensorrt.loading import LoadedEngine
 
 
 class ScratchLayout:
-    """Places, in a slot's scratch memory, of what a stage's engines keep there."""
+    """Places, in a slot's scratch memory, of what a chain of engines keeps there.
+
+    ``wanted`` are outputs of the last engine that the slot has memory for.
+    """
 
     def __init__(self, engines: Sequence[LoadedEngine], wanted: set[str]) -> None:
-        """Lay out the memory of a chain of engines.
-
-        Args:
-            engines: In order.
-            wanted: Outputs of the last engine that the slot has memory for.
-        """
         self._chained = _chained(engines)
         self._inner: list[dict[str, int]] = []
         """Offsets, by name, of every engine's tensors that lie in scratch."""

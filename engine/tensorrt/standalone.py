@@ -29,33 +29,21 @@ if TYPE_CHECKING:
 def run_plan(
     plan: bytes, inputs: Mapping[str, NDArray[Any]], profile: int = 0
 ) -> dict[str, NDArray[Any]]:
-    """Load an engine, run it once, and release it.
+    """Load an engine, run it once, and release it; gives all outputs, bfloat16 ones as float32.
 
-    Args:
-        plan: A serialised engine, of this GPU and this version of TensorRT.
-        inputs: By name; more than the engine has is no error, since TensorRT may drop inputs
-            that nothing reads. 64-bit integers are narrowed where the engine has 32-bit ones.
-        profile: Index of an optimisation profile that holds the inputs' shapes.
-
-    Returns:
-        All outputs by name; bfloat16 ones as float32.
-
-    Raises:
-        BackendError: It cannot be loaded or run, or an input is missing or does not fit.
+    The plan is of this GPU and this version of TensorRT; ``profile`` is the index of one that holds
+    the inputs' shapes. More inputs than the engine has are no error, since TensorRT may drop those
+    that nothing reads. 64-bit integers are narrowed where the engine has 32-bit ones. BackendError
+    if it cannot be loaded or run, or an input is missing or does not fit.
     """
     with StandaloneEngine(plan) as engine:
         return engine.run(inputs, profile)
 
 
 class StandaloneEngine:
-    """An engine that is kept loaded, to be run by itself."""
+    """An engine that is kept loaded in the current CUDA context, to be run by itself."""
 
     def __init__(self, plan: bytes) -> None:
-        """Load a serialised engine into the current CUDA context.
-
-        Raises:
-            BackendError: TensorRT refuses it.
-        """
         started = time.perf_counter()
         runtime, engine = deserialize(plan, "the engine")
         self.load_s = time.perf_counter() - started
@@ -63,9 +51,7 @@ class StandaloneEngine:
         self._runtime: trt.Runtime | None = runtime
         self._engine: trt.ICudaEngine | None = engine
         self.inputs, self.outputs = tensor_names(engine)
-        """Names of the engine's inputs, and of its outputs."""
         self.profiles = int(engine.num_optimization_profiles)
-        """How many optimisation profiles the engine has."""
 
     def __enter__(self) -> Self:
         return self
@@ -93,15 +79,9 @@ class StandaloneEngine:
     ) -> Iterator[PreparedEngine]:
         """Make a context and buffers for inputs of certain shapes; all is released at the end.
 
-        Several may be open at once, with different profiles: TensorRT 8.6 lets only one context
-        at a time have a profile.
-
-        Args:
-            profile: Index of an optimisation profile that holds the shapes.
-            shapes: Of all inputs.
-
-        Raises:
-            BackendError: The profile does not hold the shapes, or memory is short.
+        Several may be open at once, with different profiles: TensorRT 8.6 lets only one context at
+        a time have a profile. BackendError if the profile does not hold the shapes, or memory is
+        short.
         """
         import pycuda.driver as cuda  # noqa: PLC0415
 

@@ -69,6 +69,9 @@ _WATCHING: Final[Mapping[str, str]] = {
 }
 """Options that mean something only where answers are observed, by their fields."""
 
+_SHARE: Final[Mapping[str, Any]] = {"metavar": "SHARE", "type": share}
+_COUNT: Final[Mapping[str, Any]] = {"metavar": "N", "type": integer(1)}
+
 
 def add_control(parser: argparse.ArgumentParser) -> None:
     """Add the options; all are fields of :class:`EngineOptions` or :class:`ModelOptions`."""
@@ -89,25 +92,14 @@ def add_control(parser: argparse.ArgumentParser) -> None:
         "--max-disagreement",
         "largest share of answers that may differ from the unmodified model's, 0.01 for 1 %% "
         "(default: what the bundle was compiled for)",
-        metavar="SHARE",
-        type=share,
+        **_SHARE,
     )
-    add(
-        "--confidence",
-        "how sure to be that it is kept; more takes longer to show",
-        metavar="SHARE",
-        type=share,
-    )
-    add(
-        "--controller",
-        "what watches, and moves thresholds and exits",
-        choices=CONTROLLERS,
-    )
+    add("--confidence", "how sure to be that it is kept; more takes longer to show", **_SHARE)
+    add("--controller", "what watches, and moves thresholds and exits", choices=CONTROLLERS)
     add(
         "--audit-budget",
         "largest share of all compute that audits may take, of audit mode",
-        metavar="SHARE",
-        type=share,
+        **_SHARE,
     )
     add(
         "--ramp-budget",
@@ -129,16 +121,9 @@ def add_control(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_ignored(given: Mapping[str, Any], mode: Mode) -> None:
-    """Refuse options of the command line that would do nothing in a mode.
+    """Refuse fields that the command line gives and that would do nothing in a mode: ValueError.
 
     What a configuration file says is not refused, so that one file serves in every mode.
-
-    Args:
-        given: Fields that the command line names.
-        mode: That it is to serve in.
-
-    Raises:
-        ValueError: Names the option.
     """
     for field, flag in _WATCHING.items():
         if field in given and not mode.observed:
@@ -185,32 +170,24 @@ def add_execution(parser: argparse.ArgumentParser) -> None:
         help="enqueue every kernel of a stage by itself, for tensorrt (default: each stage and "
         "batch size is captured once and then launched as a whole)",
     )
-    add(
-        "--streams",
-        "batches that run at the same time, of whatever models",
-        metavar="N",
-        type=integer(1),
-    )
+    add("--streams", "batches that run at the same time, of whatever models", **_COUNT)
     add(
         "--threads",
         "threads of each stream, for onnxruntime (default: the cores, shared among the streams)",
-        metavar="N",
-        type=integer(1),
+        **_COUNT,
     )
     add = option_adder(group.add_mutually_exclusive_group(), EngineOptions())
     add(
         "--parallel-below",
         "a new batch starts beside running ones once each has fewer samples than this (PAME's "
         "tau_b); not given: on any idle stream",
-        metavar="N",
-        type=integer(1),
+        **_COUNT,
     )
     add(
         "--max-violations",
         "instead, let that number follow from the share of late samples that is tolerated "
         "(PAME's tau_l), above 0 and below 1",
-        metavar="SHARE",
-        type=share,
+        **_SHARE,
     )
 
 
@@ -247,24 +224,14 @@ def add_scheduling(parser: argparse.ArgumentParser) -> None:
         metavar="MS",
         type=number(0.0, above=True),
     )
-    add(
-        "--max-batch-size",
-        "most samples that run together; larger requests are split",
-        metavar="N",
-        type=integer(1),
-    )
+    add("--max-batch-size", "most samples that run together; larger requests are split", **_COUNT)
     add(
         "--max-queue-delay-ms",
         "longest wait for batch mates while a stream idles; of run-through, refill, rebatch, delay",
         metavar="MS",
         type=number(0.0),
     )
-    add(
-        "--max-queue-samples",
-        "most samples that wait; more are refused",
-        metavar="N",
-        type=integer(1),
-    )
+    add("--max-queue-samples", "most samples that wait; more are refused", **_COUNT)
     group.add_argument(
         "--forbid-forced-exits",
         dest="forced_exits",
@@ -278,6 +245,4 @@ def add_scheduling(parser: argparse.ArgumentParser) -> None:
 
 def _describe_policies() -> Iterator[str]:
     for heading, names in POLICY_GROUPS.items():
-        yield f"{heading}:"
-        for name, words in names.items():
-            yield f"  {name:<14} {words}"
+        yield from (f"{heading}:", *_describe(names))

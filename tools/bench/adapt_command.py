@@ -35,13 +35,8 @@ from offramp.tools.bench.adapt.scenarios import (
 )
 from offramp.tools.bench.adapt.scores import course, hindsight, score
 from offramp.tools.bench.adapt.sequence import Population, SampleSequence, draw
-from offramp.tools.bench.arguments import positive, share
-from offramp.tools.bench.output import (
-    check_outputs,
-    describe_environment,
-    wide_console,
-    write_json,
-)
+from offramp.tools.bench.arguments import COUNT, SHARE
+from offramp.tools.bench.output import check_outputs, describe_environment, wide_console, write_json
 
 
 def add_parser(commands: Any) -> None:
@@ -74,7 +69,7 @@ def add_parser(commands: Any) -> None:
 
 def _add_sequence(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--samples", type=positive, default=8000, metavar="N", help="of a segment (8000)")
+    add("--samples", default=8000, **COUNT, help="of a segment (8000)")
     add("--corruption", choices=CORRUPTIONS, default="noise", help="of images (noise)")
     add(
         "--severity",
@@ -90,26 +85,23 @@ def _add_serving(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add(
         "--max-disagreement",
-        type=share,
-        metavar="SHARE",
+        **SHARE,
         help="the constraint; default: the bundle's promise, else 0.01",
     )
-    add("--confidence", type=share, default=0.95, metavar="SHARE", help="of certificates (0.95)")
+    add("--confidence", default=0.95, **SHARE, help="of certificates (0.95)")
     add(
         "--audit-budget",
-        type=share,
         default=0.05,
-        metavar="SHARE",
+        **SHARE,
         help="of compute that audits may take at most (0.05)",
     )
     add(
         "--ramp-budget",
-        type=share,
-        metavar="SHARE",
+        **SHARE,
         help="how much later the model's end may come for exits in use that may change; default: "
         "0.02 in release mode, as Apparate publishes it, else what the bundle's own cost",
     )
-    add("--batch-size", type=positive, default=32, metavar="N", help="samples that start at once")
+    add("--batch-size", default=32, **COUNT, help="samples that start at once")
     add(
         "--feedback-delay",
         type=int,
@@ -130,15 +122,11 @@ def _add_serving(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="samples until a tuning's result is there, whatever it took; same seed, same figures",
     )
-    add("--threads", type=positive, default=1, metavar="N", help="that record the answers (1)")
+    add("--threads", default=1, **COUNT, help="that record the answers (1)")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compare, and tell of it; gives the exit status.
-
-    Raises:
-        BundleError, DataError, ValueError
-    """
+    """Compare, and tell of it; gives the exit status."""
     check_outputs(options.json, options.html)
     kinds = contenders_of(_names(options.controllers))
     bundle = Bundle.open(options.bundle)

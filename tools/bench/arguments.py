@@ -6,7 +6,7 @@ import argparse
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from offramp.tools.bench.traces import (
     Trace,
@@ -40,17 +40,17 @@ def share(text: str) -> float:
     return value
 
 
+COUNT: Final[Mapping[str, Any]] = {"type": positive, "metavar": "N"}
+SHARE: Final[Mapping[str, Any]] = {"type": share, "metavar": "SHARE"}
+
+
 def positives(text: str) -> list[int]:
     """Whole numbers of at least 1, separated by commas."""
     return [positive(part) for part in text.split(",")]
 
 
 def look_up(what: str, names: Sequence[str], known: Mapping[str, _Known]) -> dict[str, _Known]:
-    """The entries of these names.
-
-    Raises:
-        ValueError: A name is unknown; the message has the nearest one.
-    """
+    """The entries of these names, or ValueError with the nearest name to an unknown one."""
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1) or known
@@ -121,7 +121,6 @@ def _flag(name: str) -> str:
 
 
 def _synthetic(options: argparse.Namespace) -> Trace:
-    """Make one that is drawn."""
     rate, seed = options.rate, options.seed
     duration_s = _DEFAULT_DURATION_S if options.duration_s is None else options.duration_s
     cv2 = 1.0 if options.cv2 is None else options.cv2
@@ -139,8 +138,7 @@ def _synthetic(options: argparse.Namespace) -> Trace:
 
 
 def _from_azure(options: argparse.Namespace) -> Trace:
-    path, rate = _file(options), options.rate
-    return azure(path, rate, options.duration_s)
+    return azure(_file(options), options.rate, options.duration_s)
 
 
 def _from_rates(options: argparse.Namespace) -> Trace:

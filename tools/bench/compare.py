@@ -82,19 +82,14 @@ def compare(
         batch_sizes: To measure at; an incomplete last batch is left out.
         rounds: Parts of the data; figures are medians over them.
         samples: How many of the data to use, at most.
-        others: Further systems that answer the same samples, by name, measured along: other ways
-            to run the source model, or other models.
+        others: Further systems by name, measured along on the same samples.
         progress: Called with the number of samples of each batch.
 
     Raises:
         BackendError: A stage, or the source model, cannot be run.
     """
     plan = make_plan(bundle)
-    plans = {
-        SOURCE: make_plan(bundle, mode=Mode.OFF),
-        OFFRAMP: plan,
-        NO_EXIT: never_exiting(plan),
-    }
+    plans = {SOURCE: make_plan(bundle, mode=Mode.OFF), OFFRAMP: plan, NO_EXIT: never_exiting(plan)}
     pipelines = {
         name: Pipeline(backend, plan)
         for name, plan in plans.items()
@@ -225,11 +220,7 @@ class Also:
 
 
 def parse_also(texts: Sequence[str]) -> tuple[Also, ...]:
-    """Read the values of ``--also``: ``NAME=FILE.onnx`` each.
-
-    Raises:
-        ValueError: One is malformed, a name is taken, or a file is not there.
-    """
+    """Read ``NAME=FILE.onnx`` each; ValueError for a malformed one, a taken name, no file."""
     models: list[Also] = []
     taken = {SOURCE, OFFRAMP, NO_EXIT}
     for text in texts:
@@ -275,11 +266,7 @@ class AlsoRunner:
         yield Departure(0, np.arange(len(answer)), answer, np.empty(0, np.float32))
 
     def warm_up(self, tensors: Mapping[str, NDArray[Any]]) -> None:
-        """Run a batch, and check what comes out.
-
-        Raises:
-            ValueError: It cannot be run on it, or gives another shape.
-        """
+        """Run a batch, and check what comes out: ValueError if it fails or has another shape."""
         answer = self._answered(tensors)
         wanted = (len(next(iter(tensors.values()))), self._classes)
         if answer.shape != wanted:

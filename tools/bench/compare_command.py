@@ -46,33 +46,28 @@ def add_parser(commands: Any) -> None:
         "batches, interleaved, and compare. All figures are measured here and now.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    command.add_argument("bundle", type=Path, metavar="BUNDLE", help="folder made by eecompile")
-    command.add_argument(
-        "--data", type=Path, required=True, metavar="NPZ", help="test data, labels optional"
-    )
-    command.add_argument(
+    add = command.add_argument
+    add("bundle", type=Path, metavar="BUNDLE", help="folder made by eecompile")
+    add("--data", type=Path, required=True, metavar="NPZ", help="test data, labels optional")
+    add(
         "--batch-sizes",
         type=positives,
         default="1,4,8,16,32",
         metavar="N,N,…",
         help="to measure at",
     )
-    command.add_argument("--rounds", type=positive, default=5, help="figures are medians of them")
-    command.add_argument(
-        "--samples", type=positive, default=4000, help="of the data to use at most, per size"
-    )
-    command.add_argument("--threads", type=positive, default=1, help="of each running graph")
-    command.add_argument("--backend", choices=BACKENDS, default="auto", help="what executes")
-    command.add_argument(
-        "--device", default="cuda:0", metavar="cuda:N", help="the GPU, for tensorrt and cuda"
-    )
-    command.add_argument(
+    add("--rounds", type=positive, default=5, help="figures are medians of them")
+    add("--samples", type=positive, default=4000, help="of the data to use at most, per size")
+    add("--threads", type=positive, default=1, help="of each running graph")
+    add("--backend", choices=BACKENDS, default="auto", help="what executes")
+    add("--device", default="cuda:0", metavar="cuda:N", help="the GPU, for tensorrt and cuda")
+    add(
         "--no-cuda-graphs",
         dest="graphs",
         action="store_false",
         help="enqueue every kernel of a stage by itself, for tensorrt",
     )
-    command.add_argument(
+    add(
         "--also",
         action="append",
         default=[],
@@ -81,7 +76,7 @@ def add_parser(commands: Any) -> None:
         "of the same name and shape: an exported bundle, a smaller or a quantised model; runs on "
         "the CPU; may be repeated",
     )
-    command.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    add("--json", type=Path, metavar="FILE", help="write the figures there too")
     command.set_defaults(run=run)
 
 
@@ -147,14 +142,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def print_rows(console: Console, rows: Sequence[Row], *, title: str, baseline: str) -> None:
-    """Print rows, those after the first of a batch size with their ratio to the source model.
-
-    Args:
-        console: Where to.
-        rows: As :func:`compare` gives them.
-        title: Of the table.
-        baseline: How the source model was run.
-    """
+    """Print rows of :func:`compare`, each with its ratio to the source model at that batch size."""
     table = figure_table(
         title,
         f"Milliseconds per sample, and ×ratio to {SOURCE} ({baseline}). busy: time the machine was "

@@ -26,6 +26,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 10.0, 8.0, 22.0
 _HEIGHT, _TALL = 110.0, 240.0
 _ROOM = 44.0
 """Between the middles of two labels below an axis."""
+Point = tuple[float, float]
 _SHARE_SPANS = (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """How far below all a plot of shares may begin."""
 
@@ -77,13 +78,9 @@ class _Axis(NamedTuple):
 
 
 def write_page(path: Path, *, title: str, measured: bool, runs: Sequence[RunView]) -> None:
-    """Write one HTML file that needs nothing beside it.
+    """Write one HTML file that needs nothing beside it, of one run or more.
 
-    Args:
-        path: Where to.
-        title: Of the page.
-        measured: Whether the figures were measured; if not, all are labelled as simulated.
-        runs: At least one; several are compared first.
+    Unless the figures were ``measured``, all are labelled as simulated.
     """
     if not runs:
         raise ValueError("a page needs one run or more")
@@ -223,7 +220,7 @@ def _lines(
         paths = [
             svg.path([(x(a), y(axis.scaled(v))) for a, v in piece], s.class_)
             for s in series
-            for piece in _steps(timeline, s.values)
+            for piece in _by_window(timeline, s.values)
         ]
         dashes = [svg.line(x.start, at, x.end, at, "threshold") for at in heights]
         label = f"{title} over time"
@@ -255,7 +252,7 @@ def _shares(timeline: Timeline) -> Plot | None:
         areas = []
         for place, opacity in enumerate(shade):
             below = upper[:, place - 1] if place else 0.0 * upper[:, 0]
-            over, under = _steps(timeline, upper[:, place]), _steps(timeline, below)
+            over, under = _by_window(timeline, upper[:, place]), _by_window(timeline, below)
             for top, bottom in zip(over, under, strict=True):
                 around = [(x(a), y(v)) for a, v in [*top, *reversed(bottom)]]
                 areas.append(
@@ -267,17 +264,22 @@ def _shares(timeline: Timeline) -> Plot | None:
     return Plot("Where answers came from", keys, draw(_WIDE), draw(_NARROW))
 
 
-def _steps(timeline: Timeline, values: NDArray[np.float64]) -> Iterator[list[tuple[float, float]]]:
-    """Give corners of the steps through windows, a list for each stretch without NaN."""
-    starts, ends = timeline.start_s.tolist(), (timeline.start_s + timeline.window_s).tolist()
-    piece: list[tuple[float, float]] = []
+def _by_window(timeline: Timeline, values: NDArray[np.float64]) -> Iterator[list[Point]]:
+    starts = timeline.start_s
+    return steps(starts.tolist(), (starts + timeline.window_s).tolist(), values)
+
+
+def steps(
+    starts: Sequence[float], ends: Sequence[float], values: NDArray[np.float64]
+) -> Iterator[list[Point]]:
+    """Corners of the steps of values that hold from start to end, a list a stretch without NaN."""
+    piece: list[Point] = []
     for start, end, value in zip(starts, ends, values.tolist(), strict=True):
-        if math.isnan(value):
-            if piece:
-                yield piece
-            piece = []
-        else:
+        if not math.isnan(value):
             piece += [(start, value), (end, value)]
+        elif piece:
+            yield piece
+            piece = []
     if piece:
         yield piece
 
@@ -314,9 +316,8 @@ def _up_to_all(values: NDArray[np.float64]) -> _Axis:
     """Shares, from as near below them as is round."""
     missing = 1 - float(values.min())
     span = next(s for s in _SHARE_SPANS if s >= missing - 1e-9)
-    low = 1 - span
-    ticks = [(v, f"{100 * v:.4g}%") for v in (low, 1 - span / 2, 1.0)]
-    return _Axis(low, 1.0, ticks)
+    ticks = [(v, f"{100 * v:.4g}%") for v in (1 - span, 1 - span / 2, 1.0)]
+    return _Axis(1 - span, 1.0, ticks)
 
 
 def _latency_axis(values: NDArray[np.float64]) -> _Axis:
@@ -335,11 +336,7 @@ def _latency_axis(values: NDArray[np.float64]) -> _Axis:
 @cache
 def _template() -> Template:
     return load_template(
-        "dynamics.html.j2",
-        percent=numbers.percent,
-        ms=numbers.milliseconds,
-        rate=rate,
-        plain=plain,
+        "dynamics.html.j2", percent=numbers.percent, ms=numbers.milliseconds, rate=rate, plain=plain
     )
 
 

@@ -56,11 +56,7 @@ The k-th request is the k-th sample of the data, which starts anew at its end.""
 
 
 def add_parser(commands: Any) -> None:
-    """Add the subcommand.
-
-    Args:
-        commands: What ``add_subparsers`` of eebench's parser gave.
-    """
+    """Add the subcommand to what ``add_subparsers`` of eebench's parser gave."""
     parser = commands.add_parser(
         "load",
         help="latency, attainment and agreement of a server under an open or closed loop",
@@ -134,11 +130,7 @@ def _add_judging(group: argparse._ArgumentGroup) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Make the load and tell of it; gives the exit status.
-
-    Raises:
-        LoadError, TraceError, DataError, BundleError, BackendError, ValueError
-    """
+    """Make the load and tell of it; gives the exit status."""
     settings, trace = read_options(options)
     check_outputs(options.json, options.html)
     metadata = check_server(settings.address, settings.model)

@@ -152,7 +152,8 @@ def summarise(outcomes: Outcomes, *, slo_ms: float | None) -> Summary:
     labels, place = _places(outcomes)
     shares = np.bincount(place, minlength=len(labels)) / max(answers, 1)
     known = outcomes.agrees[ok & (outcomes.agrees >= 0)]
-    sizes = _known_sizes(outcomes)
+    sizes = np.empty(0) if outcomes.batch_size is None else outcomes.batch_size
+    sizes = sizes[sizes > 0]
     return Summary(
         requests=requests,
         offered_rps=requests / outcomes.duration_s,
@@ -207,22 +208,11 @@ class Timeline:
 
     def to_json(self) -> dict[str, Any]:
         """The timeline as plain values; NaN, which JSON has not, becomes None."""
-        return {
-            f.name: _plain(value)
-            if isinstance(value := getattr(self, f.name), np.ndarray)
-            else value
-            for f in fields(self)
-        }
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
 
 
 def timeline(outcomes: Outcomes, *, slo_ms: float | None, windows: int = 60) -> Timeline:
-    """Make a run's figures window by window.
-
-    Args:
-        outcomes: Of the run.
-        slo_ms: The latency objective, if there is one.
-        windows: How many the duration of the load is cut into.
-    """
+    """Make a run's figures by as many windows as the duration of the load is cut into."""
     if windows < 1:
         raise ValueError(f"{windows} windows cannot be; give 1 or more")
     window_s = outcomes.duration_s / windows
@@ -258,12 +248,8 @@ def timeline(outcomes: Outcomes, *, slo_ms: float | None, windows: int = 60) -> 
 def hdr_table(latency_s: NDArray[np.float64]) -> list[tuple[float, float, int]]:
     """Tabulate a distribution as HdrHistogram does: each step halves the tail that remains.
 
-    Args:
-        latency_s: [n]; NaN is left out.
-
-    Returns:
-        Percentile (0, 50, 75, 87.5 … while a sample remains beyond, then 100), latency in ms, and
-        how many samples are no longer than it. Empty if there is no sample.
+    Gives percentiles (0, 50, 75, 87.5 … while a sample remains beyond, then 100), latencies in ms,
+    and how many samples are no longer than each; NaN is left out. Empty if there is no sample.
     """
     ordered = np.sort(latency_s[np.isfinite(latency_s)]) * 1e3
     if not ordered.size:
@@ -330,11 +316,6 @@ def _places(outcomes: Outcomes) -> tuple[tuple[str, ...], NDArray[np.int64]]:
     exits = np.unique(taken[taken != MODEL_END])
     labels = (*(exit_label(int(index)) for index in exits), exit_label(MODEL_END))
     return labels, np.where(taken == MODEL_END, len(exits), np.searchsorted(exits, taken))
-
-
-def _known_sizes(outcomes: Outcomes) -> NDArray[np.int16]:
-    sizes = outcomes.batch_size
-    return np.empty(0, np.int16) if sizes is None else sizes[sizes > 0]
 
 
 def _mean_sizes(outcomes: Outcomes, window: NDArray[np.int64], windows: int) -> NDArray[np.float64]:

@@ -37,11 +37,7 @@ def describe_environment(**settings: Any) -> dict[str, Any]:
 
 
 def check_outputs(*paths: Path | None) -> None:
-    """Check before long work that files can be written there.
-
-    Raises:
-        ValueError: One cannot.
-    """
+    """Check before long work that files can be written there; ValueError if not."""
     for path in paths:
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             what = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"

@@ -16,13 +16,9 @@ from offramp.bundle import Bundle
 from offramp.engine.deployment import STAGE_OVERHEAD_S
 from offramp.engine.options import ModelOptions
 from offramp.engine.plan import Mode
-from offramp.engine.scheduling import (
-    POLICIES,
-    ParallelLimit,
-    PolicyName,
-)
+from offramp.engine.scheduling import POLICIES, ParallelLimit, PolicyName
 from offramp.engine.served_model import scheduler_of
-from offramp.tools.bench.arguments import add_trace_arguments, positive, share, trace_of
+from offramp.tools.bench.arguments import COUNT, add_trace_arguments, share, trace_of
 from offramp.tools.bench.dynamics import RunView, write_page
 from offramp.tools.bench.outcomes import Outcomes, hdr_table, summarise, timeline
 from offramp.tools.bench.output import (
@@ -54,11 +50,7 @@ class SystemUnderTest:
 
     @classmethod
     def parse(cls, text: str) -> SystemUnderTest:
-        """Read ``slackfit``, ``source:clockwork`` or ``audit:run-through``.
-
-        Raises:
-            ValueError: There is no such policy.
-        """
+        """Read ``slackfit``, ``source:clockwork`` or ``audit:run-through``; ValueError if none."""
         before, colon, name = text.partition(":")
         if colon and before in _MODES:
             return cls(text, _MODES[before], PolicyName.parse(name))
@@ -100,15 +92,13 @@ def add_parser(commands: Any) -> None:
         help="of audit:, how likely a sample runs on after its answer",
     )
     add_trace_arguments(parser)
-    add("--workers", type=positive, default=1, metavar="N", help="devices, or streams of one")
+    add("--workers", default=1, **COUNT, help="devices, or streams of one")
     add("--slo-ms", type=float, metavar="D", help="deadline of every request%(default).0s")
-    add("--max-batch-size", type=positive, default=32, metavar="N", help="of a batch")
+    add("--max-batch-size", default=32, **COUNT, help="of a batch")
     add("--max-queue-delay-ms", type=float, default=0.0, metavar="MS", help="wait for batch mates")
-    add("--max-queue-samples", type=positive, default=4096, metavar="N", help="that wait at most")
+    add("--max-queue-samples", default=4096, **COUNT, help="that wait at most")
     limit = parser.add_mutually_exclusive_group()
-    limit.add_argument(
-        "--parallel-below", type=positive, metavar="N", help="PAME's τ_b%(default).0s"
-    )
+    limit.add_argument("--parallel-below", **COUNT, help="PAME's τ_b%(default).0s")
     limit.add_argument(
         "--max-violations", type=float, metavar="SHARE", help="PAME's τ_l%(default).0s"
     )
@@ -133,11 +123,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Simulate, and tell of it; gives the exit status.
-
-    Raises:
-        BundleError, TraceError, ValueError
-    """
+    """Simulate, and tell of it; gives the exit status."""
     systems = [SystemUnderTest.parse(text.strip()) for text in options.policy.split(",")]
     check_outputs(options.json, options.html)
     if options.slo_ms is not None and not options.slo_ms > 0:
@@ -166,11 +152,7 @@ def _runs(
         )
         overhead_s = options.stage_overhead_us / 1e6
         model = model_of(
-            bundle,
-            system.mode,
-            settings,
-            stage_overhead_s=overhead_s,
-            slowdown=options.slowdown,
+            bundle, system.mode, settings, stage_overhead_s=overhead_s, slowdown=options.slowdown
         )
         scheduler = scheduler_of(
             model.points,
@@ -230,31 +212,26 @@ def _tell(runs: list[Simulated], trace: Trace, options: argparse.Namespace) -> N
         workers=options.workers,
         seed=options.seed,
     )
-    if options.json is not None:
-        document = {
-            "simulated": True,
-            "runs": [
-                {
-                    "policy": run.label,
-                    "summary": summaries[run.label].to_json(),
-                    "timeline": timeline(run.outcomes, slo_ms=options.slo_ms).to_json(),
-                    "percentiles": hdr_table(run.outcomes.latency_s),
-                }
-                for run in runs
-            ],
-            "environment": environment,
+    views = [
+        RunView(
+            name=run.label,
+            summary=summaries[run.label],
+            timeline=timeline(run.outcomes, slo_ms=options.slo_ms),
+            percentiles=hdr_table(run.outcomes.latency_s),
+            environment=environment,
+        )
+        for run in runs
+    ]
+    documents = [
+        {
+            "policy": view.name,
+            "summary": view.summary.to_json(),
+            "timeline": view.timeline.to_json(),
+            "percentiles": view.percentiles,
         }
-        write_json(options.json, document)
+        for view in views
+    ]
+    write_json(options.json, {"simulated": True, "runs": documents, "environment": environment})
     if options.html is not None:
-        pages = [
-            RunView(
-                run.label,
-                summaries[run.label],
-                timeline(run.outcomes, slo_ms=options.slo_ms),
-                hdr_table(run.outcomes.latency_s),
-                environment,
-            )
-            for run in runs
-        ]
         title = f"{Path(options.bundle).name} under {trace.name}"
-        write_page(options.html, title=title, measured=False, runs=pages)
+        write_page(options.html, title=title, measured=False, runs=views)

@@ -69,12 +69,8 @@ def model_of(
 ) -> SimulatedModel:
     """Simulate a bundle by its profile, and its records of the certify split (unseen data).
 
-    Args:
-        bundle: Compiled.
-        mode: Of serving.
-        options: Of the model.
-        stage_overhead_s: What each stage takes beyond its graph; the scheduler knows it.
-        slowdown: How much longer stages take than that; the scheduler finds out.
+    ``stage_overhead_s`` is what each stage takes beyond its graph; the scheduler knows it.
+    ``slowdown`` is how much longer stages take than that; the scheduler finds out.
     """
     plan = make_plan(bundle, mode=mode)
     records = bundle.records()
@@ -94,9 +90,7 @@ def model_of(
     return SimulatedModel(
         behaviour=Behaviour(exits=exits, leaves_at=leaves_at, agrees=agrees),
         points=points,
-        seconds=tuple(
-            tuple(slowdown * stage_s for stage_s in row) for row in points.latencies.profiled_s
-        ),
+        seconds=tuple(tuple(slowdown * s for s in row) for row in points.latencies.profiled_s),
     )
 
 
@@ -132,14 +126,9 @@ def simulate(  # noqa: PLR0915 - one loop, and few calls in it: it is what a req
 ) -> Outcomes:
     """Run a load to its end on virtual time.
 
-    Args:
-        model: What samples do.
-        scheduler: Decides; fresh.
-        stage_s: [stages][max_batch_size + 1]: what stages take, by batch size; what the
-            scheduler predicts may differ.
-        load: What arrives when.
-        streams: As many as the scheduler was made for.
-        runs_on: [requests]: which run on after an early answer; ``None`` is none.
+    ``stage_s``, [stages][max_batch_size + 1], is what stages take by batch size; what the scheduler
+    predicts may differ. The scheduler is fresh, and made for as many streams. ``runs_on``,
+    [requests], says which run on after an early answer; ``None`` is none.
     """
     leaves_at = model.leaves_at[load.records]
     log = _Log()

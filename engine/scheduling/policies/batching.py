@@ -6,13 +6,7 @@ from offramp.engine.scheduling.buckets import Bucket
 from offramp.engine.scheduling.early_drop import EarlyDrop
 from offramp.engine.scheduling.latency import Latencies, Shrinking
 from offramp.engine.scheduling.points import OperatingPoints
-from offramp.engine.scheduling.policy import (
-    Choice,
-    LoadShedding,
-    NeverBuffers,
-    Start,
-    Waiting,
-)
+from offramp.engine.scheduling.policy import Choice, LoadShedding, NeverBuffers, Start, Waiting
 from offramp.engine.scheduling.queue import SampleQueue
 
 

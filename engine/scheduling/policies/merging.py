@@ -9,7 +9,6 @@ from offramp.engine.scheduling.policy import Choice, Merge, Waiting
 
 SLACK = 0.2
 """Share by which the time that buffered samples still need is taken longer (E3 4)."""
-
 CROWD = 4
 """Batches' worth of samples at a split from which on the fullest bucket goes, full or not: with
 many batch keys none may ever be full, and what waits holds memory."""

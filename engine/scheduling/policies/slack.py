@@ -16,13 +16,7 @@ from typing import NamedTuple
 from offramp.engine.scheduling.buckets import Bucket
 from offramp.engine.scheduling.early_drop import EarlyDrop
 from offramp.engine.scheduling.points import OperatingPoint, OperatingPoints
-from offramp.engine.scheduling.policy import (
-    Choice,
-    LoadShedding,
-    NeverBuffers,
-    Start,
-    Waiting,
-)
+from offramp.engine.scheduling.policy import Choice, LoadShedding, NeverBuffers, Start, Waiting
 
 BUCKETS = 64
 """Latency buckets of SlackFit; the paper says evenly sized and not how many."""
@@ -118,7 +112,9 @@ class SlackPolicy(NeverBuffers, ABC):
         return setting.batch_size / busy_s if busy_s else math.inf
 
     def _largest_batch(self, point: OperatingPoint, slack_s: float) -> int:
-        return min(self._points.largest_batch(point, slack_s), self._max_batch_size)
+        """Most rows that are done within ``slack_s`` even if none leaves early; may be 0."""
+        largest = self._points.latencies.largest_batch(point.deepest, slack_s)
+        return min(largest, self._max_batch_size)
 
 
 class SlackFit(SlackPolicy):
@@ -207,7 +203,7 @@ class MaxBatch(SlackPolicy):
         if not size:
             return None
         deepest_first = reversed(self._points.points)
-        fits = (p for p in deepest_first if self._points.largest_batch(p, slack_s) >= size)
+        fits = (p for p in deepest_first if self._largest_batch(p, slack_s) >= size)
         return Setting(size, next(fits).deepest)
 
 

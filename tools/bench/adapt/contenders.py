@@ -21,6 +21,7 @@ from offramp.engine.control.published.static import (
     tune_separate,
     tune_shared,
 )
+from offramp.engine.control.published.thresholds import Tuning
 from offramp.engine.control.published.two_stage import StageTimes
 from offramp.engine.controllers import make_controller
 from offramp.engine.options import ModelOptions
@@ -66,11 +67,7 @@ class Kind:
 
 
 def contenders_of(names: Sequence[str]) -> dict[str, Kind]:
-    """Look controllers up; ``all`` is every one.
-
-    Raises:
-        ValueError: There is none of a name.
-    """
+    """Look controllers up, with ValueError for none of a name; ``all`` is every one."""
     if tuple(names) == ("all",):
         return dict(KINDS)
     return look_up("controller", names, KINDS)
@@ -80,10 +77,7 @@ def make_contender(name: str, workplace: Workplace) -> Contender:
     """Make a fresh one."""
     kind = KINDS[name]
     return Contender(
-        label=name,
-        description=kind.description,
-        controller=kind.make(workplace),
-        mode=kind.mode,
+        label=name, description=kind.description, controller=kind.make(workplace), mode=kind.mode
     )
 
 
@@ -95,17 +89,8 @@ def _fixed(workplace: Workplace, policy: ExitPolicy) -> Controller:
     )
 
 
-def _leave(workplace: Workplace) -> Controller:
-    return _fixed(workplace, workplace.bundle.policy)
-
-
-def _static_shared(workplace: Workplace) -> Controller:
-    tuned = tune_shared(workplace.tuning_records(), workplace.max_disagreement)
-    return _fixed(workplace, always_active(tuned.thresholds))
-
-
-def _static_separate(workplace: Workplace) -> Controller:
-    tuned = tune_separate(workplace.tuning_records(), workplace.max_disagreement)
+def _static(workplace: Workplace, tune: Callable[[Records, float], Tuning]) -> Controller:
+    tuned = tune(workplace.tuning_records(), workplace.max_disagreement)
     return _fixed(workplace, always_active(tuned.thresholds))
 
 
@@ -156,19 +141,19 @@ KINDS: Final[Mapping[str, Kind]] = {
     "leave": Kind(
         description="the bundle's policy, as compiled and certified; nothing is observed",
         mode=Mode.LEAVE,
-        make=_leave,
+        make=lambda workplace: _fixed(workplace, workplace.bundle.policy),
     ),
     "static-shared": Kind(
         description="all exits, one threshold tuned once on the bundle's tuning split "
         "(BranchyNet, DeeBERT)",
         mode=Mode.LEAVE,
-        make=_static_shared,
+        make=partial(_static, tune=tune_shared),
     ),
     "static-separate": Kind(
         description="all exits, a threshold each, tuned once on the bundle's tuning split "
         "(BranchyNet+, DeeBERT+)",
         mode=Mode.LEAVE,
-        make=_static_separate,
+        make=partial(_static, tune=tune_separate),
     ),
     "apparate": Kind(
         description="Apparate as published, tuned on the last 16 samples as its artifact does",

@@ -54,17 +54,9 @@ class PixelRange:
 def corrupt(
     images: NDArray[Any], kind: str, severity: int, *, range_: PixelRange, rng: np.random.Generator
 ) -> NDArray[Any]:
-    """Give the images at a severity.
+    """Give images of a shape of :func:`channel_axis` at a severity, in that shape and dtype.
 
-    Args:
-        images: [n, channels, height, width], [n, height, width, channels] or [n, height, width].
-        kind: One of :data:`KINDS`.
-        severity: 0 to :data:`WORST`; 0 changes nothing.
-        range_: What the values are kept in.
-        rng: Of the noise, and of where a part is hidden.
-
-    Returns:
-        Of the same shape and dtype; whole numbers are rounded.
+    Whole numbers are rounded; ``range_`` is what the values are kept in.
 
     Raises:
         ValueError: There is no such kind or severity, or these are no images.
@@ -88,10 +80,12 @@ def corrupt(
 
 
 def channel_axis(shape: tuple[int, ...]) -> int | None:
-    """Tell which axis of an array of images holds the channels; ``None`` if none does.
+    """The axis of an array of images that holds the channels; ``None`` if none does.
+
+    Expects [n, channels, height, width], [n, height, width, channels] or [n, height, width].
 
     Raises:
-        ValueError: It is none.
+        ValueError: The array holds no images.
     """
     if len(shape) == 3 and min(shape[1:]) > _MOST_CHANNELS:
         return None

@@ -19,7 +19,7 @@ from offramp.compiler.report import numbers, svg
 from offramp.compiler.report.svg import Scale, Tick
 from offramp.tools.bench.adapt.report import Comparison, ControllerRun
 from offramp.tools.bench.adapt.sequence import SampleSequence
-from offramp.tools.bench.dynamics import load_template, plain, stroke
+from offramp.tools.bench.dynamics import load_template, plain, steps, stroke
 
 _WIDTH, _HEIGHT = 520.0, 132.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 6.0, 16.0, 20.0
@@ -55,15 +55,7 @@ def write_page(
     max_disagreement: float,
     environment: Mapping[str, object],
 ) -> None:
-    """Write one HTML file.
-
-    Args:
-        path: Where to.
-        title: Of the page.
-        comparisons: One or more.
-        max_disagreement: The constraint.
-        environment: What it ran on, and with which settings.
-    """
+    """Write one HTML file; ``environment`` is what it ran on, and with which settings."""
     page = _template().render(
         title=title,
         comparisons=[(c, cards(c, max_disagreement)) for c in comparisons],
@@ -152,7 +144,8 @@ def _thresholds(sequence: SampleSequence, run: ControllerRun) -> CardPlot:
     ticks: list[Tick] = [(v, f"{v:g}") for v in (0.0, 0.5, 1.0)]
     changed = [*run.course.changed_at.tolist(), len(sequence)]
     exits = run.course.thresholds.shape[1]
-    used = [e for e in range(exits) if (run.course.thresholds[:, e] <= 1).any()]
+    answering = np.where(run.course.thresholds <= 1, run.course.thresholds, np.nan)  # not NEVER
+    used = [e for e in range(exits) if np.isfinite(answering[:, e]).any()]
     paths = [
         svg.element(
             "g",
@@ -160,7 +153,7 @@ def _thresholds(sequence: SampleSequence, run: ControllerRun) -> CardPlot:
             stroke_opacity=_shade(e, exits),
         )
         for e in used
-        for piece in _steps(changed, run.course.thresholds[:, e])
+        for piece in steps(changed[:-1], changed[1:], answering[:, e])
     ]
     label = f"Thresholds of {run.contender.label} over time"
     keys = tuple(
@@ -197,22 +190,8 @@ def _scales(sequence: SampleSequence, low: float, high: float) -> tuple[Scale, S
 def _points(
     x: Scale, y: Scale, at: Sequence[int] | np.ndarray, values: FloatArray
 ) -> Iterator[tuple[float, float]]:
-    drawn = zip(at[::_EVERY], values[::_EVERY].tolist(), strict=True)
-    for a, value in drawn:
+    for a, value in zip(at[::_EVERY], values[::_EVERY].tolist(), strict=True):
         yield x(float(a)), y(max(value, y.low))
-
-
-def _steps(changed: list[int], thresholds: FloatArray) -> Iterator[list[tuple[float, float]]]:
-    """Corners of a threshold's steps, a list for each stretch in which the exit answers."""
-    piece: list[tuple[float, float]] = []
-    for start, end, value in zip(changed[:-1], changed[1:], thresholds.tolist(), strict=True):
-        if value <= 1:  # neither NaN nor NEVER
-            piece += [(start, value), (end, value)]
-        elif piece:
-            yield piece
-            piece = []
-    if piece:
-        yield piece
 
 
 def _shade(exit_: int, exits: int) -> float:

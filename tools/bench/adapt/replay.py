@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, ExitPolicy
 from offramp.certify import (
@@ -140,18 +138,15 @@ class _Served:
 def replay(
     sequence: SampleSequence, contender: Contender, costs: CostModel, settings: ReplaySettings
 ) -> ReplayTrace:
-    """Serve a sequence under a controller.
+    """Serve a sequence under a controller, which is fresh, and is used up.
 
-    Args:
-        sequence: What is served.
-        contender: Its controller is fresh, and is used up.
-        costs: Of all exits of the bundle, at the batch size of a chunk.
-        settings: How serving goes on.
+    ``costs`` are those of all exits of the bundle, at the batch size of a chunk.
     """
     controller = contender.controller
     coins = np.random.default_rng(settings.seed).random(len(sequence))
     log, out, chunks = _Log(), None, list[_Served]()
-    for number, rows in enumerate(_chunks(len(sequence), settings.chunk)):
+    for number, start in enumerate(range(0, len(sequence), settings.chunk)):
+        rows = slice(start, min(start + settings.chunk, len(sequence)))
         if out is not None and rows.start >= out.arrives_at:
             controller.finish(out.job, out.result)
             out = None
@@ -159,9 +154,14 @@ def replay(
         if not log.changes or policy.version != log.changes[-1].policy.version:
             log.changes.append(Change(at=rows.start, policy=policy))
         log.statuses.append(controller.status())
-        chances = _Chances(contender.mode, coins[rows], controller.audit_probability)
-        chunks.append(_serve(_part(sequence.drawn, rows), policy, chances, costs))
-        if contender.mode.observed and number >= settings.delay_chunks:
+        mode, probability = contender.mode, controller.audit_probability
+        if mode is not Mode.AUDIT:
+            probability = float(mode.observed)
+        runs_on = coins[rows] < probability
+        samples = sequence.drawn.take(rows)
+        served = _serve(samples, policy, costs, mode=mode, runs_on=runs_on, probability=probability)
+        chunks.append(served)
+        if mode.observed and number >= settings.delay_chunks:
             controller.observe(chunks[number - settings.delay_chunks].seen)
             if out is None and (job := controller.take_job()) is not None:
                 out = _run(job, rows.stop, settings, log)
@@ -169,46 +169,24 @@ def replay(
     return _trace(sequence, log, chunks, costs, settings)
 
 
-@dataclass(frozen=True, slots=True)
-class _Chances:
-    """The probability of the samples of a chunk to run on after an early answer."""
+def _serve(
+    samples: Population,
+    policy: ExitPolicy,
+    costs: CostModel,
+    *,
+    mode: Mode,
+    runs_on: BoolArray,
+    probability: float,
+) -> _Served:
+    """Send samples through the model, as stages and exits would.
 
-    mode: Mode
-    coins: FloatArray
-    audit_probability: float
-
-    @property
-    def probability(self) -> float:
-        """Drawn before the samples start."""
-        return 1.0 if self.mode is Mode.RELEASE else self.audit_probability
-
-    @property
-    def runs_on(self) -> BoolArray:
-        """bool[n]: whether each runs to the end, should an exit answer it."""
-        if not self.mode.observed:
-            return np.zeros(len(self.coins), np.bool_)
-        return np.asarray(self.coins < self.probability)
-
-
-def _chunks(samples: int, chunk: int) -> Iterator[slice]:
-    return (slice(start, min(start + chunk, samples)) for start in range(0, samples, chunk))
-
-
-def _part(drawn: Population, rows: slice) -> Population:
-    return Population(
-        confidence=drawn.confidence[:, rows],
-        prediction=drawn.prediction[:, rows],
-        final=drawn.final[rows],
-        labels=None,
-    )
-
-
-def _serve(samples: Population, policy: ExitPolicy, chances: _Chances, costs: CostModel) -> _Served:
-    """Send samples through the model, as stages and exits would."""
+    ``runs_on`` says of each whether it runs to the end, should an exit answer it, which had this
+    probability before it started.
+    """
     count, exits = len(samples), samples.exits
-    active = [a.exit for a in policy.active if chances.mode.observed or a.threshold < NEVER]
+    active = [a.exit for a in policy.active if mode.observed or a.threshold < NEVER]
     answered_at = answering_places(samples.confidence, policy)
-    complete = (answered_at == MODEL_END) | chances.runs_on
+    complete = (answered_at == MODEL_END) | runs_on
     in_use = np.zeros((exits, 1), np.bool_)
     in_use[active] = True
     reached = reaches(answered_at, range(exits))
@@ -220,7 +198,7 @@ def _serve(samples: Population, policy: ExitPolicy, chances: _Chances, costs: Co
         prediction=np.where(known, samples.prediction, np.int32(UNKNOWN)),
         answered_at=answered_at,
         final=np.where(complete, samples.final, np.int32(UNKNOWN)),
-        audit_probability=np.full(count, chances.probability),
+        audit_probability=np.full(count, probability),
         policy_version=np.full(count, policy.version),
         forced=np.zeros(count, np.bool_),
     )
@@ -238,10 +216,8 @@ def _run(job: Job, started: int, settings: ReplaySettings, log: _Log) -> _Out:
     begin_s = time.perf_counter()
     result = job.run()
     took_s = time.perf_counter() - begin_s
-    delay = settings.tuning_delay
-    if delay is None:
-        delay = math.ceil(took_s * settings.rate)
-    arrives_at = started + delay
+    delay, late = settings.tuning_delay, math.ceil(took_s * settings.rate)
+    arrives_at = started + (late if delay is None else delay)
     log.tunings.append(
         ReplayedJob(
             purpose=job.purpose, taken_at=started, arrived_at=arrives_at, took_ms=took_s * 1e3
@@ -257,19 +233,16 @@ def _trace(
     costs: CostModel,
     settings: ReplaySettings,
 ) -> ReplayTrace:
-    def joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
-        return np.concatenate(arrays)
-
-    answered_at = joined([c.answered_at for c in chunks])
-    complete = joined([c.complete for c in chunks])
+    answered_at = np.concatenate([c.answered_at for c in chunks])
+    complete = np.concatenate([c.complete for c in chunks])
     every = np.arange(len(sequence))
     starts = np.array([change.at for change in log.changes])
     return ReplayTrace(
         answered_at=answered_at,
         agrees=sequence.drawn.agrees[answered_at, every],
         audited=complete & (answered_at != MODEL_END),
-        latency_ms=joined([c.latency_ms for c in chunks]),
-        compute_ms=joined([c.compute_ms for c in chunks]),
+        latency_ms=np.concatenate([c.latency_ms for c in chunks]),
+        compute_ms=np.concatenate([c.compute_ms for c in chunks]),
         policy=np.searchsorted(starts, every, side="right") - 1,
         changes=tuple(log.changes),
         chunk=settings.chunk,

@@ -70,12 +70,14 @@ class ScenarioSettings:
 
 
 class Material:
-    """Data sets, and the model's answers to them, each found out once."""
+    """Data sets by name, and the model's answers to them, each found out once.
+
+    The first is the one that most scenarios use.
+    """
 
     def __init__(
         self, datasets: Mapping[str, Dataset], record: RecordAnswers, settings: ScenarioSettings
     ) -> None:
-        """Take data by name; the first is the one that most scenarios use."""
         self.settings = settings
         self._datasets = datasets
         self._record = record
@@ -135,11 +137,7 @@ class Scenario:
 
 
 def scenarios_of(names: Sequence[str], material: Material) -> dict[str, Scenario]:
-    """Look scenarios up; ``all`` is every one that the data allows.
-
-    Raises:
-        ValueError: There is none of a name, or the data does not allow it.
-    """
+    """Look scenarios up, ValueError if one does not fit; ``all`` is every one that does."""
     if tuple(names) == ("all",):
         return {name: s for name, s in SCENARIOS.items() if s.applies(material)}
     found = look_up("scenario", names, SCENARIOS)
@@ -166,11 +164,11 @@ def _difficulty(material: Material) -> list[ShiftSegment]:
     population = material.population()
     easy = is_easy(population)
     return [
-        ShiftSegment(
-            name=f"{round(100 * share)}:{round(100 - 100 * share)}",
-            population=population,
-            weights=_mix({"easy samples": easy, "hard samples": ~easy}, share),
-            samples=material.settings.samples,
+        _segment(
+            material,
+            f"{round(100 * share)}:{round(100 - 100 * share)}",
+            population,
+            _mix({"easy samples": easy, "hard samples": ~easy}, share),
         )
         for share in (0.8, 0.5, 0.2)
     ]
@@ -186,37 +184,34 @@ def _classes(material: Material) -> list[ShiftSegment]:
         f"mostly {lowest}–{middle - 1}": {"lower classes": lower, "upper classes": ~lower},
         f"mostly {middle}–{highest}": {"upper classes": ~lower, "lower classes": lower},
     }
-    mixed = [_mix(parts, _DOMINANT) for parts in groups.values()]
-    weights = {"all classes": _uniform(population)}
-    weights |= dict(zip(groups, mixed, strict=True))
     return [
-        ShiftSegment(name=n, population=population, weights=w, samples=material.settings.samples)
-        for n, w in weights.items()
+        _segment(material, "all classes", population),
+        *(
+            _segment(material, name, population, _mix(parts, _DOMINANT))
+            for name, parts in groups.items()
+        ),
     ]
 
 
 def _corruption(material: Material) -> list[ShiftSegment]:
     kind, worst = material.settings.corruption, material.settings.severity
     steps = [(f"{kind} {severity}", severity) for severity in range(1, worst + 1)]
-    return [_all_of(material, name, severity) for name, severity in [("clean", 0), *steps]]
+    return _corrupted(material, [("clean", 0), *steps])
 
 
 def _abrupt(material: Material) -> list[ShiftSegment]:
     kind, worst = material.settings.corruption, material.settings.severity
-    steps = [("clean", 0), (f"{kind} {worst}", worst), ("clean again", 0)]
-    return [_all_of(material, name, severity) for name, severity in steps]
+    return _corrupted(material, [("clean", 0), (f"{kind} {worst}", worst), ("clean again", 0)])
+
+
+def _corrupted(material: Material, steps: Sequence[tuple[str, int]]) -> list[ShiftSegment]:
+    return [
+        _segment(material, name, material.population(severity=severity)) for name, severity in steps
+    ]
 
 
 def _domain(material: Material) -> list[ShiftSegment]:
-    return [
-        ShiftSegment(
-            name=name,
-            population=material.population(name),
-            weights=_uniform(material.population(name)),
-            samples=material.settings.samples,
-        )
-        for name in material.names
-    ]
+    return [_segment(material, name, material.population(name)) for name in material.names]
 
 
 SCENARIOS: Final[Mapping[str, Scenario]] = {
@@ -254,18 +249,17 @@ _NEEDS: Final = {
 }
 
 
-def _all_of(material: Material, name: str, severity: int) -> ShiftSegment:
-    population = material.population(severity=severity)
+def _segment(
+    material: Material, name: str, population: Population, weights: FloatArray | None = None
+) -> ShiftSegment:
+    """A segment of a population, each sample as likely as any other unless weights say else."""
+    even = np.full(len(population), 1.0 / len(population))
     return ShiftSegment(
         name=name,
         population=population,
-        weights=_uniform(population),
+        weights=even if weights is None else weights,
         samples=material.settings.samples,
     )
-
-
-def _uniform(population: Population) -> FloatArray:
-    return np.full(len(population), 1.0 / len(population))
 
 
 def _mix(groups: Mapping[str, BoolArray], share: float) -> FloatArray:

@@ -209,6 +209,8 @@ def _segment(
     certified = np.array([s.evidence is Evidence.CERTIFIED for s in trace.statuses])[chunks]
     bounds = np.array([s.disagreement_upper_bound for s in trace.statuses])[chunks]
     labels, final = sequence.drawn.labels, sequence.drawn.final
+    places = np.concatenate([sequence.drawn.prediction, final[None]])
+    answers = places[trace.answered_at, np.arange(len(sequence))]
     return SegmentScore(
         name=span.segment.name,
         whole=_conduct(trace, risk, rows, max_disagreement),
@@ -222,7 +224,7 @@ def _segment(
         certified=float(certified.mean()),
         certified_wrongly=float((certified & above).mean()),
         bound_wrong=float((risk[rows] > bounds + _ROUNDING).mean()),
-        accuracy=None if labels is None else _accuracy(sequence, trace, rows, labels),
+        accuracy=None if labels is None else float((answers == labels)[rows].mean()),
         source_accuracy=None if labels is None else float((final == labels)[rows].mean()),
     )
 
@@ -239,13 +241,6 @@ def _conduct(
         compute_savings=float(1 - trace.compute_ms[rows].mean() / trace.source_ms),
         audited=float(trace.audited[rows].mean()),
     )
-
-
-def _accuracy(
-    sequence: SampleSequence, trace: ReplayTrace, rows: IntArray, labels: IntArray
-) -> float:
-    every = np.concatenate([sequence.drawn.prediction, sequence.drawn.final[None]])
-    return float((every[trace.answered_at[rows], rows] == labels[rows]).mean())
 
 
 def _after_last(marks: BoolArray) -> int | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +33,16 @@ class Population:
     """int64[m], where the data has labels."""
 
     def __len__(self) -> int:
-        """Samples."""
         return len(self.final)
+
+    def take(self, rows: slice | IntArray) -> Population:
+        """The answers to some samples."""
+        return Population(
+            confidence=self.confidence[:, rows],
+            prediction=self.prediction[:, rows],
+            final=self.final[rows],
+            labels=None if self.labels is None else self.labels[rows],
+        )
 
     @property
     def exits(self) -> int:
@@ -60,7 +67,6 @@ class ShiftSegment:
     samples: int
 
     def __post_init__(self) -> None:
-        """Refuse what is no distribution."""
         if self.weights.shape != (len(self.population),) or not (self.weights >= 0).all():
             raise ValueError(
                 f"segment {self.name!r}: weights must be {len(self.population)} numbers of at "
@@ -99,7 +105,6 @@ class SampleSequence:
     """int64[N]: which sample of its segment's population each one is."""
 
     def __len__(self) -> int:
-        """Samples."""
         return len(self.drawn)
 
 
@@ -111,17 +116,17 @@ def draw(
     ends = np.cumsum([s.samples for s in segments]).tolist()
     starts = [0, *ends[:-1]]
     spans = zip(segments, starts, ends, strict=True)
-    pairs = list(zip((s.population for s in segments), rows, strict=True))
-    labels = [_take(p.labels, r) for p, r in pairs if p.labels is not None]
+    parts = [s.population.take(r) for s, r in zip(segments, rows, strict=True)]
+    labels = [part.labels for part in parts if part.labels is not None]
     return SampleSequence(
         scenario=scenario,
         description=description,
         spans=tuple(SegmentSpan(segment=s, start=a, end=b) for s, a, b in spans),
         drawn=Population(
-            confidence=np.concatenate([p.confidence[:, r] for p, r in pairs], axis=1),
-            prediction=np.concatenate([p.prediction[:, r] for p, r in pairs], axis=1),
-            final=np.concatenate([p.final[r] for p, r in pairs]),
-            labels=np.concatenate(labels) if len(labels) == len(pairs) else None,
+            confidence=np.concatenate([part.confidence for part in parts], axis=1),
+            prediction=np.concatenate([part.prediction for part in parts], axis=1),
+            final=np.concatenate([part.final for part in parts]),
+            labels=np.concatenate(labels) if len(labels) == len(parts) else None,
         ),
         rows=np.concatenate(rows),
     )
@@ -138,7 +143,3 @@ def thresholds_of(policy: ExitPolicy, exits: int) -> FloatArray:
     for active in policy.active:
         thresholds[active.exit] = active.threshold
     return float32_at_least(thresholds)
-
-
-def _take(array: NDArray[Any], rows: IntArray) -> NDArray[Any]:
-    return array[rows]

@@ -13,25 +13,13 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 _NON_BLOCKING: Final = os.O_NONBLOCK if hasattr(os, "O_NONBLOCK") else 0
 _ABSOLUTE: Final = 1
 
 
-class Alarm(Protocol):
-    """Calls back at the instant that was set last."""
-
-    def set(self, at_s: float) -> None:
-        """Set it, on ``time.monotonic()``; what is past is now."""
-        ...
-
-    def close(self) -> None:
-        """Call back no more."""
-        ...
-
-
-def make_alarm(callback: Callable[[], None]) -> Alarm:
+def make_alarm(callback: Callable[[], None]) -> LoopAlarm | KernelAlarm:
     """Give the best that there is here, for the running loop."""
     loop = asyncio.get_running_loop()
     library = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
@@ -48,7 +36,7 @@ class LoopAlarm:
         self._handle: asyncio.Handle | None = None
 
     def set(self, at_s: float) -> None:
-        """Set it, as :meth:`Alarm.set`."""
+        """Set it, on ``time.monotonic()``; what is past is now."""
         self.close()
         delay_s = max(0.0, at_s - time.monotonic())
         self._handle = self._loop.call_later(delay_s, self._callback)
@@ -82,7 +70,7 @@ class KernelAlarm:
         loop.add_reader(self._file, self._ring)
 
     def set(self, at_s: float) -> None:
-        """Set it, as :meth:`Alarm.set`."""
+        """As :meth:`LoopAlarm.set`."""
         value = self._setting.value
         # all zeros would switch it off
         total_ns = max(1, round(at_s * 1e9))

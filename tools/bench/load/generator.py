@@ -43,11 +43,9 @@ class GeneratedLoad:
 def generate(
     tasks: Sequence[Task], *, on_tick: Callable[[float], None] = lambda _: None
 ) -> GeneratedLoad:
-    """Make the load of ``tasks``, each in a process of its own.
+    """Make the load of ``tasks``, all of the same settings, each in a process of its own.
 
-    Args:
-        tasks: Of one load: the same settings in all.
-        on_tick: Called some times a second with the seconds since the load began.
+    ``on_tick`` is called some times a second with the seconds since the load began.
 
     Raises:
         LoadError: A process could not connect, or ended.
@@ -62,7 +60,16 @@ def generate(
         reports = _gather(
             crew, Report, limit_s=limit_s, on_tick=lambda: on_tick(time.monotonic() - start_s)
         )
-    return _load(tasks, reports)
+    records = merge([report.records for report in reports])
+    lateness_s = records.lateness_s(settings.warm_up_s)
+    open_loop = settings.concurrency is None and lateness_s.size
+    cpu_s = sum(report.cpu_s for report in reports)
+    return GeneratedLoad(
+        records=records,
+        causes=Causes.merge([report.causes for report in reports]).to_json(),
+        cpu_us_per_request=cpu_s / max(1, len(records.sample)) * 1e6,
+        lateness_ms=percentiles_ms(lateness_s) if open_loop else None,
+    )
 
 
 _Crew = list[tuple[BaseProcess, Connection]]
@@ -129,17 +136,3 @@ def _receive(member: tuple[BaseProcess, Connection], expected: type[_Expected]) 
         raise LoadError(message)
     assert isinstance(message, expected)
     return message
-
-
-def _load(tasks: Sequence[Task], reports: Sequence[Report]) -> GeneratedLoad:
-    records = merge([report.records for report in reports])
-    settings = tasks[0].settings
-    lateness_s = records.lateness_s(settings.warm_up_s)
-    open_loop = settings.concurrency is None and lateness_s.size
-    cpu_s = sum(report.cpu_s for report in reports)
-    return GeneratedLoad(
-        records=records,
-        causes=Causes.merge([report.causes for report in reports]).to_json(),
-        cpu_us_per_request=cpu_s / max(1, len(records.sample)) * 1e6,
-        lateness_ms=percentiles_ms(lateness_s) if open_loop else None,
-    )

@@ -108,12 +108,7 @@ def mean_batch_size(readings: Sequence[Reading], from_s: float, until_s: float) 
 
 
 class MetricsPoll:
-    """Reads the metrics at most every so often.
-
-    Args:
-        address: ``host:port`` of the server's HTTP side.
-        model: The served model's name.
-        every_s: Between two readings, at least.
+    """Reads the metrics at most every so often, from ``host:port`` of the server's HTTP side.
 
     Raises:
         LoadError: There are no metrics of that model.
@@ -122,7 +117,7 @@ class MetricsPoll:
     def __init__(self, address: str, model: str, *, every_s: float) -> None:
         self._url = f"http://{address}/metrics"
         self._model, self._every_s = model, every_s
-        self._readings: list[Reading] = []
+        self.readings: list[Reading] = []
         try:
             reading = self._read(-1.0)
         except (OSError, ValueError, http.client.HTTPException) as error:
@@ -135,19 +130,14 @@ class MetricsPoll:
 
     def poll(self, at_s: float) -> None:
         """Read, if it is time to; a reading that fails leaves a gap."""
-        if at_s < 0 or (self._readings and at_s < self._readings[-1].at_s + self._every_s):
+        if at_s < 0 or (self.readings and at_s < self.readings[-1].at_s + self._every_s):
             return
         try:
             reading = self._read(at_s)
         except (OSError, ValueError, http.client.HTTPException):
             return
         if reading is not None:
-            self._readings.append(reading)
-
-    @property
-    def readings(self) -> tuple[Reading, ...]:
-        """The readings so far."""
-        return tuple(self._readings)
+            self.readings.append(reading)
 
     def _read(self, at_s: float) -> Reading | None:
         with urllib.request.urlopen(self._url, timeout=_LIMIT_S) as response:

@@ -28,7 +28,6 @@ def check_server(address: str, model: str) -> ModelMetadata:
 
     Raises:
         LoadError: Nobody answers, the model is unknown, or not ready.
-        ValueError: The address is not ``host:port``.
     """
     with Client(address, timeout_s=_LIMIT_S) as client:
         try:
@@ -75,16 +74,11 @@ class LoadData:
     """Of the file."""
 
     def __len__(self) -> int:
-        """Samples."""
         return len(next(iter(self.inputs.values())))
 
 
 def read_data(path: Path, specs: Sequence[TensorSpec], *, samples: int) -> LoadData:
-    """Read the first samples of a file, at most so many.
-
-    Raises:
-        DataError: The file is not what the model takes.
-    """
+    """Read at most so many first samples of a file; DataError if the model does not take them."""
     has_reference = f"{REFERENCE_KEY}.npy" in _names(path) and all(
         spec.name != REFERENCE_KEY for spec in specs
     )
@@ -116,11 +110,7 @@ class Reference:
 
 
 def given_reference(data: LoadData, metadata: ModelMetadata) -> Reference:
-    """Take the classes that came with the data, if any did.
-
-    Raises:
-        LoadError: It is not clear which output they belong to.
-    """
+    """The classes that came with the data, if any did; LoadError if it is unclear what of."""
     if data.reference is None:
         return Reference()
     if len(metadata.outputs) != 1:
@@ -139,14 +129,9 @@ def ask_source(
     served: ModelMetadata,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Reference:
-    """Ask a bundle's source model, here, in one thread.
+    """Ask the source model of the bundle that is served, here, in one thread, for some rows.
 
-    Args:
-        bundle: The one that is served.
-        data: Of n samples.
-        rows: Samples to ask for.
-        served: What the server says of the model.
-        progress: Called with the number of samples of each batch.
+    ``progress`` is called with the number of samples of each batch.
 
     Raises:
         LoadError: The bundle is of another model.

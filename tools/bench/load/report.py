@@ -16,14 +16,7 @@ from rich.table import Table
 from offramp.tools.bench.load.generator import GeneratedLoad
 from offramp.tools.bench.load.metrics_poll import Reading, mean_batch_size, series
 from offramp.tools.bench.load.settings import LoadSettings
-from offramp.tools.bench.outcomes import (
-    Outcomes,
-    Summary,
-    Timeline,
-    hdr_table,
-    summarise,
-    timeline,
-)
+from offramp.tools.bench.outcomes import Outcomes, Summary, Timeline, hdr_table, summarise, timeline
 
 WINDOWS: Final = 60
 """That a load is cut into."""
@@ -72,12 +65,8 @@ def make_report(
 ) -> LoadReport:
     """Make the figures of what was to be sent after the warm-up.
 
-    Args:
-        settings: Of the load.
-        load: As it was made.
-        outcomes: Of all its requests.
-        readings: Of the server's metrics; empty where they were not read.
-        environment: Of the machine, and what was measured with.
+    ``readings`` are of the server's metrics; empty where they were not read. ``environment`` says
+    what was measured, and with what.
     """
     kept = outcomes.drop_warm_up(settings.warm_up_s)
     summary = summarise(kept, slo_ms=settings.slo_ms)
@@ -93,7 +82,14 @@ def make_report(
         percentiles=hdr_table(kept.latency_s),
         causes=load.causes,
         readings=readings,
-        environment={**environment, **_generator(load, summary)},
+        environment={
+            **environment,
+            "generator_lateness_ms": load.lateness_ms,
+            "generator_cpu_us_per_request": load.cpu_us_per_request,
+            "generator_peak_in_flight": load.records.peak_in_flight(),
+            "measured_requests": summary.requests,
+            "all_requests": len(load.records.sample),
+        },
     )
 
 
@@ -153,14 +149,3 @@ def rows(summary: Summary) -> Iterator[tuple[str, str]]:
     for status, count in summary.failures.items():
         if count:
             yield status, f"{count:,} ({count / summary.requests:.2%})"
-
-
-def _generator(load: GeneratedLoad, summary: Summary) -> dict[str, Any]:
-    """The generator's own lateness, processor time and counts."""
-    return {
-        "generator_lateness_ms": load.lateness_ms,
-        "generator_cpu_us_per_request": load.cpu_us_per_request,
-        "generator_peak_in_flight": load.records.peak_in_flight(),
-        "measured_requests": summary.requests,
-        "all_requests": len(load.records.sample),
-    }

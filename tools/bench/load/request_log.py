@@ -48,12 +48,8 @@ class Reply(NamedTuple):
 def read_reply(response: ModelInferResponse, answer: str | None) -> Reply:
     """Read the response to a request of one sample.
 
-    Args:
-        response: As it came.
-        answer: Name of the output that is the answer; ``None`` leaves it unread.
-
-    Raises:
-        ValueError: It is malformed; the message says how.
+    ``answer`` names the output that is the answer; ``None`` leaves it unread. Raises ValueError
+    with what is malformed.
     """
     parameters = response.parameters
     exit_, forced = MODEL_END, False
@@ -133,10 +129,8 @@ class RequestRecords:
     def to_outcomes(self, reference: NDArray[np.int64] | None, duration_s: float) -> Outcomes:
         """Judge the answers.
 
-        Args:
-            reference: [samples]: the source model's class of each; ``UNKNOWN`` where it was not
-                asked, ``None`` where it never was.
-            duration_s: Of the offered load.
+        ``reference`` is the source model's class of each sample, ``UNKNOWN`` where it was not
+        asked; ``None`` where it never was.
         """
         answered = self.status == Status.OK
         agrees = np.full(len(self.sample), -1, np.int8)

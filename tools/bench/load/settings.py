@@ -47,7 +47,6 @@ class LoadSettings:
     unanswered."""
 
     def __post_init__(self) -> None:
-        """Refuse what makes no load."""
         _at_least("--processes", self.processes, 1)
         _at_least("--priority", self.priority, 0)
         _at_least("--warm-up-s", self.warm_up_s, 0)
@@ -87,12 +86,7 @@ class LoadSettings:
 
 
 def read_options(options: argparse.Namespace) -> tuple[LoadSettings, Trace | None]:
-    """Give settings, and the trace of an open loop.
-
-    Raises:
-        LoadError: They make no load.
-        TraceError: They make no trace.
-    """
+    """Give settings, and the trace of an open loop; raises LoadError or TraceError."""
     trace = None
     if options.closed_loop is None:
         trace = trace_of(options)

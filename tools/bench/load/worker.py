@@ -104,13 +104,7 @@ async def _work(task: Task, pipe: Connection) -> Report:
 
 
 class Sender:
-    """Sends a process's share of a load and logs how each request ends.
-
-    Args:
-        task: What to send.
-        channel: Where to.
-        start_s: When the load begins, on ``time.monotonic()``.
-    """
+    """Sends a process's share of a load from ``start_s`` on, and logs how each request ends."""
 
     def __init__(self, task: Task, channel: grpc.aio.Channel, *, start_s: float) -> None:
         self._settings, self._share, self._answer = task.settings, task.share, task.answer
@@ -122,7 +116,7 @@ class Sender:
         self._infer: grpc.aio.UnaryUnaryMultiCallable[bytes, ModelInferResponse] = (
             channel.unary_unary(
                 method_path("ModelInfer"),
-                request_serializer=_as_it_is,
+                request_serializer=bytes,
                 response_deserializer=ModelInferResponse.FromString,
             )
         )
@@ -237,10 +231,6 @@ class Sender:
             records=self._log.close(),
             causes=self._causes.to_json(),
         )
-
-
-def _as_it_is(request: bytes) -> bytes:
-    return request
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
