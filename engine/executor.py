@@ -281,7 +281,7 @@ class Executor:
             pause_s = self.health.start_failed(stream)
             _log.warning("stream %d cannot start, again in %g s: %s", stream, pause_s, error)
             self._scheduler.suspend(stream)
-            if self.health.infeasible and self._refusal is None:
+            if self.health.given_up and self._refusal is None:
                 reason = f"out of service, no stream can start: {error}"
                 self._refuse(OutOfServiceError(reason), "backend_error")
             self._changed.notify_all()  # what failed here and was to run elsewhere may go nowhere

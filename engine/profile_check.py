@@ -116,8 +116,8 @@ def measure(
     try:
         one = slot.upload(zeros(bundle.manifest, 1))
         whole_ms = min(_step_ms(source, slot, 0, one, clock) for _ in range(3))
-        latency_margin = whole_ms / compiled.source_ms[compiled.column(1)]
-        sizes = sizes_within(compiled, max_batch_size, latency_margin, LIMIT_S)
+        slowdown = whole_ms / compiled.source_ms[compiled.column(1)]
+        sizes = sizes_within(compiled, max_batch_size, slowdown, LIMIT_S)
         batches = [zeros(bundle.manifest, size) for size in sizes]
         timers = [_timers(source, staged, slot, inputs, clock) for inputs in batches]
         rounds, load = time_rounds(
@@ -140,7 +140,7 @@ def measure(
 
 
 def sizes_within(
-    compiled: Profile, max_batch_size: int, latency_margin: float, limit_s: float
+    compiled: Profile, max_batch_size: int, slowdown: float, limit_s: float
 ) -> list[int]:
     """Batch sizes that there is time for: 1, and of a middle and the largest one those that fit."""
     sizes = sorted({1, min(8, max_batch_size), max_batch_size})
@@ -148,7 +148,7 @@ def sizes_within(
     def takes_s(size: int) -> float:
         column = compiled.column(size)
         per_row = compiled.source_ms[column] / compiled.batch_sizes[column]
-        return _RUNS * latency_margin * per_row * size / 1e3
+        return _RUNS * slowdown * per_row * size / 1e3
 
     while len(sizes) > 1 and sum(map(takes_s, sizes)) > limit_s:
         sizes.pop()

@@ -35,7 +35,7 @@ class StreamHealth:
         return self._failed_starts.count(0)
 
     @property
-    def infeasible(self) -> bool:
+    def given_up(self) -> bool:
         """Whether every stream has failed to start so often that nobody should wait for them."""
         return min(self._failed_starts) >= GIVE_UP_AFTER
 

@@ -18,15 +18,15 @@ from offramp.compiler.cli import main
 from offramp.engine.profile_check import predicted_savings
 
 
-def fake_times(patched: pytest.MonkeyPatch, latency_margin: float, border: float) -> None:
+def fake_times(patched: pytest.MonkeyPatch, slowdown: float, border: float) -> None:
     """A machine on which graphs take 1 ms a row, and a model in stages ``border`` more a stage."""
 
     def time_ms(_self: object, tensors: dict[str, np.ndarray]) -> float:
-        return latency_margin * len(next(iter(tensors.values())))
+        return slowdown * len(next(iter(tensors.values())))
 
     def staged_ms(pipeline, _slot: object, tensors: dict[str, np.ndarray]) -> float:
         borders = len(pipeline.plan.stages) - 1
-        return latency_margin * len(next(iter(tensors.values()))) * (1 + border * borders)
+        return slowdown * len(next(iter(tensors.values()))) * (1 + border * borders)
 
     patched.setattr(profiling.TimedGraph, "time_ms", time_ms)
     patched.setattr(profiling, "_staged_ms", staged_ms)

@@ -104,3 +104,30 @@ def test_words_are_those_of_the_field() -> None:
         for number, line in enumerate(text.splitlines(), 1):
             found += [f"{name}:{number}: {match[0]}" for match in pattern.finditer(line)]
     assert found == []
+
+
+def messages(path: Path) -> list[tuple[int, str]]:
+    """The string literals of a file with a space in them, docstrings left out, and their lines."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    documenting = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    return [
+        (node.lineno, node.value)
+        for node in nodes
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and " " in node.value
+        and id(node) not in documenting
+    ]
+
+
+def test_no_message_names_a_class() -> None:
+    names = {name for path in PRODUCT for name in classes(path) if re.search("[a-z][A-Z]", name)}
+    pattern = re.compile(rf"\b(?:{'|'.join(names)})\b")
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {match[0]}"
+        for path in PRODUCT
+        if "benchmarks" not in path.relative_to(ROOT).parts  # they name policies of papers
+        for line, text in messages(path)
+        if (match := pattern.search(text))
+    ]
+    assert found == []
