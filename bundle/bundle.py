@@ -210,8 +210,8 @@ def _check_files(root: Path, manifest: Manifest) -> None:
         raise BundleIntegrityError(
             f"{root}: {', '.join(foreign)} does not belong to this bundle; remove it"
         )
-    parts = (manifest.source, *manifest.segments, *manifest.exits)
-    absent = sorted({POLICY, *(part.file for part in parts)} - listed)
+    referred = {manifest.source.file, POLICY, *(s.file for s in manifest.segments)}
+    absent = sorted((referred | {e.file for e in manifest.exits}) - listed)
     if absent:
         raise BundleIntegrityError(f"{root}: {MANIFEST} lists no hash for {', '.join(absent)}")
 
