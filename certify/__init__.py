@@ -31,9 +31,10 @@ distribution, and nothing of the path was fitted on that split.
 
 **Always, while serving** (:mod:`.threshold_path`; anytime-valid testing by betting, Ville 1939,
 Waudby-Smith and Ramdas 2024). A sample that was answered early runs on to the model's end with a
-known probability q, drawn before; its loss divided by q has the mean of the loss, whatever policy
-is in force. Every level of a path is bet against with these losses (:mod:`.betting`); it passes
-once the wealth of the bets, and that of all levels before it, has reached 1/α. *Theorem:* with
+known probability q, drawn before; its loss divided by q, or 0 if it did not run on, has the mean of
+the loss, whatever policy is in force. Every level of a path is bet against with these losses
+(:mod:`.betting`); it passes once the wealth of the bets, and that of all levels before it, has
+reached 1/α. *Theorem:* with
 probability at least 1 − α, at no time has a level passed whose disagreement is ε or more; so one
 may look after every sample, and change thresholds as often as one likes. *Assumptions:* samples are
 exchangeable while a path is in use, and audits are drawn by q alone. A change in the inputs breaks

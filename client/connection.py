@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Any, ClassVar, Final
 
@@ -37,11 +37,7 @@ class Tls:
 
     def credentials(self) -> grpc.ChannelCredentials:
         """The credentials as grpc takes them."""
-        return grpc.ssl_channel_credentials(
-            root_certificates=self.root_certificates,
-            private_key=self.private_key,
-            certificate_chain=self.certificate_chain,
-        )
+        return grpc.ssl_channel_credentials(**asdict(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,7 +70,9 @@ class Configuration:
             ValueError: Those of the command line do not.
         """
         common = {**self.defaults, **defaults}
-        joined = {"mode": DEFAULT_MODE, **_without_alternatives(self.engine, engine), **engine}
+        overruled = _ALTERNATIVES if _ALTERNATIVES & engine.keys() else ()
+        ours = {name: value for name, value in self.engine.items() if name not in overruled}
+        joined: dict[str, Any] = {"mode": DEFAULT_MODE, **ours, **engine}
         joined["defaults"] = ModelOptions(**common)
         joined["models"] = {
             name: ModelOptions(**{**common, **model.settings})
@@ -87,11 +89,7 @@ class Configuration:
 
 
 def read_configuration(path: Path) -> Configuration:
-    """Read a file.
-
-    Raises:
-        ConfigurationError: It cannot be read, or something in it is not what it may hold.
-    """
+    """Read a file, or raise ConfigurationError with what in it is not what it may hold."""
     document = _load(path)
     _refuse_unknown(document, ("engine", "defaults", "models"), f"{path}", "table")
     models = _table(document, "models", f"{path}: [models]")
@@ -131,16 +129,12 @@ def _one_of(*names: str) -> Callable[[str], str]:
     return choose
 
 
-def _mode(text: str) -> Mode:
-    return Mode(_one_of(*Mode)(text))
-
-
 _KINDS: Final[Mapping[type, _Kind]] = {
     bool: _Kind("true or false", (bool,), bool),
     int: _Kind("a whole number", (int,), int),
     float: _Kind("a number", (int, float), float),
     str: _Kind("a string", (str,), str),
-    Mode: _Kind("a string", (str,), _mode),
+    Mode: _Kind("a string", (str,), lambda text: Mode(_one_of(*Mode)(text))),
     PolicyName: _Kind("a string", (str,), PolicyName.parse),
 }
 _KINDS_BY_FIELD: Final = {
@@ -252,10 +246,3 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 def _describe(value: object) -> str:
     kind = _TOML_TYPES.get(type(value), "a date or time")
     return f"{json.dumps(value, default=str, ensure_ascii=False)} ({kind})"
-
-
-def _without_alternatives(
-    settings: Mapping[str, Any], overruling: Mapping[str, Any]
-) -> dict[str, Any]:
-    overruled = _ALTERNATIVES if _ALTERNATIVES & overruling.keys() else frozenset()
-    return {name: value for name, value in settings.items() if name not in overruled}

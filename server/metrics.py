@@ -44,8 +44,10 @@ class EngineCollector(Collector):
         yield _failures(models)
         yield from _families(GaugeMetricFamily, _GAUGES, models)
         yield from _device(statistics.values())
-        yield from _model_histograms(models)
-        yield from _stage_metrics(models)
+        yield from _families(HistogramMetricFamily, _HISTOGRAMS, models)
+        stages = [((name, s.label), s) for name, model in models for s in model.stages]
+        for kind, readings in _STAGE_METRICS:
+            yield from _families(kind, readings, stages, labels=("model", "exit"))
         # without an exit in use there is nothing to promise
         promises = [
             (model.name, model.policy.promise)
@@ -145,19 +147,58 @@ _LOST: Final[_Readings] = {
         "lost_feedback",
     )
 }
+_HISTOGRAMS: Final[_Readings] = {
+    "offramp_queue_duration_seconds": (
+        "Time from submission to first dispatch, per request part.",
+        "queue_s",
+    ),
+    "offramp_request_duration_seconds": (
+        "Time from submission to the response, per request.",
+        "latency_s",
+    ),
+}
+_STAGE_COUNTERS: Final[_Readings] = {
+    "offramp_answers": ("Samples answered, by the exit that answered.", "answered"),
+    "offramp_forced": (
+        "Samples that had to leave at the exit, below its threshold, to be in time.",
+        "forced",
+    ),
+}
+_STAGE_GAUGES: Final[_Readings] = {
+    "offramp_exit_threshold_ratio": (
+        "Least confidence to leave with; 2 where nothing leaves.",
+        "threshold",
+    )
+}
+_STAGE_HISTOGRAMS: Final[_Readings] = {
+    "offramp_batch_size": ("Rows per run of the stage that ends at the exit.", "batch_size"),
+    "offramp_stage_duration_seconds": ("Time per run of the stage that ends at the exit.", "run_s"),
+}
+_STAGE_METRICS: Final = (
+    (CounterMetricFamily, _STAGE_COUNTERS),
+    (GaugeMetricFamily, _STAGE_GAUGES),
+    (HistogramMetricFamily, _STAGE_HISTOGRAMS),
+)
 
 
 def _families(
-    kind: type[CounterMetricFamily | GaugeMetricFamily],
+    kind: type[Any],
     readings: _Readings,
-    known: Iterable[tuple[str, Any]],
+    known: Iterable[tuple[str | tuple[str, ...], Any]],
+    *,
+    labels: tuple[str, ...] = ("model",),
 ) -> Iterator[Metric]:
-    """One family a reading, with the value of each model; a value that is ``None`` is left out."""
+    """One family a reading, with the value of each model or stage; ``None`` is left out."""
     for name, (documentation, attribute) in readings.items():
-        family = kind(name, documentation, labels=["model"])
-        for model, facts in known:
-            if (value := getattr(facts, attribute)) is not None:
-                family.add_metric([model], value)
+        family = kind(name, documentation, labels=labels)
+        for key, facts in known:
+            where, value = [key] if isinstance(key, str) else key, getattr(facts, attribute)
+            if isinstance(value, Histogram):
+                bounds = [*map(repr, map(float, value.bounds)), "+Inf"]
+                buckets = list(zip(bounds, accumulate(value.counts), strict=True))
+                family.add_metric(where, buckets=buckets, sum_value=value.total)
+            elif value is not None:
+                family.add_metric(where, value)
         yield family
 
 
@@ -209,56 +250,6 @@ def _device(models: Iterable[ModelStatistics]) -> Iterator[Metric]:
         )
 
 
-def _model_histograms(models: _Models) -> Iterator[Metric]:
-    queue = HistogramMetricFamily(
-        "offramp_queue_duration_seconds",
-        "Time from submission to first dispatch, per request part.",
-        labels=["model"],
-    )
-    latency = HistogramMetricFamily(
-        "offramp_request_duration_seconds",
-        "Time from submission to the response, per request.",
-        labels=["model"],
-    )
-    for name, model in models:
-        _add_histogram(queue, [name], model.queue_s)
-        _add_histogram(latency, [name], model.latency_s)
-    return iter((queue, latency))
-
-
-def _stage_metrics(models: _Models) -> Iterator[Metric]:
-    labels = ["model", "exit"]
-    answers = CounterMetricFamily(
-        "offramp_answers", "Samples answered, by the exit that answered.", labels=labels
-    )
-    forced = CounterMetricFamily(
-        "offramp_forced",
-        "Samples that had to leave at the exit, below its threshold, to be in time.",
-        labels=labels,
-    )
-    threshold = GaugeMetricFamily(
-        "offramp_exit_threshold_ratio",
-        "Least confidence to leave with; 2 where nothing leaves.",
-        labels=labels,
-    )
-    batch_size = HistogramMetricFamily(
-        "offramp_batch_size", "Rows per run of the stage that ends at the exit.", labels=labels
-    )
-    duration = HistogramMetricFamily(
-        "offramp_stage_duration_seconds",
-        "Time per run of the stage that ends at the exit.",
-        labels=labels,
-    )
-    for name, model in models:
-        for stage in model.stages:
-            answers.add_metric([name, stage.label], stage.answered)
-            forced.add_metric([name, stage.label], stage.forced)
-            threshold.add_metric([name, stage.label], stage.threshold)
-            _add_histogram(batch_size, [name, stage.label], stage.batch_size)
-            _add_histogram(duration, [name, stage.label], stage.run_s)
-    return iter((answers, forced, threshold, batch_size, duration))
-
-
 def _evidence(known: Iterable[tuple[str, Any]]) -> Metric:
     family = GaugeMetricFamily(
         "offramp_evidence",
@@ -270,9 +261,3 @@ def _evidence(known: Iterable[tuple[str, Any]]) -> Metric:
         for evidence in Evidence:
             family.add_metric([name, evidence.value], float(control.evidence is evidence))
     return family
-
-
-def _add_histogram(family: HistogramMetricFamily, labels: list[str], histogram: Histogram) -> None:
-    bounds = [*map(repr, map(float, histogram.bounds)), "+Inf"]
-    buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))
-    family.add_metric(labels, buckets=buckets, sum_value=histogram.total)

@@ -42,10 +42,7 @@ them are on their way: a client that does not read its answers cannot pile them 
 class RequestStream:
     """One stream; a request that fails is answered with its error, and the stream goes on.
 
-    Args:
-        engine: Answers.
-        write: Sends a response, and waits until the connection has taken it.
-        max_in_flight: See :data:`MAX_IN_FLIGHT`.
+    ``write`` sends a response, and waits until the connection has taken it.
     """
 
     def __init__(

@@ -97,7 +97,7 @@ class Position:
 
     def behind(self, load: RehearsalLoad, exit_: int, threshold: float, rows: int) -> Position:
         """The position behind one more exit, which lets ``rows`` rows on at most."""
-        leaving = self.waiting & leaves(load.confidence[exit_], np.float64(threshold))
+        leaving = self.waiting & leaves(load.confidence[exit_], np.float32(threshold))
         return Position(
             active=(*self.active, ActiveExit(exit=exit_, threshold=threshold)),
             rows=rows,

@@ -38,9 +38,6 @@ def add_logging(parser: argparse.ArgumentParser) -> None:
     )
 
 
-BUNDLE_SUFFIX: Final = ".ee"
-
-
 def add_models(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     group = parser.add_argument_group("models")
@@ -72,10 +69,9 @@ def add_models(parser: argparse.ArgumentParser) -> None:
 def name_models(bundles: Sequence[Path], named: Sequence[tuple[str, Path]]) -> dict[str, Path]:
     """Bundle folders by name: as given, or the folder's name without ``.ee``.
 
-    Raises:
-        ValueError: There is none, or two have the same name.
+    Raises ValueError if there is none, or two have the same name.
     """
-    unnamed = [(bundle.resolve().name.removesuffix(BUNDLE_SUFFIX), bundle) for bundle in bundles]
+    unnamed = [(bundle.resolve().name.removesuffix(".ee"), bundle) for bundle in bundles]
     models: dict[str, Path] = {}
     for name, path in (*unnamed, *named):
         if name in models:

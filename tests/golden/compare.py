@@ -3,7 +3,7 @@
     python -m tests.golden.compare OLD NEW [--quick] [--keep FOLDER] [--ignore report.html]
 
 In both checkouts the recorded cases run (``tests.golden.cases``), and tiny models and the shipped
-example, on a part of its data, are compiled, exported and compared with their source models, on a
+example, on a part of its data, are compiled and compared with their source models, on a
 virtual clock (``tests.golden.virtual_clock``), from the same seed. Then all that they wrote is
 compared byte by byte, but for what :data:`VOLATILE` lists. Each checkout runs its own
 ``tests/golden``, since modules may have moved. The exit status is 0 if nothing differs.
@@ -34,7 +34,6 @@ QUICK = (
         {TINY}""",
     f"""eecompile {{given}}/sentences.onnx --data {{given}}/sentences.npz
         --output {{out}}/sentences.ee {TINY} {REHEARSED} --seed 1""",
-    "eecompile export {out}/images.ee --output {out}/images.onnx",
     """eebench compare {out}/sentences.ee --data {given}/sentences.npz --samples 96 --rounds 2
         --batch-sizes 1,8 --json {out}/compare-sentences.json""",
 )
@@ -42,7 +41,6 @@ QUICK = (
 SHIPPED = (
     f"""eecompile {EXAMPLE}/fashion_resnet56.onnx --data {{given}}/shipped.npz
         --output {{out}}/shipped.ee --candidates 3 --epochs 2 --max-disagreement 0.02""",
-    "eecompile export {out}/shipped.ee --output {out}/shipped.onnx",
     f"""eebench compare {{out}}/shipped.ee --data {EXAMPLE}/test.npz --samples 96 --rounds 2
         --batch-sizes 1,8 --json {{out}}/compare-shipped.json""",
 )

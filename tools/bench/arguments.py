@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -49,7 +49,7 @@ def positives(text: str) -> list[int]:
     return [positive(part) for part in text.split(",")]
 
 
-def look_up(what: str, names: Sequence[str], known: Mapping[str, _Known]) -> dict[str, _Known]:
+def look_up(what: str, names: Iterable[str], known: Mapping[str, _Known]) -> dict[str, _Known]:
     """The entries of these names, or ValueError with the nearest name to an unknown one."""
     for name in names:
         if name not in known:
@@ -90,11 +90,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def trace_of(options: argparse.Namespace) -> Trace:
-    """Make the trace that the options of ``add_trace_arguments`` ask for.
-
-    Raises:
-        TraceError: It cannot be made, or an option was given that means nothing to it.
-    """
+    """The trace that the options of ``add_trace_arguments`` ask for, or TraceError."""
     kind, colon, file = str(options.trace).partition(":")
     if kind not in _KINDS:
         close = difflib.get_close_matches(kind, _KINDS, n=1)
@@ -120,30 +116,12 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _synthetic(options: argparse.Namespace) -> Trace:
-    rate, seed = options.rate, options.seed
-    duration_s = _DEFAULT_DURATION_S if options.duration_s is None else options.duration_s
-    cv2 = 1.0 if options.cv2 is None else options.cv2
-    match options.trace:
-        case "constant":
-            return constant(rate, duration_s)
-        case "poisson":
-            return poisson(rate, duration_s, seed)
-        case "gamma":
-            return gamma(rate, cv2, duration_s, seed)
-        case "bursty":
-            return bursty(options.base_rate, rate, cv2, duration_s, seed)
-    to, acceleration = options.rate_to, options.acceleration
-    return accelerate(rate, to, acceleration, cv2, duration_s, seed=seed)
+def _duration_s(options: argparse.Namespace) -> float:
+    return _DEFAULT_DURATION_S if options.duration_s is None else float(options.duration_s)
 
 
-def _from_azure(options: argparse.Namespace) -> Trace:
-    return azure(_file(options), options.rate, options.duration_s)
-
-
-def _from_rates(options: argparse.Namespace) -> Trace:
-    duration_s = _DEFAULT_DURATION_S if options.duration_s is None else options.duration_s
-    return rate_file(_file(options), options.rate, duration_s, seed=options.seed)
+def _cv2(options: argparse.Namespace) -> float:
+    return 1.0 if options.cv2 is None else float(options.cv2)
 
 
 def _file(options: argparse.Namespace) -> Path:
@@ -164,11 +142,26 @@ class _Kind(NamedTuple):
 
 
 _KINDS = {
-    "constant": _Kind(("rate",), (), _synthetic),
-    "poisson": _Kind(("rate",), (), _synthetic),
-    "gamma": _Kind(("rate",), ("cv2",), _synthetic),
-    "bursty": _Kind(("rate", "base_rate"), ("cv2",), _synthetic),
-    "accelerate": _Kind(("rate", "rate_to", "acceleration"), ("cv2",), _synthetic),
-    "azure": _Kind((), ("rate",), _from_azure, reads_file=True),
-    "rate": _Kind((), ("rate",), _from_rates, reads_file=True),
+    "constant": _Kind(("rate",), (), lambda o: constant(o.rate, _duration_s(o))),
+    "poisson": _Kind(("rate",), (), lambda o: poisson(o.rate, _duration_s(o), o.seed)),
+    "gamma": _Kind(("rate",), ("cv2",), lambda o: gamma(o.rate, _cv2(o), _duration_s(o), o.seed)),
+    "bursty": _Kind(
+        ("rate", "base_rate"),
+        ("cv2",),
+        lambda o: bursty(o.base_rate, o.rate, _cv2(o), _duration_s(o), o.seed),
+    ),
+    "accelerate": _Kind(
+        ("rate", "rate_to", "acceleration"),
+        ("cv2",),
+        lambda o: accelerate(
+            o.rate, o.rate_to, o.acceleration, _cv2(o), _duration_s(o), seed=o.seed
+        ),
+    ),
+    "azure": _Kind((), ("rate",), lambda o: azure(_file(o), o.rate, o.duration_s), reads_file=True),
+    "rate": _Kind(
+        (),
+        ("rate",),
+        lambda o: rate_file(_file(o), o.rate, _duration_s(o), seed=o.seed),
+        reads_file=True,
+    ),
 }

@@ -72,10 +72,10 @@ def compare(
     others: Mapping[str, BatchRunner] | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[Row]:
-    """Measure source model, bundle, and bundle with nothing exiting.
+    """Measure source model, bundle, and bundle with nothing exiting, or raise BackendError.
 
     Args:
-        bundle: The bundle, in ``leave`` mode.
+        bundle: In ``leave`` mode.
         backend: Executes the bundle; on a GPU the source model as well (:func:`baseline_of`).
         dataset: Real data, with labels if there are any.
         threads: Of the source model's session on the CPU; the backend's too.
@@ -84,9 +84,6 @@ def compare(
         samples: How many of the data to use, at most.
         others: Further systems by name, measured along on the same samples.
         progress: Called with the number of samples of each batch.
-
-    Raises:
-        BackendError: A stage, or the source model, cannot be run.
     """
     plan = make_plan(bundle)
     plans = {SOURCE: make_plan(bundle, mode=Mode.OFF), OFFRAMP: plan, NO_EXIT: never_exiting(plan)}
@@ -241,14 +238,13 @@ def parse_also(texts: Sequence[str]) -> tuple[Also, ...]:
 
 
 class AlsoRunner:
-    """A model in a session as ONNX Runtime makes it by default, as the source model is run."""
+    """A model in a session as ONNX Runtime makes it by default, as the source model is run.
+
+    Raises ValueError if it does not take what the bundle's source model does, gives no such answer,
+    or cannot be loaded.
+    """
 
     def __init__(self, also: Also, bundle: Bundle, threads: int) -> None:
-        """Load a model, and check that it takes what the bundle's source model does.
-
-        Raises:
-            ValueError: It does not, gives no such answer, or cannot be loaded.
-        """
         where = f"--also {also.name}={also.path}"
         try:
             self._session = plain_session(str(also.path), threads)
@@ -325,18 +321,17 @@ def _describe(value: Any) -> str:
 def _answer(where: str, bundle: Bundle, outputs: Sequence[Any]) -> str:
     """Name of the output to compare: that of the bundle's answer, or the only one."""
     answer = bundle.manifest.answer
-    names = [output.name for output in outputs]
-    if answer.output not in names and len(names) != 1:
+    named = {output.name: output for output in outputs}
+    if answer.output not in named and len(named) != 1:
         raise ValueError(
-            f"{where}: none of its outputs {', '.join(names)} is called {answer.output!r}, as the "
+            f"{where}: none of its outputs {', '.join(named)} is called {answer.output!r}, as the "
             "bundle's answer is, and there are several"
         )
-    name = answer.output if answer.output in names else names[0]
-    (output,) = (o for o in outputs if o.name == name)
+    output = named.get(answer.output, outputs[0])
     sizes = output.shape
     if len(sizes) != 2 or (isinstance(sizes[1], int) and sizes[1] != answer.classes):
         raise ValueError(
-            f"{where}: its output {name!r} has the shape {list(sizes)}, expected "
+            f"{where}: its output {output.name!r} has the shape {list(sizes)}, expected "
             f"[batch, {answer.classes}]"
         )
-    return str(name)
+    return str(output.name)

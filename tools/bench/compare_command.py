@@ -135,9 +135,8 @@ def run(options: argparse.Namespace) -> int:
     )
     title = f"{options.bundle}: measured on {backend.name}"
     print_rows(console, rows, title=title, baseline=baseline)
-    if options.json is not None:
-        document = {"rows": [asdict(row) for row in rows], "environment": environment}
-        write_json(options.json, document)
+    document = {"rows": [asdict(row) for row in rows], "environment": environment}
+    write_json(options.json, document)
     return 0
 
 

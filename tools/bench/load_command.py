@@ -136,7 +136,10 @@ def run(options: argparse.Namespace) -> int:
     metadata = check_server(settings.address, settings.model)
     data = read_data(options.data, input_specs(metadata), samples=options.samples)
     shares = make_shares(settings, trace, samples=len(data))
-    poll = _open_poll(options.metrics, settings)
+    poll: MetricsPoll | None = None
+    if options.metrics is not None:
+        every_s = max(_LEAST_POLL_S, settings.duration_s / WINDOWS)
+        poll = MetricsPoll(options.metrics, settings.model, every_s=every_s)
     reference = _find_reference(options.reference, data, metadata, shares)
     environment = describe_environment(
         trace=None if trace is None else trace.name,
@@ -163,13 +166,6 @@ def make_shares(settings: LoadSettings, trace: Trace | None, *, samples: int) ->
         return list(deal(trace.arrivals_s, samples, settings.processes))
     assert settings.concurrency is not None
     return list(deal_concurrency(settings.concurrency, samples, settings.processes))
-
-
-def _open_poll(address: str | None, settings: LoadSettings) -> MetricsPoll | None:
-    if address is None:
-        return None
-    every_s = max(_LEAST_POLL_S, settings.duration_s / WINDOWS)
-    return MetricsPoll(address, settings.model, every_s=every_s)
 
 
 def _find_reference(
@@ -222,7 +218,7 @@ def _progress(name: str, total: float) -> Iterator[tuple[Progress, TaskID]]:
 
 def _tell(options: argparse.Namespace, settings: LoadSettings, report: LoadReport) -> None:
     console = Console()
-    name = report.environment["trace"] or settings.loop
+    name = str(report.environment["trace"] or settings.loop)
     title = f"{settings.model} at {settings.address}, {name}"
     if report.environment["data_is_calibration_data"]:
         warn_of_calibration_data(console)
@@ -234,18 +230,14 @@ def _tell(options: argparse.Namespace, settings: LoadSettings, report: LoadRepor
     if options.json is not None:
         report.write_json(options.json)
     if options.html is not None:
-        _write_page(options.html, report, title=title)
+        # it draws with the compiler's report, which is loaded only where a page is wanted
+        from offramp.tools.bench.dynamics import RunView, write_page  # noqa: PLC0415
 
-
-def _write_page(path: Path, report: LoadReport, *, title: str) -> None:
-    # it draws with the compiler's report, which is loaded only where a page is wanted
-    from offramp.tools.bench.dynamics import RunView, write_page  # noqa: PLC0415
-
-    shown = RunView(
-        name=str(report.environment["trace"] or report.environment["loop"]),
-        summary=report.summary,
-        timeline=report.timeline,
-        percentiles=report.percentiles,
-        environment=report.environment,
-    )
-    write_page(path, title=title, measured=True, runs=[shown])
+        shown = RunView(
+            name=name,
+            summary=report.summary,
+            timeline=report.timeline,
+            percentiles=report.percentiles,
+            environment=report.environment,
+        )
+        write_page(options.html, title=title, measured=True, runs=[shown])

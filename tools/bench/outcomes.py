@@ -90,7 +90,12 @@ class Outcomes:
         if not parts:
             raise ValueError("no outcomes to merge: give one or more")
         if any(part.batch_size is not None for part in parts):
-            parts = [_with_batch_size(part) for part in parts]
+            parts = [
+                replace(part, batch_size=np.zeros(len(part.intended_s), np.int16))
+                if part.batch_size is None
+                else part
+                for part in parts
+            ]
         order = np.argsort(np.concatenate([part.intended_s for part in parts]), kind="stable")
         merged = {
             name: np.concatenate([getattr(part, name) for part in parts])[order]
@@ -265,12 +270,6 @@ def _arrays(outcomes: Outcomes) -> dict[str, NDArray[Any]]:
     """The arrays by field, without those that are not known."""
     found = {f.name: getattr(outcomes, f.name) for f in fields(outcomes)}
     return {name: value for name, value in found.items() if isinstance(value, np.ndarray)}
-
-
-def _with_batch_size(outcomes: Outcomes) -> Outcomes:
-    if outcomes.batch_size is not None:
-        return outcomes
-    return replace(outcomes, batch_size=np.zeros(len(outcomes.intended_s), np.int16))
 
 
 def _latencies(latency_ms: NDArray[np.float64]) -> dict[str, float]:

@@ -113,25 +113,17 @@ def print_summaries(
         names=("policy",),
     )
     for name, summary in summaries.items():
-        table.add_row(name, *_cells(summary))
+        latencies = [summary.latency_ms.get(quantile) for quantile in _QUANTILES]
+        table.add_row(
+            name,
+            *("–" if value is None else f"{value:.3g}" for value in latencies),
+            _share(summary.attainment, 4),
+            f"{summary.goodput_rps:,.0f}",
+            _share(summary.agreement, 3),
+            _share(summary.forced_share, 3),
+            _share(sum(summary.failures.values()) / max(summary.requests, 1), 3),
+        )
     console.print(table)
-
-
-def _cells(summary: Summary) -> list[str]:
-    latencies = [_figure(summary.latency_ms.get(name)) for name in _QUANTILES]
-    lost = sum(summary.failures.values()) / max(summary.requests, 1)
-    return [
-        *latencies,
-        _share(summary.attainment, 4),
-        f"{summary.goodput_rps:,.0f}",
-        _share(summary.agreement, 3),
-        _share(summary.forced_share, 3),
-        _share(lost, 3),
-    ]
-
-
-def _figure(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3g}"
 
 
 def _share(value: float | None, digits: int) -> str:

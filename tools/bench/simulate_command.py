@@ -173,16 +173,9 @@ def _runs(
         )
         runs_on = running_on(system.mode, len(trace.arrivals_s), options)
         started_s = time.perf_counter()
-        outcomes = simulate(
-            model.behaviour,
-            scheduler,
-            model.seconds,
-            load,
-            streams=options.workers,
-            runs_on=runs_on,
-        )
-        elapsed_s = time.perf_counter() - started_s
-        speed = len(trace.arrivals_s) / elapsed_s
+        behaviour, stage_s, streams = model.behaviour, model.seconds, options.workers
+        outcomes = simulate(behaviour, scheduler, stage_s, load, streams=streams, runs_on=runs_on)
+        speed = len(trace.arrivals_s) / (time.perf_counter() - started_s)
         yield Simulated(label=system.label, outcomes=outcomes, requests_per_second=speed)
 
 

@@ -85,7 +85,7 @@ def model_of(
             sure = leaves(confidence, np.float32(stage.threshold))
             leaves_at[sure] = stage.index
             agrees[stage.index] = records["prediction"][stage.answered_by][chosen] == final
-    exits = tuple(s.answered_by for s in plan.stages)
+    exits = tuple(stage.answered_by for stage in plan.stages)
     points = points_of(bundle.profile(), records, plan, options, overhead_s=stage_overhead_s)
     return SimulatedModel(
         behaviour=Behaviour(exits=exits, leaves_at=leaves_at, agrees=agrees),

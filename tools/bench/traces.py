@@ -66,35 +66,29 @@ class Trace:
 
 def constant(rate: float, duration_s: float) -> Trace:
     """Space ``rate`` requests per second evenly, the first at 0."""
-    expected = _expected(rate, duration_s)
-    arrivals = np.arange(math.ceil(expected)) / rate
+    arrivals = np.arange(math.ceil(_expected(rate, duration_s))) / rate
     return _trace(f"constant, {rate:g}/s", arrivals, duration_s)
 
 
 def poisson(rate: float, duration_s: float, seed: int) -> Trace:
     """Draw independent arrivals: exponential gaps."""
-    expected = _expected(rate, duration_s)
-    return _trace(f"poisson, {rate:g}/s", _renewals(expected, 1.0, seed) / rate, duration_s)
+    arrivals = _renewals(_expected(rate, duration_s), 1.0, seed) / rate
+    return _trace(f"poisson, {rate:g}/s", arrivals, duration_s)
 
 
 def gamma(rate: float, cv2: float, duration_s: float, seed: int) -> Trace:
     """Draw a renewal process with gamma gaps of mean 1/``rate`` and shape 1/``cv2``."""
-    expected = _expected(rate, duration_s)
-    name = f"gamma, {rate:g}/s, CV² {cv2:g}"
-    return _trace(name, _renewals(expected, cv2, seed) / rate, duration_s)
+    arrivals = _renewals(_expected(rate, duration_s), cv2, seed) / rate
+    return _trace(f"gamma, {rate:g}/s, CV² {cv2:g}", arrivals, duration_s)
 
 
 def bursty(
     base_rate: float, variable_rate: float, cv2: float, duration_s: float, seed: int
 ) -> Trace:
-    """Merge a constant stream with a gamma renewal stream (SuperServe 6.1).
+    """Merge a constant stream of ``base_rate`` with a gamma renewal stream (SuperServe 6.1).
 
-    Args:
-        base_rate: Requests per second of the constant stream, λ_b.
-        variable_rate: Mean requests per second of the gamma stream, λ_v.
-        cv2: Of the gamma stream's gaps; SuperServe has 2, 4, 8.
-        duration_s: Of the trace.
-        seed: Of the gamma stream.
+    They are λ_b and λ_v there, in requests per second; ``cv2``, of the gamma stream's gaps, is 2, 4
+    or 8 there.
     """
     base = constant(base_rate, duration_s).arrivals_s
     variable = gamma(variable_rate, cv2, duration_s, seed).arrivals_s
@@ -115,17 +109,11 @@ def accelerate(
 ) -> Trace:
     """Let the mean rate move from one value to another (SuperServe 6.1, time-varying).
 
-    The first quarter of the duration is at ``rate_from``; then the rate moves by ``acceleration``
-    until it is ``rate_to``, and stays. Unit-mean gamma gaps are warped through the inverse of the
-    cumulative rate, so burstiness is the same at every rate. A lower ``rate_to`` slows down.
-
-    Args:
-        rate_from: Requests per second, λ_1.
-        rate_to: Requests per second, λ_2.
-        acceleration: Requests per second per second, τ; positive in either direction.
-        cv2: Of the gaps, in units of the mean gap of their moment.
-        duration_s: Of the trace; a ramp that it cuts off is a shorter ramp, and the name says so.
-        seed: Of the gaps.
+    The first quarter of the duration is at ``rate_from``, λ_1; then the rate moves by
+    ``acceleration`` (τ, requests per second per second, positive in either direction) until it is
+    ``rate_to``, λ_2, and stays. A ramp that the duration cuts off is a shorter ramp, and the name
+    says so. Unit-mean gamma gaps are warped through the inverse of the cumulative rate, so
+    burstiness is the same at every rate.
     """
     _positive(rate_from, "--rate (the rate to start from)", "requests per second")
     _positive(rate_to, "--rate-to", "requests per second")
@@ -160,13 +148,10 @@ def accelerate(
 def azure(path: Path, rate: float | None = None, duration_s: float | None = None) -> Trace:
     """Read the arrivals of an Azure LLM inference trace (Azure/AzurePublicDataset, CC-BY-4.0).
 
-    The first request is at 0, and the file ends one mean gap after its last request.
-
-    Args:
-        path: CSV, or gzipped, with TIMESTAMP, ContextTokens, GeneratedTokens; one request a row.
-        rate: Requests per second to reach over the whole file by rescaling time, which keeps the
-            shape; ``None`` keeps time as it was.
-        duration_s: Where to cut, after rescaling; the rate up to there is what the trace has there.
+    The file is CSV, or gzipped, with TIMESTAMP, ContextTokens, GeneratedTokens; one request a row.
+    The first request is at 0, and the file ends one mean gap after its last request. Time is
+    rescaled, which keeps the shape, to reach ``rate`` requests per second over the whole file, if
+    given; then it is cut at ``duration_s``: the rate up to there is what the trace has there.
     """
     rows = _read(path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
     if len(rows) < 2:
@@ -202,14 +187,10 @@ def rate_file(
     """Draw arrivals at the rates of a file: Poisson, with a rate that is constant for each row.
 
     Such files hold rates that somebody fitted, not arrivals; what happens within a row is drawn.
-
-    Args:
-        path: CSV, or gzipped, with t_s and rate_rps; a row's rate holds until the next row, the
-            last row's for as long as the one before.
-        rate: Mean requests per second; all rates are multiplied to reach it. ``None``: as they are.
-        duration_s: The file's whole time is squeezed (or stretched) into it, which leaves its rates
-            as they are: the same rises and falls, sooner, with fewer requests. ``None``: its own.
-        seed: Of the arrivals.
+    They are CSV, or gzipped, with t_s and rate_rps; a row's rate holds until the next row, the last
+    row's for as long as the one before. All rates are multiplied to reach a mean of ``rate``, if
+    given. The file's whole time is squeezed (or stretched) into ``duration_s``, if given, which
+    leaves its rates as they are: the same rises and falls, sooner, with fewer requests.
     """
     rows = _read(path, ("t_s", "rate_rps"))
     try:

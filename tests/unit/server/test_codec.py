@@ -104,3 +104,10 @@ def test_there_is_one_version() -> None:
     check_version("fake", "1")
     with pytest.raises(ModelNotServedError, match="no version '2'; leave the version empty"):
         check_version("fake", "2")
+
+
+def test_a_request_for_another_version_is_refused() -> None:
+    asked = request()
+    asked.model_version = "2"
+    with pytest.raises(ModelNotServedError, match="model 'fake' has no version '2'"):
+        read(asked)

@@ -68,9 +68,7 @@ class Kind:
 
 def contenders_of(names: Sequence[str]) -> dict[str, Kind]:
     """Look controllers up, with ValueError for none of a name; ``all`` is every one."""
-    if tuple(names) == ("all",):
-        return dict(KINDS)
-    return look_up("controller", names, KINDS)
+    return look_up("controller", KINDS if tuple(names) == ("all",) else names, KINDS)
 
 
 def make_contender(name: str, workplace: Workplace) -> Contender:

@@ -38,11 +38,7 @@ class PixelRange:
 
     @classmethod
     def of(cls, images: NDArray[Any]) -> PixelRange:
-        """The range that the data span; 0 to 255 for bytes.
-
-        Raises:
-            ValueError: All pixels are alike.
-        """
+        """The range that the data span, 0 to 255 for bytes; ValueError if all pixels are alike."""
         if images.dtype == np.uint8:
             return cls(low=0.0, high=255.0)
         low, high = float(images.min()), float(images.max())
@@ -56,10 +52,8 @@ def corrupt(
 ) -> NDArray[Any]:
     """Give images of a shape of :func:`channel_axis` at a severity, in that shape and dtype.
 
-    Whole numbers are rounded; ``range_`` is what the values are kept in.
-
-    Raises:
-        ValueError: There is no such kind or severity, or these are no images.
+    Whole numbers are rounded; ``range_`` is what the values are kept in. Raises ValueError for an
+    unknown kind or severity, and for what holds no images.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown corruption {kind!r}, expected one of {', '.join(KINDS)}")
@@ -80,12 +74,9 @@ def corrupt(
 
 
 def channel_axis(shape: tuple[int, ...]) -> int | None:
-    """The axis of an array of images that holds the channels; ``None`` if none does.
+    """The axis of an array that holds the images' channels, ``None`` if none does, else ValueError.
 
     Expects [n, channels, height, width], [n, height, width, channels] or [n, height, width].
-
-    Raises:
-        ValueError: The array holds no images.
     """
     if len(shape) == 3 and min(shape[1:]) > _MOST_CHANNELS:
         return None
@@ -104,8 +95,7 @@ def _noise(images: FloatImages, severity: int, rng: np.random.Generator) -> Floa
     return images + np.float32(_NOISE[severity]) * noise
 
 
-def _blur(images: FloatImages, severity: int, rng: np.random.Generator) -> FloatImages:
-    del rng
+def _blur(images: FloatImages, severity: int, _rng: np.random.Generator) -> FloatImages:
     sigma = _BLUR[severity] * images.shape[-1] / 28
     reach = max(1, round(3 * sigma))
     bell = np.exp(-0.5 * (np.arange(-reach, reach + 1) / sigma) ** 2)
@@ -123,14 +113,12 @@ def _blur(images: FloatImages, severity: int, rng: np.random.Generator) -> Float
     return images
 
 
-def _contrast(images: FloatImages, severity: int, rng: np.random.Generator) -> FloatImages:
-    del rng
+def _contrast(images: FloatImages, severity: int, _rng: np.random.Generator) -> FloatImages:
     mean: FloatImages = images.mean(axis=(1, 2, 3), keepdims=True)
     return mean + np.float32(_CONTRAST[severity]) * (images - mean)
 
 
-def _brightness(images: FloatImages, severity: int, rng: np.random.Generator) -> FloatImages:
-    del rng
+def _brightness(images: FloatImages, severity: int, _rng: np.random.Generator) -> FloatImages:
     return images + np.float32(_BRIGHTNESS[severity])
 
 

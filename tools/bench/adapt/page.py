@@ -199,10 +199,6 @@ def _shade(exit_: int, exits: int) -> float:
     return 0.35 + 0.65 * (exit_ + 1) / exits
 
 
-def _count(value: int | None) -> str:
-    return "never" if value is None else f"{value:,}"
-
-
 @cache
 def _template() -> Template:
     return load_template(
@@ -210,5 +206,5 @@ def _template() -> Template:
         percent=numbers.percent,
         bare=numbers.plain_percent,
         plain=plain,
-        count=_count,
+        count=lambda value: "never" if value is None else f"{value:,}",
     )

@@ -52,7 +52,10 @@ def print_comparison(console: Console, comparison: Comparison, *, max_disagreeme
             name = span.segment.name if not number else ""
             table.add_row(name, run.contender.label, *_cells(segment, max_disagreement))
         if comparison.hindsight:
-            table.add_row(*_hindsight_cells(comparison.hindsight[place]), style="dim")
+            best = comparison.hindsight[place]
+            saved = f"{best.latency_savings:.1%}"
+            cells = (f"{best.agreement:.2%}", *[""] * 6, saved, saved, "", "")
+            table.add_row("", "(hindsight)", *cells, style="dim")
         table.add_section()
     console.print(table)
     for run in comparison.runs:
@@ -124,11 +127,6 @@ def _cells(segment: SegmentScore, max_disagreement: float) -> list[str]:
         f"{segment.certified:.0%}" if segment.certified else "–",
         f"{1 - wrong:.1%}" if segment.certified else "–",
     ]
-
-
-def _hindsight_cells(best: Hindsight) -> list[str]:
-    saved = f"{best.latency_savings:.1%}"
-    return ["", "(hindsight)", f"{best.agreement:.2%}", *[""] * 6, saved, saved, "", ""]
 
 
 def _marked(agreement: float, max_disagreement: float) -> str:

@@ -134,6 +134,8 @@ class Scenario:
     """One line, for help and report."""
     segments: _Make
     applies: Callable[[Material], bool] = lambda _: True
+    needs: str = ""
+    """What to give where it does not apply."""
 
 
 def scenarios_of(names: Sequence[str], material: Material) -> dict[str, Scenario]:
@@ -143,7 +145,7 @@ def scenarios_of(names: Sequence[str], material: Material) -> dict[str, Scenario
     found = look_up("scenario", names, SCENARIOS)
     for name, scenario in found.items():
         if not scenario.applies(material):
-            raise ValueError(f"scenario {name!r} does not fit this data: {_NEEDS[name]}")
+            raise ValueError(f"scenario {name!r} does not fit this data: {scenario.needs}")
     return found
 
 
@@ -214,6 +216,8 @@ def _domain(material: Material) -> list[ShiftSegment]:
     return [_segment(material, name, material.population(name)) for name in material.names]
 
 
+_ONE_INPUT: Final = "it needs a model with exactly one input of images"
+
 SCENARIOS: Final[Mapping[str, Scenario]] = {
     "difficulty": Scenario(
         description="easy to hard samples 80:20, 50:50, 20:80 (E3, 5.4); easy are the "
@@ -229,23 +233,20 @@ SCENARIOS: Final[Mapping[str, Scenario]] = {
         description="images that get worse step by step",
         segments=_corruption,
         applies=lambda material: material.has_images,
+        needs=_ONE_INPUT,
     ),
     "abrupt": Scenario(
         description="clean images, corrupted ones, clean ones",
         segments=_abrupt,
         applies=lambda material: material.has_images,
+        needs=_ONE_INPUT,
     ),
     "domain": Scenario(
         description="one data set after another",
         segments=_domain,
         applies=lambda material: len(material.names) > 1,
+        needs="give --data twice or more",
     ),
-}
-
-_NEEDS: Final = {
-    "corruption": "it needs a model with exactly one input of images",
-    "abrupt": "it needs a model with exactly one input of images",
-    "domain": "give --data twice or more",
 }
 
 

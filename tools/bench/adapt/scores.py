@@ -119,17 +119,13 @@ def hindsight(
     sequence: SampleSequence, costs: CostModel, active: Sequence[int], max_disagreement: float
 ) -> tuple[Hindsight, ...]:
     """Tune thresholds of exits on each segment's own samples, within the constraint there."""
-    found = []
+    exits, drawn, found = list(active), sequence.drawn, []
+    latency_ms, source_ms = costs.latency_ms(active), costs.source_ms
     for span in sequence.spans:
         rows = slice(span.start, span.end)
-        tuning = tune(
-            sequence.drawn.confidence[list(active), rows],
-            sequence.drawn.agrees[list(active), rows],
-            costs.latency_ms(active),
-            max_disagreement,
-            vanilla_ms=costs.source_ms,
-        )
-        found.append(Hindsight(agreement=1 - tuning.disagreement, latency_savings=tuning.savings))
+        known = drawn.confidence[exits, rows], drawn.agrees[exits, rows]
+        best = tune(*known, latency_ms, max_disagreement, vanilla_ms=source_ms)
+        found.append(Hindsight(agreement=1 - best.disagreement, latency_savings=best.savings))
     return tuple(found)
 
 

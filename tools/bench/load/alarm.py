@@ -20,7 +20,7 @@ _ABSOLUTE: Final = 1
 
 
 def make_alarm(callback: Callable[[], None]) -> LoopAlarm | KernelAlarm:
-    """Give the best that there is here, for the running loop."""
+    """The best alarm that there is for the running loop; rings at the instant that was set last."""
     loop = asyncio.get_running_loop()
     library = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
     if library is None or not hasattr(library, "timerfd_create"):

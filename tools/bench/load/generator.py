@@ -45,10 +45,8 @@ def generate(
 ) -> GeneratedLoad:
     """Make the load of ``tasks``, all of the same settings, each in a process of its own.
 
-    ``on_tick`` is called some times a second with the seconds since the load began.
-
-    Raises:
-        LoadError: A process could not connect, or ended.
+    ``on_tick`` is called some times a second with the seconds since the load began. Raises
+    LoadError if a process could not connect, or ended.
     """
     settings = tasks[0].settings
     limit_s = settings.duration_s + settings.drain_s + _RESULT_LIMIT_S
@@ -105,25 +103,22 @@ def _gather(
 ) -> list[_Expected]:
     """Give one message of each process, in the order of the processes."""
     end_s = time.monotonic() + limit_s
-    found: dict[int, _Expected] = {}
-    pipes = {id(pipe): number for number, (_, pipe) in enumerate(crew)}
-    while len(found) < len(crew):
-        missing = [pipe for number, (_, pipe) in enumerate(crew) if number not in found]
-        for pipe in wait(missing, timeout=_TICK_S):
+    found: dict[Connection, _Expected] = {}
+    missing = {pipe: process for process, pipe in crew}
+    while missing:
+        for pipe in wait(list(missing), timeout=_TICK_S):
             assert isinstance(pipe, Connection)
-            number = pipes[id(pipe)]
-            found[number] = _receive(crew[number], expected)
+            found[pipe] = _receive(missing.pop(pipe), pipe, expected)
         on_tick()
-        if time.monotonic() > end_s:
+        if missing and time.monotonic() > end_s:
             raise LoadError(
                 f"{len(missing)} of {len(crew)} generator processes did not answer within "
                 f"{limit_s:.0f} s; is the machine overloaded? Give fewer --processes"
             )
-    return [found[number] for number in range(len(crew))]
+    return [found[pipe] for _, pipe in crew]
 
 
-def _receive(member: tuple[BaseProcess, Connection], expected: type[_Expected]) -> _Expected:
-    process, pipe = member
+def _receive(process: BaseProcess, pipe: Connection, expected: type[_Expected]) -> _Expected:
     try:
         message: Any = pipe.recv()
     except (EOFError, ConnectionError):

@@ -108,10 +108,9 @@ def mean_batch_size(readings: Sequence[Reading], from_s: float, until_s: float) 
 
 
 class MetricsPoll:
-    """Reads the metrics at most every so often, from ``host:port`` of the server's HTTP side.
+    """Reads a model's metrics at most every so often, from ``host:port`` of the server's HTTP side.
 
-    Raises:
-        LoadError: There are no metrics of that model.
+    Raises LoadError if there are none of that model.
     """
 
     def __init__(self, address: str, model: str, *, every_s: float) -> None:

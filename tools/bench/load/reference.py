@@ -24,11 +24,7 @@ _LIMIT_S: Final = 5.0
 
 
 def check_server(address: str, model: str) -> ModelMetadata:
-    """Make sure that the model takes requests; gives its inputs and outputs.
-
-    Raises:
-        LoadError: Nobody answers, the model is unknown, or not ready.
-    """
+    """Make sure that the model takes requests, or raise LoadError; gives its inputs and outputs."""
     with Client(address, timeout_s=_LIMIT_S) as client:
         try:
             metadata = client.metadata(model)
@@ -137,8 +133,14 @@ def ask_source(
         LoadError: The bundle is of another model.
         BackendError: It cannot be run.
     """
-    answer = bundle.manifest.answer.output
-    _check_same(bundle, served)
+    ours = {spec.name for spec in (*bundle.manifest.inputs, *bundle.manifest.outputs)}
+    theirs = {*served.inputs, *served.outputs}
+    if ours != theirs:
+        raise LoadError(
+            f"{bundle.path} has the tensors {', '.join(sorted(ours))}, the served model "
+            f"{served.name!r} {', '.join(sorted(theirs))}; give the bundle that is served "
+            "as --reference"
+        )
     pipeline = Pipeline(make_backend("onnxruntime"), make_plan(bundle, mode=Mode.OFF))
     slot = pipeline.backend.open_slot()
     classes = np.full(len(data), UNKNOWN, np.int64)
@@ -150,15 +152,6 @@ def ask_source(
         progress(len(batch))
     slot.close()
     same_data = data.sha256 == bundle.manifest.calibration.data_sha256
-    return Reference(answer=answer, classes=classes, on_calibration_data=same_data)
-
-
-def _check_same(bundle: Bundle, served: ModelMetadata) -> None:
-    ours = {spec.name for spec in (*bundle.manifest.inputs, *bundle.manifest.outputs)}
-    theirs = {*served.inputs, *served.outputs}
-    if ours != theirs:
-        raise LoadError(
-            f"{bundle.path} has the tensors {', '.join(sorted(ours))}, the served model "
-            f"{served.name!r} {', '.join(sorted(theirs))}; give the bundle that is served "
-            "as --reference"
-        )
+    return Reference(
+        answer=bundle.manifest.answer.output, classes=classes, on_calibration_data=same_data
+    )

@@ -80,9 +80,7 @@ class LoadSettings:
     @property
     def loop(self) -> str:
         """The kind of loop in words."""
-        if self.concurrency is None:
-            return "open loop"
-        return f"closed loop of {self.concurrency}"
+        return "open loop" if self.concurrency is None else f"closed loop of {self.concurrency}"
 
 
 def read_options(options: argparse.Namespace) -> tuple[LoadSettings, Trace | None]:
@@ -93,8 +91,7 @@ def read_options(options: argparse.Namespace) -> tuple[LoadSettings, Trace | Non
         duration_s = trace.duration_s
     else:
         _refuse_trace(options)
-        given = options.duration_s
-        duration_s = CLOSED_LOOP_DURATION_S if given is None else given
+        duration_s = CLOSED_LOOP_DURATION_S if options.duration_s is None else options.duration_s
     _at_least("--samples", options.samples, 1)
     settings = LoadSettings(
         address=options.address,

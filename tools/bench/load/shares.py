@@ -30,12 +30,9 @@ class Share:
 
 
 def deal(arrivals_s: NDArray[np.float64], samples: int, processes: int) -> Iterator[Share]:
-    """Deal out arrivals, one to each process in turn; those that would have none are left out.
+    """Deal out n rising arrivals, one to each process in turn, leaving out those without any.
 
-    Args:
-        arrivals_s: [n], rising.
-        samples: How many the data have.
-        processes: That send.
+    ``samples`` is how many the data have.
     """
     index = np.arange(len(arrivals_s), dtype=np.int64) % samples
     for process in range(min(processes, len(arrivals_s))):

@@ -38,6 +38,12 @@ def test_inference_times_by_hand() -> None:
     assert matrix.violated.sum(axis=1).tolist() == [1, 1, 3]
 
 
+def test_a_threshold_that_is_no_float32_is_rounded_as_in_serving() -> None:
+    assert float(load().confidence[0, 0]) < 0.9  # the float32 nearest to 0.9 lies below it
+    behind = Position.start(load()).behind(load(), 0, 0.9, rows=4)
+    np.testing.assert_array_equal(behind.waiting, ~KNOWN[0])
+
+
 def test_inference_times_behind_an_exit_by_hand() -> None:
     matrix = times().matrix(after=0, candidates=[1, 2], rows=3)
     np.testing.assert_allclose(matrix.ms, [[6, 12, 14, 16], [13, 16, 17, 18]], rtol=1e-12)
