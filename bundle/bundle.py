@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,7 +33,7 @@ from offramp.bundle.files import (
     read_checked,
     read_regular,
 )
-from offramp.bundle.manifest import SCHEMA_VERSION, FileEntry, Manifest
+from offramp.bundle.manifest import SCHEMA_VERSION, Manifest
 from offramp.bundle.measured import MEASURED, Measured
 from offramp.bundle.policy import ExitPolicy
 from offramp.bundle.profile import Profile, upgraded
@@ -50,6 +51,8 @@ neither trained nor tuned anything."""
 
 _T = TypeVar("_T")
 _MEND = "copy the bundle again, or compile the model again"
+_read_checked = partial(read_checked, listing="manifest", mend=_MEND)
+_read = partial(read_regular, mend=_MEND)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +65,7 @@ class Bundle:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Bundle:
-        """Open a bundle and check every file in it.
-
-        Raises:
-            BundleNotFoundError: There is no bundle at ``path``.
-            BundleIntegrityError: A file is missing, altered, foreign or leaves the bundle.
-            BundleSchemaError: The bundle is of a version that this one does not read.
-        """
+        """Open a bundle and check every file in it; raises the errors of :mod:`.errors`."""
         root = Path(path)
         manifest = _read_manifest(root)
         _check_files(root, manifest)
@@ -79,11 +76,7 @@ class Bundle:
         return cls(path=root, manifest=manifest, policy=policy)
 
     def read(self, name: str) -> bytes:
-        """Read a file of the bundle, checking its hash again.
-
-        Raises:
-            BundleIntegrityError: It changed since the bundle was opened.
-        """
+        """Read a file of the bundle; ``BundleIntegrityError`` if it changed since the opening."""
         entries = {entry.path: entry for entry in self.manifest.files}
         if name not in entries:
             raise BundleIntegrityError(f"{self.path}: {name} is not part of this bundle")
@@ -122,20 +115,11 @@ def write_bundle(
 ) -> Bundle:
     """Write a bundle to a temporary folder beside ``path``, then rename it into place.
 
-    Args:
-        path: The folder to make.
-        manifest: The manifest; its ``files`` are filled in here.
-        policy: The initial exit policy.
-        files: Content of every other file, by relative path.
-        overwrite: Whether a bundle that is already there may be replaced. Anything else there
-            is never replaced.
-        engines_of: A bundle of the same graphs, whose engines the new one gets too. Without it,
-            engines of the bundle that is replaced go with it.
-
-    Raises:
-        BundleExistsError: There is something at ``path`` already.
-        BundleWriteError: The file system refuses; what was at ``path`` is still there.
-        BundleIntegrityError: A name in ``files`` leaves the bundle.
+    The manifest's ``files`` are filled in here; ``files`` has the content of every other file, by
+    relative path. ``overwrite`` replaces a bundle that is already there, and never anything else:
+    that is a ``BundleExistsError``. ``engines_of`` is a bundle of the same graphs, whose engines
+    the new one gets too; without it, engines of the bundle that is replaced go with it. If the
+    file system refuses (``BundleWriteError``), what was at ``path`` is still there.
     """
     target = Path(path)
     check_target(target, overwrite=overwrite)
@@ -171,9 +155,6 @@ def check_target(target: Path, *, overwrite: bool) -> None:
 
     Only a folder with a manifest and its hash passes for a bundle: other tools have files called
     ``manifest.json`` too. What it holds is not checked, so that a damaged bundle can be replaced.
-
-    Raises:
-        BundleExistsError: There is something already that may not be replaced.
     """
     if not target.exists() and not target.is_symlink():
         for folder in target.parents:
@@ -211,18 +192,13 @@ def _read_manifest(root: Path) -> Manifest:
         raise BundleIntegrityError(
             f"{root / MANIFEST} or {MANIFEST_HASH} was altered (SHA-256 differs); {_MEND}"
         )
-    return _parse_manifest(document)
-
-
-def _hash_line(document: bytes) -> bytes:
-    """Give the content of :data:`MANIFEST_HASH`."""
-    return f"{hashlib.sha256(document).hexdigest()}\n".encode()
-
-
-def _parse_manifest(document: bytes) -> Manifest:
     remedy = "compile the model again, or install the Offramp that wrote it"
     plain = parse_versioned(document, MANIFEST, SCHEMA_VERSION, remedy)
     return from_plain(Manifest, plain, MANIFEST)
+
+
+def _hash_line(document: bytes) -> bytes:
+    return f"{hashlib.sha256(document).hexdigest()}\n".encode()
 
 
 def _check_files(root: Path, manifest: Manifest) -> None:
@@ -234,9 +210,8 @@ def _check_files(root: Path, manifest: Manifest) -> None:
         raise BundleIntegrityError(
             f"{root}: {', '.join(foreign)} does not belong to this bundle; remove it"
         )
-    referred = [manifest.source.file, POLICY]
-    referred += [s.file for s in manifest.segments] + [e.file for e in manifest.exits]
-    absent = sorted(set(referred) - listed)
+    referred = {manifest.source.file, POLICY, *(s.file for s in manifest.segments)}
+    absent = sorted((referred | {e.file for e in manifest.exits}) - listed)
     if absent:
         raise BundleIntegrityError(f"{root}: {MANIFEST} lists no hash for {', '.join(absent)}")
 
@@ -249,14 +224,6 @@ def _names_under(root: Path) -> set[str]:
     places = (p for p in root.rglob("*") if p.is_symlink() or not p.is_dir())
     names = {place.relative_to(root).as_posix() for place in places}
     return {name for name in names if not name.startswith(f"{ENGINES}/")}
-
-
-def _read_checked(root: Path, entry: FileEntry) -> bytes:
-    return read_checked(root, entry, listing="manifest", mend=_MEND)
-
-
-def _read(root: Path, name: str) -> bytes:
-    return read_regular(root, name, mend=_MEND)
 
 
 def _parse(cls: type[_T], document: bytes, name: str) -> _T:

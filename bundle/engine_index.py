@@ -39,7 +39,6 @@ class EngineTarget:
     precision: Precision
 
     def __post_init__(self) -> None:
-        """Refuse what gives no folder."""
         if len(self.compute_capability) != 2 or min(self.compute_capability) < 0:
             raise ValueError(f"compute capability {self.compute_capability} is not (major, minor)")
         if not _slug(self.gpu) or not _slug(self.tensorrt):
@@ -70,7 +69,6 @@ class ShapeRange:
     most: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Check that the sizes are such, and in order."""
         rows = list(zip(self.least, self.best, self.most, strict=True))
         if not rows or any(not 1 <= least <= best <= most for least, best, most in rows):
             raise ValueError(
@@ -80,10 +78,10 @@ class ShapeRange:
 
     def holds(self, shape: tuple[int, ...]) -> bool:
         """Whether an input of this shape may be given."""
-        return len(shape) == len(self.least) and all(
-            least <= size <= most
-            for least, size, most in zip(self.least, shape, self.most, strict=True)
-        )
+        if len(shape) != len(self.least):
+            return False
+        rows = zip(self.least, shape, self.most, strict=True)
+        return all(least <= size <= most for least, size, most in rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +96,6 @@ class ShapeProfile:
     """By name of the input; dimension 0 is the batch."""
 
     def __post_init__(self) -> None:
-        """Check that the inputs keep to the batch range."""
         for name, shapes in self.inputs.items():
             batch = shapes.least[0], shapes.most[0]
             if batch != (self.first_batch, self.last_batch):
@@ -159,8 +156,7 @@ class EngineEntry:
 
     def profile_for(self, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
         """Index of the first profile that holds inputs of these shapes."""
-        fitting = (i for i, profile in enumerate(self.profiles) if profile.holds(shapes))
-        return next(fitting, None)
+        return next((i for i, p in enumerate(self.profiles) if p.holds(shapes)), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,14 +173,10 @@ class EngineIndex:
     """Our own kernels, compiled for the target's GPU."""
 
     def __post_init__(self) -> None:
-        """Check that units are known by their names, and files by plain ones.
-
-        What an index no longer names is deleted: a name with a path in it could be any file of
-        the user's.
-        """
         units = [entry.unit for entry in self.engines]
         if units != sorted(set(units)):
             raise ValueError(f"engines: units {units} must rise")
+        # What an index no longer names is deleted: a name with a path could be any of the user's.
         for name in sorted(self.files):
             if _FILE_NAME.fullmatch(name) is None or name.lower() == INDEX:
                 raise ValueError(f"{name!r} is no name of a file beside the {INDEX}")
@@ -203,10 +195,9 @@ def unit_name(first_segment: int, last_segment: int, exit_: int | None) -> str:
 
 
 def checkable_key(target: EngineTarget, parts: str) -> dict[str, str]:
-    """Name what an engine's key must have, as far as a server can tell.
+    """Name what an engine's key must have, as far as a server can tell, which makes no graph again.
 
-    A server does not make the graph again, and takes any profiles. ``parts`` is the hash of the
-    files that the engine is made of (:func:`parts_digest`).
+    ``parts`` is the hash of the files that the engine is made of (:func:`parts_digest`).
     """
     return {
         "tensorrt": target.tensorrt,
@@ -223,24 +214,19 @@ def parts_digest(
 ) -> str:
     """Hash the files of a bundle that a unit is made of, from the manifest alone.
 
-    It is in an engine's key, so that a server can tell without making the graph again whether
-    an engine is one of this bundle's parts.
+    By it in an engine's key, a server can tell whether the engine is one of this bundle's parts.
     """
-    segments = manifest.segments[first_segment : last_segment + 1]
-    names = [segment.file for segment in segments]
+    names = [segment.file for segment in manifest.segments[first_segment : last_segment + 1]]
     if exit_ is not None:
         names.append(manifest.exits[exit_].file)
-    elif len(segments) == len(manifest.segments):
+    elif len(names) == len(manifest.segments):
         names = [manifest.source.file]
     hashes = {entry.path: entry.sha256 for entry in manifest.files}
     return hashlib.sha256("\n".join(hashes[name] for name in names).encode()).hexdigest()
 
 
 def kernels_stem(source: str) -> str:
-    """Begin the name of kernels compiled of a source with this hash, in hexadecimal.
-
-    Cubins of other sources take other arguments.
-    """
+    """Begin the name of kernels by their source's hash: those of others take other arguments."""
     return f"kernels-{source[:16]}"
 
 

@@ -15,7 +15,6 @@ import contextlib
 import logging
 import os
 import shutil
-import tempfile
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +41,14 @@ from offramp.bundle.errors import (
     BundleSchemaError,
     BundleWriteError,
 )
-from offramp.bundle.files import dump, inside, parse_versioned, read_checked, read_regular
+from offramp.bundle.files import (
+    dump,
+    inside,
+    parse_versioned,
+    read_checked,
+    read_regular,
+    write_whole,
+)
 from offramp.bundle.manifest import FileEntry
 from offramp.bundle.serde import from_plain
 
@@ -83,7 +89,6 @@ class EngineStore:
     """
 
     def __init__(self, bundle_path: Path, index: EngineIndex) -> None:
-        """Use :meth:`open` or :meth:`empty`."""
         self.bundle_path = bundle_path
         self._name = f"{ENGINES}/{index.target.folder}"
         self.index = index
@@ -93,9 +98,8 @@ class EngineStore:
     def open(cls, bundle_path: str | os.PathLike[str], target: EngineTarget) -> EngineStore:
         """Read the index of a target, and no engine; there may be none yet.
 
-        Raises:
-            BundleIntegrityError: The index is for another target, or leaves the bundle.
-            BundleSchemaError: The index is not what this version understands.
+        ``BundleIntegrityError`` where it is for another target or leaves the bundle,
+        ``BundleSchemaError`` where it is not what this version understands.
         """
         root = Path(bundle_path)
         name = f"{ENGINES}/{target.folder}/{INDEX}"
@@ -112,12 +116,9 @@ class EngineStore:
     @classmethod
     def empty(cls, bundle_path: str | os.PathLike[str], target: EngineTarget) -> EngineStore:
         """Make an empty store; whatever is there is replaced with the first engine put."""
+        version = ENGINES_SCHEMA_VERSION
         index = EngineIndex(
-            schema_version=ENGINES_SCHEMA_VERSION,
-            target=target,
-            engines=(),
-            timing_cache=None,
-            kernels=None,
+            schema_version=version, target=target, engines=(), timing_cache=None, kernels=None
         )
         return cls(Path(bundle_path), index)
 
@@ -139,21 +140,14 @@ class EngineStore:
         return self._read(self.index.timing_cache) if self.index.timing_cache else b""
 
     def read_kernels(self, source: str) -> bytes | None:
-        """Read the compiled kernels, a cubin; ``None`` if there are none of this source.
-
-        ``source`` is the hash of what they have to be compiled of, as :meth:`put_kernels` got it.
-        """
+        """Read the compiled kernels, a cubin; ``None`` if there are none of a source's hash."""
         kernels = self.index.kernels
         if kernels is None or not kernels.path.startswith(f"{kernels_stem(source)}-"):
             return None
         return self._read(kernels)
 
     def put(self, entry: EngineEntry, plan: bytes) -> None:
-        """Keep an engine; it replaces that of the same unit.
-
-        Raises:
-            BundleWriteError: The file system refuses; what was there is still there.
-        """
+        """Keep an engine in place of that of the same unit, which stays if writing fails."""
         if entry.content != addressed(entry.unit, plan, ".plan"):
             raise ValueError(f"the entry of {entry.unit} does not describe this plan")
         others = [e for e in self.index.engines if e.unit != entry.unit]
@@ -168,10 +162,7 @@ class EngineStore:
         self._commit(replace(self.index, timing_cache=file))
 
     def put_kernels(self, cubin: bytes, *, source: str) -> None:
-        """Keep the compiled kernels, in place of the last.
-
-        ``source`` is the hash of what they were compiled of, in hexadecimal.
-        """
+        """Keep the compiled kernels in place of the last; ``source`` is their source's hash."""
         file = addressed(kernels_stem(source), cubin, ".cubin")
         self._write(file.path, cubin)
         self._commit(replace(self.index, kernels=file))
@@ -205,12 +196,7 @@ class EngineStore:
 
     @contextlib.contextmanager
     def exclusively(self) -> Iterator[None]:
-        """Keep other builds out of the folder, which is made if need be.
-
-        Raises:
-            BundleBusyError: Another build is at work there.
-            BundleWriteError: The folder cannot be made.
-        """
+        """Keep other builds out of the folder, which is made; ``BundleBusyError`` if one is in."""
         with _writing(self.folder):
             self._make_folder()
         with _locked(self.folder):
@@ -231,16 +217,7 @@ class EngineStore:
     def _write(self, name: str, content: bytes) -> None:
         with _writing(self.folder):
             self._make_folder()
-            descriptor, scratch = tempfile.mkstemp(prefix=".", dir=self.folder)
-            place = Path(scratch)
-            try:
-                with os.fdopen(descriptor, "wb") as file:
-                    file.write(content)
-                place.chmod(0o644)
-                place.replace(self.folder / name)
-            except BaseException:
-                place.unlink(missing_ok=True)
-                raise
+            write_whole(self.folder / name, content, durable=False, mode=0o644)
 
     def _make_folder(self) -> None:
         inside(self.bundle_path, self._name, mend=_mend(self.bundle_path))
@@ -289,27 +266,25 @@ def prune_targets(bundle_path: str | os.PathLike[str], keep: Collection[EngineTa
 def carry_engines(source: Path, target: Path) -> None:
     """Give ``target`` the engines of a bundle with the same graphs.
 
-    Files are linked where the file system can, as they may be large; links elsewhere than into
-    the bundle's own files are left behind. So is what a build that is at work there removes
-    meanwhile: then the engine is missing, and built again.
+    Files are linked where the file system can, as they may be large. Links are left behind, and so
+    is what a build at work there removes meanwhile: then the engine is built again.
     """
     for folder in _folders(source):
         if folder.is_symlink():
             continue
-        (target / ENGINES / folder.name).mkdir(parents=True)
-        for name in _index_first(folder):
-            place = folder / name
-            if place.is_file() and not place.is_symlink() and not name.startswith("."):
+        copy = target / ENGINES / folder.name
+        copy.mkdir(parents=True)
+        places = []
+        with contextlib.suppress(FileNotFoundError):
+            # The index first: what appears later is not in it.
+            places = sorted(folder.iterdir(), key=lambda place: (place.name != INDEX, place.name))
+        for place in places:
+            if place.is_file() and not place.is_symlink() and not place.name.startswith("."):
                 with contextlib.suppress(FileNotFoundError):
-                    _link(place, target / ENGINES / folder.name / name)
-
-
-def _index_first(folder: Path) -> list[str]:
-    """List the names in a folder, the index first: what appears later is not in it."""
-    with contextlib.suppress(FileNotFoundError):
-        names = [place.name for place in folder.iterdir()]
-        return sorted(names, key=lambda name: (name != INDEX, name))
-    return []
+                    try:
+                        (copy / place.name).hardlink_to(place)
+                    except OSError:  # another file system, or one without links
+                        shutil.copyfile(place, copy / place.name)
 
 
 def _folders(root: Path) -> list[Path]:
@@ -317,13 +292,6 @@ def _folders(root: Path) -> list[Path]:
     if engines.is_symlink() or not engines.is_dir():
         return []
     return sorted(place for place in engines.iterdir() if place.is_dir())
-
-
-def _link(place: Path, target: Path) -> None:
-    try:
-        target.hardlink_to(place)
-    except OSError:  # another file system, or one without links
-        shutil.copyfile(place, target)
 
 
 @contextlib.contextmanager

@@ -1,15 +1,4 @@
-"""Errors of reading and writing bundles.
-
-::
-
-    BundleError
-    ├── BundleNotFoundError     no bundle at that path
-    ├── BundleIntegrityError    a file is missing, altered, foreign, or outside the bundle
-    ├── BundleSchemaError       a file is whole, but not what this version understands
-    ├── BundleExistsError       the place to write to is taken
-    ├── BundleWriteError        the bundle could not be written there
-    └── BundleBusyError         someone else is writing there
-"""
+"""Errors of reading and writing bundles."""
 
 
 class BundleError(Exception):
@@ -21,11 +10,11 @@ class BundleNotFoundError(BundleError):
 
 
 class BundleIntegrityError(BundleError):
-    """The bundle on disk is not the one that was written."""
+    """A file of the bundle is missing, altered, foreign, or outside it."""
 
 
 class BundleSchemaError(BundleError):
-    """A file of the bundle does not have the schema that this version reads."""
+    """A file of the bundle is whole, but not what this version understands."""
 
 
 class BundleExistsError(BundleError):

@@ -16,16 +16,9 @@ from offramp.bundle.serde import to_plain
 
 
 def read_checked(root: Path, entry: FileEntry, *, listing: str, mend: str) -> bytes:
-    """Read a file and check it.
+    """Read a file and check that it is what its entry says.
 
-    Args:
-        root: The bundle's folder.
-        entry: What the file has to be; its path is relative to ``root``.
-        listing: The name of what says so, for messages.
-        mend: The remedy if it is not so, for messages.
-
-    Raises:
-        BundleIntegrityError: It is missing, altered, or outside the bundle.
+    Messages name ``listing``, the file that has the entry, and the remedy ``mend``.
     """
     place = root / entry.path
     content = read_regular(root, entry.path, mend=mend)
@@ -63,15 +56,17 @@ def inside(root: Path, name: str, *, mend: str) -> Path:
     return place
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file beside its place, and put it there in one step once it is on the disk."""
+def write_whole(path: Path, content: bytes, *, durable: bool = True, mode: int = 0o600) -> None:
+    """Write a file beside its place, and put it there in one step (once on the disk if durable)."""
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     scratch = Path(name)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
+        scratch.chmod(mode)
         scratch.replace(path)
     finally:
         scratch.unlink(missing_ok=True)
@@ -89,11 +84,7 @@ def dump(value: object) -> bytes:
 
 
 def parse_json(document: bytes, name: str) -> Any:
-    """Read JSON.
-
-    Raises:
-        BundleSchemaError: It is none.
-    """
+    """Read JSON; ``BundleSchemaError`` if it is none."""
     try:
         return json.loads(document)
     except (ValueError, RecursionError) as error:
@@ -101,11 +92,7 @@ def parse_json(document: bytes, name: str) -> Any:
 
 
 def parse_versioned(document: bytes, name: str, version: int, remedy: str) -> Any:
-    """Read JSON with a ``schema_version``; ``name`` and ``remedy`` are for messages.
-
-    Raises:
-        BundleSchemaError: It is no JSON, or its version is not the one that is read here.
-    """
+    """Read JSON whose ``schema_version`` has to be ``version``; the rest is for messages."""
     plain = parse_json(document, name)
     found = plain.get("schema_version") if isinstance(plain, dict) else None
     if found != version:

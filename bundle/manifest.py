@@ -7,7 +7,7 @@ segment and exit shares, so that a stage is the plain union of its parts
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -30,7 +30,6 @@ class TensorSpec:
     """Sizes; a string is a symbolic size. The first one is the batch."""
 
     def __post_init__(self) -> None:
-        """Refuse a dtype that is no plain number, and sizes that are no sizes."""
         dtype = np.dtype(self.dtype)
         if dtype.kind not in "biuf" or dtype.name != self.dtype:
             raise ValueError(f"dtype {self.dtype!r} is not numpy's name of a number type")
@@ -185,16 +184,14 @@ class Manifest:
     calibration: Calibration
     verified_tolerance: float
     """Largest relative difference between chained segments and source that was allowed."""
-    files: tuple[FileEntry, ...] = field(default=())
+    files: tuple[FileEntry, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check that the parts refer to each other consistently."""
         if not self.segments:
             raise ValueError("segments: a bundle needs at least one")
-        if [s.index for s in self.segments] != list(range(len(self.segments))):
-            raise ValueError("segments: indices must count from 0 in order")
-        if [e.index for e in self.exits] != list(range(len(self.exits))):
-            raise ValueError("exits: indices must count from 0 in order")
+        for name, parts in (("segments", self.segments), ("exits", self.exits)):
+            if [part.index for part in parts] != list(range(len(parts))):
+                raise ValueError(f"{name}: indices must count from 0 in order")
         depths = [e.after_segment for e in self.exits]
         if depths != sorted(set(depths)) or any(d >= len(self.segments) - 1 for d in depths):
             raise ValueError(f"exits: after_segment {depths} must rise and stay before the last")

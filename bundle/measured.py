@@ -52,7 +52,6 @@ class Measured:
     """In what ways the machine was disturbed meanwhile, in words."""
 
     def __post_init__(self) -> None:
-        """Refuse what measures nothing."""
         batch_sizes = [found.batch_size for found in self.sizes]
         if not batch_sizes or batch_sizes != sorted(set(batch_sizes)):
             raise ValueError(f"sizes: batch sizes {batch_sizes} must rise, and there must be one")

@@ -24,7 +24,6 @@ class ActiveExit:
     """Least confidence to exit with."""
 
     def __post_init__(self) -> None:
-        """Refuse what would exit always, by mistake, or on NaN."""
         if self.exit < 0:
             raise ValueError(f"exit {self.exit} is not an index; exits count from 0")
         if not 0.0 <= self.threshold <= NEVER:
@@ -67,7 +66,6 @@ class ExitPolicy:
     promise: Promise | None = None
 
     def __post_init__(self) -> None:
-        """Check the order."""
         exits = [a.exit for a in self.active]
         if exits != sorted(set(exits)):
             raise ValueError(f"active exits {exits} must rise")

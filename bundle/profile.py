@@ -49,7 +49,6 @@ class Profile:
     """In what ways the machine was disturbed while it was measured, in words."""
 
     def __post_init__(self) -> None:
-        """Check that the tables have the shape that they claim."""
         width = len(self.batch_sizes)
         if list(self.batch_sizes) != sorted(set(self.batch_sizes)) or not width:
             raise ValueError(f"batch_sizes {self.batch_sizes} must rise")

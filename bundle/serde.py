@@ -41,15 +41,10 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(cls: type[_T], value: Any, where: str) -> _T:
-    """Build ``cls`` from a plain value.
+    """Build a frozen dataclass from what ``json.loads`` gave.
 
-    Args:
-        cls: A frozen dataclass.
-        value: What ``json.loads`` gave.
-        where: File name, then the path inside it, for messages.
-
-    Raises:
-        BundleSchemaError: Naming the field, what was found and what was expected.
+    ``where`` is the file's name, then the path inside it. A ``BundleSchemaError`` names the field,
+    what was found and what was expected.
     """
     result: _T = _convert(cls, value, where)
     return result
@@ -76,7 +71,7 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
 def _convert_dataclass(cls: type, value: Any, where: str) -> Any:
     _expect(isinstance(value, dict), where, "an object", value)
     names = {_key(f): f.name for f in dataclasses.fields(cls)}
-    unknown, missing = sorted(value.keys() - names.keys()), sorted(names.keys() - value.keys())
+    unknown, missing = sorted(value.keys() - names), sorted(names.keys() - value)
     if unknown or missing:
         raise BundleSchemaError(
             f"{where}: unknown fields {unknown}, missing fields {missing}; "

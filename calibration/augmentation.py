@@ -37,26 +37,16 @@ def method_for(specs: Sequence[TensorSpec]) -> Method | None:
     [batch, tokens]. All inputs must be of one kind: of a model that reads both, what would be
     joined in different ways belongs together.
     """
-    if all(_is_continuous(spec) for spec in specs):
+    kinds = [(np.dtype(spec.dtype), len(spec.shape)) for spec in specs]
+    if all(dtype.kind == "f" or (dtype == np.uint8 and rank > 2) for dtype, rank in kinds):
         return "mixup"
-    if all(_is_tokens(spec) for spec in specs):
-        return "splice"
-    return None
+    return "splice" if all(dtype.kind == "i" and rank == 2 for dtype, rank in kinds) else None
 
 
 def makes_sense(method: Method, dataset: Dataset) -> bool:
     """Whether samples of a data set can be joined: inputs that are spliced have one length."""
     widths = {array.shape[1] for array in dataset.inputs.values() if array.ndim == 2}
     return len(dataset) > 1 and (method == "mixup" or len(widths) == 1)
-
-
-def _is_continuous(spec: TensorSpec) -> bool:
-    dtype = np.dtype(spec.dtype)
-    return dtype.kind == "f" or (dtype == np.uint8 and len(spec.shape) > 2)
-
-
-def _is_tokens(spec: TensorSpec) -> bool:
-    return np.dtype(spec.dtype).kind == "i" and len(spec.shape) == 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,7 +72,6 @@ class MadeSamples:
         return cls(base=base, method=method, partner=partner, share=share.astype(np.float32))
 
     def __len__(self) -> int:
-        """Count the samples."""
         return len(self.base)
 
     @property
@@ -106,16 +95,12 @@ class MadeSamples:
     def _spliced(self, name: str, rows: slice | NDArray[np.intp]) -> NDArray[Any]:
         """Join the tokens before a random place of one sample to those from there on of the other.
 
-        All inputs of a pair are cut at the same place, within the first one's length.
+        All inputs of a pair are cut at the same place, within the first one's length: up to the
+        last token that any input has beside padding.
         """
         first, other = self.base.inputs[name][rows], self.base.inputs[name][self.partner[rows]]
-        place = np.ceil(self.share[rows] * self._lengths(rows))
-        behind = np.arange(first.shape[1]) >= place[:, None]
-        return np.where(behind, other, first)
-
-    def _lengths(self, rows: slice | NDArray[np.intp]) -> NDArray[np.intp]:
-        """Count the tokens [n] up to the last that any input has beside padding, which is 0."""
         inputs = np.stack([array[rows] for array in self.base.inputs.values()])
-        used: NDArray[np.bool_] = np.any(inputs != 0, axis=0)
-        lengths: NDArray[np.intp] = used.shape[1] - used[:, ::-1].argmax(axis=1)
-        return lengths
+        used = np.any(inputs != 0, axis=0)  # padding is 0
+        lengths = used.shape[1] - used[:, ::-1].argmax(axis=1)
+        behind = np.arange(first.shape[1]) >= np.ceil(self.share[rows] * lengths)[:, None]
+        return np.where(behind, other, first)

@@ -7,7 +7,7 @@ import itertools
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +44,12 @@ class Dataset:
         return np.arange(len(self)) if self.taken is None else self.taken
 
     def __len__(self) -> int:
-        """Count the samples."""
         return len(next(iter(self.inputs.values())))
 
     def subset(self, rows: NDArray[np.intp]) -> Dataset:
         """Give some samples as a data set (of the same file)."""
         labels = None if self.labels is None else self.labels[rows]
-        return Dataset(
-            inputs=self.take(rows), labels=labels, sha256=self.sha256, taken=self.rows[rows]
-        )
+        return replace(self, inputs=self.take(rows), labels=labels, taken=self.rows[rows])
 
     def take(self, rows: slice | NDArray[np.intp]) -> dict[str, NDArray[Any]]:
         """Give the inputs of some samples."""
@@ -62,20 +59,16 @@ class Dataset:
 def read_dataset(path: Path, specs: Sequence[TensorSpec]) -> Dataset:
     """Read an npz file and check it against the model's inputs.
 
-    Raises:
-        DataError: The file cannot be read, an array's name, dtype or shape is not what the
-            model takes, arrays have different lengths, or values are NaN or infinite.
+    A ``DataError`` where the file cannot be read, an array's name, dtype or shape is not what the
+    model takes, arrays have different lengths, or values are NaN or infinite.
     """
     arrays = _load(path)
-    labels = None
     names = {spec.name for spec in specs}
     found = [key for key in LABEL_KEYS if key in arrays and key not in names]
     if len(found) > 1:
         raise DataError(f"{path}: has both {' and '.join(found)}; keep one of them")
-    if found:
-        labels = arrays.pop(found[0])
-    wrong = check_tensors(specs, arrays)
-    if wrong:
+    labels = arrays.pop(found[0]) if found else None
+    if wrong := check_tensors(specs, arrays):
         raise DataError(f"{path}: {wrong}")
     _check_lengths(path, arrays, labels)
     for name, array in arrays.items():
@@ -164,40 +157,27 @@ flattens beyond some 5,000 samples."""
 def split(dataset: Dataset, *, certify_at_least: int, seed: int) -> DataSplit:
     """Split a data set at random.
 
-    Args:
-        dataset: All samples.
-        certify_at_least: Samples without which not even a policy that never errs can be
-            certified (:func:`offramp.certify.learn_then_test.samples_needed`).
-        seed: Seed of the permutation.
-
-    Raises:
-        DataError: There are too few; the message says how many are needed.
+    ``certify_at_least`` are the samples without which not even a policy that never errs can be
+    certified (:func:`offramp.certify.learn_then_test.samples_needed`); a ``DataError`` says how
+    many samples are needed where there are too few.
     """
     samples = len(dataset)
-    train, tune, certify = _sizes(samples, certify_at_least)
-    if not _suffice(train, tune, certify):
-        more = itertools.count(samples + 1)
-        needed = next(n for n in more if _suffice(*_sizes(n, certify_at_least)))
+    sizes = _sizes(samples, certify_at_least)
+    if sizes is None:
+        needed = next(n for n in itertools.count(samples + 1) if _sizes(n, certify_at_least))
         raise DataError(
             f"{samples} calibration samples are too few: the promise alone needs "
             f"{certify_at_least}, and heads must be trained on others; give at least "
             f"{needed} (10,000 serve well), or relax --max-disagreement or --confidence"
         )
     order = np.random.default_rng(seed).permutation(samples)
-    return DataSplit(
-        train=dataset.subset(np.sort(order[:train])),
-        tune=dataset.subset(np.sort(order[train : train + tune])),
-        certify=dataset.subset(np.sort(order[train + tune :])),
-    )
+    train, tune, certify = (dataset.subset(np.sort(p)) for p in np.split(order, np.cumsum(sizes)))
+    return DataSplit(train=train, tune=tune, certify=certify)
 
 
-def _sizes(samples: int, certify_at_least: int) -> tuple[int, int, int]:
-    """Count the samples to train, tune and certify with."""
+def _sizes(samples: int, certify_at_least: int) -> tuple[int, int] | None:
+    """Count the samples to train and tune with, the others certify; ``None`` if too few for it."""
     certify = max(round(samples * CERTIFY_SHARE), certify_at_least)
     tune = round(samples * TUNE_SHARE)
-    return samples - certify - tune, tune, certify
-
-
-def _suffice(train: int, tune: int, certify: int) -> bool:
-    """Whether heads can be trained and held out, and exits chosen, on that many."""
-    return train >= max(certify, 2) and tune >= 1
+    train = samples - certify - tune
+    return (train, tune) if train >= max(certify, 2) and tune >= 1 else None

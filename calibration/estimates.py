@@ -40,10 +40,7 @@ class BackboneTimes:
 
 
 def backbone_of(rounds: Sequence[Rounds], batch_sizes: Sequence[int]) -> BackboneTimes:
-    """Estimate the times of the source model and its segments.
-
-    ``rounds`` are by batch size; their systems are the source model, then the segments.
-    """
+    """Estimate times from rounds, by batch size, of the source model and then its segments."""
     wholes = [of_size.base() for of_size in rounds]
     columns = []
     for of_size, whole in zip(rounds, wholes, strict=True):
@@ -62,7 +59,7 @@ def backbone_of(rounds: Sequence[Rounds], batch_sizes: Sequence[int]) -> Backbon
 def heads_of(rounds: Sequence[Rounds]) -> list[list[float]]:
     """Estimate the times of heads: milliseconds [heads][batch sizes], rising, at least 0.
 
-    ``rounds`` are by batch size; their systems are an empty graph, then the heads.
+    The systems of ``rounds``, by batch size, are an empty graph, then the heads.
     """
     beyond = np.array([[d.value for d in of_size.differences()] for of_size in rounds])
     return [rising(row).tolist() for row in beyond.T]
@@ -98,13 +95,13 @@ def stages_of(
     """
     source_ms = np.array([of_size.base().value for of_size in rounds])
     ratios = [of_size.ratios() for of_size in rounds]
-    heads = np.array([[sum(exits_ms[e][column] for e in set_) for set_ in sets]
-                      for column in range(len(batch_sizes))])  # fmt: skip
+    columns = range(len(batch_sizes))
+    heads = np.array([[sum(exits_ms[e][c] for e in set_) for set_ in sets] for c in columns])
     beyond = np.array([[r.value - 1 for r in row] for row in ratios]) * source_ms[:, None] - heads
     costs = fit_borders(beyond, batch_sizes, sets, sample_bytes, source_ms)
-    columns = [costs.at(size, sample_bytes).tolist() for size in batch_sizes]
+    by_size = [costs.at(size, sample_bytes).tolist() for size in batch_sizes]
     return StageCosts(
-        stages_ms=tuple(zip(*columns, strict=True)),
+        stages_ms=tuple(zip(*by_size, strict=True)),
         added_widths=tuple(row[0].half_width for row in ratios),
         rounds=tuple(of_size.count for of_size in rounds),
     )

@@ -52,8 +52,7 @@ class CutTensor:
     @property
     def width(self) -> int | None:
         """Channels, or size of a token or vector; ``None`` where it is symbolic."""
-        axis = 1 if self.rank == 4 else -1
-        size = self.shape[axis]
+        size = self.shape[1 if self.rank == 4 else -1]
         return size if isinstance(size, int) else None
 
 
@@ -62,15 +61,12 @@ class GraphPart(Protocol):
 
     def add(self, op: str, inputs: Sequence[str], name: str = "", **attributes: Any) -> str:
         """Add a node with one output; gives the output's name."""
-        ...
 
     def weight(self, name: str, value: NDArray[Any]) -> str:
         """Add a constant; gives its name."""
-        ...
 
     def reduce(self, op: str, tensor: str, axis: int, name: str = "") -> str:
         """Add ReduceMax or ReduceMean, without the reduced axis; gives the output's name."""
-        ...
 
 
 class ServedHead(NamedTuple):
@@ -207,26 +203,16 @@ class _AttentionPooling(Pooling):
         return part.add("Flatten", [part.add("MatMul", [attention, tensor])], axis=1)
 
 
-POOLINGS: Mapping[HeadKind, Pooling] = {
-    pooling.kind: pooling
-    for pooling in (
-        _GridPooling(),
-        _VectorPooling(),
-        _FirstTokenPooling(),
-        _MeanPooling(),
-        _MeanMaxPooling(),
-        _AttentionPooling(),
-    )
-}
+_KINDS = (_GridPooling, _VectorPooling, _FirstTokenPooling, _MeanPooling, _MeanMaxPooling,
+          _AttentionPooling)  # fmt: skip
+POOLINGS: Mapping[HeadKind, Pooling] = {pooling.kind: pooling() for pooling in _KINDS}
 """Every kind of head by its name in the manifest; heads are tried in this order."""
 
 
 def family_of(cut: CutTensor) -> tuple[Head, ...]:
     """Give the heads to try; none where the tensor's shape has no known kind of head."""
-    if cut.width is None:
-        return ()
-    fitting = [pooling for pooling in POOLINGS.values() if pooling.rank == cut.rank]
-    return tuple(head for pooling in fitting for head in pooling.heads(cut))
+    kinds = [] if cut.width is None else [p for p in POOLINGS.values() if p.rank == cut.rank]
+    return tuple(head for pooling in kinds for head in pooling.heads(cut))
 
 
 def mask_of(cut: CutTensor, head: Head) -> str | None:
@@ -239,7 +225,7 @@ def grids_of(cut: CutTensor) -> tuple[int, ...]:
 
     Those between were chosen only at the very end of a model, where they net the same.
     """
-    height, width = cut.shape[2], cut.shape[3]
+    height, width = cut.shape[2:]
     assert cut.width is not None
     if not isinstance(height, int) or not isinstance(width, int):
         return (1,)
@@ -261,7 +247,7 @@ def pooling_window(size: int, grid: int) -> tuple[int, int]:
 
 def pool_map(part: GraphPart, cut: CutTensor, tensor: str, grid: int) -> str:
     """Average-pool a map [n, channels, height, width] to [n, channels, grid, grid]."""
-    height, width = cut.shape[2], cut.shape[3]
+    height, width = cut.shape[2:]
     if grid == 1:
         return part.add("GlobalAveragePool", [tensor])
     assert isinstance(height, int)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -30,8 +30,6 @@ _FLOAT16_MAX = 65504.0
 
 WHOLE = 0
 """The key, in place of a grid, of a tensor that is recorded as it is."""
-
-
 TOKEN_COMPONENTS = 128
 """Principal components of tokens that are stored, at most."""
 _PROJECTED_SAMPLES = 256
@@ -57,11 +55,11 @@ class Recording:
 
     def subset(self, rows: slice | NDArray[np.intp]) -> Recording:
         """Give some samples; of a slice nothing is copied."""
-        return Recording(
+        return replace(
+            self,
             features=tuple({key: v[rows] for key, v in e.items()} for e in self.features),
             masks={name: mask[rows] for name, mask in self.masks.items()},
             answers=self.answers[rows],
-            projections=self.projections,
         )
 
 
@@ -79,20 +77,11 @@ def record(
 ) -> Recording:
     """Run the source model with all poolings attached over a data set.
 
-    Args:
-        model: The joined graph: segments and poolings.
-        outputs: Per candidate, the graph's outputs by grid.
-        answer: The source model's answer.
-        dataset: The samples; all of them are recorded.
-        made: More samples, recorded behind those; where the source model fails or has no finite
-            answer, the sample that one was made of is there once more.
-        projections: As :func:`fit_projections` found them.
-        threads: Threads of ONNX Runtime.
-        directory: Where to put the files; the caller removes it.
-        progress: Called with the number of samples of each finished batch.
-
-    Raises:
-        DataError: The source model fails on a sample, or its answers are not finite.
+    ``model`` is the joined graph of segments and poolings; ``outputs`` are, by candidate, its
+    outputs by grid. ``made`` samples are recorded behind the others; where the source model fails
+    or has no finite answer, the sample that one was made of is there once more. (On a sample of the
+    data set, that is a ``DataError``.) Files are put in ``directory``, which the caller removes;
+    ``progress`` is called with the number of samples of each finished batch.
     """
     made_rows = 0 if made is None else len(made)
     store = _FeatureStore(
@@ -145,7 +134,10 @@ class _FeatureStore:
         place = slice(start + rows.start, start + rows.stop)
         self.answers[place] = answered
         for name, plain in zip(self.names, values, strict=True):
-            value = _projected(plain, self.projected.get(name))
+            value, projection = plain, self.projected.get(name)
+            if projection is not None:  # tokens [b, tokens, width]
+                flat = projection.apply(plain.reshape(-1, plain.shape[2]))
+                value = flat.reshape(*plain.shape[:2], -1)
             if name not in self.files:
                 self.directory.mkdir(exist_ok=True)
                 self.files[name] = np.lib.format.open_memmap(
@@ -166,17 +158,13 @@ def fit_projections(
     *,
     threads: int,
 ) -> Projections:
-    """Find the principal components of wide tokens.
-
-    ``cuts`` are the candidates' cut tensors; all else is as :func:`record` gets it.
-    """
+    """Find the principal components of wide tokens; ``outputs`` are as :func:`record` gets them."""
     wide = [
         candidate
         for candidate, (cut, names) in enumerate(zip(cuts, outputs, strict=True))
         if cut.rank == 3
         and names
-        and cut.width
-        and TOKEN_COMPONENTS < cut.width <= LARGEST
+        and TOKEN_COMPONENTS < (cut.width or 0) <= LARGEST
         # of features that are no averages, such as a maximum, coordinates say nothing
         and all(POOLINGS[head.kind].averages for head in family_of(cut))
     ]
@@ -189,9 +177,8 @@ def fit_projections(
     for rows, values in run_over(model, names, part, threads=threads):
         for candidate, value in zip(wide, values, strict=True):
             mask = cuts[candidate].mask
-            kept = value.reshape(-1, value.shape[2])
-            if mask is not None:
-                kept = value[part.inputs[mask][rows] > 0]
+            counts = ... if mask is None else part.inputs[mask][rows] > 0
+            kept = value[counts].reshape(-1, value.shape[2])
             tokens[candidate].append(kept.astype(np.float32))
     fitted = {
         candidate: Preconditioner.fit(np.concatenate(parts), components=TOKEN_COMPONENTS)
@@ -200,15 +187,8 @@ def fit_projections(
     return {candidate: found for candidate, found in fitted.items() if found.matrix.ndim == 2}
 
 
-def _projected(value: NDArray[Any], projection: Preconditioner | None) -> NDArray[Any]:
-    """Give tokens [b, tokens, width] as coordinates, if they are stored so."""
-    if projection is None:
-        return value
-    return projection.apply(value.reshape(-1, value.shape[2])).reshape(*value.shape[:2], -1)
-
-
 def _masks(dataset: Dataset, made: MadeSamples | None) -> dict[str, NDArray[Any]]:
-    names = [name for name, array in dataset.inputs.items() if array.ndim == 2]
+    masks = {name: array for name, array in dataset.inputs.items() if array.ndim == 2}
     if made is None:
-        return {name: dataset.inputs[name] for name in names}
-    return {name: np.concatenate([dataset.inputs[name], made.column(name)]) for name in names}
+        return masks
+    return {name: np.concatenate([mask, made.column(name)]) for name, mask in masks.items()}

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -41,6 +42,7 @@ def view_of(candidate: int, head: Head) -> View:
 
 
 Preconditioners: TypeAlias = dict[View, Preconditioner]
+_Tokens: TypeAlias = tuple[NDArray[np.float16], NDArray[Any] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +63,6 @@ class Group:
         found = self.train.projections.get(self.view.candidate)
         return () if found is None else (found,)
 
-    @property
-    def classes(self) -> int:
-        """Number of classes of the answer."""
-        return len(self.train.answers[0])
-
     def random(self) -> torch.Generator:
         """Make a generator of the view's own: no head may depend on what else is trained."""
         entropy = (self.seed, self.view.candidate, sum(self.view.kind.encode()), self.view.grid)
@@ -74,8 +71,9 @@ class Group:
 
     def layers(self, inputs: Sequence[int], random: torch.Generator) -> list[HeadLayers]:
         """Make every head's layers, on so many features each."""
+        classes = len(self.train.answers[0])
         return [
-            HeadLayers(head, size, self.classes, dropout=self.dropout, random=random)
+            HeadLayers(head, size, classes, dropout=self.dropout, random=random)
             for head, size in zip(self.heads, inputs, strict=True)
         ]
 
@@ -90,16 +88,11 @@ class HeadLayers:
     def __init__(
         self, head: Head, inputs: int, classes: int, *, dropout: float, random: torch.Generator
     ) -> None:
-        """Draw the initial weights."""
         self.head, self._dropout, self._random = head, dropout, random
         sizes = [inputs, head.hidden, classes] if head.hidden else [inputs, classes]
         steps = list(itertools.pairwise(sizes))
         self.weights = [_uniform((n, to), random, 1 / math.sqrt(n)) for n, to in steps]
         self.biases = [_uniform((to,), random, 1 / math.sqrt(n)) for n, to in steps]
-
-    def parameters(self) -> list[Tensor]:
-        """Give what is learned."""
-        return [*self.weights, *self.biases]
 
     def __call__(self, features: Tensor, *, training: bool) -> Tensor:
         """Give logits [b, classes]."""
@@ -125,26 +118,31 @@ class HeadLayers:
         return {name: np.ascontiguousarray(v, np.float32) for name, v in named.items()}
 
 
-class Learner(Protocol):
+class Learner(ABC):
     """A group of heads with what they learn, and the features that they learn from."""
 
     layers: list[HeadLayers]
 
     def parameters(self, index: int) -> list[Tensor]:
         """Give what a head learns."""
-        ...
+        return [*self.layers[index].weights, *self.layers[index].biases]
 
+    @abstractmethod
     def load(self, recording: Recording) -> Any:
         """Give a recording in the form that :meth:`pool` takes rows from."""
-        ...
 
+    @abstractmethod
     def pool(self, loaded: Any, rows: Tensor) -> list[Tensor]:
         """Give each head's features [b, inputs] of some rows."""
-        ...
 
+    @abstractmethod
     def folded(self, index: int) -> dict[str, FloatArray]:
         """Give a head's weights as served."""
-        ...
+
+    def logits(self, loaded: Any, rows: Tensor, *, training: bool) -> list[Tensor]:
+        """Give each head's logits [b, classes] of some rows."""
+        pooled = zip(self.layers, self.pool(loaded, rows), strict=True)
+        return [layers(features, training=training) for layers, features in pooled]
 
 
 def learner_of(group: Group, known: Preconditioners) -> Learner:
@@ -154,7 +152,7 @@ def learner_of(group: Group, known: Preconditioners) -> Learner:
     return _FixedLearner(group, known)
 
 
-class _FixedLearner:
+class _FixedLearner(Learner):
     """Heads on features that no learning changes: grids, vectors, fixed poolings of tokens."""
 
     def __init__(self, group: Group, known: Preconditioners) -> None:
@@ -165,9 +163,6 @@ class _FixedLearner:
             known[group.view] = Preconditioner.fit(self._seen(group.train))
         self._preconditioner = known[group.view]
         self.layers = group.layers([self._preconditioner.width] * len(group.heads), group.random())
-
-    def parameters(self, index: int) -> list[Tensor]:
-        return self.layers[index].parameters()
 
     def load(self, recording: Recording) -> Tensor:
         return torch.from_numpy(self._preconditioner.apply(self._seen(recording)))
@@ -192,11 +187,8 @@ class _FixedLearner:
         return np.concatenate(parts)
 
 
-class _AttentionLearner:
-    """Heads that pool tokens by learned queries.
-
-    All at once: the tokens are large, and reading them is what takes the time.
-    """
+class _AttentionLearner(Learner):
+    """Heads that pool tokens by learned queries, all at once: what takes time is reading tokens."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -210,9 +202,9 @@ class _AttentionLearner:
 
     def _standardise(self) -> Preconditioner:
         """Standardise single tokens; coordinates have their scale already."""
-        tokens, keep = self.load(self._group.train)
-        rows = torch.arange(0, len(tokens), max(1, len(tokens) // 1024))
-        values, kept = _take(tokens, keep, rows)
+        loaded = self.load(self._group.train)
+        samples = len(loaded[0])
+        values, kept = _take(loaded, torch.arange(0, samples, max(1, samples // 1024)))
         flat = values.flatten(0, 1) if kept is None else values[kept > 0]
         mean, scale = moments(flat.numpy())
         if self._group.projection:
@@ -220,16 +212,14 @@ class _AttentionLearner:
         return Preconditioner(mean=mean, matrix=np.reciprocal(scale))
 
     def parameters(self, index: int) -> list[Tensor]:
-        return [self.queries[index], *self.layers[index].parameters()]
+        return [self.queries[index], *super().parameters(index)]
 
-    def load(self, recording: Recording) -> tuple[NDArray[np.float16], NDArray[Any] | None]:
+    def load(self, recording: Recording) -> _Tokens:
         tokens = recording.features[self._group.view.candidate][WHOLE]
         return tokens, self._group.mask_in(recording)
 
-    def pool(
-        self, loaded: tuple[NDArray[np.float16], NDArray[Any] | None], rows: Tensor
-    ) -> list[Tensor]:
-        tokens, keep = _take(*loaded, rows)
+    def pool(self, loaded: _Tokens, rows: Tensor) -> list[Tensor]:
+        tokens, keep = _take(loaded, rows)
         scores = tokens @ (torch.cat(self.queries) * self._query_scaling).T
         if keep is not None:
             scores = scores + ((1 - keep) * FAR_BELOW)[..., None]
@@ -252,10 +242,8 @@ def _uniform(shape: tuple[int, ...], random: torch.Generator, bound: float) -> T
     return values.requires_grad_()
 
 
-def _take(
-    tokens: NDArray[np.float16], mask: NDArray[Any] | None, rows: Tensor
-) -> tuple[Tensor, Tensor | None]:
+def _take(loaded: _Tokens, rows: Tensor) -> tuple[Tensor, Tensor | None]:
     """Give tokens and mask of some rows as float32; read in order, as they lie in a file."""
-    places = rows.numpy()
+    (tokens, mask), places = loaded, rows.numpy()
     values = torch.from_numpy(tokens[places]).float()
     return values, None if mask is None else torch.from_numpy(mask[places].astype(np.float32))

@@ -17,9 +17,13 @@ from offramp.engine.control.costs import CostModel
 
 _MOST_SAMPLES = 200_000
 """Certify samples beyond which no number is named."""
+_BETTER_HEADS = (
+    "more --data or --epochs make better heads, and a larger --max-disagreement lets more samples "
+    "leave"
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class BindingLimit:
     """The limit that kept all exits out of use."""
 
@@ -52,41 +56,36 @@ def limit_of_heads(best: Sequence[HeadScore], source_ms: float, terms: PolicyTer
     """
     if not best:
         return BindingLimit(
-            kind="agreement",
-            message="no cut point's tensor has a shape that a head could read; eecompile inspect "
-            "lists them, --exits names others",
+            "agreement",
+            "no cut point's tensor has a shape that a head could read; eecompile inspect lists "
+            "them, --exits names others",
         )
-
-    def if_free(head: HeadScore) -> float:
-        """Share of the model's time that the head would save if it took none."""
-        return head.net_savings + head.cost_ms / source_ms
-
-    dearest = max(best, key=if_free)
-    if if_free(dearest) >= MIN_GAIN:
+    # the share of the model's time that each head would save if it took none
+    if_free = [head.net_savings + head.cost_ms / source_ms for head in best]
+    saved = max(if_free)
+    if saved >= MIN_GAIN:
+        cost_ms = best[if_free.index(saved)].cost_ms
         return BindingLimit(
-            kind="costs",
-            message=f"heads cost more than they save: at batch {terms.batch_size} the best one "
-            f"would save {if_free(dearest):.1%} of the model's {source_ms:.3g} ms if "
-            f"it cost nothing, but takes {dearest.cost_ms:.3g} ms "
-            f"({dearest.cost_ms / source_ms:.1%}); a larger model has more to save",
+            "costs",
+            f"heads cost more than they save: at batch {terms.batch_size} the best one would save "
+            f"{saved:.1%} of the model's {source_ms:.3g} ms if it cost nothing, but takes "
+            f"{cost_ms:.3g} ms ({cost_ms / source_ms:.1%}); a larger model has more to save",
         )
     return BindingLimit(
-        kind="agreement",
-        message=f"none of the {len(best)} candidate exits saves time: the best one agrees with "
-        f"the model on {max(head.agreement for head in best):.1%} of the tuning samples, and too "
-        f"few samples can leave while at most {terms.max_disagreement:g} disagree "
-        "(--max-disagreement); more --data or --epochs make better heads, and a larger "
-        "--max-disagreement lets more samples leave",
+        "agreement",
+        f"none of the {len(best)} candidate exits saves time: the best one agrees with the model "
+        f"on {max(head.agreement for head in best):.1%} of the tuning samples, and too few samples "
+        f"can leave while at most {terms.max_disagreement:g} disagree (--max-disagreement); "
+        f"{_BETTER_HEADS}",
     )
 
 
 def limit_of_rehearsal(max_violations: float) -> BindingLimit:
     """Say why a rehearsal kept no exit."""
     return BindingLimit(
-        kind="overhead",
-        message="every exit made too many of the rehearsed batches later than the unmodified model "
-        f"would (--max-violations {max_violations:g}); a larger one, or --selection savings, keeps "
-        "exits",
+        "overhead",
+        "every exit made too many of the rehearsed batches later than the unmodified model would "
+        f"(--max-violations {max_violations:g}); a larger one, or --selection savings, keeps exits",
     )
 
 
@@ -113,12 +112,11 @@ def limit_of_choice(
     if could_save >= MIN_GAIN:
         return _costs(best, could_save, candidates, costs, terms)
     return BindingLimit(
-        kind="agreement",
-        message=f"no head agrees enough: even if exits cost nothing, {max(could_save, 0):.1%} of "
-        f"the model's time would be saved while at most {terms.max_disagreement:g} of the samples "
+        "agreement",
+        f"no head agrees enough: even if exits cost nothing, {max(could_save, 0):.1%} of the "
+        f"model's time would be saved while at most {terms.max_disagreement:g} of the samples "
         f"disagree (--max-disagreement); the best head agrees on "
-        f"{tune.agrees.mean(axis=1).max():.1%} of all samples. More --data or --epochs make better "
-        "heads, and a larger --max-disagreement lets more samples leave",
+        f"{tune.agrees.mean(axis=1).max():.1%} of all samples; {_BETTER_HEADS}",
     )
 
 
@@ -128,14 +126,15 @@ def _overhead(
     assert terms.max_overhead is not None
     least = min(cost.sure_overhead((index,)) for index in range(cost.exits))
     names = ", ".join(map(str, active))
+    sure = cost.sure_overhead(active)
+    passing = np.ceil(round(sure * 1000, 6)) / 1000  # a thousandth up, so that it lets this pass
     return BindingLimit(
-        kind="overhead",
-        message=f"--max-overhead {terms.max_overhead:g}: exits {names} would save "
+        "overhead",
+        f"--max-overhead {terms.max_overhead:g}: exits {names} would save "
         f"{candidates.savings(active, cost):.1%} of the model's time, but add "
-        f"{cost.overhead(active):.1%} (surely {cost.sure_overhead(active):.1%}) at batch "
-        f"{terms.batch_size} where none is taken, and the cheapest exit alone surely adds "
-        f"{least:.1%}; without --max-overhead, or with --max-overhead "
-        f"{_up(cost.sure_overhead(active)):g}, they would be used",
+        f"{cost.overhead(active):.1%} (surely {sure:.1%}) at batch {terms.batch_size} where none "
+        f"is taken, and the cheapest exit alone surely adds {least:.1%}; without --max-overhead, "
+        f"or with --max-overhead {passing:g}, they would be used",
     )
 
 
@@ -151,15 +150,14 @@ def _costs(
     remedy = "a larger model, or one on a slower machine, has more to save"
     if paying:
         saved = candidates.savings(candidates.choose(costs[paying[0]]), costs[paying[0]])
-        remedy = (
-            f"at batch {paying[0]} {saved:.1%} would be saved: --reference-batch-size {paying[0]}"
-        )
+        size = paying[0]
+        remedy = f"at batch {size} {saved:.1%} would be saved: --reference-batch-size {size}"
     head, border = cost.exits_ms[best], cost.stages_ms[best]
     return BindingLimit(
-        kind="costs",
-        message=f"exits cost more than they save: at batch {terms.batch_size} exit {best} would "
-        f"save {could_save:.1%} of the model's {cost.source_ms:.3g} ms if it cost nothing, but its "
-        f"head takes {head:.3g} ms and its border {border:.3g} ms "
+        "costs",
+        f"exits cost more than they save: at batch {terms.batch_size} exit {best} would save "
+        f"{could_save:.1%} of the model's {cost.source_ms:.3g} ms if it cost nothing, but its head "
+        f"takes {head:.3g} ms and its border {border:.3g} ms "
         f"({(head + border) / cost.source_ms:.1%}); {remedy}",
     )
 
@@ -169,11 +167,8 @@ def limit_of_certificate(
 ) -> BindingLimit:
     """Say why no policy on the path of the chosen exits was certified to save time.
 
-    Args:
-        active: The exits chosen on the tuning split, at least one.
-        path: float64[levels, active], thresholds from conservative to aggressive.
-        certify: Records of the certify split, all exits.
-        terms: What was asked for.
+    ``active`` is at least one exit; ``path`` float64[levels, active] has their thresholds from
+    conservative to aggressive; ``certify`` are records of the certify split, of all exits.
     """
     rows = list(active)
     walked = walk(path, certify.confidence[rows], certify.agrees[rows])
@@ -198,10 +193,10 @@ def limit_of_certificate(
     needed = _samples_for(errors / samples, terms)
     more = f" (with as many errors a sample, some {needed} would do)" if needed else ""
     return BindingLimit(
-        kind="data",
-        message=f"the data is too little to certify disagreement ≤ {terms.max_disagreement:g} "
-        f"with confidence {terms.confidence_level:g}: {found}; more --data lifts it{more}, "
-        "so does a larger --max-disagreement or a smaller --confidence",
+        "data",
+        f"the data is too little to certify disagreement ≤ {terms.max_disagreement:g} with "
+        f"confidence {terms.confidence_level:g}: {found}; more --data lifts it{more}, so does a "
+        "larger --max-disagreement or a smaller --confidence",
     )
 
 
@@ -213,8 +208,3 @@ def _samples_for(error_rate: float, terms: PolicyTerms) -> int | None:
             return samples
         samples = samples * 5 // 4
     return None
-
-
-def _up(share: float) -> float:
-    """Round up to a thousandth, so that a limit of that value lets it pass."""
-    return float(np.ceil(round(share * 1000, 6)) / 1000)

@@ -7,6 +7,7 @@ its share of the batch. Here nothing is assumed: both run the same batches in tu
 from __future__ import annotations
 
 import collections
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -81,17 +82,11 @@ def measure_policy(
     batch_sizes: Sequence[int] = MEASURED_BATCH_SIZES,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Measured:
-    """Measure a policy on the CPU.
+    """Measure a policy on the CPU beside the unmodified model, in a plain session of ONNX Runtime.
 
-    Args:
-        source: The unmodified model, run in a plain session of ONNX Runtime.
-        plan: The policy's stages, run as the engine runs them.
-        dataset: The certify split.
-        stage: [samples]: where each sample leaves (:func:`stages_of_samples`).
-        answer: The model's output.
-        threads: Threads of ONNX Runtime.
-        batch_sizes: The batch sizes to measure at, rising; ``progress`` is called after each.
-        progress: Called with 1.
+    ``plan`` has the policy's stages, run as the engine runs them; ``dataset`` is the certify split,
+    and ``stage`` [samples] says where each of it leaves (:func:`stages_of_samples`). ``progress``
+    is called with 1 after each of the ``batch_sizes``, which rise.
     """
     backend = OnnxRuntimeBackend(threads=threads)
     slot = backend.open_slot()
@@ -102,12 +97,7 @@ def measure_policy(
             nothing_exits=StagedModel(Pipeline(backend, never_exiting(plan)), slot),
         )
         return measure_runners(
-            compared,
-            dataset,
-            stage,
-            batch_sizes=batch_sizes,
-            threads=threads,
-            progress=progress,
+            compared, dataset, stage, batch_sizes=batch_sizes, threads=threads, progress=progress
         )
     finally:
         slot.close()
@@ -171,10 +161,7 @@ def deal(
 
     Samples are sorted by where they leave and taken at even distances, so that chance in who is
     measured does not pass for a difference in time; within a round, batches are random. Samples
-    repeat where there are too few.
-
-    ``stage`` [samples] is where each sample leaves. Given are rows of the split, int64[rounds,
-    batches, size].
+    repeat where there are too few. Given are rows of the split, int64[rounds, batches, size].
     """
     rng = np.random.default_rng(seed)
     shuffled = rng.permutation(len(stage))
@@ -190,37 +177,30 @@ def _warm_up(compared: Compared, first: Tensors, clock: Clock) -> float:
     seconds = 0.0
     for runner in (compared.source, compared.nothing_exits):
         runner.warm_up(first)
-        seconds += _seconds(runner, first, clock)
+        started = clock()
+        collections.deque(runner.run(first), maxlen=0)
+        seconds += clock() - started
     return 1.5 * seconds  # the bundle takes less than the model does, but runs twice
-
-
-def _seconds(runner: BatchRunner, tensors: Tensors, clock: Clock) -> float:
-    started = clock()
-    collections.deque(runner.run(tensors), maxlen=0)
-    return clock() - started
 
 
 def _run(systems: Sequence[ComparedSystem], dataset: Dataset, batches: NDArray[np.int64]) -> None:
     """Have all systems answer all batches, int64[rounds, batches, size]."""
-    turn = 0
+    turns = itertools.count()
     for of_round in batches:
         for system in systems:
             system.begin_round()
         for rows in of_round:
-            measure_in_turn(systems, dataset.take(rows), len(rows), turn)
-            turn += 1
+            measure_in_turn(systems, dataset.take(rows), len(rows), next(turns))
 
 
 def _measured_size(systems: Sequence[ComparedSystem], size: int) -> MeasuredSize:
     busy, nothing_exits = _busy(systems).ratios()
-    mean, _ = _latency(systems, np.mean).ratios()
-    median, _ = _latency(systems, np.median).ratios()
     return MeasuredSize(
         batch_size=size,
         rounds=busy.rounds,
         samples=sum(map(len, systems[0].prediction)),
-        mean=_ratio(mean),
-        median=_ratio(median),
+        mean=_ratio(_latency(systems, np.mean).ratios()[0]),
+        median=_ratio(_latency(systems, np.median).ratios()[0]),
         busy=_ratio(busy),
         nothing_exits=_ratio(nothing_exits),
     )

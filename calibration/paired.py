@@ -27,11 +27,9 @@ class BatchRunner(Protocol):
 
     def run(self, tensors: Tensors) -> Iterator[Departure]:
         """Give the answered rows, as they leave."""
-        ...
 
     def warm_up(self, tensors: Tensors) -> None:
         """Allocate memory for a batch size."""
-        ...
 
 
 class StagedModel:
@@ -39,9 +37,7 @@ class StagedModel:
 
     def __init__(self, pipeline: Pipeline, slot: Slot, *, warm_up_runs: int = 1) -> None:
         """Run in a slot; ``warm_up_runs`` is how many a backend takes until it is steady."""
-        self._pipeline = pipeline
-        self._slot = slot
-        self._warm_up_runs = warm_up_runs
+        self._pipeline, self._slot, self._warm_up_runs = pipeline, slot, warm_up_runs
 
     def run(self, tensors: Tensors) -> Iterator[Departure]:
         """Give the answered rows, as they leave."""
@@ -107,19 +103,17 @@ class ComparedSystem:
     def measure(self, tensors: Tensors, size: int) -> None:
         """Answer a batch of ``size`` rows, and keep its times and answers."""
         latency = np.empty(size)
-        departures = []
-        started = self.clock()
+        departures, started = [], self.clock()
         for departure in self.runner.run(tensors):
             latency[departure.rows] = self.clock() - started
             departures.append(departure)
         self.busy_ms[-1].append((self.clock() - started) * 1e3)
         self.latency_ms[-1].append(latency * 1e3)
-        prediction, stage = np.empty(size, np.int64), np.empty(size, np.int64)
+        self.prediction.append(np.empty(size, np.int64))
+        self.stage.append(np.empty(size, np.int64))
         for departure in departures:
-            prediction[departure.rows] = departure.answer.argmax(axis=1)
-            stage[departure.rows] = departure.stage
-        self.prediction.append(prediction)
-        self.stage.append(stage)
+            self.prediction[-1][departure.rows] = departure.answer.argmax(axis=1)
+            self.stage[-1][departure.rows] = departure.stage
 
 
 def measure_in_turn(

@@ -45,7 +45,6 @@ class TimedGraph:
     """A loaded graph that can be timed on the inputs that it reads."""
 
     def __init__(self, model: bytes, threads: int) -> None:
-        """Load a graph into a session with so many threads."""
         self.session: ort.InferenceSession = make_session(model, threads)
         self._inputs = [tensor.name for tensor in self.session.get_inputs()]
         self._outputs = [tensor.name for tensor in self.session.get_outputs()]

@@ -16,6 +16,7 @@ these graphs must be the same each time (engines are keyed on their hash).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -66,15 +67,9 @@ def measure_ranges(graph: bytes, dataset: Dataset, *, threads: int) -> Ranges:
     """Measure the ranges of all activations that :func:`quantize` would quantise.
 
     The limit of a tensor is the one with the least squared error on its histogram: outliers are
-    clipped where that makes the steps of all others finer.
-
-    Args:
-        graph: The source model.
-        dataset: The samples; all are run, twice. Best not those that the result is judged on.
-        threads: Threads of ONNX Runtime.
-
-    Raises:
-        DataError: There are no samples, or the model fails on one or computes no finite numbers.
+    clipped where that makes the steps of all others finer. ``graph`` is the source model. All
+    samples are run, twice; best not those that the result is judged on. A ``DataError`` where there
+    are none, or the model fails on one or computes no finite numbers.
     """
     if not len(dataset):
         raise DataError("no samples to measure the ranges of activations on; give some hundreds")
@@ -100,23 +95,16 @@ def quantize(graph: bytes, ranges: Ranges) -> bytes:
 
     Quantised are both inputs of ``Conv``, ``Gemm`` and ``MatMul`` whose weights are constant,
     and at a residual ``Add`` the input that is not the convolution's own output, so that
-    convolution, sum and activation become one int8 kernel. All else stays float32.
+    convolution, sum and activation become one int8 kernel. All else stays float32, and names and
+    types of inputs and outputs stay.
 
-    Args:
-        graph: A serialised ONNX model: the source, a segment, or several joined.
-        ranges: Of the whole model.
-
-    Returns:
-        The serialised model; names and types of its inputs and outputs stay. The same graph and
-        ranges give the same bytes.
-
-    Raises:
-        ValueError: ``ranges`` lack a tensor: they are another model's.
+    ``graph`` is the source model, a segment, or several joined, ``ranges`` are the whole model's
+    (``ValueError`` if they lack a tensor). The same graph and ranges give the same bytes.
     """
     proto = onnx.ModelProto.FromString(graph)
     weights = {tensor.name: tensor for tensor in proto.graph.initializer}
     pairs: dict[int, list[onnx.NodeProto]] = {}
-    for edge in _edges(proto.graph):
+    for edge in tuple(_edges(proto.graph)):  # all found before the first node changes
         node = proto.graph.node[edge.node]
         if edge.axis is not None:
             scale = _weight_scale(numpy_helper.to_array(weights[edge.tensor]), edge.axis)
@@ -152,18 +140,11 @@ def _pair(stem: str, edge: _Edge) -> tuple[onnx.NodeProto, onnx.NodeProto]:
     return down, up
 
 
-def _edges(graph: onnx.GraphProto) -> tuple[_Edge, ...]:
-    """List what is quantised, in the order of the nodes."""
-    return tuple(_each_edge(graph))
-
-
-def _each_edge(graph: onnx.GraphProto) -> Iterator[_Edge]:
+def _edges(graph: onnx.GraphProto) -> Iterator[_Edge]:
+    """Find what is quantised, in the order of the nodes."""
     weights = {t.name: t for t in graph.initializer if t.data_type == TensorProto.FLOAT}
     constants = {t.name for t in graph.initializer}
-    readers: dict[str, int] = {}
-    for node in graph.node:
-        for name in node.input:
-            readers[name] = readers.get(name, 0) + 1
+    readers = Counter(name for node in graph.node for name in node.input)
     convolved = {
         node.output[0]
         for node in graph.node
@@ -239,11 +220,9 @@ def _exposing(proto: onnx.ModelProto, tensors: Sequence[str]) -> bytes:
     """Give the model with inner tensors among its outputs."""
     exposed = onnx.ModelProto()
     exposed.CopyFrom(proto)
-    known = {output.name for output in exposed.graph.output}
+    inner = [name for name in tensors if name not in {o.name for o in proto.graph.output}]
     exposed.graph.output.extend(
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, None)
-        for name in tensors
-        if name not in known
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in inner
     )
     serialised: bytes = exposed.SerializeToString()
     return serialised
@@ -252,12 +231,8 @@ def _exposing(proto: onnx.ModelProto, tensors: Sequence[str]) -> bytes:
 def _least_error(counts: NDArray[np.int64], largest: float) -> float:
     """Find the limit with the least squared error of rounding and clipping, on a histogram.
 
-    Args:
-        counts: [bins] of the magnitudes, from 0 to ``largest``.
-        largest: Magnitude seen.
-
-    Returns:
-        A positive number, ``largest`` at most; 1 where all values were 0.
+    ``counts`` [bins] are of magnitudes from 0 to ``largest``, which is the most that the limit can
+    be; it is 1 where all values were 0.
     """
     if not largest > 0:
         return 1.0

@@ -52,10 +52,8 @@ def record_answers(
     """Run the joined graph of the model and all exits over a data set.
 
     ``model`` gives ``answer`` and ``exit_outputs``: the names of the exits' answers and
-    confidences, in depth order. ``progress`` is called with the size of each finished batch.
-
-    Raises:
-        DataError: The model fails on a sample, or its answer is not finite.
+    confidences, in depth order. ``progress`` is called with the size of each finished batch. A
+    ``DataError`` where the model fails on a sample, or its answer is not finite.
     """
     shape = (len(exit_outputs), len(dataset))
     records = ExitRecords(
@@ -80,9 +78,9 @@ def record_answers(
 def dump_records(tune: ExitRecords, certify: ExitRecords) -> bytes:
     """Give the content of ``records.npz``; see :meth:`offramp.bundle.Bundle.records`."""
     parts = (tune, certify)
+    names = ("confidence", "prediction", "final_prediction", "final_confidence")
     arrays: dict[str, NDArray[Any]] = {
-        name: np.concatenate([getattr(part, name) for part in parts], axis=-1)
-        for name in ("confidence", "prediction", "final_prediction", "final_confidence")
+        name: np.concatenate([getattr(part, name) for part in parts], axis=-1) for name in names
     }
     sizes = [len(part.final_prediction) for part in parts]
     arrays["split"] = np.repeat(np.array([TUNE, CERTIFY], np.uint8), sizes)

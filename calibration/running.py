@@ -21,10 +21,8 @@ def run_over(
 ) -> Iterator[tuple[slice, list[NDArray[Any]]]]:
     """Give the rows of each batch, and the graph's ``outputs`` for them.
 
-    ``model`` may read fewer inputs than the data set has; all samples are run, in order.
-
-    Raises:
-        DataError: The model fails on a batch, for instance on a token beyond its vocabulary.
+    ``model`` may read fewer inputs than the data set has; all samples are run, in order. A
+    ``DataError`` where it fails on one, for instance on a token beyond its vocabulary.
     """
     session = make_session(model, threads)
     read = [tensor.name for tensor in session.get_inputs()]
@@ -34,11 +32,9 @@ def run_over(
         try:
             values = session.run(outputs, {name: batch[name] for name in read})
         except Exception as error:  # ONNX Runtime's own classes derive from Exception only
-            bad = _first_failing(session, batch, read)
+            bad = dataset.rows[start + _first_failing(session, batch, read)]
             reason = str(error).splitlines()[0]
-            raise DataError(
-                f"the model fails on calibration sample {dataset.rows[start + bad]}: {reason}"
-            ) from error
+            raise DataError(f"the model fails on calibration sample {bad}: {reason}") from error
         yield rows, values
 
 
@@ -55,10 +51,9 @@ def _first_failing(
 
 
 def check_answers(answers: NDArray[Any], sources: NDArray[np.intp]) -> None:
-    """Check the source model's answers [rows, classes] to samples ``sources`` [rows] of the file.
+    """Refuse answers [rows, classes] of the source model that are not finite: nothing can agree.
 
-    Raises:
-        DataError: One is NaN or infinite: nothing can agree with it.
+    ``sources`` [rows] are the samples' places in the file.
     """
     finite = np.isfinite(answers).all(axis=1)
     if not finite.all():

@@ -58,10 +58,8 @@ def certifiable_errors(samples: int, max_disagreement: float, confidence_level: 
     What could still be certified on as many samples, or half the constraint where that is more,
     since a small split can certify little.
     """
-    return max(
-        allowed_errors(samples, max_disagreement, confidence_level),
-        int(max_disagreement * samples / 2),
-    )
+    allowed = allowed_errors(samples, max_disagreement, confidence_level)
+    return max(allowed, int(max_disagreement * samples / 2))
 
 
 class Candidates:
@@ -87,10 +85,7 @@ class Candidates:
         self._counts: dict[tuple[int, ...], NDArray[np.int64]] = {}
 
     def counts(self, active: tuple[int, ...]) -> NDArray[np.int64]:
-        """Count the answers at each exit and the model's end, at levels that may be certified.
-
-        They are int64[levels, active + 1].
-        """
+        """Count the answers at exits and model's end where it may pass: int64[levels, active+1]."""
         if active not in self._counts:
             rows = list(active)
             walked = walk(self._path[:, rows], self._confidence[rows], self._agrees[rows])
@@ -143,7 +138,7 @@ def choose_active(
     confidence_level: float,
     max_overhead: float | None = None,
 ) -> tuple[int, ...]:
-    """Find the exits that are expected to save most time together.
+    """Find the exits that are expected to save most time together, in depth order; may be none.
 
     What exits cost where none is taken is a part of that sum, at the share of the samples that
     take none: a price, not a limit, so that noise in what was measured moves the choice to one
@@ -156,9 +151,6 @@ def choose_active(
     Records are [exits, samples] of the tuning split, ``cost`` is that of all exits at the reference
     batch size. ``max_overhead`` is the share of the source model's time that exits may be sure to
     add where none is taken (Apparate's ramp budget, 3.1); ``None`` is no limit.
-
-    Returns:
-        Indices of the exits to keep, in depth order; may be empty.
     """
     candidates = Candidates(
         confidence, agrees, max_disagreement=max_disagreement, confidence_level=confidence_level
@@ -190,9 +182,7 @@ def certified_policy(
     ``path`` [levels, active] has the thresholds of the ``active`` exits, fixed without the certify
     split; ``confidence`` and ``agrees`` are [exits, samples] of that split, of all exits. The
     certificate holds with probability ``confidence_level``, 1 − α; ``cost`` predicts the savings.
-
-    Returns:
-        The policy; without active exits if nothing passed or nothing was worth it.
+    The policy has no active exits if nothing passed or nothing was worth it.
     """
     if not active:
         return _NO_EXITS
@@ -204,34 +194,22 @@ def certified_policy(
         max_disagreement=max_disagreement,
         confidence_level=confidence_level,
     )
-    if certificate is None:
+    if certificate is None or not (used := certificate.thresholds < NEVER).any():
         return _NO_EXITS
-    used = certificate.thresholds < NEVER
-    kept = [index for index, used_ in zip(rows, used, strict=True) if used_]
-    if not kept:
-        return _NO_EXITS
-    thresholds = certificate.thresholds[used]
+    kept, thresholds = np.array(rows)[used].tolist(), certificate.thresholds[used]
     outcome = evaluate(
-        confidence[kept],
-        agrees[kept],
-        cost.latency_ms(kept),
-        thresholds,
-        vanilla_ms=cost.source_ms,
+        confidence[kept], agrees[kept], cost.latency_ms(kept), thresholds, vanilla_ms=cost.source_ms
     )
     if outcome.savings <= 0:
         return _NO_EXITS
-    return ExitPolicy(
-        version=1,
-        active=tuple(
-            ActiveExit(exit=index, threshold=float(threshold))
-            for index, threshold in zip(kept, thresholds, strict=True)
-        ),
-        promise=Promise(
-            max_disagreement=max_disagreement,
-            confidence_level=confidence_level,
-            certify_samples=certificate.samples,
-            certify_errors=certificate.errors,
-            p_value=certificate.p_value,
-            predicted_savings=float(outcome.savings),
-        ),
+    promise = Promise(
+        max_disagreement=max_disagreement,
+        confidence_level=confidence_level,
+        certify_samples=certificate.samples,
+        certify_errors=certificate.errors,
+        p_value=certificate.p_value,
+        predicted_savings=float(outcome.savings),
     )
+    chosen = zip(kept, thresholds.tolist(), strict=True)
+    active_exits = tuple(ActiveExit(exit=index, threshold=level) for index, level in chosen)
+    return ExitPolicy(version=1, active=active_exits, promise=promise)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -24,14 +24,7 @@ from torch.nn import functional
 from offramp.bundle import Head
 from offramp.calibration.families import CutTensor
 from offramp.calibration.features import Recording
-from offramp.calibration.learners import (
-    Group,
-    Learner,
-    Preconditioners,
-    View,
-    learner_of,
-    view_of,
-)
+from offramp.calibration.learners import Group, Learner, Preconditioners, View, learner_of, view_of
 
 _EVALUATED = 512
 """Samples that are answered at once."""
@@ -85,21 +78,13 @@ def train_heads(
     known: Preconditioners | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[TrainedHead]:
-    """Train heads of every candidate.
+    """Train heads of every candidate; the same in every run, however many threads there are.
 
-    Args:
-        train: Features to train on.
-        tune: Features to answer with the trained heads; they also pick each head's best epoch.
-        cuts: The candidates' cut tensors.
-        families: Per candidate, the heads to train; may be none.
-        probabilities: [train samples, classes], the source model's.
-        options: How they are trained.
-        known: Preconditioners by view, to be used where there is one; new ones are added.
-        progress: Called with 1 after every step of :func:`count_steps`, from several threads.
-
-    Returns:
-        All trained heads, in the order of ``families``; the same in every run, however many
-        threads there are.
+    ``cuts`` and ``families`` are, by candidate, its cut tensor and the heads to train, whose order
+    the result keeps. ``probabilities`` [train samples, classes] are the source model's. The
+    features ``tune`` are answered with the trained heads, and pick each head's best epoch.
+    ``known`` preconditioners are used where there is one, and new ones added. ``progress`` is
+    called with 1 after every step of :func:`count_steps`, from several threads.
     """
     torch.set_num_threads(1)
     known = {} if known is None else known
@@ -108,10 +93,11 @@ def train_heads(
 
     def run(item: tuple[View, Sequence[Head]]) -> list[TrainedHead]:
         view, heads = item
+        cut = cuts[view.candidate]
         group = Group(
             view=view,
             heads=heads,
-            mask=cuts[view.candidate].mask if cuts[view.candidate].rank == 3 else None,
+            mask=cut.mask if cut.rank == 3 else None,
             train=train,
             dropout=options.dropout,
             seed=options.seed,
@@ -167,25 +153,26 @@ def _fit(
         weight_decay=options.weight_decay,
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate(step / steps))
-    best = [_Best(parameters) for parameters in learned]
+    best: list[tuple[float, list[Tensor]]] = [(math.inf, [])] * len(learned)
     for _ in range(options.epochs):
         if stop.is_set():
             return
-        for rows in _batches(torch.from_numpy(shuffler.permutation(len(targets))), size):
+        for rows in torch.split(torch.from_numpy(shuffler.permutation(len(targets))), size):
             optimiser.zero_grad(set_to_none=True)
-            pooled = zip(learner.layers, learner.pool(loaded, rows), strict=True)
-            losses = [
-                functional.cross_entropy(layers(x, training=True), targets[rows])
-                for layers, x in pooled
-            ]
+            logits = learner.logits(loaded, rows, training=True)
+            losses = [functional.cross_entropy(values, targets[rows]) for values in logits]
             torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
             optimiser.step()
             schedule.step()
-        for kept, loss in zip(best, _losses(learner, judged, wanted), strict=True):
-            kept.offer(loss)
+        for index, values in enumerate(_logits(learner, judged, len(wanted))):
+            loss = functional.cross_entropy(values, wanted).item()
+            if loss < best[index][0]:
+                best[index] = loss, [p.detach().clone() for p in learned[index]]
         progress(1)
-    for kept in best:
-        kept.restore()
+    with torch.no_grad():
+        for parameters, (_, kept) in zip(learned, best, strict=True):
+            for parameter, value in zip(parameters, kept, strict=False):
+                parameter.copy_(value)
 
 
 def _rate(progress: float) -> float:
@@ -195,40 +182,14 @@ def _rate(progress: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * min((progress - _WARM_UP) / (1 - _WARM_UP), 1)))
 
 
-class _Best:
-    """The parameters of a head at its lowest loss so far."""
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters, self._loss = parameters, math.inf
-        self._values: list[Tensor] = []
-
-    def offer(self, loss: float) -> None:
-        if loss < self._loss:
-            self._loss, self._values = loss, [p.detach().clone() for p in self._parameters]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        for parameter, value in zip(self._parameters, self._values, strict=False):
-            parameter.copy_(value)
-
-
 @torch.no_grad()
 def _logits(learner: Learner, loaded: Any, samples: int) -> list[Tensor]:
     """Compute every head's logits [samples, classes]."""
     chunks = [
-        [
-            layers(x, training=False)
-            for layers, x in zip(learner.layers, learner.pool(loaded, rows), strict=True)
-        ]
-        for rows in _batches(torch.arange(samples), _EVALUATED)
+        learner.logits(loaded, rows, training=False)
+        for rows in torch.split(torch.arange(samples), _EVALUATED)
     ]
     return [torch.cat(parts) for parts in zip(*chunks, strict=True)]
-
-
-def _losses(learner: Learner, loaded: Any, wanted: Tensor) -> list[float]:
-    """Compute every head's loss against the source model's predictions [samples]."""
-    logits = _logits(learner, loaded, len(wanted))
-    return [functional.cross_entropy(values, wanted).item() for values in logits]
 
 
 def _answered(learner: Learner, candidate: int, tune: Recording) -> list[TrainedHead]:
@@ -246,7 +207,3 @@ def _answered(learner: Learner, candidate: int, tune: Recording) -> list[Trained
             )
         )
     return trained
-
-
-def _batches(rows: Tensor, size: int) -> Iterator[Tensor]:
-    return iter(torch.split(rows, size))

@@ -7,8 +7,6 @@ the bundle on every sample (:mod:`offramp.compiler.export.verification`), write.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +15,7 @@ import onnx
 from offramp import __version__
 from offramp.bundle import Bundle
 from offramp.bundle.bundle import REPORT
+from offramp.bundle.files import write_whole
 from offramp.calibration.dataset import read_dataset
 from offramp.compiler.errors import ExportError
 from offramp.compiler.export.nesting import Names, nest
@@ -172,18 +171,10 @@ def _check(bundle: Bundle, plan: Plan, options: ExportOptions) -> Path:
 def _write(options: ExportOptions, content: bytes) -> None:
     """Write beside the target and rename, so that it is whole or absent."""
     target = options.output
-    scratch: str | None = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle, scratch = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        Path(scratch).chmod(0o644)
-        Path(scratch).replace(target)
+        write_whole(target, content, durable=False, mode=0o644)
     except OSError as error:
         raise ExportError(
             f"{target} cannot be written: {error}; free the space or choose another --output"
         ) from error
-    finally:
-        if scratch is not None:
-            Path(scratch).unlink(missing_ok=True)

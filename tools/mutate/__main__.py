@@ -32,14 +32,8 @@ from offramp.tools.mutate.nearness import Nearness
 from offramp.tools.mutate.running import Judged, Outcome, TestFile, Workshop, preload
 
 EXCLUDED: Final = (
-    "tests",
-    "benchmarks",
-    "examples",
-    "docs",
-    "tools/gpu",
-    "tools/zoo",
-    "tools/mutate",
-)
+    "tests/", "benchmarks/", "examples/", "docs/", "tools/gpu/", "tools/zoo/", "tools/mutate/",
+)  # fmt: skip
 
 
 def tree_files(root: Path) -> list[str]:
@@ -56,11 +50,16 @@ def tree_files(root: Path) -> list[str]:
 def product_files(files: Sequence[str], folders: Sequence[str]) -> list[str]:
     """Python files of some folders; of all packages, without tests and the like, by default."""
     chosen = [name for name in files if name.endswith(".py") and "/" in name]
-    if folders:
-        wanted = tuple(folder.rstrip("/") for folder in folders)
-        return [n for n in chosen if n in wanted or n.startswith(tuple(f"{w}/" for w in wanted))]
-    excluded = tuple(f"{name}/" for name in EXCLUDED)
-    return [n for n in chosen if not n.startswith(excluded)]
+    if not folders:
+        return [name for name in chosen if not name.startswith(EXCLUDED)]
+    wanted = tuple(f"{folder.rstrip('/')}/" for folder in folders)
+    return [name for name in chosen if f"{name}/".startswith(wanted)]
+
+
+def test_files(files: Sequence[str], folders: Sequence[str]) -> list[str]:
+    """Find the test files in some folders."""
+    inside = tuple(f"{folder.rstrip('/')}/" for folder in folders)
+    return [n for n in files if n.startswith(inside) and re.match(r"test_\w+\.py$", Path(n).name)]
 
 
 class Tests:
@@ -72,10 +71,9 @@ class Tests:
         """Take what is known from ``kept``, and keep it there."""
         self._workshop, self._nearness, self._slowest_s = workshop, nearness, slowest_s
         self._kept = kept
-        self._known: dict[str, TestFile] = {}
-        for entry in json.loads(kept.read_text(encoding="utf-8")) if kept and kept.exists() else ():
-            test = TestFile(**{**entry, "entered": frozenset(entry["entered"])})
-            self._known[test.file] = test
+        entries = json.loads(kept.read_text(encoding="utf-8")) if kept and kept.exists() else ()
+        tests = [TestFile(**{**entry, "entered": frozenset(entry["entered"])}) for entry in entries]
+        self._known = {test.file: test for test in tests}
 
     def nearest(self, mutant: Mutant, most: int) -> Iterator[list[TestFile]]:
         """Yield the test files that enter a mutant's function one by one, the nearest first.
@@ -103,9 +101,8 @@ class Tests:
             told = "unchanged" if test.passed else "fails unchanged or is too slow, left out"
             print(f"     {test.seconds:6.1f} s {name}: {told}", file=sys.stderr, flush=True)
             if self._kept:
-                entries = [
-                    {**asdict(t), "entered": sorted(t.entered)} for t in self._known.values()
-                ]
+                known = self._known.values()
+                entries = [{**asdict(test), "entered": sorted(test.entered)} for test in known]
                 self._kept.write_text(json.dumps(entries, indent=1), encoding="utf-8")
         return self._known[name]
 
@@ -162,12 +159,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.json.write_text(json.dumps([asdict(j) for j in judged], indent=1) + "\n")
     killed = sum(j.outcome in (Outcome.KILLED, Outcome.TIMED_OUT) for j in judged)
     return int(killed < options.at_least * len(judged))
-
-
-def test_files(files: Sequence[str], folders: Sequence[str]) -> list[str]:
-    """Find the test files in some folders."""
-    inside = tuple(f"{folder.rstrip('/')}/" for folder in folders)
-    return [n for n in files if n.startswith(inside) and re.match(r"test_\w+\.py$", Path(n).name)]
 
 
 if __name__ == "__main__":

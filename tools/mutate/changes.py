@@ -8,36 +8,29 @@ from __future__ import annotations
 
 import ast
 import copy
+import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-_MODULE: Final = "<module>"
 _LOGGERS: Final = {"logger", "_logger", "log", "_log", "logging"}
 _UNCHECKED: Final = {
-    "help",
-    "description",
-    "metavar",
-    "epilog",
-    "no_wrap",
-    "style",
-    "justify",
-    "strict",
-}
+    "help", "description", "metavar", "epilog", "no_wrap", "style", "justify", "strict",
+}  # fmt: skip
 """Keyword arguments that only people read, or that check what holds anyway."""
 _UNREAD: Final = {"annotation", "returns", "decorator_list", "bases", "type_params"}
 """Fields of the syntax tree without behaviour that tests could check."""
-_COMPARED: Final[Mapping[type[ast.cmpop], type[ast.cmpop]]] = {
+_OTHER: Final[Mapping[type[ast.AST], Any]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
-}  # fmt: skip
-_CALCULATED: Final[Mapping[type[ast.operator], type[ast.operator]]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult,
     ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult, ast.Pow: ast.Mult, ast.BitOr: ast.BitAnd,
     ast.BitAnd: ast.BitOr, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
+    ast.And: ast.Or, ast.Or: ast.And, ast.Break: ast.Continue, ast.Continue: ast.Break,
 }  # fmt: skip
+"""What operators and statements are exchanged for."""
 _EXTREMES: Final = {
     "min": "max", "max": "min", "minimum": "maximum", "maximum": "minimum", "any": "all",
     "all": "any",
@@ -67,17 +60,17 @@ class Mutant:
         return source[: self.start] + self.text.encode() + source[self.end :]
 
 
+_Change: TypeAlias = tuple[ast.expr | ast.stmt, str, ast.expr | ast.stmt]
+"""The old node, the operator and the new node."""
+
+
 def mutants_of(source: str, file: str) -> list[Mutant]:
     """Find every mutant of a file, in the order of its lines."""
     content = source.encode()
-    starts = [0]
-    for line in content.splitlines(keepends=True):
-        starts.append(starts[-1] + len(line))
+    starts = [0, *itertools.accumulate(map(len, content.splitlines(keepends=True)))]
     found = []
-    for function, (node, operator, new) in _walk(ast.parse(source), _MODULE, ""):
+    for function, (node, operator, new) in _walk(ast.parse(source), "<module>", ""):
         text = ast.unparse(new)
-        start = starts[node.lineno - 1] + node.col_offset
-        end = starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
         mutant = Mutant(
             file=file,
             line=node.lineno,
@@ -85,8 +78,8 @@ def mutants_of(source: str, file: str) -> list[Mutant]:
             before=ast.unparse(node),
             after=text,
             function=function,
-            start=start,
-            end=end,
+            start=starts[node.lineno - 1] + node.col_offset,
+            end=starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0),
             text=text if isinstance(new, ast.stmt) else f"({text})",
         )
         if _differs(content, mutant):
@@ -103,27 +96,23 @@ def _differs(content: bytes, mutant: Mutant) -> bool:
         return old != mutant.after
 
 
-_Change: TypeAlias = tuple[ast.expr | ast.stmt, str, ast.expr | ast.stmt]
-
-
 def _walk(node: ast.AST, function: str, prefix: str) -> Iterator[tuple[str, _Change]]:
     """Yield every change below a node, with the function that it is in."""
     if _is_skipped(node):
         return
-    for change in _changes(node, in_init=function.endswith("__init__")):
+    in_init = function.endswith("__init__")
+    for change in itertools.chain(_expressions(node), _statements(node, in_init=in_init)):
         yield function, change
     if isinstance(node, ast.Raise):
         return  # its message
     for name, value in ast.iter_fields(node):
-        if name in _UNREAD:
-            continue
         inside, inner = function, prefix
         if name == "body" and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             inside, inner = prefix + node.name, f"{prefix}{node.name}.<locals>."
         elif name == "body" and isinstance(node, ast.ClassDef):
             inner = f"{prefix}{node.name}."
         for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST):
+            if isinstance(child, ast.AST) and name not in _UNREAD:
                 yield from _walk(child, inside, inner)
 
 
@@ -145,28 +134,32 @@ def _is_skipped(node: ast.AST) -> bool:
     return False
 
 
-def _changes(node: ast.AST, *, in_init: bool) -> Iterator[_Change]:
-    """Yield the old node, the operator and the new node of every change of one node."""
+def _expressions(node: ast.AST) -> Iterator[_Change]:
     match node:
-        case ast.Constant():
-            yield from _constants(node)
-        case ast.Call():
-            yield from _calls(node)
-        case ast.expr() | ast.comprehension():
-            yield from _operators(node)
-        case ast.stmt():
-            yield from _statements(node, in_init=in_init)
-
-
-def _constants(node: ast.Constant) -> Iterator[_Change]:
-    match node.value:
-        case bool() as flag:
+        case ast.Constant(value=bool(flag)):
             yield node, "constant", ast.Constant(not flag)
-        case int() as number:
+        case ast.Constant(value=int(number)):
             yield node, "constant", ast.Constant(number + 1)
             yield node, "constant", ast.Constant(number - 1)
-        case float() as number:
+        case ast.Constant(value=float(number)):
             yield node, "constant", ast.Constant(2 * number or 1.0)
+        case ast.Call():
+            yield from _calls(node)
+        case ast.Compare(ops=ops):
+            for i, op in enumerate(ops):
+                others = [*ops[:i], _OTHER[type(op)](), *ops[i + 1 :]]
+                yield node, "comparison", _with(node, ops=others)
+        case ast.BinOp(op=op) if type(op) in _OTHER:
+            yield node, "arithmetic", _with(node, op=_OTHER[type(op)]())
+        case ast.BoolOp(op=op):
+            yield node, "and/or", _with(node, op=_OTHER[type(op)]())
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            yield node, "negation", operand
+        case ast.IfExp(body=body, orelse=orelse):
+            yield node, "swapped branches", _with(node, body=orelse, orelse=body)
+        case ast.comprehension(ifs=ifs):
+            for test in ifs:
+                yield from _negated(test)
 
 
 def _calls(node: ast.Call) -> Iterator[_Change]:
@@ -181,56 +174,31 @@ def _calls(node: ast.Call) -> Iterator[_Change]:
             yield node.func, "extreme", _with(node.func, attr=_EXTREMES[name])
 
 
-def _operators(node: ast.expr | ast.comprehension) -> Iterator[_Change]:
-    match node:
-        case ast.Compare(ops=ops):
-            for i, op in enumerate(ops):
-                if new := _COMPARED.get(type(op)):
-                    yield node, "comparison", _with(node, ops=[*ops[:i], new(), *ops[i + 1 :]])
-        case ast.BinOp(op=op) if type(op) in _CALCULATED:
-            yield node, "arithmetic", _with(node, op=_CALCULATED[type(op)]())
-        case ast.BoolOp(op=ast.And()):
-            yield node, "and/or", _with(node, op=ast.Or())
-        case ast.BoolOp(op=ast.Or()):
-            yield node, "and/or", _with(node, op=ast.And())
-        case ast.UnaryOp(op=ast.Not(), operand=operand):
-            yield node, "negation", operand
-        case ast.IfExp(body=body, orelse=orelse):
-            yield node, "swapped branches", _with(node, body=orelse, orelse=body)
-        case ast.comprehension(ifs=ifs):
-            for test in ifs:
-                yield from _negated(test)
-
-
-def _statements(node: ast.stmt, *, in_init: bool) -> Iterator[_Change]:
+def _statements(node: ast.AST, *, in_init: bool) -> Iterator[_Change]:
     match node:
         case ast.If(test=test) | ast.While(test=test):
             yield from _negated(test)
         case ast.AugAssign(op=op):
-            if type(op) in _CALCULATED:
-                yield node, "arithmetic", _with(node, op=_CALCULATED[type(op)]())
+            if type(op) in _OTHER:
+                yield node, "arithmetic", _with(node, op=_OTHER[type(op)]())
             yield node, "deleted", ast.Pass()
         case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]) if not in_init:
             yield node, "deleted", ast.Pass()
         case ast.Expr(value=ast.Call() | ast.Await() as value) if not _is_skipped(value):
             yield node, "deleted", ast.Pass()
-        case ast.Return(value=ast.expr() as value) if not _is_none(value):
-            yield node, "returns None", _with(node, value=ast.Constant(None))
         case ast.Raise():
             yield node, "deleted", ast.Pass()
-        case ast.Break():
-            yield node, "break/continue", ast.Continue()
-        case ast.Continue():
-            yield node, "break/continue", ast.Break()
+        case ast.Return(value=ast.Constant(value=None)):
+            pass
+        case ast.Return(value=ast.expr()):
+            yield node, "returns None", _with(node, value=ast.Constant(None))
+        case ast.Break() | ast.Continue():
+            yield node, "break/continue", _OTHER[type(node)]()
 
 
 def _negated(test: ast.expr) -> Iterator[_Change]:
     if not isinstance(test, ast.UnaryOp | ast.Compare):  # these change by themselves
         yield test, "negation", ast.UnaryOp(op=ast.Not(), operand=test)
-
-
-def _is_none(value: ast.expr) -> bool:
-    return isinstance(value, ast.Constant) and value.value is None
 
 
 def _with(node: Any, **fields: object) -> Any:

@@ -16,7 +16,7 @@ class Nearness:
     """Imports among the files of a tree."""
 
     def __init__(self, root: Path, files: Sequence[str], tests: Sequence[str]) -> None:
-        """Read the imports of all files; ``tests`` are the test files among them."""
+        """Read the imports of all ``files``; ``tests`` are some of them."""
         self._tests = tests
         known = {name for name in files if name.endswith(".py")}
         self._imports = {

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -73,11 +73,7 @@ class Workshop:
     def __init__(self, original: Path, root: Path, files: Sequence[str], *, grace_s: float) -> None:
         """Copy the tree, and compile it so that only what is changed is compiled again.
 
-        Args:
-            original: Root of the tree.
-            root: Of the copy.
-            files: To copy.
-            grace_s: A mutant may take so much longer than some times what its tests take unchanged.
+        A mutant may take ``grace_s`` longer than some times what its tests take unchanged.
         """
         self._original, self.root = original.resolve(), root.resolve()
         self._grace_s = grace_s
@@ -101,13 +97,17 @@ class Workshop:
 
     def judge(self, mutant: Mutant, groups: Iterable[Sequence[TestFile]]) -> Judged:
         """Run groups of tests on the changed file until one notices."""
-        outcome, seconds = Outcome.UNTESTED, 0.0
-        passed: list[str] = []
+        outcome, seconds, passed = Outcome.UNTESTED, 0.0, list[str]()
         for tests in groups:
             names, started = [test.file for test in tests], time.monotonic()
             limit_s = self._grace_s + _TIMES_UNCHANGED * sum(test.seconds for test in tests)
-            with self._changed(mutant):
+            path = self.root / mutant.file
+            source = path.read_bytes()
+            path.write_bytes(mutant.apply(source))
+            try:
                 code, output = self._fork(partial(self._pytest, names), limit_s)
+            finally:
+                path.write_bytes(source)
             seconds += time.monotonic() - started
             if code != 0:
                 outcome = Outcome.TIMED_OUT if code is None else Outcome.KILLED
@@ -117,16 +117,6 @@ class Workshop:
             outcome, passed = Outcome.SURVIVED, [*passed, *names]
         return Judged(mutant=mutant, outcome=outcome, by=", ".join(passed), seconds=seconds)
 
-    @contextlib.contextmanager
-    def _changed(self, mutant: Mutant) -> Iterator[None]:
-        path = self.root / mutant.file
-        source = path.read_bytes()
-        path.write_bytes(mutant.apply(source))
-        try:
-            yield
-        finally:
-            path.write_bytes(source)
-
     def _fork(self, work: Callable[[], int], limit_s: float) -> tuple[int | None, str]:
         """Do something in a child process: its exit code, ``None`` if it hung, and its output."""
         with tempfile.TemporaryFile("w+") as output:
@@ -134,7 +124,11 @@ class Workshop:
             child = os.fork()
             if child == 0:
                 self._child(work, output.fileno())
-            code = _wait(child, limit_s)
+            code, deadline_s = None, time.monotonic() + limit_s
+            while code is None and time.monotonic() < deadline_s:
+                time.sleep(0.02)
+                pid, status = os.waitpid(child, os.WNOHANG)
+                code = os.waitstatus_to_exitcode(status) if pid else None
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child, signal.SIGKILL)  # whatever the tests started
             if code is None:
@@ -186,21 +180,22 @@ class Workshop:
 
     def _recorded(self, test: str, notes: Path) -> int:
         """Run a test file and note what it enters."""
-        calls = Calls()
+        calls = _Calls()
         calls.pytest_runtest_logstart()
         code = self._pytest([test], calls)
         sys.settrace(None)
-        names = set()
-        for called in calls.entered.values():
-            path = Path(called.co_filename).resolve()
-            if path.is_relative_to(self.root):
-                names.add(f"{path.relative_to(self.root)}::{called.co_qualname}")
+        places = [(Path(c.co_filename).resolve(), c.co_qualname) for c in calls.entered.values()]
+        ours = [(path, name) for path, name in places if path.is_relative_to(self.root)]
+        names = {f"{path.relative_to(self.root)}::{name}" for path, name in ours}
         notes.write_text(json.dumps(sorted(names)))
         return code
 
 
-class Calls:
-    """Sees which functions are called; a trace function, and a plugin of pytest."""
+class _Calls:
+    """Sees which functions are called; a trace function, and a plugin of pytest.
+
+    It looks from the start of every test on, until nothing new seems to come.
+    """
 
     def __init__(self) -> None:
         self.entered: dict[int, CodeType] = {}
@@ -208,7 +203,6 @@ class Calls:
         """Calls since the last function that was new."""
 
     def pytest_runtest_logstart(self) -> None:
-        """Look from the start of every test on, until nothing new seems to come."""
         self._stale = 0
         threading.settrace(self._note)
         sys.settrace(self._note)
@@ -229,21 +223,8 @@ def _busy_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _wait(child: int, limit_s: float) -> int | None:
-    deadline_s = time.monotonic() + limit_s
-    while time.monotonic() < deadline_s:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.02)
-    return None
-
-
 def preload() -> None:
     """Import what takes long to import and is not of the tree, once for all runs."""
-    with contextlib.suppress(ImportError):  # in this order, as far as they are installed
-        importlib.import_module("pytest")
-        importlib.import_module("numpy")
-        importlib.import_module("hypothesis")
-        importlib.import_module("onnxruntime")
-        importlib.import_module("onnx")
+    for name in ("pytest", "numpy", "hypothesis", "onnxruntime", "onnx"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
