@@ -32,6 +32,7 @@ from offramp.certify.path import look_ahead
 from offramp.certify.threshold_path import alpha_of
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.savings import SavingsEstimator
+from offramp.engine.control.settings import CertifiedSettings
 
 EPSILON = 0.01
 
@@ -380,7 +381,7 @@ def doomed(exits: int) -> tuple[Window, CostModel]:
 def test_paths_of_the_same_exits_are_compared_by_their_curves() -> None:
     """The path in use looks bad on the window; but so would the other one: it is the same."""
     window, costs = doomed(2)
-    savings = SavingsEstimator(window, costs, max_disagreement=EPSILON, min_gain=0.01)
+    savings = SavingsEstimator(window, costs, CertifiedSettings(max_disagreement=EPSILON))
     sure = [AgreementCurve(slope=1.0, intercept=8.0)] * 2
     fitted = lay_path(sure, savings.recent((0, 1)), bound=EPSILON)
     assert fitted.shares[-1, 0] > 0.5
@@ -392,7 +393,7 @@ def test_paths_of_the_same_exits_are_compared_by_their_curves() -> None:
 
 def test_a_path_with_other_exits_is_judged_by_what_was_counted() -> None:
     window, costs = doomed(2)
-    savings = SavingsEstimator(window, costs, max_disagreement=EPSILON, min_gain=0.01)
+    savings = SavingsEstimator(window, costs, CertifiedSettings(max_disagreement=EPSILON))
     sure = [AgreementCurve(slope=1.0, intercept=8.0)] * 2
     both = lay_path(sure, savings.recent((0, 1)), bound=EPSILON)
     than = ThresholdPath((0, 1), both.thresholds, both.shares, bound=EPSILON, alpha=0.05)
