@@ -21,6 +21,13 @@ settings.register_profile(
 settings.load_profile("offramp")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what needs the shipped example compiled, which takes a minute and a half."""
+    for item in items:
+        if "fashion" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def fashion(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """The shipped example, compiled on a part of its data to save time.

@@ -11,6 +11,7 @@ from benchmarks import adjustment, e3, superserve
 
 from offramp.bundle import Bundle
 from offramp.bundle.bundle import CERTIFY, TUNE
+from offramp.bundle.serde import to_plain
 from offramp.calibration.selection import certified_policy, choose_active
 from offramp.certify.agreement import tuning_path
 from offramp.engine.control.costs import CostModel
@@ -55,7 +56,7 @@ def selected(
         "active": rows,
         "levels": len(levels),
         "some_levels": some.tolist(),
-        "policy": asdict(policy),
+        "policy": to_plain(policy),
     }
 
 
