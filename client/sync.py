@@ -32,6 +32,7 @@ class Client(ClientBase):
 
     _grpc: ClassVar[ModuleType] = grpc
 
+    # The same signatures as AsyncClient's: what users read, and one awaits where the other waits.
     def infer(
         self,
         model: str,

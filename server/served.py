@@ -18,6 +18,7 @@ from offramp.engine.statistics import ModelStatistics
 class ServedEngine(Protocol):
     """See :class:`offramp.engine.core.Engine` for what each method promises and raises."""
 
+    # A protocol repeats the signatures that it asks for; Engine and FakeEngine have the same.
     async def infer(
         self,
         model: str,

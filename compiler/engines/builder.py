@@ -33,6 +33,7 @@ class EngineBuilder(Protocol):
     version: str
     """TensorRT's."""
 
+    # A protocol repeats the signature that it asks for; TensorRT's builder and the fake have it.
     def build(
         self,
         graph: bytes,
