@@ -17,7 +17,7 @@ test: $(INSTALLED)  ## the tests but those marked slow, in PROCESSES processes
 	$(BIN)/python -m pytest -m "not slow" $(IN_PROCESSES)
 
 test-all: $(INSTALLED)  ## all tests, and which 20 of them took longest
-	$(BIN)/python -m pytest --durations=20 $(IN_PROCESSES)
+	THOROUGH=1 $(BIN)/python -m pytest --durations=20 $(IN_PROCESSES)
 
 lint: $(INSTALLED)  ## ruff: rules and format
 	$(BIN)/ruff check .

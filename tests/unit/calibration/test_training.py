@@ -22,7 +22,10 @@ def truth(made: Problem) -> np.ndarray:
     return made.answers[len(made.answers) * 2 // 3 :].argmax(axis=1)
 
 
-@pytest.mark.parametrize("kind", ["map", "tokens", "masked tokens", "vector"])
+SLOW_MAP = pytest.param("map", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("kind", [SLOW_MAP, "tokens", "masked tokens", "vector"])
 def test_a_separable_problem_is_learned_by_every_head(kind: str) -> None:
     made = problem(kind, samples=600)
     for head in made.train(epochs=20, learning_rate=1e-2):
@@ -33,6 +36,7 @@ def test_a_separable_problem_is_learned_by_every_head(kind: str) -> None:
         assert agreement >= least, (head.head, agreement)
 
 
+@pytest.mark.slow
 def test_attention_finds_the_token_that_means_something() -> None:
     """One token of eight, at any place, says the class; the mean drowns in noise."""
     rng = np.random.default_rng(1)
@@ -66,7 +70,7 @@ def test_the_same_seed_gives_the_same_heads_and_another_other_ones() -> None:
     assert any((a.confidence != c.confidence).any() for a, c in zip(first, other, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["map", "masked tokens"])
+@pytest.mark.parametrize("kind", [SLOW_MAP, "masked tokens"])
 def test_threads_change_nothing(kind: str) -> None:
     made = problem(kind)
     for one, two in zip(made.train(threads=1), made.train(threads=3), strict=True):

@@ -79,7 +79,10 @@ def test_a_compiler_is_here() -> None:
 
 
 @pytest.mark.parametrize("make", [Nvcc, Nvrtc], ids=["nvcc", "NVRTC"])
-@pytest.mark.parametrize("target", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "target",
+    [ARCHITECTURES[0], *(pytest.param(a, marks=pytest.mark.slow) for a in ARCHITECTURES[1:])],
+)
 def test_the_kernels_compile(make: Callable[[], KernelCompiler], target: str) -> None:
     compiler = real(make)
     if isinstance(compiler, str):

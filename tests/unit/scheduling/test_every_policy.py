@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 from tests.unit.scheduling.checks import Setup
 from tests.unit.scheduling.machine import machine
 
+LIVES = 40 if "THOROUGH" in os.environ else 15
+"""Random lives of each policy; ``make test-all`` lives more of them."""
 SETUPS = [
     Setup("run-through"),
     Setup("run-through", max_delay_s=1.0),
@@ -45,5 +49,5 @@ SETUPS = [
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_every_sample_resolves_once_whatever_happens(setup: Setup) -> None:
     run_state_machine_as_test(
-        machine(setup), settings=settings(max_examples=40, stateful_step_count=40)
+        machine(setup), settings=settings(max_examples=LIVES, stateful_step_count=40)
     )
