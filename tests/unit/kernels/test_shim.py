@@ -48,8 +48,8 @@ FAULTS = {
     ),
     "survivors in another order": (
         "survivors.cuh",
-        "of_warp & ((1u << bucket_number()) - 1)",
-        "of_warp & ~((2u << bucket_number()) - 1)",
+        "of_warp & ((1u << lane_number()) - 1)",
+        "of_warp & ~((2u << lane_number()) - 1)",
     ),
     "principal values left over": ("survivors.cuh", "result.principal = 0;", ""),
     "a word too many": (
