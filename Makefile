@@ -8,7 +8,7 @@ PROCESSES ?= 2
 # The tests of a file stay together, as they share its fixtures; what is slow comes first.
 IN_PROCESSES := --numprocesses=$(PROCESSES) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all lint typecheck format bench clean
+.PHONY: demo test test-all fuzz chaos lint typecheck format bench clean
 
 demo: $(INSTALLED)  ## compile the shipped example, serve it, call it, compare it
 	$(BIN)/python -m examples.demo $(if $(KEEP),--keep)
@@ -18,6 +18,12 @@ test: $(INSTALLED)  ## the tests but those marked slow, in PROCESSES processes
 
 test-all: $(INSTALLED)  ## all tests, and which 20 of them took longest
 	THOROUGH=1 $(BIN)/python -m pytest --durations=20 $(IN_PROCESSES)
+
+fuzz: $(INSTALLED)  ## feed everything that reads bytes with broken ones, for MINUTES
+	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),30) $(if $(SEED),--seed $(SEED))
+
+chaos: $(INSTALLED)  ## a real server under load while everything goes wrong, for MINUTES
+	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))
 
 lint: $(INSTALLED)  ## ruff: rules and format
 	$(BIN)/ruff check .

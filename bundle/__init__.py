@@ -13,6 +13,7 @@ from offramp.bundle.errors import (
     BundleSchemaError,
     BundleWriteError,
 )
+from offramp.bundle.input_ranges import InputRange, InputRanges
 from offramp.bundle.manifest import Answer, AnswerForm, Exit, Head, Manifest, Segment, TensorSpec
 from offramp.bundle.measured import Measured, MeasuredSize, Ratio
 from offramp.bundle.policy import NEVER, ActiveExit, ExitPolicy, Promise
@@ -34,6 +35,8 @@ __all__ = [
     "Exit",
     "ExitPolicy",
     "Head",
+    "InputRange",
+    "InputRanges",
     "Manifest",
     "Measured",
     "MeasuredSize",

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,8 +33,11 @@ from offramp.bundle.files import (
     read_checked,
     read_regular,
 )
+from offramp.bundle.input_ranges import INPUT_RANGES, InputRanges
 from offramp.bundle.manifest import SCHEMA_VERSION, Manifest
 from offramp.bundle.measured import MEASURED, Measured
+from offramp.bundle.npz import ArrayForm, read_npz
+from offramp.bundle.placing import moved_aside, put_in_place
 from offramp.bundle.policy import ExitPolicy
 from offramp.bundle.profile import Profile, upgraded
 from offramp.bundle.serde import from_plain
@@ -48,6 +51,16 @@ REPORT = "report.html"
 TUNE, CERTIFY = 1, 2
 """The values of ``split`` in the records: samples that thresholds are tuned on, and samples that
 neither trained nor tuned anything."""
+
+_RECORD_FORMS: Final = {
+    "confidence": ArrayForm(dtype="float32", ndim=2),
+    "prediction": ArrayForm(dtype="int32", ndim=2),
+    "final_prediction": ArrayForm(dtype="int32", ndim=1),
+    "final_confidence": ArrayForm(dtype="float32", ndim=1),
+    "split": ArrayForm(dtype="uint8", ndim=1),
+    "label": ArrayForm(dtype="int64", ndim=1, optional=True),
+}
+_MOST_RECORDS_BYTES: Final = 2**32
 
 _T = TypeVar("_T")
 _MEND = "copy the bundle again, or compile the model again"
@@ -85,13 +98,33 @@ class Bundle:
     def profile(self, device: str = "cpu") -> Profile:
         """Read the latencies measured on a device."""
         name = f"profiles/{device}.json"
-        return from_plain(Profile, upgraded(parse_json(self.read(name), name)), name)
+        profile = from_plain(Profile, upgraded(parse_json(self.read(name), name)), name)
+        parts = (len(profile.segments_ms), len(profile.exits_ms))
+        expected = (len(self.manifest.segments), len(self.manifest.exits))
+        if parts != expected:
+            raise BundleSchemaError(
+                f"{name}: has rows for {parts[0]} segments and {parts[1]} exits, the {MANIFEST} "
+                f"has {expected[0]} and {expected[1]}; {_MEND}"
+            )
+        return profile
 
     def measured(self) -> Measured | None:
         """Read what the policy was measured to bring; ``None`` where it was not measured."""
         if MEASURED not in {entry.path for entry in self.manifest.files}:
             return None
         return _parse(Measured, self.read(MEASURED), MEASURED)
+
+    def input_ranges(self) -> InputRanges | None:
+        """Read what calibration saw of the inputs; ``None`` if that was not kept yet."""
+        if INPUT_RANGES not in {entry.path for entry in self.manifest.files}:
+            return None
+        ranges = _parse(InputRanges, self.read(INPUT_RANGES), INPUT_RANGES)
+        unknown = {seen.name for seen in ranges.inputs} - {i.name for i in self.manifest.inputs}
+        if unknown:
+            raise BundleSchemaError(
+                f"{INPUT_RANGES}: names {sorted(unknown)}, no inputs of the model; {_MEND}"
+            )
+        return ranges
 
     def records(self) -> dict[str, NDArray[Any]]:
         """Read what the exits said on the calibration data.
@@ -100,8 +133,13 @@ class Bundle:
         ``final_prediction`` int32 and ``final_confidence`` float32 [samples], ``split`` uint8
         [samples] (1 tune, 2 certify), and ``label`` int64 [samples] where the data had labels.
         """
-        with np.load(io.BytesIO(self.read(RECORDS)), allow_pickle=False) as archive:
-            return dict(archive)
+        content = io.BytesIO(self.read(RECORDS))
+        try:
+            records = read_npz(content, max_bytes=_MOST_RECORDS_BYTES, expected=_RECORD_FORMS)
+            _check_records(records, self.manifest)
+        except ValueError as error:
+            raise BundleSchemaError(f"{self.path / RECORDS}: {error}; {_MEND}") from error
+        return records
 
 
 def write_bundle(
@@ -113,13 +151,14 @@ def write_bundle(
     overwrite: bool = False,
     engines_of: Path | None = None,
 ) -> Bundle:
-    """Write a bundle to a temporary folder beside ``path``, then rename it into place.
+    """Write a bundle to a temporary folder beside ``path``, then put it in place in one step.
 
     The manifest's ``files`` are filled in here; ``files`` has the content of every other file, by
     relative path. ``overwrite`` replaces a bundle that is already there, and never anything else:
     that is a ``BundleExistsError``. ``engines_of`` is a bundle of the same graphs, whose engines
     the new one gets too; without it, engines of the bundle that is replaced go with it. If the
-    file system refuses (``BundleWriteError``), what was at ``path`` is still there.
+    file system refuses (``BundleWriteError``), what was at ``path`` is still there. When this
+    returns, the bundle is on the disk, and not only in the system's memory.
     """
     target = Path(path)
     check_target(target, overwrite=overwrite)
@@ -140,7 +179,7 @@ def write_bundle(
             opened = Bundle.open(scratch)
             if engines_of is not None:
                 carry_engines(engines_of, scratch)
-            _move_into_place(scratch, target)
+            put_in_place(scratch, target)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     except OSError as error:
@@ -151,7 +190,7 @@ def write_bundle(
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
-    """Check that a bundle may be written at ``target``, before any long work.
+    """Check that a bundle may and can be written at ``target``, before any long work.
 
     Only a folder with a manifest and its hash passes for a bundle: other tools have files called
     ``manifest.json`` too. What it holds is not checked, so that a damaged bundle can be replaced.
@@ -160,29 +199,50 @@ def check_target(target: Path, *, overwrite: bool) -> None:
         for folder in target.parents:
             if folder.exists() and not folder.is_dir():
                 raise BundleExistsError(f"{folder} is not a folder; choose another --output")
+        check_writable(target)
         return
     marks = [target / MANIFEST, target / MANIFEST_HASH]
     if target.is_symlink() or not all(mark.is_file() for mark in marks):
         raise BundleExistsError(f"{target} exists and is not a bundle; choose another --output")
     if not overwrite:
         raise BundleExistsError(f"{target} exists; choose another --output, or add --overwrite")
+    check_writable(target)
 
 
-def _move_into_place(scratch: Path, target: Path) -> None:
-    if not target.exists():
-        scratch.rename(target)
-        return
-    retired = scratch.with_name(f"{scratch.name}.old")
-    target.rename(retired)
+def check_writable(target: Path) -> None:
+    """Check, by trying, that something can be put at ``target``; BundleWriteError if not."""
+    folder = _nearest_folder(target)
     try:
-        scratch.rename(target)
-    except BaseException:
-        retired.rename(target)
-        raise
-    shutil.rmtree(retired, ignore_errors=True)
+        Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=folder)).rmdir()
+    except OSError as error:
+        raise BundleWriteError(
+            f"{target} cannot be written: {error}; make {folder} writable for you, or choose "
+            "another --output"
+        ) from error
+
+
+def check_space(target: Path, size_bytes: int) -> None:
+    """Check that a bundle of that size has room at ``target``; BundleWriteError if not."""
+    folder = _nearest_folder(target)
+    free = shutil.disk_usage(folder).free
+    if free < size_bytes:
+        raise BundleWriteError(
+            f"{target} needs {size_bytes / 2**20:,.0f} MiB at least, but {folder} has "
+            f"{free / 2**20:,.0f} MiB left; free the space or choose another --output"
+        )
+
+
+def _nearest_folder(target: Path) -> Path:
+    """Find the folder that a target is in, or the first one above it that is there already."""
+    return next(folder for folder in target.absolute().parents if folder.exists())
 
 
 def _read_manifest(root: Path) -> Manifest:
+    if not root.exists() and (kept := moved_aside(root)) is not None:
+        raise BundleNotFoundError(
+            f"{root} is not there: its overwriting was killed before the new one took its place; "
+            f"the old one is whole, put it back: mv {kept} {root}"
+        )
     if not (root / MANIFEST).is_file():
         raise BundleNotFoundError(
             f"{root} is not a bundle (no {MANIFEST} there); make one with: eecompile MODEL.onnx"
@@ -224,6 +284,23 @@ def _names_under(root: Path) -> set[str]:
     places = (p for p in root.rglob("*") if p.is_symlink() or not p.is_dir())
     names = {place.relative_to(root).as_posix() for place in places}
     return {name for name in names if not name.startswith(f"{ENGINES}/")}
+
+
+def _check_records(records: Mapping[str, NDArray[Any]], manifest: Manifest) -> None:
+    """Refuse records that are not of this model's exits and classes: ValueError."""
+    exits, samples, classes = len(manifest.exits), len(records["split"]), manifest.answer.classes
+    for name, array in records.items():
+        shape = (exits, samples) if _RECORD_FORMS[name].ndim == 2 else (samples,)
+        if array.shape != shape:
+            raise ValueError(f"{name!r} is of shape {list(array.shape)}, expected {list(shape)}")
+    for name in ("confidence", "final_confidence"):
+        if not ((records[name] >= 0) & (records[name] <= 1)).all():
+            raise ValueError(f"{name!r} has values that are not in [0, 1]")
+    for name in ("prediction", "final_prediction"):
+        if not ((records[name] >= 0) & (records[name] < classes)).all():
+            raise ValueError(f"{name!r} has values that are none of the {classes} classes")
+    if not np.isin(records["split"], (TUNE, CERTIFY)).all():
+        raise ValueError(f"'split' has values besides {TUNE} (tune) and {CERTIFY} (certify)")
 
 
 def _parse(cls: type[_T], document: bytes, name: str) -> _T:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import stat
 import tempfile
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Final
 
 from offramp.bundle.errors import BundleIntegrityError, BundleSchemaError
 from offramp.bundle.manifest import FileEntry
+from offramp.bundle.placing import sync
 from offramp.bundle.serde import to_plain
+
+MAX_JSON_BYTES: Final = 2**26
+"""Of a JSON file: read, it takes some ten times as much memory."""
 
 
 def read_checked(root: Path, entry: FileEntry, *, listing: str, mend: str) -> bytes:
@@ -21,7 +26,7 @@ def read_checked(root: Path, entry: FileEntry, *, listing: str, mend: str) -> by
     Messages name ``listing``, the file that has the entry, and the remedy ``mend``.
     """
     place = root / entry.path
-    content = read_regular(root, entry.path, mend=mend)
+    content = read_regular(root, entry.path, mend=mend, most_bytes=entry.size_bytes)
     if len(content) != entry.size_bytes:
         raise BundleIntegrityError(
             f"{place} has {len(content)} bytes, the {listing} says {entry.size_bytes}; {mend}"
@@ -31,12 +36,20 @@ def read_checked(root: Path, entry: FileEntry, *, listing: str, mend: str) -> by
     return content
 
 
-def read_regular(root: Path, name: str, *, mend: str) -> bytes:
-    """Read a regular file of the bundle; a pipe or a device would never end."""
+def read_regular(root: Path, name: str, *, mend: str, most_bytes: int = MAX_JSON_BYTES) -> bytes:
+    """Read a regular file of the bundle; a pipe or a device would never end, nor a file of zeros.
+
+    ``most_bytes`` are read; without it, as many as a JSON file may have.
+    """
     place = inside(root, name, mend=mend)
     try:
-        if not stat.S_ISREG(place.stat().st_mode):
+        found = place.stat()
+        if not stat.S_ISREG(found.st_mode):
             raise BundleIntegrityError(f"{place} is not a regular file; {mend}")
+        if found.st_size > most_bytes:
+            raise BundleIntegrityError(
+                f"{place} has {found.st_size} bytes, at most {most_bytes} are expected; {mend}"
+            )
         return place.read_bytes()
     except OSError as error:
         raise BundleIntegrityError(f"{place}: {error.strerror}; {mend}") from error
@@ -57,7 +70,10 @@ def inside(root: Path, name: str, *, mend: str) -> Path:
 
 
 def write_whole(path: Path, content: bytes, *, durable: bool = True, mode: int = 0o600) -> None:
-    """Write a file beside its place, and put it there in one step (once on the disk if durable)."""
+    """Write a file beside its place, and put it there in one step.
+
+    If ``durable``, it is on the disk when this returns, and before it takes its place.
+    """
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     scratch = Path(name)
     try:
@@ -68,6 +84,9 @@ def write_whole(path: Path, content: bytes, *, durable: bool = True, mode: int =
                 os.fsync(file.fileno())
         scratch.chmod(mode)
         scratch.replace(path)
+        if durable:
+            with contextlib.suppress(OSError):  # it is in its place by now, whatever the disk says
+                sync(path.parent)
     finally:
         scratch.unlink(missing_ok=True)
 
@@ -85,6 +104,10 @@ def dump(value: object) -> bytes:
 
 def parse_json(document: bytes, name: str) -> Any:
     """Read JSON; ``BundleSchemaError`` if it is none."""
+    if len(document) > MAX_JSON_BYTES:
+        raise BundleSchemaError(
+            f"{name}: has {len(document)} bytes, at most {MAX_JSON_BYTES} are expected"
+        )
     try:
         return json.loads(document)
     except (ValueError, RecursionError) as error:

@@ -7,16 +7,27 @@ segment and exit shares, so that a stage is the plain union of its parts
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from math import prod
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
+
+from offramp.bundle.serde import check_numbers
 
 SCHEMA_VERSION = 1
 """Bumped whenever an older reader would misunderstand a newer bundle."""
 
 AnswerForm: TypeAlias = Literal["logits", "probabilities"]
 """Whether the model ends before or after its softmax."""
+
+NUMBER_DTYPES: Final = frozenset(np.dtype(code).name for code in "?bhilqBHILQefd")
+"""numpy's names of the element types that models may take and give."""
+_MOST_SAMPLE_BYTES: Final = 2**30
+"""Of a sample's input: more is no sample, but a way to exhaust memory."""
+_SHA256: Final = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +41,13 @@ class TensorSpec:
     """Sizes; a string is a symbolic size. The first one is the batch."""
 
     def __post_init__(self) -> None:
-        dtype = np.dtype(self.dtype)
-        if dtype.kind not in "biuf" or dtype.name != self.dtype:
-            raise ValueError(f"dtype {self.dtype!r} is not numpy's name of a number type")
-        if any(isinstance(size, int) and size < 0 for size in self.shape):
-            raise ValueError(f"shape {list(self.shape)} has a negative size")
+        if self.dtype not in NUMBER_DTYPES:
+            raise ValueError(f"dtype {self.dtype!r:.50} is not numpy's name of a number type")
+        sizes = [size for size in self.shape if isinstance(size, int)]
+        if any(size < 0 for size in sizes):
+            raise ValueError(f"shape {list(self.shape)!s:.100} has a negative size")
+        if prod(sizes) * np.dtype(self.dtype).itemsize > _MOST_SAMPLE_BYTES:
+            raise ValueError(f"shape {list(self.shape)!s:.100} is of more than 1 GiB a sample")
 
     def describe(self) -> str:
         """``image: uint8 [batch, 1, 28, 28]``, for messages."""
@@ -50,6 +63,9 @@ class Answer:
     classes: int
     form: AnswerForm
 
+    def __post_init__(self) -> None:
+        check_numbers(self, "classes", least=1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
@@ -63,6 +79,9 @@ class Segment:
     """The cut tensor, or the model's answer in the last segment."""
     flops_share: float
     """Share of the source model's floating-point operations, 0 to 1."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "flops_share", least=0, most=1 + 1e-6)
 
 
 HeadKind: TypeAlias = Literal["grid", "first", "mean", "mean_max", "attention", "vector"]
@@ -81,6 +100,9 @@ class Head:
     """Learned queries, for ``attention``."""
     hidden: int = 0
     """Width of the hidden layer; 0 is a linear head."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "grid", "queries", "hidden", least=0)
 
     def describe(self) -> str:
         """``4×4 grid, hidden 64``, for reports."""
@@ -105,6 +127,10 @@ class HeadScore:
     net_savings: float
     """Share of the source model's time saved on the tuning split with this exit alone."""
 
+    def __post_init__(self) -> None:
+        check_numbers(self, "agreement", least=0, most=1)
+        check_numbers(self, "cost_ms", least=0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
@@ -127,6 +153,9 @@ class Exit:
     trials: tuple[HeadScore, ...] = ()
     """The heads that were trained to the end; the chosen one is among them."""
 
+    def __post_init__(self) -> None:
+        check_numbers(self, "agreement", "accuracy", least=0, most=1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
@@ -142,6 +171,11 @@ class Calibration:
     """Batch size whose profiled times the savings were predicted with."""
     source_accuracy: float | None = None
     """Accuracy of the source model on the certify split, where there were labels."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "train_samples", "tune_samples", "certify_samples", least=0)
+        check_numbers(self, "reference_batch_size", least=1)
+        check_numbers(self, "source_accuracy", least=0, most=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +197,11 @@ class FileEntry:
     """Relative to the bundle, with forward slashes."""
     size_bytes: int
     sha256: str
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "size_bytes", least=0)
+        if not _SHA256.fullmatch(self.sha256):
+            raise ValueError(f"sha256 {self.sha256!r:.80} is not 64 hexadecimal digits")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +232,86 @@ class Manifest:
             if [part.index for part in parts] != list(range(len(parts))):
                 raise ValueError(f"{name}: indices must count from 0 in order")
         depths = [e.after_segment for e in self.exits]
-        if depths != sorted(set(depths)) or any(d >= len(self.segments) - 1 for d in depths):
+        if depths != sorted(set(depths)) or any(
+            not 0 <= d < len(self.segments) - 1 for d in depths
+        ):
             raise ValueError(f"exits: after_segment {depths} must rise and stay before the last")
         if self.answer.output != self.segments[-1].output:
             raise ValueError(f"answer: {self.answer.output!r} is not the last segment's output")
+        check_numbers(self, "verified_tolerance", least=0)
+        _check_unique("inputs", (tensor.name for tensor in self.inputs))
+        _check_unique("files", (entry.path for entry in self.files))
+        _check_answer(self)
+        _check_samples(self.inputs, self.calibration)
+        _check_chain(self)
+
+
+def _check_unique(what: str, names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(f"{what}: {name!r:.100} is there twice")
+        seen.add(name)
+
+
+def _check_answer(manifest: Manifest) -> None:
+    """The answer is the one output: floating-point, [batch, classes]."""
+    answer, outputs = manifest.answer, manifest.outputs
+    if [output.name for output in outputs] != [answer.output]:
+        raise ValueError(
+            f"outputs: {[output.name for output in outputs]!s:.100} are not the answer "
+            f"{answer.output!r} alone"
+        )
+    (output,) = outputs
+    batch_and_classes = len(output.shape) == 2 and isinstance(output.shape[0], str)
+    if not batch_and_classes or output.shape[1] != answer.classes or output.dtype[0] != "f":
+        raise ValueError(
+            f"outputs: {output.describe()} is not floating-point [batch, {answer.classes}]"
+        )
+
+
+def _check_samples(inputs: Sequence[TensorSpec], calibration: Calibration) -> None:
+    """There is a shape of a sample for each input, which the input takes."""
+    shapes = calibration.sample_shapes
+    names = sorted(tensor.name for tensor in inputs)
+    if not names or sorted(shapes) != names:
+        raise ValueError(
+            f"calibration.sample_shapes: has {sorted(shapes)!s:.100}, expected the inputs {names}"
+        )
+    for tensor in inputs:
+        shape, (batch, *sizes) = shapes[tensor.name], tensor.shape or (None,)
+        fits = len(shape) == len(sizes) and all(
+            found >= 1 if isinstance(size, str) else found == size
+            for found, size in zip(shape, sizes, strict=True)
+        )
+        if not isinstance(batch, str) or not fits:
+            raise ValueError(
+                f"calibration.sample_shapes: {list(shape)!s:.100} is no sample of the input "
+                f"{tensor.describe()}"
+            )
+        if prod(shape) * np.dtype(tensor.dtype).itemsize > _MOST_SAMPLE_BYTES:
+            raise ValueError(f"calibration.sample_shapes: {list(shape)!s:.100} is above 1 GiB")
+
+
+def _check_chain(manifest: Manifest) -> None:
+    """Each segment reads what the one before it gives, and graph inputs; exits do likewise."""
+    graph_inputs = {tensor.name for tensor in manifest.inputs}
+    cut: str | None = None
+    for segment in manifest.segments:
+        _check_reads(f"segments[{segment.index}]", segment.inputs, cut, graph_inputs)
+        cut = segment.output
+    for exit_ in manifest.exits:
+        cut = manifest.segments[exit_.after_segment].output
+        _check_reads(f"exits[{exit_.index}]", exit_.inputs, cut, graph_inputs)
+    given = [segment.output for segment in manifest.segments]
+    given += [name for exit_ in manifest.exits for name in (exit_.output, exit_.confidence)]
+    _check_unique("tensors", [*graph_inputs, *given])
+
+
+def _check_reads(what: str, read: Sequence[str], cut: str | None, graph_inputs: set[str]) -> None:
+    missing = cut is not None and cut not in read
+    foreign = sorted(set(read) - graph_inputs - {cut})
+    if missing or foreign or not read:
+        expected = "graph inputs" if cut is None else f"{cut!r}, and graph inputs beside it"
+        raise ValueError(f"{what}: reads {list(read)!s:.200}, expected {expected}")
+    _check_unique(f"{what}.inputs", read)

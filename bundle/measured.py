@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from offramp.bundle.serde import check_numbers
+
 MEASURED: Final = "measured.json"
 """File of a bundle that holds a :class:`Measured`; not in those of earlier versions, and not where
 the policy or the profile is a later one."""
@@ -17,6 +19,10 @@ class Ratio:
     value: float
     half_width: float
     """Half of the median's 95 % interval."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "value", above=0)
+        check_numbers(self, "half_width", least=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +42,9 @@ class MeasuredSize:
     nothing_exits: Ratio
     """``busy`` with thresholds that nobody reaches."""
 
+    def __post_init__(self) -> None:
+        check_numbers(self, "batch_size", "rounds", "samples", least=1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
@@ -52,6 +61,8 @@ class Measured:
     """In what ways the machine was disturbed meanwhile, in words."""
 
     def __post_init__(self) -> None:
+        check_numbers(self, "threads", "samples", least=1)
+        check_numbers(self, "agreement", least=0, most=1)
         batch_sizes = [found.batch_size for found in self.sizes]
         if not batch_sizes or batch_sizes != sorted(set(batch_sizes)):
             raise ValueError(f"sizes: batch sizes {batch_sizes} must rise, and there must be one")

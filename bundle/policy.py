@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offramp.bundle.serde import json_key
+from offramp.bundle.serde import check_numbers, json_key
 from offramp.certify.decision import NEVER
 
 __all__ = ["NEVER", "ActiveExit", "ExitPolicy", "Promise"]
@@ -50,6 +50,13 @@ class Promise:
     predicted_savings: float
     """Share of the source model's time saved on the certify split, from profiled times."""
 
+    def __post_init__(self) -> None:
+        check_numbers(self, "max_disagreement", "confidence_level", above=0, below=1)
+        check_numbers(self, "certify_samples", least=1)
+        check_numbers(self, "certify_errors", least=0, most=self.certify_samples)
+        check_numbers(self, "p_value", least=0, most=1)
+        check_numbers(self, "predicted_savings", most=1)
+
     def covers(self, max_disagreement: float, confidence_level: float) -> bool:
         """Whether what was certified is what is asked for, or more."""
         within = self.max_disagreement <= max_disagreement
@@ -66,6 +73,7 @@ class ExitPolicy:
     promise: Promise | None = None
 
     def __post_init__(self) -> None:
+        check_numbers(self, "version", least=0)
         exits = [a.exit for a in self.active]
         if exits != sorted(set(exits)):
             raise ValueError(f"active exits {exits} must rise")

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
+
+from offramp.bundle.serde import check_numbers
+
+_MOST_BATCH: Final = 2**20
+_MOST_MS: Final = 1e9
+"""Some days: times beyond are none, and their squares are no numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +27,9 @@ class Spread:
     """Of the segment that is known least."""
     added: tuple[float, ...]
     """Of what all exits add together, heads and borders."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "rounds", "source", "segments", "added", least=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +71,18 @@ class Profile:
                 f"stages_ms has {len(self.stages_ms)} rows, expected one for each of the "
                 f"{len(self.exits_ms)} exits"
             )
+        spread = self.spread
+        if spread and any(
+            len(row) != width
+            for row in (spread.rounds, spread.source, spread.segments, spread.added)
+        ):
+            raise ValueError(f"spread: every row needs {width} columns")
+        check_numbers(self, "threads", least=1)
+        check_numbers(self, "batch_sizes", least=1, most=_MOST_BATCH)
+        check_numbers(self, "source_ms", above=0, most=_MOST_MS)
+        check_numbers(self, "segments_ms", "exits_ms", "stages_ms", least=0, most=_MOST_MS)
+        if not np.sum(self.segments_ms, axis=0).all():
+            raise ValueError("segments_ms: a column adds up to 0, expected the model's own time")
 
     def column(self, batch_size: int) -> int:
         """Index of the smallest profiled batch size that holds ``batch_size``."""

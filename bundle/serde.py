@@ -9,14 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import reprlib
 import sys
 import types
 import typing
-from typing import Any, Literal, TypeVar
+import unicodedata
+from collections.abc import Iterator
+from typing import Any, Final, Literal, TypeVar
 
 from offramp.bundle.errors import BundleSchemaError
 
 _T = TypeVar("_T")
+
+_MOST_INTEGER: Final = 2**53
+"""Beyond it JSON readers differ, and numpy has no room soon."""
+_UNPRINTABLE: Final = frozenset({"Cc", "Cs"})
+"""Control characters, which forge lines of a log, and half characters, which no encoding has."""
 
 
 def json_key(key: str) -> Any:
@@ -59,6 +67,8 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
         return tuple(_convert(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(value))
     if origin is dict:
         _expect(isinstance(value, dict), where, "an object", value)
+        for key in value:
+            _check_text(key, where)
         return {k: _convert(arguments[1], v, f"{where}[{k!r}]") for k, v in value.items()}
     if origin is Literal:
         _expect(value in arguments, where, f"one of {', '.join(map(repr, arguments))}", value)
@@ -74,7 +84,7 @@ def _convert_dataclass(cls: type, value: Any, where: str) -> Any:
     unknown, missing = sorted(value.keys() - names), sorted(names.keys() - value)
     if unknown or missing:
         raise BundleSchemaError(
-            f"{where}: unknown fields {unknown}, missing fields {missing}; "
+            f"{where}: unknown fields {unknown!s:.200}, missing fields {missing}; "
             "the bundle was written by another version, compile the model again"
         )
     hints = typing.get_type_hints(cls)
@@ -97,7 +107,7 @@ def _convert_union(arguments: tuple[Any, ...], value: Any, where: str) -> Any:
             except BundleSchemaError:
                 if kind is arguments[-1] or arguments[-1] is type(None):
                     raise
-    raise BundleSchemaError(f"{where}: {value!r} is not expected here")
+    raise BundleSchemaError(f"{where}: {_shown(value)} is not expected here")
 
 
 def _convert_scalar(kind: Any, value: Any, where: str) -> Any:
@@ -106,9 +116,59 @@ def _convert_scalar(kind: Any, value: Any, where: str) -> Any:
     _expect(type(value) is kind, where, f"a value of type {kind.__name__}", value)
     if kind is float:
         _expect(math.isfinite(value), where, "a finite number", value)
+    if kind is int:
+        _expect(abs(value) <= _MOST_INTEGER, where, f"an integer within ±{_MOST_INTEGER}", value)
+    if kind is str:
+        _check_text(value, where)
     return value
+
+
+def _check_text(text: str, where: str) -> None:
+    plain = text.isprintable() or not any(unicodedata.category(c) in _UNPRINTABLE for c in text)
+    _expect(plain, where, "text without control characters", text)
 
 
 def _expect(holds: bool, where: str, expected: str, value: Any) -> None:  # noqa: FBT001
     if not holds:
-        raise BundleSchemaError(f"{where}: expected {expected}, found {value!r:.100}")
+        raise BundleSchemaError(f"{where}: expected {expected}, found {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    """Show a value in a message, of which not more is looked at than is shown."""
+    return f"{reprlib.repr(value):.100}"
+
+
+def check_numbers(
+    facts: object,
+    *names: str,
+    least: float = -math.inf,
+    most: float = math.inf,
+    above: float = -math.inf,
+    below: float = math.inf,
+) -> None:
+    """Refuse fields of a dataclass whose numbers are out of range: ValueError.
+
+    ``least`` and ``most`` are in range themselves, ``above`` and ``below`` are not. ``None`` is no
+    number, tuples are looked into, and what is not finite is never in range.
+    """
+    for name in names:
+        for number in _numbers(getattr(facts, name)):
+            if not (least <= number <= most and above < number < below and math.isfinite(number)):
+                raise ValueError(
+                    f"{name} has {number!r:.50}, expected "
+                    f"{_range(least=least, most=most, above=above, below=below)}"
+                )
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, tuple):
+        for item in value:
+            yield from _numbers(item)
+    elif value is not None:
+        yield value
+
+
+def _range(**bounds: float) -> str:
+    words = {"least": "at least", "above": "more than", "most": "at most", "below": "less than"}
+    named = [f"{words[k]} {bounds[k]:g}" for k in words if math.isfinite(bounds[k])]
+    return " and ".join(named) or "a finite number"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import TensorSpec
+from offramp.bundle.npz import NpzError, open_regular, physical_memory_bytes, read_npz
 from offramp.engine.validation import check_tensors
 
 LABEL_KEYS = ("label", "labels")
@@ -79,35 +78,21 @@ def read_dataset(path: Path, specs: Sequence[TensorSpec]) -> Dataset:
     return Dataset(inputs=arrays, labels=truth, sha256=digest)
 
 
-_UNREADABLE = (
-    ValueError,  # pickled objects, text
-    OSError,
-    EOFError,
-    zipfile.BadZipFile,
-    zlib.error,
-    NotImplementedError,  # a compression method that Python does not know
-    RuntimeError,  # an encrypted archive
-)
-
-
 def _load(path: Path) -> dict[str, NDArray[Any]]:
     try:
-        with path.open("rb") as file:
-            archive = np.load(file, allow_pickle=False)
-            if not isinstance(archive, np.lib.npyio.NpzFile):
+        with open_regular(path) as file:
+            if file.read(6) == b"\x93NUMPY":
                 raise DataError(f"{path} is a single array; save named ones with numpy.savez")
-            arrays = {name: archive[name] for name in archive.files}
+            # What does not fit into memory would not be read, but end the process.
+            return read_npz(file, max_bytes=physical_memory_bytes())
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file") from error
-    except _UNREADABLE as error:
+    except (OSError, NpzError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise DataError(
-            f"{path} is not an npz file of plain arrays ({error}); "
+            f"{path} is not an npz file of plain arrays ({reason}); "
             "write one with numpy.savez_compressed(path, INPUT=array, label=classes)"
         ) from error
-    raw = [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]
-    if raw:
-        raise DataError(f"{path}: {raw[0]!r} in it is no array; write it with numpy.savez")
-    return arrays
 
 
 def _check_lengths(

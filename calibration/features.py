@@ -9,6 +9,8 @@ since tokens of a real data set run to gigabytes; values beyond float16's range 
 from __future__ import annotations
 
 import logging
+import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -133,21 +135,47 @@ class _FeatureStore:
         """Keep a batch's answers and values, ``start`` places behind its rows."""
         place = slice(start + rows.start, start + rows.stop)
         self.answers[place] = answered
-        for name, plain in zip(self.names, values, strict=True):
-            value, projection = plain, self.projected.get(name)
-            if projection is not None:  # tokens [b, tokens, width]
-                flat = projection.apply(plain.reshape(-1, plain.shape[2]))
-                value = flat.reshape(*plain.shape[:2], -1)
-            if name not in self.files:
-                self.directory.mkdir(exist_ok=True)
-                self.files[name] = np.lib.format.open_memmap(
-                    self.directory / f"{len(self.files)}.npy",
-                    mode="w+",
-                    dtype=np.float16,
-                    shape=(len(self.answers), *value.shape[1:]),
-                )
+        stored = {n: self._stored(n, value) for n, value in zip(self.names, values, strict=True)}
+        if not self.files:
+            self._make_files({n: (len(self.answers), *v.shape[1:]) for n, v in stored.items()})
+        for name, value in stored.items():
             self.files[name][place] = np.clip(value, -_FLOAT16_MAX, _FLOAT16_MAX)
         self.progress(len(answered))
+
+    def _stored(self, name: str, value: NDArray[Any]) -> NDArray[Any]:
+        if (projection := self.projected.get(name)) is None:
+            return value
+        flat = projection.apply(value.reshape(-1, value.shape[2]))  # tokens [b, tokens, width]
+        return flat.reshape(*value.shape[:2], -1)
+
+    def _make_files(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Make all files at their full size: a full disk shows now, not after hours."""
+        self.directory.mkdir(exist_ok=True)
+        try:
+            for index, (name, shape) in enumerate(shapes.items()):
+                place = self.directory / f"{index}.npy"
+                self.files[name] = np.lib.format.open_memmap(
+                    place, mode="w+", dtype=np.float16, shape=shape
+                )
+                _reserve(place)
+        except OSError as error:
+            size = sum(math.prod(shape) for shape in shapes.values()) * 2 / 2**20
+            raise DataError(
+                f"features of {len(self.answers)} samples take {size:,.0f} MiB in "
+                f"{self.directory}: {error.strerror}; free the space, set TMPDIR to a folder that "
+                "has it, or give fewer samples"
+            ) from error
+
+
+def _reserve(path: Path) -> None:
+    """Have the disk keep room for all of a file; OSError if it is full.
+
+    A file that is mapped has no room of its own before it is written to, and a write to memory for
+    which the disk has none ends the process (SIGBUS).
+    """
+    if hasattr(os, "posix_fallocate"):  # macOS has none
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
 
 
 def fit_projections(

@@ -29,6 +29,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from offramp.certify.decision import FloatArray
+from offramp.certify.kept import MOST, kept_array, kept_number, kept_part
 
 Losses: TypeAlias = Sequence[tuple[float, FloatArray | int]]
 """Losses above 0 in a chunk: a value, and how many samples have it, [hypotheses] or one number."""
@@ -137,15 +138,15 @@ class Wealth:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a kept state; ValueError if it is of other hypotheses, or of no numbers."""
-        for name in _KEPT:
-            values = np.array(state[name.strip("_")], dtype=np.float64)
-            expected = getattr(self, name).shape
-            if values.shape != expected or not np.isfinite(values).all():
-                raise ValueError(
-                    f"state: {name.strip('_')} must be finite numbers of shape {expected}, "
-                    f"got shape {values.shape}"
-                )
+        kept = {name: self._kept(state, name) for name in _KEPT}
+        if not (kept["highest"] >= np.maximum(kept["log"], 0.0)).all():
+            raise ValueError("state: 'highest' is below 'log' or 0, expected the highest ever")
+        for name, values in kept.items():
             setattr(self, name, values)
+
+    def _kept(self, state: Mapping[str, Any], name: str) -> FloatArray:
+        least = -MOST if name in ("log", "highest") else 0.0  # the others are sums of losses
+        return kept_array(state, name.strip("_"), getattr(self, name).shape, least=least)
 
 
 class UpperBound:
@@ -181,6 +182,6 @@ class UpperBound:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a kept state; ValueError if it does not fit."""
-        restored = UpperBound(float(state["alpha"]))
-        restored._wealth.restore(state["wealth"])
+        restored = UpperBound(kept_number(state, "alpha"))
+        restored._wealth.restore(kept_part(state, "wealth"))
         self.alpha, self._wealth = restored.alpha, restored._wealth

@@ -37,7 +37,8 @@ from typing import Any
 import numpy as np
 
 from offramp.certify.betting import Losses, Wealth
-from offramp.certify.decision import BoolArray, Float32Array, FloatArray
+from offramp.certify.decision import NEVER, BoolArray, Float32Array, FloatArray
+from offramp.certify.kept import kept_array, kept_count, kept_exits, kept_number, kept_part
 from offramp.certify.observations import Observations
 from offramp.certify.path import answered_between, check_path, search_keys, spread
 
@@ -155,19 +156,27 @@ class ThresholdPath:
         }
 
     @classmethod
-    def restored(cls, state: Mapping[str, Any]) -> ThresholdPath:
-        """Make the path that was kept; its evidence counts on; ValueError if it is none."""
+    def restored(cls, state: Mapping[str, Any], *, exits: int) -> ThresholdPath:
+        """Make the path that was kept, of a bundle of so many ``exits``; its evidence counts on.
+
+        ValueError if it is none.
+        """
+        used = kept_exits(state, "exits", exits)
+        thresholds = kept_array(state, "thresholds", (None, len(used)), least=0.0, most=NEVER)
+        alpha = kept_number(state, "alpha", most=1.0)
+        if not alpha > 0:
+            raise ValueError("state: 'alpha' is 0, expected more")
         path = cls(
-            [int(e) for e in state["exits"]],
-            np.asarray(state["thresholds"], dtype=np.float64),
-            np.asarray(state["shares"], dtype=np.float64),
-            bound=float(state["bound"]),
-            alpha=float(state["alpha"]),
+            used,
+            thresholds,
+            kept_array(state, "shares", (len(thresholds), len(used) + 1), least=-1e-6, most=1.001),
+            bound=kept_number(state, "bound", most=1.0),
+            alpha=alpha,
         )
-        path.wealth.restore(state["wealth"])
-        path.samples, path.effort = int(state["samples"]), float(state["effort"])
-        path.certified = int(state["certified"])
-        if not 0 <= path.certified <= path._passed():
+        path.wealth.restore(kept_part(state, "wealth"))
+        path.samples, path.effort = kept_count(state, "samples"), kept_number(state, "effort")
+        path.certified = kept_count(state, "certified")
+        if path.certified > path._passed():
             raise ValueError(f"state: level {path.certified} did not pass")
         return path
 

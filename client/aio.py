@@ -55,7 +55,12 @@ class AsyncClient(ClientBase):
         collector, so enter ``contextlib.aclosing(client.infer_stream(...))`` to leave early.
         """
         request = build_request(
-            model, inputs, outputs=outputs, priority=priority, deadline_s=timeout_s
+            model,
+            inputs,
+            outputs=outputs,
+            priority=priority,
+            deadline_s=timeout_s,
+            decoupled=True,
         )
         call = self._stream(timeout=self._settings.stream_timeout_s(timeout_s))
         try:

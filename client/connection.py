@@ -84,6 +84,10 @@ class ConnectionSettings:
 
     def late(self, timeout_s: float) -> DeadlineError:
         """The first answer of a stream did not come in time."""
+        if timeout_s <= 0:
+            return DeadlineError(
+                f"{self.address}: timeout_s {timeout_s:g} is not above 0, no answer comes in that"
+            )
         return DeadlineError(f"{self.address}: no answer within {timeout_s:g} s")
 
     def error(self, error: grpc.RpcError) -> OfframpError:

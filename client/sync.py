@@ -88,7 +88,12 @@ class Client(ClientBase):
         take as long again as the client waits in calls without a limit.
         """
         request = build_request(
-            model, inputs, outputs=outputs, priority=priority, deadline_s=timeout_s
+            model,
+            inputs,
+            outputs=outputs,
+            priority=priority,
+            deadline_s=timeout_s,
+            decoupled=True,
         )
         call = self._stream(iter((request,)), timeout=self._settings.stream_timeout_s(timeout_s))
         # grpc can limit the whole call, but not the wait for its first message.

@@ -34,8 +34,12 @@ def build_request(
     outputs: Sequence[str] | None,
     priority: int,
     deadline_s: float | None = None,
+    decoupled: bool = False,
 ) -> ModelInferRequest:
     """The request for an answer; ``deadline_s``, from now on, only where it is not the call's own.
+
+    On a stream, ``decoupled`` asks for the early and the final answer, as soon as they are there;
+    otherwise the server gives one, after those to all requests before.
 
     Raises:
         InvalidInputError: An input has a dtype that cannot be sent, or ``priority`` is negative.
@@ -57,6 +61,8 @@ def build_request(
         request.parameters["priority"].uint64_param = priority
     if deadline_s is not None:
         request.parameters["timeout"].int64_param = max(1, round(deadline_s * 1e6))
+    if decoupled:
+        request.parameters["offramp_decoupled"].bool_param = True
     return request
 
 

@@ -17,7 +17,8 @@ from rich.logging import RichHandler
 from offramp.bundle import BundleError
 from offramp.calibration.dataset import DataError
 from offramp.compiler import arguments
-from offramp.compiler.errors import CompileError, EngineOptionsError
+from offramp.compiler.errors import CompileError, EngineOptionsError, ModelError
+from offramp.compiler.interruption import Target, raising_signals, status_of
 from offramp.compiler.progress import TerminalProgress
 from offramp.engine.options import available_cores
 
@@ -47,7 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         handlers=[RichHandler(console=console, show_path=False, show_time=False)],
     )
     try:
-        return command.run(options, console)
+        target = Target(_target_of(options))
+    except CompileError as error:
+        print(f"eecompile: {error}", file=sys.stderr)
+        return 1
+    try:
+        with raising_signals():
+            return command.run(options, console)
     except ImportError as error:
         remedy = "compiling needs the extra `compile`: pip install '.[compile]'"
         where = "for the dot: Offramp's source folder or wheel"
@@ -56,9 +63,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CompileError, DataError, BundleError, OSError) as error:
         print(f"eecompile: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("eecompile: interrupted; nothing was written", file=sys.stderr)
-        return 130
+    except MemoryError as error:
+        print(
+            f"eecompile: not enough memory: {error}; free some, or see ulimit -v", file=sys.stderr
+        )
+        return 1
+    except KeyboardInterrupt as error:
+        print(f"eecompile: {target.describe(error)}", file=sys.stderr)
+        return status_of(error)
+
+
+def _target_of(options: argparse.Namespace) -> Path:
+    """What a command writes, if it writes anything."""
+    output: Path | None = getattr(options, "output", None)
+    bundle: Path | None = getattr(options, "bundle", None)
+    return output or bundle or _beside(options.model)
+
+
+def _beside(model: Path) -> Path:
+    """Where the bundle of a model goes by default."""
+    if not model.name:
+        raise ModelError(f"{str(model)!r} names no file, expected an ONNX file, such as model.onnx")
+    return model.with_suffix(".ee")
 
 
 def _read(kind: type[_Options], options: argparse.Namespace, **given: Any) -> _Options:
@@ -73,7 +99,7 @@ def _compile(options: argparse.Namespace, console: Console) -> int:
     from offramp.compiler.options import CompileOptions  # noqa: PLC0415
     from offramp.compiler.printing import print_bundle  # noqa: PLC0415
 
-    output = options.output or options.model.with_suffix(".ee")
+    output = options.output or _beside(options.model)
     engines = _engines_to_build(options, output)
     threads = available_cores()
     asked = _read(
@@ -165,10 +191,11 @@ def _build_and_print(options: BuildOptions, console: Console) -> int:
     try:
         with TerminalProgress(console) as progress:
             building = build_bundle(options, Reports(progress=progress, say=say))
-    except KeyboardInterrupt:
-        say("eecompile: interrupted; the engines built so far are kept, the same command goes on")
-        return 130
-    print_building(building, Console())
+        print_building(building, Console())
+    except KeyboardInterrupt as error:
+        why = str(error) or "interrupted"
+        say(f"eecompile: {why}; the engines built so far are kept, the same command goes on")
+        return status_of(error)
     for result in building.failed:
         say(f"eecompile: {result.problem}")
     return 1 if building.failed else 0

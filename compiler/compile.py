@@ -6,8 +6,8 @@ import logging
 
 import numpy as np
 
-from offramp.bundle import Bundle, write_bundle
-from offramp.bundle.bundle import check_target
+from offramp.bundle import Bundle, InputRanges, write_bundle
+from offramp.bundle.bundle import check_space, check_target
 from offramp.calibration import limits
 from offramp.calibration.dataset import DataError, DataSplit, read_dataset, split
 from offramp.calibration.measuring import MEASURED_BATCH_SIZES, measure_policy, stages_of_samples
@@ -16,6 +16,7 @@ from offramp.calibration.records import ExitRecords
 from offramp.calibration.rehearsal import RehearsalSettings, Rehearsed
 from offramp.certify import samples_needed
 from offramp.compiler.exits import FoundExits, find_exits, time_heads
+from offramp.compiler.feature_folder import sweep
 from offramp.compiler.model import read_model
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.packing import Draft, make_manifest, pack
@@ -29,6 +30,8 @@ _log = logging.getLogger(__name__)
 
 VERIFIED_SAMPLES = 64
 """Calibration samples that chained segments and source must agree on."""
+_COPIES = 2
+"""Of the model that a bundle holds at least: the source, and its segments."""
 
 
 def compile_model(options: CompileOptions, progress: Progress = SILENT) -> Bundle:
@@ -38,10 +41,14 @@ def compile_model(options: CompileOptions, progress: Progress = SILENT) -> Bundl
         CompileError: The model cannot be sliced.
         DataError: The calibration data does not fit the model, or is too little.
         BundleExistsError: There is something at ``options.output`` already.
+        BundleWriteError: Nothing can be written there, or the disk has too little space; that is
+            found out before training, as far as it can be.
     """
     check_target(options.output, overwrite=options.overwrite)
+    sweep()
     with progress.step("Read and simplify the model", 1):
         model = read_model(options.model, answer=options.answer, simplify=options.simplify)
+    check_space(options.output, _COPIES * model.proto.ByteSize())
     dataset = read_dataset(options.data, model.inputs)
     parts = split(
         dataset,
@@ -112,6 +119,7 @@ def compile_model(options: CompileOptions, progress: Progress = SILENT) -> Bundl
         rehearsed=rehearsed,
         limit=limit,
         measured=measured,
+        ranges=InputRanges.of(parts.train.inputs, parts.tune.inputs),
     )
     return write_bundle(options.output, manifest, policy, content, overwrite=options.overwrite)
 

@@ -7,7 +7,6 @@ are trained on all samples, made ones included.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -28,6 +27,7 @@ from offramp.calibration.learners import Preconditioners, view_of
 from offramp.calibration.profiling import profile_heads
 from offramp.calibration.selection import net_savings_alone
 from offramp.calibration.training import TrainedHead, TrainingOptions, count_steps, train_heads
+from offramp.compiler.feature_folder import feature_folder
 from offramp.compiler.heads import attach_poolings, build_empty, build_exit
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.progress import Progress
@@ -86,8 +86,8 @@ def find_exits(
 
     Exits that net nothing are left out.
     """
-    with tempfile.TemporaryDirectory(prefix="offramp-features-") as directory:
-        train, tune = _record(sliced, parts, options, Path(directory), progress)
+    with feature_folder() as directory:
+        train, tune = _record(sliced, parts, options, directory, progress)
         search = _HeadSearch(
             sliced=sliced,
             train=train,

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
-from google.protobuf.message import DecodeError
 from onnx import helper, version_converter
-from onnx.external_data_helper import load_external_data_for_model
 
-from offramp.bundle.manifest import Answer, AnswerForm, TensorSpec
+from offramp.bundle.manifest import NUMBER_DTYPES, Answer, AnswerForm, TensorSpec
 from offramp.compiler import preparation
 from offramp.compiler.anchor import anchor_shapes
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import Dataflow, default_opset, refill
-from offramp.compiler.shapes import BATCH, annotate, declared_types
+from offramp.compiler.shapes import BATCH, annotate, declared_types, dtype_name
+from offramp.compiler.source_file import load_source
 
 _log = logging.getLogger(__name__)
 
@@ -27,8 +25,8 @@ MIN_OPSET = 13
 """Older models are converted to this one, where ``axes`` are inputs and Softmax is per axis."""
 MIN_IR_VERSION = 8
 """Of the file format; since 4 initializers need not be graph inputs."""
-MAX_BYTES = 2**31 - 1
-"""Limit of one protobuf message."""
+_MOST_DIMENSIONS = 8
+"""Of an input: a video has five, and every one more multiplies what a trial run takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,62 +65,28 @@ def read_model(
         ModelError: The file is missing, no ONNX model, or has a property that is not supported.
     """
     path = Path(path)
-    proto, digest = _load(path)
+    proto, digest = load_source(path)
     try:
         proto = _prepare(proto, answer=answer, simplify=simplify)
         found = find_answer(proto)
+        inputs = _specs(proto, [i.name for i in proto.graph.input])
+        outputs = _specs(proto, [o.name for o in proto.graph.output])
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
+    except (ValueError, LookupError, TypeError) as error:  # what the ONNX checker lets pass
+        reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
+        raise ModelError(
+            f"{path}: contradicts itself ({reason}); export the model again"
+        ) from error
     return SourceModel(
         proto=proto,
         name=path.stem,
-        inputs=_specs(proto, [i.name for i in proto.graph.input]),
-        outputs=_specs(proto, [o.name for o in proto.graph.output]),
+        inputs=inputs,
+        outputs=outputs,
         original_sha256=digest,
         opset=default_opset(proto),
         answer=found,
     )
-
-
-def _load(path: Path) -> tuple[onnx.ModelProto, str]:
-    """Read and check the file and its external data; return the model and their hash."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
-    digest = hashlib.sha256(data)
-    try:
-        proto = onnx.load_model_from_string(data)
-    except DecodeError as error:
-        raise ModelError(f"{path}: not an ONNX file; export the model to ONNX first") from error
-    if not proto.graph.node:
-        raise ModelError(f"{path}: not an ONNX file, or one without operators")
-    for file in _external_files(proto, path):
-        digest.update(file.read_bytes())
-    load_external_data_for_model(proto, str(path.parent))
-    try:
-        onnx.checker.check_model(proto)
-    except onnx.checker.ValidationError as error:
-        reason = str(error).splitlines()[0]
-        raise ModelError(f"{path}: the ONNX checker refuses it: {reason}") from error
-    return proto, digest.hexdigest()
-
-
-def _external_files(proto: onnx.ModelProto, path: Path) -> list[Path]:
-    """Files with weights beside the model, checked to exist and to fit into one message."""
-    entries = (entry for tensor in proto.graph.initializer for entry in tensor.external_data)
-    names = {entry.value for entry in entries if entry.key == "location"}
-    files = [path.parent / name for name in sorted(names)]
-    for file in files:
-        if not file.is_file():
-            raise ModelError(f"{path}: its external data {file} are missing; put them beside it")
-    size = path.stat().st_size + sum(file.stat().st_size for file in files)
-    if size > MAX_BYTES:
-        raise ModelError(
-            f"{path}: {size / 2**30:.1f} GiB with its external data; models above 2 GiB are not "
-            "supported yet, convert the weights to half precision"
-        )
-    return files
 
 
 def _prepare(proto: onnx.ModelProto, *, answer: str | None, simplify: bool) -> onnx.ModelProto:
@@ -135,6 +99,7 @@ def _prepare(proto: onnx.ModelProto, *, answer: str | None, simplify: bool) -> o
     preparation.free_batch(proto)
     if simplify:
         proto = preparation.simplified(proto)
+        _check_some_input(proto)
     preparation.name_operators(proto)
     annotate(proto)
     return anchor_shapes(proto)
@@ -158,14 +123,21 @@ def _modern(proto: onnx.ModelProto) -> onnx.ModelProto:
     return proto
 
 
+def _check_some_input(proto: onnx.ModelProto) -> None:
+    if not proto.graph.input:
+        raise ModelError("no inputs that the answer depends on: there is nothing to classify")
+
+
 def _check_inputs(proto: onnx.ModelProto) -> None:
     """Refuse inputs that are no arrays of numbers; name sizes that have no name."""
+    _check_some_input(proto)
     for info in proto.graph.input:
         tensor = info.type.tensor_type
         if not info.type.HasField("tensor_type") or not tensor.HasField("shape"):
             raise ModelError(f"input {info.name!r} is no tensor of known rank; export it as one")
-        if tensor.elem_type in {onnx.TensorProto.STRING, onnx.TensorProto.BFLOAT16}:
-            kind = onnx.TensorProto.DataType.Name(tensor.elem_type).lower()
+        if dtype_name(tensor.elem_type) not in NUMBER_DTYPES:
+            kinds = {number: name.lower() for name, number in onnx.TensorProto.DataType.items()}
+            kind = kinds.get(tensor.elem_type, f"number {tensor.elem_type}")
             raise ModelError(
                 f"input {info.name!r} has elements of type {kind}, expected a number type that "
                 "numpy has; move the conversion out of the model"
@@ -173,13 +145,22 @@ def _check_inputs(proto: onnx.ModelProto) -> None:
         for axis, dim in enumerate(tensor.shape.dim):
             if not dim.HasField("dim_value") and not dim.dim_param:
                 dim.dim_param = f"{info.name}_{axis}"
+        if len(tensor.shape.dim) > _MOST_DIMENSIONS:
+            raise ModelError(
+                f"input {info.name!r} has {len(tensor.shape.dim)} dimensions, expected at most "
+                f"{_MOST_DIMENSIONS}"
+            )
+    _specs(proto, [info.name for info in proto.graph.input])
 
 
 def _specs(proto: onnx.ModelProto, names: list[str]) -> tuple[TensorSpec, ...]:
     types = declared_types(proto)
-    return tuple(
-        TensorSpec(name=n, dtype=types[n].dtype, shape=types[n].shape or ()) for n in names
-    )
+    try:
+        return tuple(
+            TensorSpec(name=n, dtype=types[n].dtype, shape=types[n].shape or ()) for n in names
+        )
+    except ValueError as error:
+        raise ModelError(f"{', '.join(names)}: {error}") from error
 
 
 _TRANSPARENT = frozenset({"Identity", "Flatten", "Reshape", "Squeeze", "Cast"})
@@ -193,6 +174,8 @@ def keep_answer(proto: onnx.ModelProto, answer: str | None) -> None:
     ModelError if there are several outputs and ``answer`` does not name one of them.
     """
     outputs = {output.name: output for output in proto.graph.output}
+    if not outputs:
+        raise ModelError("no outputs, so there is no answer; export the model with its logits")
     if answer is None and len(outputs) > 1:
         raise ModelError(
             f"{len(outputs)} outputs ({', '.join(outputs)}); say which one is the answer, for "

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from offramp.bundle.bundle import check_target
+from offramp.bundle.bundle import check_target, check_writable
 from offramp.calibration.training import TrainingOptions
 
 Selection: TypeAlias = Literal["savings", "pame"]
@@ -73,7 +73,9 @@ class RewriteOptions:
         if self.dry_run:
             return None
         if self.output is None:
-            return self.bundle.resolve()  # a link to the bundle stays one
+            target = self.bundle.resolve()  # a link to the bundle stays one
+            check_writable(target)
+            return target
         check_target(self.output, overwrite=self.overwrite)
         return self.output
 

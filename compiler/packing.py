@@ -14,6 +14,7 @@ from offramp.bundle import (
     Bundle,
     Exit,
     ExitPolicy,
+    InputRanges,
     Manifest,
     Measured,
     Profile,
@@ -23,6 +24,7 @@ from offramp.bundle import (
 )
 from offramp.bundle.bundle import POLICY, RECORDS, REPORT
 from offramp.bundle.files import dump
+from offramp.bundle.input_ranges import INPUT_RANGES
 from offramp.bundle.manifest import SCHEMA_VERSION, Calibration, Source
 from offramp.bundle.measured import MEASURED
 from offramp.calibration.dataset import DataSplit
@@ -86,6 +88,7 @@ def pack(
     rehearsed: Rehearsed | None,
     limit: BindingLimit | None = None,
     measured: Measured | None = None,
+    ranges: InputRanges,
 ) -> dict[str, bytes]:
     """Give the content of every file but manifest and policy, by path."""
     report = render_report(
@@ -97,6 +100,7 @@ def pack(
         "profiles/cpu.json": dump(profile),
         RECORDS: dump_records(tune, certify),
         REPORT: report.encode(),
+        INPUT_RANGES: dump(ranges),
         **({} if rehearsed is None else {REHEARSAL: rehearsed.dump()}),
         **({} if measured is None else {MEASURED: dump(measured)}),
     }

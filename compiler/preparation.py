@@ -66,6 +66,8 @@ def simplified(proto: onnx.ModelProto) -> onnx.ModelProto:
         slim: onnx.ModelProto = onnxslim.slim(copied(proto))
         onnx.checker.check_model(slim)
         difference = _difference(proto, slim)
+    except ModelError:
+        raise
     except Exception as error:  # whatever a third party's optimiser raises
         _log.warning("not simplified: onnxslim fails: %s", error)
         return proto

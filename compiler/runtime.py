@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -10,6 +11,7 @@ import onnx
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import Dataflow
 from offramp.compiler.shapes import BATCH, declared_types, dtype_name
 
@@ -17,6 +19,8 @@ _SEQUENCE_SIZE = 16
 """Symbolic sizes of random inputs of up to three dimensions."""
 _IMAGE_SIZE = 64
 """Symbolic sizes of random inputs of four dimensions and more."""
+LIMIT_S, LIMIT_PER_ROW_S = 60.0, 10.0
+"""Time that a run may take: a file from elsewhere may hold a loop that never ends."""
 
 
 class GraphRunner:
@@ -34,15 +38,43 @@ class GraphRunner:
         options.add_session_config_entry("session.disable_quant_qdq", "1")
         with _translated():
             self._session = ort.InferenceSession(
-                proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
+                proto.SerializeToString(),
+                options,
+                providers=["CPUExecutionProvider"],
+                enable_fallback=0,  # the second attempt would be told on standard output
             )
         self.inputs = tuple(i.name for i in self._session.get_inputs())
         self.outputs = tuple(o.name for o in self._session.get_outputs())
 
     def run(self, feeds: Mapping[str, NDArray[np.generic]]) -> dict[str, NDArray[np.generic]]:
-        """Return all outputs by name; ``feeds`` may hold more. RuntimeError if that fails."""
-        with _translated():
-            values = self._session.run(None, {name: feeds[name] for name in self.inputs})
+        """Return all outputs by name; ``feeds`` may hold more.
+
+        RuntimeError if that fails, ModelError if it takes longer than any classifier would.
+        """
+        inputs = {name: feeds[name] for name in self.inputs}
+        rows = max((len(array) for array in inputs.values() if array.ndim), default=1)
+        limit_s = LIMIT_S + LIMIT_PER_ROW_S * rows
+        options, ended = ort.RunOptions(), threading.Event()
+
+        def give_up() -> None:
+            ended.set()
+            options.terminate = True
+
+        timer = threading.Timer(limit_s, give_up)
+        timer.daemon = True
+        timer.start()
+        try:
+            with _translated():
+                values = self._session.run(None, inputs, options)
+        except RuntimeError as error:
+            if not ended.is_set():
+                raise
+            raise ModelError(
+                f"running it on {rows} samples did not end within {limit_s:g} s; if it is no "
+                "endless loop, compile it on a faster machine"
+            ) from error
+        finally:
+            timer.cancel()
         return dict(zip(self.outputs, values, strict=True))
 
 

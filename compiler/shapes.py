@@ -26,6 +26,7 @@ BATCH = "batch"
 UNKNOWN = "?"
 """A size that inference could not find."""
 
+_KNOWN_TYPES = frozenset(onnx.TensorProto.DataType.values())
 _FLOATING = ("float16", "float32", "float64", "bfloat16")
 _BATCH_PROBES = (2003, 3001)
 _SMALL_PROBES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53)
@@ -60,6 +61,8 @@ def dtype_name(elem_type: int) -> str:
     """Name that numpy has for an ONNX element type, for instance ``float32``."""
     if elem_type == onnx.TensorProto.BFLOAT16:
         return "bfloat16"
+    if elem_type == onnx.TensorProto.UNDEFINED or elem_type not in _KNOWN_TYPES:
+        return f"type {elem_type}"
     return str(onnx.helper.tensor_dtype_to_np_dtype(elem_type).name)
 
 

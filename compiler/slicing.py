@@ -248,7 +248,11 @@ def _extract(
     flow = Dataflow(proto.graph)
     known = {*flow.producers, *flow.constants, *flow.inputs}
     free = {t for op in flow.operators for t in op.reads} - known
-    assert not free, f"{proto.graph.name} reads {sorted(free)}, which nothing provides"
+    if free:
+        raise VerificationError(
+            f"{proto.graph.name} reads {sorted(free)}, which nothing provides; this is a defect, "
+            "report it with the model"
+        )
     onnx.checker.check_model(proto)
     return proto
 

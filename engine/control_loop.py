@@ -9,6 +9,7 @@ in force.
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -18,8 +19,7 @@ from typing import Any, Final
 
 from offramp.bundle import ActiveExit, ExitPolicy
 from offramp.certify.decision import NEVER
-from offramp.engine.control.controller import ControlStatus, Job
-from offramp.engine.control_state import load_state, save_state
+from offramp.engine.control.controller import Controller, ControlStatus, Job
 from offramp.engine.executor import Executor
 from offramp.engine.job_runner import JobError, JobRunner
 from offramp.engine.options import ModelOptions
@@ -99,6 +99,8 @@ class ControlLoop:
             self._thread.join(_STOP_S)
         for state in self._states.values():
             self._save(state)
+            if state.control.state_file is not None:
+                state.control.state_file.release()
             state.control.deployments.cancel()
         self._jobs.close()
         self._builder.shutdown(wait=True, cancel_futures=True)
@@ -209,27 +211,44 @@ class ControlLoop:
 
     def _restore(self, state: _State) -> None:
         """Go on from what was kept, if it was kept for the same."""
-        control, path = state.control, state.control.state_path
-        kept = None if path is None else load_state(path, fingerprint=control.fingerprint)
-        if path is None or kept is None:
+        control, file = state.control, state.control.state_file
+        kept = None if file is None else file.load(control.fingerprint)
+        if file is None or kept is None:
             return
         try:
+            rehearse(control.controller, kept)
             control.controller.restore(kept)
-        except (ValueError, KeyError, TypeError) as error:
-            _log.warning("%s: %s is of no use: %s", state.name, path.name, error)
+        except Exception as error:  # whatever a file holds, it must not stop the start
+            found = f"{type(error).__name__}: {error}"
+            _log.warning("%s: %s is of no use (%.200s); starting afresh", state.name, file, found)
             return
-        _log.info("%s: goes on from %s", state.name, path.name)
+        _log.info("%s: goes on from %s", state.name, file)
         state.status = control.controller.status()
         state.saved_version = control.controller.policy.version
 
     def _save(self, state: _State) -> None:
         """Keep what the controller knows, if it knows anything that is worth it."""
         control = state.control
-        if control.state_path is None:
+        if control.state_file is None:
             return
         learned = control.controller.state()
         if learned is not None:
-            save_state(control.state_path, learned, fingerprint=control.fingerprint)
+            control.state_file.save(learned, control.fingerprint)
+
+
+def rehearse(controller: Controller, kept: Mapping[str, Any]) -> None:
+    """Restore a state on a copy of the controller, and look at all that the loop reads of it.
+
+    So a state that is refused halfway, or makes what cannot be read, leaves the controller as new.
+    """
+    trial = copy.deepcopy(controller)
+    trial.restore(kept)
+    trial.status()
+    trial.state()
+    if not 0 < trial.audit_probability <= 1:
+        raise ValueError(f"the audit probability would be {trial.audit_probability}")
+    if trial.policy.version < controller.policy.version:
+        raise ValueError(f"policy {trial.policy.version} is older than {controller.policy.version}")
 
 
 def with_exits(policy: ExitPolicy, exits: tuple[int, ...]) -> ExitPolicy | None:

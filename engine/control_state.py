@@ -1,13 +1,12 @@
 """Keeps what a controller knows over restarts: one file beside the bundle, whole or absent.
 
-The bundle itself never changes, its hashes are checked; next to ``resnet.ee`` there is
-``resnet.ee.state.npz``. It is an archive of numpy, without pickles: the arrays, and one JSON text
-with everything else, in which ``{"$array": 3}`` stands for the array called ``array_3``.
+It is an archive of numpy, without pickles: the arrays, and one JSON text with everything else, in
+which ``{"$array": 3}`` stands for the array called ``array_3``. Where it lies, and which of several
+servers writes it, is up to :mod:`.state_file`.
 
 A state only helps to start faster. So whatever is wrong with the file, serving starts and goes on
-without it, and the log says why. Two servers of one bundle share the file: the last one to save
-wins, with a whole state, and each reads only what was kept under its own circumstances (the
-fingerprint).
+without it, and the log says why. It is read only under the circumstances that it was kept under
+(the fingerprint).
 """
 
 from __future__ import annotations
@@ -17,42 +16,33 @@ import io
 import json
 import logging
 import os
-import stat
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
 from offramp.bundle.files import write_whole
+from offramp.bundle.npz import PLAIN_KINDS, open_regular, read_npz
 from offramp.bundle.serde import to_plain
 
 _log = logging.getLogger(__name__)
 
 SCHEMA_VERSION: Final = 1
-SUFFIX: Final = ".state.npz"
+MAX_BYTES: Final = 32 * 2**20
+"""Of a file, and of all that is packed in it: thousands of times what any controller keeps."""
 _DOCUMENT: Final = "document"
 """Member that holds the JSON text, ASCII."""
 _ARRAY: Final = "array_"
 _REFERENCE: Final = "$array"
-_KINDS: Final = "biufcSUmM"
-"""The kinds of dtypes that numpy writes without pickles, and reads as they were."""
-
 _unwritable: set[Path] = set()
 """Files that the last attempt to save failed on: one warning is enough until one succeeds."""
 
 
 class _UnusableError(Exception):
     """The file is not what :func:`save_state` wrote."""
-
-
-def state_path_of(bundle: str | os.PathLike[str]) -> Path:
-    """Give the file that keeps a bundle's state: beside it, or beside what a link leads to."""
-    place = Path(bundle).resolve()
-    return place.with_name(place.name + SUFFIX)
 
 
 def identity_of(bundle: Bundle) -> dict[str, str]:
@@ -70,7 +60,7 @@ def save_state(
     """Keep a state, in place of the one kept before; readers find either, whole.
 
     Args:
-        path: The file, see :func:`state_path_of`.
+        path: The file.
         state: ``None``, bools, ints, floats (NaN and infinities too), strings and numpy arrays, in
             lists and in mappings by string, to any depth. These come back as they were, arrays with
             dtype and shape. Tuples come back as lists, numpy's scalars as Python's. Nobody may
@@ -121,19 +111,19 @@ def load_state(
         return None
     except Exception as error:  # zipfile, zlib, numpy and json raise many kinds for damage
         found = f"{type(error).__name__}: {error}"
-        _log.warning("%s is damaged or something else (%s); starting afresh", place, found)
+        _log.warning("%s is damaged or something else (%.200s); starting afresh", place, found)
         return None
 
 
 def _read(place: Path, fingerprint: Mapping[str, str]) -> dict[str, Any] | None:
-    if not stat.S_ISREG(place.stat().st_mode):  # a pipe would never end
-        raise _UnusableError("not a regular file")
-    with place.open("rb") as file:
-        members = _members(file)
+    with open_regular(place) as file:
+        if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES:
+            raise _UnusableError(f"{size:,} bytes, a state has at most {MAX_BYTES:,}")
+        members = read_npz(file, max_bytes=MAX_BYTES)
     document = json.loads(members[_DOCUMENT].item())
     if (version := document["schema_version"]) != SCHEMA_VERSION:
         reads = f"this Offramp reads {SCHEMA_VERSION}"
-        _log.info("%s is of schema version %r, %s; starting afresh", place, version, reads)
+        _log.info("%s is of schema version %.20r, %s; starting afresh", place, version, reads)
         return None
     if differs := _differences(document["fingerprint"], fingerprint):
         _log.info("%s was kept for another %s; starting afresh", place, differs)
@@ -142,15 +132,6 @@ def _read(place: Path, fingerprint: Mapping[str, str]) -> dict[str, Any] | None:
     if not isinstance(state, dict):
         raise _UnusableError(f"expected a mapping, found {type(state).__name__}")
     return state
-
-
-def _members(file: IO[bytes]) -> dict[str, NDArray[Any]]:
-    with zipfile.ZipFile(file) as archive:
-        if (damaged := archive.testzip()) is not None:  # numpy alone may stop before a checksum
-            raise _UnusableError(f"checksum of {damaged}")
-    file.seek(0)
-    with np.load(file, allow_pickle=False) as members:
-        return dict(members)
 
 
 def _differences(kept: Mapping[str, Any], now: Mapping[str, str]) -> str:
@@ -175,7 +156,7 @@ def _encode(value: Any, where: str, arrays: list[NDArray[Any]]) -> Any:
             _escape(key, where): _encode(item, f"{where}[{key!r}]", arrays)
             for key, item in value.items()
         }
-    if type(value) is np.ndarray and value.dtype.kind in _KINDS:
+    if type(value) is np.ndarray and value.dtype.kind in PLAIN_KINDS:
         arrays.append(value)
         return {_REFERENCE: len(arrays) - 1}
     kind = type(value).__name__

@@ -76,15 +76,22 @@ def make_controller(
         "controller": options.controller,
         "max_disagreement": repr(max_disagreement),
         "confidence": repr(options.confidence),
-        "ramp_budget": repr(budget),
+        # as asked for: what of it follows from times differs a little at every start
+        "ramp_budget": repr(_least_budget(mode, options)),
     }
     return controller, fingerprint
 
 
 def ramp_budget(policy: ExitPolicy, costs: CostModel, mode: Mode, options: ModelOptions) -> float:
     """How much later the model's end may come for the exits in use, as a share."""
+    least = _least_budget(mode, options)
+    if options.ramp_budget is not None or mode is Mode.RELEASE:
+        return least
+    return max(costs.overhead([active.exit for active in policy.active]), least)
+
+
+def _least_budget(mode: Mode, options: ModelOptions) -> float:
+    """The ramp budget as far as it does not follow from measured times."""
     if options.ramp_budget is not None:
         return options.ramp_budget
-    if mode is Mode.RELEASE:
-        return DEFAULT_MAX_OVERHEAD
-    return max(costs.overhead([active.exit for active in policy.active]), 0.1)
+    return DEFAULT_MAX_OVERHEAD if mode is Mode.RELEASE else 0.1

@@ -55,7 +55,7 @@ class Engine:
         self._parallel = parallel
         self._models = dict(models)
         self._numbers = itertools.count()
-        self._draining = False
+        self._leaving = self._draining = False
         scheduler = DeviceScheduler(
             {name: model.scheduler for name, model in models.items()},
             weights={name: model.options.weight for name, model in models.items()},
@@ -134,7 +134,7 @@ class Engine:
         Raises:
             ModelNotServedError: No such model.
             BadInputError: A tensor is not what the model takes.
-            QueueFullError: No room in the queue.
+            QueueFullError: No room in the queue, or overloaded.
             DeadlineExceededError: The deadline passed before all samples were computed. Answers
                 that are there are returned, though they may be late.
             DrainingError: The engine is shutting down.
@@ -191,7 +191,9 @@ class Engine:
     ) -> Request:
         if self._draining:
             raise DrainingError("the server is shutting down; send the request to another one")
-        options = served.options
+        options, now_s = served.options, time.monotonic()
+        if deadline_s is None:
+            deadline_s = float("inf") if options.slo_ms is None else now_s + options.slo_ms / 1e3
         if wrong := check_request(
             served.inputs,
             inputs,
@@ -200,13 +202,12 @@ class Engine:
             max_samples=options.max_queue_samples,
         ):
             raise BadInputError(f"{model}: {wrong}")
-        now_s = time.monotonic()
-        if deadline_s is None:
-            deadline_s = float("inf") if options.slo_ms is None else now_s + options.slo_ms / 1e3
+        count = len(next(iter(inputs.values())))
+        self._executor.admit(model, count, deadline_s - now_s, priority)
         request = Request(
             number=next(self._numbers),
             inputs=inputs,
-            count=len(next(iter(inputs.values()))),
+            count=count,
             batch_key=tuple(inputs[name].shape[1:] for name in sorted(inputs)),
             submitted_s=now_s,
             deadline_s=deadline_s,
@@ -248,14 +249,21 @@ class Engine:
     def ready(self, model: str | None = None) -> bool:
         """Whether the model (or every model) is loaded and takes requests.
 
-        Not while draining, and not while no stream of the device can run anything.
+        Not once it leaves, and not while no stream of the device can run anything.
         """
         loaded = model is None or model in self._models
-        return loaded and self._executor.in_service and not self._draining
+        return loaded and self._executor.in_service and not (self._leaving or self._draining)
 
     def statistics(self) -> Mapping[str, ModelStatistics]:
         """Take a snapshot of every model's counters, safe to keep."""
         return {name: self._statistics(name) for name in self._models}
+
+    def leave(self) -> None:
+        """Be not ready from now on, but answer requests all the same, until :meth:`drain`.
+
+        Whoever asks for readiness before sending requests needs time to notice.
+        """
+        self._leaving = True
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests, finish those in flight; ``False`` if some did not in time."""

@@ -107,6 +107,21 @@ class Executor:
         for thread in self._threads:
             thread.start()
 
+    def admit(self, model: str, samples: int, slack_s: float, priority: int) -> None:
+        """Refuse, by QueueFullError, what an overloaded model had better not be asked."""
+        runtime = self._models[model]
+        if not runtime.scheduler.overloaded:  # a glance without the lock: nearly always
+            return
+        with self._lock:
+            try:
+                runtime.scheduler.admit(samples, slack_s, priority, self._clock())
+            except SchedulerFullError as error:
+                runtime.table.counters.failed["rejected"] += samples
+                raise QueueFullError(
+                    f"{model}: overloaded: {error}; send it later, with more time, or to "
+                    "another server"
+                ) from error
+
     def submit(self, model: str, request: Request) -> None:
         """Queue a request.
 
@@ -334,7 +349,7 @@ class Executor:
         model, run, _ = task
         batch = self._batch(slot, task, carry)
         started_s = self._clock()
-        step = model.under(run).pipeline.step(slot, run.stage, batch)
+        step = model.keep_in(run, model.under(run).pipeline.step(slot, run.stage, batch))
         runs_on = model.observe(run, step)
         with self._lock:
             now_s = self._clock()
@@ -362,7 +377,9 @@ class Executor:
             model.start(run)
             with self._lock:
                 parts = model.requests_of(run, self._clock())
-            return slot.upload(gather(parts))
+            inputs = gather(parts)
+            model.check_inputs(run, inputs)
+            return slot.upload(inputs)
         assert carry is not None
         return carry
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -75,6 +75,7 @@ class ModelRuntime:
             in_flight=self.scheduler.in_flight,
             auditing=self.scheduler.auditing,
             lost_feedback=self._recorder.lost if self._recorder else 0,
+            out_of_range=self._recorder.left_out if self._recorder else 0,
         )
 
     def take_pieces(self, run: Run) -> Pieces:
@@ -103,6 +104,23 @@ class ModelRuntime:
             deployment = self.under(run)
             forced = run.deepest < len(deployment.plan.stages) - 1
             self._recorder.start(run.sample_ids, deployment.policy.version, forced=forced)
+
+    def check_inputs(self, run: Run, inputs: Mapping[str, NDArray[Any]]) -> None:
+        """Leave samples out of the evidence whose inputs, [n, …], are out of range."""
+        if self._recorder is not None and self.model.guard is not None:
+            in_range = self.model.guard.in_range(inputs)
+            if not in_range.all():
+                self._recorder.leave_out(run.sample_ids[~in_range])
+
+    def keep_in(self, run: Run, step: StageStep) -> StageStep:
+        """Let no sample exit whose inputs are out of range; without the lock."""
+        if self._recorder is None or not step.leaving or step.result.carry is None:
+            return step
+        in_range = self._recorder.in_range(run.sample_ids)
+        if in_range.all():
+            return step
+        exited = step.exited & in_range
+        return StageStep(step.result, exited, int(np.count_nonzero(exited)))
 
     def observe(self, run: Run, step: StageStep) -> NDArray[np.bool_] | None:
         """Record what a stage said, without the lock; gives which rows run on once answered."""

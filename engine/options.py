@@ -14,6 +14,9 @@ from offramp.engine.tensorrt.probe import parse_device
 
 RUN_THROUGH = PolicyName("run-through")
 _INF = float("inf")
+_MOST_ROWS, _MOST_THREADS, _MOST = 2**16, 2**12, 2**31 - 1
+"""Of a batch, of a process, and of what is only counted: more is a slip of the hand, and would
+exhaust the machine before anything is served."""
 CONTROLLERS = ("certified", "apparate", "static")
 """The controllers that a model may have in release and audit mode."""
 _ON_CPU = "onnxruntime"
@@ -57,8 +60,14 @@ class ModelOptions:
     budget); ``None`` is 0.02 in release mode, where exits save no compute, else what the exits
     compiled in cost, at least 0.1."""
 
+    trust_inputs: bool = False
+    """Whether exits answer, and the controller learns from, samples whose inputs are far outside of
+    what calibration saw."""
+
     def __post_init__(self) -> None:
         _refuse_unless(self, lambda v: v >= 1, "at least 1", "max_batch_size", "max_queue_samples")
+        _refuse_unless(self, lambda v: v <= _MOST_ROWS, f"at most {_MOST_ROWS}", "max_batch_size")
+        _refuse_unless(self, lambda v: v <= _MOST, f"at most {_MOST}", "max_queue_samples")
         _refuse_unless(self, lambda v: 0 <= v < _INF, "≥ 0", "max_queue_delay_ms", "ramp_budget")
         _refuse_unless(self, lambda v: 0 < v < _INF, "above 0", "slo_ms", "weight")
         shares = ("max_disagreement", "confidence", "audit_budget")
@@ -104,7 +113,11 @@ class EngineOptions:
     """By name, of models that differ from ``defaults``, whole."""
 
     def __post_init__(self) -> None:
-        _refuse_unless(self, lambda v: v >= 1, "at least 1", "streams", "threads", "parallel_below")
+        counts = ("streams", "threads", "parallel_below")
+        _refuse_unless(self, lambda v: v >= 1, "at least 1", *counts)
+        _refuse_unless(self, lambda v: v <= _MOST, f"at most {_MOST}", "parallel_below")
+        most = f"at most {_MOST_THREADS}"
+        _refuse_unless(self, lambda v: v <= _MOST_THREADS, most, "streams", "threads")
         if self.max_violations is not None and self.parallel_below is not None:
             raise ValueError("give parallel_below, or max_violations that it follows, not both")
         _refuse_unless(self, lambda v: 0 < v < 1, "a share: above 0, below 1", "max_violations")
@@ -150,4 +163,4 @@ def _refuse_unless(
     for name in names:
         value = getattr(options, name)
         if value is not None and not allowed(value):
-            raise ValueError(f"{name} is {value}, expected {expected}")
+            raise ValueError(f"{name} is {value!s:.60}, expected {expected}")

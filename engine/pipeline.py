@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from offramp.certify import NEVER, leaves
 from offramp.engine.backends.base import Backend, Rows, Slot, Stage, StageResult, TensorBatch
+from offramp.engine.errors import BackendError
 from offramp.engine.plan import Mode, Plan, StageSpec
 from offramp.engine.scheduling.base import all_rows, uniform
 
@@ -95,9 +96,34 @@ class Pipeline:
                 rows, batch = rows[staying], slot.select(batch, staying)
 
     def warm_up(self, slot: Slot, tensors: Mapping[str, NDArray[Any]]) -> None:
-        """Run one batch through every stage with nobody leaving (allocates for its size)."""
+        """Run one batch through every stage with nobody leaving (allocates for its size).
+
+        BackendError if a stage fails, or its answer is not of the model's form.
+        """
         batch = slot.upload(tensors)
-        for stage in self._stages:
-            carry = slot.run(stage, batch).carry
-            if carry is not None:
-                batch = carry
+        for spec, stage in zip(self.plan.stages, self._stages, strict=True):
+            result = slot.run(stage, batch)
+            _check_form(spec, result, len(batch))
+            if result.carry is not None:
+                batch = result.carry
+
+
+def _check_form(spec: StageSpec, result: StageResult, rows: int) -> None:
+    """Refuse, by a BackendError, an answer that all that follows does not reckon with."""
+    answer, confidence, _ = result
+    if answer is None:
+        return
+    shape, dtype = (rows, *answer.shape[1:]), str(answer.dtype)
+    if spec.bundle is not None:
+        (output,) = spec.bundle.manifest.outputs
+        shape, dtype = (rows, spec.bundle.manifest.answer.classes), output.dtype
+    form = f"{dtype} {list(shape)} with confidences float32 {[rows]}"
+    found = (
+        f"{answer.dtype} {list(answer.shape)} with confidences "
+        f"{confidence.dtype} {list(confidence.shape)}"
+    )
+    if found != form:
+        raise BackendError(
+            f"stage {spec.index} answers {rows} rows by {found}, expected {form}; "
+            "compile the model again"
+        )

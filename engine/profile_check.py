@@ -114,6 +114,8 @@ def measure(
     staged = Pipeline(backend, plan)
     slot = backend.open_slot()
     try:
+        for pipeline in (source, staged):
+            pipeline.warm_up(slot, zeros(bundle.manifest, 1))
         one = slot.upload(zeros(bundle.manifest, 1))
         whole_ms = min(_step_ms(source, slot, 0, one, clock) for _ in range(3))
         slowdown = whole_ms / compiled.source_ms[compiled.column(1)]
@@ -302,7 +304,7 @@ def write_kept(path: Path, here: dict[str, str], profile: Profile) -> None:
         kept = {}
     kept[_key(here)] = {"machine": here, "profile": to_plain(profile)}
     try:
-        write_whole(path, json.dumps(kept).encode())
+        write_whole(path, json.dumps(kept).encode(), durable=False)
     except OSError as error:
         _log.debug("%s is not kept: %s", path, error)
 

@@ -20,7 +20,7 @@ CAPACITY: Final = 1 << 14
 _MOST_AT_ONCE: Final = 1 << 12
 """Samples read by one call."""
 _NOBODY: Final = -1
-_RUNNING, _FINISHED, _LOST = np.uint8(0), np.uint8(1), np.uint8(2)
+_RUNNING, _FINISHED, _LOST, _LEFT_OUT = map(np.uint8, range(4))
 
 SampleIds = NDArray[np.int64]
 
@@ -40,6 +40,8 @@ class Recorder:
         self.lost = 0
         """Samples of which nothing is known: their batch failed, they were late, withdrawn, or
         nobody read in time."""
+        self.left_out = 0
+        """Samples that are no evidence, as their inputs are out of range."""
         self._random = np.random.default_rng(seed)
         self._mask = capacity - 1
         self._read = 0
@@ -54,6 +56,7 @@ class Recorder:
         self._runs_on = np.ones(capacity, np.bool_)
         self._version = np.zeros(capacity, np.int64)
         self._forced = np.zeros(capacity, np.bool_)
+        self._in_range = np.ones(capacity, np.bool_)
 
     def start(self, sample_ids: SampleIds, version: int, *, forced: bool = False) -> None:
         """Record samples [n] that start under a policy's version, and toss their coins.
@@ -74,12 +77,22 @@ class Recorder:
         self._runs_on[slots] = self._random.random(len(slots)) < probability
         self._version[slots] = version
         self._forced[slots] = forced
+        self._in_range[slots] = True
         self._sample_id[slots] = sample_ids
 
     def runs_on(self, sample_ids: SampleIds) -> NDArray[np.bool_]:
         """[n]: whether the sample's coin says that it runs on after an early answer."""
         chosen: NDArray[np.bool_] = self._runs_on[sample_ids & self._mask]
         return chosen
+
+    def leave_out(self, sample_ids: SampleIds) -> None:
+        """Record samples whose inputs are out of range: they will be no evidence."""
+        self._in_range[self._own(sample_ids)[0]] = False
+
+    def in_range(self, sample_ids: SampleIds) -> NDArray[np.bool_]:
+        """[n]: whether the samples' inputs are in range."""
+        found: NDArray[np.bool_] = self._in_range[sample_ids & self._mask]
+        return found
 
     def passed(
         self,
@@ -106,7 +119,8 @@ class Recorder:
 
     def finish(self, sample_ids: SampleIds) -> None:
         """Record that no more will be known of samples."""
-        self._state[self._own(sample_ids)[0]] = _FINISHED
+        slots, _ = self._own(sample_ids)
+        self._state[slots] = np.where(self._in_range[slots], _FINISHED, _LEFT_OUT)
 
     def lose(self, sample_ids: SampleIds) -> None:
         """Record that samples left otherwise than they were meant to: they are no evidence."""
@@ -139,7 +153,9 @@ class Recorder:
         if torn.any():  # overwritten while it was read; the next call goes on behind it
             return None
         self._read += count
-        self.lost += count - len(known)
+        left_out = int(np.count_nonzero(self._state[slots] == _LEFT_OUT))
+        self.left_out += left_out
+        self.lost += count - len(known) - left_out
         return seen if len(known) else None
 
     def _own(self, sample_ids: SampleIds) -> tuple[SampleIds, NDArray[np.bool_]]:

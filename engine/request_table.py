@@ -318,7 +318,11 @@ class RequestTable:
             self._completions.add(request.followup, request)
 
     def _too_late(self, request: Request, cause: DropCause) -> EngineError:
-        given = f"{(request.deadline_s - request.submitted_s) * 1e3:.1f} ms that there were"
+        given_ms = (request.deadline_s - request.submitted_s) * 1e3
+        if given_ms <= 0:
+            late = f"{abs(given_ms):.1f} ms before the request came"
+            return DeadlineExceededError(f"{self._name}: the deadline had passed {late}")
+        given = f"{given_ms:.1f} ms that there were"
         if cause is DropCause.INFEASIBLE:
             return DeadlineExceededError(
                 f"{self._name}: given up early, as no answer can be expected within the {given}"

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -17,16 +16,17 @@ from offramp.bundle.engines import list_targets
 from offramp.engine.backends import Backend, Slot
 from offramp.engine.backends.factory import CPU
 from offramp.engine.control.controller import Controller
-from offramp.engine.control_state import state_path_of
 from offramp.engine.controllers import make_controller
 from offramp.engine.deployment import Deployment, DeploymentMaker, zeros
 from offramp.engine.device_profile import measure_profile
 from offramp.engine.errors import BackendError, OptionsError
+from offramp.engine.input_guard import InputGuard
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
 from offramp.engine.profile_check import profile_here, say_what_exits_bring
 from offramp.engine.recorder import Recorder
 from offramp.engine.scheduling import ModelScheduler, OperatingPoints, ParallelLimit, make_scheduler
+from offramp.engine.state_file import StateFile
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class ModelControl:
     deployments: DeploymentMaker
     fingerprint: Mapping[str, str]
     """What a kept state of the controller must have been made for."""
-    state_path: Path | None = None
+    state_file: StateFile | None = None
     """Where the controller's state is kept over restarts; ``None`` keeps none."""
 
 
@@ -67,6 +67,8 @@ class ServedModel:
     """A sample that is known to run."""
     control: ModelControl | None = None
     """``None`` in modes that observe nothing."""
+    guard: InputGuard | None = None
+    """``None`` trusts all inputs."""
     loaded_s: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -95,7 +97,7 @@ class ServedModel:
                 recorder=Recorder(len(bundle.manifest.exits)),
                 deployments=deployments,
                 fingerprint={**found_under, **_arithmetic(bundle, backend)},
-                state_path=state_path_of(bundle.path) if options.keep_state else None,
+                state_file=StateFile.of(bundle.path, name) if options.keep_state else None,
             )
             control.recorder.audit_probability = controller.audit_probability
         elif mode is Mode.OFF:
@@ -122,6 +124,7 @@ class ServedModel:
             scheduler=scheduler,
             good_inputs=zeros(bundle.manifest, 1),
             control=control,
+            guard=_guard(name, bundle) if control and not of_model.trust_inputs else None,
         )
 
     def probe(self, slot: Slot, deployment: Deployment) -> None:
@@ -134,6 +137,15 @@ class ServedModel:
             rows = {name: array.repeat(size, axis=0) for name, array in self.good_inputs.items()}
             for _ in range(2):
                 deployment.pipeline.warm_up(slot, rows)
+
+
+def _guard(name: str, bundle: Bundle) -> InputGuard | None:
+    """Make the guard of a bundle, if it says what calibration saw."""
+    ranges = bundle.input_ranges()
+    if ranges is None:
+        _log.info("%s: an older bundle, without input ranges: all inputs are trusted", name)
+        return None
+    return InputGuard(ranges)
 
 
 def _profile(name: str, bundle: Bundle, backend: Backend, options: EngineOptions) -> Profile:

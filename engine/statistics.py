@@ -101,6 +101,8 @@ class CountersSnapshot:
     """Samples that have their answer and run on, for feedback."""
     lost_feedback: int = 0
     """Samples whose feedback was lost: their batch failed, or nobody read it in time."""
+    out_of_range: int = 0
+    """Samples that no exit answered as their inputs are unlike those of calibration."""
     queue_s: Histogram
     """Seconds from submission to first dispatch, per request part."""
     latency_s: Histogram
@@ -195,7 +197,13 @@ class Counters:
             counters.threshold = thresholds.get(exit_index, NEVER)
 
     def snapshot(
-        self, *, queued: int, in_flight: int, auditing: int = 0, lost_feedback: int = 0
+        self,
+        *,
+        queued: int,
+        in_flight: int,
+        auditing: int = 0,
+        lost_feedback: int = 0,
+        out_of_range: int = 0,
     ) -> CountersSnapshot:
         """Give the counts so far, and what scheduler and recorder hold at the same instant."""
         in_depth_order = sorted(self.stages, key=lambda exit_: (exit_ == MODEL_END, exit_))
@@ -211,6 +219,7 @@ class Counters:
             in_flight=in_flight,
             auditing=auditing,
             lost_feedback=lost_feedback,
+            out_of_range=out_of_range,
             queue_s=self.queue_s.snapshot(),
             latency_s=self.latency_s.snapshot(),
         )

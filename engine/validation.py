@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import TensorSpec
 
-_MOST_PRIORITY = 2**31
+_LEAST_PRIORITY, _MOST_PRIORITY = -(2**31), 2**31 - 1
 
 
 def check_request(
@@ -29,7 +29,7 @@ def check_request(
     """
     if wrong := check_tensors(specs, tensors):
         return wrong
-    if not -_MOST_PRIORITY <= priority <= _MOST_PRIORITY:
+    if not _LEAST_PRIORITY <= priority <= _MOST_PRIORITY:
         return f"priority {priority} is not a 32-bit number"
     if deadline_s is not None and math.isnan(deadline_s):
         return "the deadline is not a number"

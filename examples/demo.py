@@ -103,7 +103,7 @@ def _serving() -> Iterator[tuple[str, str]]:
     try:
         yield _wait_ready(process)
     finally:
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
         status = process.wait(timeout=60)
         console.print(f"eeserve stopped with exit status {status}")
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.proto.messages import ModelInferRequest, ModelInferResponse
+from offramp.proto.wire import MAX_NAME_CHARS, PackedFloats
 
 DATATYPES: Final = MappingProxyType(
     {
@@ -41,6 +42,15 @@ _REMEDIES: Final = {
     "BYTES": "strings are not served: send the numbers that the model reads, such as token ids",
     "BF16": "numpy has no bfloat16: send FP32 or FP16, as the model's metadata says",
 }
+
+
+MAX_DIMENSIONS: Final = 32
+"""What numpy takes before 2.0; since then it is 64."""
+
+_MOST_ELEMENTS: Final = 2**60 - 1
+"""Times 8 bytes it is still a signed 64-bit number."""
+
+_SLICE: Final = 4096
 
 
 class TensorError(ValueError):
@@ -97,16 +107,20 @@ _CONTENTS_FIELDS: Final[Mapping[str, str]] = {
 
 
 def decode_tensors(
-    tensors: Sequence[WireTensor], raw_contents: Sequence[bytes]
+    tensors: Sequence[WireTensor],
+    raw_contents: Sequence[bytes | memoryview],
+    floats: Mapping[int, PackedFloats] = MappingProxyType({}),
 ) -> dict[str, NDArray[Any]]:
     """Read the tensors of a request or a response.
 
     Args:
         tensors: Name, datatype, shape and, where ``raw_contents`` is empty, typed contents.
         raw_contents: Empty, or the elements of every tensor, in the same order.
+        floats: Typed contents, by the tensor's index, that its message does not hold itself.
 
     Returns:
-        By name, in the same order; read-only views of ``raw_contents`` where that is used.
+        By name, in the same order; read-only views of the contents where they are raw or floats,
+        unless these lie at an address that is no multiple of the element's size.
 
     Raises:
         TensorError: A name comes twice, a datatype or shape is impossible, or there are not as
@@ -119,10 +133,16 @@ def decode_tensors(
         )
     arrays: dict[str, NDArray[Any]] = {}
     for index, tensor in enumerate(tensors):
-        if tensor.name in arrays:
-            raise TensorError(f"tensor {tensor.name!r} comes twice; send each name once")
+        name = tensor.name
+        if len(name) > MAX_NAME_CHARS:
+            raise TensorError(
+                f"tensor {index} has a name of {len(name)} characters, expected at most "
+                f"{MAX_NAME_CHARS}; send the name that the model's metadata gives"
+            )
+        if name in arrays:
+            raise TensorError(f"tensor {name!r} comes twice; send each name once")
         raw = raw_contents[index] if raw_contents else None
-        arrays[tensor.name] = _decode(tensor, raw)
+        arrays[name] = _decode(tensor, raw, floats.get(index))
     return arrays
 
 
@@ -141,21 +161,47 @@ def encode_tensor(tensor: WireTensor, name: str, array: NDArray[Any]) -> bytes:
     return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
 
 
-def _decode(tensor: WireTensor, raw: bytes | None) -> NDArray[Any]:
+def _decode(
+    tensor: WireTensor, raw: bytes | memoryview | None, floats: PackedFloats | None
+) -> NDArray[Any]:
     dtype = dtype_of(tensor.datatype, tensor.name)
+    shape = _shape(tensor)
+    count = math.prod(shape)
+    if raw is not None:
+        elements = _raw_elements(tensor, raw, dtype, count, typed=floats is not None)
+    elif floats is not None:
+        elements = _floats(tensor, floats, dtype, count)
+    else:
+        elements = _typed_elements(tensor, dtype, count)
+    return elements.reshape(shape)
+
+
+def _shape(tensor: WireTensor) -> tuple[int, ...]:
+    """The sizes, once they are known to be those of an array that can be."""
+    if len(tensor.shape) > MAX_DIMENSIONS:
+        raise TensorError(
+            f"tensor {tensor.name!r} has {len(tensor.shape)} dimensions, expected at most "
+            f"{MAX_DIMENSIONS}"
+        )
     shape = tuple(tensor.shape)
     if any(size < 0 for size in shape):
         raise TensorError(
             f"tensor {tensor.name!r} has shape {list(shape)}; a tensor that is sent has the sizes "
             "of its array, -1 is for metadata only"
         )
-    if raw is None:
-        return _typed_elements(tensor, dtype, math.prod(shape)).reshape(shape)
-    return _raw_elements(tensor, raw, dtype, math.prod(shape)).reshape(shape)
+    # numpy multiplies the sizes that are not 0, even of an array without elements.
+    if math.prod(size for size in shape if size) > _MOST_ELEMENTS:
+        raise TensorError(
+            f"tensor {tensor.name!r} has shape {list(shape)}, which no array can have; "
+            "send the sizes of the array"
+        )
+    return shape
 
 
-def _raw_elements(tensor: WireTensor, raw: bytes, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
-    if tensor.HasField("contents"):
+def _raw_elements(
+    tensor: WireTensor, raw: bytes | memoryview, dtype: np.dtype[Any], count: int, *, typed: bool
+) -> NDArray[Any]:
+    if typed or tensor.HasField("contents"):
         raise TensorError(f"tensor {tensor.name!r} has typed and raw contents; send one of them")
     if len(raw) != count * dtype.itemsize:
         raise TensorError(
@@ -164,10 +210,29 @@ def _raw_elements(tensor: WireTensor, raw: bytes, dtype: np.dtype[Any], count: i
         )
     if dtype == np.bool_:
         return _raw_bools(tensor, raw)
-    return np.frombuffer(raw, dtype=dtype)
+    return _aligned(np.frombuffer(raw, dtype=dtype))
 
 
-def _raw_bools(tensor: WireTensor, raw: bytes) -> NDArray[np.bool_]:
+def _floats(
+    tensor: WireTensor, floats: PackedFloats, dtype: np.dtype[Any], count: int
+) -> NDArray[Any]:
+    _check_field(tensor, [floats.field])
+    given, rest = divmod(len(floats.elements), dtype.itemsize)
+    if rest:
+        raise TensorError(
+            f"tensor {tensor.name!r} has {len(floats.elements)} bytes in {floats.field}; "
+            f"each element takes {dtype.itemsize}"
+        )
+    _check_count(tensor, floats.field, given, count)
+    return _aligned(np.frombuffer(floats.elements, dtype=dtype))
+
+
+def _aligned(array: NDArray[Any]) -> NDArray[Any]:
+    """The array, copied unless its address is a multiple of the element's size."""
+    return array if array.flags.aligned else array.copy()
+
+
+def _raw_bools(tensor: WireTensor, raw: bytes | memoryview) -> NDArray[np.bool_]:
     """View the bytes as bool, once they are known to be 0 and 1: numpy takes others on trust."""
     elements = np.frombuffer(raw, dtype=np.uint8)
     if elements.max(initial=0) > 1:
@@ -179,24 +244,38 @@ def _raw_bools(tensor: WireTensor, raw: bytes) -> NDArray[np.bool_]:
 
 
 def _typed_elements(tensor: WireTensor, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+    field = _check_field(tensor, [used.name for used, _ in tensor.contents.ListFields()])
+    elements = getattr(tensor.contents, field)
+    _check_count(tensor, field, len(elements), count)
+    wide = np.empty(count, _field_dtype(dtype))
+    # Each element becomes an object: by slices, for other threads to run in between.
+    for start in range(0, count, _SLICE):
+        wide[start : start + _SLICE] = elements[start : start + _SLICE]
+    return _narrowed(tensor, wide, dtype)
+
+
+def _check_field(tensor: WireTensor, used: Sequence[str]) -> str:
+    """The field of typed contents that the tensor's elements belong into, if they are there."""
     field = _CONTENTS_FIELDS.get(tensor.datatype)
     if field is None:
         raise TensorError(
             f"tensor {tensor.name!r} is {tensor.datatype}, which typed contents have no field "
             "for; send raw contents"
         )
-    if others := [used.name for used, _ in tensor.contents.ListFields() if used.name != field]:
+    if others := [name for name in used if name != field]:
         raise TensorError(
             f"tensor {tensor.name!r} is {tensor.datatype} with its elements in {others[0]}; "
             f"they belong into {field}"
         )
-    elements = getattr(tensor.contents, field)
-    if len(elements) != count:
+    return field
+
+
+def _check_count(tensor: WireTensor, field: str, given: int, expected: int) -> None:
+    if given != expected:
         raise TensorError(
-            f"tensor {tensor.name!r} has {len(elements)} elements in {field}; "
-            f"shape {list(tensor.shape)} takes {count}"
+            f"tensor {tensor.name!r} has {given} elements in {field}; "
+            f"shape {list(tensor.shape)} takes {expected}"
         )
-    return _narrowed(tensor, np.array(elements, dtype=_field_dtype(dtype)), dtype)
 
 
 def _field_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

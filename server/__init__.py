@@ -2,3 +2,9 @@
 
 May import: bundle, engine, engine.backends, engine.control, engine.scheduling, proto.
 """
+
+import os
+
+# gRPC's core writes a line to stderr for each header that it cannot parse, past all logging; it
+# looks at this once, when it is imported.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")

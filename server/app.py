@@ -1,4 +1,9 @@
-"""The life of a server: open the engine, listen, wait for a signal, drain, close."""
+"""The life of a server: open the engine, listen, wait for a signal, drain, close.
+
+The first signal ends readiness; new requests are answered for a while more, since load balancers
+take their time to notice. Then they are refused with ``UNAVAILABLE``, what is in flight is
+answered, the connections are closed, and the engine saves its state.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +14,38 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any, Final, TypeVar
 
+from offramp.server.connections import fit_limits
 from offramp.server.endpoints import GrpcEndpoint, HttpEndpoint, check_free, join_address
+from offramp.server.memory import keep_large_blocks
 from offramp.server.options import MIB, ServerOptions
+from offramp.server.reception import Reception
 from offramp.server.served import ServedEngine
 
 logger = logging.getLogger(__name__)
 
 
 class StopSignals:
-    """The stop signals that came so far: the first asks to leave, the second to leave at once."""
+    """The stop signals that came so far: the first asks to leave, the second to leave at once.
+
+    From then on signals do what they do to other programs: a third one ends the process wherever
+    it is.
+    """
 
     def __init__(self) -> None:
         self.requested = asyncio.Event()
         """Set by the first signal."""
         self.forced = asyncio.Event()
         """Set by the second."""
+        self.patient = True
+        """Whether new requests may be answered for a while: not if a person waits at a terminal."""
+        self.serving = False
+        """Whether there is something to answer and to save: a second signal before ends all."""
 
     def request(self, name: str) -> None:
         """Ask once more; ``name`` is who asks, for the log."""
         if not self.requested.is_set():
             logger.info("%s: leaving once the requests in flight are answered", name)
+            self.patient = name != signal.SIGINT.name
             self.requested.set()
         else:
             logger.warning("%s again: leaving at once", name)
@@ -36,16 +53,34 @@ class StopSignals:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Listen to the signals of the process; on its main thread, in a running loop."""
+        """Listen to the signals of the process; on its main thread, in a running loop.
+
+        SIGHUP is ignored where the process was told to, as by nohup.
+        """
         loop = asyncio.get_running_loop()
-        handled = (signal.SIGTERM, signal.SIGINT)
+        handled = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            handled.append(signal.SIGHUP)
+
+        def handle(number: signal.Signals) -> None:
+            self.request(number.name)
+            if self.forced.is_set():
+                restore()
+                for each in handled:
+                    signal.signal(each, signal.SIG_DFL)
+                if not self.serving:
+                    signal.raise_signal(number)
+
+        def restore() -> None:
+            for number in handled:
+                loop.remove_signal_handler(number)
+
         for number in handled:
-            loop.add_signal_handler(number, self.request, number.name)
+            loop.add_signal_handler(number, handle, number)
         try:
             yield
         finally:
-            for number in handled:
-                loop.remove_signal_handler(number)
+            restore()
 
 
 EXIT_OK: Final = 0
@@ -66,6 +101,7 @@ def serve(open_engine: EngineOpener, options: ServerOptions) -> int:
         StartError: A port cannot be listened on.
         BundleError, BackendError: From ``open_engine``.
     """
+    keep_large_blocks((options.max_message_mib + 1) * MIB)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(serve_until_stopped(open_engine, options))
 
@@ -81,6 +117,7 @@ async def serve_until_stopped(
         engine = await _unless(stop.requested, open_engine())
         if engine is None:
             return EXIT_OK
+        stop.serving = True
         async with AsyncExitStack() as stack:
             stack.push_async_callback(engine.close)
             endpoint = await _listen(stack, engine, options)
@@ -92,9 +129,16 @@ async def _listen(
     stack: AsyncExitStack, engine: ServedEngine, options: ServerOptions
 ) -> GrpcEndpoint:
     """Start both endpoints; the stack stops them."""
-    http = HttpEndpoint(engine)
+    limits = fit_limits(options.max_connections)
+    reception = Reception(options)
+    http = HttpEndpoint(engine, reception, max_connections=limits.http)
     stack.push_async_callback(http.stop)
-    endpoint = GrpcEndpoint(engine, max_message_bytes=options.max_message_mib * MIB)
+    endpoint = GrpcEndpoint(
+        engine,
+        max_message_bytes=options.max_message_mib * MIB,
+        max_connections=limits.grpc,
+        reception=reception,
+    )
     stack.push_async_callback(endpoint.stop, 0.0)
     http_port = await http.start(options.host, options.http_port)
     grpc_port = await endpoint.start(options.host, options.grpc_port)
@@ -112,9 +156,11 @@ async def _listen(
 async def _leave(
     engine: ServedEngine, endpoint: GrpcEndpoint, options: ServerOptions, stop: StopSignals
 ) -> int:
-    """Tell the health watchers, answer what is in flight, and hang up."""
+    """Be not ready any more, answer for a while, then what is in flight, and hang up."""
+    engine.leave()
     await endpoint.leaving()
-    drained = await _unless(stop.forced, engine.drain(options.shutdown_timeout_s))
+    delay_s = options.drain_delay_s if stop.patient else 0.0
+    drained = await _unless(stop.forced, _drain(engine, options, delay_s))
     if not drained:
         logger.error(
             "leaving with %d samples unanswered%s",
@@ -124,6 +170,14 @@ async def _leave(
     await endpoint.stop(_FLUSH_S if drained else 0.0)
     logger.info("stopped")
     return EXIT_OK if drained else EXIT_UNANSWERED
+
+
+async def _drain(engine: ServedEngine, options: ServerOptions, delay_s: float) -> bool:
+    """Let load balancers notice, then finish what is in flight; whether that was done in time."""
+    if delay_s > 0:
+        logger.info("new requests are answered for %g s more (--drain-delay-s)", delay_s)
+        await asyncio.sleep(delay_s)
+    return await engine.drain(options.shutdown_timeout_s)
 
 
 async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, _T]) -> _T | None:

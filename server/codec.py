@@ -1,4 +1,17 @@
-"""Conversion of the protocol's requests to engine calls, and of results to responses."""
+"""Conversion of the protocol's requests to engine calls, and of results to responses.
+
+A request on ``ModelStreamInfer`` is answered as Triton answers those to models that are not
+decoupled: by exactly one response, in the order of requests. With the bool parameter
+``offramp_decoupled`` it is answered as by a decoupled model: as soon as its answers are there,
+whatever other requests wait for, and, where samples that exits answered run on to the model's end,
+twice: early, and with what the end says. The last response to a request has the parameter
+``triton_final_response`` set.
+
+``triton_enable_empty_final_response`` means what it does in Triton (``stream_infer_handler.cc``):
+a response without outputs, for the end of a request whose last response did not say that it was
+the last. Triton sends one for decoupled models alone, we for decoupled requests alone, and there
+only if the final answer was lost: all other last responses say that they are.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +37,9 @@ from offramp.proto.messages import (
     ModelStreamInferResponse,
 )
 from offramp.proto.tensors import TensorError, datatype_of, decode_tensors, encode_tensor
+from offramp.proto.wire import (
+    InferMessage,
+)
 
 MODEL_VERSION: Final = "1"
 """A served model has this one version; an empty one in a request means it."""
@@ -33,6 +49,11 @@ DEFAULT_PRIORITY_LEVEL: Final = 5
 
 Triton leaves the default level to each model's configuration.
 """
+
+DECOUPLED: Final = "offramp_decoupled"
+"""Parameter of a request on a stream that wants all its answers, and wants them at once."""
+EMPTY_FINAL_RESPONSE: Final = "triton_enable_empty_final_response"
+"""Parameter of a request that wants to be told if no more answers come; see above."""
 
 _LOWEST_PRIORITY_LEVEL: Final = 2**31
 """Levels beyond it count as it: the parameter is uint64, the engine sorts machine integers."""
@@ -49,10 +70,17 @@ class InferCall:
     """Absolute, on the clock of ``now_s``."""
     priority: int
     """The engine's: higher is served first, 0 is the default."""
+    empty_final_response: bool
+    """Whether to say by an empty response that no more answers come, if nothing else has."""
+
+
+def is_decoupled(request: ModelInferRequest) -> bool:
+    """Whether a request on a stream says so; what says it wrongly is refused when it is read."""
+    return DECOUPLED in request.parameters and request.parameters[DECOUPLED].bool_param
 
 
 def read_request(
-    request: ModelInferRequest, model: ModelInfo, *, now_s: float, time_remaining_s: float | None
+    message: InferMessage, model: ModelInfo, *, now_s: float, time_remaining_s: float | None
 ) -> InferCall:
     """Decode a request to ``model``; ``now_s`` is ``time.monotonic()``.
 
@@ -60,12 +88,15 @@ def read_request(
         ModelNotServedError: It names another version than ours.
         BadInputError: A tensor, an output name or a parameter is wrong.
     """
+    request = message.head
     check_version(request.model_name, request.model_version)
+    _flag(request.parameters, DECOUPLED)
     return InferCall(
-        inputs=_inputs(request),
+        inputs=_inputs(message),
         outputs=_requested_outputs(request, model),
         deadline_s=_deadline_s(request.parameters, now_s, time_remaining_s),
         priority=_priority(request.parameters),
+        empty_final_response=_flag(request.parameters, EMPTY_FINAL_RESPONSE),
     )
 
 
@@ -78,11 +109,11 @@ def check_version(model: str, version: str) -> None:
         )
 
 
-def _inputs(request: ModelInferRequest) -> dict[str, NDArray[Any]]:
-    for tensor in request.inputs:
+def _inputs(message: InferMessage) -> dict[str, NDArray[Any]]:
+    for tensor in message.head.inputs:
         _refuse(tensor.parameters, f"input {tensor.name!r}", ("shared_memory_region",))
     try:
-        return decode_tensors(request.inputs, request.raw_input_contents)
+        return decode_tensors(message.head.inputs, message.raw_contents, message.floats)
     except TensorError as error:
         raise BadInputError(str(error)) from error
 
@@ -138,6 +169,17 @@ def _integer(parameters: Mapping[str, InferParameter], name: str, meaning: str) 
     return value
 
 
+def _flag(parameters: Mapping[str, InferParameter], name: str) -> bool:
+    """Read a parameter that is true or false; false where it is absent."""
+    if name not in parameters:
+        return False
+    kind = parameters[name].WhichOneof("parameter_choice") or "empty"
+    value = getattr(parameters[name], kind, None)
+    if not isinstance(value, bool):
+        raise BadInputError(f"parameter {name!r} is {value!r} ({kind}); expected bool_param")
+    return value
+
+
 def write_response(
     request: ModelInferRequest, result: EngineResult, outputs: Sequence[str]
 ) -> ModelInferResponse:
@@ -150,10 +192,20 @@ def write_response(
     return response
 
 
+def write_only(
+    request: ModelInferRequest, result: EngineResult, outputs: Sequence[str]
+) -> ModelStreamInferResponse:
+    """The one response to a request on a stream that is not decoupled."""
+    response = write_response(request, result, outputs)
+    response.parameters["offramp_answer"].string_param = ResultKind.ANSWER.value
+    _end(response, final=True)
+    return ModelStreamInferResponse(infer_response=response)
+
+
 def write_streamed(
     request: ModelInferRequest, result: StreamResult, outputs: Sequence[str]
 ) -> ModelStreamInferResponse:
-    """The response that carries one of the results of a request on a stream.
+    """The response that carries one of the results of a decoupled request.
 
     ``offramp_corrected``, 0 or 1 a sample, is there only where something was corrected. Whose
     answer is the unmodified model's is told by ``offramp_exits``.
@@ -167,7 +219,7 @@ def write_streamed(
 
 
 def write_end(request: ModelInferRequest) -> ModelStreamInferResponse:
-    """The empty last response where no answer follows after all, as in Triton."""
+    """The empty last response to a decoupled request, where no answer follows after all."""
     response = _response_to(request)
     _end(response, final=True)
     return ModelStreamInferResponse(infer_response=response)

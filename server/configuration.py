@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -28,6 +29,7 @@ from types import NoneType
 from typing import Any, Final, TypeAlias, get_args, get_type_hints
 
 from offramp.bundle.engines import PRECISIONS
+from offramp.bundle.npz import open_regular
 from offramp.engine.backends.factory import BACKENDS
 from offramp.engine.options import CONTROLLERS, EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
@@ -123,7 +125,7 @@ class _Kind:
 def _one_of(*names: str) -> Callable[[str], str]:
     def choose(text: str) -> str:
         if text not in names:
-            raise ValueError(f"{text!r} is none of {', '.join(names)}{_nearest(text, names)}")
+            raise ValueError(f"{text!r:.80} is none of {', '.join(names)}{_nearest(text, names)}")
         return text
 
     return choose
@@ -148,6 +150,11 @@ _TABLES: Final = ("defaults", "models")
 """Fields that are tables of their own."""
 _ALTERNATIVES: Final = frozenset({"parallel_below", "max_violations"})
 """Two ways to say one thing: who says one on the command line overrules both in the file."""
+_MOST_BYTES: Final = 2**20
+_MOST_BITS: Final = 1023
+"""Of an integer; a float holds no larger one."""
+_SHOWN: Final = 80
+"""Characters of a value that a message shows."""
 _TOML_TYPES: Final = {
     bool: "a boolean", int: "an integer", float: "a float", str: "a string", list: "an array",
     dict: "a table",
@@ -155,15 +162,35 @@ _TOML_TYPES: Final = {
 
 
 def _load(path: Path) -> dict[str, Any]:
+    content = _content(path)
     try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
-    except OSError as error:
-        raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
+        return tomllib.loads(content.decode())
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{path}: is not UTF-8, as TOML has to be: {error}") from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigurationError(f"{path}: is not TOML: {error}") from error
+        raise ConfigurationError(f"{path}: is not TOML: {error!s:.300}") from error
+    except RecursionError as error:
+        reason = "is nested too deep; expected tables of single values"
+        raise ConfigurationError(f"{path}: {reason}") from error
+    except ValueError as error:  # a number of more digits than Python reads, a date that is none
+        reason = str(error).partition(";")[0]
+        raise ConfigurationError(
+            f"{path}: has a value that is out of range: {reason}; expected numbers of a few digits"
+        ) from error
+
+
+def _content(path: Path) -> bytes:
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            content = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(content) > _MOST_BYTES:
+        raise ConfigurationError(
+            f"{path}: has {size:,} bytes, expected settings in at most {_MOST_BYTES:,}"
+        )
+    return content
 
 
 def _table(parent: Mapping[str, Any], name: str, where: str) -> _Table:
@@ -222,6 +249,11 @@ def _without_none(hint: Any) -> type:
 def _convert(value: object, kind: _Kind, where: str) -> Any:
     if type(value) not in kind.types:
         raise ConfigurationError(f"{where} is {_describe(value)}, expected {kind.expected}")
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        raise ConfigurationError(
+            f"{where} is an integer of {value.bit_length():,} bits, expected {kind.expected} of "
+            "a few digits"
+        )
     try:
         return kind.convert(value)
     except ValueError as error:
@@ -233,16 +265,20 @@ def _refuse_unknown(content: Iterable[str], known: Iterable[str], where: str, wh
     for key in content:
         if key not in known:
             raise ConfigurationError(
-                f"{where}: there is no {what} {key!r}{_nearest(key, known)} "
+                f"{where}: there is no {what} {key!r:.80}{_nearest(key, known)} "
                 f"(expected: {', '.join(known)})"
             )
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name[:_SHOWN], list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _describe(value: object) -> str:
     kind = _TOML_TYPES.get(type(value), "a date or time")
-    return f"{json.dumps(value, default=str, ensure_ascii=False)} ({kind})"
+    try:
+        text = json.dumps(value, default=str, ensure_ascii=False)
+    except (RecursionError, ValueError):  # nested deep, or of more digits than Python writes
+        text = "…"
+    return f"{text if len(text) <= _SHOWN else f'{text[:_SHOWN]}…'} ({kind})"

@@ -11,13 +11,23 @@ from typing import Any, Final
 
 import grpc.aio
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 from offramp.proto.descriptors import FILE, SERVICE
+from offramp.server.connections import (
+    MAX_HTTP_CONNECTIONS,
+    HttpConnections,
+    hang_up,
+    has_connections,
+)
 from offramp.server.errors import StartError
+from offramp.server.guarded import GuardedServer
 from offramp.server.metrics import CONTENT_TYPE, render_metrics
+from offramp.server.options import MAX_CONNECTIONS
+from offramp.server.reception import Reception
 from offramp.server.served import ServedEngine
 from offramp.server.service import inference_handler
 from offramp.server.status import render_status
@@ -134,13 +144,29 @@ SERVICES: Final = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
 class GrpcEndpoint:
     """A grpc.aio server; made and used on the event loop's thread."""
 
-    def __init__(self, engine: ServedEngine, *, max_message_bytes: int) -> None:
+    def __init__(
+        self,
+        engine: ServedEngine,
+        *,
+        max_message_bytes: int,
+        max_connections: int = MAX_CONNECTIONS,
+        reception: Reception | None = None,
+    ) -> None:
+        reception = reception or Reception()
         self._health = HealthReporter(engine)
-        self._server = grpc.aio.server(options=_channel_options(max_message_bytes))
-        self._server.add_generic_rpc_handlers((inference_handler(engine),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
+        self._port: int | None = None
+        self._server = grpc.aio.server(
+            options=[
+                *_channel_options(max_message_bytes),
+                ("grpc.max_allowed_incoming_connections", max_connections),
+                *_CONNECTION_OPTIONS,
+            ]
+        )
+        self._server.add_generic_rpc_handlers((inference_handler(engine, reception),))
+        guarded = GuardedServer(self._server, reception)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, guarded)
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(
-            reflection.aio.ReflectionServicer(SERVICES, pool=_reflection_pool()), self._server
+            reflection.aio.ReflectionServicer(SERVICES, pool=_reflection_pool()), guarded
         )
 
     async def start(self, host: str, port: int) -> int:
@@ -151,6 +177,7 @@ class GrpcEndpoint:
         except RuntimeError as error:
             raise StartError(f"cannot listen for gRPC on {address}: {error}") from error
         await self._server.start()
+        self._port = port
         return port
 
     async def serving(self) -> None:
@@ -162,15 +189,43 @@ class GrpcEndpoint:
         await self._health.leave()
 
     async def stop(self, grace_s: float) -> None:
-        """Take no more calls; give those in flight ``grace_s`` to end, then cancel them."""
+        """End all connections, after ``grace_s`` for the last answers to leave if there are any.
+
+        Calls of whatever state then end with UNAVAILABLE, as the connection is lost to them.
+        """
         await self._health.stop()
-        await self._server.stop(grace_s)
+        port, self._port = self._port, None
+        if port is not None:
+            if grace_s > 0 and has_connections(port):
+                await asyncio.sleep(grace_s)
+            hang_up(port)
+        await self._server.stop(None)
+
+
+MAX_CALLS: Final = 1024
+"""Of a connection at once; gRPC's clients keep further ones waiting at their side."""
+
+_CONNECTION_OPTIONS: Final = (
+    ("grpc.max_concurrent_streams", MAX_CALLS),
+    # It would also refuse calls (REFUSED_STREAM) of clients that keep to the limit, as calls that
+    # have just ended still count there.
+    ("grpc.http.overload_protection", 0),
+    # From accepting a connection to its first SETTINGS; gRPC's own default is 120 s.
+    ("grpc.server_handshake_timeout_ms", 5_000),
+    # Without a call; clients connect again with their next one, and hardly notice.
+    ("grpc.max_connection_idle_ms", 60_000),
+    # With a call, but silent: the peer may be gone without a word, and is asked.
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+)
 
 
 def _channel_options(max_message_bytes: int) -> list[tuple[str, Any]]:
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", -1),
+        # No algorithm but "identity": gRPC decompresses a message before it compares its size.
+        ("grpc.compression_enabled_algorithms_bitset", 1),
         # gRPC lets a second server share the port, and splits the calls between the two.
         ("grpc.so_reuseport", 0),
     ]
@@ -191,43 +246,92 @@ SECURITY_HEADERS: Final[Mapping[str, str]] = {
 }
 """On every response; the page needs nothing but its own style sheet."""
 
+_LAST_PAGES_S: Final = 0.5
+"""For readers to take in their pages when the server leaves; aiohttp waits for it up to twice."""
+
 
 class HttpEndpoint:
     """An aiohttp server; made and used on the event loop's thread."""
 
-    def __init__(self, engine: ServedEngine) -> None:
-        self._runner = web.AppRunner(make_application(engine), access_log=None)
+    def __init__(
+        self,
+        engine: ServedEngine,
+        reception: Reception | None = None,
+        *,
+        max_connections: int = MAX_HTTP_CONNECTIONS,
+    ) -> None:
+        application = make_application(engine, reception or Reception())
+        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=_LAST_PAGES_S)
+        self._backlog = max_connections  # accepted together, before those that give room are closed
+        self._connections = HttpConnections(self._running_server, most=max_connections)
+        application.middlewares.append(self._connections.note_use)
+        self._closing_idle: asyncio.Task[None] | None = None
+        self._listener: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> int:
         """Listen, or raise StartError; gives the port, which the system chooses for port 0."""
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, host, port, reuse_address=True).start()
+            self._listener = await asyncio.get_running_loop().create_server(
+                self._connections.accept, host, port, reuse_address=True, backlog=self._backlog
+            )
         except OSError as error:
             reason = "it is in use" if error.errno == errno.EADDRINUSE else error.strerror
             address = join_address(host, port)
             raise StartError(f"cannot listen for HTTP on {address}: {reason}") from error
-        return int(self._runner.addresses[0][1])
+        self._closing_idle = asyncio.create_task(self._connections.close_idle(), name="idle HTTP")
+        return int(self._listener.sockets[0].getsockname()[1])
 
     async def stop(self) -> None:
         """Close all connections; harmless if it never started."""
+        if self._closing_idle is not None:
+            self._closing_idle.cancel()
+        if self._listener is not None:
+            self._listener.close()
+        left = self._connections.transports()
         await self._runner.cleanup()
+        for each in left:  # closed, it would still wait for its peer to read
+            each.abort()
+
+    def _running_server(self) -> web.Server:
+        assert self._runner.server is not None, "start() sets it up first"
+        return self._runner.server
 
 
-def make_application(engine: ServedEngine) -> web.Application:
+def make_application(engine: ServedEngine, reception: Reception) -> web.Application:
     """The routes over an engine."""
-    application = web.Application()
+    application = web.Application(middlewares=[_one_a_turn()])
     routes = {
         "/": lambda: web.Response(text=render_status(engine), content_type="text/html"),
         "/health/live": lambda: _text("live\n"),
         "/health/ready": lambda: _readiness(engine),
         "/metrics": lambda: web.Response(
-            body=render_metrics(engine), headers={"Content-Type": CONTENT_TYPE}
+            body=render_metrics(engine, reception.refused),
+            headers={"Content-Type": CONTENT_TYPE},
         ),
     }
     for path, respond in routes.items():
         application.router.add_get(path, _handler(respond))
     return application
+
+
+def _one_a_turn() -> Middleware:
+    """A middleware by which the event loop does whatever else it has to do between two pages.
+
+    Many connections may ask at once, and each for many pages without waiting for them. Those that
+    wait are served in the order in which they came, so that a probe gets through.
+    """
+    turn = asyncio.Lock()
+
+    @web.middleware
+    async def wait_and_handle(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        async with turn:
+            await asyncio.sleep(0)
+            return await handler(request)
+
+    return wait_and_handle
 
 
 def _handler(

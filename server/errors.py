@@ -8,14 +8,11 @@ client tells them apart by it.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Awaitable, Callable, Mapping
-from functools import wraps
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Final, NoReturn, TypeVar
+from typing import Final, TypeVar
 
 import grpc
-import grpc.aio
 
 from offramp.engine.errors import (
     BackendError,
@@ -30,8 +27,6 @@ from offramp.engine.errors import (
     OutOfServiceError,
     QueueFullError,
 )
-
-logger = logging.getLogger(__name__)
 
 STATUS_CODES: Final[Mapping[type[EngineError], grpc.StatusCode]] = MappingProxyType(
     {
@@ -49,6 +44,43 @@ STATUS_CODES: Final[Mapping[type[EngineError], grpc.StatusCode]] = MappingProxyT
     }
 )
 
+
+class UndecodableError(InvalidRequestError):
+    """The bytes of a request are not a message of the protocol."""
+
+
+class RequestLimitError(InvalidRequestError):
+    """A request has more fields, or more beside its tensors' elements, than is read."""
+
+
+class RequestCountError(QueueFullError):
+    """As many requests are being answered as may be."""
+
+
+class HeldBytesError(QueueFullError):
+    """The messages of the requests that are being answered take all the memory they may."""
+
+
+REASONS: Final[Mapping[type[EngineError], str]] = MappingProxyType(
+    {
+        ModelNotServedError: "unknown_model",
+        BadInputError: "bad_input",
+        UndecodableError: "undecodable",
+        RequestLimitError: "too_many_fields",
+        InvalidRequestError: "invalid_request",
+        RequestCountError: "concurrency",
+        HeldBytesError: "bytes",
+        QueueFullError: "queue_full",
+        DeadlineExceededError: "deadline",
+        DrainingError: "draining",
+        OutOfServiceError: "out_of_service",
+        CapacityError: "capacity",
+        BackendError: "backend",
+        EngineError: "internal",
+    }
+)
+"""Why requests are refused, in the words of the metrics."""
+
 ERROR_METADATA_KEY: Final = "offramp-error"
 """Trailing metadata: name of the error's class."""
 
@@ -65,10 +97,8 @@ INTERNAL_ERROR: Final = "internal error of the server; its log has the details"
 _MAX_DETAILS_CHARS: Final = 1500
 """gRPC drops a response whose metadata exceed 8 KiB; a character takes up to four bytes there."""
 
-_Request = TypeVar("_Request")
-_Response = TypeVar("_Response")
-_Context = grpc.aio.ServicerContext[_Request, _Response]
-_Method = Callable[[_Request, _Context[_Request, _Response]], Awaitable[_Response]]
+
+_T = TypeVar("_T")
 
 
 class StartError(Exception):
@@ -77,31 +107,33 @@ class StartError(Exception):
 
 def status_code(error: EngineError) -> grpc.StatusCode:
     """The status of an error, or of the nearest class that it derives from."""
-    return next(STATUS_CODES[cls] for cls in type(error).__mro__ if cls in STATUS_CODES)
+    return _nearest(STATUS_CODES, type(error))
 
 
-def answering_errors(method: _Method[_Request, _Response]) -> _Method[_Request, _Response]:
-    """Turn what a service method raises into the status of its call."""
-
-    @wraps(method)
-    async def answered(request: _Request, context: _Context[_Request, _Response]) -> _Response:
-        try:
-            return await method(request, context)
-        except EngineError as error:
-            name = _WIRE_NAMES.get(type(error), type(error).__name__)
-            await _abort(context, status_code(error), str(error), name)
-        except Exception:
-            logger.exception("unexpected error in %s", method.__name__)
-            await _abort(context, grpc.StatusCode.INTERNAL, INTERNAL_ERROR, "InternalError")
-
-    return answered
+def reason_of(error: EngineError) -> str:
+    """Why a request is refused, or the reason of the nearest class that its error derives from."""
+    return _nearest(REASONS, type(error))
 
 
-async def _abort(
-    context: _Context[_Request, _Response], code: grpc.StatusCode, message: str, name: str
-) -> NoReturn:
-    if code is grpc.StatusCode.INTERNAL:
-        logger.error("answered INTERNAL: %s", message)
+def _nearest(table: Mapping[type[EngineError], _T], cls: type[EngineError]) -> _T:
+    return next(table[base] for base in cls.__mro__ if base in table)
+
+
+REFUSALS: Final = tuple(
+    (_nearest(STATUS_CODES, cls).name, reason) for cls, reason in REASONS.items()
+)
+"""Every pair of a status code's name and a reason that a request can be refused with."""
+
+
+def wire_name(error: Exception) -> str:
+    """The name of an error in the trailing metadata."""
+    if not isinstance(error, EngineError):
+        return "InternalError"
+    return _WIRE_NAMES.get(type(error), type(error).__name__)
+
+
+def shortened(message: str) -> str:
+    """A message that fits into gRPC's metadata."""
     if len(message) > _MAX_DETAILS_CHARS:
-        message = f"{message[:_MAX_DETAILS_CHARS]}…"
-    await context.abort(code, message, ((ERROR_METADATA_KEY, name),))
+        return f"{message[:_MAX_DETAILS_CHARS]}…"
+    return message

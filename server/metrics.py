@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -65,10 +66,34 @@ class EngineCollector(Collector):
             yield from _families(CounterMetricFamily, _LOST, observed)
 
 
-def render_metrics(engine: ServedEngine) -> bytes:
-    """The page at ``/metrics``, in the text format that every Prometheus reads."""
+class RefusalCollector(Collector):
+    """The requests that were refused or failed, by status code and reason."""
+
+    def __init__(self, refused: Mapping[tuple[str, str], int]) -> None:
+        self._refused = refused
+
+    def collect(self) -> Iterator[Metric]:
+        """The one family; each pair from 0 on, or the first event would go unseen by rate()."""
+        family = CounterMetricFamily(
+            "offramp_refused_requests",
+            "Requests that were refused or failed, by gRPC status code and reason.",
+            labels=["code", "reason"],
+        )
+        for pair, count in self._refused.items():
+            family.add_metric(pair, count)
+        yield family
+
+
+def render_metrics(
+    engine: ServedEngine, refused: Mapping[tuple[str, str], int] = MappingProxyType({})
+) -> bytes:
+    """The page at ``/metrics``, in the text format that every Prometheus reads.
+
+    ``refused`` counts requests by status code and reason.
+    """
     registry = CollectorRegistry()
     registry.register(EngineCollector(engine))
+    registry.register(RefusalCollector(refused))
     ProcessCollector(registry=registry)
     return generate_latest(registry)
 
@@ -114,7 +139,7 @@ _CONTROL_GAUGES: Final[_Readings] = {
         "max_disagreement",
     ),
     "offramp_disagreement_estimate_ratio": (
-        "That share as measured under the policy in force; absent before any evidence.",
+        "That share under the policy in force, estimated without bias; absent after few samples.",
         "disagreement",
     ),
     "offramp_disagreement_upper_bound_ratio": (
@@ -145,7 +170,11 @@ _LOST: Final[_Readings] = {
     "offramp_lost_feedback": (
         "Samples that ran on, and whose final answer was lost to control.",
         "lost_feedback",
-    )
+    ),
+    "offramp_out_of_range_samples": (
+        "Samples that the whole model answered, as their inputs are unlike those of calibration.",
+        "out_of_range",
+    ),
 }
 _HISTOGRAMS: Final[_Readings] = {
     "offramp_queue_duration_seconds": (
@@ -254,7 +283,8 @@ def _evidence(known: Iterable[tuple[str, Any]]) -> Metric:
     family = GaugeMetricFamily(
         "offramp_evidence",
         "1 for what stands behind the exits in use: certified while serving, calibrated before, "
-        "cautious (no exit answers), or none; 0 for the others.",
+        "cautious (no exit answers), suspicious (more disagrees than the constraint allows), or "
+        "none; 0 for the others.",
         labels=["model", "evidence"],
     )
     for name, control in known:

@@ -51,6 +51,9 @@ class ServedEngine(Protocol):
     def statistics(self) -> Mapping[str, ModelStatistics]:
         """A snapshot per model."""
 
+    def leave(self) -> None:
+        """Be not ready from now on, but answer requests all the same, until ``drain``."""
+
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests, finish those in flight; ``False`` if some did not in time."""
 

@@ -3,122 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
-from typing import Any, Final, TypeAlias
+from functools import wraps
+from typing import Any, Final, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
 from google.protobuf.descriptor import MethodDescriptor
 
 from offramp import __version__
-from offramp.engine.errors import EngineError, ModelNotServedError
-from offramp.engine.results import ResultKind
+from offramp.engine.errors import DeadlineExceededError, ModelNotServedError
 from offramp.proto import messages
 from offramp.proto.descriptors import FILE, SERVICE
-from offramp.proto.messages import ModelInferRequest, ModelStreamInferResponse
 from offramp.server.codec import (
     check_version,
-    read_request,
     write_config,
-    write_end,
-    write_failure,
     write_metadata,
     write_response,
-    write_streamed,
 )
-from offramp.server.errors import INTERNAL_ERROR, answering_errors, status_code
+from offramp.server.decoding import RequestDecoder, decode_small
+from offramp.server.errors import UndecodableError
+from offramp.server.reception import Method, Reception, Visit, answering_errors
 from offramp.server.served import ServedEngine
+from offramp.server.streaming import RequestStream
 
-logger = logging.getLogger(__name__)
-
-MAX_IN_FLIGHT: Final = 256
-"""Requests of one stream that are being answered. The next is read once all responses to one of
-them are on their way: a client that does not read its answers cannot pile them up here."""
-
-
-class RequestStream:
-    """One stream; a request that fails is answered with its error, and the stream goes on.
-
-    ``write`` sends a response, and waits until the connection has taken it.
-    """
-
-    def __init__(
-        self,
-        engine: ServedEngine,
-        write: Callable[[ModelStreamInferResponse], Awaitable[None]],
-        *,
-        max_in_flight: int = MAX_IN_FLIGHT,
-    ) -> None:
-        self._engine = engine
-        self._write = write
-        self._writing = asyncio.Lock()
-        self._room = asyncio.Semaphore(max_in_flight)
-
-    async def serve(self, requests: AsyncIterator[ModelInferRequest]) -> None:
-        """Answer until the client has no more requests; cancelling withdraws all of them."""
-        try:
-            async with asyncio.TaskGroup() as answering:
-                await self._room.acquire()
-                async for request in requests:
-                    answering.create_task(self._answer(request))
-                    await self._room.acquire()
-        except* _StreamLostError:
-            logger.debug("a stream broke off with requests in flight")
-
-    async def _answer(self, request: ModelInferRequest) -> None:
-        try:
-            await self._infer(request)
-        except _StreamLostError:
-            raise
-        except EngineError as error:
-            await self._fail(request, status_code(error), str(error))
-        except Exception:
-            logger.exception("unexpected error in ModelStreamInfer")
-            await self._fail(request, grpc.StatusCode.INTERNAL, INTERNAL_ERROR)
-        finally:
-            self._room.release()
-
-    async def _infer(self, request: ModelInferRequest) -> None:
-        model = self._engine.model(request.model_name)
-        # gRPC's deadline is the whole stream's, and says nothing about one request of it.
-        call = read_request(request, model, now_s=time.monotonic(), time_remaining_s=None)
-        results = self._engine.infer_stream(
-            request.model_name, call.inputs, deadline_s=call.deadline_s, priority=call.priority
-        )
-        more = False
-        async with aclosing(results):  # withdraws the request, should the client leave
-            async for result in results:
-                more = result.kind is ResultKind.EARLY
-                await self._send(write_streamed(request, result, call.outputs))
-        if more:  # the final answer was lost: nobody shall wait for it
-            await self._send(write_end(request))
-
-    async def _fail(self, request: ModelInferRequest, code: grpc.StatusCode, message: str) -> None:
-        if code is grpc.StatusCode.INTERNAL:
-            logger.error("answered INTERNAL: %s", message)
-        await self._send(write_failure(request, code, message))
-
-    async def _send(self, response: ModelStreamInferResponse) -> None:
-        async with self._writing:  # gRPC takes one message of a call at a time
-            try:
-                await self._write(response)
-            except Exception as error:  # of no one class, and always the connection's end
-                raise _StreamLostError from error
-
-
-class _StreamLostError(Exception):
-    """The client is gone."""
-
-
+_T = TypeVar("_T")
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 SERVER_NAME: Final = "offramp"
 
 SLO_METADATA: Final = ("offramp-deadline", "slo")
 """Of a call that leaves its deadline to the model's SLO, whatever gRPC's is."""
+
+ARRIVAL_S: Final = 60.0
+"""How long a call's message may take to arrive, once the call is here."""
+
+_CANCELLATION_S: Final = 0.05
+"""By then a call that has ended without a message is cancelled, if it is to be."""
 
 
 class InferenceService:
@@ -128,8 +49,10 @@ class InferenceService:
     withdraws that request alone.
     """
 
-    def __init__(self, engine: ServedEngine) -> None:
+    def __init__(self, engine: ServedEngine, reception: Reception) -> None:
         self._engine = engine
+        self._reception = reception
+        self._decoder = RequestDecoder()
 
     async def ServerLive(  # noqa: N802 - the protocol's name
         self, _request: messages.ServerLiveRequest, _context: _Context
@@ -177,23 +100,55 @@ class InferenceService:
         return messages.ModelConfigResponse(config=write_config(model))
 
     async def ModelInfer(  # noqa: N802
-        self, request: messages.ModelInferRequest, context: _Context
+        self, visit: Visit, _requests: AsyncIterator[bytes], context: _Context
     ) -> messages.ModelInferResponse:
-        """Decode, ask the engine, encode."""
+        """Receive, decode, ask the engine, encode."""
+        self._reception.check_room()
+        data = await _receive(context)
+        self._reception.hold(visit, len(data))
+        message = await self._decoder.message(data)
+        del data  # the arrays refer to it, for as long as they live
+        request = message.head
+        visit.model = request.model_name
         model = self._engine.model(request.model_name)
-        call = read_request(
-            request, model, now_s=time.monotonic(), time_remaining_s=_time_remaining_s(context)
-        )
+        call = await self._decoder.call(message, model, time_remaining_s=_time_remaining_s(context))
+        del message
         result = await self._engine.infer(
             request.model_name, call.inputs, deadline_s=call.deadline_s, priority=call.priority
         )
+        visit.rows = len(result.exits)
         return write_response(request, result, call.outputs)
 
     async def ModelStreamInfer(  # noqa: N802
-        self, requests: AsyncIterator[messages.ModelInferRequest], context: _Context
+        self, _visit: Visit, requests: AsyncIterator[bytes], context: _Context
     ) -> None:
-        """Answer each request of a stream as soon as its answers are there."""
-        await RequestStream(self._engine, context.write).serve(requests)
+        """Answer the requests of a stream; a message that is none ends it with its status."""
+        stream = RequestStream(
+            self._engine,
+            context.write,
+            reception=self._reception,
+            decoder=self._decoder,
+            peer=context.peer,
+        )
+        await stream.serve(requests)
+
+
+async def _receive(context: _Context) -> bytes:
+    """The message of a call that has one."""
+    try:
+        async with asyncio.timeout(ARRIVAL_S):
+            data = await context.read()
+    except TimeoutError:
+        raise DeadlineExceededError(
+            f"the call's message did not arrive within {ARRIVAL_S:g} s; "
+            "send it as soon as the call is open, or a smaller one"
+        ) from None
+    if not isinstance(data, bytes):  # grpc.aio.EOF
+        # So ends a call as well whose client has left, or whose message gRPC has refused as too
+        # large: it is cancelled a moment later.
+        await asyncio.sleep(_CANCELLATION_S)
+        raise UndecodableError("the call has no message; send one ModelInferRequest")
+    return data
 
 
 def _time_remaining_s(context: _Context) -> float | None:
@@ -206,23 +161,41 @@ def _time_remaining_s(context: _Context) -> float | None:
     return context.time_remaining()
 
 
-def inference_handler(engine: ServedEngine) -> grpc.GenericRpcHandler:
-    """The service as grpc takes it; methods that it lacks are answered UNIMPLEMENTED."""
-    service = InferenceService(engine)
+def inference_handler(engine: ServedEngine, reception: Reception) -> grpc.GenericRpcHandler:
+    """The service as grpc takes it; methods that it lacks are answered UNIMPLEMENTED.
+
+    gRPC hands over bytes: what it decodes itself, and cannot, it answers UNKNOWN, with a traceback
+    in the log.
+    """
+    service = InferenceService(engine, reception)
     methods = FILE.services_by_name[SERVICE.rpartition(".")[2]].methods
     return grpc.method_handlers_generic_handler(
-        SERVICE, {method.name: _method_handler(service, method) for method in methods}
+        SERVICE, {method.name: _method_handler(service, reception, method) for method in methods}
     )
 
 
 def _method_handler(
-    service: InferenceService, method: MethodDescriptor
+    service: InferenceService, reception: Reception, method: MethodDescriptor
 ) -> grpc.RpcMethodHandler[Any, Any]:
     call = getattr(service, method.name)
-    coding = {
-        "request_deserializer": getattr(messages, method.input_type.name).FromString,
-        "response_serializer": getattr(messages, method.output_type.name).SerializeToString,
-    }
-    if method.client_streaming:  # it answers errors itself, each as its request's
-        return grpc.stream_stream_rpc_method_handler(call, **coding)
-    return grpc.unary_unary_rpc_method_handler(answering_errors(call), **coding)
+    serialize = getattr(messages, method.output_type.name).SerializeToString
+    if method.client_streaming:
+        answer = answering_errors(reception, method.name, call, whole_stream=True)
+        return grpc.stream_stream_rpc_method_handler(answer, response_serializer=serialize)
+    if method.name == "ModelInfer":
+        # As a stream of one message, it is received only once the request is admitted.
+        answer = answering_errors(reception, method.name, call)
+        return grpc.stream_unary_rpc_method_handler(answer, response_serializer=serialize)
+    decode = getattr(messages, method.input_type.name).FromString
+    answer = answering_errors(reception, method.name, _decoding(call, decode))
+    return grpc.unary_unary_rpc_method_handler(answer, response_serializer=serialize)
+
+
+def _decoding(call: Callable[..., Awaitable[_T]], decode: Callable[[bytes], Any]) -> Method[_T]:
+    """A method that takes bytes, from one that takes a message."""
+
+    @wraps(call)
+    async def decoded(_visit: Visit, data: bytes, context: _Context) -> _T:
+        return await call(decode_small(data, decode), context)
+
+    return decoded

@@ -34,7 +34,8 @@ class AgreementView:
     statement: str
     """What holds of the answers; sentences."""
     alarming: bool
-    """Whether nothing stands behind the exits in use, or the data drifted."""
+    """Whether nothing stands behind the exits in use, or audits speak against them, or the data
+    drifted."""
     state: str
     """What the controller is at; in a few words."""
     figures: tuple[Figure, ...]
@@ -49,12 +50,13 @@ def view_agreement(statistics: ModelStatistics, promise: Promise | None) -> Agre
         Evidence.CERTIFIED: "Certified while serving",
         Evidence.CALIBRATED: "Promised by calibration",
         Evidence.CONSERVATIVE: "No exit answers",
+        Evidence.SUSPICIOUS: "Suspicious",
         Evidence.NONE: "Nothing is promised",
     }
     return AgreementView(
         heading=headings[control.evidence],
         statement=_statement(control, promise),
-        alarming=control.evidence is Evidence.NONE
+        alarming=control.evidence in (Evidence.NONE, Evidence.SUSPICIOUS)
         or (control.evidence is Evidence.CONSERVATIVE and control.alarms > 0),
         state=control.state,
         figures=_figures(statistics, control),
@@ -100,6 +102,12 @@ def _statement(control: ControlStatus, promise: Promise | None) -> str:
                 "every answer is the unmodified model's, until there is evidence for more "
                 f"(constraint: disagreement ≤ {constraint} {sure}). {_seen(control)}"
             )
+        case Evidence.SUSPICIOUS:
+            return (
+                f"more audited answers disagreed than the constraint of {constraint} allows, too "
+                f"few for an alarm so far; nothing is promised until that is settled. "
+                f"{_seen(control)}"
+            )
         case Evidence.NONE:
             return (
                 "the exits in use are tuned for disagreement ≤ "
@@ -129,6 +137,7 @@ def _figures(statistics: ModelStatistics, control: ControlStatus) -> tuple[Figur
                 ("disagreed", control.disagreed, False),
                 ("being audited", statistics.auditing, False),
                 ("audits lost", statistics.lost_feedback, False),
+                ("with inputs out of range", statistics.out_of_range, False),
                 ("drift alarms", control.alarms, True),
                 ("tunings", control.tunings, False),
                 ("changes of exits", control.adjustments, False),

@@ -11,7 +11,8 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
@@ -38,7 +39,7 @@ from offramp.engine.statistics import (
 from offramp.engine.validation import check_tensors
 from offramp.server.app import serve
 from offramp.server.logging_setup import set_up_logging
-from offramp.server.options import ServerOptions
+from offramp.server.options import MAX_CONNECTIONS, ServerOptions
 from offramp.server.served import ServedEngine
 
 THRESHOLD: Final = 0.9
@@ -100,6 +101,12 @@ def fake_control(evidence: Evidence) -> ControlStatus:
                 known, disagreement=0.0, disagreement_upper_bound=0.0, disagreed=37, alarms=1,
                 audit_probability=1.0, state="recovering: 312 of about 480 samples",
             )  # fmt: skip
+        case Evidence.SUSPICIOUS:
+            return replace(
+                known, disagreement=0.0146, disagreement_upper_bound=1.0, disagreed=6,
+                audit_probability=1.0,
+                state="suspicious: 6 of 212 audited samples disagreed; auditing more",
+            )  # fmt: skip
         case Evidence.NONE:
             return replace(
                 known, controller="apparate", disagreement=0.0146, disagreement_upper_bound=1.0,
@@ -157,6 +164,7 @@ class FakeEngine:
     """Set when there are none any more."""
     cancelled: int = 0
     """Samples whose caller left."""
+    leaving: bool = False
     draining: bool = False
     closed: bool = False
 
@@ -184,10 +192,13 @@ class FakeEngine:
         call = FakeCall(model=model, inputs=inputs, deadline_s=deadline_s, priority=priority)
         first = await self._first_answer(call)
         followed = self._followed(first.exits)
-        yield _streamed(first, ResultKind.EARLY if followed.any() else ResultKind.ANSWER)
         if not followed.any():
+            yield _streamed(first, ResultKind.ANSWER)
             return
-        await self._run_on(int(followed.sum()))
+        with self._running_on(int(followed.sum())):
+            yield _streamed(first, ResultKind.EARLY)
+            if self.hold_final is not None:
+                await self.hold_final.wait()
         if not self.lost:
             yield _final(first, followed, mistaken=self.mistaken)
 
@@ -204,14 +215,18 @@ class FakeEngine:
         raise ModelNotServedError(f"no model {name!r} is served; served: {names}")
 
     def ready(self, model: str | None = None) -> bool:
-        """Until it drains, and for models that are there and in service."""
+        """Until it leaves, and for models that are there and in service."""
         served = {info.name for info in self.served}
         asked = served if model is None else {model}
-        return not self.draining and asked <= served - self.unready
+        return not (self.leaving or self.draining) and asked <= served - self.unready
 
     def statistics(self) -> Mapping[str, ModelStatistics]:
         """Counts of all models together, under each name."""
         return {info.name: self._statistics() for info in self.served}
+
+    def leave(self) -> None:
+        """Be not ready any more."""
+        self.leaving = True
 
     async def drain(self, timeout_s: float) -> bool:
         """Let the held requests go; ``timeout_s`` 0 holds them, and fails if there are any."""
@@ -243,12 +258,12 @@ class FakeEngine:
         drawn = np.arange(len(exits)) % step == 0
         return np.asarray((exits >= 0) & drawn)
 
-    async def _run_on(self, samples: int) -> None:
+    @contextmanager
+    def _running_on(self, samples: int) -> Iterator[None]:
         self.auditing += samples
         try:
-            if self.hold_final is not None:
-                await self.hold_final.wait()
-        except asyncio.CancelledError:
+            yield
+        except (asyncio.CancelledError, GeneratorExit):
             self.cancelled += samples
             raise
         finally:
@@ -363,6 +378,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m offramp.testing.engine", description=__doc__)
     parser.add_argument("--grpc-port", type=int, default=8001)
     parser.add_argument("--http-port", type=int, default=8000)
+    parser.add_argument("--max-connections", type=int, default=MAX_CONNECTIONS)
+    parser.add_argument("--drain-delay-s", type=float, default=0.0)
     parser.add_argument("--shutdown-timeout-s", type=float, default=30.0)
     parser.add_argument("--hold", action="store_true")
     parser.add_argument("--mode", type=Mode, choices=tuple(Mode), default=Mode.LEAVE)
@@ -380,6 +397,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = ServerOptions(
         grpc_port=given.grpc_port,
         http_port=given.http_port,
+        max_connections=given.max_connections,
+        drain_delay_s=given.drain_delay_s,
         shutdown_timeout_s=given.shutdown_timeout_s,
     )
     return serve(open_engine, options)

@@ -8,7 +8,8 @@ from collections.abc import Coroutine
 from typing import Any, Generic, Self, TypeVar
 
 from offramp.server.endpoints import GrpcEndpoint, HttpEndpoint
-from offramp.server.options import MIB
+from offramp.server.options import MIB, ServerOptions
+from offramp.server.reception import Reception
 from offramp.server.served import ServedEngine
 from offramp.testing.engine import FakeEngine
 
@@ -28,9 +29,16 @@ class FakeServer(Generic[_Engine]):
             client.infer("fake", {"x": samples})
     """
 
-    def __init__(self, engine: _Engine) -> None:
+    def __init__(self, engine: _Engine, options: ServerOptions | None = None) -> None:
+        """Of ``options`` the limits of requests count, but neither ports nor ``max_connections``.
+
+        Without them a message may have 1 MiB.
+        """
         self.engine = engine
         """What is served; its settings may be changed at any time."""
+        self.reception = Reception(options)
+        """Knows what was refused."""
+        self._max_message_mib = options.max_message_mib if options else 1
         self.loop = asyncio.new_event_loop()
         """The server's; it runs on a thread of its own."""
         self.address = ""
@@ -72,8 +80,10 @@ class FakeServer(Generic[_Engine]):
         self.loop.call_soon_threadsafe(self.engine.hold.set)
 
     async def _start(self) -> None:
-        self.grpc = GrpcEndpoint(self.engine, max_message_bytes=MIB)
-        self.http = HttpEndpoint(self.engine)
+        self.grpc = GrpcEndpoint(
+            self.engine, max_message_bytes=self._max_message_mib * MIB, reception=self.reception
+        )
+        self.http = HttpEndpoint(self.engine, self.reception)
         self.address = f"127.0.0.1:{await self.grpc.start('127.0.0.1', 0)}"
         self.url = f"http://127.0.0.1:{await self.http.start('127.0.0.1', 0)}"
         await self.grpc.serving()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle import ActiveExit, Bundle, ExitPolicy
+from offramp.bundle import ActiveExit, Bundle, ExitPolicy, InputRanges
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.plan import make_plan
 from offramp.tools.gpu.staged import plain_bundle
@@ -33,7 +33,15 @@ def engine_bundle(
         active: The policy.
     """
     pieces = sliced(model)
-    return plain_bundle(pieces, path, inputs_of(pieces, 1), exits_after=exits_after, active=active)
+    inputs = inputs_of(pieces, 256)
+    return plain_bundle(
+        pieces,
+        path,
+        inputs,
+        exits_after=exits_after,
+        active=active,
+        ranges=InputRanges.of(inputs),
+    )
 
 
 def half_leave(bundle: Bundle, inputs: dict[str, NDArray[Any]]) -> ExitPolicy:

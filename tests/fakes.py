@@ -12,6 +12,7 @@ from offramp.bundle import ActiveExit, Answer, ExitPolicy, TensorSpec
 from offramp.certify import MODEL_END, NEVER, Observations
 from offramp.engine.control.controller import ControlEvent, ControlStatus, Evidence, Job
 from offramp.engine.deployment import Deployment, DeploymentMaker
+from offramp.engine.input_guard import InputGuard
 from offramp.engine.options import ModelOptions
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, StageSpec
@@ -24,6 +25,7 @@ from offramp.engine.scheduling import (
     make_scheduler,
 )
 from offramp.engine.served_model import ModelControl, ServedModel
+from offramp.engine.state_file import StateFile
 from offramp.testing.backend import SCRIPT, FakeBackend
 
 
@@ -192,6 +194,7 @@ def fake_model(
     parallel: ParallelLimit | None = None,
     controller: ScriptedController | None = None,
     state_path: Path | None = None,
+    guard: InputGuard | None = None,
     **options: Any,
 ) -> ServedModel:
     """A served model that answers by script [n, stages, classes], float32; see fake_points.
@@ -218,7 +221,7 @@ def fake_model(
             recorder=recorder,
             deployments=deployments,
             fingerprint={},
-            state_path=state_path,
+            state_file=None if state_path is None else StateFile(state_path),
         )
     stages = len(thresholds) + 1
     return ServedModel(
@@ -240,6 +243,7 @@ def fake_model(
         ),
         good_inputs={SCRIPT: np.zeros((1, stages, classes), np.float32)},
         control=control,
+        guard=guard,
     )
 
 

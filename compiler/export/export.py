@@ -14,15 +14,15 @@ import onnx
 
 from offramp import __version__
 from offramp.bundle import Bundle
-from offramp.bundle.bundle import REPORT
+from offramp.bundle.bundle import REPORT, check_writable
 from offramp.bundle.files import write_whole
 from offramp.calibration.dataset import read_dataset
 from offramp.compiler.errors import ExportError
 from offramp.compiler.export.nesting import Names, nest
 from offramp.compiler.export.verification import Verified, verify
 from offramp.compiler.graph import serialised
-from offramp.compiler.model import MAX_BYTES
 from offramp.compiler.progress import SILENT, Progress
+from offramp.compiler.source_file import MAX_BYTES
 from offramp.engine.errors import BackendError
 from offramp.engine.plan import Plan, make_plan
 
@@ -160,6 +160,7 @@ def _check(bundle: Bundle, plan: Plan, options: ExportOptions) -> Path:
         raise ExportError(f"{options.output} is a folder; --output names a file, as fast.onnx")
     if not options.overwrite and (options.output.exists() or options.output.is_symlink()):
         raise ExportError(f"{options.output} exists; choose another --output, or add --overwrite")
+    check_writable(options.output)
     if options.data is None:
         raise ExportError(
             "an export is verified on the calibration data before it is written, and a bundle "

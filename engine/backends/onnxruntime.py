@@ -72,7 +72,10 @@ def make_session(model: bytes, threads: int) -> ort.InferenceSession:
     options.enable_mem_pattern = False
     # Every stage has a pool of its own; pools that spin after a run steal the next one's cores.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    return ort.InferenceSession(enter_blocked(model), options, providers=["CPUExecutionProvider"])
+    # Without the second attempt on what there is no other of, which it tells on standard output.
+    return ort.InferenceSession(
+        enter_blocked(model), options, providers=["CPUExecutionProvider"], enable_fallback=0
+    )
 
 
 @functools.cache
@@ -119,13 +122,21 @@ class OnnxRuntimeBackend:
                 model, added = with_it or model, with_it is not None
             session = make_session(model, self._threads)
         except Exception as error:  # ONNX Runtime's own classes derive from Exception only
-            raise BackendError(f"ONNX Runtime cannot load stage {spec.index}: {error}") from error
+            reason = " ".join(str(error).split())
+            raise BackendError(f"ONNX Runtime cannot load stage {spec.index}: {reason}") from error
         given = {output.name for output in session.get_outputs()}
         computed = tuple(name for name in spec.carried if name in given)
         confidence = CONFIDENCE if added else spec.confidence
         answered = tuple(name for name in (spec.answer, confidence) if name)
         fetched = answered + computed
         passed = tuple(name for name in spec.carried if name not in given)
+        read = {tensor.name for tensor in session.get_inputs()}
+        if not (read <= set(spec.inputs) and set(answered) <= given):
+            raise BackendError(
+                f"ONNX Runtime cannot load stage {spec.index}: it reads {sorted(read)} and gives "
+                f"{sorted(given)}, the manifest says {sorted(spec.inputs)} and {list(answered)}; "
+                "compile the model again"
+            )
         return _Session(spec, _run_of(session), added, spec.inputs, fetched, computed, passed)
 
     def open_slot(self) -> OnnxRuntimeSlot:
@@ -158,7 +169,7 @@ class OnnxRuntimeSlot:
             outputs = stage.execute(stage.fetched, {n: tensors[n] for n in stage.inputs}, None)
         except Exception as error:
             where = f"stage {spec.index} failed on {len(batch)} rows"
-            raise BackendError(f"{where}: {error}") from error
+            raise BackendError(f"{where}: {' '.join(str(error).split())}") from error
         answer, confidence = None, _EMPTY
         if spec.confidence is not None:
             answer, confidence, *outputs = outputs

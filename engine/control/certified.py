@@ -21,6 +21,7 @@ by how unlikely that was).
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -29,7 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import ExitPolicy
-from offramp.certify import AgreementCurve, Observations, Window, fit_curves
+from offramp.certify import AgreementCurve, FloatArray, Observations, Window, fit_curves
+from offramp.certify.kept import kept_array, kept_count, kept_part
 from offramp.engine.control.candidate_test import CandidateTests
 from offramp.engine.control.controller import ControlEvent, ControlStatus, Evidence, Job
 from offramp.engine.control.costs import CostModel
@@ -41,6 +43,7 @@ from offramp.engine.control.initial import tuning_split
 from offramp.engine.control.savings import SavingsEstimator
 from offramp.engine.control.settings import CertifiedSettings
 from offramp.engine.control.shift_guard import ShiftGuard
+from offramp.engine.control.suspicion import Suspicion
 
 __all__ = ["CertifiedController", "CertifiedSettings"]
 
@@ -49,6 +52,7 @@ _SETTLED: Final = 2048
 while levels pass one after the other, versions would follow each other fast."""
 _LEAP: Final = 0.95
 """Share of the mean time that is much less."""
+_COUNTS: Final = ("alarms", "tunings", "adjustments")
 
 
 class CertifiedController:
@@ -85,9 +89,10 @@ class CertifiedController:
             self._window, self._savings, curves, settings, self._in_force.new_path
         )
         self._drift = DriftAlarm(settings.max_disagreement, rate=settings.alarm_rate)
+        self._suspicion = Suspicion(settings.max_disagreement, least=settings.least_audit)
         self._guard = guard
         self._proposals = proposals
-        self._counters = ControlCounters()
+        self._counters = ControlCounters(tolerated=settings.max_disagreement)
         self._unlooked = 0
         """Samples since the last look at what could be changed."""
         if guard is not None:
@@ -100,9 +105,18 @@ class CertifiedController:
 
     @property
     def audit_probability(self) -> float:
-        """For samples that are started from now on; 1 while evidence is gathered again."""
-        audits_all = self._guard is not None and self._guard.audits_all
-        return 1.0 if audits_all else self._in_force.audit_probability
+        """For samples that are started from now on; 1 while evidence is gathered again.
+
+        It is predictable: it depends on what was observed before, and on nothing else.
+        """
+        probability = self._in_force.audit_probability
+        if self._settings.raise_audits and not self._settings.release:
+            probability = self._suspicion.audit_probability(probability)
+        return 1.0 if self._audits_all else probability
+
+    @property
+    def _audits_all(self) -> bool:
+        return self._guard is not None and self._guard.audits_all
 
     @property
     def needs_evidence(self) -> bool:
@@ -121,6 +135,7 @@ class CertifiedController:
     def observe(self, seen: Observations) -> None:
         """Test every level, watch for changes, now and then look what to change, and propose."""
         why = None
+        self._suspicion.pass_by(len(seen))
         if len(seen):
             why = self._test(seen) or self._look_if_due()
         if self._guard is not None:
@@ -185,6 +200,7 @@ class CertifiedController:
         """
         self._counters.alarms += 1
         self._drift.reset()
+        self._suspicion.reset()
         self._window.keep(0)
         self._candidates.drifted()
         self._in_force.restart()
@@ -195,7 +211,7 @@ class CertifiedController:
 
     def status(self) -> ControlStatus:
         """A snapshot; cheap."""
-        evidence = self._in_force.evidence
+        evidence = self._evidence()
         upper = self._in_force.metrics.bound.value
         if evidence is Evidence.CERTIFIED:
             upper = min(upper, self._settings.max_disagreement)
@@ -215,14 +231,12 @@ class CertifiedController:
         return self._counters.take_events()
 
     def state(self) -> Mapping[str, Any]:
-        """Policy, path with its evidence, counts and curves; the test of a candidate begins again.
-
-        With a guard, its patience is kept beside all that.
-        """
+        """All but the test of a candidate, which begins again, and what inputs look like."""
         counters = self._counters
         kept = {
             **self._in_force.state(),
             "drift": self._drift.state(),
+            "suspicion": self._suspicion.state(),
             "curves": np.array([[c.slope, c.intercept] for c in self._candidates.curves]),
             "tally": counters.state(),
             "counts": [counters.alarms, counters.tunings, counters.adjustments],
@@ -238,11 +252,11 @@ class CertifiedController:
             if self._guard is None:
                 self._restore(state)
             else:
-                self._guard.restore(state["patience"])
-                self._restore(state["inner"])
+                self._guard.restore(kept_part(state, "patience"))
+                self._restore(kept_part(state, "inner"))
                 self._guard.forget(self.policy)
-        except (KeyError, TypeError, IndexError, AttributeError) as error:
-            raise ValueError(f"no state of the {self.name} controller: {error!r}") from error
+        except ValueError as error:
+            raise ValueError(f"no state of the {self.name} controller: {error}") from error
 
     def _test(self, seen: Observations) -> str | None:
         """Count a chunk for or against every level; says why if the policy in force drifted."""
@@ -268,8 +282,18 @@ class CertifiedController:
             now.metrics.observe(served, loss)
             if self._drift.add(loss, served.audit_probability) is not None:
                 return "disagreement rose above the constraint"
+            self._suspect(loss, served.audit_probability)
         self._unlooked += len(seen)
         return None
+
+    def _suspect(self, loss: FloatArray, audit_probability: FloatArray) -> None:
+        """Look how much of what was audited disagreed; say so once it is serious."""
+        suspicion, was_serious = self._suspicion, self._suspicion.serious
+        suspicion.observe(loss, audit_probability)
+        if not self._audits_all:
+            suspicion.account(audit_probability, self._in_force.audit_probability)
+        if suspicion.serious and not was_serious:
+            self._counters.note("suspicion", suspicion.describe(), warning=True)
 
     def _look_if_due(self) -> str | None:
         """Look what to change; says why if recent samples contradict the policy in force."""
@@ -325,8 +349,22 @@ class CertifiedController:
     def _note_policy(self, why: str, *, kind: str = "policy", warning: bool = False) -> None:
         self._counters.note(kind, f"policy {self.policy.version}: {why}", warning=warning)
 
+    def _evidence(self) -> Evidence:
+        """What stands behind the policy, unless what was seen of late speaks against it."""
+        evidence = self._in_force.evidence
+        if evidence is Evidence.CONSERVATIVE:
+            return evidence
+        version, bound = self.policy.version, self._settings.max_disagreement
+        is_doubtful = self._suspicion.serious or self._counters.exceeds(bound, version)
+        return Evidence.SUSPICIOUS if is_doubtful else evidence
+
     def _describe(self, evidence: Evidence) -> str:
-        path = self._in_force.path
+        path, suspicion = self._in_force.path, self._suspicion
+        more = self._settings.raise_audits and not self._settings.release and suspicion.raised
+        if suspicion.serious or more:
+            return suspicion.describe() + ("; auditing more" if more else "")
+        if evidence is Evidence.SUSPICIOUS:
+            return "suspicious: more disagreed under this policy than the constraint allows"
         if self._in_force.recovering:
             needed = math.log(1 / path.alpha) / (0.8 * self._settings.max_disagreement)
             return f"recovering: {path.samples} of about {needed:.0f} samples"
@@ -337,18 +375,25 @@ class CertifiedController:
         return f"gathering evidence: {path.samples} samples"
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        curves = [AgreementCurve(slope=float(a), intercept=float(b)) for a, b in state["curves"]]
-        if len(curves) != (exits := self._costs.exits):
-            raise ValueError(f"state: {len(curves)} curves, but the bundle has {exits} exits")
-        alarms, tunings, adjustments = (int(count) for count in state["counts"])
+        rows = kept_array(state, "curves", (self._costs.exits, 2)).tolist()
+        curves = [AgreementCurve(slope=slope, intercept=intercept) for slope, intercept in rows]
+        counts = state.get("counts")
+        if not isinstance(counts, list) or len(counts) != len(_COUNTS):
+            raise ValueError(f"state: 'counts' must be {len(_COUNTS)} counts")
+        kept = dict(zip(_COUNTS, counts, strict=True))
+        kept = {name: kept_count(kept, name) for name in _COUNTS}
         drift = DriftAlarm(self._settings.max_disagreement, rate=self._settings.alarm_rate)
-        drift.restore(state["drift"])
-        ControlCounters().restore(state["tally"])  # refuses before anything has changed
-        self._in_force.restore(state, drifted=alarms > 0)
-        self._counters.restore(state["tally"])
-        self._counters.alarms, self._counters.tunings = alarms, tunings
-        self._counters.adjustments = adjustments
-        self._drift, self._candidates.curves = drift, tuple(curves)
+        drift.restore(kept_part(state, "drift"))
+        suspicion = copy.copy(self._suspicion)
+        if "suspicion" in state:  # older versions kept none
+            suspicion.restore(kept_part(state, "suspicion"))
+        counted = kept_part(state, "tally")
+        ControlCounters().restore(counted)  # refuses before anything has changed
+        self._in_force.restore(state, drifted=kept["alarms"] > 0)
+        self._counters.restore(counted)
+        vars(self._counters).update(kept)
+        self._drift, self._suspicion = drift, suspicion
+        self._candidates.curves = tuple(curves)
         if self._in_force.recovering:
             self._candidates.drifted()
         else:

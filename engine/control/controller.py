@@ -51,6 +51,9 @@ class Evidence(StrEnum):
     """The calibration data; what was observed since neither confirms nor contradicts it."""
     CONSERVATIVE = "cautious"
     """Nothing is needed: no exit answers."""
+    SUSPICIOUS = "suspicious"
+    """More than the constraint allows disagreed of late, or under the policy on the whole; too few
+    audits yet for an alarm, and too many disagreements to call it certified or calibrated."""
     NONE = "none"
     """Nothing: the policy was tuned, and is not covered by any statement."""
 
@@ -67,7 +70,9 @@ class ControlStatus:
     """1 − α of certificate and upper bound."""
     evidence: Evidence
     disagreement: float | None
-    """Running estimate for the policy in force, without bias; ``None`` before any evidence."""
+    """Of the policy in force, the mean over its samples, those audited counted by the inverse of
+    their probability; the certified controller says ``None`` until there are so many samples that
+    the rarest audit, had it disagreed alone, is within the constraint."""
     disagreement_upper_bound: float
     """Not above it with ``confidence_level``, at any time, for the policy in force; 1 at first."""
     audit_probability: float
@@ -92,7 +97,7 @@ class ControlEvent:
     """Something that an operator wants to read in the log."""
 
     kind: str
-    """``alarm``, ``certified``, ``policy``, ``tuning``, ``exits``."""
+    """``alarm``, ``suspicion``, ``certified``, ``policy``, ``tuning``, ``exits``."""
     text: str
     warning: bool = False
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from offramp.certify import Observations
+from offramp.certify.kept import MOST, kept_count, kept_number, kept_part
 from offramp.engine.control.controller import ControlEvent, ControlStatus, Evidence
 
 _KEPT = ("observed", "audited", "disagreed")
@@ -17,17 +19,24 @@ _COUNTED = (*_KEPT, "alarms", "tunings", "adjustments")
 class ControlCounters:
     """Counts since the start, events, and a running estimate for the policy in force.
 
-    The estimate is a plain mean, without any statement about its error. Forced answers are
-    outside of it; they are counted as observed, and where they ran on, as audited.
+    The estimate is the mean loss of the samples: an audit that disagreed counts as the inverse of
+    its probability, all else as 0 (Horvitz, Thompson 1952). It has no bias, however the
+    probabilities followed from what was observed before, and nothing is said about its error.
+    Forced answers are outside of it; they are counted as observed, and where they ran on, as
+    audited.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, tolerated: float = math.inf) -> None:
+        """Start at 0; no estimate that a single rare audit that disagreed would put above this."""
+        self._tolerated = tolerated
         self.observed = self.audited = self.disagreed = 0
         """Samples seen; of those answered early, the ones that ran to the end; and of these, the
         ones answered unlike the source model."""
         self.alarms = self.tunings = self.adjustments = 0
         """Drift alarms, finished threshold tunings, changes of the set of exits in use."""
         self._events: list[ControlEvent] = []
+        self._heaviest = 0.0
+        """What the rarest audit so far counts, if it disagreed."""
         self._begin(None)
 
     def add(self, seen: Observations, *, version: int) -> None:
@@ -39,14 +48,24 @@ class ControlCounters:
         self.audited += int(np.count_nonzero(seen.early & seen.complete))
         self.disagreed += int(np.count_nonzero(loss))
         counts = (seen.policy_version == version) & ~seen.forced
-        self._samples += int(np.count_nonzero(counts))
-        self._loss += float(loss[counts].sum())
+        if counts.any():
+            self._samples += int(np.count_nonzero(counts))
+            self._loss += float(loss[counts].sum())
+            rarest = float(seen.audit_probability[counts].min())
+            self._heaviest = max(self._heaviest, 1 / rarest)
 
     def estimate(self, version: int) -> float | None:
-        """Mean disagreement under policy ``version``; ``None`` before any evidence."""
+        """Mean disagreement under policy ``version``; ``None`` before enough samples."""
         if version != self._version or not self._samples:
             return None
+        if self._heaviest > self._tolerated * self._samples:
+            return None
         return self._loss / self._samples
+
+    def exceeds(self, bound: float, version: int) -> bool:
+        """Whether the estimate under policy ``version`` is above a bound."""
+        estimate = self.estimate(version)
+        return estimate is not None and estimate > bound
 
     def note(self, kind: str, text: str, *, warning: bool = False) -> None:
         """Report something that an operator wants to read."""
@@ -82,18 +101,38 @@ class ControlCounters:
             **{name: getattr(self, name) for name in _COUNTED},
         )
 
-    def state(self) -> dict[str, int]:
-        """What to keep over a restart: the counts of samples, not the estimate."""
-        return {name: getattr(self, name) for name in _KEPT}
+    def state(self) -> dict[str, Any]:
+        """What to keep over a restart: the counts of samples, and the estimate if there is one."""
+        counts: dict[str, Any] = {name: getattr(self, name) for name in _KEPT}
+        if self._version is None:
+            return counts
+        estimate = {
+            "version": self._version,
+            "samples": self._samples,
+            "loss": self._loss,
+            "heaviest": self._heaviest,
+        }
+        return counts | {"estimate": estimate}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on counting samples from a kept state; ValueError if a count is missing or none."""
-        counts = {name: state.get(name) for name in _KEPT}
-        for name, count in counts.items():
-            if not isinstance(count, int) or count < 0:
-                raise ValueError(f"state: {name} is {count!r}, expected a count")
-        vars(self).update(counts)
+        """Go on from a kept state; ValueError, and nothing has changed, if it does not fit.
+
+        Older states have no estimate: it begins anew.
+        """
+        counts = {name: kept_count(state, name) for name in _KEPT}
+        estimate = _read_estimate(kept_part(state, "estimate")) if "estimate" in state else {}
+        self._begin(None)
+        vars(self).update(counts | estimate)
 
     def _begin(self, version: int | None) -> None:
         """Start the estimate of another policy, or of none."""
         self._version, self._samples, self._loss = version, 0, 0.0
+        self._heaviest = 0.0
+
+
+def _read_estimate(kept: Mapping[str, Any]) -> dict[str, Any]:
+    samples = kept_count(kept, "samples")
+    heaviest = kept_number(kept, "heaviest")
+    loss = kept_number(kept, "loss", most=min(heaviest * samples * (1 + 1e-9), MOST))
+    version = kept_count(kept, "version")
+    return {"_version": version, "_samples": samples, "_loss": loss, "_heaviest": heaviest}

@@ -23,6 +23,7 @@ from typing import Any, Final
 import numpy as np
 
 from offramp.certify import FloatArray
+from offramp.certify.kept import kept_array
 
 DEFAULT_RATE: Final = 1e-6
 """False alarms per audited sample, at most."""
@@ -88,12 +89,7 @@ class DriftAlarm:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a kept state; ValueError if it does not fit."""
-        sums = np.array(state["sums"], dtype=np.float64)
-        if sums.shape != self.sums.shape or not (np.isfinite(sums) & (sums >= 0)).all():
-            raise ValueError(
-                f"state: sums must be {len(self.sums)} finite numbers of at least 0, got {sums}"
-            )
-        self.sums = sums
+        self.sums = kept_array(state, "sums", self.sums.shape, least=0.0)
 
     def _bets(self, probability: float) -> FloatArray:
         """float64[alternatives], at most 1/ε, so that no factor is below 0."""

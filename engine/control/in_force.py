@@ -11,6 +11,7 @@ from offramp.bundle import ActiveExit, ExitPolicy
 from offramp.certify import NEVER, AgreementCurve, ThresholdPath, Weighted
 from offramp.certify.betting import UpperBound
 from offramp.certify.fitting import Fitted, lay_path
+from offramp.certify.kept import kept_count, kept_flag, kept_part
 from offramp.certify.threshold_path import alpha_of
 from offramp.engine.control.controller import Evidence
 from offramp.engine.control.costs import CostModel
@@ -136,17 +137,16 @@ class PolicyInForce:
 
     def restore(self, state: Mapping[str, Any], *, drifted: bool) -> None:
         """Go on from a kept state, evidence included; if it is refused, nothing has changed."""
-        path = ThresholdPath.restored(state["ladder"])
-        level, version = int(state["level"]), int(state["version"])
-        exits = self._costs.exits
-        if path.exits and (last := path.exits[-1]) >= exits:
-            raise ValueError(f"state: exit {last} is in use, but the bundle has {exits} exits")
-        if not 0 <= level < path.levels or version < self._initial.version:
-            raise ValueError(f"state: there is no level {level} of policy {version}")
+        path = ThresholdPath.restored(kept_part(state, "ladder"), exits=self._costs.exits)
+        if path.bound != self._settings.max_disagreement:
+            asked = self._settings.max_disagreement
+            raise ValueError(f"state: levels were tested for {path.bound}, not for {asked}")
+        level = kept_count(state, "level", most=path.levels - 1)
+        version = kept_count(state, "version", least=self._initial.version)
         bound = UpperBound(0.5)
-        bound.restore(state["bound"])
-        paths, policies = int(state["ladders"]), int(state["policies"])
-        calibrated, recovering = bool(state["calibrated"]), bool(state["recovering"])
+        bound.restore(kept_part(state, "bound"))
+        paths, policies = (kept_count(state, name, least=1) for name in ("ladders", "policies"))
+        calibrated, recovering = kept_flag(state, "calibrated"), kept_flag(state, "recovering")
         self.path, self.level, self.drifted = path, level, drifted
         self.calibrated, self.recovering = calibrated, recovering
         self.announced = path.certified >= level > 0

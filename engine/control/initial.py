@@ -1,4 +1,24 @@
-"""The policy that a controller starts with: the bundle's, cut down to a budget and constraint."""
+"""The policy that a controller starts with: the bundle's, cut down to a budget and constraint.
+
+Where it is certified again (:func:`certified_on`), the certify split is asked a second time, and
+its first answer had a say in which exits it is asked about. What makes that sound:
+
+Compiling fixes exits A and their path P on the tuning split. The certify split then says how far P
+holds, to level l*, and the exits that answer there, U(l*), are the bundle's. Thresholds only fall
+along P, so that U(0) ⊂ U(1) ⊂ … grows by an exit at a time or by several: whatever the certify
+split says, U(l*) is one of at most |A| sets that are not empty, and *these* are fixed by the tuning
+split. So is what is left of each within a budget (:func:`within_budget`), and its path
+(:func:`.agreement.tuning_path`). For each set, fixed sequence testing at δ/K passes a policy whose
+disagreement is above ε with probability at most δ/K (:mod:`offramp.certify.learn_then_test`). The
+K >= |A| exits of a bundle make at most K of these tests, so that with probability 1 − δ none of
+them passes such a policy, and neither does the one that was chosen with the certify split in sight.
+
+That holds for all exits of the bundle as for some of them, and however strict constraint and
+confidence are: without the exits of A that made the walk stop at l*, it may go on past it, on a
+path that was chosen by where it stopped. It also holds where ``eecompile rehearse`` raised the
+thresholds of P, which it fixes without the certify split as well. Only what the bundle's own
+promise covers needs no test: there its policy is taken as it is.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +81,10 @@ def certified_on(
 ) -> ExitPolicy:
     """The most aggressive policy of these exits that the calibration data certifies, version 1.
 
-    As ``eecompile`` finds the bundle's own: a path fixed by the tuning split, walked on the certify
-    split (:mod:`offramp.certify`). Exits that it does not need run in shadow mode, at ``NEVER``.
+    As ``eecompile`` found the bundle's policy, of whose exits these are some or all: a path fixed
+    by the tuning split, walked on the certify split (:mod:`offramp.certify`), at a share of 1 − the
+    confidence level that makes up for how these exits were found (see the top of this file). Exits
+    that it does not need run in shadow mode, at ``NEVER``.
     """
     rows = list(exits)
     silent = tuple(ActiveExit(exit=e, threshold=NEVER) for e in exits)
@@ -71,12 +93,13 @@ def certified_on(
         return conservative
     path = tuning_path(*_split(records, TUNE, rows))
     confidence, agrees = _split(records, CERTIFY, rows)
+    sets = costs.exits
     found = certify(
         path,
         confidence,
         agrees,
         max_disagreement=max_disagreement,
-        confidence_level=confidence_level,
+        confidence_level=1 - (1 - confidence_level) / sets,
     )
     if found is None:
         return conservative
@@ -91,7 +114,7 @@ def certified_on(
             confidence_level=confidence_level,
             certify_samples=found.samples,
             certify_errors=found.errors,
-            p_value=found.p_value,
+            p_value=min(sets * found.p_value, 1.0),
             predicted_savings=outcome.savings,
         ),
     )

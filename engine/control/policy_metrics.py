@@ -35,8 +35,7 @@ class AuditSettings:
     budget: float = 0.05
     """Largest share of all compute, audits included, that they may take; in (0, 1)."""
     least: float = 0.01
-    """Probability that is never gone below, in (0, 1]: bets are bounded by its inverse. It comes
-    before the budget."""
+    """Probability that the rate never goes below, in (0, 1]. It comes before the budget."""
     steady: float = 0.25
     """Share of the budget once no more evidence is needed: enough to notice drift."""
     every: int = 512
@@ -115,7 +114,7 @@ class PolicyMetrics:
         """Of the policy's risk."""
         self.served = 0
         """Samples seen that were served under it."""
-        audits = AuditSettings(budget=settings.audit_budget, least=settings.least_audit)
+        audits = AuditSettings(budget=settings.audit_budget, least=settings.least_budgeted)
         self.audit = AuditRate(audits, *self._shares(exits))
 
     def observe(self, seen: Observations, loss: FloatArray) -> None:

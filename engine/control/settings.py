@@ -20,8 +20,13 @@ class CertifiedSettings:
     """Every sample runs to the end; else audits choose which do."""
     audit_budget: float = 0.05
     """Largest share of all compute that audits may take."""
-    least_audit: float = 0.01
-    """Audit probability that is never gone below."""
+    least_budgeted: float = 0.01
+    """Audit probability that there is always a budget for, whatever :attr:`audit_budget` says."""
+    least_audit: float = 0.003
+    """Audit probability that is never gone below; of those in the budget, most may be kept for what
+    follows disagreements (:mod:`.suspicion`)."""
+    raise_audits: bool = True
+    """Audits become more after a disagreement, and fewer at other times (:mod:`.suspicion`)."""
     alarm_rate: float = DEFAULT_RATE
     """False drift alarms per audited sample, at most."""
     min_gain: float = 0.01
@@ -43,6 +48,11 @@ class CertifiedSettings:
         for name in shares:
             if not 0 < getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected above 0, below 1")
+        if not 0 < self.least_audit <= self.least_budgeted <= 1:
+            raise ValueError(
+                f"least_audit is {self.least_audit}, expected above 0, and at most least_budgeted, "
+                f"{self.least_budgeted}, which is at most 1"
+            )
         for name in ("look_every", "window", "tune_samples", "retune_every", "patience"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")

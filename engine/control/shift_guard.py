@@ -22,6 +22,7 @@ import numpy as np
 from offramp.bundle import ExitPolicy
 from offramp.certify import NEVER, BoolArray, Float32Array, Observations, Window, first_exit
 from offramp.certify.decision import reaches
+from offramp.certify.kept import kept_count
 from offramp.engine.control.shift import ShiftDetector
 
 RECOVERY: Final = 8_192
@@ -130,10 +131,8 @@ class ShiftGuard:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a kept state; ValueError if it does not fit."""
-        wait, since = int(state["wait"]), int(state["since"])
-        if wait < FIRST_WAIT or since < 0:
-            raise ValueError(f"state: wait {wait}, since {since} are no counts of samples")
-        self._wait, self._since = wait, since
+        wait = kept_count(state, "wait", least=FIRST_WAIT)
+        self._wait, self._since = wait, kept_count(state, "since")
 
     def _differs(self, seen: Observations, version: int) -> bool:
         """Whether what exits say of those that reach them has changed."""

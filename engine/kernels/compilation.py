@@ -185,6 +185,6 @@ def _write(path: Path, cubin: bytes) -> None:
     """Put a cubin into the cache whole, or leave it be."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, hashlib.sha256(cubin).digest() + cubin)
+        write_whole(path, hashlib.sha256(cubin).digest() + cubin, durable=False)
     except OSError as error:
         logger.info("The compiled kernels cannot be kept in %s: %s", path.parent, error)

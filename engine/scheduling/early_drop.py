@@ -33,7 +33,8 @@ class EarlyDrop:
     def __init__(self, settings: Sequence[tuple[float, float]], streams: int) -> None:
         """Take what a policy may choose: each one's seconds, and rows a second of a stream."""
         ranked = sorted(settings)
-        self._horizon_s = _HORIZON * ranked[-1][0] if ranked else 0.0
+        self.horizon_s = _HORIZON * ranked[-1][0] if ranked else 0.0
+        """Seconds beyond which nobody's patience counts, as if predictions were right."""
         self._seconds = [seconds for seconds, _ in ranked]
         self._rates = [0.0, *accumulate((rate * streams for _, rate in ranked), max)]
         """Best rows a second of the settings that take at most so long; the first of none."""
@@ -56,11 +57,12 @@ class EarlyDrop:
         longest_slack_s = self._longest_slack_s(bucket, now_s, latency_margin)
         if longest_slack_s <= slack_s or head.priority > bucket.lowest_priority:
             return False
-        wanted = min(queue.size / longest_slack_s, _ENOUGH * self._best(longest_slack_s))
-        return self._best(slack_s) < wanted
+        wanted = min(queue.size / longest_slack_s, _ENOUGH * self.best_rate(longest_slack_s))
+        return self.best_rate(slack_s) < wanted
 
     def _longest_slack_s(self, bucket: Bucket, now_s: float, latency_margin: float) -> float:
-        return max(min((bucket.latest_s - now_s) / latency_margin, self._horizon_s), _SHORTEST_S)
+        return max(min((bucket.latest_s - now_s) / latency_margin, self.horizon_s), _SHORTEST_S)
 
-    def _best(self, slack_s: float) -> float:
+    def best_rate(self, slack_s: float) -> float:
+        """Most rows a second of all streams that a slack allows, as if predictions were right."""
         return self._rates[bisect_right(self._seconds, slack_s)]

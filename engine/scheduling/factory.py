@@ -10,7 +10,7 @@ from typing import Final
 from offramp.certify.decision import MODEL_END
 from offramp.engine.scheduling.parallel import ParallelLimit
 from offramp.engine.scheduling.points import OperatingPoint, OperatingPoints
-from offramp.engine.scheduling.policies import batching, merging, slack
+from offramp.engine.scheduling.policies import batching, merging, slack, slackfit
 from offramp.engine.scheduling.policies.slack import Fixed, SlackPolicy
 from offramp.engine.scheduling.policy import Policy
 from offramp.engine.scheduling.queue import SampleQueue
@@ -19,7 +19,13 @@ from offramp.engine.scheduling.scheduler import ModelScheduler
 _BY_NAME: Final[Mapping[str, Callable[[OperatingPoints, int, int], Policy]]] = {
     policy.name: policy
     for policy in (
-        *(batching.RunThrough, merging.Refill, merging.Rebatch, slack.SlackFit, slack.BareSlackFit),
+        *(
+            batching.RunThrough,
+            merging.Refill,
+            merging.Rebatch,
+            slackfit.SlackFit,
+            slackfit.BareSlackFit,
+        ),
         *(slack.MaxAccuracy, slack.MaxBatch, slack.Cheapest, slack.Clockwork, batching.Delay),
     )
 }
@@ -42,7 +48,7 @@ class PolicyName:
         if name not in POLICIES or (colon and name != Fixed.name):
             close = difflib.get_close_matches(name, POLICIES, n=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
-            raise ValueError(f"there is no policy {text!r}; {hint}known: {', '.join(POLICIES)}")
+            raise ValueError(f"there is no policy {text!r:.80}; {hint}known: {', '.join(POLICIES)}")
         if name != Fixed.name:
             return cls(name)
         if depth != "final" and not depth.isdecimal():

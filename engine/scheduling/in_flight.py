@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from offramp.engine.scheduling.latency import Latencies
 from offramp.engine.scheduling.policy import Policy, Waiting
 from offramp.engine.scheduling.queue import SampleQueue
 
+_LATE: Final = frozenset({DropCause.EXPIRED, DropCause.INFEASIBLE})
 _NO_ROWS: Rows = np.empty(0, np.intp)
 
 
@@ -83,6 +85,8 @@ class InFlight:
         """Samples that wait at splits."""
         self._cancelled: dict[int, DropCause] = {}
         """Withdrawn requests of which samples run."""
+        self.late = 0
+        """Samples that were given up for want of time; for the owner to set back."""
         self._dropped: list[Dropped] = []
         self._lost: list[RowSet] = []
         self._discarded: list[int] = []
@@ -213,17 +217,20 @@ class InFlight:
             self._lost.append(lost)
             for item in lost.dropped(DropCause.EXPIRED):
                 cause = self._cancelled.get(item.request, item.cause)
-                self._dropped.append(Dropped(item.request, item.count, cause))
+                self.drop([Dropped(item.request, item.count, cause)])
         return rows
 
     def lose(self, samples: RowSet, cause: DropCause = DropCause.FAILED) -> None:
         """Report samples that leave without what they were started for."""
-        self._dropped += samples.dropped(cause)
+        self.drop(samples.dropped(cause))
         self._lost.append(samples)
 
     def drop(self, dropped: Iterable[Dropped]) -> None:
-        """Report samples that leave before they were started."""
-        self._dropped += dropped
+        """Report samples that leave without an answer."""
+        for item in dropped:
+            self._dropped.append(item)
+            if item.cause in _LATE:
+                self.late += item.count
 
     def take_dropped(self) -> list[Dropped]:
         """Give the reports since the last call."""

@@ -21,6 +21,9 @@ PATIENCE_S = 1.0
 """A request without a deadline is ordered as if it had this long: it is never refused for being
 late, and neither do those with deadlines overtake it for ever."""
 _NEVER = float("inf")
+_RANKS = 8
+"""Priorities beyond it, either way, count as it where samples are counted by priority: they are the
+clients' choice, so there may be any number."""
 _KEPT_BUCKETS = 64
 """Empty buckets are kept for their next sample, up to so many; batch keys are the clients' choice,
 so there may be any number."""
@@ -44,10 +47,16 @@ class SampleQueue:
         self._by_deadline: SortedQueue[Submission] = SortedQueue()
         self.first_deadline_s = _NEVER
         """The first deadline of all that wait, or earlier: nothing expires before."""
+        self._by_rank = [0] * (2 * _RANKS + 1)
+        """Samples that wait, by priority."""
         self._sequence = 0
         self.arrived = 0
         """Samples that were ever queued."""
         self._started = 0
+
+    def ahead(self, priority: int) -> int:
+        """Samples that wait with this priority or a higher one."""
+        return sum(self._by_rank[_rank(priority) :])
 
     def push(self, submission: Submission, now_s: float) -> None:
         """Queue all samples of a submission, or none; SchedulerFullError if there is no room."""
@@ -70,6 +79,7 @@ class SampleQueue:
             self.first_deadline_s = min(self.first_deadline_s, deadline_s)
         self._by_request[submission.request] = submission
         self.size += count
+        self._by_rank[_rank(submission.priority)] += count
         self.arrived += count
         self._index.pushed(bucket, key)
 
@@ -80,6 +90,7 @@ class SampleQueue:
             return None
         dropped = Dropped(request, submission.left, cause)
         self.size -= submission.left
+        self._by_rank[_rank(submission.priority)] -= submission.left
         bucket = self._buckets[submission.batch_key]
         bucket.forget(submission)
         if submission.deadline_s != _NEVER:
@@ -116,6 +127,7 @@ class SampleQueue:
         taken, timed = bucket.take(limit), 0
         for submission, _, size in taken:
             self.size -= size
+            self._by_rank[_rank(submission.priority)] -= size
             if not submission.left:
                 del self._by_request[submission.request]
                 timed += submission.deadline_s != _NEVER
@@ -134,6 +146,10 @@ class SampleQueue:
             self._buckets = {key: bucket for key, bucket in self._buckets.items() if bucket.size}
         bucket = self._buckets[batch_key] = Bucket(batch_key, aged=self._aged)
         return bucket
+
+
+def _rank(priority: int) -> int:
+    return _RANKS + max(-_RANKS, min(priority, _RANKS))
 
 
 def _rowset(taken: list[Taken], sample_ids: NDArray[np.int64]) -> RowSet:

@@ -23,6 +23,7 @@ import itertools
 import numpy as np
 from numpy.typing import NDArray
 
+from offramp.engine.scheduling.admission import AdmissionControl
 from offramp.engine.scheduling.base import (
     Decision,
     DropCause,
@@ -30,6 +31,7 @@ from offramp.engine.scheduling.base import (
     Idle,
     RowSet,
     Run,
+    SchedulerFullError,
     Submission,
     Transition,
     Wait,
@@ -60,6 +62,7 @@ class ModelScheduler:
         plan: int = 0,
     ) -> None:
         self._queue = queue
+        self._admission = AdmissionControl()
         self._in_flight = InFlight()
         self._current = self._in_flight.add_plan(plan, policy, latencies, queue)
         self._streams = frozenset(range(streams))
@@ -113,6 +116,21 @@ class ModelScheduler:
         """The number of answered samples that run on."""
         return sum(len(s.answered) - s.unanswered for s in self._in_flight.samples())
 
+    @property
+    def overloaded(self) -> bool:
+        """Whether samples were given up of late for want of time."""
+        return self._admission.overloaded
+
+    def admit(self, samples: int, slack_s: float, priority: int, now_s: float) -> None:
+        """Refuse, by SchedulerFullError, what had better not be queued: see :mod:`.admission`."""
+        if not self.overloaded:
+            return
+        ahead = self._queue.ahead(priority)
+        if self._admission.refuses(samples, slack_s, ahead, now_s):
+            raise SchedulerFullError(
+                f"{ahead} samples wait before it, and of late too many were late"
+            )
+
     def submit(self, submission: Submission, now_s: float) -> None:
         """Queue a request's samples; SchedulerFullError, and none queued, if not all have room."""
         self._expire(now_s)
@@ -162,6 +180,8 @@ class ModelScheduler:
         samples, before = batch.samples, len(exited)
         self._observe(batch, before, now_s)
         transition = self._in_flight.leave(batch, exited, runs_on, now_s)
+        self._admission.keep(len(transition.released), now_s)
+        self._admit_less(now_s)
         if self._parallel.adapts:
             deadlines_s = samples.deadlines_s[transition.released]
             if bounded := int(np.isfinite(deadlines_s).sum()):
@@ -310,3 +330,10 @@ class ModelScheduler:
             self._in_flight.drop(self._queue.expire(now_s))
         if self._in_flight.buffered or self._in_flight.retries:
             self._in_flight.expire(now_s)
+        self._admit_less(now_s)
+
+    def _admit_less(self, now_s: float) -> None:
+        """Tell admission of those that were given up since it was last told."""
+        if self._in_flight.late:
+            self._admission.lose(self._in_flight.late, now_s)
+            self._in_flight.late = 0

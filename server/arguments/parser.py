@@ -21,7 +21,7 @@ from offramp.server.arguments.settings import (
 from offramp.server.arguments.values import integer, named_path, number, port
 from offramp.server.configuration import Configuration, ConfigurationError, read_configuration
 from offramp.server.logging_setup import FORMATS, LEVELS
-from offramp.server.options import MAX_MESSAGE_MIB, ServerOptions
+from offramp.server.options import MAX_COUNT, MAX_MESSAGE_MIB, ServerOptions
 
 
 def add_logging(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +35,12 @@ def add_logging(parser: argparse.ArgumentParser) -> None:
         choices=FORMATS,
         default="human",
         help="lines for people, or a JSON object a line (default: %(default)s)",
+    )
+    group.add_argument(
+        "--access-log",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="a line for every request: peer, method, model, status code, milliseconds, rows",
     )
 
 
@@ -98,8 +104,34 @@ def add_network(parser: argparse.ArgumentParser) -> None:
         type=integer(1, MAX_MESSAGE_MIB),
     )
     add(
+        "--max-queue-mib",
+        "memory for the messages of requests being answered; more are refused with "
+        "RESOURCE_EXHAUSTED",
+        metavar="MIB",
+        type=integer(1, MAX_COUNT),
+    )
+    add(
+        "--max-concurrent-requests",
+        "most requests being answered; more are refused with RESOURCE_EXHAUSTED",
+        metavar="N",
+        type=integer(1, MAX_COUNT),
+    )
+    add(
+        "--max-connections",
+        "connections of gRPC at once; further ones are closed as they come",
+        metavar="N",
+        type=integer(1, MAX_COUNT),
+    )
+    add(
+        "--drain-delay-s",
+        "after SIGTERM or SIGHUP, how long new requests are still answered while readiness is "
+        "gone, so that load balancers can notice; after SIGINT they are refused at once",
+        metavar="S",
+        type=number(0.0),
+    )
+    add(
         "--shutdown-timeout-s",
-        "after SIGTERM, how long requests in flight may take to end",
+        "after that, how long requests in flight may take to end",
         metavar="S",
         type=number(0.0),
     )

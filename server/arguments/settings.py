@@ -66,6 +66,7 @@ _WATCHING: Final[Mapping[str, str]] = {
     "audit_budget": "--audit-budget",
     "ramp_budget": "--ramp-budget",
     "keep_state": "--no-state",
+    "trust_inputs": "--trust-inputs",
 }
 """Options that mean something only where answers are observed, by their fields."""
 
@@ -115,6 +116,14 @@ def add_control(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="forget what the controller learned when the server ends (default: it is kept beside "
         "the bundle)",
+    )
+    group.add_argument(
+        "--trust-inputs",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="let exits answer, and learn from, samples with elements that are not finite or far "
+        "outside of what calibration saw (default: the whole model answers them, and they are no "
+        "evidence)",
     )
     parser.add_argument_group("modes", "\n".join(_describe(MODES)))
     parser.add_argument_group("controllers", "\n".join(_describe(CONTROLLER_WORDS)))
@@ -200,8 +209,8 @@ POLICY_GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "delay": "size and delay alone, as in Triton; deadlines order the queue",
     },
     "depth too follows from the time that is left: exits may be forced": {
-        "slackfit": "the largest batch whose time is just within the slack (SuperServe)",
-        "slackfit-bare": "the same as published, to compare with; may fall behind for good",
+        "slackfit": "as deep as slack and queue allow, while that keeps up (after SuperServe)",
+        "slackfit-bare": "the rule as published, to compare with; may fall behind for good",
         "max-batch": "the largest batch first, then the deepest exit that still fits",
         "max-accuracy": "the deepest exit first, then the largest batch that still fits",
         "cheapest": "all leave at the first exit at the latest (INFaaS)",

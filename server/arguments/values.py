@@ -16,7 +16,7 @@ def named_path(text: str) -> tuple[str, Path]:
     name, separator, path = text.partition("=")
     if not (name and separator and path):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not NAME=PATH, for instance resnet=/models/resnet.ee"
+            f"{text!r:.80} is not NAME=PATH, for instance resnet=/models/resnet.ee"
         )
     return name, Path(path)
 
@@ -31,7 +31,7 @@ def integer(least: int, most: int | None = None) -> Callable[[str], int]:
         except ValueError:
             value = least - 1
         if value < least or (most is not None and value > most):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {span}")
+            raise argparse.ArgumentTypeError(f"{text!r:.80} is not a whole number {span}")
         return value
 
     return parse
@@ -47,7 +47,7 @@ def number(least: float, *, above: bool = False) -> Callable[[str], float]:
         except ValueError:
             value = math.nan
         if not (least < value < math.inf if above else least <= value < math.inf):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number {span}")
+            raise argparse.ArgumentTypeError(f"{text!r:.80} is not a number {span}")
         return value
 
     return parse
@@ -64,7 +64,7 @@ def share(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0.0 < value < 1.0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share: a number above 0, below 1")
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a share: a number above 0, below 1")
     return value
 
 
@@ -82,4 +82,4 @@ def mode(text: str) -> Mode:
         return Mode(text)
     except ValueError:
         known = ", ".join(repr(known.value) for known in Mode)
-        raise argparse.ArgumentTypeError(f"{text!r} is no mode; choose from {known}") from None
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is no mode; choose from {known}") from None

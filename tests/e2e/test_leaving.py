@@ -12,10 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
+from tests.leaving import codes_while_leaving
 
 from offramp.client import AsyncClient, Client, ConnectionFailedError
+from offramp.client.wire import build_request
 
 
 async def until(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
@@ -30,11 +33,13 @@ def held(server: Any) -> float:
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_answers_what_is_in_flight_and_exits_0(
     launch: Any, bundle_path: Path, number: signal.Signals
 ) -> None:
-    server = launch(bundle_path, "--max-batch-size=8", "--max-queue-delay-ms=3000")
+    server = launch(
+        bundle_path, "--max-batch-size=8", "--max-queue-delay-ms=3000", "--drain-delay-s=0"
+    )
     inputs = server.inputs(2)
 
     async def scenario() -> Any:
@@ -51,6 +56,16 @@ def test_a_signal_answers_what_is_in_flight_and_exits_0(
     assert log.endswith("stopped\n")
     with Client(server.address) as client, pytest.raises(ConnectionFailedError):
         client.server_ready(timeout_s=30)
+
+
+@pytest.mark.slow
+def test_under_load_calls_end_with_ok_or_unavailable(launch: Any, bundle_path: Path) -> None:
+    for delay_s in (0, 0.5, 1):
+        server = launch(bundle_path, f"--drain-delay-s={delay_s}")
+        request = build_request(server.model, server.inputs(1), outputs=None, priority=0)
+        codes = asyncio.run(codes_while_leaving(server.address, server.process, request))
+        assert server.process.wait(60) == 0
+        assert set(codes) == {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}
 
 
 def test_a_client_that_hangs_up_takes_nobody_along(launch: Any, bundle_path: Path) -> None:

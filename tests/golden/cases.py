@@ -16,6 +16,7 @@ import json
 import sys
 import tempfile
 import tomllib
+import unittest.mock
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -87,19 +88,24 @@ LONG = 20
 Recording = Callable[[], Any]
 
 
-def command(name: str) -> Callable[[list[str]], int]:
+def command(name: str) -> Callable[[], int]:
     """Find a public command by its name in ``pyproject.toml``."""
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, _, function = scripts[name].partition(":")
-    found: Callable[[list[str]], int] = getattr(import_module(module), function)
+    found: Callable[[], int] = getattr(import_module(module), function)
     return found
 
 
 def run(name: str, *arguments: str) -> None:
     """Run a public command, quietly."""
     words, errors = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(words), contextlib.redirect_stderr(errors):
-        status = command(name)([str(argument) for argument in arguments])
+    line = [name, *map(str, arguments)]
+    with (
+        contextlib.redirect_stdout(words),
+        contextlib.redirect_stderr(errors),
+        unittest.mock.patch.object(sys, "argv", line),
+    ):
+        status = command(name)()
     assert status == 0, f"{name} {' '.join(arguments)} ended with {status}: {errors.getvalue()}"
 
 

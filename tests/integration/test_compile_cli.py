@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import onnx
@@ -62,6 +72,14 @@ def test_a_model_that_is_no_model(capfd, content: bytes) -> None:
 def test_a_model_that_is_not_there(capfd) -> None:
     Path("model.onnx").unlink()
     assert "model.onnx: cannot be read: No such file" in compiling(capfd)
+
+
+@pytest.mark.parametrize("named", ["", ".", "/"])
+@pytest.mark.parametrize("command", [(), ("inspect",)])
+def test_a_model_that_is_no_name_of_a_file(capfd, command: tuple[str, ...], named: str) -> None:
+    given = () if command else ("--data", "data.npz")
+    told = fails(capfd, *command, named, *given)
+    assert f"{str(Path(named))!r} names no file, expected an ONNX file" in told
 
 
 def test_a_model_without_a_cut_point(capfd) -> None:
@@ -123,6 +141,108 @@ def test_a_folder_in_the_way(capfd, arguments: tuple[str, ...]) -> None:
 def test_an_output_below_a_file(capfd) -> None:
     line = compiling(capfd, "--output", "data.npz/a/b.ee")
     assert "data.npz is not a folder; choose another --output" in line
+
+
+@pytest.fixture
+def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail where a head would be trained."""
+
+    def train(*_: object, **__: object) -> None:
+        pytest.fail("heads are trained")
+
+    monkeypatch.setattr("offramp.compiler.exits.train_heads", train)
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="nobody can write there")
+def test_a_target_that_cannot_be_written_is_told_before_the_work(
+    capfd, untrained: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offramp.compiler.compile.read_model", lambda *_, **__: pytest.fail("read"))
+    line = compiling(capfd, "--output", "/proc/model.ee")
+    assert "/proc/model.ee cannot be written: " in line
+    assert "make /proc writable for you, or choose another --output" in line
+
+
+def test_a_disk_without_room_for_a_bundle_is_told_before_the_work(
+    capfd, untrained: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(".")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=1000))
+    line = compiling(capfd)
+    assert "model.ee needs 0 MiB at least" in line
+    assert "has 0 MiB left; free the space or choose another --output" in line
+
+
+def test_a_disk_without_room_for_features_is_told_before_the_work(
+    capfd, untrained: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+
+    def full(*_: int) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    line = compiling(capfd)
+    assert re.search(r"features of \d+ samples take \d MiB in .*temporary", line)
+    assert "No space left on device; free the space, set TMPDIR" in line
+
+
+def test_no_folder_for_temporary_files_is_told_before_the_work(
+    capfd, untrained: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> NoReturn:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/x']")
+
+    monkeypatch.setattr("offramp.compiler.compile.read_model", lambda *_, **__: pytest.fail("read"))
+    with monkeypatch.context() as patched:
+        patched.setattr(tempfile, "gettempdir", missing)
+        line = compiling(capfd)
+    assert "No usable temporary directory found in ['/x']" in line
+
+
+def test_an_interruption_after_the_writing_says_that_it_is_written(
+    capfd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("offramp.compiler.compile.compile_model", lambda *_: write(Path()))
+    monkeypatch.setattr("offramp.compiler.printing.print_bundle", interrupt)
+    arguments = ["model.onnx", "--data", "data.npz", "--output", "small.ee"]
+    assert main(arguments) == 130
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert said == "eecompile: interrupted; small.ee is written and whole"
+    monkeypatch.setattr("offramp.compiler.compile.compile_model", interrupt)
+    assert main(arguments) == 130
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert said == "eecompile: interrupted; nothing was written"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_heads_are_trained_leaves_nothing(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    command = [sys.executable, "-m", "offramp.compiler.cli", "model.onnx", "--data", "data.npz"]
+    process = subprocess.Popen(
+        [*command, "--epochs", "1000000"],
+        env={**os.environ, "TMPDIR": str(temporary)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        while process.poll() is None and not list(temporary.glob("offramp-features-*/*/*.npy")):
+            time.sleep(0.02)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + number
+    assert err.splitlines()[-1] == f"eecompile: stopped by {number.name}; nothing was written"
+    assert list(temporary.glob("offramp-*")) == []
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["data.npz", "model.onnx", "temporary"]
 
 
 @pytest.mark.parametrize(

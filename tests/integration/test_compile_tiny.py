@@ -150,6 +150,15 @@ def test_exits_were_built_and_agree_with_the_model(compiled) -> None:
         assert best.net_savings > 0
 
 
+def test_ranges_are_those_of_the_data(compiled) -> None:
+    bundle, tensors = compiled
+    ranges = bundle.input_ranges()
+    assert {seen.name for seen in ranges.inputs} == {i.name for i in bundle.manifest.inputs}
+    for seen in ranges.inputs:  # of other samples of the same kinds
+        assert seen.lowest == pytest.approx(tensors[seen.name].min(), abs=2.0)
+        assert seen.highest == pytest.approx(tensors[seen.name].max(), abs=2.0)
+
+
 def test_off_is_the_source_bit_for_bit(compiled) -> None:
     bundle, tensors = compiled
     found = answers(make_plan(bundle, mode=Mode.OFF), tensors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import platform
 import shutil
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -138,7 +139,9 @@ def test_what_was_learned_survives_a_restart(bundle_path: Path, tmp_path: Path) 
         assert control.observed == 0
 
     with_engine(path, Mode.AUDIT, first, keep_state=True)
-    assert (tmp_path / "copy.ee.state.npz").is_file()
+    assert [p.name for p in tmp_path.glob("*.npz")] == [
+        f"copy.ee.fashion@{platform.node()}.state.npz"
+    ]
     with_engine(path, Mode.AUDIT, second, keep_state=True)
     with_engine(path, Mode.AUDIT, other, keep_state=True, max_disagreement=0.02)
     Bundle.open(path)  # untouched

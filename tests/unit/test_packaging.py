@@ -97,7 +97,7 @@ def test_the_wheel_out_of_the_source_archive_has_each_package_and_no_script_of_o
         if file.split("/")[0] in LINKS
         and (not file.startswith("tools/") or file.startswith(TOOLS_IN_THE_WHEEL))
     }
-    assert found == wanted | {"offramp/__init__.py", "offramp/py.typed"}
+    assert found == wanted | {"offramp/__init__.py", "offramp/py.typed", "offramp/start.py"}
     assert "offramp/tools/bench/cli.py" in found
 
 

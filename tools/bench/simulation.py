@@ -148,6 +148,7 @@ def simulate(  # noqa: PLR0915 - one loop, and few calls in it: it is what a req
                 break
             now_s = arrival_s
             try:
+                scheduler.admit(1, slo_s, 0, now_s)
                 scheduler.submit(Submission(following, 1, now_s + slo_s), now_s)
             except SchedulerFullError:
                 log.rejected.append(following)

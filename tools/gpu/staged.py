@@ -28,6 +28,7 @@ from offramp.bundle import (
     Exit,
     ExitPolicy,
     Head,
+    InputRanges,
     Manifest,
     Profile,
     Promise,
@@ -37,6 +38,7 @@ from offramp.bundle import (
 )
 from offramp.bundle.bundle import RECORDS
 from offramp.bundle.files import dump
+from offramp.bundle.input_ranges import INPUT_RANGES
 from offramp.bundle.manifest import SCHEMA_VERSION, Calibration, Source
 from offramp.calibration.families import CutTensor
 from offramp.compiler.cuts import find_cuts
@@ -124,6 +126,7 @@ def plain_bundle(
     exits_after: Sequence[int],
     active: Sequence[ActiveExit],
     replayed: bool = False,
+    ranges: InputRanges | None = None,
 ) -> Bundle:
     """Write a bundle with exits of a mean and one linear layer.
 
@@ -134,6 +137,7 @@ def plain_bundle(
         exits_after: Segments that get an exit.
         active: The policy.
         replayed: Whether confidences are taken from the further input :data:`REPLAY`.
+        ranges: Inputs that exits may answer; without, that is any.
     """
     segments = tuple(segment.described() for segment in pieces.segments)
     exits = tuple(
@@ -150,6 +154,8 @@ def plain_bundle(
         shapes[REPLAY] = (len(exits),)
     files["source.onnx"] = source.SerializeToString()
     files["profiles/cpu.json"] = dump(_made_up_profile(segments, len(exits)))
+    if ranges is not None:
+        files[INPUT_RANGES] = dump(ranges)
     files[RECORDS] = _made_up_records(len(exits), pieces.model.answer.classes)
     manifest = Manifest(
         schema_version=SCHEMA_VERSION,

@@ -110,8 +110,9 @@ class PameController(PublishedController):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on with a kept policy."""
-        kept = self._kept(state, ("own", "moves", "raises"), exits=self._times.exits)
-        policy, (own, self._counters.adjustments, self._counters.tunings) = kept
+        own = state.get("own") is True
+        kept = self._kept(state, ("moves", "raises"), exits=self._times.exits)
+        policy, (self._counters.adjustments, self._counters.tunings) = kept
         if own or policy.active != self.policy.active:
             self.policy, self._own = policy, True
         self._recent = []

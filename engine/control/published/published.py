@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from offramp.bundle import NEVER, ActiveExit, ExitPolicy
+from offramp.certify.kept import kept_array, kept_count, kept_exits, kept_part
 from offramp.engine.control.controller import ControlEvent, ControlStatus, Evidence, Job
 from offramp.engine.control.counters import ControlCounters
 
@@ -59,11 +60,13 @@ class PublishedController:
         return self._counters.take_events()
 
     def _evidence(self) -> Evidence:
-        """The promise that the policy came with: nothing was tested of it since."""
+        """The promise that the policy came with, unless the estimate is above the constraint."""
         promise = self.policy.promise
         if all(active.threshold >= NEVER for active in self.policy.active):
             return Evidence.CONSERVATIVE
         is_covered = promise is not None and promise.covers(*self._limits)
+        if is_covered and self._counters.exceeds(self._limits[0], self.policy.version):
+            return Evidence.SUSPICIOUS
         return Evidence.CALIBRATED if is_covered else Evidence.NONE
 
     def _describe(self) -> str:
@@ -86,14 +89,13 @@ class PublishedController:
             ValueError: Something is missing, or it has an exit that a bundle of ``exits`` lacks.
         """
         try:
-            version, thresholds = int(state["version"]), np.asarray(state["thresholds"]).tolist()
-            policy = policy_of(version, np.asarray(state["exits"]).tolist(), thresholds)
-            numbers, counts = [int(state[name]) for name in names], state["tally"]
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"no state of the {self.name} controller: {error!r}") from error
-        if policy.active and (last := policy.active[-1].exit) >= exits:
-            raise ValueError(f"state: exit {last} is in use, but the bundle has {exits} exits")
-        self._counters.restore(counts)
+            version, used = kept_count(state, "version"), kept_exits(state, "exits", exits)
+            thresholds = kept_array(state, "thresholds", (None,)).tolist()
+            policy = policy_of(version, used, thresholds)
+            numbers, counts = [kept_count(state, name) for name in names], kept_part(state, "tally")
+            self._counters.restore(counts)
+        except ValueError as error:
+            raise ValueError(f"no state of the {self.name} controller: {error}") from error
         return policy, numbers
 
 

@@ -17,9 +17,7 @@ from offramp.engine.scheduling.buckets import Bucket
 from offramp.engine.scheduling.early_drop import EarlyDrop
 from offramp.engine.scheduling.points import OperatingPoint, OperatingPoints
 from offramp.engine.scheduling.policy import Choice, LoadShedding, NeverBuffers, Start, Waiting
-
-BUCKETS = 64
-"""Latency buckets of SlackFit; the paper says evenly sized and not how many."""
+from offramp.engine.scheduling.queue import SampleQueue
 
 
 class Setting(NamedTuple):
@@ -39,14 +37,20 @@ class ArrivalRate:
     def __init__(self) -> None:
         self.rate = 0.0
         self._count = 0
-        self._looked_s = -float("inf")
+        self._looked_s = self._since_s = -math.inf
 
     def look(self, arrived: int, now_s: float) -> None:
         """Take note of how many have arrived by now."""
         elapsed_s = now_s - self._looked_s
         if elapsed_s < self._SHORTEST_LOOK_S:
             return
-        weight = -math.expm1(-elapsed_s / self.MEMORY_S)
+        if elapsed_s == math.inf:
+            self._count, self._looked_s, self._since_s = arrived, now_s, now_s
+            return
+        # Before it has seen MEMORY_S it is the mean of what it has seen: there was no time of
+        # rate 0 before.
+        known = math.expm1(-(now_s - self._since_s) / self.MEMORY_S)
+        weight = math.expm1(-elapsed_s / self.MEMORY_S) / known
         self.rate += weight * ((arrived - self._count) / elapsed_s - self.rate)
         self._count, self._looked_s = arrived, now_s
 
@@ -91,7 +95,19 @@ class SlackPolicy(NeverBuffers, ABC):
         if setting is None or self._early_drop.gives_up(queue, bucket, now_s, latency_margin):
             self._points.latencies.invalidate()
             return LoadShedding(bucket)
+        setting = self.for_queue(setting, queue, bucket, now_s, wanted_rate)
         return Start(bucket, setting.batch_size, setting.deepest)
+
+    def for_queue(
+        self,
+        setting: Setting,
+        queue: SampleQueue,  # noqa: ARG002
+        bucket: Bucket,  # noqa: ARG002
+        now_s: float,  # noqa: ARG002
+        wanted_rate: float,  # noqa: ARG002
+    ) -> Setting:
+        """Better a choice that holds for any queue, knowing what waits in this one."""
+        return setting
 
     def _settings(self) -> Iterator[tuple[float, float]]:
         """Give seconds, and rows a second, of whatever the policy would choose at any slack."""
@@ -111,85 +127,10 @@ class SlackPolicy(NeverBuffers, ABC):
         busy_s = self._busy_s[setting.deepest][setting.batch_size]
         return setting.batch_size / busy_s if busy_s else math.inf
 
-    def _largest_batch(self, point: OperatingPoint, slack_s: float) -> int:
+    def _largest_batch(self, deepest: int, slack_s: float) -> int:
         """Most rows that are done within ``slack_s`` even if none leaves early; may be 0."""
-        largest = self._points.latencies.largest_batch(point.deepest, slack_s)
+        largest = self._points.latencies.largest_batch(deepest, slack_s)
         return min(largest, self._max_batch_size)
-
-
-class SlackFit(SlackPolicy):
-    """The largest batch of the bucket of settings that just fits the slack (SuperServe 4.2, A.5).
-
-    All settings (a power of two or the limit as batch size, an operating point) are sorted into
-    evenly sized buckets by latency, that of a batch that nobody leaves early. The bucket is the
-    highest that lies within the slack as a whole; of its settings the one with the largest batch
-    is taken. What the paper leaves open: among equal batch sizes the higher agreement wins; an
-    empty bucket gives way to the next lower one that is not; and below the lowest bucket's
-    upper end the fastest setting stands, as long as it fits itself. The choice of every bucket
-    is made beforehand.
-
-    One thing is ours. How many buckets there are decides which settings compete, and with them
-    whether a middling slack is answered by a setting that is slow *and* small: bare, the rule
-    falls behind for good at loads that it could carry (``benchmarks.superserve``). So a bucket
-    whose choice cannot keep up with the queue gives way to the next lower one that can, or to
-    the one that comes closest.
-    """
-
-    name = "slackfit"
-    keeps_up = True
-
-    def __init__(
-        self,
-        points: OperatingPoints,
-        max_batch_size: int,
-        streams: int = 1,
-        *,
-        buckets: int = BUCKETS,
-    ) -> None:
-        super().__init__(points, max_batch_size, streams)
-        ranked = []
-        for point in points.points:
-            seconds = points.latencies.until_s(point.deepest)
-            for size in _batch_sizes(max_batch_size):
-                setting = Setting(size, point.deepest)
-                ranked.append((seconds[size], size, point.agreement, setting))
-        ranked.sort(key=lambda item: (item[0], -item[2]))
-        self._fastest_s, fastest = ranked[0][0], ranked[0][-1]
-        self._width_s = (ranked[-1][0] - self._fastest_s) / buckets or self._fastest_s or 1.0
-        best: list[tuple[int, float, Setting, float] | None] = [None] * buckets
-        for seconds_, size, agreement, setting in ranked:
-            bucket = min(int((seconds_ - self._fastest_s) / self._width_s), buckets - 1)
-            held = best[bucket]
-            if held is None or (size, agreement) > held[:2]:
-                best[bucket] = (size, agreement, setting, self._rate(setting))
-        self._chosen = [(fastest, self._rate(fastest))]
-        """Below the first bucket, then by bucket: its choice, and rows a second."""
-        for choice in best:
-            self._chosen.append(choice[2:] if choice else self._chosen[-1])
-
-    def setting(self, slack_s: float, wanted_rate: float = 0.0) -> Setting | None:
-        """Look into the bucket, and down from there for one that keeps up."""
-        latency_margin = self._points.latencies.latency_margin
-        slack_s /= latency_margin
-        if slack_s < self._fastest_s:
-            return None
-        bucket = int(min((slack_s - self._fastest_s) / self._width_s, len(self._chosen) - 1))
-        best, best_rate = self._chosen[bucket]
-        if self.keeps_up:
-            wanted_rate /= self._streams
-            while best_rate < wanted_rate and bucket:
-                bucket -= 1
-                setting, rate = self._chosen[bucket]
-                if rate > best_rate:
-                    best, best_rate = setting, rate
-        return best
-
-
-class BareSlackFit(SlackFit):
-    """SlackFit as published, to compare with (SuperServe 4.2, A.5)."""
-
-    name = "slackfit-bare"
-    keeps_up = False
 
 
 class MaxBatch(SlackPolicy):
@@ -199,11 +140,11 @@ class MaxBatch(SlackPolicy):
 
     def setting(self, slack_s: float, wanted_rate: float = 0.0) -> Setting | None:  # noqa: ARG002
         """Choose first the size, then the depth."""
-        size = self._largest_batch(self._points.points[0], slack_s)
+        size = self._largest_batch(self._points.points[0].deepest, slack_s)
         if not size:
             return None
         deepest_first = reversed(self._points.points)
-        fits = (p for p in deepest_first if self._largest_batch(p, slack_s) >= size)
+        fits = (p for p in deepest_first if self._largest_batch(p.deepest, slack_s) >= size)
         return Setting(size, next(fits).deepest)
 
 
@@ -215,7 +156,7 @@ class MaxAccuracy(SlackPolicy):
     def setting(self, slack_s: float, wanted_rate: float = 0.0) -> Setting | None:  # noqa: ARG002
         """Choose first the depth, then the size."""
         for point in reversed(self._points.points):
-            size = self._largest_batch(point, slack_s)
+            size = self._largest_batch(point.deepest, slack_s)
             if size:
                 return Setting(size, point.deepest)
         return None
@@ -239,7 +180,7 @@ class Fixed(SlackPolicy):
 
     def setting(self, slack_s: float, wanted_rate: float = 0.0) -> Setting | None:  # noqa: ARG002
         """Choose the size; nothing else is open."""
-        size = self._largest_batch(self._point, slack_s)
+        size = self._largest_batch(self._point.deepest, slack_s)
         return Setting(size, self._point.deepest) if size else None
 
 
@@ -260,8 +201,3 @@ class Clockwork(Fixed):
     """
 
     name = "clockwork"
-
-
-def _batch_sizes(max_batch_size: int) -> list[int]:
-    powers = [2**i for i in range(max_batch_size.bit_length())]
-    return sorted({*powers, max_batch_size})

@@ -61,7 +61,7 @@ MANIFEST = Manifest(
         train_samples=600,
         tune_samples=150,
         certify_samples=250,
-        sample_shapes={},
+        sample_shapes={"image": (1, 28, 28)},
         reference_batch_size=8,
         source_accuracy=0.5,
     ),

@@ -22,6 +22,7 @@ from offramp.bundle import (
     BundleIntegrityError,
     BundleSchemaError,
     BundleWriteError,
+    placing,
     write_bundle,
 )
 from offramp.bundle.engines import (
@@ -215,7 +216,10 @@ def plan_file(store: EngineStore) -> Path:
     ("damage", "said"),
     [
         (lambda place: place.write_bytes(b"other"), "was altered"),
-        (lambda place: place.write_bytes(b"longer than it was"), "the index.json says 5"),
+        (
+            lambda place: place.write_bytes(b"longer than it was"),
+            "has 18 bytes, at most 5 are expected",
+        ),
         (lambda place: place.unlink(), "No such file"),
         (lambda place: (place.unlink(), place.symlink_to("/etc/hostname")), "leaves the bundle"),
         (lambda place: (place.unlink(), os.mkfifo(place)), "not a regular file"),
@@ -248,7 +252,8 @@ def test_an_index_cannot_name_files_elsewhere(store: EngineStore, what: str, nam
     else:
         index[what]["path"] = name
     rewrite_index(store, **index)
-    with pytest.raises(BundleSchemaError, match="is no name of a file beside the index"):
+    refused = "is no name of a file beside the index|expected text without control characters"
+    with pytest.raises(BundleSchemaError, match=refused):
         EngineStore.open(store.bundle_path, TARGET)
     assert list_targets(store.bundle_path) == ()
 
@@ -541,6 +546,7 @@ def test_a_failed_replacement_keeps_the_engines(
 ) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError(1, "no")))
+        patched.setattr(placing, "exchange", lambda *_: False)
         with pytest.raises(BundleWriteError):
             copy_with(bundle, bundle.path, bundle.path, overwrite=True)
     again = EngineStore.open(bundle.path, TARGET)

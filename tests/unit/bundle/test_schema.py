@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from tests.unit.bundle.examples import replace_file, rewrite_manifest, sign, write
 
@@ -122,3 +125,149 @@ def test_a_profile_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     profile = Bundle.open(root).profile()
     assert profile.stages_ms == ((0.5, 0.75),)
     assert (profile.spread, profile.disturbed) == (None, ())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda m: m["exits"][0].update(agreement=1.5),
+            "agreement has 1.5, expected at least 0 an",
+        ),
+        (lambda m: m["exits"][0].update(after_segment=-1), "must rise and stay before the last"),
+        (lambda m: m["segments"][0].update(flops_share=-0.1), "flops_share has -0.1, expected at"),
+        (
+            lambda m: m["segments"][1].update(inputs=["image"]),
+            r"segments\[1\]: reads \['image'\], e",
+        ),
+        (lambda m: m["segments"][0].update(inputs=["cut"]), r"segments\[0\]: reads \['cut'\]"),
+        (lambda m: m["segments"][0].update(inputs=[]), r"segments\[0\]: reads \[\]"),
+        (lambda m: m["segments"][0].update(output="image"), "segments.1.: reads"),
+        (
+            lambda m: m["exits"][0].update(inputs=["logits"]),
+            r"exits\[0\]: reads \['logits'\], expec",
+        ),
+        (lambda m: m["exits"][0].update(output="cut"), "tensors: 'cut' is there twice"),
+        (lambda m: m["outputs"].clear(), r"outputs: \[\] are not the answer 'logits' alone"),
+        (lambda m: m["outputs"][0].update(dtype="int64"), "is not floating-point .batch, 10."),
+        (lambda m: m["answer"].update(classes=11), "is not floating-point .batch, 11."),
+        (lambda m: m["inputs"].append(m["inputs"][0]), "inputs: 'image' is there twice"),
+        (lambda m: m["inputs"][0].update(shape=["batch", 2**31]), "of more than 1 GiB a sample"),
+        (lambda m: m["inputs"][0].update(shape=[1, 1, 28, 28]), "is no sample of the input"),
+        (lambda m: m["calibration"]["sample_shapes"].clear(), r"has \[\], expected the inputs"),
+        (lambda m: m["calibration"]["sample_shapes"].update(image=[1, 28]), "is no sample of the"),
+        (lambda m: m["calibration"].update(reference_batch_size=0), "reference_batch_size has 0"),
+        (
+            lambda m: m["calibration"].update(tune_samples=2**60),
+            "an integer within ±9007199254740992",
+        ),
+        (lambda m: m["files"].append(m["files"][0]), "files: 'exits/00.onnx' is there twice"),
+        (lambda m: m["files"][0].update(size_bytes=-1), "size_bytes has -1, expected at least 0"),
+        (lambda m: m["files"][0].update(sha256="x"), "'x' is not 64 hexadecimal digits"),
+        (lambda m: m.update(name="a\nb"), "text without control characters"),
+        (lambda m: m.update(name="\ud800"), "text without control characters"),
+        (lambda m: m["tools"].update({"a\nb": ""}), "text without control characters"),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(tmp_path: Path, change, message) -> None:
+    root = write(tmp_path).path
+    rewrite_manifest(root, change)
+    with pytest.raises(BundleSchemaError, match=f"manifest.json.*{message}") as caught:
+        Bundle.open(root)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_disagreement": -1}, "max_disagreement has -1.0, expected more than 0 and less than"),
+        ({"max_disagreement": 1}, "max_disagreement has 1.0"),
+        ({"confidence": 0}, "confidence_level has 0.0, expected more than 0 and less than 1"),
+        ({"certify_samples": 0}, "certify_samples has 0, expected at least 1"),
+        ({"certify_errors": 251}, "certify_errors has 251, expected at least 0 and at most 250"),
+        ({"p_value": 1.1}, "p_value has 1.1"),
+        ({"predicted_savings": 2}, "predicted_savings has 2.0, expected at most 1"),
+    ],
+)
+def test_a_promise_that_nobody_could_keep_is_refused(tmp_path: Path, change, message: str) -> None:
+    root = write(tmp_path).path
+    plain = json.loads((root / "policy.json").read_text())
+    plain["promise"].update(change)
+    replace_file(root, "policy.json", json.dumps(plain).encode())
+    with pytest.raises(BundleSchemaError, match=f"policy.json.promise: {message}"):
+        Bundle.open(root)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch_sizes": [0, 8]}, "batch_sizes has 0, expected at least 1"),
+        ({"batch_sizes": [1, 2**40]}, "batch_sizes has 1099511627776"),
+        ({"threads": 0}, "threads has 0, expected at least 1"),
+        ({"source_ms": [0.0, 20.0]}, "source_ms has 0.0, expected more than 0"),
+        ({"source_ms": [1.0, 1e300]}, "source_ms has 1e.300"),
+        ({"segments_ms": [[0.0, 5.0], [0.0, 15.0]]}, "segments_ms: a column adds up to 0"),
+        ({"exits_ms": [[-0.25, 0.5]]}, "exits_ms has -0.25, expected at least 0"),
+        ({"segments_ms": [[1.0, 5.0]]}, "rows for 1 segments and 1 exits, the manifest.json has 2"),
+        ({"exits_ms": [], "stages_ms": []}, "rows for 2 segments and 0 exits"),
+        (
+            {"spread": {"rounds": [1], "source": [0.1], "segments": [0.1], "added": [0.1]}},
+            "spread: every row needs 2 columns",
+        ),
+    ],
+)
+def test_a_profile_of_another_model_or_no_times_is_refused(
+    tmp_path: Path, change, message: str
+) -> None:
+    root = write(tmp_path).path
+    plain = json.loads((root / "profiles/cpu.json").read_text())
+    replace_file(root, "profiles/cpu.json", json.dumps({**plain, **change}).encode())
+    with pytest.raises(BundleSchemaError, match=f"profiles/cpu.json.*{message}"):
+        Bundle.open(root).profile()
+
+
+def records(**changes: Any) -> bytes:
+    arrays = {
+        "confidence": np.full((1, 4), 0.5, np.float32),
+        "prediction": np.zeros((1, 4), np.int32),
+        "final_prediction": np.zeros(4, np.int32),
+        "final_confidence": np.ones(4, np.float32),
+        "split": np.array([1, 1, 2, 2], np.uint8),
+        **changes,
+    }
+    stream = io.BytesIO()
+    np.savez(stream, **{name: array for name, array in arrays.items() if array is not None})
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"records", "BadZipFile"),
+        (records(split=None), r"missing arrays \['split'\]"),
+        (records(more=np.zeros(1)), r"unknown arrays \['more'\]"),
+        (records(confidence=np.zeros((1, 4))), "'confidence' is float64 .1, 4., expected float32"),
+        (records(confidence=np.zeros((2, 4), "f4")), r"of shape \[2, 4\], expected \[1, 4\]"),
+        (records(prediction=np.zeros((1, 3), "i4")), r"of shape \[1, 3\], expected \[1, 4\]"),
+        (records(confidence=np.full((1, 4), np.nan, "f4")), "'confidence' has values that are not"),
+        (records(final_confidence=np.full(4, 2, "f4")), "'final_confidence' has values that are n"),
+        (records(prediction=np.full((1, 4), 10, "i4")), "values that are none of the 10 classes"),
+        (records(final_prediction=np.full(4, -1, "i4")), "values that are none of the 10 classes"),
+        (records(split=np.array([0, 1, 2, 3], "u1")), "'split' has values besides 1 .tune. and 2"),
+        (records(label=np.zeros(3, "i8")), r"'label' is of shape \[3\], expected \[4\]"),
+    ],
+)
+def test_records_of_another_model_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    root = write(tmp_path).path
+    replace_file(root, "records.npz", content)
+    bundle = Bundle.open(root)
+    with pytest.raises(BundleSchemaError, match=f"records.npz: .*{message}") as caught:
+        bundle.records()
+    assert "\n" not in str(caught.value)
+
+
+def test_records_with_and_without_labels_are_read(tmp_path: Path) -> None:
+    for label in (None, np.arange(4)):
+        root = write(tmp_path / str(label)).path
+        replace_file(root, "records.npz", records(label=label))
+        assert ("label" in Bundle.open(root).records()) == (label is not None)

@@ -27,6 +27,8 @@ from offramp.bundle.serde import from_plain, to_plain
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 counts = st.integers(0, 2**40)
+shares = st.floats(0, 1, exclude_min=True, exclude_max=True)
+texts = st.text(st.characters(exclude_categories=("Cc", "Cs")))
 
 heads = st.builds(
     Head,
@@ -35,33 +37,36 @@ heads = st.builds(
     queries=counts,
     hidden=counts,
 )
-trials = st.builds(HeadScore, head=heads, agreement=numbers, cost_ms=numbers, net_savings=numbers)
+trials = st.builds(
+    HeadScore, head=heads, agreement=shares, cost_ms=st.floats(0, 1e6), net_savings=numbers
+)
 exits = st.builds(
     Exit,
     index=counts,
     after_segment=counts,
-    file=st.text(),
-    inputs=st.lists(st.text()).map(tuple),
-    output=st.text(),
+    file=texts,
+    inputs=st.lists(texts).map(tuple),
+    output=texts,
+    confidence=texts,
     head=heads,
-    agreement=numbers,
-    accuracy=st.none() | numbers,
+    agreement=shares,
+    accuracy=st.none() | shares,
     trials=st.lists(trials, max_size=3).map(tuple),
 )
 specs = st.builds(
     TensorSpec,
-    name=st.text(),
+    name=texts,
     dtype=st.sampled_from(["float32", "float16", "int64", "uint8", "bool"]),
-    shape=st.lists(counts | st.text()).map(tuple),
+    shape=st.lists(st.integers(0, 9) | texts, max_size=6).map(tuple),
 )
 promises = st.builds(
     Promise,
-    max_disagreement=numbers,
-    confidence_level=numbers,
-    certify_samples=counts,
-    certify_errors=counts,
-    p_value=numbers,
-    predicted_savings=numbers,
+    max_disagreement=shares,
+    confidence_level=shares,
+    certify_samples=st.integers(2**20, 2**40),
+    certify_errors=st.integers(0, 2**20),
+    p_value=shares,
+    predicted_savings=shares,
 )
 policies = st.builds(
     ExitPolicy,

@@ -16,6 +16,7 @@ from offramp.bundle import (
     BundleSchemaError,
     BundleWriteError,
     ExitPolicy,
+    placing,
 )
 from offramp.bundle.bundle import check_target
 
@@ -124,6 +125,7 @@ def test_the_old_bundle_survives_when_the_new_one_cannot_take_its_place(
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "rename", failing)
+        patched.setattr(placing, "exchange", lambda *_: False)
         with pytest.raises((BundleWriteError, KeyboardInterrupt)):
             write(tmp_path, policy=OTHER, overwrite=True)
 

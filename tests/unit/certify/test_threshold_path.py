@@ -203,7 +203,7 @@ def test_state_goes_on_with_the_evidence() -> None:
     policy = policy_of(dict.fromkeys(range(3), 0.99))
     for _ in range(3):
         threshold_path.add(population.serve(policy, np.arange(2_000), q=0.5, rng=rng))
-    again = ThresholdPath.restored(threshold_path.state())
+    again = ThresholdPath.restored(threshold_path.state(), exits=3)
     assert again.exits == threshold_path.exits
     assert again.certified == threshold_path.certified > 0
     assert again.samples == threshold_path.samples
@@ -217,7 +217,7 @@ def test_state_goes_on_with_the_evidence() -> None:
 def test_a_state_that_claims_too_much_is_refused() -> None:
     state = levels_under_test(path_of([0.9], 1)).state()
     with pytest.raises(ValueError, match="did not pass"):
-        ThresholdPath.restored({**state, "certified": 1})
+        ThresholdPath.restored({**state, "certified": 1}, exits=1)
 
 
 def test_alpha_is_shared_by_all_paths() -> None:

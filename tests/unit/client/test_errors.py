@@ -68,3 +68,9 @@ def test_nobody_there_says_so() -> None:
 def test_settings_are_checked(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ConnectionSettings(**settings)  # type: ignore[arg-type]
+
+
+def test_a_limit_that_nothing_can_keep_is_told_as_that() -> None:
+    settings = ConnectionSettings(address="a:1")
+    assert str(settings.late(0.25)) == "a:1: no answer within 0.25 s"
+    assert str(settings.late(-1.0)) == "a:1: timeout_s -1 is not above 0, no answer comes in that"

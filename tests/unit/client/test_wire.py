@@ -170,6 +170,11 @@ def test_a_deadline_is_sent_in_microseconds(deadline_s: float, timeout_us: int) 
     assert request.parameters["timeout"].int64_param == timeout_us
 
 
+def test_a_request_for_both_answers_says_so() -> None:
+    request = build_request("m", {}, outputs=None, priority=0, decoupled=True)
+    assert request.parameters["offramp_decoupled"].bool_param
+
+
 def test_metadata() -> None:
     message = ModelMetadataResponse(name="m", platform="p")
     message.inputs.add(name="x", datatype="INT64", shape=[-1, 128])

@@ -109,7 +109,7 @@ def make_manifest(exits: int, certify: ExitRecords, name: str) -> Manifest:
             file=f"exits/{i:02d}.onnx",
             inputs=(f"cut {i} {name}",),
             output=f"exit {i}",
-            confidence="exit/confidence",
+            confidence=f"exit {i}/confidence",
             head=Head(kind="grid", grid=4, hidden=64),
             agreement=float(certify.agrees[i].mean()),
             accuracy=None if labels is None else float((certify.prediction[i] == labels).mean()),
@@ -132,7 +132,7 @@ def make_manifest(exits: int, certify: ExitRecords, name: str) -> Manifest:
             Segment(
                 index=i,
                 file=f"segments/{i:02d}.onnx",
-                inputs=("x",),
+                inputs=(f"cut {i - 1} {name}" if i else f"in {name}",),
                 output="out" if i == exits else f"cut {i} {name}",
                 flops_share=1 / (exits + 1),
             )
@@ -144,7 +144,7 @@ def make_manifest(exits: int, certify: ExitRecords, name: str) -> Manifest:
             train_samples=12000,
             tune_samples=3000,
             certify_samples=len(certify.final_prediction),
-            sample_shapes={},
+            sample_shapes={f"in {name}": (16,)},
             reference_batch_size=8,
             source_accuracy=(
                 None if labels is None else float((certify.final_prediction == labels).mean())

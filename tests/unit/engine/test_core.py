@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.fakes import fake_model, script
-from tests.unit.engine.serving import LIMIT_S, Gate, with_engine
+from tests.unit.engine.serving import LIMIT_S, Gate, until, with_engine
 
 from offramp.engine.core import Engine
 from offramp.engine.errors import (
@@ -178,6 +178,17 @@ def test_draining_finishes_what_is_there_and_takes_no_more() -> None:
     with_engine(body, gate)
 
 
+def test_a_leaving_engine_is_not_ready_and_answers() -> None:
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        engine.leave()
+        assert not engine.ready()
+        assert not engine.ready("fake")
+        answer = await engine.infer("fake", {SCRIPT: script([0.95, 0.5])})
+        assert answer.exits.tolist() == [0]
+
+    with_engine(body)
+
+
 def test_draining_does_not_wait_for_batch_mates() -> None:
     async def body(engine: Engine, backend: FakeBackend) -> None:
         lone = asyncio.create_task(engine.infer("fake", {SCRIPT: script([0.95, 0.5])}))
@@ -269,3 +280,25 @@ def test_a_priority_or_deadline_that_is_none_is_the_callers_mistake(
         assert engine.ready()
 
     with_engine(body)
+
+
+def test_an_overloaded_engine_refuses_before_a_request_is_made() -> None:
+    gate = Gate()
+
+    async def body(engine: Engine, backend: FakeBackend) -> None:
+        held = asyncio.create_task(engine.infer("fake", {SCRIPT: script([0.95, 0.5])}))
+        await gate.wait_entered()
+        admission = engine._executor._models["fake"].scheduler._admission
+        waiting = asyncio.create_task(engine.infer("fake", {SCRIPT: script([0.95, 0.5])}))
+        await until(lambda: engine.statistics()["fake"].queued == 1)
+        admission.lose(10**9, time.monotonic())  # so that chance lets nobody in
+        with pytest.raises(QueueFullError, match=r"overloaded: 1 samples wait.*send it later"):
+            await engine.infer(
+                "fake", {SCRIPT: script([0.95, 0.5])}, deadline_s=time.monotonic() + 20.0
+            )
+        counted = engine.statistics()["fake"]
+        assert (counted.requests, counted.failed["rejected"]) == (2, 1)
+        gate.open()
+        await asyncio.gather(held, waiting)
+
+    with_engine(body, gate)

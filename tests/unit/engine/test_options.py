@@ -73,3 +73,20 @@ def test_a_wait_that_uses_up_the_objective_is_refused() -> None:
 def test_the_cheapest_without_forced_exits_is_a_contradiction() -> None:
     with pytest.raises(ValueError, match="cheapest forces exits"):
         ModelOptions(scheduling=PolicyName("cheapest"), forced_exits=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (ModelOptions, "max_batch_size"),
+        (ModelOptions, "max_queue_samples"),
+        (EngineOptions, "streams"),
+        (EngineOptions, "threads"),
+        (EngineOptions, "parallel_below"),
+    ],
+)
+def test_what_would_exhaust_the_machine_is_refused(options: type, field: str) -> None:
+    for value in (2**40, 10**400):
+        with pytest.raises(ValueError, match=rf"{field} is 1\d+, expected at most \d+$") as caught:
+            options(**{field: value})
+        assert len(str(caught.value)) < 150

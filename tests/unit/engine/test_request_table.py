@@ -140,3 +140,14 @@ def test_a_caller_who_no_longer_waits_for_final_answers_gets_none() -> None:
     book.confirm(1, rows, values, sure)
     assert asked.final is not None
     assert not asked.final.filled.any()
+
+
+@pytest.mark.parametrize("cause", [DropCause.EXPIRED, DropCause.INFEASIBLE])
+@pytest.mark.parametrize("late_s", [0.0, 0.0001, 1.0])
+def test_a_deadline_that_had_passed_is_told_as_that(cause: DropCause, late_s: float) -> None:
+    book, asked = table(), request(1)
+    asked.deadline_s = asked.submitted_s - late_s
+    book.accept(asked)
+    book.drop([Dropped(1, 1, cause)])
+    passed = f"m: the deadline had passed {late_s * 1e3:.1f} ms before the request came"
+    assert str(asked.error) == passed

@@ -146,4 +146,4 @@ def test_a_priority_has_32_bits() -> None:
 
     assert [wrong(priority) for priority in (-(2**31), 0, 2**31 - 1)] == [None] * 3
     assert wrong(-(2**31) - 1) == "priority -2147483649 is not a 32-bit number"
-    assert wrong(2**31 + 1) == "priority 2147483649 is not a 32-bit number"
+    assert wrong(2**31) == "priority 2147483648 is not a 32-bit number"

@@ -16,83 +16,9 @@ from offramp.engine.scheduling import (
     Submission,
     make_policy,
 )
-from offramp.engine.scheduling.policies.slack import (
-    BareSlackFit,
-    Setting,
-    SlackFit,
-    SlackPolicy,
-)
+from offramp.engine.scheduling.policies.slack import Setting, SlackPolicy
 
 INFINITY = float("inf")
-
-HAND = Latencies([[0.0, 1.0, 1.5, 1.75, 2.0], [0.0, 1.0, 2.0, 2.5, 3.0]])
-"""To stage 0: 1, 1.5 and 2 s for 1, 2 and 4 rows; to the end 2, 3.5 and 5 s."""
-
-
-@pytest.mark.parametrize(
-    ("slack_s", "chosen"),
-    [
-        (0.999, None),
-        (1.0, (1, 0)),  # below the first bucket's upper end: the fastest
-        (1.999, (1, 0)),
-        (2.0, (2, 0)),  # 1 to 2: of 1 and 2 rows to stage 0 the larger batch
-        (2.999, (2, 0)),
-        (3.0, (4, 0)),  # 2 to 3: 4 rows to stage 0, one to the end
-        (4.0, (2, 1)),  # 3 to 4
-        (5.0, (4, 1)),  # 4 to 5
-        (INFINITY, (4, 1)),
-    ],
-)
-def test_slackfit_with_four_buckets_of_a_second(
-    slack_s: float, chosen: tuple[int, int] | None
-) -> None:
-    for kind in (SlackFit, BareSlackFit):
-        assert kind(points_of(HAND), 4, buckets=4).setting(slack_s) == chosen
-
-
-@pytest.mark.parametrize(
-    ("slack_s", "chosen"),
-    [(1.5, (1, 0)), (2.5, (4, 0)), (3.49, (4, 0)), (4.0, (2, 1)), (4.99, (2, 1)), (5.0, (4, 1))],
-)
-def test_an_empty_bucket_of_slackfit_falls_to_the_next_lower(
-    slack_s: float, chosen: tuple[int, int]
-) -> None:
-    """Of eight: 2.5 to 3, 3 to 3.5 and 4 to 4.5 are empty."""
-    assert SlackFit(points_of(HAND), 4, buckets=8).setting(slack_s) == chosen
-
-
-@pytest.mark.parametrize(("agreements", "deepest"), [([0.5, 1.0], 1), ([1.0, 0.5], 0)])
-def test_among_equal_batches_of_a_bucket_slackfit_takes_the_higher_agreement(
-    agreements: list[float], deepest: int
-) -> None:
-    points = points_of(Latencies([[0.0, 1.0], [0.0, 0.25]]), agreements)
-    assert SlackFit(points, 1, buckets=1).setting(1.25) == (1, deepest)
-
-
-def test_slackfit_corrects_the_profile_by_the_speed() -> None:
-    latencies = Latencies([[0.0, 1.0, 1.5, 1.75, 2.0], [0.0, 1.0, 2.0, 2.5, 3.0]])
-    policy = SlackFit(points_of(latencies), 4, buckets=4)
-    latencies.calibrate(2.0)
-    assert policy.setting(1.999) is None
-    assert policy.setting(3.999) == (1, 0)
-    assert policy.setting(8.0) == (2, 1)
-
-
-@pytest.mark.parametrize(
-    ("wanted_rate", "streams", "chosen"),
-    [
-        (0.5, 1, (2, 1)),  # 2 rows in 3.5 s are enough
-        (1.0, 1, (4, 0)),  # they are not, 4 in 2 s are
-        (9.0, 1, (4, 0)),  # nothing is; they come closest
-        (1.0, 2, (2, 1)),  # each stream has half of it
-    ],
-)
-def test_slackfit_takes_a_lower_bucket_to_keep_up(
-    wanted_rate: float, streams: int, chosen: tuple[int, int]
-) -> None:
-    points = points_of(HAND)
-    assert SlackFit(points, 4, streams, buckets=4).setting(4.0, wanted_rate) == chosen
-    assert BareSlackFit(points, 4, streams, buckets=4).setting(4.0, wanted_rate) == (2, 1)
 
 
 @pytest.mark.parametrize("policy", ["slackfit", "clockwork", "max-batch", "cheapest", "fixed:1"])
@@ -176,32 +102,3 @@ def test_every_choice_is_what_a_search_finds(
     policy = make_policy(PolicyName.parse(name), points_of(latencies), SIZE)
     assert isinstance(policy, SlackPolicy)
     assert policy.setting(slack_s) == expected(name, latencies, slack_s)
-
-
-@pytest.mark.parametrize("kind", [SlackFit, BareSlackFit])
-@given(
-    rows=TABLES,
-    slack_s=SLACKS,
-    speed=SPEEDS,
-    buckets=st.integers(1, 80),
-    wanted_rate=st.floats(0, 50),
-)
-def test_slackfit_never_takes_longer_than_the_slack(
-    kind: type[SlackFit],
-    rows: list[list[float]],
-    slack_s: float,
-    speed: float,
-    buckets: int,
-    wanted_rate: float,
-) -> None:
-    latencies = Latencies(rows)
-    policy = kind(points_of(latencies), SIZE, buckets=buckets)
-    latencies.calibrate(speed)
-    setting = policy.setting(slack_s, wanted_rate)
-    fastest_s = latencies.span_s(0, 0, 1)
-    assert (setting is None) == (slack_s < fastest_s)
-    if setting is not None:
-        needed_s = latencies.span_s(0, setting.deepest, setting.batch_size)
-        assert needed_s <= slack_s * (1 + 1e-12)  # the bounds of buckets are rounded
-    if slack_s == INFINITY and (not wanted_rate or kind is BareSlackFit):
-        assert setting == (SIZE, latencies.stages - 1), "not of the top bucket"

@@ -68,6 +68,16 @@ def test_nothing_is_said_where_nothing_is_observed() -> None:
             True,
         ),
         (
+            Evidence.SUSPICIOUS,
+            "Suspicious",
+            (
+                "more audited answers disagreed than the constraint of 1 % allows, too few for an "
+                "alarm so far; nothing is promised until that is settled. 12,400 samples were "
+                "observed so far, 412 early answers among them audited."
+            ),
+            True,
+        ),
+        (
             Evidence.NONE,
             "Nothing is promised",
             (
@@ -116,6 +126,7 @@ def test_figures() -> None:
         "disagreed": "1",
         "being audited": "5",
         "audits lost": "3",
+        "with inputs out of range": "0",
         "drift alarms": "0",
         "tunings": "3",
         "changes of exits": "2",

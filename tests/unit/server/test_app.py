@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import logging
+import os
 import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+import traceback
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,8 +24,10 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
+from tests.leaving import codes_while_leaving
 
 from offramp.client import AsyncClient, Client, ConnectionFailedError, ServerUnavailableError
+from offramp.client.wire import build_request
 from offramp.server.app import StopSignals, serve_until_stopped
 from offramp.server.endpoints import check_free, join_address
 from offramp.server.errors import StartError
@@ -104,6 +110,105 @@ def test_sigint_does_the_same(launch: Callable[..., Process]) -> None:
     told = server.told()
     assert "SIGINT: leaving once the requests in flight are answered" in told
     assert "Traceback" not in told
+
+
+def test_sighup_does_the_same(launch: Callable[..., Process]) -> None:
+    server = launch()
+    server.process.send_signal(signal.SIGHUP)
+    assert server.process.wait(30) == 0
+    assert "SIGHUP: leaving once the requests in flight are answered" in server.told()
+
+
+def test_sighup_is_ignored_where_the_process_was_told_to() -> None:
+    async def scenario() -> StopSignals:
+        stop = StopSignals()
+        with stop.installed():
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGTERM)
+            await stop.requested.wait()
+        return stop
+
+    kept = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        stop = asyncio.run(scenario())
+    finally:
+        signal.signal(signal.SIGHUP, kept)
+    assert not stop.forced.is_set()
+
+
+def readiness(url: str) -> int:
+    try:
+        with urllib.request.urlopen(f"{url}/health/ready", timeout=30) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+def test_new_requests_are_answered_for_a_while_after_readiness_fell(
+    launch: Callable[..., Process],
+) -> None:
+    server = launch("--drain-delay-s=3600")
+    with Client(server.address) as client:
+        assert client.server_ready(timeout_s=30)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: not client.server_ready(timeout_s=30))
+        assert readiness(server.url) == 503
+        assert not client.model_ready("fake", timeout_s=30)
+        with grpc.insecure_channel(server.address) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            reply = health.Check(health_pb2.HealthCheckRequest(), timeout=30)
+        assert reply.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert client.infer("fake", {"x": X}).exits.tolist() == [0]
+        assert [one.exits.tolist() for one in client.infer_stream("fake", {"x": X})] == [[0]]
+        with Client(server.address) as another:
+            assert another.infer("fake", {"x": X}).exits.tolist() == [0]
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(30) == 1
+    told = server.told()
+    assert "new requests are answered for 3600 s more (--drain-delay-s)" in told
+    assert told.index("SIGTERM again: leaving at once") < told.index("stopped")
+
+
+def test_at_a_terminal_nobody_waits_for_load_balancers(launch: Callable[..., Process]) -> None:
+    server = launch("--drain-delay-s=3600")
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(30) == 0
+
+
+LOADING = """
+import asyncio, threading
+from offramp.server.app import serve
+from offramp.server.logging_setup import set_up_logging
+from offramp.server.options import ServerOptions
+
+async def load():
+    print("loading", flush=True)
+    await asyncio.shield(asyncio.to_thread(threading.Event().wait))
+
+set_up_logging(level="info", log_format="human")
+serve(load, ServerOptions(grpc_port=0, http_port=0))
+"""
+
+
+def test_a_second_signal_ends_even_a_load_that_does_not_end() -> None:
+    command = [sys.executable, "-c", LOADING]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == b"loading\n"
+        process.send_signal(signal.SIGTERM)
+        assert b"SIGTERM: leaving" in process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == -signal.SIGTERM
+
+
+def test_under_load_calls_end_with_ok_or_unavailable(launch: Callable[..., Process]) -> None:
+    server = launch()
+    request = build_request("fake", {"x": X}, outputs=None, priority=0)
+    codes = asyncio.run(codes_while_leaving(server.address, server.process, request))
+    assert server.process.wait(30) == 0
+    assert set(codes) == {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}
 
 
 def test_requests_that_do_not_end_in_time_are_given_up(launch: Callable[..., Process]) -> None:
@@ -248,7 +353,7 @@ def test_health_says_so_before_what_is_in_flight_has_ended(
 
     async def scenario() -> int:
         stop = StopSignals()
-        options = ServerOptions(grpc_port=0, http_port=0)
+        options = ServerOptions(grpc_port=0, http_port=0, drain_delay_s=0)
         serving = asyncio.create_task(serve_until_stopped(open_engine, options, stop))
         await asyncio.to_thread(wait_until, lambda: "ready: gRPC" in caplog.text)
         ready = READY.search(caplog.text)
@@ -285,3 +390,23 @@ def test_logs_are_for_people_or_for_machines(capsys: pytest.CaptureFixture[str])
     assert FORMATS == ("human", "json")
     assert human.endswith("INFO    offramp.x: hello")
     assert json.loads(machine)["message"] == "hello"
+
+
+@pytest.mark.usefixtures("loggers")
+def test_what_a_client_breaks_is_a_line_in_the_log_and_printed_nowhere_else(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC logs a broken call with a traceback and prints it once more; aiohttp logs one, too."""
+    cygrpc = importlib.import_module("grpc._cython.cygrpc")
+    monkeypatch.setattr(cygrpc, "traceback", traceback)
+    set_up_logging(level="info", log_format="human")
+    for name in ("grpc._cython.cygrpc", "aiohttp.server"):
+        try:
+            int("broken\nby a client")
+        except ValueError:
+            logging.getLogger(name).exception("failed")
+            cygrpc.traceback.print_exc()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert all("failed: ValueError(" in line for line in lines)
+    assert os.environ["GRPC_VERBOSITY"]

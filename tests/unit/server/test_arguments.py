@@ -44,7 +44,9 @@ def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         "--device cuda:1 --precision fp16 --no-cuda-graphs "
         "--max-disagreement 0.005 --confidence 0.99 --controller apparate --audit-budget 0.1 "
         "--ramp-budget 0.25 --no-state "
-        "--max-message-mib 128 --shutdown-timeout-s 0 --log-level debug --log-format json"
+        "--max-message-mib 128 --max-queue-mib 512 --max-concurrent-requests 99 --access-log "
+        "--max-connections 9 --drain-delay-s 1 --shutdown-timeout-s 0 --log-level debug "
+        "--log-format json"
     )
     arguments = parse_arguments(command.split())
     assert arguments.engine == EngineOptions(
@@ -61,7 +63,16 @@ def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     assert isinstance(arguments.engine.mode, Mode)
     assert arguments.server == ServerOptions(
-        host="::", grpc_port=0, http_port=9, max_message_mib=128, shutdown_timeout_s=0.0
+        host="::",
+        grpc_port=0,
+        http_port=9,
+        max_message_mib=128,
+        max_queue_mib=512,
+        max_concurrent_requests=99,
+        access_log=True,
+        max_connections=9,
+        drain_delay_s=1.0,
+        shutdown_timeout_s=0.0,
     )
     assert (arguments.log_level, arguments.log_format) == ("debug", "json")
 
@@ -104,7 +115,7 @@ def test_a_file_may_set_what_a_mode_ignores(tmp_path: Path) -> None:
         ("--model =m", "'=m' is not NAME=PATH"),
         ("m.ee --grpc-port 65536", "'65536' is not a whole number from 0 to 65535"),
         ("m.ee --grpc-port x", "argument --grpc-port: 'x' is not a whole number"),
-        ("m.ee --grpc-port 7 --http-port 7", "grpc_port and http_port are both 7"),
+        ("m.ee --grpc-port 7 --http-port 7", "--grpc-port and --http-port are both 7"),
         ("m.ee --max-batch-size 0", "'0' is not a whole number from 1 on"),
         ("m.ee --max-batch-size 1.5", "'1.5' is not a whole number from 1 on"),
         ("m.ee --max-queue-delay-ms -1", "'-1' is not a number from 0 on"),
@@ -117,6 +128,12 @@ def test_a_file_may_set_what_a_mode_ignores(tmp_path: Path) -> None:
         ("m.ee --forbid-forced-exits=False", "ignored explicit argument 'False'"),
         ("m.ee --backend onnxruntime --streams 4096", "4096 streams × 1 threads are more than the"),
         ("m.ee --shutdown-timeout-s inf", "'inf' is not a number from 0 on"),
+        ("m.ee --max-queue-mib 63", "--max-queue-mib 63 is below --max-message-mib 64: the larges"),
+        ("m.ee --max-message-mib 1025", "would never be taken; give --max-queue-mib 1025 or more"),
+        ("m.ee --max-connections 1099511627776", "is not a whole number from 1 to 2147483647"),
+        ("m.ee --max-queue-mib 2147483648", "is not a whole number from 1 to 2147483647"),
+        ("m.ee --max-concurrent-requests 0", "'0' is not a whole number from 1 to 214748"),
+        ("m.ee --max-concurrent-requests 2147483648", "not a whole number from 1 to 2147483647"),
         ("m.ee --max-message-mib 2048", "'2048' is not a whole number from 1 to 2047"),
         ("m.ee --mode on", "choose from 'leave', 'audit', 'release', 'off'"),
         ("m.ee --controller best", "invalid choice: 'best'"),
@@ -139,13 +156,22 @@ def test_what_is_wrong_is_told_at_once(
     assert reason in told or reason.replace("'", "") in told
 
 
+@pytest.mark.parametrize("name", ["max_connections", "max_concurrent_requests", "max_queue_mib"])
+@pytest.mark.parametrize("count", [0, 2**31, 2**40])
+def test_counts_that_no_system_takes_are_refused(name: str, count: int) -> None:
+    with pytest.raises(ValueError, match=f"^{name} {count} is not in 1 to 2147483647$"):
+        ServerOptions(**{name: count})
+
+
 def test_help_names_every_option_and_its_default() -> None:
     words = " ".join(make_parser().format_help().split())
     for option, default in {
         "--host": "127.0.0.1", "--grpc-port": "8001", "--http-port": "8000", "--mode": "audit",
         "--max-batch-size": "32", "--max-queue-delay-ms": "0.0", "--max-queue-samples": "4096",
         "--slo-ms": "none", "--streams": "1", "--policy": "run-through", "--backend": "auto",
-        "--max-message-mib": "64", "--shutdown-timeout-s": "30.0", "--log-level": "info",
+        "--max-message-mib": "64", "--max-queue-mib": "1024", "--max-concurrent-requests": "8192",
+        "--drain-delay-s": "5.0", "--shutdown-timeout-s": "30.0", "--max-connections": "1024",
+        "--log-level": "info",
         "--log-format": "human", "--confidence": "0.95", "--controller": "certified",
         "--audit-budget": "0.05", "--device": "cuda:0",
         "--max-disagreement": "what the bundle was compiled for",

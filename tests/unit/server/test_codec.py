@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import re
 from typing import Any
@@ -11,7 +12,15 @@ import pytest
 from offramp.bundle import TensorSpec
 from offramp.engine.errors import BadInputError, ModelNotServedError
 from offramp.proto.messages import ModelInferRequest
-from offramp.server.codec import InferCall, check_version, read_request
+from offramp.proto.wire import InferMessage
+from offramp.server.codec import (
+    InferCall,
+    check_version,
+    is_decoupled,
+    read_request,
+)
+from offramp.server.decoding import RequestDecoder
+from offramp.server.errors import UndecodableError
 from offramp.testing.engine import fake_model
 
 
@@ -24,7 +33,12 @@ def request(**parameters: dict[str, Any]) -> ModelInferRequest:
 
 
 def read(request: ModelInferRequest, time_remaining_s: float | None = None) -> InferCall:
-    return read_request(request, fake_model(), now_s=100.0, time_remaining_s=time_remaining_s)
+    how: Any = {"now_s": 100.0, "time_remaining_s": time_remaining_s}
+    return read_request(whole(request), fake_model(), **how)
+
+
+def whole(request: ModelInferRequest) -> InferMessage:
+    return InferMessage(head=request, raw_contents=request.raw_input_contents)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +76,11 @@ def test_a_priority_as_int64_is_understood() -> None:
         ({"timeout": {"string_param": "5"}}, "'timeout' is '5' (string_param)"),
         ({"timeout": {"int64_param": -1}}, "'timeout' is -1 (int64_param)"),
         ({"priority": {"bool_param": True}}, "'priority' is True (bool_param)"),
+        ({"offramp_decoupled": {"int64_param": 1}}, "is 1 (int64_param); expected bool_param"),
+        (
+            {"triton_enable_empty_final_response": {"string_param": "true"}},
+            "'triton_enable_empty_final_response' is 'true' (string_param)",
+        ),
     ],
 )
 def test_wrong_parameters_are_named(parameters: dict[str, Any], message: str) -> None:
@@ -70,8 +89,30 @@ def test_wrong_parameters_are_named(parameters: dict[str, Any], message: str) ->
 
 
 def test_unknown_parameters_are_tolerated() -> None:
-    tolerated = request(triton_enable_empty_final_response={"bool_param": True})
-    assert read(tolerated) == read(request())
+    assert read(request(sequence_id={"int64_param": 3})) == read(request())
+
+
+def test_a_request_may_ask_for_an_empty_final_response() -> None:
+    assert not read(request()).empty_final_response
+    for asked in (True, False):
+        sent = request(triton_enable_empty_final_response={"bool_param": asked})
+        assert read(sent).empty_final_response is asked
+
+
+def test_a_request_may_be_decoupled() -> None:
+    assert is_decoupled(request(offramp_decoupled={"bool_param": True}))
+    assert not is_decoupled(request(offramp_decoupled={"bool_param": False}))
+    sent = request()
+    assert not is_decoupled(sent)
+    assert not sent.parameters  # reading what is not there leaves nothing behind
+
+
+@pytest.mark.parametrize("raw", [b"\xff", b"\x0a\x05ab", b"not protobuf"])
+def test_other_bytes_are_no_request(raw: bytes) -> None:
+    with pytest.raises(UndecodableError, match=r"^the message is no ModelInferRequest"):
+        asyncio.run(RequestDecoder().message(raw))
+    read = asyncio.run(RequestDecoder().message(request().SerializeToString()))
+    assert read.head == request()
 
 
 def test_outputs_keep_the_order_asked_for() -> None:
@@ -80,8 +121,9 @@ def test_outputs_keep_the_order_asked_for() -> None:
     asked = request()
     for name in "caca":
         asked.outputs.add(name=name)
-    assert read_request(asked, model, now_s=0, time_remaining_s=None).outputs == ("c", "a")
-    assert read_request(request(), model, now_s=0, time_remaining_s=None).outputs == tuple("abc")
+    how: Any = {"now_s": 0.0, "time_remaining_s": None}
+    assert read_request(whole(asked), model, **how).outputs == ("c", "a")
+    assert read_request(whole(request()), model, **how).outputs == ("a", "b", "c")
 
 
 @pytest.mark.parametrize("parameter", ["shared_memory_region", "classification"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -138,6 +139,7 @@ VALUES = {
     "parallel_below": ("5", 5), "max_violations": ("0.25", 0.25),
     "controller": ('"apparate"', "apparate"), "max_disagreement": ("0.02", 0.02),
     "confidence": ("0.99", 0.99), "audit_budget": ("0.1", 0.1), "ramp_budget": ("1", 1.0),
+    "trust_inputs": ("true", True),
     "keep_state": ("false", False), "device": ('"cuda:1"', "cuda:1"), "graphs": ("false", False),
     "precision": ('"fp16"', "fp16"),
 }  # fmt: skip
@@ -249,3 +251,43 @@ def test_files_that_cannot_be_read_are_named(
         file.write_bytes(content)
     with pytest.raises(ConfigurationError, match=f"^{re.escape(str(file))}: {reason}"):
         read_configuration(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[defaults]\nslo_ms = " + "9" * 400, "slo_ms is an integer of 1,329 bits, expected a"),
+        ("[defaults]\nslo_ms = 1e999", "slo_ms is inf, expected above 0"),
+        ("[defaults]\nslo_ms = nan", "slo_ms is nan, expected above 0"),
+        ("[defaults]\nmax_batch_size = " + "9" * 20, "expected at most 65536"),
+        ("[engine]\nstreams = " + "9" * 400, "streams is an integer of 1,329 bits"),
+        ("[defaults]\nslo_ms = " + "9" * 10_000, "has a value that is out of range: Exceeds the l"),
+        ("[defaults]\nslo_ms = 0x" + "f" * 10_000, "slo_ms is an integer of 40,000 bits"),
+        ("x = " + "[" * 100_000, "is nested too deep; expected tables of single values"),
+        ("x = " + "{a=" * 50_000, "is nested too deep; expected tables of single values"),
+        ("[defaults]\nslo_ms = " + "[" * 200 + "]" * 200, "(an array), expected a number"),
+        ("[defaults]\nslo_ms" + ".a" * 5_000 + " = 1", "(a table), expected a number"),
+        ("[" + "a." * 5_000 + "b]", "there is no table 'a'"),
+        (f"[defaults]\n{'x' * 100_000} = 1", "there is no key 'xxx"),
+        (f"[defaults]\npolicy = '{'x' * 100_000}'", "there is no policy 'xxx"),
+        ("[defaults]\npolicy = 0x" + "f" * 10_000, "policy is … (an integer), expected a string"),
+        (f"[defaults]\nslo_ms = '{'x' * 100_000}'", '"xxx'),
+        ("#" * (2**20 + 1), "has 1,048,577 bytes, expected settings in at most 1,048,576"),
+    ],
+)
+def test_values_out_of_all_range_are_one_short_line(
+    tmp_path: Path, text: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        arguments(write(tmp_path, text))
+    assert stopped.value.code == 2
+    line = capsys.readouterr().err
+    assert reason in line
+    assert line.count("\n") == 1
+    assert len(line) < 700
+
+
+def test_a_pipe_is_no_configuration_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "serve.toml")
+    with pytest.raises(ConfigurationError, match="cannot be read: a pipe or a device, expected"):
+        read_configuration(tmp_path / "serve.toml")

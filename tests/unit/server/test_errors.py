@@ -12,7 +12,8 @@ import pytest
 
 from offramp.engine import errors as engine_errors
 from offramp.engine.errors import EngineError
-from offramp.server.errors import STATUS_CODES, answering_errors, status_code
+from offramp.server.errors import STATUS_CODES, status_code
+from offramp.server.reception import Reception, answering_errors
 
 
 def family(cls: type[EngineError]) -> Iterator[type[EngineError]]:
@@ -57,18 +58,21 @@ class Context:
 
     aborted: tuple[Any, ...] = ()
 
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
+
     async def abort(self, *arguments: Any) -> None:
         self.aborted = arguments
         raise AbortedError
 
 
 def abort_of(error: Exception) -> tuple[Any, ...]:
-    async def method(_request: None, _context: Any) -> None:
+    async def method(_visit: Any, _request: None, _context: Any) -> None:
         raise error
 
     context: Any = Context()
     with pytest.raises(AbortedError):
-        asyncio.run(answering_errors(method)(None, context))  # type: ignore[arg-type]
+        asyncio.run(answering_errors(Reception(), "Method", method)(None, context))
     return tuple(context.aborted)
 
 

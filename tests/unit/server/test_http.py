@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import urllib.error
 import urllib.request
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from offramp.client import Client
+from offramp.server import endpoints
 
 
 def get(url: str) -> tuple[int, str, Any]:
@@ -62,6 +66,50 @@ def test_the_status_page_loads_nothing_from_elsewhere(served: Any) -> None:
     assert "src=" not in page
     assert "href=" not in page
     assert "<h2>fake" in page
+
+
+def test_the_event_loop_does_other_things_between_pages(
+    served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = served.url.removeprefix("http://").split(":")
+    turns, rendered_in, hold, held = [0], [], threading.Event(), threading.Event()
+
+    def count() -> None:
+        turns[0] += 1
+        served.loop.call_soon(count)
+
+    def render(*_: object) -> bytes:
+        rendered_in.append(turns[0])
+        return b"page"
+
+    def hold_up() -> None:
+        held.set()
+        hold.wait(30)
+
+    monkeypatch.setattr(endpoints, "render_metrics", render)
+    with ExitStack() as stack:
+        peers = [stack.enter_context(socket.create_connection(address, 30)) for _ in range(10)]
+        for peer in peers:
+            peer.sendall(b"GET /health/live HTTP/1.1\r\nHost: here\r\n\r\n")
+            receive(peer, b"live\n", 1)
+        served.loop.call_soon_threadsafe(count)
+        served.loop.call_soon_threadsafe(hold_up)  # until all have asked
+        assert held.wait(30)
+        for peer in peers:
+            peer.sendall(b"GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n" * 20)
+        hold.set()
+        for peer in peers:
+            receive(peer, b"page", 20)
+    assert len(rendered_in) == len(set(rendered_in)) == 200
+
+
+def receive(peer: socket.socket, end: bytes, pages: int) -> None:
+    """Read until so many pages are there."""
+    answer = b""
+    while answer.count(end) < pages:
+        more = peer.recv(65536)
+        assert more, "the server hung up"
+        answer += more
 
 
 @pytest.mark.parametrize("path", ["/nothing", "/metrics/x"])

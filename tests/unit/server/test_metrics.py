@@ -170,7 +170,13 @@ def test_control() -> None:
     }.items():
         assert read[name, None] == value, name
     evidence = {kind: value for (name, kind), value in read.items() if kind}
-    assert evidence == {"certified": 1, "calibrated": 0, "cautious": 0, "none": 0}
+    assert evidence == {
+        "certified": 1,
+        "calibrated": 0,
+        "cautious": 0,
+        "suspicious": 0,
+        "none": 0,
+    }
 
 
 def test_an_estimate_that_there_is_not_is_absent() -> None:

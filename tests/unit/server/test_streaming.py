@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import socket
 import time
+import weakref
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -29,7 +31,9 @@ from offramp.engine import errors as engine_errors
 from offramp.engine.plan import Mode
 from offramp.proto import messages
 from offramp.proto.descriptors import method_path
-from offramp.server.service import MAX_IN_FLIGHT, RequestStream
+from offramp.server.errors import UndecodableError
+from offramp.server.reception import Reception
+from offramp.server.streaming import MAX_IN_FLIGHT, RequestStream
 from offramp.testing.engine import FakeEngine
 
 X = np.array([[1, 2, 3, 0.95], [4, 5, 6, 0.25], [7, 8, 9, 0.99], [3, 2, 1, 0.92]], np.float32)
@@ -221,31 +225,65 @@ def test_the_final_answer_may_come_after_the_firsts_limit(served: Any, ask: Ask)
     ]  # fmt: skip
 
 
-def request(id_: str, x: Any = X, model: str = "fake") -> messages.ModelInferRequest:
+def request(
+    id_: str, x: Any = X, model: str = "fake", **parameters: bool
+) -> messages.ModelInferRequest:
     message = messages.ModelInferRequest(model_name=model, id=id_)
+    for name, value in parameters.items():
+        message.parameters[name].bool_param = value
     message.inputs.add(name="x", datatype="FP32", shape=x.shape)
     message.raw_input_contents.append(x.tobytes())
     return message
 
 
+def serialized(message: messages.ModelInferRequest | bytes) -> bytes:
+    return message if isinstance(message, bytes) else message.SerializeToString()
+
+
 @contextlib.asynccontextmanager
-async def open_stream(address: str) -> AsyncIterator[Any]:
+async def open_stream(address: str, timeout_s: float | None = None) -> AsyncIterator[Any]:
+    """A stream that sends bytes as they are, so that they need not be a request."""
     async with grpc.aio.insecure_channel(address) as channel:
         call = channel.stream_stream(
             method_path("ModelStreamInfer"),
-            request_serializer=messages.ModelInferRequest.SerializeToString,
+            request_serializer=serialized,
             response_deserializer=messages.ModelStreamInferResponse.FromString,
-        )()
+        )(timeout=timeout_s)
         yield call
 
 
-def test_answers_come_as_they_are_ready_and_errors_leave_the_stream_open(served: Any) -> None:
+def talk(
+    address: str, sent: list[messages.ModelInferRequest]
+) -> list[messages.ModelStreamInferResponse]:
+    """All responses to what is sent on one stream, in the order that they came in."""
+
+    async def send_and_read() -> list[messages.ModelStreamInferResponse]:
+        async with open_stream(address) as call:
+
+            async def send() -> None:
+                for message in sent:
+                    await call.write(message)
+                await call.done_writing()
+
+            sending = asyncio.create_task(send())
+            responses = []
+            while (response := await call.read()) is not grpc.aio.EOF:
+                responses.append(response)
+            await sending
+            return responses
+
+    return asyncio.run(asyncio.wait_for(send_and_read(), 60))
+
+
+def test_decoupled_answers_come_as_they_are_ready_and_errors_leave_the_stream_open(
+    served: Any,
+) -> None:
     served.engine.mode, served.engine.hold_final = Mode.RELEASE, asyncio.Event()
 
     async def talk() -> list[Any]:
         async with open_stream(served.address) as call:
-            for asked in (request("a", X[:1]), request("b", model="no"), request("c", X[1:2])):
-                await call.write(asked)
+            for id_, x, model in (("a", X[:1], "fake"), ("b", X, "no"), ("c", X[1:2], "fake")):
+                await call.write(request(id_, x, model, offramp_decoupled=True))
             first = [await call.read() for _ in range(3)]
             served.loop.call_soon_threadsafe(served.engine.hold_final.set)
             await call.done_writing()
@@ -274,18 +312,16 @@ def test_answers_come_as_they_are_ready_and_errors_leave_the_stream_open(served:
     assert not error.outputs
 
 
-def test_nobody_waits_for_a_final_answer_that_was_lost(served: Any) -> None:
+@pytest.mark.parametrize("asked", [True, False])
+def test_who_asks_for_it_is_told_that_a_final_answer_was_lost(served: Any, asked: bool) -> None:
     served.engine.mode, served.engine.lost = Mode.RELEASE, True
-
-    async def talk() -> list[Any]:
-        async with open_stream(served.address) as call:
-            await call.write(request("a"))
-            return [await call.read(), await call.read()]
-
-    early, end = (r.infer_response for r in asyncio.run(asyncio.wait_for(talk(), 20)))
+    sent = request("a", offramp_decoupled=True, triton_enable_empty_final_response=asked)
+    early, *ends = (r.infer_response for r in talk(served.address, [sent]))
     assert not early.parameters["triton_final_response"].bool_param
-    assert end.parameters["triton_final_response"].bool_param
-    assert (end.id, len(end.outputs), "offramp_answer" in end.parameters) == ("a", 0, False)
+    assert [(end.id, len(end.outputs), "offramp_answer" in end.parameters) for end in ends] == (
+        [("a", 0, False)] * asked
+    )
+    assert all(end.parameters["triton_final_response"].bool_param for end in ends)
 
 
 def test_cancelling_a_stream_withdraws_all_its_requests(served: Any) -> None:
@@ -331,10 +367,10 @@ def test_a_client_that_does_not_read_is_not_read_from() -> None:
     """In virtual steps: all that can go on has, after so many turns of the loop."""
     engine, written, taken = FakeEngine(), [], []
 
-    async def requests() -> AsyncIterator[messages.ModelInferRequest]:
+    async def requests() -> AsyncIterator[bytes]:
         for number in range(100):
             taken.append(number)
-            yield request(str(number))
+            yield serialized(request(str(number)))
 
     async def run() -> None:
         reads = asyncio.Semaphore(0)
@@ -366,10 +402,10 @@ def test_a_connection_that_breaks_ends_the_stream_quietly(
 ) -> None:
     engine = FakeEngine(hold=asyncio.Event())
 
-    async def requests() -> AsyncIterator[messages.ModelInferRequest]:
-        yield request("refused", model="nobody")
+    async def requests() -> AsyncIterator[bytes]:
+        yield serialized(request("refused", model="nobody"))
         for number in range(3):
-            yield request(str(number))
+            yield serialized(request(str(number)))
         await asyncio.Event().wait()
 
     async def write(_: messages.ModelStreamInferResponse) -> None:
@@ -382,8 +418,8 @@ def test_a_connection_that_breaks_ends_the_stream_quietly(
 
 
 def test_an_answer_that_cannot_be_sent_ends_the_stream(caplog: pytest.LogCaptureFixture) -> None:
-    async def requests() -> AsyncIterator[messages.ModelInferRequest]:
-        yield request("0")
+    async def requests() -> AsyncIterator[bytes]:
+        yield serialized(request("0"))
         await asyncio.Event().wait()
 
     async def write(_: messages.ModelStreamInferResponse) -> None:
@@ -402,8 +438,8 @@ def test_a_request_is_withdrawn_before_its_stream_ends() -> None:
             kept.append(FakeEngine.infer_stream(self, *args, **how))
             return kept[0]
 
-    async def requests() -> AsyncIterator[messages.ModelInferRequest]:
-        yield request("0")
+    async def requests() -> AsyncIterator[bytes]:
+        yield serialized(request("0", offramp_decoupled=True))
 
     async def run() -> None:
         writing = asyncio.Event()
@@ -426,7 +462,7 @@ def test_a_server_that_leaves_finishes_what_is_on_a_stream(served: Any) -> None:
 
     async def talk() -> list[Any]:
         async with open_stream(served.address) as call:
-            await call.write(request("a"))
+            await call.write(request("a", offramp_decoupled=True))
             early = await call.read()
             await asyncio.wrap_future(
                 asyncio.run_coroutine_threadsafe(served.engine.drain(20.0), served.loop)
@@ -440,3 +476,242 @@ def test_a_server_that_leaves_finishes_what_is_on_a_stream(served: Any) -> None:
     assert final.infer_response.parameters["offramp_answer"].string_param == "confirmation"
     assert refused.error_message.startswith("the server is shutting down")
     assert refused.infer_response.id == "b"
+
+
+GARBAGE = (b"\xff", b"\x0a\x05ab", b"\x2a\x7fnot a request")
+
+
+@pytest.mark.parametrize(
+    ("before", "rows", "held"),
+    [
+        (0, 1, False),
+        (1, 1, False),
+        (3, 1, True),
+        (1, 30_000, False),
+        (12, 3000, False),
+        (12, 3000, True),
+    ],
+    ids=["first", "answered", "in flight", "first unread", "unread", "unread, in flight"],
+)
+@pytest.mark.parametrize("decoupled", [False, True], ids=["one answer", "both"])
+def test_a_message_that_is_no_request_ends_its_stream_at_once(
+    served: Any,
+    caplog: pytest.LogCaptureFixture,
+    before: int,
+    rows: int,
+    held: bool,
+    decoupled: bool,
+) -> None:
+    """Whatever is in flight, or is written: more than connections buffer, too."""
+    engine, many = served.engine, np.repeat(X[:1], rows, axis=0)
+    engine.mode = Mode.RELEASE
+    if held and decoupled:
+        engine.hold_final = asyncio.Event()
+    elif held:
+        engine.hold = asyncio.Event()
+
+    async def status(number: int) -> grpc.StatusCode:
+        async with open_stream(served.address, timeout_s=60.0) as call:
+            for index in range(before):
+                await call.write(request(str(index), many, offramp_decoupled=decoupled))
+            if number % 2:  # all those of the streams before it as well
+                await until(lambda: len(engine.calls) >= before * (number + 1) / 2)
+            await call.write(GARBAGE[number % len(GARBAGE)])
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+            code: grpc.StatusCode = await call.code()
+            return code
+
+    async def attack() -> list[grpc.StatusCode]:
+        return await asyncio.gather(*(status(number) for number in range(16)))
+
+    assert asyncio.run(attack()) == [grpc.StatusCode.INVALID_ARGUMENT] * 16
+    wait_until(lambda: engine.waiting + engine.auditing == 0)
+    engine.hold = engine.hold_final = None
+    assert len(ask(served.address)) == 2
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("decoupled", [False, True], ids=["one answer", "both"])
+@pytest.mark.parametrize("broken", [b"\xff", ValueError("of the connection")], ids=str)
+def test_a_stream_that_breaks_ends_once_the_write_under_way_has(
+    broken: bytes | Exception, decoupled: bool
+) -> None:
+    """gRPC goes on with a write whose task is cancelled, and cannot end the call beside it."""
+    engine = FakeEngine(mode=Mode.RELEASE)
+    asked = [request(str(n), offramp_decoupled=decoupled).SerializeToString() for n in range(9)]
+
+    async def requests() -> AsyncIterator[bytes]:
+        for raw in asked[:5]:
+            yield raw
+        await turns()
+        engine.hold = asyncio.Event()
+        for raw in asked[5:]:
+            yield raw
+        await turns()
+        if isinstance(broken, Exception):
+            raise broken
+        yield broken
+
+    async def run() -> None:
+        begun, ended, taken = [], [], asyncio.Event()
+
+        async def write(response: messages.ModelStreamInferResponse) -> None:
+            begun.append(response)
+            await taken.wait()
+            ended.append(response)
+
+        serving = asyncio.create_task(RequestStream(engine, write).serve(requests()))
+        await turns(3000)
+        assert (len(engine.calls), engine.waiting, len(begun), len(ended)) == (9, 16, 1, 0)
+        assert not serving.done()
+        taken.set()
+        with pytest.raises(UndecodableError if isinstance(broken, bytes) else ValueError):
+            await serving
+        assert begun == ended
+        assert (engine.waiting, engine.auditing) == (0, 0)
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+async def turns(count: int = 500) -> None:
+    """Let all go on that can."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+class Shuffling(FakeEngine):
+    """Answers in another order than it is asked in."""
+
+    async def infer(self, *args: Any, **how: Any) -> Any:
+        await turns(len(self.calls) * 37 % 50)
+        return await FakeEngine.infer(self, *args, **how)
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 3, 64])
+def test_a_request_is_answered_once_and_in_turn_unless_it_is_decoupled(max_in_flight: int) -> None:
+    engine = Shuffling(mode=Mode.AUDIT)
+    written: list[messages.ModelInferResponse] = []
+
+    async def requests() -> AsyncIterator[bytes]:
+        for number in range(200):
+            model = "nobody" if number % 7 == 3 else "fake"
+            both = {"offramp_decoupled": True} if number % 5 == 2 else {}
+            yield request(str(number), X[:1], model, **both).SerializeToString()
+
+    async def write(response: messages.ModelStreamInferResponse) -> None:
+        await asyncio.sleep(0)
+        written.append(response.infer_response)
+
+    stream = RequestStream(engine, write, max_in_flight=max_in_flight)
+    asyncio.run(asyncio.wait_for(stream.serve(requests()), 60))
+    ids = [int(response.id) for response in written]
+    assert [n for n in ids if n % 5 != 2] == [n for n in range(200) if n % 5 != 2]
+    assert Counter(ids) == {n: 2 if n % 5 == 2 and n % 7 != 3 else 1 for n in range(200)}
+    for response in written:
+        last = response.parameters["triton_final_response"].bool_param
+        early = response.parameters["offramp_answer"].string_param == "early"
+        assert last is not early
+        assert "offramp_corrected" not in response.parameters
+
+
+def test_a_decoupled_request_does_not_wait_for_those_before(served: Any) -> None:
+    served.hold()
+
+    async def talk() -> list[str]:
+        async with open_stream(served.address) as call:
+            await call.write(request("held"))
+            await until(lambda: served.engine.waiting == 4)
+            held, served.engine.hold = served.engine.hold, None
+            await call.write(request("in turn"))
+            await call.write(request("decoupled", offramp_decoupled=True))
+            first = await call.read()
+            served.loop.call_soon_threadsafe(held.set)
+            return [r.infer_response.id for r in (first, await call.read(), await call.read())]
+
+    assert asyncio.run(asyncio.wait_for(talk(), 20)) == ["decoupled", "held", "in turn"]
+
+
+def test_a_response_that_waits_for_its_turn_holds_no_request() -> None:
+    alive: set[int] = set()
+    arrays: list[weakref.ref[Any]] = []
+
+    class Raw(bytes):
+        number: int
+
+        def __del__(self) -> None:
+            alive.remove(self.number)
+
+    def raw(number: int) -> Raw:
+        large = np.repeat(X, 500, axis=0)  # enough that it is not decoded whole
+        message = Raw(request(str(number), large).SerializeToString())
+        message.number = number
+        alive.add(number)
+        return message
+
+    class Forgetful(FakeEngine):
+        async def infer(self, model: str, inputs: Any, **how: Any) -> Any:
+            arrays.append(weakref.ref(inputs["x"]))
+            result = await FakeEngine.infer(self, model, inputs, **how)
+            self.calls.clear()
+            return result
+
+    async def run() -> None:
+        held, written = asyncio.Event(), []
+        engine = Forgetful(hold=held)
+
+        async def requests() -> AsyncIterator[bytes]:
+            for number in range(5):
+                yield raw(number)
+                await turns(20)
+                engine.hold = None
+            assert alive <= {0}  # arrays are views of the message where it is aligned
+            assert [array() is None for array in arrays] == [False, True, True, True, True]
+            held.set()
+
+        async def write(response: messages.ModelStreamInferResponse) -> None:
+            written.append(response.infer_response.id)
+
+        await RequestStream(engine, write).serve(requests())
+        assert written == list("01234")
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+@pytest.mark.parametrize("mode", [Mode.LEAVE, Mode.RELEASE], ids=["one answer", "both"])
+def test_a_decoupled_response_that_waits_for_its_client_holds_no_request(mode: Mode) -> None:
+    engine, reception = FakeEngine(mode=mode), Reception()
+
+    async def run() -> None:
+        reads, written = asyncio.Event(), []
+
+        async def requests() -> AsyncIterator[bytes]:
+            for number in range(5):
+                yield serialized(request(str(number), offramp_decoupled=True))
+            await until(lambda: len(engine.calls) == 5)
+            await until(lambda: reception.requests == reception.held_bytes == 0)
+            assert written == []
+            reads.set()
+
+        async def write(response: messages.ModelStreamInferResponse) -> None:
+            await reads.wait()
+            written.append(response.infer_response.parameters["offramp_answer"].string_param)
+
+        await RequestStream(engine, write, reception=reception).serve(requests())
+        assert len(written) == (10 if mode is Mode.RELEASE else 5)
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_who_leaves_early_withdraws_what_runs_on() -> None:
+    """Even before it has been asked for the answer that it will not give."""
+    engine = FakeEngine(mode=Mode.RELEASE, hold_final=asyncio.Event())
+
+    async def run() -> None:
+        async with contextlib.aclosing(engine.infer_stream("fake", {"x": X})) as results:
+            await anext(results)
+            assert engine.auditing == 3
+        assert (engine.auditing, engine.cancelled) == (0, 3)
+
+    asyncio.run(run())

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
@@ -16,6 +17,7 @@ from tritonclient.utils import InferenceServerException
 
 from offramp.engine.errors import QueueFullError
 from offramp.engine.plan import Mode
+from offramp.proto.descriptors import method_path
 
 X = np.array([[1, 2, 3, 0.95]], np.float32)
 
@@ -75,7 +77,6 @@ def test_a_request_is_answered(client: Any, served: Any) -> None:
         priority=2,
         timeout=5_000_000,
         client_timeout=30,
-        compression_algorithm="gzip",
     )
     np.testing.assert_array_equal(result.as_numpy("logits"), X[:, :3])
     response = result.get_response()
@@ -85,6 +86,22 @@ def test_a_request_is_answered(client: Any, served: Any) -> None:
     call = served.engine.calls[0]
     assert call.priority == 3
     assert call.deadline_s is not None
+
+
+@pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
+def test_a_compressed_request_is_refused_before_it_is_decompressed(
+    client: Any, served: Any, algorithm: str
+) -> None:
+    with pytest.raises(InferenceServerException, match=f"'{algorithm}' is disabled") as caught:
+        client.infer("fake", [infer_input()], compression_algorithm=algorithm)
+    assert caught.value.status() == "StatusCode.UNIMPLEMENTED"
+    assert served.engine.calls == []
+    large = bytes(2 << 20)  # told by the compression, not by its size
+    with grpc.insecure_channel(served.address) as channel, pytest.raises(grpc.RpcError) as failed:
+        infer = channel.unary_unary(method_path("ModelInfer"))
+        infer(large, timeout=30, compression=grpc.Compression.Gzip)
+    error: Any = failed.value
+    assert error.code() == grpc.StatusCode.UNIMPLEMENTED
 
 
 @pytest.mark.parametrize(
@@ -145,14 +162,68 @@ def collect(client: Any, requests: Callable[[], None], last: int) -> list[tuple[
     return responses
 
 
-def test_a_stream_gives_early_and_final_answers(client: Any, served: Any) -> None:
+def samples(count: int) -> list[Any]:
+    """So many requests of a sample each, whose logits tell them apart."""
+    return [np.array([[number, 0, 1, 0.95]], np.float32) for number in range(count)]
+
+
+@pytest.mark.parametrize("empty_final", [False, True])
+def test_who_reads_an_answer_to_each_request_reads_its_own(
+    client: Any, served: Any, empty_final: bool
+) -> None:
+    """Every sample is audited here; who does not ask for the second answers gets none."""
+    served.engine.mode, served.engine.mistaken = Mode.AUDIT, True
+    told: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    client.start_stream(lambda result, error: told.put((result, error)))
+    for number, x in enumerate(samples(600)):
+        client.async_stream_infer(
+            "fake", [infer_input(array=x)], request_id=str(number),
+            enable_empty_final_response=empty_final,
+        )  # fmt: skip
+        result, error = told.get(timeout=20)
+        assert error is None
+        response = result.get_response()
+        assert response.id == str(number)
+        assert response.parameters["triton_final_response"].bool_param
+        np.testing.assert_array_equal(result.as_numpy("logits"), x[:, :3])
+    client.stop_stream()
+    assert told.empty()
+
+
+def test_requests_sent_at_once_are_answered_once_each_in_their_order(
+    client: Any, served: Any
+) -> None:
+    """Though they are answered in another order; errors have their turn as well."""
+    served.engine.mode = Mode.AUDIT
+    told: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    client.start_stream(lambda result, error: told.put((result, error)))
+    served.hold()
+    for number, x in enumerate(samples(400)):
+        model = "other" if number % 7 == 3 else "fake"
+        client.async_stream_infer(model, [infer_input(array=x)], request_id=str(number))
+        if number == 200:
+            wait_until(lambda: served.engine.waiting > 150)
+            held, served.engine.hold = served.engine.hold, None
+    served.loop.call_soon_threadsafe(held.set)
+    client.stop_stream()
+    answers = [told.get(timeout=20) for _ in range(400)]
+    assert told.empty()
+    for number, (result, error) in enumerate(answers):
+        if number % 7 == 3:
+            assert "no model 'other' is served" in error.message()
+        else:
+            assert result.get_response().id == str(number)
+
+
+def test_a_stream_gives_early_and_final_answers_to_who_asks(client: Any, served: Any) -> None:
     served.engine.mode, served.engine.mistaken = Mode.RELEASE, True
     unsure = X * np.array([1, 1, 1, 0], np.float32)
+    both = {"offramp_decoupled": True}
 
     def ask() -> None:
-        client.async_stream_infer("fake", [infer_input()], request_id="sure")
+        client.async_stream_infer("fake", [infer_input()], request_id="sure", parameters=both)
         client.async_stream_infer(
-            "fake", [infer_input(array=unsure)], request_id="unsure",
+            "fake", [infer_input(array=unsure)], request_id="unsure", parameters=both,
             enable_empty_final_response=True,
         )  # fmt: skip
 
@@ -194,6 +265,10 @@ def test_the_asyncio_client_streams_too(served: Any) -> None:
 
     async def requests() -> AsyncIterator[dict[str, Any]]:
         yield {"model_name": "fake", "inputs": [infer_input()], "request_id": "1"}
+        yield {
+            "model_name": "fake", "inputs": [infer_input()], "request_id": "2",
+            "parameters": {"offramp_decoupled": True},
+        }  # fmt: skip
 
     async def ask() -> list[str]:
         answers = []
@@ -203,4 +278,4 @@ def test_the_asyncio_client_streams_too(served: Any) -> None:
                 answers.append(result.get_response().parameters["offramp_answer"].string_param)
         return answers
 
-    assert asyncio.run(ask()) == ["early", "confirmation"]
+    assert sorted(asyncio.run(ask())) == ["answer", "confirmation", "early"]

@@ -317,10 +317,10 @@ def test_a_kept_state_goes_on() -> None:
     [
         ({"exits": np.array([0, 3])}, "exit 3 is in use, but the bundle has 3 exits"),
         ({"exits": np.array([2, 0])}, "must rise"),
-        ({"thresholds": np.array([0.5, np.nan])}, "threshold nan"),
+        ({"thresholds": np.array([0.5, np.nan])}, "'thresholds' must be finite numbers"),
         ({"thresholds": np.array([0.5])}, "argument"),
         ({"tunings": None}, "no state of the apparate controller"),
-        ({"tally": {"observed": 3}}, "audited is None, expected a count"),
+        ({"tally": {"observed": 3}}, "'audited' is None, expected a count"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused(changed: dict[str, Any], message: str) -> None:

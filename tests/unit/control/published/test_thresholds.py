@@ -20,6 +20,7 @@ from tests.unit.certify.problems import (
 
 from offramp.bundle.policy import NEVER
 from offramp.certify import Records, evaluate
+from offramp.engine.control.published import thresholds
 from offramp.engine.control.published.greedy import confidence_threshold, greedy_error_thresholds
 from offramp.engine.control.published.search import beam_search
 from offramp.engine.control.published.thresholds import METHODS, count_allowed, tune
@@ -244,3 +245,13 @@ def test_a_bound_outside_0_to_1_is_refused(bound: float) -> None:
 def test_an_unknown_method_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="'annealing', expected one of search, greedy, path"):
         tune(*realistic(0, exits=2, samples=10), 0.01, "annealing")
+
+
+def test_a_method_that_oversteps_its_bound_is_stopped_without_asserts_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``python -O`` leaves asserts out, and thresholds that break the bound would be served."""
+    monkeypatch.setattr(thresholds, "search_thresholds", lambda records, _: np.zeros(records.exits))
+    confidence, agrees = np.full((1, 4), 0.5, np.float32), np.array([[True, True, False, False]])
+    with pytest.raises(RuntimeError, match=r"'search' found .* disagree on 2 of 4 samples, 1 are"):
+        tune(confidence, agrees, np.array([1.0, 2.0]), 0.25)

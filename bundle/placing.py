@@ -1,0 +1,95 @@
+"""Puts a finished folder in its place in one step, and on the disk for good."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from offramp.bundle.errors import BundleWriteError
+
+RETIRED: Final = ".old"
+"""End of the name of what is moved aside, where two folders cannot be exchanged in one step."""
+_AT_FDCWD: Final = -100
+_RENAME_EXCHANGE: Final = 2
+_NOT_OF_FOLDERS: Final = frozenset(
+    {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EISDIR}
+)
+"""What file systems say that bring files to the disk, and know no such thing of folders."""
+
+
+def put_in_place(scratch: Path, target: Path) -> None:
+    """Put the folder ``scratch`` at ``target``, beside it; what was there goes to ``scratch``.
+
+    All of it is on the disk before its name is. Whoever looks, at whatever moment, finds the old
+    folder or the new one, whole. Where the file system cannot exchange two names, the old one is
+    moved aside first; see :func:`moved_aside`.
+    """
+    for folder, _, files in os.walk(scratch):
+        for name in files:
+            sync(Path(folder, name))
+        sync(Path(folder))
+    if not target.exists():
+        scratch.rename(target)
+    elif not exchange(scratch, target):
+        _move(scratch, target)
+    with suppress(OSError):  # it is in its place by now, whatever the disk says
+        sync(target.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk; a folder, where the file system can do that."""
+    if os.name == "nt":
+        return
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in _NOT_OF_FOLDERS or not path.is_dir():
+            raise
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchange two names in one step; whether that was possible (Linux: renameat2)."""
+    try:
+        rename = ctypes.CDLL(None).renameat2
+    except (AttributeError, OSError, TypeError):  # another system, or another C library
+        return False
+    rename.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+    names = os.fsencode(one.absolute()), os.fsencode(other.absolute())
+    return bool(rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0)
+
+
+def moved_aside(target: Path) -> Path | None:
+    """Find what stood at ``target`` before an overwriting that was killed between two steps."""
+    ours = re.compile(rf"\.{re.escape(target.name)}\.[^.]+{re.escape(RETIRED)}")
+    with suppress(OSError):
+        for place in sorted(target.absolute().parent.iterdir()):
+            if ours.fullmatch(place.name) and place.is_dir():
+                return place
+    return None
+
+
+def _move(scratch: Path, target: Path) -> None:
+    retired = scratch.with_name(f"{scratch.name}{RETIRED}")
+    target.rename(retired)
+    try:
+        scratch.rename(target)
+    except BaseException as error:
+        try:
+            retired.rename(target)
+        except OSError:
+            raise BundleWriteError(
+                f"{target} cannot be written ({error}), nor put back: it is in {retired} now; "
+                "rename that"
+            ) from error
+        raise
+    with suppress(OSError):
+        retired.rename(scratch)

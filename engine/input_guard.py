@@ -1,0 +1,43 @@
+"""The input guard: who sends what calibration never saw the like of changes nothing for others.
+
+Thresholds were certified, and are tested while serving, on the answers to samples. Anybody who may
+send requests could feed the controller noise, have it find that samples have changed, and so turn
+exits off for all. A sample with an element that is no finite number, or far outside of what the
+calibration data had, is therefore no evidence, and no exit is sure of it: it runs to the model's
+end, where its answer is the unmodified model's (unless a scheduling policy ends its batch before,
+which is marked as forced). Noise within the range still counts, as it may be what the model is for;
+it is told by the drift alarm, and may cost exits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import InputRanges
+
+MARGIN: Final = 0.5
+"""Of what calibration saw, from least to greatest: so far beyond either end is still in range."""
+
+
+class InputGuard:
+    """Tells samples that are like those of calibration, element by element, from others."""
+
+    def __init__(self, ranges: InputRanges) -> None:
+        self._bounds = {}
+        for seen in ranges.inputs:
+            margin = MARGIN * (seen.highest - seen.lowest)
+            self._bounds[seen.name] = (seen.lowest - margin, seen.highest + margin)
+
+    def in_range(self, inputs: Mapping[str, NDArray[Any]]) -> NDArray[np.bool_]:
+        """[n]: whether every element of a sample is in range; inputs are [n, …]."""
+        found = np.ones(len(next(iter(inputs.values()))), np.bool_)
+        for name, (lowest, highest) in self._bounds.items():
+            rows = inputs[name].reshape(len(found), -1)
+            if rows.shape[1]:  # a NaN is neither at least nor at most anything
+                least, most = (ends.astype(np.float64) for ends in (rows.min(1), rows.max(1)))
+                found &= (least >= lowest) & (most <= highest)
+        return found

@@ -1,0 +1,254 @@
+"""The reading of a request's bytes, bounded before anything is decoded.
+
+An empty field takes two bytes on the wire and a hundred once decoded: a message within gRPC's
+limit could occupy a server for minutes and fill its memory. :func:`split_message` therefore walks
+the fields first. What tensors hold is set aside where it lies, neither copied nor decoded; the
+rest has to be small. The encoding is that of
+https://protobuf.dev/programming-guides/encoding/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from google.protobuf.message import DecodeError
+
+from offramp.proto.messages import ModelInferRequest
+
+MAX_FIELDS: Final = 1024
+"""Fields of a request that are looked at: 256 inputs with their contents, 256 outputs, and more."""
+
+MAX_HEAD_BYTES: Final = 64 * 1024
+"""Of names, shapes, parameters: of everything beside the elements of tensors."""
+
+MAX_TYPED_BYTES: Final = 1024 * 1024
+"""Of typed contents together, packed floats apart: each element becomes an object of Python."""
+
+MAX_NAME_CHARS: Final = 1024
+"""Of a model's or tensor's name: errors name the nearest known one, a search that is quadratic."""
+
+SMALL_BYTES: Final = 2 * MAX_FIELDS
+"""No message up to this size has more fields, and it is as quickly decoded as looked into."""
+
+_SMALL_INPUT_BYTES: Final = 256
+"""Inputs up to this size are not looked into; the head has room for 256 of them."""
+
+_QUICK_TYPED_BYTES: Final = 16 * 1024
+_QUICK_BYTES: Final = 4 * 1024 * 1024
+"""Messages up to these sizes are decoded, and their arrays aligned, within a few milliseconds."""
+
+_VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5
+_INPUT: Final = 5 << 3 | _DELIMITED
+_RAW_CONTENTS: Final = 7 << 3 | _DELIMITED
+_CONTENTS: Final = 5 << 3 | _DELIMITED
+"""Of an input."""
+_FLOATS: Final[Mapping[int, str]] = {
+    6 << 3 | _DELIMITED: "fp32_contents",
+    7 << 3 | _DELIMITED: "fp64_contents",
+}
+
+
+class MessageError(ValueError):
+    """The bytes are not a message of the protocol."""
+
+
+class MessageLimitError(MessageError):
+    """The message has more fields, or more beside its tensors' elements, than is read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedFloats:
+    """The typed contents of a tensor of floats, whose memory they are, as raw contents are."""
+
+    field: str
+    """Of ``InferTensorContents``."""
+    elements: memoryview
+    """Little endian."""
+
+
+_NO_FLOATS: Final[Mapping[int, PackedFloats]] = MappingProxyType({})
+
+
+class InferMessage(NamedTuple):  # made for every request, in half the time of a frozen dataclass
+    """A request whose tensors' elements are where they arrived."""
+
+    head: ModelInferRequest
+    """All of it but what is below."""
+    raw_contents: Sequence[memoryview | bytes]
+    floats: Mapping[int, PackedFloats] = _NO_FLOATS
+    """By the input's index."""
+    slow: bool = False
+    """Whether the tensors take longer to decode than an event loop may be held up."""
+
+
+class MessageParts(NamedTuple):
+    """The bytes of a request by what they hold, before anything is decoded."""
+
+    head: bytes
+    raw_contents: Sequence[memoryview] = ()
+    """Where empty, they are in the head."""
+    floats: Mapping[int, PackedFloats] = _NO_FLOATS
+    slow: bool = False
+    """Whether decoding would hold up an event loop: to be done on a thread."""
+    fields: int = 0
+    """Fields that were looked at; none where the message is small."""
+
+    def decode(self) -> InferMessage:
+        """Decode the head.
+
+        Raises:
+            MessageError: It is not that of a ``ModelInferRequest``.
+        """
+        try:
+            head = ModelInferRequest.FromString(self.head)
+        except DecodeError as error:
+            raise MessageError(
+                f"the message is no ModelInferRequest ({error}); "
+                "is this a client of the protocol that inference.proto defines?"
+            ) from None
+        if len(head.model_name) > MAX_NAME_CHARS:
+            raise MessageLimitError(
+                f"model_name has {len(head.model_name)} characters, expected at most "
+                f"{MAX_NAME_CHARS}; send the name that the model is served under"
+            )
+        raw = self.raw_contents or head.raw_input_contents
+        return InferMessage(head=head, raw_contents=raw, floats=self.floats, slow=self.slow)
+
+
+def split_message(data: bytes) -> MessageParts:
+    """Tell the parts of a ``ModelInferRequest`` apart; arrays will be views of ``data``.
+
+    Raises:
+        MessageLimitError: It is beyond the limits of this module.
+        MessageError: It is not a protobuf message.
+    """
+    if len(data) <= SMALL_BYTES:
+        return MessageParts(head=data)
+    splitting = _Splitting(data)
+    splitting.split()
+    typed_bytes = splitting.typed_bytes
+    head = b"".join(splitting.head)
+    if typed_bytes > MAX_TYPED_BYTES:
+        raise MessageLimitError(
+            f"typed contents take {typed_bytes} bytes, expected at most {MAX_TYPED_BYTES} "
+            "(packed floats may take any number); send raw_input_contents"
+        )
+    if len(head) - typed_bytes > MAX_HEAD_BYTES:
+        raise MessageLimitError(
+            f"the request has {len(head) - typed_bytes} bytes beside the elements of its tensors, "
+            f"expected at most {MAX_HEAD_BYTES} (names, shapes, parameters); "
+            "send elements as raw_input_contents, and shorten the rest"
+        )
+    return MessageParts(
+        head=head,
+        raw_contents=splitting.raw_contents,
+        floats=splitting.floats,
+        slow=typed_bytes > _QUICK_TYPED_BYTES or len(data) > _QUICK_BYTES,
+        fields=splitting.fields,
+    )
+
+
+class _Splitting:
+    """The state of :func:`split_message`."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._view = memoryview(data)
+        self.fields = 0
+        self._inputs = 0
+        self.head: list[memoryview | bytes] = []
+        self.raw_contents: list[memoryview] = []
+        self.floats: dict[int, PackedFloats] = {}
+        self.typed_bytes = 0
+
+    def split(self) -> None:
+        view, kept = self._view, 0
+        for tag, start, begin, end in self._walk(0, len(view)):
+            if tag == _RAW_CONTENTS:
+                self.raw_contents.append(view[begin:end])
+                self.head.append(view[kept:start])
+                kept = end
+            elif tag == _INPUT:
+                if end - begin > _SMALL_INPUT_BYTES and (rest := self._split_input(begin, end)):
+                    self.head += (view[kept:start], _encode(_INPUT), _encode(len(rest)), rest)
+                    kept = end
+                self._inputs += 1
+        self.head.append(view[kept:])
+
+    def _split_input(self, position: int, end: int) -> bytes | None:
+        """Set the input's floats aside and give the rest; ``None`` if there are none."""
+        found = [field for field in self._walk(position, end) if field[0] == _CONTENTS]
+        if len(found) > 1:
+            raise MessageError("an input has its contents twice; send them once")
+        for _, start, begin, after in found:
+            if floats := self._floats(begin, after):
+                self.floats[self._inputs] = floats
+                return bytes(self._view[position:start]) + self._view[after:end]
+            self.typed_bytes += after - begin
+        return None
+
+    def _floats(self, position: int, end: int) -> PackedFloats | None:
+        """The floats that contents consist of, if they are one packed field."""
+        if position == end or self._data[position] not in _FLOATS:
+            return None
+        tag, _, begin, after = next(self._walk(position, end))
+        if after != end:
+            return None
+        return PackedFloats(field=_FLOATS[tag], elements=self._view[begin:end])
+
+    def _walk(self, position: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield the fields from ``position`` on: tag, its start, begin and end of the value."""
+        data = self._data
+        while position < end:
+            self.fields += 1
+            if self.fields > MAX_FIELDS:
+                raise MessageLimitError(
+                    f"the request has more than {MAX_FIELDS} fields, inputs, outputs, contents "
+                    "and parameters together; send fewer, and elements as raw_input_contents"
+                )
+            start = position
+            tag = data[position]
+            position += 1
+            if tag >= 0x80:
+                tag, position = self._varint(start, end)
+            kind = tag & 7
+            begin = position
+            if kind == _DELIMITED:
+                if position < end and (size := data[position]) < 0x80:
+                    begin = position + 1
+                else:
+                    size, begin = self._varint(position, end)
+                position = begin + size
+            elif kind == _VARINT:
+                _, position = self._varint(position, end)
+            elif kind in {_FIXED32, _FIXED64}:
+                position += 4 if kind == _FIXED32 else 8
+            else:
+                raise MessageError(f"the message has a field of wire type {kind} at byte {start}")
+            if position > end:
+                raise MessageError(f"the message ends within the field at byte {start}")
+            yield tag, start, begin, position
+
+    def _varint(self, position: int, end: int) -> tuple[int, int]:
+        """Read a varint: its value, and the position after it."""
+        value = shift = 0
+        for at in range(position, min(position + 10, end)):
+            byte = self._data[at]
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value, at + 1
+            shift += 7
+        raise MessageError(f"the message has no whole number at byte {position}")
+
+
+def _encode(number: int) -> bytes:
+    """A varint."""
+    encoded = bytearray()
+    while number >= 0x80:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)

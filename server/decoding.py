@@ -1,0 +1,111 @@
+"""The decoding of messages without holding up the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Final, TypeVar
+
+from google.protobuf.message import DecodeError
+
+from offramp.engine.results import ModelInfo
+from offramp.proto.wire import (
+    MAX_FIELDS,
+    SMALL_BYTES,
+    InferMessage,
+    MessageError,
+    MessageLimitError,
+    MessageParts,
+    split_message,
+)
+from offramp.server.codec import InferCall, read_request
+from offramp.server.errors import RequestLimitError, UndecodableError
+
+_SMALL_MESSAGE_BYTES: Final = 4096
+_MANY_FIELDS: Final = 64
+"""More than these in a request take longer to find than a turn of the event loop should."""
+
+
+_T = TypeVar("_T")
+
+
+class RequestDecoder:
+    """Decodes requests on the event loop, but large ones on a thread, one after another.
+
+    A large one takes tens of milliseconds, and many may come at once. One of many fields takes a
+    millisecond: between two of those whatever else the loop has to do gets its turn.
+    """
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._turn_on_loop = asyncio.Lock()
+
+    async def message(self, data: bytes) -> InferMessage:
+        """Decode the bytes of a request.
+
+        Raises:
+            UndecodableError: They are not a ``ModelInferRequest``.
+            RequestLimitError: They are beyond the limits of :mod:`offramp.proto.wire`.
+        """
+        try:
+            parts = await self._parts(data)
+            return await self._run(parts.decode) if parts.slow else parts.decode()
+        except MessageLimitError as error:
+            raise RequestLimitError(str(error)) from None
+        except MessageError as error:
+            raise UndecodableError(str(error)) from None
+
+    async def _parts(self, data: bytes) -> MessageParts:
+        if len(data) <= SMALL_BYTES:
+            return split_message(data)
+        async with self._turn_on_loop:
+            fields = MAX_FIELDS
+            try:
+                parts = split_message(data)
+                fields = parts.fields
+                return parts
+            finally:
+                if fields > _MANY_FIELDS:
+                    await asyncio.sleep(0)
+
+    async def call(
+        self, message: InferMessage, model: ModelInfo, *, time_remaining_s: float | None
+    ) -> InferCall:
+        """Decode the tensors and parameters of a request, as :func:`read_request` does."""
+        now_s = time.monotonic()
+        if not message.slow:
+            return read_request(message, model, now_s=now_s, time_remaining_s=time_remaining_s)
+        return await self._run(
+            partial(read_request, message, model, now_s=now_s, time_remaining_s=time_remaining_s)
+        )
+
+    async def _run(self, work: Callable[[], _T]) -> _T:
+        async with self._turn:
+            working = asyncio.create_task(asyncio.to_thread(work))
+            try:
+                return await asyncio.shield(working)
+            finally:  # a thread cannot be stopped: cancelled or not, the turn is over when it ends
+                while not working.done():
+                    with suppress(asyncio.CancelledError):
+                        await asyncio.wait((working,))
+
+
+def decode_small(data: bytes, decode: Callable[[bytes], _T]) -> _T:
+    """Decode a message that holds names alone.
+
+    Raises:
+        UndecodableError: It is not one that ``decode`` takes.
+        RequestLimitError: It is larger than such a message can be.
+    """
+    if len(data) > _SMALL_MESSAGE_BYTES:
+        raise RequestLimitError(
+            f"the message has {len(data)} bytes, expected at most {_SMALL_MESSAGE_BYTES}: "
+            "those of this method hold names alone"
+        )
+    try:
+        return decode(data)
+    except DecodeError as error:
+        raise UndecodableError(f"the message is not one that this method takes ({error})") from None

@@ -1,0 +1,234 @@
+"""What surrounds every request: whether it may come in, and the account of what became of it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias, TypeVar
+
+import grpc
+import grpc.aio
+
+from offramp.engine.errors import EngineError
+from offramp.server.errors import (
+    ERROR_METADATA_KEY,
+    INTERNAL_ERROR,
+    REASONS,
+    REFUSALS,
+    HeldBytesError,
+    RequestCountError,
+    reason_of,
+    shortened,
+    status_code,
+    wire_name,
+)
+from offramp.server.line_limit import LineLimit, one_line
+from offramp.server.memory import MemoryReturn
+from offramp.server.options import MIB, ServerOptions
+
+logger = logging.getLogger(__name__)
+access_logger = logging.getLogger("offramp.access")
+
+INTERNAL_REASON: Final = REASONS[EngineError]
+"""Of an exception that nobody expected."""
+
+_PEER_CHARS, _MODEL_CHARS = 64, 128
+
+_OURS: Final = {grpc.StatusCode.INTERNAL}
+"""Codes that are no fault of a client's: logged as errors."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Visit:
+    """A request while it is here."""
+
+    method: str
+    peer: Callable[[], str]
+    began_s: float
+    """Monotonic."""
+    whole_stream: bool = False
+    """Whether it is not one request but a stream, of them or of answers."""
+    admitted: bool = False
+    """Whether it counts as one of those that may be here at once."""
+    size_bytes: int = 0
+    """Held for it."""
+    model: str = ""
+    rows: int = 0
+    code: grpc.StatusCode = grpc.StatusCode.OK
+
+
+class Reception:
+    """Admits requests within the limits, counts refusals, and writes the access log.
+
+    Used on the event loop's thread. The bytes of a message are held from its arrival until it is
+    answered, as the arrays of the request are views of them.
+    """
+
+    def __init__(
+        self, options: ServerOptions | None = None, memory: MemoryReturn | None = None
+    ) -> None:
+        self._memory = memory or MemoryReturn()
+        options = options or ServerOptions()
+        self._max_requests = options.max_concurrent_requests
+        self._max_bytes = options.max_queue_mib * MIB
+        self._access_log = options.access_log
+        if options.access_log:
+            access_logger.setLevel(logging.INFO)  # whatever --log-level says of the others
+        self._lines = LineLimit()
+        self.requests = 0
+        """Being answered now."""
+        self.streams = 0
+        """Open now."""
+        self.held_bytes = 0
+        self._refused = dict.fromkeys(REFUSALS, 0)
+
+    @property
+    def refused(self) -> Mapping[tuple[str, str], int]:
+        """Refusals so far, by the names of the status code and of the reason."""
+        return MappingProxyType(self._refused)
+
+    def enter(self, method: str, peer: Callable[[], str], *, whole_stream: bool = False) -> Visit:
+        """Note a call that came; :meth:`leave` must follow."""
+        return Visit(method=method, peer=peer, began_s=time.monotonic(), whole_stream=whole_stream)
+
+    def check_room(self) -> None:
+        """Refuse a request for inference before its message is received, if there is no room.
+
+        It takes none yet: a call whose message never comes keeps nobody out.
+
+        Raises:
+            RequestCountError: There are as many as may be.
+            HeldBytesError: Messages that are here fill all the room there is.
+        """
+        self._check_count(self.requests, "requests are being answered")
+        if self.held_bytes >= self._max_bytes:
+            raise self._full(0)
+
+    def hold(self, visit: Visit, size_bytes: int) -> None:
+        """Take a request for inference, whose message is here.
+
+        Raises:
+            RequestCountError: There are as many as may be.
+            HeldBytesError: There is no room for the message.
+        """
+        self._memory.grew(self.held_bytes + size_bytes)
+        self._check_count(self.requests, "requests are being answered")
+        if self.held_bytes + size_bytes > self._max_bytes:
+            raise self._full(size_bytes)
+        self.requests += 1
+        self.held_bytes += size_bytes
+        visit.admitted = True
+        visit.size_bytes = size_bytes
+
+    def open_stream(self, visit: Visit) -> None:
+        """Take a stream; RequestCountError if as many are open as may be."""
+        self._check_count(self.streams, "streams are open")
+        self.streams += 1
+        visit.admitted = True
+
+    def _check_count(self, here: int, what: str) -> None:
+        if here >= self._max_requests:
+            raise RequestCountError(
+                f"{here} {what}, which is the limit; "
+                "try again later, or raise --max-concurrent-requests"
+            )
+
+    def passed(self, size_bytes: int) -> None:
+        """Note a message that is not held: of a method that takes names alone."""
+        self._memory.grew(self.held_bytes + size_bytes)
+
+    def leave(self, visit: Visit) -> None:
+        """The call is answered, refused, or its caller has left."""
+        if visit.whole_stream:
+            self.streams -= visit.admitted
+        else:
+            self.requests -= visit.admitted
+        self.held_bytes -= visit.size_bytes
+        self._memory.shrank(self.held_bytes)
+        if self._access_log and not (visit.whole_stream and visit.code is grpc.StatusCode.OK):
+            self._log_access(visit)
+
+    def refuse(self, visit: Visit, error: Exception) -> tuple[grpc.StatusCode, str]:
+        """Count and log a refusal or failure; gives what to tell the client."""
+        if isinstance(error, EngineError):
+            code, reason, message = status_code(error), reason_of(error), str(error)
+        else:
+            code, reason, message = grpc.StatusCode.INTERNAL, INTERNAL_REASON, INTERNAL_ERROR
+        visit.code = code
+        self._refused[code.name, reason] += 1
+        if (suffix := self._lines.admit(reason)) is not None:
+            self._log_refusal(visit, reason, error, suffix)
+        return code, message
+
+    def _full(self, size_bytes: int) -> HeldBytesError:
+        return HeldBytesError(
+            f"the server holds {self.held_bytes / MIB:.1f} MiB of requests, and "
+            f"{size_bytes / MIB:.1f} MiB more are above its limit of {self._max_bytes / MIB:.0f} "
+            "MiB; try again later, or raise --max-queue-mib"
+        )
+
+    def _log_refusal(self, visit: Visit, reason: str, error: Exception, suffix: str) -> None:
+        if not isinstance(error, EngineError):
+            logger.error("unexpected error in %s%s", visit.method, suffix, exc_info=error)
+        elif visit.code in _OURS:
+            logger.error("answered %s: %s%s", visit.code.name, one_line(str(error)), suffix)
+        else:
+            where = one_line(visit.peer(), _PEER_CHARS)
+            logger.info(
+                "refused (%s, %s) %s: %s%s",
+                visit.code.name, reason, where, one_line(str(error)), suffix,
+            )  # fmt: skip
+
+    def _log_access(self, visit: Visit) -> None:
+        facts = {
+            "peer": one_line(visit.peer(), _PEER_CHARS),
+            "method": visit.method,
+            "code": visit.code.name,
+            "ms": round((time.monotonic() - visit.began_s) * 1e3, 1),
+            "rows": visit.rows,
+            "model": one_line(visit.model, _MODEL_CHARS),  # last: it may hold anything else
+        }
+        line = " ".join(f"{name}={fact}" for name, fact in facts.items())
+        access_logger.info("%s", line, extra={"facts": facts})
+
+
+_T = TypeVar("_T")
+_Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+Method: TypeAlias = Callable[[Visit, Any, _Context], Awaitable[_T]]
+"""A service method that raises EngineError, with its visit."""
+
+
+def answering_errors(
+    reception: Reception, name: str, method: Method[_T], *, whole_stream: bool = False
+) -> Callable[[Any, _Context], Awaitable[_T]]:
+    """A method as grpc takes it: what it raises becomes the status of its call."""
+
+    @wraps(method)
+    async def answered(request: Any, context: _Context) -> _T:
+        visit = reception.enter(name, context.peer, whole_stream=whole_stream)
+        if isinstance(request, bytes):
+            reception.passed(len(request))
+        try:
+            if whole_stream:
+                reception.open_stream(visit)
+            return await method(visit, request, context)
+        except grpc.aio.AbortError:  # a status that the method has set itself
+            visit.code = context.code()
+            raise
+        except Exception as error:
+            code, message = reception.refuse(visit, error)
+            metadata = ((ERROR_METADATA_KEY, wire_name(error)),)
+        except BaseException:
+            visit.code = grpc.StatusCode.CANCELLED
+            raise
+        finally:
+            reception.leave(visit)
+        # Not where the error is being handled: the call keeps the exception that this raises, and
+        # would keep by it the error, its traceback, and all that the method held.
+        return await context.abort(code, shortened(message), metadata)
+
+    return answered

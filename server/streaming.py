@@ -1,0 +1,211 @@
+"""The requests of one bidirectional stream, and the order of their responses."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import aclosing, contextmanager
+from typing import Any, Final, TypeAlias
+
+import grpc
+
+from offramp.engine.results import ResultKind
+from offramp.proto.messages import ModelInferRequest, ModelStreamInferResponse
+from offramp.proto.wire import InferMessage
+from offramp.server.codec import (
+    InferCall,
+    is_decoupled,
+    write_end,
+    write_failure,
+    write_only,
+    write_streamed,
+)
+from offramp.server.decoding import RequestDecoder
+from offramp.server.reception import Reception, Visit
+from offramp.server.served import ServedEngine
+
+logger = logging.getLogger(__name__)
+
+MAX_IN_FLIGHT: Final = 256
+"""Requests of one stream that are being answered, or whose response waits for its turn. The next is
+read once all responses to one of them are on their way: a client that does not read its answers
+cannot pile them up here."""
+
+_Send: TypeAlias = Callable[[ModelStreamInferResponse], None]
+"""Sends a response without waiting, after those before it."""
+
+
+class RequestStream:
+    """One stream; a request that fails is answered with its error, and the stream goes on.
+
+    Requests are computed beside each other. Each has one response, and these are written in the
+    order of requests; but those that are decoupled (:mod:`offramp.server.codec`) have no part in
+    that order, and all their answers are written as soon as they are there.
+
+    ``write`` sends a response, and waits until the connection has taken it.
+    """
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        write: Callable[[ModelStreamInferResponse], Awaitable[None]],
+        *,
+        reception: Reception | None = None,
+        decoder: RequestDecoder | None = None,
+        peer: Callable[[], str] = str,
+        max_in_flight: int = MAX_IN_FLIGHT,
+    ) -> None:
+        self._engine = engine
+        self._write = write
+        self._reception = reception or Reception()
+        self._decoder = decoder or RequestDecoder()
+        self._peer = peer
+        self._writing = asyncio.Lock()
+        self._room = asyncio.Semaphore(max_in_flight)
+        self._written = asyncio.Event()
+        """Set once the latest of the requests that keep the order is answered."""
+        self._written.set()
+
+    async def serve(self, requests: AsyncIterator[bytes]) -> None:
+        """Answer until the client has no more requests; cancelling withdraws all of them.
+
+        Raises:
+            UndecodableError: A message is no request.
+            RequestLimitError: A message is beyond the limits.
+
+        All that are in flight are withdrawn then, and no response is being written any more.
+        """
+        try:
+            async with asyncio.TaskGroup() as answering:
+                await self._read(requests, answering)
+        except ExceptionGroup as ended:
+            if ended.subgroup(_StreamLostError) is None:
+                raise ended.exceptions[0] from None
+            logger.debug("a stream broke off with requests in flight")
+
+    async def _read(self, requests: AsyncIterator[bytes], answering: asyncio.TaskGroup) -> None:
+        try:
+            await self._room.acquire()
+            async for raw in requests:
+                message = await self._decoder.message(raw)
+                answering.create_task(self._answer(message, len(raw)))
+                del raw, message  # lest the last one stays while the next is waited for
+                await self._room.acquire()
+        except Exception:
+            # gRPC goes on with a write whose task is cancelled, and cannot end the call beside it:
+            # the client would wait for its deadline. The write has to end, and no other may begin.
+            await self._writing.acquire()
+            raise
+
+    def _answer(self, message: InferMessage, size_bytes: int) -> Coroutine[Any, Any, None]:
+        """What answers a request, to be called in the order of requests."""
+        if is_decoupled(message.head):
+            return self._answer_at_once(message, size_bytes)
+        before, self._written = self._written, asyncio.Event()
+        return self._answer_in_turn(message, size_bytes, before, self._written)
+
+    async def _answer_in_turn(
+        self,
+        message: InferMessage,
+        size_bytes: int,
+        before: asyncio.Event,
+        written: asyncio.Event,
+    ) -> None:
+        answering = self._only_response(message, size_bytes)
+        del message  # lest its tensors stay while the response waits for its turn
+        response = await answering
+        await before.wait()
+        await self._send(response)
+        written.set()
+        self._room.release()
+
+    async def _only_response(
+        self, message: InferMessage, size_bytes: int
+    ) -> ModelStreamInferResponse:
+        request = message.head
+        with self._visit(request) as visit:
+            try:
+                call = await self._read_call(visit, message, size_bytes)
+                del message
+                result = await self._engine.infer(
+                    request.model_name,
+                    call.inputs,
+                    deadline_s=call.deadline_s,
+                    priority=call.priority,
+                )
+                visit.rows = len(result.exits)
+                return write_only(request, result, call.outputs)
+            except Exception as error:
+                return self._failure(visit, request, error)
+
+    async def _answer_at_once(self, message: InferMessage, size_bytes: int) -> None:
+        async with asyncio.TaskGroup() as sending:
+
+            def send(response: ModelStreamInferResponse) -> None:
+                sending.create_task(self._send(response))
+
+            answering = self._all_responses(message, size_bytes, send)
+            del message  # lest its tensors stay while responses wait for the client to read
+            await answering
+        self._room.release()
+
+    async def _all_responses(self, message: InferMessage, size_bytes: int, send: _Send) -> None:
+        request = message.head
+        with self._visit(request) as visit:
+            try:
+                call = await self._read_call(visit, message, size_bytes)
+                del message
+                await self._send_all(visit, request, call, send)
+            except Exception as error:
+                send(self._failure(visit, request, error))
+
+    async def _send_all(
+        self, visit: Visit, request: ModelInferRequest, call: InferCall, send: _Send
+    ) -> None:
+        results = self._engine.infer_stream(
+            request.model_name, call.inputs, deadline_s=call.deadline_s, priority=call.priority
+        )
+        more = False
+        async with aclosing(results):  # withdraws the request, should the client leave
+            async for result in results:
+                more = result.kind is ResultKind.EARLY
+                visit.rows = len(result.exits)
+                send(write_streamed(request, result, call.outputs))
+        if more and call.empty_final_response:  # the final answer was lost
+            send(write_end(request))
+
+    @contextmanager
+    def _visit(self, request: ModelInferRequest) -> Iterator[Visit]:
+        visit = self._reception.enter("ModelStreamInfer", self._peer)
+        visit.model = request.model_name
+        try:
+            yield visit
+        except BaseException:
+            visit.code = grpc.StatusCode.CANCELLED
+            raise
+        finally:
+            self._reception.leave(visit)
+
+    async def _read_call(self, visit: Visit, message: InferMessage, size_bytes: int) -> InferCall:
+        self._reception.hold(visit, size_bytes)
+        model = self._engine.model(message.head.model_name)
+        # gRPC's deadline is the whole stream's, and says nothing about one request of it.
+        return await self._decoder.call(message, model, time_remaining_s=None)
+
+    def _failure(
+        self, visit: Visit, request: ModelInferRequest, error: Exception
+    ) -> ModelStreamInferResponse:
+        """The response to a request that failed."""
+        return write_failure(request, *self._reception.refuse(visit, error))
+
+    async def _send(self, response: ModelStreamInferResponse) -> None:
+        async with self._writing:  # gRPC takes one message of a call at a time
+            try:
+                await self._write(response)
+            except Exception as error:  # of no one class, and always the connection's end
+                raise _StreamLostError from error
+
+
+class _StreamLostError(Exception):
+    """The client is gone."""

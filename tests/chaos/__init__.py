@@ -1,0 +1,1 @@
+"""A real server under load while everything around it goes wrong: ``python -m tests.chaos``."""

@@ -1,0 +1,218 @@
+"""The server of a chaos run: starts it, ends it, starts it again, reads its log and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import sys
+import time
+import urllib.request
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Final
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.chaos.account import Disturbance, ServerCounts, Trouble
+from tests.chaos.server import SWITCH
+
+_STAMP: Final = re.compile(r"^\d{4}-\d\d-\d\d [\d:,.]+ +")
+"""What a line of the log begins with."""
+_VARIES: Final = re.compile(r"b?'[^']*'|b?\"[^\"]*\"|\[[^]]*\]")
+"""What differs between lines of one kind: quotations, of clients' bytes too."""
+READY: Final = "ready: gRPC on "
+START_LIMIT_S: Final = 120.0
+LEAVE_LIMIT_S: Final = 60.0
+"""Of a server that was asked to leave: its own limit is 30 s."""
+AFTERWARDS_S: Final = {
+    Trouble.ABSENT: 1.0,
+    Trouble.LEAVING: 1.0,
+    Trouble.STOPPED: 3.0,
+    Trouble.BACKEND: 8.0,
+    Trouble.DISK: 1.0,
+}
+"""How long after its end a trouble may still be felt: by connections that are made anew, by what
+has queued up, by streams that wait to be tried again."""
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(slots=True, kw_only=True)
+class Life:
+    """One process of the server."""
+
+    number: int
+    process: asyncio.subprocess.Process
+    began_s: float
+    ended: str = ""
+    """How; empty while it runs."""
+
+
+@dataclass(slots=True)
+class Supervisor:
+    """Runs one server at a time, always at the same addresses."""
+
+    bundle: Path
+    folder: Path
+    """For the log and the switch that makes the backend fail."""
+    arguments: Sequence[str] = ()
+    lives: list[Life] = field(default_factory=list)
+    disturbances: list[Disturbance] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    tracebacks: Counter[str] = field(default_factory=Counter)
+    """By the line of the log before each."""
+    grpc_port: int = field(default_factory=free_port)
+    http_port: int = field(default_factory=free_port)
+    _ready: asyncio.Event = field(default_factory=asyncio.Event)
+    _reading: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.grpc_port}"
+
+    @property
+    def model(self) -> str:
+        return self.bundle.resolve().name.removesuffix(".ee")
+
+    @property
+    def pid(self) -> int:
+        return self.lives[-1].process.pid
+
+    @property
+    def switch(self) -> Path:
+        return self.folder / "backend-fails"
+
+    async def start(self) -> None:
+        """Start a server and wait until it is ready; RuntimeError if it ends instead."""
+        ports = (f"--grpc-port={self.grpc_port}", f"--http-port={self.http_port}")
+        self._ready = asyncio.Event()
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "tests.chaos.server", str(self.bundle), *ports, *self.arguments),
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, SWITCH: str(self.switch)},
+        )
+        self.lives.append(Life(number=len(self.lives), process=process, began_s=time.monotonic()))
+        self._reading = asyncio.create_task(self._read(process))
+        ready = asyncio.create_task(self._ready.wait())
+        async with asyncio.timeout(START_LIMIT_S):
+            await asyncio.wait((ready, self._reading), return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            ready.cancel()
+            raise RuntimeError(f"the server ended while it started, see {self.log}")
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "server.log"
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        """Copy the log; the server's limit of file sizes must not stop it, so it is a pipe."""
+        assert process.stderr is not None
+        told: deque[str] = deque(maxlen=1)
+        with self.log.open("a") as log:
+            while True:
+                try:
+                    line = (await process.stderr.readline()).decode(errors="replace")
+                except ValueError:  # a line of more than 64 KiB
+                    continue
+                if not line:
+                    return
+                self._note(line, log, told)
+
+    def _note(self, line: str, log: IO[str], told: deque[str]) -> None:
+        log.write(line)
+        log.flush()
+        if READY in line:
+            self._ready.set()
+        if line.startswith("Traceback"):
+            self.tracebacks[told[-1] if told else ""] += 1
+        elif _STAMP.match(line):
+            told.append(_VARIES.sub("…", _STAMP.sub("", line.strip()))[:200])
+
+    async def leave(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Ask the server to leave, and wait for it."""
+        life = self.lives[-1]
+        with self.trouble(Trouble.LEAVING):
+            life.process.send_signal(number)
+            try:
+                async with asyncio.timeout(LEAVE_LIMIT_S):
+                    status = await life.process.wait()
+            except TimeoutError:
+                self.faults.append(f"life {life.number} did not leave within {LEAVE_LIMIT_S:g} s")
+                life.process.kill()
+                status = await life.process.wait()
+        await self._ended(life, number.name)
+        if status != 0:
+            self.faults.append(f"life {life.number} left with status {status} after {number.name}")
+
+    async def kill(self) -> None:
+        """End the server without a word."""
+        life = self.lives[-1]
+        life.process.kill()
+        await life.process.wait()
+        await self._ended(life, "SIGKILL")
+
+    async def _ended(self, life: Life, how: str) -> None:
+        life.ended = how
+        if self._reading is not None:
+            await self._reading
+
+    def died(self) -> bool:
+        """Whether it ended without being asked."""
+        life = self.lives[-1]
+        if life.ended or life.process.returncode is None:
+            return False
+        life.ended = f"by itself, with status {life.process.returncode}"
+        self.faults.append(f"life {life.number} ended {life.ended}")
+        return True
+
+    @contextmanager
+    def trouble(self, trouble: Trouble) -> Iterator[None]:
+        """Note a disturbance; it is felt a while longer than it lasts."""
+        disturbance = Disturbance(trouble=trouble, began_s=time.monotonic())
+        self.disturbances.append(disturbance)
+        try:
+            yield
+        finally:
+            disturbance.ended_s = time.monotonic() + AFTERWARDS_S[trouble]
+
+    async def counts(self) -> ServerCounts:
+        """What the server counted since it started."""
+        return parse_counts(await self.get("/metrics"))
+
+    async def get(self, path: str) -> str:
+        """A page of the status port."""
+        return await asyncio.to_thread(_get, f"http://127.0.0.1:{self.http_port}{path}")
+
+
+def _get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=30) as response:
+        content: bytes = response.read()
+    return content.decode()
+
+
+def parse_counts(page: str) -> ServerCounts:
+    """Read the metrics page."""
+    totals: dict[str, float] = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            if sample.labels.get("cause") != "rejected":
+                totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+    held = ("queued_samples", "in_flight_samples")
+    return ServerCounts(
+        accepted=int(totals["offramp_samples_total"]),
+        answered=int(totals["offramp_answers_total"]),
+        failed=int(totals["offramp_failures_total"]),
+        held=int(sum(totals[f"offramp_{name}"] for name in held)),
+    )

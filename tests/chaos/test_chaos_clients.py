@@ -1,0 +1,141 @@
+"""The chaos clients book what a server did to them, and not what they wish it had done."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+import pytest
+
+from offramp.certify.decision import MODEL_END
+from offramp.client import AnswerKind, OfframpError, ServerUnavailableError, StreamedResult
+from tests.chaos.account import Account, Outcome
+from tests.chaos.clients import Clients, departing, stream
+from tests.chaos.truth import Truth
+
+TRUTH = Truth(
+    inputs={"x": np.zeros((1, 2))},
+    output="logits",
+    answers={0: np.array([[5.0, 1.0]]), MODEL_END: np.array([[7.0, 1.0]])},
+    confidences={0: np.array([0.9], np.float32), MODEL_END: np.array([0.99], np.float32)},
+    max_disagreement=0.01,
+)
+"""Of one input, so that every row of a request is its."""
+
+
+def result(kind: AnswerKind, rows: int, exit_: int) -> StreamedResult:
+    return StreamedResult(
+        outputs={"logits": TRUTH.answers[exit_].repeat(rows, axis=0)},
+        exits=np.full(rows, exit_, np.int32),
+        confidences=TRUTH.confidences[exit_].repeat(rows),
+        forced=np.zeros(rows, np.bool_),
+        policy_version=1,
+        kind=kind,
+        corrected=np.zeros(rows, np.bool_),
+    )
+
+
+def cancelled_by_the_server() -> OfframpError:
+    metadata = grpc.aio.Metadata()
+    error = OfframpError("the call was cancelled")
+    error.__cause__ = grpc.aio.AioRpcError(grpc.StatusCode.CANCELLED, metadata, metadata, "no")
+    return error
+
+
+class Middling(Random):
+    """By which ``departing`` uses the shared connection, and leaves after some milliseconds."""
+
+    def random(self) -> float:
+        return 0.5
+
+
+def booked(kind: Callable[[Clients], Awaitable[None]], **methods: Any) -> Account:
+    """The account after one client of a kind, whose SDK does what is given."""
+    account = Account()
+    sdk: Any = SimpleNamespace(**methods)
+    clients = Clients(account, TRUTH, "nowhere:1", "m", Middling(0), sdk=sdk)
+    asyncio.run(kind(clients))  # type: ignore[arg-type]
+    assert account.difference == 0
+    return account
+
+
+def streaming(*parts: Any) -> Callable[..., Any]:
+    """A stream of some results, or of an exception at the end."""
+
+    async def infer_stream(_model: str, inputs: Any) -> AsyncIterator[StreamedResult]:
+        for part in parts:
+            if isinstance(part, Exception):
+                raise part
+            yield result(part, len(inputs["x"]), 0 if part is AnswerKind.EARLY else MODEL_END)
+
+    return infer_stream
+
+
+def test_a_whole_stream_is_answered() -> None:
+    account = booked(stream, infer_stream=streaming(AnswerKind.EARLY, AnswerKind.CONFIRMATION))
+    assert account.total(Outcome.ANSWERED) == 1
+    assert (account.faults, account.wrong) == ([], [])
+
+
+@pytest.mark.parametrize("first", [[], [AnswerKind.EARLY], [AnswerKind.ANSWER]])
+def test_a_stream_that_ends_with_an_error_is_not_answered(first: list[AnswerKind]) -> None:
+    error = ServerUnavailableError("gone")
+    account = booked(stream, infer_stream=streaming(*first, error))
+    assert account.total(Outcome.ANSWERED) == 0
+    assert [ending.status for ending in account.endings] == ["UNAVAILABLE"]
+
+
+def test_an_early_answer_is_checked_though_an_error_follows() -> None:
+    async def infer_stream(_model: str, inputs: Any) -> AsyncIterator[StreamedResult]:
+        rows = len(inputs["x"])
+        right = result(AnswerKind.EARLY, rows, 0)
+        yield StreamedResult(
+            **{name: getattr(right, name) for name in StreamedResult.__dataclass_fields__}
+            | {"outputs": {"logits": np.full((rows, 2), 3.0)}}
+        )
+        raise ServerUnavailableError("gone")
+
+    account = booked(stream, infer_stream=infer_stream)
+    assert len(account.wrong) == 1
+    assert account.wrong[0].startswith("stream, early: ")
+
+
+@pytest.mark.parametrize("parts", [[], [AnswerKind.EARLY]])
+def test_a_stream_without_its_last_answer_is_a_fault(parts: list[AnswerKind]) -> None:
+    account = booked(stream, infer_stream=streaming(*parts))
+    assert account.faults == ["a stream ended without its answer and without an error"]
+
+
+def test_a_client_that_leaves_has_withdrawn() -> None:
+    async def infer(_model: str, _inputs: Any) -> None:
+        await asyncio.Event().wait()
+
+    account = booked(departing, infer=infer)
+    assert account.total(Outcome.CANCELLED) == 1
+
+
+def test_a_server_that_cancels_before_the_client_leaves_has_failed() -> None:
+    async def infer(_model: str, _inputs: Any) -> None:
+        raise cancelled_by_the_server()
+
+    account = booked(departing, infer=infer)
+    assert account.total(Outcome.CANCELLED) == 0
+    assert account.total(Outcome.FAILED) == 1
+    assert [ending.status for ending in account.endings] == ["CANCELLED"]
+
+
+def test_an_error_that_crosses_a_leaving_client_is_withdrawn() -> None:
+    async def infer(_model: str, _inputs: Any) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            error = cancelled_by_the_server()
+            raise error from error.__cause__
+
+    assert booked(departing, infer=infer).total(Outcome.CANCELLED) == 1

@@ -1,0 +1,1 @@
+"""Campaigns that feed everything that reads bytes with broken ones: ``python -m tests.fuzz``."""

@@ -1,0 +1,57 @@
+"""Clients that go on while their server leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+from collections import Counter
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from offramp.proto.messages import ModelInferRequest, ModelInferResponse
+
+
+async def codes_while_leaving(
+    address: str, process: subprocess.Popen[Any], request: ModelInferRequest
+) -> Counter[grpc.StatusCode]:
+    """What calls end with until none is answered, on old connections and on ever new ones."""
+    codes: Counter[grpc.StatusCode] = Counter()
+    options = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
+
+    async def call(channel: grpc.aio.Channel) -> None:
+        infer = channel.unary_unary(
+            "/inference.GRPCInferenceService/ModelInfer",
+            request_serializer=ModelInferRequest.SerializeToString,
+            response_deserializer=ModelInferResponse.FromString,
+        )
+        try:
+            await infer(request, timeout=30)
+            codes[grpc.StatusCode.OK] += 1
+        except grpc.aio.AioRpcError as error:
+            codes[error.code()] += 1
+
+    async def old() -> None:
+        async with grpc.aio.insecure_channel(address, options) as channel:
+
+            async def ask() -> None:
+                while process.poll() is None:
+                    await call(channel)
+
+            await asyncio.gather(*(ask() for _ in range(8)))
+
+    async def new() -> None:
+        while process.poll() is None:
+            async with grpc.aio.insecure_channel(address, options) as channel:
+                await call(channel)
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(4):
+            tasks.create_task(old())
+            tasks.create_task(new())
+        while codes[grpc.StatusCode.OK] < 100:  # noqa: ASYNC110 - the load is under way
+            await asyncio.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+    return codes

@@ -1,0 +1,36 @@
+"""A bundle that is compiled in seconds and served for chaos and fuzzing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from offramp.bundle import Bundle
+from offramp.calibration import profiling
+from tests.bundles import compile_tiny
+from tests.models import mlp
+
+
+def compile_small(folder: Path, *, seed: int = 0) -> tuple[Bundle, Path]:
+    """Compile an MLP on slightly varied vectors of eight kinds; also gives inputs to serve.
+
+    The inputs are of the same distribution, in an archive beside the bundle.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with pytest.MonkeyPatch.context() as patched:  # exits are in use whatever the machine measures
+        patched.setattr(profiling.TimedGraph, "time_ms", lambda _self, _tensors: 1.0)
+        patched.setattr(profiling, "_staged_ms", lambda _pipeline, _slot, _tensors: 1.0)
+        patched.setattr(profiling, "disturbances", lambda *_: ())
+        bundle = compile_tiny(mlp(layers=4), {"x": _vectors(1400, seed)}, folder, name="small")
+    inputs = folder / "inputs.npz"
+    np.savez(inputs, x=_vectors(400, seed + 1))
+    return bundle, inputs
+
+
+def _vectors(samples: int, seed: int) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+    rng = np.random.default_rng(seed)
+    kinds = np.random.default_rng(99).standard_normal((8, 16)) * 3
+    noise = rng.standard_normal((samples, 16)) * 0.3
+    return (kinds[rng.integers(0, 8, samples)] + noise).astype(np.float32)

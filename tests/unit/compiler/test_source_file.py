@@ -1,0 +1,240 @@
+"""A model file leads nowhere but to weights beside it, and a run of it comes to an end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+from tests import models
+
+from offramp.compiler import runtime, source_file
+from offramp.compiler.errors import ModelError
+from offramp.compiler.model import SourceModel, read_model
+from offramp.compiler.runtime import GraphRunner
+
+Read = Callable[..., SourceModel]
+
+
+@pytest.fixture
+def external(tmp_path: Path) -> Path:
+    """A model whose weights lie in ``weights.bin`` beside it."""
+    path = tmp_path / "m" / "model.onnx"
+    path.parent.mkdir()
+    onnx.save(
+        models.mlp(), path, save_as_external_data=True, location="weights.bin", size_threshold=0
+    )
+    return path
+
+
+def rename(path: Path, **entries: str) -> None:
+    """Have the tensors of a model name other external data."""
+    proto = onnx.load(path, load_external_data=False)
+    for tensor in proto.graph.initializer:
+        told = {entry.key: entry.value for entry in tensor.external_data} | entries
+        del tensor.external_data[:]
+        for key, value in told.items():
+            tensor.external_data.add(key=key, value=value)
+    path.write_bytes(proto.SerializeToString())
+
+
+def refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What is said of a model none of whose external data may be opened."""
+    opened = source_file.open_regular
+
+    def only_the_model(file: Path) -> Any:
+        assert file == path, f"{file} was opened"
+        return opened(file)
+
+    monkeypatch.setattr(source_file, "open_regular", only_the_model)
+    with pytest.raises(ModelError) as caught:
+        read_model(path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "location",
+    [
+        *(
+            "../secret",
+            "a/../../secret",
+            "/etc/hostname",
+            "C:\\secret",
+            "..\\secret",
+            "C:x",
+            "x\0y",
+        ),
+        *(".", "./"),
+    ],
+)
+def test_external_data_elsewhere_are_refused_unread(
+    external: Path, location: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (external.parents[1] / "secret").write_bytes(bytes(10_000))
+    rename(external, location=location)
+    assert "are outside of its folder; put them beside it" in refused(external, monkeypatch)
+
+
+def test_external_data_of_an_inner_tensor_elsewhere_are_refused_unread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proto = models.conditional()
+    node = next(n for n in proto.graph.node if n.op_type == "If")
+    constant = node.attribute[0].g.initializer.add(name="w", data_type=1, dims=[1])
+    constant.data_location = TensorProto.EXTERNAL
+    constant.external_data.add(key="location", value="/etc/hostname")
+    path = tmp_path / "model.onnx"
+    path.write_bytes(proto.SerializeToString())
+    assert "'/etc/hostname' are outside of its folder" in refused(path, monkeypatch)
+
+
+def test_links_are_refused_unread(external: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, secret = external.with_name("weights.bin"), external.parents[1] / "secret"
+    weights.rename(secret)
+    weights.symlink_to(secret)
+    assert "weights.bin are a link, which could lead" in refused(external, monkeypatch)
+    weights.unlink()
+    os.link(secret, weights)
+    assert "or one with 2 names (hard links); put a copy" in refused(external, monkeypatch)
+
+
+def test_a_linked_folder_is_refused_unread(external: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (external.parent / "inner").symlink_to("/etc")
+    rename(external, location="inner/hostname")
+    assert "inner are a link, which could lead anywhere" in refused(external, monkeypatch)
+
+
+def test_a_pipe_as_external_data_is_refused(
+    external: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    external.with_name("weights.bin").unlink()
+    os.mkfifo(external.with_name("weights.bin"))
+    assert "weights.bin are no regular file" in refused(external, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"offset": "-1"}, "expected a location, and offset and length in bytes"),
+        ({"length": "many"}, "expected a location, and offset and length in bytes"),
+        ({"location": ""}, "expected a location, and offset and length in bytes"),
+        ({"length": str(2**62)}, r"ends at byte 4,611,686,018,427,\d+,\d+ of its external data"),
+    ],
+)
+def test_claims_that_cannot_be_are_refused_unread(
+    external: Path, entries: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename(external, **entries)
+    assert __import__("re").search(message, refused(external, monkeypatch))
+
+
+def test_a_pipe_as_model_is_refused_and_does_not_block(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.onnx")
+    with pytest.raises(ModelError, match=r"model\.onnx: cannot be read: a pipe or a device"):
+        read_model(tmp_path / "model.onnx")
+
+
+def test_a_folder_as_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="cannot be read: Is a directory"):
+        read_model(tmp_path)
+
+
+def test_a_model_beyond_the_limit_is_refused_unread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_file, "MAX_BYTES", 10)
+    onnx.save(models.mlp(), tmp_path / "model.onnx")
+    with pytest.raises(ModelError, match="models above 2 GiB are not supported yet"):
+        read_model(tmp_path / "model.onnx")
+
+
+def test_a_model_without_outputs_or_inputs_is_refused(read: Read) -> None:
+    proto = models.mlp()
+    del proto.graph.output[:]
+    with pytest.raises(ModelError, match="no outputs, so there is no answer"):
+        read(proto)
+    b = models.Builder()
+    b.node("Softmax", b.constant(np.ones((2, 3)), np.float32), out="logits")
+    b.output("logits", ["batch", 3])
+    with pytest.raises(ModelError, match="no inputs that the answer depends on"):
+        read(b.build())
+
+
+@pytest.mark.parametrize(
+    ("dims", "kind", "message"),
+    [
+        (["batch", 2**40], TensorProto.FLOAT, "is of more than 1 GiB a sample"),
+        (["batch", *"abcdefgh"], TensorProto.FLOAT, "has 9 dimensions, expected at most 8"),
+        (["batch", 3], 99, "has elements of type number 99, expected a number type"),
+        (["batch", 3], TensorProto.COMPLEX64, "has elements of type complex64, expected a number"),
+    ],
+)
+def test_inputs_that_no_classifier_has_are_refused(
+    read: Read, dims: list[Any], kind: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onnx.checker.check_model", lambda _: None)
+    b = models.Builder()
+    b.node("Relu", b.input("x", dims, kind), out="y")
+    b.output("y", ["batch", 3])
+    with pytest.raises(ModelError, match=message):
+        read(b.build())
+
+
+def endless(batch: int | str) -> onnx.ModelProto:
+    """A loop of 2⁶² trips."""
+    value = helper.make_tensor_value_info
+    body = helper.make_graph(
+        [
+            helper.make_node("Identity", ["go on"], ["goes on"]),
+            helper.make_node("Neg", ["state"], ["next state"]),
+        ],
+        "body",
+        [
+            value("trip", TensorProto.INT64, []),
+            value("go on", TensorProto.BOOL, []),
+            value("state", TensorProto.FLOAT, None),
+        ],
+        [value("goes on", TensorProto.BOOL, []), value("next state", TensorProto.FLOAT, None)],
+    )
+    b = models.Builder()
+    x = b.input("x", [batch, 4])
+    trips, yes = b.constant(2**62, np.int64), b.constant(True, np.bool_)
+    x = b.node("Loop", trips, yes, x, body=body)
+    b.linear(x, 4, 3, out="logits")
+    b.output("logits", [batch, 3])
+    return b.build()
+
+
+@pytest.mark.parametrize(("batch", "tried"), [(1, 3), ("batch", 2)])
+def test_a_run_that_does_not_end_is_given_up(
+    read: Read, batch: int | str, tried: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "LIMIT_S", 0.25)
+    monkeypatch.setattr(runtime, "LIMIT_PER_ROW_S", 0.25)
+    with pytest.raises(ModelError, match=r"on 1 samples did not end within 0\.5 s; if it is no"):
+        GraphRunner(endless(batch)).run({"x": np.ones((1, 4), np.float32)})
+    with pytest.raises(ModelError, match=rf"model\.onnx: running it on {tried} samples did not"):
+        read(endless(batch))
+
+
+def test_what_the_onnx_checker_lets_pass_is_one_line(
+    read: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def annotate(_: onnx.ModelProto) -> None:
+        raise ValueError("cannot reshape array\nof size 2")
+
+    monkeypatch.setattr("offramp.compiler.model.annotate", annotate)
+    with pytest.raises(ModelError, match=r"contradicts itself \(ValueError: cannot .* of size 2\)"):
+        read(models.mlp())
+
+
+def test_a_run_that_fails_by_itself_keeps_its_reason() -> None:
+    runner = GraphRunner(models.mlp())
+    with pytest.raises(RuntimeError, match="INVALID_ARGUMENT"):
+        runner.run({"x": np.ones((1, 5), np.float32)})

@@ -1,0 +1,49 @@
+"""The limits that docs/security.md tells are those that there are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from offramp.engine.options import ModelOptions
+from offramp.proto import tensors, wire
+from offramp.server.arguments.parser import make_parser
+from offramp.server.endpoints import MAX_CALLS
+from offramp.server.options import ServerOptions
+from offramp.server.service import ARRIVAL_S
+from offramp.server.streaming import MAX_IN_FLIGHT
+
+TEXT = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
+ROWS = re.findall(r"^\| ([^|]+) \| (\d+)(?: \w+)? \| (?:`(--[\w-]+)`|–) \|", TEXT, re.MULTILINE)
+FIXED = {
+    "requests of one stream being answered": MAX_IN_FLIGHT,
+    "fields of a request": wire.MAX_FIELDS,
+    "a request without its tensors' elements": wire.MAX_HEAD_BYTES // 1024,
+    "elements sent as typed fields, but floats": wire.MAX_TYPED_BYTES // 2**20,
+    "dimensions of a tensor": tensors.MAX_DIMENSIONS,
+    "calls of a connection": MAX_CALLS,
+    "time for a call's message to arrive": ARRIVAL_S,
+}
+
+
+@pytest.mark.parametrize(("what", "told", "flag"), ROWS)
+def test_a_limit_is_as_told(what: str, told: str, flag: str) -> None:
+    if not flag:
+        assert FIXED[what] == int(told)
+        return
+    field = flag.removeprefix("--").replace("-", "_")
+    options = ServerOptions() if hasattr(ServerOptions(), field) else ModelOptions()
+    assert getattr(options, field) == float(told)
+
+
+def test_every_limit_is_read() -> None:
+    assert len(ROWS) >= 11
+    assert {what for what, _, flag in ROWS if not flag} == FIXED.keys()
+
+
+def test_flags_are_those_of_the_command_line() -> None:
+    known = make_parser().format_help()
+    for flag in set(re.findall(r"`(--[\w-]+)", TEXT)):
+        assert f"{flag} " in known, flag
