@@ -17,10 +17,17 @@ from typing import Final
 from offramp.server.options import MIB
 
 PEAK_BYTES: Final = 64 * MIB
-"""Messages of less than this at once leave little behind."""
+"""Messages of less than this leave little behind: at once, or large ones one after the other."""
+
+LARGE_BYTES: Final = MIB
+"""From this on a message leaves something behind even if it is alone: gRPC's own copy, which is
+made before we know of it, and several of which may be there while we know of one."""
 
 DELAY_S: Final = 5.0
-"""From the end of a peak until its memory is given back: the next may follow at once."""
+"""From the last large message until memory is given back: the next may follow at once."""
+
+_MAX_DELAYS: Final = 6
+"""After so many, memory is given back although large messages keep coming."""
 
 _KEPT_BYTES: Final = 256 * MIB
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -45,23 +52,39 @@ class MemoryReturn:
         self._trim = trim or _malloc_trim
         self._delay_s = DELAY_S if delay_s is None else delay_s
         self._peak_bytes = 0
-        self._due = False
+        self._large_bytes = 0
+        """Of large messages since memory was given back."""
+        self._another_came = False
+        """A large message, since the delay began."""
+        self._waiting = False
         self._running: asyncio.Future[object] | None = None
 
-    def grew(self, held_bytes: int) -> None:
-        """Messages take so much now."""
+    def grew(self, size_bytes: int, held_bytes: int) -> None:
+        """A message came; with it, messages take so much now."""
         self._peak_bytes = max(self._peak_bytes, held_bytes)
+        if size_bytes >= LARGE_BYTES:
+            self._large_bytes += size_bytes
+            self._another_came = True
 
     def shrank(self, held_bytes: int) -> None:
-        """They take less now; once it is half of a peak, that is over."""
-        if self._peak_bytes >= PEAK_BYTES and held_bytes <= self._peak_bytes // 2:
+        """Messages take less now; once it is half of a peak, that is over."""
+        peak_over = self._peak_bytes >= PEAK_BYTES and held_bytes <= self._peak_bytes // 2
+        if peak_over:
             self._peak_bytes = held_bytes
-            if not self._due:
-                self._due = True
-                asyncio.get_running_loop().call_later(self._delay_s, self._start)
+        if (peak_over or self._large_bytes >= PEAK_BYTES) and not self._waiting:
+            self._waiting = True
+            self._wait(_MAX_DELAYS)
 
-    def _start(self) -> None:
-        self._due = False
+    def _wait(self, delays: int) -> None:
+        self._another_came = False
+        asyncio.get_running_loop().call_later(self._delay_s, self._waited, delays - 1)
+
+    def _waited(self, delays_left: int) -> None:
+        if self._another_came and delays_left:
+            self._wait(delays_left)
+            return
+        self._waiting = False
+        self._large_bytes = 0
         # Kept, as the loop itself keeps none; another thread, as it takes a while.
         self._running = asyncio.get_running_loop().run_in_executor(None, self._trim)
 

@@ -115,7 +115,7 @@ class Reception:
             RequestCountError: There are as many as may be.
             HeldBytesError: There is no room for the message.
         """
-        self._memory.grew(self.held_bytes + size_bytes)
+        self._memory.grew(size_bytes, self.held_bytes + size_bytes)
         self._check_count(self.requests, "requests are being answered")
         if self.held_bytes + size_bytes > self._max_bytes:
             raise self._full(size_bytes)
@@ -139,7 +139,7 @@ class Reception:
 
     def passed(self, size_bytes: int) -> None:
         """Note a message that is not held: of a method that takes names alone."""
-        self._memory.grew(self.held_bytes + size_bytes)
+        self._memory.grew(size_bytes, self.held_bytes + size_bytes)
 
     def leave(self, visit: Visit) -> None:
         """The call is answered, refused, or its caller has left."""

@@ -485,6 +485,35 @@ def test_memory_is_given_back_once_after_a_peak() -> None:
     assert trimmed == [1]
 
 
+def test_memory_is_given_back_after_large_messages_one_by_one() -> None:
+    """Half a peak each, and none of them here with another; then all the time."""
+    trimmed = []
+
+    async def messages(reception: Reception, count: int) -> None:
+        for _ in range(count):
+            visit = reception.enter("ModelInfer", str)
+            reception.hold(visit, PEAK_BYTES // 2)
+            reception.leave(visit)
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        memory = MemoryReturn(lambda: trimmed.append(1), delay_s=0.0)
+        reception = Reception(ServerOptions(), memory)
+        await messages(reception, 1)
+        await asyncio.sleep(0.01)
+        await asyncio.to_thread(int)
+        assert trimmed == []
+        await messages(reception, 1)
+        await asyncio.sleep(0.01)
+        await asyncio.to_thread(int)
+        assert trimmed == [1]
+        await messages(reception, 1000)
+        await asyncio.get_running_loop().shutdown_default_executor()
+        assert len(trimmed) > 1
+
+    asyncio.run(run())
+
+
 def test_the_message_of_a_refused_request_counts_for_the_peak() -> None:
     memory = MemoryReturn()
     reception = Reception(ServerOptions(max_queue_mib=64), memory)
@@ -514,7 +543,7 @@ with grpc.insecure_channel(sys.argv[1], options) as channel:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators are left alone")
 def test_refused_requests_leave_no_memory_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """16 of 56 MiB; without the mend 500 to 1,500 MiB stay."""
-    monkeypatch.setattr("offramp.server.memory.DELAY_S", 0.5)
+    monkeypatch.setattr("offramp.server.memory.DELAY_S", 2.0)
     with FakeServer(FakeEngine(), ServerOptions()) as server:
         status(server.address, INFER, request())
         before = resident_mib()
