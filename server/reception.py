@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -220,6 +221,9 @@ def answering_errors(
             visit.code = context.code()
             raise
         except Exception as error:
+            if _lost(error):
+                visit.code = grpc.StatusCode.UNAVAILABLE
+                raise asyncio.CancelledError(str(error)) from error
             code, message = reception.refuse(visit, error)
             metadata = ((ERROR_METADATA_KEY, wire_name(error)),)
         except BaseException:
@@ -232,3 +236,11 @@ def answering_errors(
         return await context.abort(code, shortened(message), metadata)
 
     return answered
+
+
+def _lost(error: Exception) -> bool:
+    """Whether gRPC itself has given up a call: the server is stopped, or the connection gone.
+
+    No answer and no status reaches the client then.
+    """
+    return isinstance(error, grpc.aio.BaseError) and not isinstance(error, grpc.aio.UsageError)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 from pathlib import Path
 from typing import Any, Final
@@ -40,5 +41,6 @@ def fail_on_request(switch: Path) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be none that asks to leave
     fail_on_request(Path(os.environ[SWITCH]))
     sys.exit(main())

@@ -34,7 +34,7 @@ from offramp.server.line_limit import LINES, WINDOW_S, LineLimit, OneLineFilter,
 from offramp.server.logging_setup import JsonFormatter
 from offramp.server.memory import PEAK_BYTES, MemoryReturn
 from offramp.server.options import ServerOptions
-from offramp.server.reception import Reception, answering_errors
+from offramp.server.reception import Reception, Visit, answering_errors
 from offramp.testing.engine import FakeEngine
 from offramp.testing.server import FakeServer
 
@@ -313,6 +313,46 @@ def test_a_call_without_a_message_is_refused(served: Any) -> None:
         call: Any = channel.stream_unary(INFER).future(iter(()), timeout=30)
         assert call.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert refused(served) == {("INVALID_ARGUMENT", "undecodable"): 1}
+
+
+def test_a_call_that_outlives_the_server_is_no_refusal(caplog: pytest.LogCaptureFixture) -> None:
+    """gRPC gives it no message any more, and takes no answer."""
+    reception = Reception()
+    ends = []
+
+    async def run() -> None:
+        entered = asyncio.Event()
+
+        async def late(_visit: Visit, _request: object, context: Any) -> None:
+            entered.set()
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:  # as if it came only now
+                await context.read()
+
+        async def noting(request: object, context: Any) -> None:
+            try:
+                await answering_errors(reception, "ModelInfer", late)(request, context)
+            except BaseException as error:
+                ends.append(type(error))
+                raise
+
+        server = grpc.aio.server()
+        handlers = {"m": grpc.stream_unary_rpc_method_handler(noting)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("s", handlers),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = channel.stream_unary("/s/m")()
+            await entered.wait()
+            await server.stop(None)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await call
+
+    asyncio.run(run())
+    assert ends == [asyncio.CancelledError]
+    assert not any(reception.refused.values())
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize("path", [method_path("ModelStreamInfer"), REFLECTION, WATCH])
