@@ -51,10 +51,14 @@ class LineLimit:
         return None
 
 
+_LOST_CALL: Final = "ExecuteBatchError raised in core"
+"""How gRPC begins to tell that the client of an answer has left; the access log has it too."""
+
+
 class OneLineFilter(logging.Filter):
     """Limits the records of a logger, and leaves out their tracebacks.
 
-    A kind is a place in the code that logs.
+    A kind is a place in the code that logs. That a client did not wait for its answer is no record.
     """
 
     def __init__(self) -> None:
@@ -63,6 +67,8 @@ class OneLineFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Let a record pass as one line, or not at all."""
+        if str(record.msg).startswith(_LOST_CALL):
+            return False
         suffix = self._limit.admit((record.levelno, record.pathname, record.lineno))
         if suffix is None:
             return False

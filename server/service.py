@@ -26,6 +26,7 @@ from offramp.server.errors import UndecodableError
 from offramp.server.reception import Method, Reception, Visit, answering_errors
 from offramp.server.served import ServedEngine
 from offramp.server.streaming import RequestStream
+from offramp.server.turns import Turns
 
 _T = TypeVar("_T")
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
@@ -53,6 +54,7 @@ class InferenceService:
         self._engine = engine
         self._reception = reception
         self._decoder = RequestDecoder()
+        self._turns = Turns()
 
     async def ServerLive(  # noqa: N802 - the protocol's name
         self, _request: messages.ServerLiveRequest, _context: _Context
@@ -104,7 +106,7 @@ class InferenceService:
     ) -> messages.ModelInferResponse:
         """Receive, decode, ask the engine, encode."""
         self._reception.check_room()
-        data = await _receive(context)
+        data = await self._receive(context)
         self._reception.hold(visit, len(data))
         message = await self._decoder.message(data)
         del data  # the arrays refer to it, for as long as they live
@@ -120,7 +122,7 @@ class InferenceService:
         return write_response(request, result, call.outputs)
 
     async def ModelStreamInfer(  # noqa: N802
-        self, _visit: Visit, requests: AsyncIterator[bytes], context: _Context
+        self, _visit: Visit, _requests: AsyncIterator[bytes], context: _Context
     ) -> None:
         """Answer the requests of a stream; a message that is none ends it with its status."""
         stream = RequestStream(
@@ -130,25 +132,31 @@ class InferenceService:
             decoder=self._decoder,
             peer=context.peer,
         )
-        await stream.serve(requests)
+        await stream.serve(self._messages(context))
 
+    async def _receive(self, context: _Context) -> bytes:
+        """The message of a call that has one."""
+        try:
+            async with asyncio.timeout(ARRIVAL_S):
+                data = await self._turns.take(context.read())
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"the call's message did not arrive within {ARRIVAL_S:g} s; "
+                "send it as soon as the call is open, or a smaller one"
+            ) from None
+        if not isinstance(data, bytes):  # grpc.aio.EOF
+            # So ends a call as well whose client has left, or whose message gRPC has refused as too
+            # large: it is cancelled a moment later.
+            await asyncio.sleep(_CANCELLATION_S)
+            raise UndecodableError("the call has no message; send one ModelInferRequest")
+        return data
 
-async def _receive(context: _Context) -> bytes:
-    """The message of a call that has one."""
-    try:
-        async with asyncio.timeout(ARRIVAL_S):
-            data = await context.read()
-    except TimeoutError:
-        raise DeadlineExceededError(
-            f"the call's message did not arrive within {ARRIVAL_S:g} s; "
-            "send it as soon as the call is open, or a smaller one"
-        ) from None
-    if not isinstance(data, bytes):  # grpc.aio.EOF
-        # So ends a call as well whose client has left, or whose message gRPC has refused as too
-        # large: it is cancelled a moment later.
-        await asyncio.sleep(_CANCELLATION_S)
-        raise UndecodableError("the call has no message; send one ModelInferRequest")
-    return data
+    async def _messages(self, context: _Context) -> AsyncIterator[bytes]:
+        """Those of a stream, until its client has no more."""
+        while isinstance(data := await self._turns.take(context.read()), bytes):
+            held = [data]
+            del data
+            yield held.pop()  # what a generator holds stays until the next one is here
 
 
 def _time_remaining_s(context: _Context) -> float | None:

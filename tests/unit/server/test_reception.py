@@ -492,6 +492,14 @@ def test_records_of_a_filtered_logger_are_one_line_each() -> None:
     assert [filtered.filter(record("%s")) for _ in range(LINES)] == [True] * (LINES - 1) + [False]
 
 
+def test_a_client_that_did_not_wait_for_its_answer_is_no_record() -> None:
+    """gRPC logs it as an error: thirty lines a second of a server whose clients are in a hurry."""
+    args = ("/inference.GRPCInferenceService/ModelInfer", "Failed")
+    text = "ExecuteBatchError raised in core by servicer method [%s]: %s"
+    record = logging.LogRecord("grpc", logging.ERROR, "a.py", 7, text, args, None)
+    assert not OneLineFilter().filter(record)
+
+
 def test_one_line_is_one_line_and_short() -> None:
     assert one_line("a\r\nb\x00c\u2028d") == "a\ufffd\ufffdb\ufffdc\ufffdd"
     assert one_line("é" * 9, 3) == "ééé…"

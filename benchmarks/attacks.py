@@ -1,0 +1,286 @@
+"""How soon a server under attack says that it is live, and what the attack leaves behind.
+
+    python -m benchmarks.attacks BUNDLE [--seconds 10] [--rounds 3] [--only NAME …] [--json FILE]
+
+A server with default flags, the attackers, and a process that asks ``ServerLive`` every 50 ms share
+this machine's cores. A round lasts so many seconds for each attack, on a new server each, and once
+without one (``quiet``). Of the answers: median, the longest, and how many took above 100 ms; an
+attacker is one process that sends as fast as it can. Memory is the server's resident set before the
+attack, its peak, and 15 s after the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import multiprocessing
+import shutil
+import socket
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+from urllib.request import urlopen
+
+import grpc
+import numpy as np
+from benchmarks.common import make_parser
+from tests.chaos.supervisor import Supervisor
+from tests.chaos.watch import Beat, pulse
+
+from offramp.bundle import Bundle
+from offramp.client.wire import build_request
+from offramp.proto.descriptors import method_path
+from offramp.proto.messages import ModelInferRequest
+from offramp.tools.bench.output import check_outputs, describe_environment, write_json
+
+LIMIT_MS: Final = 100.0
+AFTERWARDS_S: Final = 15.0
+INFER: Final = method_path("ModelInfer")
+STREAM: Final = method_path("ModelStreamInfer")
+_OPTIONS: Final = (("grpc.max_send_message_length", -1),)
+
+
+class Target:
+    """Where to send what, in an attacker's process."""
+
+    def __init__(self, address: str, http: str, request: bytes, until_s: float) -> None:
+        self.address, self.http, self.request = address, http, request
+        self.until_s = until_s
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() >= self.until_s
+
+    def calls(self, content: bytes, at_once: int, *, connections: int = 1) -> None:
+        """Send a message again and again, so many at once."""
+        each = at_once // connections
+        together(connections, lambda _: self._calls(content, each))
+
+    def _calls(self, content: bytes, at_once: int) -> None:
+        with grpc.insecure_channel(self.address, (*_OPTIONS, next_option())) as channel:
+            method = channel.unary_unary(INFER)
+
+            def one(_: int) -> None:
+                while not self.over:
+                    with contextlib.suppress(grpc.RpcError):
+                        method(content, timeout=30)
+
+            together(at_once, one)
+
+    def streams(self, messages: Callable[[], Iterator[bytes]], at_once: int) -> None:
+        """Open streams again and again, and read one response of each."""
+        with grpc.insecure_channel(self.address, (*_OPTIONS, next_option())) as channel:
+            method = channel.stream_stream(STREAM)
+
+            def one(_: int) -> None:
+                while not self.over:
+                    call = method(messages(), timeout=30)
+                    with contextlib.suppress(grpc.RpcError, StopIteration):
+                        next(call)
+                    call.cancel()
+
+            together(at_once, one)
+
+    def connections(self, where: str, greeting: bytes, count: int) -> None:
+        """Connect so often, send what is no whole request, and stay."""
+        host, _, port = where.rpartition(":")
+        open_ones = []
+        for _ in range(count):
+            with contextlib.suppress(OSError):
+                one = socket.create_connection((host, int(port)), timeout=5)
+                one.sendall(greeting)
+                open_ones.append(one)
+        while not self.over:
+            time.sleep(0.1)
+        for one in open_ones:
+            one.close()
+
+
+_numbers: Final = itertools.count()
+
+
+def next_option() -> tuple[str, int]:
+    """By which a channel gets a connection of its own."""
+    return "benchmark.number", next(_numbers)
+
+
+def together(count: int, one: Callable[[int], None]) -> None:
+    threads = [threading.Thread(target=one, args=(n,)) for n in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _fields(mib: int) -> bytes:
+    """Empty repeated fields, two bytes each."""
+    return b"\n\x01g" + b"\x2a\x00" * (mib << 19)
+
+
+def _for_no_model(mib: int) -> bytes:
+    request = ModelInferRequest(model_name="none")
+    request.raw_input_contents.append(bytes(mib << 20))
+    return bytes(request.SerializeToString())
+
+
+def _unread(target: Target) -> None:
+    """Streams of right requests whose answers nobody reads."""
+
+    def endless() -> Iterator[bytes]:
+        while not target.over:
+            yield target.request
+
+    with grpc.insecure_channel(target.address, _OPTIONS) as channel:
+        calls = [channel.stream_stream(STREAM)(endless(), timeout=60) for _ in range(16)]
+        while not target.over:
+            time.sleep(0.1)
+        for call in calls:
+            call.cancel()
+
+
+def _pages(target: Target) -> None:
+    def one(_: int) -> None:
+        while not target.over:
+            with contextlib.suppress(OSError):
+                urlopen(f"http://{target.http}/metrics", timeout=30).read()
+
+    together(16, one)
+
+
+def _half_open(target: Target) -> None:
+    where = (
+        (target.http, b"GET / HTTP/1.1\r\nHost: a\r\n"),
+        (target.address, b"PRI * HTTP/2.0\r\n"),
+    )
+    together(2, lambda n: target.connections(*where[n], 800))
+
+
+def _shapes(target: Target) -> None:
+    request = ModelInferRequest.FromString(target.request)
+    request.inputs[0].shape[:] = [2**40, 2**40, 0, 1]
+    target.calls(request.SerializeToString(), 32)
+
+
+ATTACKS: Final[dict[str, Callable[[Target], None] | None]] = {
+    "quiet": None,
+    "57 MiB of empty fields, 4 at once": lambda t: t.calls(_fields(57), 4),
+    "6 MiB of empty fields, 16 at once": lambda t: t.calls(_fields(6), 16),
+    "58 MiB for no model, 24 at once": lambda t: t.calls(_for_no_model(58), 24, connections=24),
+    "undecodable, 64 at once": lambda t: t.calls(b"\xff" * 200, 64),
+    "shapes of 2^80 elements, 32 at once": _shapes,
+    "undecodable on streams, 32 at once": lambda t: t.streams(lambda: iter([b"\xff" * 20]), 32),
+    "800 half heads of HTTP and of HTTP/2": _half_open,
+    "16 streams that nobody reads": _unread,
+    "right requests, 256 at once": lambda t: t.calls(t.request, 256, connections=4),
+    "metrics pages, 16 at once": _pages,
+}
+
+
+def attack(name: str, address: str, http: str, request: bytes, seconds: float) -> None:
+    """In a process of its own."""
+    run = ATTACKS[name]
+    assert run is not None
+    run(Target(address, http, request, time.monotonic() + seconds))
+
+
+async def measure(
+    name: str, bundle: Path, request: bytes, seconds: float
+) -> tuple[list[Beat], list[float]]:
+    """One round of an attack; gives what ``ServerLive`` took, and MiB before, at most, after."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / bundle.name  # beside which its state is kept
+        await asyncio.to_thread(shutil.copytree, bundle, copy)
+        server = Supervisor(copy, Path(folder))
+        await server.start()
+        try:
+            memory = [resident_mib(server.pid)]
+            async with pulse(server.address) as beats:
+                await asyncio.sleep(1.0)
+                beats.clear()
+                peak = await _attacked(name, server, request, seconds)
+                counted = list(beats)
+                await asyncio.sleep(AFTERWARDS_S)
+            memory += [peak, resident_mib(server.pid)]
+        finally:
+            await server.kill()
+    return counted, memory
+
+
+async def _attacked(name: str, server: Supervisor, request: bytes, seconds: float) -> float:
+    peak, until_s = 0.0, time.monotonic() + seconds
+    process = None
+    if ATTACKS[name] is not None:
+        http = f"127.0.0.1:{server.http_port}"
+        process = multiprocessing.get_context("spawn").Process(
+            target=attack, args=(name, server.address, http, request, seconds)
+        )
+        process.start()
+        until_s += 3.0  # it takes a while to import
+    while time.monotonic() < until_s or (process is not None and process.is_alive()):
+        peak = max(peak, resident_mib(server.pid))
+        await asyncio.sleep(0.1)
+    return peak
+
+
+def resident_mib(pid: int) -> float:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
+
+
+def row(name: str, rounds: list[tuple[list[Beat], list[float]]]) -> dict[str, Any]:
+    took = [1e3 * beat.took_s for beats, _ in rounds for beat in beats]
+    before, peak, after = (
+        statistics.median(memory[place] for _, memory in rounds) for place in range(3)
+    )
+    return {
+        "attack": name,
+        "answers": len(took),
+        "not_ok": sum(beat.status != "OK" for beats, _ in rounds for beat in beats),
+        "median_ms": statistics.median(took),
+        "p99_ms": float(np.quantile(took, 0.99)),
+        "longest_ms": max(took),
+        "above_100_ms": sum(one > LIMIT_MS for one in took),
+        "memory_before_mib": before,
+        "memory_peak_mib": peak,
+        "memory_after_mib": after,
+    }
+
+
+def main() -> None:
+    parser = make_parser(__doc__, bundle=True)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="*", default=list(ATTACKS), help="names, or parts of them")
+    given = parser.parse_args()
+    check_outputs(given.json)
+    bundle = Bundle.open(given.bundle)
+    request = right_request(bundle)
+    names = [name for name in ATTACKS if any(part in name for part in given.only)]
+    found: dict[str, list[tuple[list[Beat], list[float]]]] = {name: [] for name in names}
+    for _ in range(given.rounds):
+        for name in names:
+            found[name].append(asyncio.run(measure(name, given.bundle, request, given.seconds)))
+            print(json.dumps(row(name, found[name][-1:])), flush=True)
+    rows = [row(name, rounds) for name, rounds in found.items()]
+    if given.json is not None:
+        environment = describe_environment(rounds=given.rounds, seconds=given.seconds)
+        write_json(given.json, {"attacks": rows, "environment": environment})
+
+
+def right_request(bundle: Bundle) -> bytes:
+    rng = np.random.default_rng(0)
+    inputs = {
+        spec.name: rng.random((4, *spec.shape[1:]), np.float32) for spec in bundle.manifest.inputs
+    }
+    message = build_request(bundle.manifest.name, inputs, outputs=None, priority=0, deadline_s=None)
+    return bytes(message.SerializeToString())
+
+
+if __name__ == "__main__":
+    main()
