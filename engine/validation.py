@@ -58,6 +58,8 @@ def check_tensors(specs: Sequence[TensorSpec], tensors: Mapping[str, NDArray[Any
 
 
 def _check_names(specs: Sequence[TensorSpec], tensors: Mapping[str, NDArray[Any]]) -> str | None:
+    if len(tensors) == len(specs) and all(spec.name in tensors for spec in specs):
+        return None
     names = {spec.name for spec in specs}
     expected = "; ".join(spec.describe() for spec in specs)
     for name in tensors:
@@ -65,32 +67,30 @@ def _check_names(specs: Sequence[TensorSpec], tensors: Mapping[str, NDArray[Any]
             close = difflib.get_close_matches(name, names, n=1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
             return f"there is no input {name!r}{hint}; expected {expected}"
-    missing = sorted(names - set(tensors))
-    return f"input {missing[0]!r} is missing; expected {expected}" if missing else None
+    missing = min(names - set(tensors))
+    return f"input {missing!r} is missing; expected {expected}"
 
 
 def _check_tensor(
     spec: TensorSpec, tensor: NDArray[Any], bound: dict[str, tuple[int, str]]
 ) -> str | None:
-    found = f"{tensor.dtype} {list(tensor.shape)}"
     if tensor.dtype != np.dtype(spec.dtype):
-        remedy = f"convert it with .astype({spec.dtype!r})"
-        return f"input {spec.name!r} is {found}, expected {spec.describe()}; {remedy}"
+        return f"{_differs(spec, tensor)}; convert it with .astype({spec.dtype!r})"
     if tensor.ndim != len(spec.shape):
         hint = ""
         if tensor.ndim == len(spec.shape) - 1:
             hint = "; for a single sample add the batch dimension with array[None]"
-        return f"input {spec.name!r} is {found}, expected {spec.describe()}{hint}"
+        return f"{_differs(spec, tensor)}{hint}"
     for axis, (size, wanted) in enumerate(zip(tensor.shape, spec.shape, strict=True)):
         if isinstance(wanted, int):
             if size != wanted:
                 return (
-                    f"input {spec.name!r} is {found}: size {size} of dimension {axis} is not "
-                    f"{wanted}; expected {spec.describe()}"
+                    f"{_found(spec, tensor)}: size {size} of dimension {axis} is not {wanted}; "
+                    f"expected {spec.describe()}"
                 )
             continue
         if size < 1:
-            return f"input {spec.name!r} is {found}: dimension {axis} ({wanted}) is empty"
+            return f"{_found(spec, tensor)}: dimension {axis} ({wanted}) is empty"
         known, owner = bound.setdefault(wanted, (size, spec.name))
         if known != size:
             return (
@@ -98,3 +98,11 @@ def _check_tensor(
                 "it must be the same"
             )
     return None
+
+
+def _differs(spec: TensorSpec, tensor: NDArray[Any]) -> str:
+    return f"{_found(spec, tensor)}, expected {spec.describe()}"
+
+
+def _found(spec: TensorSpec, tensor: NDArray[Any]) -> str:
+    return f"input {spec.name!r} is {tensor.dtype} {list(tensor.shape)}"
