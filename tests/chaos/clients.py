@@ -168,6 +168,8 @@ def status_of(error: BaseException) -> tuple[str, bool]:
     cause = error if isinstance(error, grpc.RpcError) else error.__cause__
     if isinstance(cause, grpc.aio.AioRpcError):
         metadata = cause.trailing_metadata() or ()
+        if cause.details() and cause.details().endswith(_BROKEN_OFF):
+            return "UNAVAILABLE", False
         return cause.code().name, any(key == "offramp-error" for key, _ in metadata)
     if isinstance(error, InferenceServerException):
         name = str(error.status() or "").removeprefix("StatusCode.")
@@ -177,6 +179,8 @@ def status_of(error: BaseException) -> tuple[str, bool]:
     return _STATUSES.get(type(error), "INTERNAL" if by_server else "UNKNOWN"), by_server
 
 
+_BROKEN_OFF: Final = "Internal error from Core"
+"""What ``grpc.aio`` says, as INTERNAL, where the connection broke while it was sending."""
 _LOST: Final = (
     *("connect", "no longer in valid state", "Socket closed", "GOAWAY"),
     *("Stream removed", "RST_STREAM", "reset by peer"),

@@ -31,7 +31,7 @@ START_LIMIT_S: Final = 120.0
 LEAVE_LIMIT_S: Final = 60.0
 """Of a server that was asked to leave: its own limit is 30 s."""
 AFTERWARDS_S: Final = {
-    Trouble.ABSENT: 1.0,
+    Trouble.ABSENT: 3.0,  # gRPC tries to connect anew after 1 s, then 1.6 s, give or take a fifth
     Trouble.LEAVING: 1.0,
     Trouble.STOPPED: 3.0,
     Trouble.BACKEND: 8.0,

@@ -35,6 +35,16 @@ def test_each_status_has_its_error(code: str, from_server: bool, kind: type[Offr
     assert ("a:1" in str(error)) is not from_server
 
 
+def test_a_connection_that_broke_while_sending_is_no_fault_of_the_server() -> None:
+    """grpc.aio says INTERNAL then, in these words."""
+    told = "Internal error from Core"
+    status = grpc.StatusCode.INTERNAL
+    lost = error_from_status(status, told, address="a:1", from_server=False)
+    assert type(lost) is client.ConnectionFailedError
+    said = error_from_status(status, told, address="a:1", from_server=True)
+    assert type(said) is client.ServerError
+
+
 def test_the_callers_own_faults_are_request_errors() -> None:
     for kind in (client.UnknownModelError, client.InvalidInputError, client.MessageTooLargeError):
         assert issubclass(kind, RequestError)
