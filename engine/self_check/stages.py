@@ -96,14 +96,14 @@ def check_confidence(subject: CheckSubject, limit: TimeLimit) -> Facts:
     An answer with NaN, or with infinite logits, must not be able to leave. Exits whose confidence
     is no function of their answer, as where it is replayed, are left aside.
     """
-    cases: dict[str, Inputs] = {"samples": take(subject.samples, slice(0, subject.max_rows))}
     broken = subject.maker.broken(min(_BROKEN_ROWS, subject.max_rows))
-    if broken is not None:
-        cases["not finite"] = broken
+    cases: dict[str, Inputs] = {} if broken is None else {"not finite": broken}
+    cases["samples"] = take(subject.samples, slice(0, subject.max_rows))
     apart = [spec.index for spec in subject.plan.stages if not _follows(subject, spec)]
-    facts: Facts = {"cases": list(cases), "rows_without_number": 0, "left_aside": apart}
+    facts: Facts = {"cases": [], "rows_without_number": 0, "left_aside": apart}
     worst = 0.0
     for case, inputs in limit.cases(cases.items()):
+        facts["cases"].append(case)
         with subject.slot() as slot:
             for spec, answer, confidence in subject.answers(slot, inputs):
                 if spec.index in apart:
@@ -195,16 +195,12 @@ def check_batch_mates(subject: CheckSubject, limit: TimeLimit) -> Facts:
     target = take(subject.samples, slice(0, 1))
     with subject.slot() as slot:
         alone = subject.answers(slot, target)
-    mates = {
-        "others": take(subject.samples, slice(1, count)),
-        "others, in reverse": take(subject.samples, np.arange(count - 1, 0, -1)),
-        "those at the ends": take(
-            subject.samples, np.arange(subject.drawn_rows, subject.sample_count)[: count - 1]
-        ),
-    }
     broken = subject.maker.broken(min(_BROKEN_ROWS, count - 1))
-    if broken is not None:
-        mates["those that are not finite"] = broken
+    mates = {} if broken is None else {"those that are not finite": broken}
+    ends = np.arange(subject.drawn_rows, subject.sample_count)[: count - 1]
+    mates["those at the ends"] = take(subject.samples, ends)
+    mates["others"] = take(subject.samples, slice(1, count))
+    mates["others, in reverse"] = take(subject.samples, np.arange(count - 1, 0, -1))
     for name, others in limit.cases(mates.items()):
         facts["with"].append(name)
         for place in (0, len(next(iter(others.values())))):
