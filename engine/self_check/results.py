@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -127,5 +128,14 @@ class SelfCheckReport:
             "passed": self.passed,
             "summary": self.summary(),
             "environment": dict(self.environment),
-            "checks": [asdict(result) for result in self.results],
+            "checks": [_plain(asdict(result)) for result in self.results],
         }
+
+
+def _plain(value: Any) -> Any:
+    """Give what JSON has no numbers for, such as an infinite difference, as text."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

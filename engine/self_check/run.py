@@ -38,6 +38,8 @@ SECONDS: Final = 45.0
 HANGS_AFTER_S: Final = 120.0
 """A check that takes so much longer than its share of :data:`SECONDS` is taken not to end. It runs
 its first case, and warms up, in any case."""
+_LOADING: Final = 10
+"""Times :data:`SECONDS` that loading one bundle may take before it is taken not to end."""
 _CPU_TOLERANCE: Final = 1e-4
 """Of stages on the CPU, which sum in another order where they are one graph."""
 
@@ -86,7 +88,8 @@ def run_self_check(
     subjects: list[CheckSubject] = []
     for name, bundle in bundles.items():
         load = partial(_load, subjects, name, bundle, backend, options)
-        runner.run(Check(name="load", asserts=_LOAD, run=load, bundle=name), seconds)
+        check = Check(name="load", asserts=_LOAD, run=load, bundle=name)
+        runner.run(check, _LOADING * seconds)
     checks = [*_of_device(backend), *_of_models(subjects)]
     close = partial(resources.check_close, backend, subjects)
     checks.append(Check(name="close", asserts=_CLOSE, run=close))

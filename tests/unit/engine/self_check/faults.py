@@ -52,6 +52,15 @@ class ReversesClasses(OnnxRuntimeSlot):
         return result if result.answer is None else result._replace(answer=result.answer[:, ::-1])
 
 
+class OverflowsAnswers(OnnxRuntimeSlot):
+    """Gives infinite answers."""
+
+    def run(self, stage: Any, batch: TensorBatch, threshold: float | None = None) -> StageResult:
+        result = super().run(stage, batch, threshold)
+        infinite = None if result.answer is None else result.answer + np.float32(np.inf)
+        return result._replace(answer=infinite)
+
+
 class ScalesCarry(OnnxRuntimeSlot):
     """Hands on activations that are 1 % too large."""
 

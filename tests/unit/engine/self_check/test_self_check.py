@@ -186,6 +186,14 @@ def test_the_report_is_json_with_what_was_measured(residual: Path) -> None:
     assert len(lines) == len(document["checks"]) + 2
 
 
+def test_what_is_no_number_is_text_in_the_report(residual: Path) -> None:
+    with faults.of(faults.OverflowsAnswers) as backend:
+        document = checked(backend, residual).document()
+    text = json.dumps(document, allow_nan=False)
+    facts = {check["name"]: check["facts"] for check in json.loads(text)["checks"]}
+    assert facts["answers"]["largest_difference"] == "inf"
+
+
 def test_inputs_are_those_that_the_model_takes(residual: Path, bert: Path) -> None:
     (image,) = InputMaker(Bundle.open(residual)).drawn(5).values()
     assert (image.shape, image.dtype) == ((5, 3, 16, 16), np.float32)
