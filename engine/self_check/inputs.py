@@ -50,7 +50,7 @@ class InputMaker:
         made = {}
         for tensor in self._inputs:
             shape = self._shapes[tensor.name]
-            turns = np.arange(int(np.prod(shape))).reshape(shape) % 2
+            turns = np.arange(int(np.prod(shape)), dtype=np.float64).reshape(shape) % 2
             shares = np.stack([np.zeros(shape), np.ones(shape), turns])
             made[tensor.name] = self._fitted(tensor, shares)
         return made

@@ -119,7 +119,7 @@ def _scores() -> Iterator[_Scores]:
         for kind, score_type in product(kinds, _SCORE_TYPES):
             values = rng.normal(0, 3, (rows, classes)).astype(np.float32)
             if kind is CheckKind.PROBABILITIES:
-                values = np.abs(values) / np.float32(16)
+                values = np.abs(values / 16, dtype=np.float32)
             yield _Scores(kind, score_type, _stored(values, score_type))
 
 

@@ -81,7 +81,7 @@ def check_memory(subject: CheckSubject, limit: TimeLimit) -> Facts:
     return facts
 
 
-def check_close(backend: Backend, subjects: Sequence[CheckSubject], _: TimeLimit) -> Facts:
+def check_close(backend: Backend, subjects: Sequence[CheckSubject], _limit: TimeLimit) -> Facts:
     """Open, use and close slots, then close the backend: all that they took is given back."""
     seen = []
     for _ in range(1 + _CYCLES):

@@ -30,7 +30,7 @@ from offramp.engine.self_check.subject import (
 )
 
 SLOTS = 2
-THREAD_NAME = "self-check-slot"
+THREAD_NAME = "slot-side-by-side"
 """Of the threads that run slots side by side, before their number."""
 _BATCHES = 6
 _STARTS = 3

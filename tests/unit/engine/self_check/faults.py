@@ -149,9 +149,10 @@ class DoesNotWait(OnnxRuntimeSlot):
             return super().run(stage, batch, threshold)
         self.place["inputs"] = batch
         self.both.wait()
-        found = super().run(stage, self.place["inputs"], threshold)
+        there = self.place["inputs"].tensors  # whoever came last
         self.both.wait()
-        return found
+        read = {n: np.resize(there[n], array.shape) for n, array in batch.tensors.items()}
+        return super().run(stage, HostBatch(read, batch.rows), threshold)
 
 
 class DoesNotRecover(OnnxRuntimeSlot):

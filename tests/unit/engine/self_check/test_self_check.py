@@ -56,7 +56,7 @@ def checked(
         {path.name.removesuffix(".ee"): path for path in bundles},
         EngineOptions(mode=mode, defaults=ModelOptions(max_batch_size=ROWS)),
         make=lambda _models, _options: backend,
-        seconds=settings.pop("seconds", 1.0),
+        seconds=settings.pop("seconds", 0.2),
         **settings,
     )
 
@@ -71,7 +71,7 @@ def failed(report: SelfCheckReport) -> set[str]:
 
 @pytest.mark.parametrize("mode", [Mode.AUDIT, Mode.LEAVE])
 def test_all_is_well_with_onnx_runtime_on_the_committed_bundle(mode: Mode) -> None:
-    report = checked(OnnxRuntimeBackend(), GOLDEN, mode=mode)
+    report = checked(OnnxRuntimeBackend(), GOLDEN, mode=mode, seconds=2.0)
     assert failed(report) == set(), report.document()
     assert by_verdict(report, CheckVerdict.PASSED) == ALL - ON_GPU
     assert report.passed
@@ -79,7 +79,7 @@ def test_all_is_well_with_onnx_runtime_on_the_committed_bundle(mode: Mode) -> No
 
 def test_all_is_well_on_the_fake_driver(residual: Path, bert: Path) -> None:
     backend, _, driver = fake_cuda()
-    report = checked(backend, GOLDEN, residual, bert)
+    report = checked(backend, GOLDEN, residual, bert, seconds=8.0)
     assert failed(report) == set(), report.document()
     assert by_verdict(report, CheckVerdict.PASSED) == ALL
     names = [(result.bundle, result.name) for result in report.results]
@@ -130,6 +130,7 @@ def test_a_fault_fails_the_check_that_is_for_it(fault: str, residual: Path) -> N
         report = checked(backend, residual)
     assert failed(report) == expected, report.summary()
     assert not report.passed
+    assert not report.hangs
     assert all(r.reason for r in report.results if r.verdict is CheckVerdict.FAILED)
 
 
