@@ -86,7 +86,7 @@ class Engine:
         bundles = {n: await asyncio.to_thread(Bundle.open, path) for n, path in models.items()}
         owned = backend is None
         if backend is None:
-            backend = await _in_thread(_make_backend, models, options)
+            backend = await _in_thread(backend_for, models, options)
         parallel = ParallelLimit(
             max(options.of(name).max_batch_size for name in models),
             fixed=options.parallel_below,
@@ -335,7 +335,11 @@ def _close_after_failure(backend: Backend) -> None:
         _log.exception("the backend could not be closed")
 
 
-def _make_backend(models: Mapping[str, Path], options: EngineOptions) -> Backend:
+def backend_for(models: Mapping[str, Path], options: EngineOptions) -> Backend:
+    """Make the backend that options name for bundles; the caller closes it.
+
+    BackendError if it cannot run here, OptionsError if there are too few cores for its streams.
+    """
     backend = make_backend(
         options.backend,
         threads=options.threads_per_stream(),

@@ -88,7 +88,7 @@ def fingerprint(bundle: Bundle, backend: Backend, max_batch_size: int) -> dict[s
     """Name what a measurement holds for."""
     return {
         **identity_of(bundle),
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": str(available_cores()),
         "backend": backend.name,
         "runtime": getattr(backend, "runtime", ""),
@@ -313,7 +313,8 @@ def _key(here: dict[str, str]) -> str:
     return hashlib.sha256(json.dumps(here, sort_keys=True).encode()).hexdigest()
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """Name the processor, as far as the system tells."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -18,7 +18,7 @@ EXIT_CANNOT_START = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``eeserve``; 1 if it could not start or left requests unanswered, else 0."""
+    """Run ``eeserve``; 1 if it could not start, left requests unanswered, or a check failed."""
     arguments = parse_arguments(argv)
     set_up_logging(level=arguments.log_level, log_format=arguments.log_format)
 
@@ -26,6 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return await Engine.open(arguments.models, arguments.engine)
 
     try:
+        if arguments.self_check:
+            from offramp.server.self_check import self_check  # noqa: PLC0415 - rarely asked for
+
+            return self_check(arguments)
         return serve(open_engine, arguments.server)
     except (BundleError, EngineError, StartError) as error:
         sys.stderr.write(f"eeserve: {error}\n")

@@ -34,15 +34,7 @@ from offramp.compiler.runtime import GraphRunner, random_inputs, relative_differ
 from offramp.engine.assembly import assemble
 from offramp.engine.exit_check import exits
 from offramp.engine.plan import Mode, StageSpec, make_plan
-
-TOLERANCES: Mapping[Precision, float] = {
-    "fp32": 1e-3,  # sums in another order, through all layers of a model
-    "tf32": 5e-3,  # products of 10 bits, sums in fp32
-    "fp16": 2e-2,  # each side rounds elsewhere: rounding less, or sums too, differed by 0.011
-    "int8": 0.15,  # roundings to either side of a step add up: two kernels on a CPU differ by 0.044
-}
-"""Difference allowed, relative to an output's largest magnitude. A wrong engine differs by far
-more: a missing layer or a swapped input changes most of an output."""
+from offramp.engine.tensorrt.lookup import TOLERANCES
 
 Tensors: TypeAlias = Mapping[str, NDArray[Any]]
 Run: TypeAlias = Callable[[Tensors, int], Mapping[str, NDArray[Any]]]

@@ -48,6 +48,21 @@ class CudaBackend:
         """The factory's, for instance ``tensorrt``."""
         return self._shared.factory.name
 
+    @property
+    def driver(self) -> Driver:
+        """The driver, which is closed with the backend; for checks beside the slots."""
+        return self._driver
+
+    @property
+    def kernels(self) -> DeviceKernels:
+        """Our kernels, as all slots launch them."""
+        return self._shared.kernels
+
+    @property
+    def graphs(self) -> bool:
+        """Whether stages are captured into CUDA graphs, where they can be."""
+        return self._shared.graphs
+
     def prepare(self, spec: StageSpec) -> CudaStage:
         """Load a stage, which lasts as long as the result is referred to."""
         with self._driver.current():

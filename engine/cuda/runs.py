@@ -135,6 +135,11 @@ class StageRuns:
             self._made.move_to_end(key)
         return run
 
+    @property
+    def graphs(self) -> int:
+        """How many of them have a graph."""
+        return sum(run.graph is not None for run in self._made.values())
+
     def clear(self) -> None:
         """Forget all, with their graphs; the host has waited for them."""
         made, self._made = self._made, OrderedDict()

@@ -198,6 +198,16 @@ class CudaSlot:
                 )
             return merged
 
+    @property
+    def graphs(self) -> int:
+        """How many CUDA graphs it has now."""
+        return self._runs.graphs
+
+    def wait(self) -> None:
+        """Wait for all that is enqueued; what batches of this slot hold can be read then."""
+        with self._at_work("waiting failed"):
+            self._work.wait()
+
     def close(self) -> None:
         """Release everything, whatever goes wrong on the way; may be called again."""
         if self._closed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -31,6 +32,15 @@ _LOG = logging.getLogger(__name__)
 PREFERRED: Final[tuple[Precision, ...]] = ("int8", "fp16", "tf32", "fp32")
 """A precision other than fp32 is there because somebody asked for it, and building it said, or
 refused, what it costs in answers. So the least of those that were built is served."""
+
+TOLERANCES: Final[Mapping[Precision, float]] = {
+    "fp32": 1e-3,  # sums in another order, through all layers of a model
+    "tf32": 5e-3,  # products of 10 bits, sums in fp32
+    "fp16": 2e-2,  # each side rounds elsewhere: rounding less, or sums too, differed by 0.011
+    "int8": 0.15,  # roundings to either side of a step add up: two kernels on a CPU differ by 0.044
+}
+"""Difference allowed, relative to an output's largest magnitude. A wrong engine differs by far
+more: a missing layer or a swapped input changes most of an output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -137,6 +137,39 @@ def add_network(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_checking(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    group = parser.add_argument_group(
+        "checking",
+        "Whether all is well on this machine, above all on a GPU, before anything is served.",
+    )
+    group.add_argument(
+        "--self-check",
+        action="store_true",
+        help="serve nothing: run the bundles' stages on the backend for about a minute and hold "
+        "them against ONNX Runtime, the kernels against numpy, graphs against plain launches, and "
+        "memory against what it was; a line a check, exit status 0 if none failed, else 1",
+    )
+    group.add_argument(
+        "--json",
+        metavar="FILE",
+        type=Path,
+        help="where to write all that the self-check measured, and on what",
+    )
+
+
+def _check_report(given: argparse.Namespace) -> None:
+    """Refuse, by a ValueError, a report that nobody writes, or that cannot be written."""
+    path = given.json
+    if path is None:
+        return
+    if not given.self_check:
+        raise ValueError("--json does nothing without --self-check; leave it out, or add that")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        what = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise ValueError(f"--json {path} cannot be written: {what}; name a file in one that exists")
+
+
 _DESCRIPTION: Final = """\
 Serve bundles over gRPC (Open Inference Protocol, as Triton's clients speak it), with a
 status page, health probes and Prometheus metrics over HTTP.
@@ -150,6 +183,7 @@ examples:
   eeserve --config serve.toml             several models, each with settings of its own
   eeserve resnet.ee --max-disagreement 0.005
   eeserve resnet.ee --mode off            the unmodified model, to compare with
+  eeserve resnet.ee --self-check          whether all is well on this machine, in a minute
 """
 
 
@@ -163,6 +197,10 @@ class Arguments:
     server: ServerOptions
     log_level: str
     log_format: str
+    self_check: bool = False
+    """Whether to check, and serve nothing."""
+    json: Path | None = None
+    """Where the report of the check goes."""
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
@@ -196,6 +234,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_execution(parser)
     add_scheduling(parser)
     add_logging(parser)
+    add_checking(parser)
     return parser
 
 
@@ -205,10 +244,13 @@ def _understand(given: argparse.Namespace) -> Arguments:
     engine, defaults = settings_in(given, EngineOptions), settings_in(given, ModelOptions)
     options = file.options(engine=engine, defaults=defaults)
     refuse_ignored({**engine, **defaults}, options.mode)
+    _check_report(given)
     return Arguments(
         models=name_models(given.bundles, [*given.model, *configured]),
         engine=options,
         server=ServerOptions(**settings_in(given, ServerOptions)),
         log_level=given.log_level,
         log_format=given.log_format,
+        self_check=given.self_check,
+        json=given.json,
     )

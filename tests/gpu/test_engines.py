@@ -16,12 +16,12 @@ from offramp.bundle.engines import EngineStore, ShapeProfile, list_targets
 from offramp.compiler.cli import main
 from offramp.compiler.engines.options import PARTS, BuildSettings
 from offramp.compiler.engines.units import UnitGraphs, units_of
-from offramp.compiler.engines.verification import TOLERANCES
 from offramp.compiler.errors import EngineBuildError
 from offramp.compiler.runtime import GraphRunner, relative_difference
 from offramp.compiler.tensorrt import TensorRTBuilder
 from offramp.engine.kernels.compilation import source_hash
 from offramp.engine.tensorrt.device import primary_context
+from offramp.engine.tensorrt.lookup import TOLERANCES
 from offramp.engine.tensorrt.standalone import StandaloneEngine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(580)]

@@ -27,12 +27,12 @@ from tests.small_bert import truth as truth_of
 
 from offramp.bundle import Bundle
 from offramp.compiler.cli import main
-from offramp.compiler.engines.verification import TOLERANCES
 from offramp.engine.backends import Backend, make_backend
 from offramp.engine.backends.onnxruntime_cuda import require_provider
 from offramp.engine.errors import BackendError
 from offramp.engine.plan import Mode
 from offramp.engine.tensorrt import probe
+from offramp.engine.tensorrt.lookup import TOLERANCES
 from offramp.tools.gpu.machine import GpuMachine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(580)]

@@ -20,10 +20,10 @@ from offramp.bundle.engines import Precision, ShapeProfile, ShapeRange
 from offramp.compiler.engines.halving import halve
 from offramp.compiler.engines.options import BuildSettings
 from offramp.compiler.engines.units import UnitGraphs, units_of
-from offramp.compiler.engines.verification import TOLERANCES
 from offramp.compiler.runtime import relative_difference
 from offramp.compiler.tensorrt import TensorRTBuilder
 from offramp.engine.tensorrt.device import primary_context
+from offramp.engine.tensorrt.lookup import TOLERANCES
 from offramp.engine.tensorrt.standalone import PreparedEngine, StandaloneEngine
 from offramp.tools.gpu import resnets
 from offramp.tools.gpu.device import time_ms

@@ -25,8 +25,10 @@ from offramp.engine.backends.sizes import BundleSizes, GraphShapes
 from offramp.engine.cuda.backend import CudaBackend
 from offramp.engine.cuda.driver import DeviceLostError
 from offramp.engine.errors import BackendError
+from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, StageSpec, make_chained_plan, make_plan
+from offramp.engine.self_check import run_self_check
 from offramp.testing.cuda_driver import FakeDriver
 
 RealSession = ort.InferenceSession
@@ -404,6 +406,19 @@ def test_shapes_follow_other_lengths(tmp_path: Path) -> None:
     for length in (5, 9):
         inputs = dict.fromkeys(shapes.inputs, (4, length))
         assert shapes.of(inputs)[stage.carried[0]] == (4, length, width)
+
+
+@pytest.mark.parametrize("bundle", ["residual", "bert"], indirect=True)
+def test_the_self_check_passes(device: FakeDriver, bundle: Bundle, cuda: Cuda) -> None:
+    report = run_self_check(
+        {"m": bundle.path},
+        EngineOptions(mode=Mode.LEAVE, defaults=ModelOptions(max_batch_size=8)),
+        make=lambda _models, _options: backend_on(device),
+        seconds=1.0,
+    )
+    assert report.passed, report.document()
+    (graphs,) = [r for r in report.results if r.name == "graphs"]
+    assert graphs.reason == "no stage could be captured; the log says why"
 
 
 def test_shapes_that_the_graph_does_not_take_are_told(bundle: Bundle) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from pathlib import Path
 
@@ -77,6 +76,13 @@ def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (arguments.log_level, arguments.log_format) == ("debug", "json")
 
 
+def test_a_self_check_takes_the_options_of_serving() -> None:
+    arguments = parse_arguments(["m.ee", "--self-check", "--json", "found.json", "--streams", "1"])
+    assert arguments.self_check
+    assert arguments.json == Path("found.json")
+    assert not parse_arguments(["m.ee"]).self_check
+
+
 def test_late_samples_may_set_the_limit_of_parallel_batches() -> None:
     assert parse_arguments(["m.ee", "--max-violations", "0.01"]).engine == EngineOptions(
         mode=Mode.AUDIT, max_violations=0.01
@@ -143,6 +149,15 @@ def test_a_file_may_set_what_a_mode_ignores(tmp_path: Path) -> None:
         ("m.ee --mode leave --controller static", "--controller does nothing in mode leave, whi"),
         ("m.ee --mode off --no-state", "--no-state does nothing in mode off, which observes"),
         ("m.ee --mode release --audit-budget 0.1", "--audit-budget does nothing in mode release"),
+        (
+            "m.ee --json x.json",
+            "--json does nothing without --self-check; leave it out, or add that",
+        ),
+        ("m.ee --self-check --json /", "--json / cannot be written: it is a folder; name a file"),
+        (
+            "m.ee --self-check --json no/x.json",
+            "no/x.json cannot be written: there is no folder no",
+        ),
         ("m.ee --batch 8", "unrecognized arguments: --batch 8"),
     ],
 )
@@ -239,14 +254,3 @@ def test_streams_are_held_against_cores_once_the_cpu_is_what_runs(
     assert cli.main([str(tmp_path / "m.ee"), "--streams=4096", *ports]) == 1
     told = capsys.readouterr().err
     assert "eeserve: 4096 streams × 1 threads are more than the" in told
-
-
-@pytest.fixture
-def restored_logging() -> object:
-    """``main`` configures the root logger; give pytest its own back."""
-    root, ours = logging.getLogger(), logging.getLogger("offramp")
-    before = (root.level, root.handlers[:], ours.level)
-    yield
-    root.setLevel(before[0])
-    root.handlers[:] = before[1]
-    ours.setLevel(before[2])

@@ -36,8 +36,10 @@ from offramp.engine.backends.tensorrt import TensorRTFactory, TensorRTRun, Tenso
 from offramp.engine.cuda.backend import CudaBackend
 from offramp.engine.cuda.executable import SlotResources
 from offramp.engine.errors import BackendError
+from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, StageSpec, make_chained_plan, make_plan
+from offramp.engine.self_check import CheckVerdict, run_self_check
 from offramp.engine.tensorrt import messages
 from offramp.testing.cuda_driver import FakeDriver
 
@@ -576,6 +578,20 @@ def test_what_tensorrt_refuses_is_told_and_released(
     fake.fails_to_load = True
     told = refusal(device, make_plan(bundle).stages[0])
     assert told.startswith("TensorRT could not load engine 00-00-exit0: the engine is of version")
+
+
+@pytest.mark.parametrize("bundle", ["residual", "bert"], indirect=True)
+def test_the_self_check_passes(fake: FakeRuntime, device: FakeDriver, bundle: Bundle) -> None:
+    build(fake, bundle, ["stages"])
+    report = run_self_check(
+        {"m": bundle.path},
+        EngineOptions(mode=Mode.LEAVE, defaults=ModelOptions(max_batch_size=8)),
+        make=lambda _models, _options: CudaBackend(TensorRTFactory(device), device, kernels=b""),
+        seconds=1.0,
+    )
+    assert report.passed, report.document()
+    skipped = {r.name for r in report.results if r.verdict is CheckVerdict.SKIPPED}
+    assert skipped == (set() if fake.major >= 10 else {"graphs"})
 
 
 def test_of_several_precisions_the_least_is_served(

@@ -26,9 +26,10 @@ from offramp.compiler.engines.profiles import (
     unit_profiles,
 )
 from offramp.compiler.engines.units import Unit, UnitGraphs
-from offramp.compiler.engines.verification import TOLERANCES, Verifier
+from offramp.compiler.engines.verification import Verifier
 from offramp.compiler.errors import EngineBuildError
 from offramp.compiler.runtime import GraphRunner
+from offramp.engine.tensorrt.lookup import TOLERANCES
 
 Tensors = Mapping[str, NDArray[Any]]
 WHOLE, MIDDLE = Unit(0, 5, None), Unit(2, 2, 1)

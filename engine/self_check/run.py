@@ -1,0 +1,288 @@
+"""The self-check: a backend is made, everything is checked in about a minute, and it is closed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from offramp.bundle import Bundle
+from offramp.bundle.engines import list_targets
+from offramp.engine.backends import Backend
+from offramp.engine.core import backend_for
+from offramp.engine.errors import BackendError
+from offramp.engine.options import EngineOptions
+from offramp.engine.plan import make_plan
+from offramp.engine.self_check import kernels, resources, rows, slots, stages
+from offramp.engine.self_check.bench import bench_of
+from offramp.engine.self_check.environment import describe_environment
+from offramp.engine.self_check.results import (
+    Check,
+    CheckFailedError,
+    CheckResult,
+    CheckSkippedError,
+    CheckVerdict,
+    Facts,
+    SelfCheckReport,
+    TimeLimit,
+)
+from offramp.engine.self_check.subject import CheckSubject
+from offramp.engine.tensorrt.lookup import PREFERRED, TOLERANCES
+
+SECONDS: Final = 45.0
+"""For all checks. Loading stages, and the reference's answers, come on top."""
+HANGS_AFTER_S: Final = 120.0
+"""A check that takes so much longer than its share of :data:`SECONDS` is taken not to end. It runs
+its first case, and warms up, in any case."""
+_LOADING: Final = 10
+"""Times :data:`SECONDS` that loading one bundle may take before it is taken not to end."""
+_CPU_TOLERANCE: Final = 1e-4
+"""Of stages on the CPU, which sum in another order where they are one graph."""
+
+_LOG = logging.getLogger(__name__)
+
+BackendMaker = Callable[[Mapping[str, Path], EngineOptions], Backend]
+Say = Callable[[str], None]
+
+
+def run_self_check(
+    models: Mapping[str, Path],
+    options: EngineOptions,
+    *,
+    make: BackendMaker = backend_for,
+    say: Say = lambda _: None,
+    seconds: float = SECONDS,
+    hangs_after_s: float = HANGS_AFTER_S,
+) -> SelfCheckReport:
+    """Check the backend that options name, with the stages of bundles, and close it.
+
+    Args:
+        models: Bundles by name, as they would be served.
+        options: As for serving.
+        make: Makes the backend.
+        say: Is told each line of progress.
+        seconds: For all checks together.
+        hangs_after_s: When a single one is taken not to end; nothing is checked after it.
+
+    Raises:
+        BundleError: A bundle is absent, damaged or of another version.
+        BackendError: The backend cannot run here.
+    """
+    bundles = {name: Bundle.open(path) for name, path in models.items()}
+    backend = make(models, options)
+    environment = describe_environment(
+        backend,
+        options.device,
+        mode=options.mode.value,
+        graphs=options.graphs,
+        precision=options.precision,
+        models={name: str(bundle.path) for name, bundle in bundles.items()},
+    )
+    device = environment["device"]
+    say(f"checking {backend.name} on {device['name'] if device else environment['cpu']}")
+    runner = _Runner(say, hangs_after_s)
+    subjects: list[CheckSubject] = []
+    for name, bundle in bundles.items():
+        load = partial(_load, subjects, name, bundle, backend, options)
+        check = Check(name="load", asserts=_LOAD, run=load, bundle=name)
+        runner.run(check, _LOADING * seconds)
+    checks = [*_of_device(backend), *_of_models(subjects)]
+    close = partial(resources.check_close, backend, subjects)
+    checks.append(Check(name="close", asserts=_CLOSE, run=close))
+    shares = sum(check.share for check in checks)
+    for check in checks:
+        runner.run(check, seconds * check.share / shares)
+    report = SelfCheckReport(
+        environment=environment, results=tuple(runner.results), hangs=runner.hanging is not None
+    )
+    say(report.summary())
+    return report
+
+
+_LOAD = "every stage is loaded, and the reference answers the samples"
+_CLOSE = "slots and backend give back all that they took"
+
+
+def _of_device(backend: Backend) -> Iterator[Check]:
+    """The checks of our kernels, where there are any."""
+    for name, asserts, function in (
+        (
+            "exit-check-kernel",
+            "the kernel finds numpy's confidences, predictions and survivors",
+            kernels.check_exit_check_kernel,
+        ),
+        (
+            "compaction-kernel",
+            "the kernels bring just the rows together that go on, in their order",
+            kernels.check_compaction_kernel,
+        ),
+    ):
+
+        def run(limit: TimeLimit, function: _OnBench = function) -> Facts:
+            bench = bench_of(backend)
+            if bench is None:
+                raise CheckSkippedError("this backend has no kernels of ours")
+            return function(bench, limit)
+
+        yield Check(name=name, asserts=asserts, run=run)
+
+
+_OnBench = Callable[..., Facts]
+_OF_MODELS: Final[tuple[tuple[str, str, float, _OnBench], ...]] = (
+    (
+        "answers",
+        "stages answer, and are as sure, as the segments one by one in plain ONNX Runtime",
+        3.0,
+        stages.check_answers,
+    ),
+    ("carry", "stages hand on what the segments hand on", 1.5, stages.check_carry),
+    ("confidence", "confidences are those of the answers, 0 for NaN", 1.0, stages.check_confidence),
+    (
+        "thresholds",
+        "rows leave from their very confidence on, and not below",
+        1.0,
+        stages.check_thresholds,
+    ),
+    ("batch-mates", "answers do not depend on batch mates", 1.0, stages.check_batch_mates),
+    ("select", "rows that go on keep content and order", 1.0, rows.check_select),
+    ("merge", "buffered rows are merged whole and in order", 1.0, rows.check_merge),
+    ("graphs", "CUDA graphs read what is there when they are launched", 1.0, slots.check_graphs),
+    ("slots", "two slots at once answer as one after the other", 1.0, slots.check_slots),
+    ("restart", "slots answer after a failure, and anew", 1.0, slots.check_restart),
+    ("memory", "nothing grows with what is run", 2.0, resources.check_memory),
+)
+"""Name, what it asserts, share of the time, and what measures."""
+
+
+def _of_models(subjects: Sequence[CheckSubject]) -> Iterator[Check]:
+    for subject in subjects:
+        for name, asserts, share, function in _OF_MODELS:
+            yield Check(
+                name=name,
+                asserts=asserts,
+                run=partial(function, subject),
+                bundle=subject.name,
+                share=share,
+            )
+
+
+def _load(
+    subjects: list[CheckSubject],
+    name: str,
+    bundle: Bundle,
+    backend: Backend,
+    options: EngineOptions,
+    _: TimeLimit,
+) -> Facts:
+    """Prepare the stages that would be served; the subject is added if that can be done."""
+    plan = make_plan(bundle, bundle.policy, options.mode)
+    subject = CheckSubject(
+        name=name,
+        bundle=bundle,
+        backend=backend,
+        plan=plan,
+        stages=tuple(backend.prepare(spec) for spec in plan.stages),
+        max_rows=options.of(name).max_batch_size,
+        tolerance=tolerance_of(bundle, backend, options),
+        threads=options.threads_per_stream(),
+    )
+    began_s = time.monotonic()
+    samples = subject.sample_count
+    answered = sum(stage.answer is not None for stage in subject.truth)
+    subjects.append(subject)
+    return {
+        "stages": len(plan.stages),
+        "exits": list(plan.exits),
+        "samples": samples,
+        "stages_that_answer": answered,
+        "reference_seconds": round(time.monotonic() - began_s, 2),
+    }
+
+
+def tolerance_of(bundle: Bundle, backend: Backend, options: EngineOptions) -> float:
+    """Tell how far a stage may be from the segments in float32, relative to the largest magnitude.
+
+    At least what slicing was verified to. In half precision and below both the engine's rounding
+    and that of its graph count, each as much as a build allows.
+    """
+    verified = bundle.manifest.verified_tolerance
+    if backend.on_cpu:
+        return max(verified, _CPU_TOLERANCE)
+    built = {target.precision for target in list_targets(bundle.path)}
+    preferred = options.precision or next((p for p in PREFERRED if p in built), None)
+    precision = preferred if backend.name == "tensorrt" and preferred else "fp32"
+    twice = 2 if precision in ("fp16", "int8") else 1
+    return max(verified, twice * TOLERANCES[precision])
+
+
+class _Runner:
+    """Runs checks one after the other, each on a thread that can be given up."""
+
+    def __init__(self, say: Say, hangs_after_s: float) -> None:
+        self.results: list[CheckResult] = []
+        self.hanging: str | None = None
+        """The check that does not end."""
+        self._say = say
+        self._hangs_after_s = hangs_after_s
+
+    def run(self, check: Check, seconds: float) -> None:
+        """Run a check, and say how it ended."""
+        began_s = time.monotonic()
+        if self.hanging is not None:
+            verdict, reason, facts = _skipped(f"{self.hanging} does not end")
+        else:
+            verdict, reason, facts = self._outcome(check, seconds)
+        result = CheckResult(
+            name=check.name,
+            asserts=check.asserts,
+            bundle=check.bundle,
+            verdict=verdict,
+            reason=reason,
+            facts=facts,
+            seconds=round(time.monotonic() - began_s, 2),
+        )
+        self.results.append(result)
+        self._say(result.line())
+
+    def _outcome(self, check: Check, seconds: float) -> _Outcome:
+        found: list[_Outcome] = []
+        thread = threading.Thread(
+            target=lambda: found.append(_outcome(check, TimeLimit(seconds))),
+            name=f"self-check-{check.name}",
+            daemon=True,  # a kernel that never ends must not keep the process
+        )
+        thread.start()
+        thread.join(seconds + self._hangs_after_s)
+        if found:
+            return found[0]
+        self.hanging = check.name
+        reason = (
+            f"it did not end within {seconds + self._hangs_after_s:.0f} s; see what the device "
+            "does (nvidia-smi), and send us the report"
+        )
+        return CheckVerdict.FAILED, reason, {}
+
+
+_Outcome = tuple[CheckVerdict, str, Facts]
+
+
+def _outcome(check: Check, limit: TimeLimit) -> _Outcome:
+    try:
+        return CheckVerdict.PASSED, "", check.run(limit)
+    except CheckSkippedError as error:
+        return _skipped(str(error))
+    except CheckFailedError as error:
+        return CheckVerdict.FAILED, str(error), error.facts
+    except BackendError as error:
+        return CheckVerdict.FAILED, str(error), {}
+    except Exception as error:  # whatever it is, it is what the user has to send us
+        _LOG.exception("%s failed", check.name)
+        return CheckVerdict.FAILED, f"{type(error).__name__}: {error}", {}
+
+
+def _skipped(reason: str) -> _Outcome:
+    return CheckVerdict.SKIPPED, reason, {}

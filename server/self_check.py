@@ -1,0 +1,40 @@
+"""``eeserve --self-check``: checks what would be served, says how it went, and serves nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from offramp.engine.self_check import run_self_check
+from offramp.server.arguments import Arguments
+
+EXIT_PASSED = 0
+EXIT_FAILED = 1
+
+
+def self_check(arguments: Arguments) -> int:
+    """Run the check, a line a result on standard output; 0 if nothing failed, else 1.
+
+    The report is written to the file that ``--json`` names, if it does. Ends the process where a
+    check does not end: a kernel that never comes back keeps every other way out.
+
+    Raises:
+        BundleError, EngineError: Nothing could be checked.
+    """
+    report = run_self_check(arguments.models, arguments.engine, say=_say)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(report.document(), indent=1) + "\n")
+        _say(f"the report is in {arguments.json}")
+    elif not report.passed:
+        _say("with --json FILE everything that was measured is written: please send it to us")
+    status = EXIT_PASSED if report.passed else EXIT_FAILED
+    if report.hangs:
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()  # whoever waits a minute wants to see each as it comes
