@@ -1,0 +1,1 @@
+"""Int8 on CPUs: kinds of it, what they need, and which is worth it on this machine."""
