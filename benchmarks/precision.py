@@ -96,8 +96,8 @@ def show(choice: PrecisionChoice, least_agreement: float) -> None:
     for result in choice.measured:
         against = result.objection(least_agreement) or "fine"
         print(f"{result.describe()}, depends {result.dependence.difference:.0e}: {against}")
-    for kind, why in choice.not_applicable.items():
-        print(f"{kind.value}: {why}")
+    for why in choice.not_applicable.values():
+        print(f"not here: {why}")
     for note in choice.disturbed:
         print(f"disturbed: {note}")
     print(f"chosen: {choice.kind.value if choice.kind else 'float32'} ({choice.reason})")
@@ -107,7 +107,7 @@ def facts(result: KindMeasured, least_agreement: float) -> dict[str, Any]:
     """What was measured of a kind, as JSON values."""
     return {
         "kind": result.kind.value,
-        "what": result.kind.kind.what,
+        "what": result.kind.facts.what,
         "ratios": {
             str(size): {"value": r.value, "half_width": r.half_width, "rounds": r.rounds}
             for size, r in result.ratios.items()

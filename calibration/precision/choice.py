@@ -1,4 +1,4 @@
-"""Which kind of int8 is worth it on this machine: each is made, timed beside float32, and judged."""
+"""Which kind of int8 is worth it on this machine: each is made, timed beside float32, judged."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import partial
 from math import prod
 
 import numpy as np
+from numpy.typing import NDArray
 
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.precision.graphs import PrecisionError
@@ -60,10 +61,9 @@ class KindMeasured:
                 f"than {least_agreement:.2%}"
             )
         for size, ratio in self.ratios.items():
-            if ratio.value - ratio.half_width > 1:
-                return f"slower than float32: ratio {_figure(ratio)} at batch {size}"
-        if self.ratios[reference].value + self.ratios[reference].half_width > MOST_RATIO:
-            return f"not faster: ratio {_figure(self.ratios[reference])} at batch {reference}"
+            most = MOST_RATIO - ratio.half_width if size == reference else 1 + ratio.half_width
+            if ratio.value > most:
+                return f"not faster: ratio {_figure(ratio)} at batch {size}"
         return None
 
     def describe(self) -> str:
@@ -140,7 +140,13 @@ def choose_kind(
             inapplicable[kind] = str(error)
             progress(1)
             continue
-        ratios, disturbed = _time(source, made, judged, threads, batch_sizes, effort, kind)
+        ratios, disturbed = _time(
+            (source, TimedGraph(made, threads)),
+            judged,
+            batch_sizes=batch_sizes,
+            effort=effort,
+            kind=kind,
+        )
         notes += disturbed
         agreeing = _classes(made, answer, judged, threads) == wanted
         result = KindMeasured(
@@ -154,9 +160,9 @@ def choose_kind(
             size_bytes=len(made),
         )
         measured.append(result)
-        if result.objection(least_agreement) is None:
-            if best is None or result.mean_ratio < best.mean_ratio:
-                best, chosen = result, made
+        faster = best is None or result.mean_ratio < best.mean_ratio
+        if faster and result.objection(least_agreement) is None:
+            best, chosen = result, made
         progress(1)
     return PrecisionChoice(
         kind=best.kind if best else None,
@@ -169,16 +175,14 @@ def choose_kind(
 
 
 def _time(
-    source: TimedGraph,
-    made: bytes,
+    graphs: tuple[TimedGraph, TimedGraph],
     samples: Dataset,
-    threads: int,
+    *,
     batch_sizes: Sequence[int],
     effort: Effort,
     kind: CpuPrecision,
 ) -> tuple[dict[int, Estimate], tuple[str, ...]]:
-    """Give the ratios to float32 by batch size, and how the machine was disturbed."""
-    graphs = (source, TimedGraph(made, threads))
+    """Give the second's ratios to the first by batch size, and how the machine was disturbed."""
     batches = [samples.take(slice(0, size)) for size in batch_sizes]
     found = time_rounds(
         [[partial(g.time_ms, batch) for g in graphs] for batch in batches],
@@ -195,7 +199,7 @@ def _widest(rounds: Sequence[Rounds]) -> float:
     return max(r.ratios()[0].half_width for r in rounds)
 
 
-def _classes(graph: bytes, answer: str, dataset: Dataset, threads: int) -> np.ndarray:
+def _classes(graph: bytes, answer: str, dataset: Dataset, threads: int) -> NDArray[np.int64]:
     """Give the largest class of every sample, int64[samples]."""
     batches = run_over(graph, [answer], dataset, threads=threads)
     return np.concatenate([values[0].argmax(axis=1) for _, values in batches])
@@ -208,7 +212,7 @@ def _why_none(
 ) -> str:
     """Say why float32 is kept: what speaks against each kind, the fastest one first."""
     if not measured:
-        return "int8 has nothing to do: " + next(iter(inapplicable.values()), "no kind was tried")
+        return "float32 stays: " + ("; ".join(inapplicable.values()) or "no kind was tried")
     by_speed = sorted(measured, key=lambda result: result.mean_ratio)
     reasons = (f"{r.kind.value}: {r.objection(least_agreement)}" for r in by_speed)
     return "float32 stays: " + "; ".join(reasons)

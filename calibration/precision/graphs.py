@@ -170,6 +170,32 @@ def make(
     )
 
 
+def multiply(
+    editor: Editor,
+    steps: str,
+    scaled: tuple[str, str],
+    weight: tuple[str, NDArray[np.int8], NDArray[np.float32]],
+    result: str,
+) -> onnx.NodeProto:
+    """Make an integer product that gives float32.
+
+    ``scaled`` are the names of the size of a step and of the step that 0 is, of the activation;
+    ``weight`` is the stem of its constants' names, its steps [inputs, outputs] and their sizes
+    [outputs].
+    """
+    step, zero = scaled
+    stem, values, sizes = weight
+    inputs = [
+        steps,
+        editor.constant(f"{stem}/weight", values),
+        step,
+        editor.constant(f"{stem}/scale", sizes),
+        zero,
+        editor.constant(f"{stem}/zero", np.zeros(sizes.shape, np.int8)),
+    ]
+    return make("MatMulIntegerToFloat", inputs, [result], CONTRIB)
+
+
 def int8_weight(
     weight: NDArray[np.float32], axis: int, *, least: NDArray[np.float64] | None = None
 ) -> tuple[NDArray[np.int8], NDArray[np.float32]]:

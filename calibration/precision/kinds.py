@@ -18,7 +18,7 @@ from offramp.calibration.precision.static import quantise_static
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class PrecisionFacts:
     """A way of computing with fewer bits."""
 
     what: str
@@ -44,39 +44,39 @@ class CpuPrecision(Enum):
     BLOCKS4 = "int4-blocks"
 
     @property
-    def kind(self) -> Kind:
-        """What it is."""
-        return _KINDS[self]
+    def facts(self) -> PrecisionFacts:
+        """What it is, and for what."""
+        return _FACTS[self]
 
 
 _PRODUCTS = ("Gemm", "MatMul")
-_KINDS = {
-    CpuPrecision.STATIC: Kind(
+_FACTS = {
+    CpuPrecision.STATIC: PrecisionFacts(
         what="uint8 activations with measured scales, int8 weights with a scale per channel",
         operators=("Conv", *_PRODUCTS),
         calibrated=True,
     ),
-    CpuPrecision.SIGNED: Kind(
+    CpuPrecision.SIGNED: PrecisionFacts(
         what="int8 activations with measured scales, int8 weights with a scale per channel",
         operators=("Conv", *_PRODUCTS),
         calibrated=True,
     ),
-    CpuPrecision.ROWS: Kind(
+    CpuPrecision.ROWS: PrecisionFacts(
         what="activations with a scale per row of its own, int8 weights with a scale per channel",
         operators=_PRODUCTS,
         calibrated=False,
     ),
-    CpuPrecision.MIXED: Kind(
+    CpuPrecision.MIXED: PrecisionFacts(
         what="convolutions as in int8-static, matrix products as in int8-rows",
         operators=("Conv", *_PRODUCTS),
         calibrated=True,
     ),
-    CpuPrecision.BLOCKS: Kind(
+    CpuPrecision.BLOCKS: PrecisionFacts(
         what="int8 weights with a scale per 128 of them, activations likewise",
         operators=_PRODUCTS,
         calibrated=False,
     ),
-    CpuPrecision.BLOCKS4: Kind(
+    CpuPrecision.BLOCKS4: PrecisionFacts(
         what="int4 weights with a scale per 128 of them, activations likewise in int8",
         operators=_PRODUCTS,
         calibrated=False,
@@ -98,9 +98,9 @@ def quantise(graph: bytes, dataset: Dataset, kind: CpuPrecision, *, threads: int
     rewrites = _rewrites(editor, dataset, kind, threads)
     if not all(rewrite.replaced for rewrite in rewrites):
         raise PrecisionError(
-            f"{kind.value} has nothing to do: it is for {' and '.join(kind.kind.operators)} with "
-            f"constant float32 weights (products: {LEAST_WEIGHTS} at least), which the model has "
-            "none of" + (", or not both of" if kind is CpuPrecision.MIXED else "")
+            f"{kind.value} is for {', '.join(kind.facts.operators)} with constant float32 weights "
+            f"(products: {LEAST_WEIGHTS} at least), and the model has none"
+            + (", or not both convolutions and products" if kind is CpuPrecision.MIXED else "")
         )
     return editor.rewritten(*rewrites)
 

@@ -63,8 +63,12 @@ def _least_error(counts: NDArray[np.int64], widest: Range) -> Range:
     centers = low + (np.arange(len(counts)) + 0.5) * (high - low) / len(counts)
     best = widest
     for _ in range(2):  # one limit after the other: what the first can be depends on the second
-        best = min((Range(low * a, best.high) for a in _SHARES), key=partial(_error, counts, centers))
-        best = min((Range(best.low, high * b) for b in _SHARES), key=partial(_error, counts, centers))
+        best = min(
+            (Range(low * a, best.high) for a in _SHARES), key=partial(_error, counts, centers)
+        )
+        best = min(
+            (Range(best.low, high * b) for b in _SHARES), key=partial(_error, counts, centers)
+        )
     return best
 
 

@@ -17,13 +17,13 @@ import numpy as np
 import onnx
 
 from offramp.calibration.precision.graphs import (
-    CONTRIB,
     LEVELS,
     PREFIX,
     Editor,
     Rewrite,
     int8_weight,
     make,
+    multiply,
 )
 
 _AXES_AS_INPUT = 18
@@ -35,23 +35,15 @@ _LEAST_LIMIT = 1e-12
 def quantise_rows(editor: Editor) -> Rewrite:
     """Replace the products that are large enough; those of one tensor share its rounding."""
     rewrite = Rewrite()
-    scaled: set[str] = set()
+    rounded: set[str] = set()
     for product in editor.products():
         x, y = product.activation, product.node.output[0]
-        nodes = [] if x in scaled else _scaled_rows(editor, x)
-        scaled.add(x)
+        nodes = [] if x in rounded else _scaled_rows(editor, x)
+        rounded.add(x)
         weight, scale = int8_weight(product.weight, axis=1)
-        inputs = [
-            f"{PREFIX}{x}/steps",
-            editor.constant(f"{y}/weight", weight),
-            editor.constant("one", np.float32(1)),
-            editor.constant(f"{y}/scale", scale),
-            editor.constant("middle", np.uint8(LEVELS + 1)),
-            editor.constant(f"{y}/zero", np.zeros(scale.shape, np.int8)),
-        ]
-        unscaled = f"{PREFIX}{y}/unscaled"
-        result, bias = editor.with_bias(product)
-        nodes.append(make("MatMulIntegerToFloat", inputs, [unscaled], CONTRIB))
+        unscaled, (result, bias) = f"{PREFIX}{y}/unscaled", editor.with_bias(product)
+        scaled = _one_and_middle(editor)
+        nodes.append(multiply(editor, f"{PREFIX}{x}/steps", scaled, (y, weight, scale), unscaled))
         nodes.append(make("Mul", [unscaled, f"{PREFIX}{x}/step"], [result]))
         rewrite.replaced[y] = [*nodes, *bias]
     return rewrite
@@ -65,7 +57,6 @@ def _scaled_rows(editor: Editor, x: str) -> list[onnx.NodeProto]:
 
     least = editor.constant("least", np.float32(_LEAST_LIMIT))
     levels = editor.constant("levels", np.float32(LEVELS))
-    one, middle = editor.constant("one", np.float32(1)), editor.constant("middle", np.uint8(128))
     return [
         _reduced(editor, "ReduceMax", x, inner("most")),
         _reduced(editor, "ReduceMin", x, inner("lowest")),
@@ -73,8 +64,13 @@ def _scaled_rows(editor: Editor, x: str) -> list[onnx.NodeProto]:
         make("Max", [inner("most"), inner("negated"), least], [inner("limit")]),
         make("Div", [inner("limit"), levels], [inner("step")]),
         make("Div", [x, inner("step")], [inner("divided")]),
-        make("QuantizeLinear", [inner("divided"), one, middle], [inner("steps")]),
+        make("QuantizeLinear", [inner("divided"), *_one_and_middle(editor)], [inner("steps")]),
     ]
+
+
+def _one_and_middle(editor: Editor) -> tuple[str, str]:
+    one = editor.constant("one", np.float32(1))
+    return one, editor.constant("middle", np.uint8(LEVELS + 1))
 
 
 def _reduced(editor: Editor, kind: str, x: str, out: str) -> onnx.NodeProto:

@@ -1,8 +1,8 @@
 """Int8 by Q/DQ pairs whose scales are measured beforehand: convolutions, and matrix products.
 
 ONNX Runtime makes integer kernels of an operator between pairs. A convolution needs them on all
-sides and its bias in int32; a matrix product needs them on its inputs alone, and what it gives is
-float32 again. What follows a convolution and has an integer kernel (:data:`_FOLLOWING`) stays in
+sides and its bias in int32; a matrix product reads what is rounded, and what it gives is float32
+again. What follows a convolution and has an integer kernel (:data:`_FOLLOWING`) stays in
 integers with it. All else stays float32.
 
 A tensor's pair stands behind it, so that every tensor of the source is there under its name, in
@@ -11,10 +11,12 @@ float32, and a graph can be cut at it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import onnx
+from numpy.typing import NDArray
 
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.precision.graphs import (
@@ -25,6 +27,7 @@ from offramp.calibration.precision.graphs import (
     Rewrite,
     int8_weight,
     make,
+    multiply,
 )
 from offramp.calibration.precision.ranges import Range, activation_ranges
 
@@ -47,8 +50,8 @@ def quantise_static(
 ) -> Rewrite:
     """Put pairs around convolutions and what follows them, and before matrix products.
 
-    Scales are measured on ``dataset``. Activations are uint8, or ``signed``: int8 around 0;
-    weights are int8, with a scale per output channel.
+    Scales are measured on ``dataset``. Activations are uint8, or int8 if ``signed``, of the same
+    steps; weights are int8, with a scale per output channel.
     """
     convolved = _convolutions(editor) if convolutions else {}
     multiplied = {p.node.output[0]: p for p in editor.products()} if products else {}
@@ -65,7 +68,8 @@ def quantise_static(
         ranges[tensor] = ranges[source]
     rewrite = Rewrite()
     for tensor, limits in ranges.items():
-        rewrite.behind[tensor] = _pair(editor, tensor, limits, signed=signed)
+        pair = _pair(editor, tensor, limits, signed=signed)
+        rewrite.behind[tensor] = pair if tensor in inside else pair[:1]  # products read the steps
     # Whatever reads a convolution's output has to read it rounded, or the kernel is none of int8.
     rewrite.renamed.update((t, _dequantised(t)) for t in inside)
     for y, node in convolved.items():
@@ -76,19 +80,23 @@ def quantise_static(
 
 
 def _convolutions(editor: Editor) -> dict[str, onnx.NodeProto]:
-    """Find the convolutions with constant weights, by output."""
-    found = {}
-    for node in editor.proto.graph.node:
-        if node.op_type != "Conv" or node.domain or node.input[0] in editor.constants:
-            continue
-        constant = all(editor.floats(name) is not None for name in node.input[1:] if name)
-        if constant:
-            found[node.output[0]] = node
-    return found
+    """Find the convolutions with constant weights, by output.
+
+    None whose output is the model's: it has to be float32, and there is no integer kernel for that.
+    """
+    return {
+        node.output[0]: node
+        for node in editor.proto.graph.node
+        if node.op_type == "Conv"
+        and not node.domain
+        and node.input[0] not in editor.constants
+        and node.output[0] not in editor.outputs
+        and all(editor.floats(name) is not None for name in node.input[1:] if name)
+    }
 
 
 def _integer_tensors(editor: Editor, convolved: Mapping[str, onnx.NodeProto]) -> dict[str, None]:
-    """Find what is in integers around convolutions, in order: what they and followers read and give.
+    """Find the tensors around convolutions, and what follows them, that are integers; in order.
 
     What a :data:`_ABSORBED` operator alone reads is left out: it becomes part of the rounding.
     """
@@ -100,7 +108,7 @@ def _integer_tensors(editor: Editor, convolved: Mapping[str, onnx.NodeProto]) ->
             reads = node.input[:1] if node.op_type == "Clip" else node.input
             if any(t in found for t in reads) and editor.constants.keys().isdisjoint(reads):
                 found |= dict.fromkeys((*reads, node.output[0]))
-    return {t: None for t in found if not _is_absorbed(t, editor)}
+    return {t: None for t in found if t in editor.readers and not _is_absorbed(t, editor)}
 
 
 def _is_absorbed(tensor: str, editor: Editor) -> bool:
@@ -124,10 +132,9 @@ def _dequantised(tensor: str) -> str:
 
 def _scale(limits: Range, *, signed: bool) -> tuple[np.float32, np.int8 | np.uint8]:
     """Give the size of a step, and the step that 0 is."""
-    if signed:
-        return np.float32(max(-limits.low, limits.high) / LEVELS), np.int8(0)
     step = (limits.high - limits.low) / _STEPS
-    return np.float32(step), np.uint8(np.clip(round(-limits.low / step), 0, _STEPS))
+    zero = int(np.clip(round(-limits.low / step), 0, _STEPS))
+    return np.float32(step), np.int8(zero - LEVELS - 1) if signed else np.uint8(zero)
 
 
 def _convolution(
@@ -157,19 +164,20 @@ def _convolution(
 
 
 def _product(editor: Editor, product: Product) -> list[onnx.NodeProto]:
-    y = product.node.output[0]
-    rounded, scale = int8_weight(product.weight, axis=1)
-    reads = [_dequantised(product.activation)]
-    nodes = _constant_pair(editor, f"{y}/weight", rounded, scale, axis=1, reads=reads)
+    # Not a product between pairs: of [rows, inputs], ONNX Runtime fuses that with the bias behind
+    # it, to what has no integer kernel.
+    x, y = product.activation, product.node.output[0]
+    weight, scale = int8_weight(product.weight, axis=1)
     result, bias = editor.with_bias(product)
-    return [*nodes, make("MatMul", reads, [result]), *bias]
+    step, zero = (f"{PREFIX}{x}/{name}" for name in ("step", "zero"))
+    return [multiply(editor, f"{PREFIX}{x}/steps", (step, zero), (y, weight, scale), result), *bias]
 
 
 def _constant_pair(
     editor: Editor,
     stem: str,
-    values: np.ndarray,
-    scale: np.ndarray,
+    values: NDArray[Any],
+    scale: NDArray[np.float32],
     *,
     axis: int,
     reads: list[str],
