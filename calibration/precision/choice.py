@@ -8,6 +8,7 @@ from functools import partial
 from math import prod
 
 import numpy as np
+import onnxruntime as ort
 from numpy.typing import NDArray
 
 from offramp.calibration.dataset import Dataset
@@ -87,7 +88,7 @@ class PrecisionChoice:
     """Why that kind, or why none; for reports."""
     measured: tuple[KindMeasured, ...]
     not_applicable: Mapping[CpuPrecision, str]
-    """Kinds that have nothing to do in this model, and why."""
+    """Kinds that have nothing to do in this model, or do not run here, and why."""
     disturbed: tuple[str, ...]
     """In what ways the machine was disturbed meanwhile."""
 
@@ -136,12 +137,13 @@ def choose_kind(
     for kind in kinds:
         try:
             made = quantise(graph, calibration, kind, threads=threads)
+            loaded = _loaded(made, kind, judged, threads)
         except PrecisionError as error:
             inapplicable[kind] = str(error)
             progress(1)
             continue
         ratios, disturbed = _time(
-            (source, TimedGraph(made, threads)),
+            (source, loaded),
             judged,
             batch_sizes=batch_sizes,
             effort=effort,
@@ -172,6 +174,20 @@ def choose_kind(
         not_applicable=inapplicable,
         disturbed=tuple(notes),
     )
+
+
+def _loaded(made: bytes, kind: CpuPrecision, samples: Dataset, threads: int) -> TimedGraph:
+    """Load a graph and run it once; a ``PrecisionError`` if this ONNX Runtime cannot."""
+    try:
+        loaded = TimedGraph(made, threads)
+        loaded.run(samples.take(slice(0, 1)))
+    except Exception as error:  # ONNX Runtime's own classes derive from Exception only
+        reason = str(error).splitlines()[0]
+        raise PrecisionError(
+            f"{kind.value} is not run by ONNX Runtime {ort.__version__} here ({reason}); a newer "
+            "one may"
+        ) from error
+    return loaded
 
 
 def _time(

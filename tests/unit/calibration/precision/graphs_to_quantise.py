@@ -21,6 +21,11 @@ from offramp.calibration.precision.graphs import PREFIX
 from offramp.calibration.precision.kinds import CpuPrecision, quantise
 from offramp.compiler.runtime import random_inputs
 
+_VERSION = tuple(int(part) for part in ort.__version__.split(".")[:2])
+RUN_HERE = [k for k in CpuPrecision if k is not CpuPrecision.BLOCKS or _VERSION >= (1, 22)]
+"""The kinds that the installed ONNX Runtime runs."""
+OF_TRANSFORMERS = [kind for kind in RUN_HERE if kind is not CpuPrecision.MIXED]
+
 
 def linear(weight: NDArray[np.float32]) -> bytes:
     """``y = x @ weight``."""

@@ -115,6 +115,19 @@ def test_kinds_that_have_nothing_to_do_are_named(monkeypatch: pytest.MonkeyPatch
     assert none.reason.startswith("float32 stays: int8-rows is for Gemm, MatMul")
 
 
+def test_a_kind_that_does_not_run_here_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_tomorrow(graph: bytes, *_: Any, **__: Any) -> bytes:
+        proto = onnx.ModelProto.FromString(graph)
+        proto.graph.node[0].op_type = "ConvOfTomorrow"
+        return serialised(proto)
+
+    monkeypatch.setattr(choice, "quantise", of_tomorrow)
+    found = chosen(monkeypatch, {STATIC: (0.1, 0.1)})
+    assert found.kind is None
+    assert "int8-static is not run by ONNX Runtime" in found.not_applicable[STATIC]
+    assert "ConvOfTomorrow" in found.reason
+
+
 def test_every_kind_counts_as_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[int] = []
     graph = serialised(residual_cnn())

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from tests.models import Builder, residual_cnn
 from tests.unit.calibration.precision.graphs_to_quantise import (
+    OF_TRANSFORMERS,
+    RUN_HERE,
     convolved_and_multiplied,
     inputs,
     linear,
@@ -28,7 +30,7 @@ def uneven(width: int) -> dict[str, np.ndarray]:
     return {"x": rng.standard_normal((ROWS, width)).astype(np.float32) * magnitudes}
 
 
-@pytest.mark.parametrize("kind", CpuPrecision)
+@pytest.mark.parametrize("kind", RUN_HERE)
 def test_no_kind_depends_on_batch_mates(kind: CpuPrecision) -> None:
     graph = made(convolved_and_multiplied(), kind)
     found = depends_on_batch_mates(graph, inputs(graph, ROWS, seed=3), answer="y")
@@ -36,7 +38,7 @@ def test_no_kind_depends_on_batch_mates(kind: CpuPrecision) -> None:
     assert (found.rows, found.changed) == (ROWS, 0)
 
 
-@pytest.mark.parametrize("kind", [k for k in CpuPrecision if k is not CpuPrecision.MIXED])
+@pytest.mark.parametrize("kind", OF_TRANSFORMERS)
 def test_no_transformer_depends_on_batch_mates(kind: CpuPrecision) -> None:
     graph = made(serialised(transformer().model.proto), kind)
     found = depends_on_batch_mates(graph, inputs(graph, ROWS, seed=3), answer="logits")

@@ -11,6 +11,8 @@ import pytest
 from tests.models import Builder, residual_cnn
 from tests.sliced import slice_proto
 from tests.unit.calibration.precision.graphs_to_quantise import (
+    OF_TRANSFORMERS,
+    RUN_HERE,
     constants,
     convolved_and_multiplied,
     dataset,
@@ -42,7 +44,7 @@ NEAR = {
 OF_PRODUCTS = (CpuPrecision.ROWS, CpuPrecision.BLOCKS, CpuPrecision.BLOCKS4)
 
 
-@pytest.mark.parametrize("kind", CpuPrecision)
+@pytest.mark.parametrize("kind", RUN_HERE)
 def test_every_kind_comes_near_float32(kind: CpuPrecision) -> None:
     graph = convolved_and_multiplied()
     found = made(graph, kind)
@@ -52,7 +54,7 @@ def test_every_kind_comes_near_float32(kind: CpuPrecision) -> None:
     assert 0 < relative_difference(TimedGraph(found, 1).run(feeds)["y"], wanted) < NEAR[kind]
 
 
-@pytest.mark.parametrize("kind", [k for k in CpuPrecision if k is not CpuPrecision.MIXED])
+@pytest.mark.parametrize("kind", OF_TRANSFORMERS)
 def test_a_transformer_comes_near_float32(kind: CpuPrecision) -> None:
     graph = serialised(transformer().model.proto)
     found = made(graph, kind)
@@ -140,7 +142,7 @@ def test_blocks_of_weights_have_scales_of_their_own(kind: CpuPrecision, middle: 
     assert (np.abs(restored.T[:192] - weight) <= largest / 2 * (1 + 1e-5)).all()
 
 
-@pytest.mark.parametrize("kind", [k for k in CpuPrecision if k is not CpuPrecision.MIXED])
+@pytest.mark.parametrize("kind", OF_TRANSFORMERS)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_gemm_is_multiplied_as_it_says(kind: CpuPrecision, transposed: bool) -> None:
     rng = np.random.default_rng(0)
@@ -234,12 +236,12 @@ def test_what_is_pooled_has_the_scale_of_what_it_was() -> None:
     assert values["first/step"] != values["second/step"]
 
 
-@pytest.mark.parametrize("kind", [CpuPrecision.STATIC, CpuPrecision.ROWS, CpuPrecision.BLOCKS])
-@pytest.mark.parametrize("name", ["residual", "bert"])
-def test_a_quantised_model_is_cut_where_the_source_is(kind: CpuPrecision, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("residual", CpuPrecision.STATIC), *(("bert", kind) for kind in OF_TRANSFORMERS)],
+)
+def test_a_quantised_model_is_cut_where_the_source_is(name: str, kind: CpuPrecision) -> None:
     pieces = transformer() if name == "bert" else slice_proto(residual_cnn())
-    if name == "residual" and kind is not CpuPrecision.STATIC:
-        pytest.skip("no products in it")
     model = pieces.model
     graph = made(serialised(model.proto), kind)
     cuts = find_cuts(model).cuts
