@@ -25,8 +25,6 @@ class PrecisionFacts:
     """In words, for reports."""
     operators: tuple[str, ...]
     """What is quantised, where its weights are constant; all else stays float32."""
-    calibrated: bool
-    """Whether scales of activations are measured on data beforehand."""
 
 
 class CpuPrecision(Enum):
@@ -54,32 +52,26 @@ _FACTS = {
     CpuPrecision.STATIC: PrecisionFacts(
         what="uint8 activations with measured scales, int8 weights with a scale per channel",
         operators=("Conv", *_PRODUCTS),
-        calibrated=True,
     ),
     CpuPrecision.SIGNED: PrecisionFacts(
         what="int8 activations with measured scales, int8 weights with a scale per channel",
         operators=("Conv", *_PRODUCTS),
-        calibrated=True,
     ),
     CpuPrecision.ROWS: PrecisionFacts(
         what="activations with a scale per row of its own, int8 weights with a scale per channel",
         operators=_PRODUCTS,
-        calibrated=False,
     ),
     CpuPrecision.MIXED: PrecisionFacts(
         what="convolutions as in int8-static, matrix products as in int8-rows",
         operators=("Conv", *_PRODUCTS),
-        calibrated=True,
     ),
     CpuPrecision.BLOCKS: PrecisionFacts(
         what="int8 weights with a scale per 128 of them, activations likewise",
         operators=_PRODUCTS,
-        calibrated=False,
     ),
     CpuPrecision.BLOCKS4: PrecisionFacts(
         what="int4 weights with a scale per 128 of them, activations likewise in int8",
         operators=_PRODUCTS,
-        calibrated=False,
     ),
 }
 
