@@ -26,9 +26,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
+from offramp.calibration.activations import activations
 from offramp.calibration.dataset import DataError, Dataset
-from offramp.calibration.running import BATCH_SIZE
-from offramp.engine.backends.onnxruntime import make_session
 
 PREFIX = "offramp_int8/"
 """What all names that are added begin with."""
@@ -39,8 +38,6 @@ RANGE_SAMPLES = 1000
 
 _BINS = 2048
 _LEVELS = 127
-_BATCH_BYTES = 2**28
-"""Activations of a batch that are held at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +78,10 @@ def measure_ranges(graph: bytes, dataset: Dataset, *, threads: int) -> Ranges:
             "there is nothing to compute in int8; build it with --precision fp16"
         )
     largest = dict.fromkeys(tensors, 0.0)
-    for name, values in _activations(proto, tensors, dataset, threads):
+    for name, values in _magnitudes(proto, tensors, dataset, threads):
         largest[name] = max(largest[name], float(values.max(initial=0)))
     counts = {name: np.zeros(_BINS, np.int64) for name in tensors}
-    for name, values in _activations(proto, tensors, dataset, threads):
+    for name, values in _magnitudes(proto, tensors, dataset, threads):
         counts[name] += np.histogram(values, _BINS, (0, largest[name] or 1))[0]
     limits = {name: _least_error(counts[name], largest[name]) for name in tensors}
     return Ranges(limits=limits, samples=len(dataset))
@@ -182,50 +179,19 @@ def _weight_scale(weight: NDArray[np.float32], axis: int) -> NDArray[np.float32]
     return np.where(scale > 0, scale, 1).astype(np.float32)
 
 
-def _activations(
+def _magnitudes(
     proto: onnx.ModelProto, tensors: Sequence[str], dataset: Dataset, threads: int
 ) -> Iterator[tuple[str, NDArray[Any]]]:
     """Give the magnitudes of each tensor, batch by batch, flat."""
-    given = {i.name for i in proto.graph.input}
-    inner = [name for name in tensors if name not in given]
-    session = make_session(_exposing(proto, inner), threads)
-    read = [tensor.name for tensor in session.get_inputs()]
-    start, size = 0, 1
-    while start < len(dataset):
-        batch = dataset.take(slice(start, start + size))
-        where = f"{dataset.rows[start]} to {dataset.rows[min(start + size, len(dataset)) - 1]}"
-        try:
-            # an empty list would ask for all outputs
-            feeds = {name: batch[name] for name in read}
-            values = session.run(inner, feeds) if inner else []
-        except Exception as error:  # ONNX Runtime's own classes derive from Exception only
-            reason = str(error).splitlines()[0]
-            raise DataError(f"the model fails on one of samples {where}: {reason}") from error
-        arrays = batch | dict(zip(inner, values, strict=True))
-        for name in tensors:
-            magnitudes = np.abs(arrays[name]).reshape(-1)
-            largest = magnitudes.max(initial=0)  # NaN, if any is
-            if not np.isfinite(largest):
-                raise DataError(
-                    f"tensor {name!r} holds {largest} for one of samples {where}, so it has no "
-                    "range; correct or remove that sample, or build with --precision fp32"
-                )
-            yield name, magnitudes
-        start += size
-        a_sample = sum(array.nbytes for array in values) // size
-        size = max(1, min(BATCH_SIZE, _BATCH_BYTES // max(a_sample, 1)))
-
-
-def _exposing(proto: onnx.ModelProto, tensors: Sequence[str]) -> bytes:
-    """Give the model with inner tensors among its outputs."""
-    exposed = onnx.ModelProto()
-    exposed.CopyFrom(proto)
-    inner = [name for name in tensors if name not in {o.name for o in proto.graph.output}]
-    exposed.graph.output.extend(
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in inner
-    )
-    serialised: bytes = exposed.SerializeToString()
-    return serialised
+    for name, values, where in activations(proto, tensors, dataset, threads=threads):
+        magnitudes = np.abs(values).reshape(-1)
+        largest = magnitudes.max(initial=0)  # NaN, if any is
+        if not np.isfinite(largest):
+            raise DataError(
+                f"tensor {name!r} holds {largest} for one of samples {where}, so it has no "
+                "range; correct or remove that sample, or build with --precision fp32"
+            )
+        yield name, magnitudes
 
 
 def _least_error(counts: NDArray[np.int64], largest: float) -> float:

@@ -12,7 +12,7 @@ from onnx import TensorProto, numpy_helper
 from tests.models import Builder
 from tests.sliced import BUILDERS, Sliced, dataset_of, inputs_of, sliced
 
-from offramp.calibration import quantization
+from offramp.calibration import activations
 from offramp.calibration.dataset import DataError, Dataset
 from offramp.calibration.quantization import PREFIX, Ranges, measure_ranges, quantize
 from offramp.compiler.runtime import GraphRunner, relative_difference
@@ -228,7 +228,7 @@ def test_zeros_have_a_positive_scale() -> None:
 def test_batches_are_as_large_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = sliced("residual")
     wanted = ranges_of(pieces, samples=11)
-    monkeypatch.setattr(quantization, "_BATCH_BYTES", 1)  # one sample at a time
+    monkeypatch.setattr(activations, "BATCH_BYTES", 1)  # one sample at a time
     single = ranges_of(pieces, samples=11)
     assert single.limits.keys() == wanted.limits.keys()
     for name, limit in wanted.limits.items():

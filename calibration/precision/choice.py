@@ -1,0 +1,238 @@
+"""Which kind of int8 is worth it on this machine: each is made, timed beside float32, judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from offramp.calibration.dataset import Dataset
+from offramp.calibration.precision.graphs import PrecisionError
+from offramp.calibration.precision.independence import BatchDependence, depends_on_batch_mates
+from offramp.calibration.precision.kinds import CpuPrecision, quantise
+from offramp.calibration.profiling import TimedGraph
+from offramp.calibration.running import run_over
+from offramp.engine.timing import Effort, Estimate, Rounds, disturbances, repeats_of, time_rounds
+
+MOST_RATIO = 0.95
+"""Of the time at the largest batch size, over float32's: what saves less is not worth a second
+model's rounding."""
+EFFORT = Effort(least=8, most=40, seconds=4.0, half_width=0.01)
+"""For a kind; a model of seconds takes the least."""
+_BATCH_MATES = 16
+"""Samples that independence is checked on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindMeasured:
+    """What was measured of one kind."""
+
+    kind: CpuPrecision
+    ratios: Mapping[int, Estimate]
+    """By batch size: time over float32's in the same round, with its interval."""
+    agreement: float
+    """Share of the samples with float32's largest class."""
+    samples: int
+    """Samples that were judged."""
+    dependence: BatchDependence
+    size_bytes: int
+    """Of the graph."""
+
+    @property
+    def mean_ratio(self) -> float:
+        """The geometric mean over batch sizes."""
+        return float(prod(r.value for r in self.ratios.values()) ** (1 / len(self.ratios)))
+
+    def objection(self, least_agreement: float) -> str | None:
+        """Say why this kind is not to be used; ``None`` if nothing speaks against it."""
+        reference = max(self.ratios)
+        if self.dependence.depends:
+            return (
+                f"answers depend on batch mates, by {self.dependence.difference:.1%} of the "
+                "largest one"
+            )
+        if self.agreement < least_agreement:
+            return (
+                f"agrees with float32 on {self.agreement:.2%} of {self.samples} samples, less "
+                f"than {least_agreement:.2%}"
+            )
+        for size, ratio in self.ratios.items():
+            most = MOST_RATIO - ratio.half_width if size == reference else 1 + ratio.half_width
+            if ratio.value > most:
+                return f"not faster: ratio {_figure(ratio)} at batch {size}"
+        return None
+
+    def describe(self) -> str:
+        """Say it in a line."""
+        ratios = ", ".join(f"{_figure(r)} at batch {size}" for size, r in self.ratios.items())
+        return (
+            f"{self.kind.value}: {ratios} of float32's time, agreement {self.agreement:.2%} on "
+            f"{self.samples} samples"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionChoice:
+    """The kind that is worth it, and what was measured of all."""
+
+    kind: CpuPrecision | None
+    """``None`` is float32."""
+    graph: bytes = field(repr=False)
+    """The model in that kind; the source model if in none."""
+    reason: str
+    """Why that kind, or why none; for reports."""
+    measured: tuple[KindMeasured, ...]
+    not_applicable: Mapping[CpuPrecision, str]
+    """Kinds that have nothing to do in this model, or do not run here, and why."""
+    disturbed: tuple[str, ...]
+    """In what ways the machine was disturbed meanwhile."""
+
+
+def choose_kind(
+    graph: bytes,
+    answer: str,
+    calibration: Dataset,
+    judged: Dataset,
+    *,
+    threads: int,
+    least_agreement: float,
+    batch_sizes: Sequence[int] = (1, 16),
+    kinds: Sequence[CpuPrecision] = tuple(CpuPrecision),
+    effort: Effort = EFFORT,
+    progress: Callable[[int], None] = lambda _: None,
+) -> PrecisionChoice:
+    """Make each kind, and choose the fastest that agrees and whose rows do not depend on others.
+
+    One kind at a time is loaded beside float32, both as they are served. The fastest is the one of
+    the least geometric mean over the batch sizes.
+
+    Args:
+        graph: The float32 source model.
+        answer: Its output [rows, classes].
+        calibration: What scales are measured on.
+        judged: What agreement is judged on (the tune split); at least the largest batch.
+        threads: Of ONNX Runtime.
+        least_agreement: Share of ``judged`` that a kind has to agree on with float32.
+        batch_sizes: Rising; the last is the reference.
+        kinds: What to try.
+        effort: How long to time each kind.
+        progress: Called with 1 after every kind.
+    """
+    if len(judged) < max(*batch_sizes, 2):
+        raise ValueError(
+            f"{len(judged)} samples to judge on, expected as many as the largest batch has "
+            f"({max(*batch_sizes, 2)}); give more"
+        )
+    source = TimedGraph(graph, threads)
+    wanted = _classes(graph, answer, judged, threads)
+    measured: list[KindMeasured] = []
+    inapplicable: dict[CpuPrecision, str] = {}
+    notes: list[str] = []
+    best, chosen = None, graph
+    for kind in kinds:
+        try:
+            made = quantise(graph, calibration, kind, threads=threads)
+            loaded = _loaded(made, kind, judged, threads)
+        except PrecisionError as error:
+            inapplicable[kind] = str(error)
+            progress(1)
+            continue
+        ratios, disturbed = _time(
+            (source, loaded),
+            judged,
+            batch_sizes=batch_sizes,
+            effort=effort,
+            kind=kind,
+        )
+        notes += disturbed
+        agreeing = _classes(made, answer, judged, threads) == wanted
+        result = KindMeasured(
+            kind=kind,
+            ratios=ratios,
+            agreement=float(agreeing.mean()),
+            samples=len(judged),
+            dependence=depends_on_batch_mates(
+                made, judged.take(slice(0, _BATCH_MATES)), answer=answer, threads=threads
+            ),
+            size_bytes=len(made),
+        )
+        measured.append(result)
+        faster = best is None or result.mean_ratio < best.mean_ratio
+        if faster and result.objection(least_agreement) is None:
+            best, chosen = result, made
+        progress(1)
+    return PrecisionChoice(
+        kind=best.kind if best else None,
+        graph=chosen,
+        reason=best.describe() if best else _why_none(measured, inapplicable, least_agreement),
+        measured=tuple(measured),
+        not_applicable=inapplicable,
+        disturbed=tuple(notes),
+    )
+
+
+def _loaded(made: bytes, kind: CpuPrecision, samples: Dataset, threads: int) -> TimedGraph:
+    """Load a graph and run it once; a ``PrecisionError`` if this ONNX Runtime cannot."""
+    try:
+        loaded = TimedGraph(made, threads)
+        loaded.run(samples.take(slice(0, 1)))
+    except Exception as error:  # ONNX Runtime's own classes derive from Exception only
+        reason = str(error).splitlines()[0]
+        raise PrecisionError(
+            f"{kind.value} is not run by ONNX Runtime {ort.__version__} here ({reason}); a newer "
+            "one may"
+        ) from error
+    return loaded
+
+
+def _time(
+    graphs: tuple[TimedGraph, TimedGraph],
+    samples: Dataset,
+    *,
+    batch_sizes: Sequence[int],
+    effort: Effort,
+    kind: CpuPrecision,
+) -> tuple[dict[int, Estimate], tuple[str, ...]]:
+    """Give the second's ratios to the first by batch size, and how the machine was disturbed."""
+    batches = [samples.take(slice(0, size)) for size in batch_sizes]
+    found = time_rounds(
+        [[partial(g.time_ms, batch) for g in graphs] for batch in batches],
+        repeats_of(batch_sizes),
+        effort,
+        _widest,
+    )
+    ratios = [rounds.ratios()[0] for rounds in found.rounds]
+    notes = disturbances(kind.value, found.load, found.rounds)
+    return dict(zip(batch_sizes, ratios, strict=True)), notes
+
+
+def _widest(rounds: Sequence[Rounds]) -> float:
+    return max(r.ratios()[0].half_width for r in rounds)
+
+
+def _classes(graph: bytes, answer: str, dataset: Dataset, threads: int) -> NDArray[np.int64]:
+    """Give the largest class of every sample, int64[samples]."""
+    batches = run_over(graph, [answer], dataset, threads=threads)
+    return np.concatenate([values[0].argmax(axis=1) for _, values in batches])
+
+
+def _why_none(
+    measured: Sequence[KindMeasured],
+    inapplicable: Mapping[CpuPrecision, str],
+    least_agreement: float,
+) -> str:
+    """Say why float32 is kept: what speaks against each kind, the fastest one first."""
+    if not measured:
+        return "float32 stays: " + ("; ".join(inapplicable.values()) or "no kind was tried")
+    by_speed = sorted(measured, key=lambda result: result.mean_ratio)
+    reasons = (f"{r.kind.value}: {r.objection(least_agreement)}" for r in by_speed)
+    return "float32 stays: " + "; ".join(reasons)
+
+
+def _figure(ratio: Estimate) -> str:
+    return f"{ratio.value:.2f} ± {ratio.half_width:.2f}"

@@ -1,0 +1,224 @@
+"""What all ways of quantising share: a graph that is rewritten, and the products worth it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+PREFIX = "offramp_cpu/"
+"""What all names that are added begin with; no tensor of the source is renamed."""
+CONTRIB = "com.microsoft"
+"""The domain of ONNX Runtime's own operators."""
+LEAST_WEIGHTS = 4096
+"""Weights that a matrix has at least to be quantised: a smaller product takes no time, and
+quantising its input takes some. Most classifiers' last layers are left in float32 by it."""
+LEVELS = 127
+LEAST_OPSET = 13
+"""Per-channel scales, and axes of ``DequantizeLinear``, came with it."""
+
+
+class PrecisionError(Exception):
+    """A graph cannot be quantised as asked; the message says why, and what can be done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Product:
+    """A matrix product with constant weights: a ``MatMul``, or a ``Gemm`` as one."""
+
+    node: onnx.NodeProto
+    activation: str
+    """The input that is no constant; its last axis is multiplied."""
+    weight: NDArray[np.float32]
+    """float32[inputs, outputs], transposed and scaled as a ``Gemm`` says."""
+    bias: NDArray[np.float32] | None
+    """float32[outputs] or what broadcasts to it; ``None`` without."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rewrite:
+    """What changes in a graph: operators in the place of others, and behind tensors."""
+
+    replaced: dict[str, list[onnx.NodeProto]] = field(default_factory=dict)
+    """By the first output of what they replace."""
+    behind: dict[str, list[onnx.NodeProto]] = field(default_factory=dict)
+    """By tensor."""
+    renamed: dict[str, str] = field(default_factory=dict)
+    """By tensor, what is read instead of it, but by what is ``behind``."""
+
+
+class Editor:
+    """A graph that is being rewritten: nodes are replaced or put behind others, constants added."""
+
+    def __init__(self, graph: bytes) -> None:
+        """Take a serialised model; a ``PrecisionError`` if its opset is too old."""
+        self.proto = onnx.ModelProto.FromString(graph)
+        self.opset = max((o.version for o in self.proto.opset_import if not o.domain), default=0)
+        if self.opset < LEAST_OPSET:
+            raise PrecisionError(
+                f"the model has opset {self.opset}, and quantised operators need {LEAST_OPSET} or "
+                f"newer; export it with opset_version={LEAST_OPSET} or newer"
+            )
+        self.constants = {t.name: t for t in self.proto.graph.initializer}
+        self.outputs = frozenset(o.name for o in self.proto.graph.output)
+        self.readers: dict[str, list[onnx.NodeProto]] = {}
+        for node in self.proto.graph.node:
+            for name in node.input:
+                self.readers.setdefault(name, []).append(node)
+        self._added: set[str] = set()
+
+    def floats(self, name: str) -> NDArray[np.float32] | None:
+        """Give a float32 constant; ``None`` if there is none of that name."""
+        tensor = self.constants.get(name)
+        if tensor is None or tensor.data_type != TensorProto.FLOAT:
+            return None
+        array: NDArray[np.float32] = numpy_helper.to_array(tensor)
+        return array
+
+    def constant(self, name: str, value: Any) -> str:
+        """Add a constant, once; gives its name with :data:`PREFIX`."""
+        name = PREFIX + name
+        if name not in self._added:
+            self._added.add(name)
+            self.proto.graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))
+        return name
+
+    def products(self) -> list[Product]:
+        """Find the matrix products that are large enough."""
+        found = (self._product(node) for node in self.proto.graph.node)
+        return [p for p in found if p is not None and p.weight.size >= LEAST_WEIGHTS]
+
+    def _product(self, node: onnx.NodeProto) -> Product | None:
+        if node.op_type not in {"MatMul", "Gemm"} or node.domain:
+            return None
+        weight = self.floats(node.input[1])
+        if weight is None or weight.ndim != 2 or node.input[0] in self.constants:
+            return None
+        if node.op_type == "MatMul":
+            return Product(node=node, activation=node.input[0], weight=weight, bias=None)
+        flags = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+        added = node.input[2] if len(node.input) > 2 else ""
+        bias = self.floats(added) if added else None
+        if flags.get("transA") or (added and bias is None):
+            return None
+        weight = (weight.T if flags.get("transB") else weight) * np.float32(flags.get("alpha", 1.0))
+        if bias is not None:
+            bias = bias * np.float32(flags.get("beta", 1.0))
+        weight = np.ascontiguousarray(weight)
+        return Product(node=node, activation=node.input[0], weight=weight, bias=bias)
+
+    def with_bias(self, product: Product) -> tuple[str, list[onnx.NodeProto]]:
+        """Give the name under which a product without its bias goes, and what adds the bias."""
+        y = product.node.output[0]
+        if product.bias is None:
+            return y, []
+        without, bias = f"{PREFIX}{y}/product", self.constant(f"{y}/bias", product.bias)
+        return without, [make("Add", [without, bias], [y])]
+
+    def rewritten(self, *rewrites: Rewrite) -> bytes:
+        """Serialise the graph as rewritten; constants that nobody reads any more go.
+
+        The same graph and rewrites give the same bytes.
+        """
+        graph = self.proto.graph
+        copies = [onnx.NodeProto.FromString(n.SerializeToString()) for n in self._nodes(rewrites)]
+        del graph.node[:]
+        graph.node.extend(copies)
+        read = {name for node in copies for name in node.input} | {o.name for o in graph.output}
+        read |= {name for node in copies for name in _read_inside(node)}
+        kept = [tensor for tensor in graph.initializer if tensor.name in read]
+        kept = [onnx.TensorProto.FromString(tensor.SerializeToString()) for tensor in kept]
+        del graph.initializer[:]
+        graph.initializer.extend(kept)
+        contrib = any(node.domain == CONTRIB for node in copies)
+        if contrib and all(o.domain != CONTRIB for o in self.proto.opset_import):
+            self.proto.opset_import.append(helper.make_opsetid(CONTRIB, 1))
+        serialised: bytes = self.proto.SerializeToString(deterministic=True)
+        return serialised
+
+    def _nodes(self, rewrites: Sequence[Rewrite]) -> Iterator[onnx.NodeProto]:
+        replaced = {y: nodes for r in rewrites for y, nodes in r.replaced.items()}
+        renamed = {x: name for r in rewrites for x, name in r.renamed.items()}
+        behind: dict[str, list[onnx.NodeProto]] = {}
+        for rewrite in rewrites:
+            for x, nodes in rewrite.behind.items():
+                behind.setdefault(x, []).extend(nodes)
+        for given in self.proto.graph.input:
+            yield from behind.get(given.name, ())
+        for node in self.proto.graph.node:
+            for new in replaced.get(node.output[0], (node,)) if node.output else (node,):
+                read = onnx.NodeProto()
+                read.CopyFrom(new)
+                del read.input[:]
+                read.input.extend(renamed.get(name, name) for name in new.input)
+                yield read
+            for name in node.output:
+                yield from behind.get(name, ())
+
+
+def make(
+    kind: str, inputs: Sequence[str], outputs: Sequence[str], domain: str = "", **attributes: Any
+) -> onnx.NodeProto:
+    """Make a node that is named after its output."""
+    return helper.make_node(
+        kind, inputs, outputs, name=f"{kind}:{outputs[0]}", domain=domain, **attributes
+    )
+
+
+def multiply(
+    editor: Editor,
+    steps: str,
+    scaled: tuple[str, str],
+    weight: tuple[str, NDArray[np.int8], NDArray[np.float32]],
+    result: str,
+) -> onnx.NodeProto:
+    """Make an integer product that gives float32.
+
+    ``scaled`` are the names of the size of a step and of the step that 0 is, of the activation;
+    ``weight`` is the stem of its constants' names, its steps [inputs, outputs] and their sizes
+    [outputs].
+    """
+    step, zero = scaled
+    stem, values, sizes = weight
+    inputs = [
+        steps,
+        editor.constant(f"{stem}/weight", values),
+        step,
+        editor.constant(f"{stem}/scale", sizes),
+        zero,
+        editor.constant(f"{stem}/zero", np.zeros(sizes.shape, np.int8)),
+    ]
+    return make("MatMulIntegerToFloat", inputs, [result], CONTRIB)
+
+
+def int8_weight(
+    weight: NDArray[np.float32], axis: int, *, least: NDArray[np.float64] | None = None
+) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    """Round weights to symmetric int8, with a scale per channel of ``axis``.
+
+    ``least`` [channels] is what scales are not to be below; the scale of a channel of zeros is 1,
+    as scales must be positive.
+    """
+    others = tuple(a for a in range(weight.ndim) if a != axis)
+    scale = np.abs(weight).max(axis=others) / np.float32(LEVELS)
+    if least is not None:
+        scale = np.maximum(scale, least)
+    scale = np.where(scale > 0, scale, 1).astype(np.float32)
+    shape = [-1 if a == axis else 1 for a in range(weight.ndim)]
+    steps = np.rint(weight / scale.reshape(shape))
+    return np.clip(steps, -LEVELS, LEVELS).astype(np.int8), scale
+
+
+def _read_inside(node: onnx.NodeProto) -> Iterable[str]:
+    """Give what the branches and bodies of a node read, of the graph around them too."""
+    for attribute in node.attribute:
+        for graph in (attribute.g, *attribute.graphs):
+            for inner in graph.node:
+                yield from inner.input
+                yield from _read_inside(inner)
+            yield from (output.name for output in graph.output)
