@@ -46,7 +46,7 @@ STREAM: Final = method_path("ModelStreamInfer")
 _OPTIONS: Final = (("grpc.max_send_message_length", -1),)
 
 
-class Target:
+class AttackedServer:
     """Where to send what, in an attacker's process."""
 
     def __init__(self, address: str, http: str, request: bytes, until_s: float) -> None:
@@ -129,45 +129,45 @@ def _for_no_model(mib: int) -> bytes:
     return bytes(request.SerializeToString())
 
 
-def _unread(target: Target) -> None:
+def _unread(server: AttackedServer) -> None:
     """Streams of right requests whose answers nobody reads."""
 
     def endless() -> Iterator[bytes]:
-        while not target.over:
-            yield target.request
+        while not server.over:
+            yield server.request
 
-    with grpc.insecure_channel(target.address, _OPTIONS) as channel:
+    with grpc.insecure_channel(server.address, _OPTIONS) as channel:
         calls = [channel.stream_stream(STREAM)(endless(), timeout=60) for _ in range(16)]
-        while not target.over:
+        while not server.over:
             time.sleep(0.1)
         for call in calls:
             call.cancel()
 
 
-def _pages(target: Target) -> None:
+def _pages(server: AttackedServer) -> None:
     def one(_: int) -> None:
-        while not target.over:
+        while not server.over:
             with contextlib.suppress(OSError):
-                urlopen(f"http://{target.http}/metrics", timeout=30).read()
+                urlopen(f"http://{server.http}/metrics", timeout=30).read()
 
     together(16, one)
 
 
-def _half_open(target: Target) -> None:
+def _half_open(server: AttackedServer) -> None:
     where = (
-        (target.http, b"GET / HTTP/1.1\r\nHost: a\r\n"),
-        (target.address, b"PRI * HTTP/2.0\r\n"),
+        (server.http, b"GET / HTTP/1.1\r\nHost: a\r\n"),
+        (server.address, b"PRI * HTTP/2.0\r\n"),
     )
-    together(2, lambda n: target.connections(*where[n], 800))
+    together(2, lambda n: server.connections(*where[n], 800))
 
 
-def _shapes(target: Target) -> None:
-    request = ModelInferRequest.FromString(target.request)
+def _shapes(server: AttackedServer) -> None:
+    request = ModelInferRequest.FromString(server.request)
     request.inputs[0].shape[:] = [2**40, 2**40, 0, 1]
-    target.calls(request.SerializeToString(), 32)
+    server.calls(request.SerializeToString(), 32)
 
 
-ATTACKS: Final[dict[str, Callable[[Target], None] | None]] = {
+ATTACKS: Final[dict[str, Callable[[AttackedServer], None] | None]] = {
     "quiet": None,
     "57 MiB of empty fields, 4 at once": lambda t: t.calls(_fields(57), 4),
     "6 MiB of empty fields, 16 at once": lambda t: t.calls(_fields(6), 16),
@@ -186,7 +186,7 @@ def attack(name: str, address: str, http: str, request: bytes, seconds: float) -
     """In a process of its own."""
     run = ATTACKS[name]
     assert run is not None
-    run(Target(address, http, request, time.monotonic() + seconds))
+    run(AttackedServer(address, http, request, time.monotonic() + seconds))
 
 
 async def measure(
