@@ -32,6 +32,18 @@ def json_key(key: str) -> Any:
     return dataclasses.field(metadata={"key": key})
 
 
+def left_out_at(default: Any) -> Any:
+    """Declare a field that JSON leaves out where it has a value: what older bundles do not say.
+
+    An older reader refuses it where it is there, as every field that it does not know.
+    """
+    return dataclasses.field(default=default, metadata={"left out": True})
+
+
+def _is_left_out(field: dataclasses.Field[Any], value: object) -> bool:
+    return field.metadata.get("left out", False) and value == field.default
+
+
 def _key(field: dataclasses.Field[Any]) -> str:
     key: str = field.metadata.get("key", field.name)
     return key
@@ -40,7 +52,8 @@ def _key(field: dataclasses.Field[Any]) -> str:
 def to_plain(value: Any) -> Any:
     """Give dataclasses as dicts and tuples as lists, recursively."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {_key(f): to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        held = [(f, getattr(value, f.name)) for f in dataclasses.fields(value)]
+        return {_key(f): to_plain(v) for f, v in held if not _is_left_out(f, v)}
     if isinstance(value, tuple | list):
         return [to_plain(item) for item in value]
     if isinstance(value, dict):
@@ -80,8 +93,10 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
 
 def _convert_dataclass(cls: type, value: Any, where: str) -> Any:
     _expect(isinstance(value, dict), where, "an object", value)
-    names = {_key(f): f.name for f in dataclasses.fields(cls)}
-    unknown, missing = sorted(value.keys() - names), sorted(names.keys() - value)
+    fields = dataclasses.fields(cls)
+    names = {_key(f): f.name for f in fields}
+    needed = {_key(f) for f in fields if not f.metadata.get("left out", False)}
+    unknown, missing = sorted(value.keys() - names), sorted(needed - value.keys())
     if unknown or missing:
         raise BundleSchemaError(
             f"{where}: unknown fields {unknown!s:.200}, missing fields {missing}; "
