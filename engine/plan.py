@@ -178,6 +178,22 @@ def chain_stages(structure: ModelStructure, read: Callable[[str], bytes]) -> tup
     return tuple(_stages(structure, read, [*ends, (last.index, MODEL_END, 0.0)]))
 
 
+def answering_graphs(structure: ModelStructure, read: Callable[[str], bytes]) -> tuple[bytes, ...]:
+    """Join all segments and exits, used or not: what answers a sample at every exit and the end.
+
+    It is one graph, in a cascade two: that of all exits, and the source model, which may be of
+    another opset.
+    """
+    outputs = [name for e in structure.exits for name in (e.output, e.confidence)]
+    exits = [e.file for e in structure.exits]
+    segments = [s.file for s in structure.segments]
+    answer = structure.answer.output
+    if begins := last_beginning(structure.segments):
+        front = assemble([read(file) for file in (*segments[:begins], *exits)], outputs)
+        return front, assemble([read(file) for file in segments[begins:]], [answer])
+    return (assemble([read(file) for file in (*segments, *exits)], [*outputs, answer]),)
+
+
 def _source_stage(bundle: Bundle) -> StageSpec:
     manifest = bundle.manifest
     return StageSpec(
