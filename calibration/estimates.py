@@ -95,6 +95,7 @@ def stages_of(
     sets: Sequence[Sequence[int]],
     sample_bytes: FloatArray,
     exits_ms: Sequence[Sequence[float]],
+    *,
     front_ms: Sequence[Sequence[float]] = (),
 ) -> StageCosts:
     """Estimate what borders cost.

@@ -213,7 +213,11 @@ POOLINGS: Mapping[HeadKind, Pooling] = {pooling.kind: pooling() for pooling in _
 
 def family_of(cut: CutTensor) -> tuple[Head, ...]:
     """Give the heads to try; none where the tensor's shape has no known kind of head."""
-    kinds = [] if cut.width is None or cut.is_answer else [p for p in POOLINGS.values() if p.rank == cut.rank]
+    kinds = (
+        []
+        if cut.width is None or cut.is_answer
+        else [p for p in POOLINGS.values() if p.rank == cut.rank]
+    )
     return tuple(head for pooling in kinds for head in pooling.heads(cut))
 
 

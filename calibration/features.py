@@ -80,10 +80,11 @@ def record(
     """Run the source model with all poolings attached over a data set.
 
     ``model`` is the joined graph of segments and poolings, in a cascade the source model beside it;
-    ``outputs`` are, by candidate, its outputs by grid. ``made`` samples are recorded behind the others; where the source model fails
-    or has no finite answer, the sample that one was made of is there once more. (On a sample of the
-    data set, that is a ``DataError``.) Files are put in ``directory``, which the caller removes;
-    ``progress`` is called with the number of samples of each finished batch.
+    ``outputs`` are, by candidate, its outputs by grid. ``made`` samples are recorded behind the
+    others; where the source model fails or has no finite answer, the sample that one was made of is
+    there once more. (On a sample of the data set, that is a ``DataError``.) Files are put in
+    ``directory``, which the caller removes; ``progress`` is called with the number of samples of
+    each finished batch.
     """
     made_rows = 0 if made is None else len(made)
     store = _FeatureStore(

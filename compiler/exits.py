@@ -110,9 +110,7 @@ def find_exits(
         exits = search.build(search.screen(len(parts.train)))
         own = () if sliced.front is None else (search.own(parts.tune),)
     worth = (exit_ for exit_ in exits if exit_.best.net_savings > 0)
-    return FoundExits(
-        exits=(*worth, *own), best=tuple(exit_.best for exit_ in (*exits, *own))
-    )
+    return FoundExits(exits=(*worth, *own), best=tuple(exit_.best for exit_ in (*exits, *own)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

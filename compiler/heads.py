@@ -140,9 +140,7 @@ def build_exit(
     return part.build(inputs, [answered, (prefix + CONFIDENCE, "float32", ("batch",))])
 
 
-def build_own(
-    cut: CutTensor, answer: Answer, prefix: str, *, opset: int, ir_version: int
-) -> bytes:
+def build_own(cut: CutTensor, answer: Answer, prefix: str, *, opset: int, ir_version: int) -> bytes:
     """Build the exit that a quantised model's own answer is: the answer, and its confidence.
 
     ``cut`` is that answer; names are as :func:`build_exit` gives them. Rounding may take the

@@ -79,9 +79,7 @@ def profile_here(
     plan = make_plan(bundle, bundle.policy, Mode.LEAVE)
     seen, disturbed = measure(bundle, backend, plan, compiled, max_batch_size)
     begins = bundle.manifest.source_begins
-    profile = replace(
-        scaled(compiled, plan, seen, source_begins=begins), disturbed=disturbed
-    )
+    profile = replace(scaled(compiled, plan, seen, source_begins=begins), disturbed=disturbed)
     if keep and not disturbed:  # what a busy machine showed must not be believed for good
         write_kept(path, here, profile)
     return profile
