@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
 from typing import Final, Literal, TypeAlias
 
 import numpy as np
 
-from offramp.bundle.serde import check_numbers, left_out_at
+from offramp.bundle.serde import LEFT_OUT, check_numbers
 
 SCHEMA_VERSION = 1
 """Bumped whenever an older reader would misunderstand a newer bundle."""
@@ -244,7 +244,7 @@ class Manifest:
     """Largest relative difference between chained segments and the model that was cut into them
     (the source, or the quantised model) that was allowed."""
     files: tuple[FileEntry, ...] = ()
-    precision: BundlePrecision = left_out_at("fp32")
+    precision: BundlePrecision = field(default="fp32", metadata=LEFT_OUT)
 
     def __post_init__(self) -> None:
         if not self.segments:

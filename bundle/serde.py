@@ -32,16 +32,13 @@ def json_key(key: str) -> Any:
     return dataclasses.field(metadata={"key": key})
 
 
-def left_out_at(default: Any) -> Any:
-    """Declare a field that JSON leaves out where it has a value: what older bundles do not say.
-
-    An older reader refuses it where it is there, as every field that it does not know.
-    """
-    return dataclasses.field(default=default, metadata={"left out": True})
+LEFT_OUT: Final = types.MappingProxyType({"left out": True})
+"""Metadata of a field that JSON leaves out where it has its default: what older bundles do not say.
+An older reader refuses it where it is there, as every field that it does not know."""
 
 
-def _is_left_out(field: dataclasses.Field[Any], value: object) -> bool:
-    return field.metadata.get("left out", False) and value == field.default
+def _may_lack(field: dataclasses.Field[Any]) -> bool:
+    return bool(field.metadata.get("left out", False))
 
 
 def _key(field: dataclasses.Field[Any]) -> str:
@@ -53,7 +50,8 @@ def to_plain(value: Any) -> Any:
     """Give dataclasses as dicts and tuples as lists, recursively."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         held = [(f, getattr(value, f.name)) for f in dataclasses.fields(value)]
-        return {_key(f): to_plain(v) for f, v in held if not _is_left_out(f, v)}
+        said = [(f, v) for f, v in held if not (_may_lack(f) and v == f.default)]
+        return {_key(f): to_plain(v) for f, v in said}
     if isinstance(value, tuple | list):
         return [to_plain(item) for item in value]
     if isinstance(value, dict):
@@ -95,7 +93,7 @@ def _convert_dataclass(cls: type, value: Any, where: str) -> Any:
     _expect(isinstance(value, dict), where, "an object", value)
     fields = dataclasses.fields(cls)
     names = {_key(f): f.name for f in fields}
-    needed = {_key(f) for f in fields if not f.metadata.get("left out", False)}
+    needed = {_key(f) for f in fields if not _may_lack(f)}
     unknown, missing = sorted(value.keys() - names), sorted(needed - value.keys())
     if unknown or missing:
         raise BundleSchemaError(
