@@ -106,16 +106,16 @@ def _front_of(model: SourceModel, copy: bytes) -> SourceModel:
             f"opset {default_opset(proto)}; expected {sorted(inputs)}, [{model.answer.output!r}] "
             f"and {MIN_OPSET} or newer: quantise the model that was read, under the same names"
         )
-    remove_unused(proto)
-    name_operators(proto)
-    _describe(proto, model)
-    annotate(proto)
     wanted, (given,) = declared_types(model.proto)[model.answer.output], proto.graph.output
     if given.type.tensor_type.elem_type != wanted.elem_type:
         raise ModelError(
             f"the quantised copy answers in another type than {wanted.dtype}; end it with the "
             "conversion"
         )
+    remove_unused(proto)
+    name_operators(proto)
+    _describe(proto, model)
+    annotate(proto)
     rename_graph(proto.graph, lambda name: name if name in inputs else PREFIX + name)
     return replace(
         model,
