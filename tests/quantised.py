@@ -18,7 +18,7 @@ class Rounded:
 
     bits: int
 
-    def __call__(self, model: SourceModel, samples: Dataset | None = None) -> bytes:  # noqa: ARG002
+    def __call__(self, model: SourceModel, samples: Dataset | None = None) -> bytes:
         proto = onnx.ModelProto.FromString(model.proto.SerializeToString())
         for tensor in proto.graph.initializer:
             value = numpy_helper.to_array(tensor)
