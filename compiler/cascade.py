@@ -39,6 +39,8 @@ from offramp.engine.backends.onnxruntime import make_session
 PREFIX = "offramp_front/"
 """What all names of the quantised model begin with, but those of graph inputs."""
 _AGAIN = "/again"
+_FLOAT = frozenset({"LayerNormalization", "BatchNormalization", "Tanh", "Erf", "Gelu"})
+"""Operators without an int8 kernel: what they give is quantised by the next operator alone."""
 
 Quantise: TypeAlias = Callable[[SourceModel, Dataset], bytes]
 """Makes a quantised copy of a model, by samples of its training data."""
@@ -159,21 +161,23 @@ def requantise(proto: onnx.ModelProto, tensors: Sequence[str]) -> None:
     ``QuantizeLinear`` would leave it in float32. So where all readers of a cut tensor quantise it
     with the same constants, a pair with these is put before the cut: the values after it are on the
     steps of the scale, and quantising them again changes nothing. Where no cut is made, ONNX
-    Runtime drops the second pair.
+    Runtime drops one pair of the two.
     """
     graph = proto.graph
     constants = {t.name: numpy_helper.to_array(t).tobytes() for t in graph.initializer}
     for tensor in tensors:
         readers = [node for node in graph.node if tensor in node.input]
+        (writer,) = (i for i, node in enumerate(graph.node) if tensor in node.output)
+        node = graph.node[writer]
         if not readers or any(n.op_type != "QuantizeLinear" for n in readers):
+            continue
+        if node.op_type in _FLOAT:
             continue
         scales = {tuple(constants.get(name) for name in node.input[1:]) for node in readers}
         attributes = {node.SerializeToString() for node in map(_without_names, readers)}
         if len(scales) > 1 or len(attributes) > 1 or None in next(iter(scales)):
             continue
-        (writer,) = (i for i, node in enumerate(graph.node) if tensor in node.output)
         plain, steps = f"{tensor}{_AGAIN}/plain", f"{tensor}{_AGAIN}/steps"
-        node = graph.node[writer]
         node.output[list(node.output).index(tensor)] = plain
         arguments = readers[0].input[1:]
         down = helper.make_node("QuantizeLinear", [plain, *arguments], [steps], name=steps)
