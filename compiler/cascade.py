@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from offramp.calibration.dataset import Dataset
+from offramp.calibration.dataset import DataError, Dataset
 from offramp.calibration.families import CutTensor
 from offramp.calibration.quantization import measure_ranges, quantize
 from offramp.compiler.cuts import CutAnalysis, GraphAnalysis, find_cuts
@@ -206,19 +206,18 @@ def verify_front(
     ``tolerance`` is relative to the largest value of the copy's answer.
 
     Gives the largest difference found. VerificationError if it is beyond ``tolerance``, or a value
-    is no number.
+    is no number; ModelError if ONNX Runtime cannot load a part, DataError if it fails on a sample.
     """
     assert sliced.front is not None
     answer = sliced.front.answer.output
-    whole = make_session(copy, 1)
-    chain = [make_session(graph, 1) for graph in sliced.graphs[:-1]]
+    whole, *chain = map(_loaded, (copy, *sliced.graphs[:-1]))
     worst = 0.0
     for size in batch_sizes:
         feeds = {k: v[np.arange(size) % len(v)] for k, v in samples.items()}
-        (wanted,) = whole.run([sliced.model.answer.output], _read_by(whole, feeds))
+        wanted = _run(whole, sliced.model.answer.output, feeds)
         tensors = dict(feeds)
         for session, segment in zip(chain, sliced.segments, strict=False):
-            (tensors[segment.output],) = session.run([segment.output], _read_by(session, tensors))
+            tensors[segment.output] = _run(session, segment.output, tensors)
         difference = relative_difference(tensors[answer], wanted)
         if not difference <= tolerance:
             raise VerificationError(
@@ -230,5 +229,21 @@ def verify_front(
     return worst
 
 
-def _read_by(session: Any, tensors: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    return {tensor.name: tensors[tensor.name] for tensor in session.get_inputs()}
+def _loaded(graph: bytes) -> Any:
+    try:
+        return make_session(graph, 1)
+    except Exception as error:  # ONNX Runtime's own classes derive from Exception only
+        reason = str(error).splitlines()[0]
+        raise ModelError(
+            f"ONNX Runtime cannot load the quantised copy: {reason}; compile with --precision fp32"
+        ) from error
+
+
+def _run(session: Any, output: str, tensors: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
+    feeds = {tensor.name: tensors[tensor.name] for tensor in session.get_inputs()}
+    try:
+        found: NDArray[Any] = session.run([output], feeds)[0]
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise DataError(f"the quantised copy fails on the first samples: {reason}") from error
+    return found

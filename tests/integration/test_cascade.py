@@ -159,9 +159,9 @@ def test_records_hold_the_float32_models_answers_against_the_int8_ones(compiled:
 
 
 def test_who_takes_no_exit_has_the_float32_models_answer_to_the_bit(compiled: Compiled) -> None:
-    """The exits look on (NEVER), so that all of the quantised model has run before."""
-    looking_on = policy(*((e.index, NEVER) for e in compiled.bundle.manifest.exits))
-    plan = make_plan(compiled.bundle, looking_on, Mode.AUDIT)
+    """All exits run in shadow mode, so that all of the quantised model has run before."""
+    in_shadow_mode = policy(*((e.index, NEVER) for e in compiled.bundle.manifest.exits))
+    plan = make_plan(compiled.bundle, in_shadow_mode, Mode.AUDIT)
     assert len(plan.stages) == len(compiled.bundle.manifest.exits) + 1
     np.testing.assert_array_equal(answers(plan, compiled.unseen), of_source(compiled))
 
@@ -264,7 +264,9 @@ def test_it_is_profiled_anew_and_rehearsed(
         bundle=compiled.bundle.path, data=compiled.data, output=tmp_path / "r.ee"
     )
     done = rehearse_bundle(options)
-    assert done.rehearsed.shipped.source_ms == 1.0
+    assert done.rehearsed.shipped.source_ms == pytest.approx(1.0)
+    anew = rehearse_bundle(replace(options, anew=True, dry_run=True))
+    assert anew.rehearsed.rehearsal.steps
     assert Bundle.open(tmp_path / "r.ee").manifest.segments == compiled.bundle.manifest.segments
 
 
@@ -307,9 +309,9 @@ def test_a_copy_of_another_opset_serves_but_makes_no_file(
         quantise=of_another_opset,
     )
     assert bundle.policy.active
-    looking_on = policy(*((e.index, NEVER) for e in bundle.manifest.exits))
+    in_shadow_mode = policy(*((e.index, NEVER) for e in bundle.manifest.exits))
     unseen = vectors(ROWS, seed=1)
-    found = answers(make_plan(bundle, looking_on, Mode.AUDIT), unseen)
+    found = answers(make_plan(bundle, in_shadow_mode, Mode.AUDIT), unseen)
     np.testing.assert_array_equal(found, by_graph(bundle.read("source.onnx"), unseen))
     options = ExportOptions(
         bundle=bundle.path, data=tmp_path / "data.npz", output=tmp_path / "fast.onnx"

@@ -17,7 +17,7 @@ from tests.quantised import Rounded
 from tests.sliced import BUILDERS, inputs_of, sliced
 
 from offramp.bundle import Head
-from offramp.calibration.dataset import Dataset
+from offramp.calibration.dataset import DataError, Dataset
 from offramp.calibration.families import family_of
 from offramp.compiler.cascade import PREFIX, quantised, requantise, slice_cascade, verify_front
 from offramp.compiler.errors import ModelError, UnknownCutPointError, VerificationError
@@ -100,6 +100,15 @@ def test_segments_that_are_not_the_copys_are_refused() -> None:
     other = slice_cascade(sliced("mlp").model, Rounded(bits=3)(found.model), asked())
     with pytest.raises(VerificationError, match="--precision fp32"):
         verify_front(other, copy_of("mlp"), inputs_of(found, 8), tolerance=1e-5)
+
+
+def test_a_copy_that_cannot_be_loaded_or_run_is_refused() -> None:
+    found = cascade("mlp")
+    samples = inputs_of(found, 8)
+    with pytest.raises(ModelError, match="cannot load the quantised copy"):
+        verify_front(found, b"no model", samples, tolerance=1.0)
+    with pytest.raises(DataError, match="the quantised copy fails on the first samples"):
+        verify_front(found, copy_of("mlp"), {"x": samples["x"][:, :3]}, tolerance=1.0)
 
 
 def test_the_own_answer_needs_no_head() -> None:
