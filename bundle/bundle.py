@@ -142,6 +142,11 @@ class Bundle:
         return records
 
 
+def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+    """Read what a bundle says of itself, without a look at its other files; raises as opening."""
+    return _read_manifest(Path(path))
+
+
 def write_bundle(
     path: str | os.PathLike[str],
     manifest: Manifest,

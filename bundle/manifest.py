@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 from typing import Final, Literal, TypeAlias
 
 import numpy as np
 
-from offramp.bundle.serde import check_numbers
+from offramp.bundle.serde import LEFT_OUT, check_numbers
 
 SCHEMA_VERSION = 1
 """Bumped whenever an older reader would misunderstand a newer bundle."""
 
 AnswerForm: TypeAlias = Literal["logits", "probabilities"]
 """Whether the model ends before or after its softmax."""
+
+BundlePrecision: TypeAlias = Literal["fp32", "int8"]
+"""What the segments that exits follow compute in. ``int8`` is a cascade: the quantised model, cut
+into segments, then the unmodified one as the last segment, which begins anew."""
+BUNDLE_PRECISIONS: Final[tuple[BundlePrecision, ...]] = ("fp32", "int8")
 
 NUMBER_DTYPES: Final = frozenset(np.dtype(code).name for code in "?bhilqBHILQefd")
 """numpy's names of the element types that models may take and give."""
@@ -78,15 +84,26 @@ class Segment:
     output: str
     """The cut tensor, or the model's answer in the last segment."""
     flops_share: float
-    """Share of the source model's floating-point operations, 0 to 1."""
+    """Share of the source model's floating-point operations, 0 to 1; of a quantised segment, that
+    of the operations that it stands for."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "flops_share", least=0, most=1 + 1e-6)
 
 
-HeadKind: TypeAlias = Literal["grid", "first", "mean", "mean_max", "attention", "vector"]
+def last_beginning(segments: Sequence[Segment]) -> int:
+    """Find the last segment that reads nothing of the one before it: what follows begins there.
+
+    That is 0, but in a cascade, where the source model is the last segment.
+    """
+    anew = [b.index for a, b in pairwise(segments) if a.output not in b.inputs]
+    return max(anew, default=0)
+
+
+HeadKind: TypeAlias = Literal["grid", "first", "mean", "mean_max", "attention", "vector", "own"]
 """How a head pools: average to a grid; first token; masked mean; first, mean and max joined;
-learned attention queries; not at all. :mod:`offramp.calibration.families` has a class for each."""
+learned attention queries; not at all. :mod:`offramp.calibration.families` has a class for each.
+``own`` is no head: the answer of the quantised model itself, after its last segment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +123,8 @@ class Head:
 
     def describe(self) -> str:
         """``4×4 grid, hidden 64``, for reports."""
+        if self.kind == "own":
+            return "the int8 model's own answer"
         pooling = {
             "grid": f"{self.grid}×{self.grid} grid",
             "first": "first token",
@@ -222,8 +241,10 @@ class Manifest:
     """All exits that were built, in depth order, whether the policy uses them or not."""
     calibration: Calibration
     verified_tolerance: float
-    """Largest relative difference between chained segments and source that was allowed."""
+    """Largest relative difference between chained segments and the model that was cut into them
+    (the source, or the quantised model) that was allowed."""
     files: tuple[FileEntry, ...] = ()
+    precision: BundlePrecision = field(default="fp32", metadata=LEFT_OUT)
 
     def __post_init__(self) -> None:
         if not self.segments:
@@ -243,7 +264,13 @@ class Manifest:
         _check_unique("files", (entry.path for entry in self.files))
         _check_answer(self)
         _check_samples(self.inputs, self.calibration)
+        _check_precision(self)
         _check_chain(self)
+
+    @property
+    def source_begins(self) -> int:
+        """Index of the segment that the source model begins with: 0, or the last in a cascade."""
+        return last_beginning(self.segments)
 
 
 def _check_unique(what: str, names: Iterable[str]) -> None:
@@ -293,11 +320,40 @@ def _check_samples(inputs: Sequence[TensorSpec], calibration: Calibration) -> No
             raise ValueError(f"calibration.sample_shapes: {list(shape)!s:.100} is above 1 GiB")
 
 
+def _check_precision(manifest: Manifest) -> None:
+    """The last segment and the last exit of a cascade, and of no other, are what they must be."""
+    is_cascade = manifest.precision != "fp32"
+    last = len(manifest.segments) - 1
+    own = [e.index for e in manifest.exits if e.head.kind == "own"]
+    if not is_cascade:
+        if own:
+            raise ValueError(f"exits[{own[0]}]: head 'own' is for precision int8, not for fp32")
+        return
+    if not last:
+        raise ValueError("segments: precision int8 needs a quantised one, and the source model")
+    if manifest.segments[last].file != manifest.source.file:
+        raise ValueError(
+            f"segments[{last}]: file {manifest.segments[last].file!r:.100}, expected the source "
+            f"model {manifest.source.file!r:.100}, which precision int8 ends with"
+        )
+    end = len(manifest.exits) - 1
+    if own != [end] or manifest.exits[end].after_segment != last - 1:
+        raise ValueError(
+            f"exits: precision int8 needs the quantised model's own answer, head 'own', as the "
+            f"last exit, after segment {last - 1}; found {own} of {len(manifest.exits)}"
+        )
+
+
 def _check_chain(manifest: Manifest) -> None:
-    """Each segment reads what the one before it gives, and graph inputs; exits do likewise."""
+    """Each segment reads what the one before it gives, and graph inputs; exits do likewise.
+
+    The source model in a cascade reads graph inputs alone.
+    """
     graph_inputs = {tensor.name for tensor in manifest.inputs}
     cut: str | None = None
     for segment in manifest.segments:
+        if manifest.precision != "fp32" and segment is manifest.segments[-1]:
+            cut = None
         _check_reads(f"segments[{segment.index}]", segment.inputs, cut, graph_inputs)
         cut = segment.output
     for exit_ in manifest.exits:

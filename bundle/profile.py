@@ -48,7 +48,8 @@ class Profile:
     """The unmodified model as one graph."""
     segments_ms: tuple[tuple[float, ...], ...]
     """[segments][batch_sizes]: each segment's part of ``source_ms``, which a column adds up to;
-    what a border between stages costs beyond is in ``stages_ms``."""
+    what a border between stages costs beyond is in ``stages_ms``. In a cascade the parts of the
+    quantised model add up to its own time as one graph, and the last row is ``source_ms``."""
     exits_ms: tuple[tuple[float, ...], ...]
     """[exits][batch_sizes]: bridge and head, beyond the cost of an empty graph."""
     stages_ms: tuple[tuple[float, ...], ...]

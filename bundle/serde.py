@@ -32,6 +32,15 @@ def json_key(key: str) -> Any:
     return dataclasses.field(metadata={"key": key})
 
 
+LEFT_OUT: Final = types.MappingProxyType({"left out": True})
+"""Metadata of a field that JSON leaves out where it has its default: what older bundles do not say.
+An older reader refuses it where it is there, as every field that it does not know."""
+
+
+def _may_lack(field: dataclasses.Field[Any]) -> bool:
+    return bool(field.metadata.get("left out", False))
+
+
 def _key(field: dataclasses.Field[Any]) -> str:
     key: str = field.metadata.get("key", field.name)
     return key
@@ -40,7 +49,9 @@ def _key(field: dataclasses.Field[Any]) -> str:
 def to_plain(value: Any) -> Any:
     """Give dataclasses as dicts and tuples as lists, recursively."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {_key(f): to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        held = [(f, getattr(value, f.name)) for f in dataclasses.fields(value)]
+        said = [(f, v) for f, v in held if not (_may_lack(f) and v == f.default)]
+        return {_key(f): to_plain(v) for f, v in said}
     if isinstance(value, tuple | list):
         return [to_plain(item) for item in value]
     if isinstance(value, dict):
@@ -80,8 +91,10 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
 
 def _convert_dataclass(cls: type, value: Any, where: str) -> Any:
     _expect(isinstance(value, dict), where, "an object", value)
-    names = {_key(f): f.name for f in dataclasses.fields(cls)}
-    unknown, missing = sorted(value.keys() - names), sorted(names.keys() - value)
+    fields = dataclasses.fields(cls)
+    names = {_key(f): f.name for f in fields}
+    needed = {_key(f) for f in fields if not _may_lack(f)}
+    unknown, missing = sorted(value.keys() - names), sorted(needed - value.keys())
     if unknown or missing:
         raise BundleSchemaError(
             f"{where}: unknown fields {unknown!s:.200}, missing fields {missing}; "

@@ -28,7 +28,8 @@ class BackboneTimes:
     source_ms: tuple[float, ...]
     """By batch size: medians over rounds."""
     segments_ms: tuple[tuple[float, ...], ...]
-    """[segments][batch sizes], scaled to add up to ``source_ms``."""
+    """[segments][batch sizes], scaled to add up to ``source_ms``. In a cascade those of the
+    quantised model add up to its time, and the last is ``source_ms``."""
     source_widths: tuple[float, ...] = ()
     """By batch size: half of the interval of ``source_ms``, as a share of it."""
     segment_widths: tuple[float, ...] = ()
@@ -39,13 +40,22 @@ class BackboneTimes:
     """In what ways the machine was disturbed meanwhile."""
 
 
-def backbone_of(rounds: Sequence[Rounds], batch_sizes: Sequence[int]) -> BackboneTimes:
-    """Estimate times from rounds, by batch size, of the source model and then its segments."""
+def backbone_of(
+    rounds: Sequence[Rounds], batch_sizes: Sequence[int], *, is_cascade: bool = False
+) -> BackboneTimes:
+    """Estimate times from rounds, by batch size, of the source model and then its segments.
+
+    Of a cascade they are of the source model, the quantised one, and the segments of that.
+    """
     wholes = [of_size.base() for of_size in rounds]
     columns = []
     for of_size, whole in zip(rounds, wholes, strict=True):
         shares = np.array([ratio.value for ratio in of_size.ratios()])
-        columns.append((whole.value * shares / shares.sum()).tolist())
+        if is_cascade:
+            front_ms, shares = whole.value * shares[0], shares[1:]
+            columns.append([*(front_ms * shares / shares.sum()).tolist(), whole.value])
+        else:
+            columns.append((whole.value * shares / shares.sum()).tolist())
     return BackboneTimes(
         batch_sizes=tuple(batch_sizes),
         source_ms=tuple(whole.value for whole in wholes),
@@ -85,19 +95,24 @@ def stages_of(
     sets: Sequence[Sequence[int]],
     sample_bytes: FloatArray,
     exits_ms: Sequence[Sequence[float]],
+    *,
+    front_ms: Sequence[Sequence[float]] = (),
 ) -> StageCosts:
     """Estimate what borders cost.
 
     ``rounds`` are by batch size; their systems are the source model, then the sets of exits at
     work, of which the first is all exits. ``sample_bytes`` float64[exits] is the size of the
     tensors that cross each exit's border, a sample; ``exits_ms`` [exits][batch sizes] are the
-    heads' own times.
+    heads' own times. ``front_ms`` [sets][batch sizes] is, in a cascade, what of the quantised model
+    runs before the source model with each set at work.
     """
     source_ms = np.array([of_size.base().value for of_size in rounds])
     ratios = [of_size.ratios() for of_size in rounds]
     columns = range(len(batch_sizes))
     heads = np.array([[sum(exits_ms[e][c] for e in set_) for set_ in sets] for c in columns])
     beyond = np.array([[r.value - 1 for r in row] for row in ratios]) * source_ms[:, None] - heads
+    if front_ms:
+        beyond -= np.array(front_ms).T
     costs = fit_borders(beyond, batch_sizes, sets, sample_bytes, source_ms)
     by_size = [costs.at(size, sample_bytes).tolist() for size in batch_sizes]
     return StageCosts(

@@ -43,6 +43,8 @@ class CutTensor:
     mask: str | None = None
     """Graph input [batch, tokens] that says which tokens count, if there is one."""
     mask_dtype: str = "int64"
+    is_answer: bool = False
+    """Whether it is the quantised model's own answer, which needs no head."""
 
     @property
     def rank(self) -> int:
@@ -206,18 +208,22 @@ class _AttentionPooling(Pooling):
 _KINDS = (_GridPooling, _VectorPooling, _FirstTokenPooling, _MeanPooling, _MeanMaxPooling,
           _AttentionPooling)  # fmt: skip
 POOLINGS: Mapping[HeadKind, Pooling] = {pooling.kind: pooling() for pooling in _KINDS}
-"""Every kind of head by its name in the manifest; heads are tried in this order."""
+"""Every kind of head by its name in the manifest, but ``own``; tried in this order."""
 
 
 def family_of(cut: CutTensor) -> tuple[Head, ...]:
     """Give the heads to try; none where the tensor's shape has no known kind of head."""
-    kinds = [] if cut.width is None else [p for p in POOLINGS.values() if p.rank == cut.rank]
+    kinds = (
+        []
+        if cut.width is None or cut.is_answer
+        else [p for p in POOLINGS.values() if p.rank == cut.rank]
+    )
     return tuple(head for pooling in kinds for head in pooling.heads(cut))
 
 
 def mask_of(cut: CutTensor, head: Head) -> str | None:
     """Give the mask that a head reads beside its cut tensor, if it does."""
-    return cut.mask if POOLINGS[head.kind].reads_mask else None
+    return cut.mask if head.kind != "own" and POOLINGS[head.kind].reads_mask else None
 
 
 def grids_of(cut: CutTensor) -> tuple[int, ...]:

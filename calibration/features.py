@@ -24,7 +24,7 @@ from offramp.calibration.augmentation import MadeSamples
 from offramp.calibration.dataset import DataError, Dataset
 from offramp.calibration.families import POOLINGS, CutTensor, family_of
 from offramp.calibration.preconditioning import LARGEST, Preconditioner
-from offramp.calibration.running import check_answers, run_over
+from offramp.calibration.running import Graphs, check_answers, run_over
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Recording:
 
 
 def record(
-    model: bytes,
+    model: Graphs,
     outputs: tuple[Mapping[int, str], ...],
     answer: Answer,
     dataset: Dataset,
@@ -79,11 +79,12 @@ def record(
 ) -> Recording:
     """Run the source model with all poolings attached over a data set.
 
-    ``model`` is the joined graph of segments and poolings; ``outputs`` are, by candidate, its
-    outputs by grid. ``made`` samples are recorded behind the others; where the source model fails
-    or has no finite answer, the sample that one was made of is there once more. (On a sample of the
-    data set, that is a ``DataError``.) Files are put in ``directory``, which the caller removes;
-    ``progress`` is called with the number of samples of each finished batch.
+    ``model`` is the joined graph of segments and poolings, in a cascade the source model beside it;
+    ``outputs`` are, by candidate, its outputs by grid. ``made`` samples are recorded behind the
+    others; where the source model fails or has no finite answer, the sample that one was made of is
+    there once more. (On a sample of the data set, that is a ``DataError``.) Files are put in
+    ``directory``, which the caller removes; ``progress`` is called with the number of samples of
+    each finished batch.
     """
     made_rows = 0 if made is None else len(made)
     store = _FeatureStore(
@@ -179,7 +180,7 @@ def _reserve(path: Path) -> None:
 
 
 def fit_projections(
-    model: bytes,
+    model: Graphs,
     outputs: tuple[Mapping[int, str], ...],
     cuts: Sequence[CutTensor],
     dataset: Dataset,

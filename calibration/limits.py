@@ -111,6 +111,13 @@ def limit_of_choice(
     could_save = candidates.savings((best,), free)
     if could_save >= MIN_GAIN:
         return _costs(best, could_save, candidates, costs, terms)
+    if cost.front_ms >= cost.source_ms:
+        return BindingLimit(
+            "costs",
+            f"the quantised model takes {cost.front_ms:.3g} ms at batch {terms.batch_size}, the "
+            f"unmodified one {cost.source_ms:.3g} ms: nothing is saved by running it first; "
+            "compile with --precision fp32, or on a CPU that is faster in int8",
+        )
     return BindingLimit(
         "agreement",
         f"no head agrees enough: even if exits cost nothing, {max(could_save, 0):.1%} of the "

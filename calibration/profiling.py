@@ -70,15 +70,20 @@ def profile_backbone(
     threads: int,
     batch_sizes: Sequence[int] = BATCH_SIZES,
     effort: Effort | None = None,
+    quantised: bytes | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> BackboneTimes:
     """Time the source model and its segments.
 
     The segments' own times are scaled to add up to the source model's: what a border costs is
-    paid at active exits only, so it belongs to no segment (:func:`profile_stages`).
+    paid at active exits only, so it belongs to no segment (:func:`profile_stages`). In a cascade
+    ``quantised`` is the quantised model as one graph, which its segments are scaled to; the last
+    segment is the source model.
     """
-    graphs = [TimedGraph(segment, threads) for segment in segments]
-    timed = [TimedGraph(source, threads), *graphs]
+    is_cascade = quantised is not None
+    graphs = [TimedGraph(s, threads) for s in (segments[:-1] if is_cascade else segments)]
+    wholes = [source] if quantised is None else [source, quantised]
+    timed = [*(TimedGraph(whole, threads) for whole in wholes), *graphs]
     tensors = _all_tensors(graphs, samples(batch_sizes[-1]))
     found = time_rounds(
         [[partial(g.time_ms, _first(tensors, size)) for g in timed] for size in batch_sizes],
@@ -88,7 +93,7 @@ def profile_backbone(
         progress=progress,
     )
     return replace(
-        backbone_of(found.rounds, batch_sizes),
+        backbone_of(found.rounds, batch_sizes, is_cascade=is_cascade),
         disturbed=disturbances("segments", found.load, found.rounds),
     )
 
@@ -99,6 +104,7 @@ def profile_stages(
     samples: Callable[[int], Tensors],
     *,
     exits_ms: Sequence[Sequence[float]],
+    until_ms: Sequence[Sequence[float]] = (),
     threads: int,
     batch_sizes: Sequence[int],
     effort: Effort | None = None,
@@ -110,7 +116,8 @@ def profile_stages(
     a set takes beyond the source model in the same round and the heads is the cost of its borders:
     layout changes, lost fusion, calls, exit checks, and caches that went cold.
     ``plan`` gives the stages with some exits active at ``NEVER``; ``exits_ms`` [exits][batch sizes]
-    are the heads' own times.
+    are the heads' own times, and ``until_ms`` of the same form, in a cascade, the quantised model's
+    until each exit.
     """
     sets = sets_of_exits(len(exits_ms))
     if not sets:
@@ -134,7 +141,14 @@ def profile_stages(
     crossing = _crossing_bytes(staged[0], slot, inputs)
     slot.close()
     return replace(
-        stages_of(found.rounds, batch_sizes, sets, crossing, exits_ms),
+        stages_of(
+            found.rounds,
+            batch_sizes,
+            sets,
+            crossing,
+            exits_ms,
+            front_ms=[until_ms[set_[-1]] for set_ in sets] if until_ms else (),
+        ),
         disturbed=disturbances("stages", found.load, found.rounds),
     )
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from offramp.bundle import Answer
 from offramp.bundle.bundle import CERTIFY, TUNE
 from offramp.calibration.dataset import Dataset
-from offramp.calibration.running import check_answers, run_over
+from offramp.calibration.running import Graphs, check_answers, run_over
 from offramp.engine.exit_check import confidence_of
 
 
@@ -41,7 +41,7 @@ class ExitRecords:
 
 
 def record_answers(
-    model: bytes,
+    model: Graphs,
     exit_outputs: Sequence[tuple[str, str]],
     answer: Answer,
     dataset: Dataset,
@@ -49,7 +49,7 @@ def record_answers(
     threads: int,
     progress: Callable[[int], None] = lambda _: None,
 ) -> ExitRecords:
-    """Run the joined graph of the model and all exits over a data set.
+    """Run the joined graph of the model and all exits, or those of a cascade, over a data set.
 
     ``model`` gives ``answer`` and ``exit_outputs``: the names of the exits' answers and
     confidences, in depth order. ``progress`` is called with the size of each finished batch. A

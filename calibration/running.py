@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import onnxruntime as ort
@@ -15,27 +15,56 @@ from offramp.engine.backends.onnxruntime import make_session
 
 BATCH_SIZE = 64
 
+Graphs: TypeAlias = bytes | Sequence[bytes]
+"""A graph, or several that share no names of outputs: those of a cascade may be of different
+opsets, which one graph cannot be."""
+
+
+class _Part(NamedTuple):
+    """One of the graphs, and what it is asked for."""
+
+    session: ort.InferenceSession
+    read: list[str]
+    outputs: list[str]
+
+    @classmethod
+    def of(
+        cls, graph: bytes, threads: int, outputs: Sequence[str], *, all_of_them: bool = True
+    ) -> _Part:
+        session = make_session(graph, threads)
+        read = [tensor.name for tensor in session.get_inputs()]
+        if all_of_them:
+            return cls(session, read, list(outputs))
+        given = {tensor.name for tensor in session.get_outputs()}
+        return cls(session, read, [name for name in outputs if name in given])
+
 
 def run_over(
-    model: bytes, outputs: Sequence[str], dataset: Dataset | MadeSamples, *, threads: int
+    model: Graphs, outputs: Sequence[str], dataset: Dataset | MadeSamples, *, threads: int
 ) -> Iterator[tuple[slice, list[NDArray[Any]]]]:
-    """Give the rows of each batch, and the graph's ``outputs`` for them.
+    """Give the rows of each batch, and the model's ``outputs`` for them.
 
     ``model`` may read fewer inputs than the data set has; all samples are run, in order. A
     ``DataError`` where it fails on one, for instance on a token beyond its vocabulary.
     """
-    session = make_session(model, threads)
-    read = [tensor.name for tensor in session.get_inputs()]
+    if isinstance(model, bytes):
+        parts = [_Part.of(model, threads, outputs)]
+    else:
+        each = [_Part.of(graph, threads, outputs, all_of_them=False) for graph in model]
+        parts = [part for part in each if part.outputs]
     for start in range(0, len(dataset), BATCH_SIZE):
         rows = slice(start, min(start + BATCH_SIZE, len(dataset)))
         batch = dataset.take(rows)
-        try:
-            values = session.run(outputs, {name: batch[name] for name in read})
-        except Exception as error:  # ONNX Runtime's own classes derive from Exception only
-            bad = dataset.rows[start + _first_failing(session, batch, read)]
-            reason = str(error).splitlines()[0]
-            raise DataError(f"the model fails on calibration sample {bad}: {reason}") from error
-        yield rows, values
+        found: dict[str, NDArray[Any]] = {}
+        for session, read, wanted in parts:
+            try:
+                values = session.run(wanted, {name: batch[name] for name in read})
+            except Exception as error:  # ONNX Runtime's own classes derive from Exception only
+                bad = dataset.rows[start + _first_failing(session, batch, read)]
+                reason = str(error).splitlines()[0]
+                raise DataError(f"the model fails on calibration sample {bad}: {reason}") from error
+            found |= zip(wanted, values, strict=True)
+        yield rows, [found[name] for name in outputs]
 
 
 def _first_failing(

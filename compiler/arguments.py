@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from offramp.bundle.engines import PRECISIONS
+from offramp.bundle.manifest import BUNDLE_PRECISIONS, BundlePrecision
 from offramp.compiler.engines.options import (
     DEFAULT_BATCHES,
     OPTIMIZATION_LEVELS,
@@ -100,10 +101,14 @@ def compile_parser() -> argparse.ArgumentParser:
                            "by rehearsing batches, such that batches do not become late. "
                            "Thresholds are certified alike")  # fmt: skip
     _add_rehearsing(rehearsal, 32, 0.02)
-    engines = parser.add_argument_group("engines", "With --backend tensorrt only.")
+    engines = parser.add_argument_group("engines", "With --backend tensorrt only, but --precision.")
     engines.add_argument("--backend", choices=["onnxruntime", "tensorrt"], default="onnxruntime",
                          help="tensorrt: build the bundle's engines too, as eecompile build "
                          "does")  # fmt: skip
+    _add_precision(engines, "int8, without engines: exits follow an int8 copy of the model, for "
+                   "CPUs; its own answer is the last exit, and the unmodified model answers the "
+                   "rest, under the same promise. With engines: of their arithmetic; the bundle "
+                   "is of fp32 (default: fp32)")  # fmt: skip
     _add_engine_arguments(engines)
     tuning = parser.add_argument_group("measuring")
     tuning.add_argument("--reference-batch-size", type=_positive, default=8, metavar="N",
@@ -161,7 +166,10 @@ def build_parser() -> argparse.ArgumentParser:
                         "and it says what fp16 and int8 cost in answers")  # fmt: skip
     _add_seed(parser, "that of the compilation, by which the samples that certified are "
               "found again in its data (default: 0)")  # fmt: skip
-    _add_engine_arguments(parser.add_argument_group("engines"))
+    engines = parser.add_argument_group("engines")
+    _add_precision(engines, "of the arithmetic inside; inputs, outputs and exits stay fp32 "
+                   "(default: fp32)")  # fmt: skip
+    _add_engine_arguments(engines)
     run = parser.add_argument_group("what is done")
     run.add_argument("--rebuild", action="store_true", help="build what still fits too")
     run.add_argument("--prune", action="store_true",
@@ -245,6 +253,10 @@ def _add_rehearsing(
                        "unmodified model would")  # fmt: skip
 
 
+def _add_precision(group: argparse._ArgumentGroup, help_: str) -> None:
+    group.add_argument("--precision", choices=PRECISIONS, default=argparse.SUPPRESS, help=help_)
+
+
 def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     """Add what ``eecompile build`` and ``--backend tensorrt`` have in common.
 
@@ -253,9 +265,6 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     add = partial(group.add_argument, default=argparse.SUPPRESS)
     add("--device", metavar="DEVICE",
         help=f"the GPU to build on and for (default: {DEFAULT_DEVICE})")  # fmt: skip
-    add("--precision", choices=PRECISIONS,
-        help="of the arithmetic inside; inputs, outputs and exits stay fp32 "
-        "(default: fp32)")  # fmt: skip
     add("--batch-profiles", metavar="A,B-C,…",
         help="batch sizes that an engine takes, each range tuned for its upper "
         f"end (default: {DEFAULT_BATCHES})")  # fmt: skip
@@ -278,8 +287,22 @@ _ENGINE_ARGUMENTS = ("device", "precision", "batch_profiles", "buckets", "parts"
 
 
 def given_engine_options(options: argparse.Namespace) -> list[str]:
-    """Name the engine options that were given, as they are spelled."""
-    return [f"--{name.replace('_', '-')}" for name in _ENGINE_ARGUMENTS if name in options]
+    """Name the engine options that were given, as they are spelled.
+
+    A precision that a bundle can be of is none.
+    """
+    given = [name for name in _ENGINE_ARGUMENTS if name in options]
+    if getattr(options, "precision", None) in BUNDLE_PRECISIONS:
+        given.remove("precision")
+    return [f"--{name.replace('_', '-')}" for name in given]
+
+
+def bundle_precision(options: argparse.Namespace) -> BundlePrecision:
+    """Read the precision of the bundle: with engines, ``--precision`` is theirs."""
+    if options.backend == "tensorrt":
+        return "fp32"
+    precision: BundlePrecision = getattr(options, "precision", "fp32")
+    return precision
 
 
 def engine_options(options: argparse.Namespace) -> EngineBuildOptions:

@@ -84,6 +84,7 @@ def build_bundle(options: BuildOptions, reports: Reports = _SILENT) -> Building:
     check_options(options)
     with _builder(options, reports) as builder:
         bundle = Bundle.open(options.bundle)
+        _check_precision(bundle)
         target = _target(bundle, builder, options)
         data = _read_data(bundle, options, reports)
         work = _prepare(bundle, target, options, data, reports)
@@ -112,6 +113,15 @@ def check_options(options: BuildOptions) -> None:
         raise EngineOptionsError(
             "--precision int8 needs --data NPZ: the ranges of activations are measured on "
             "calibration data; give that which the bundle was compiled with"
+        )
+
+
+def _check_precision(bundle: Bundle) -> None:
+    if bundle.manifest.precision != "fp32":
+        raise EngineOptionsError(
+            f"{bundle.path} is of precision {bundle.manifest.precision}, which is for CPUs, and "
+            "TensorRT engines are made of a float32 bundle: compile it with --precision fp32; "
+            "engines of other precisions are built of that"
         )
 
 

@@ -108,6 +108,7 @@ def _compile(options: argparse.Namespace, console: Console) -> int:
         output=output,
         exits=tuple(options.exits.split(",")) if options.exits else (),
         simplify=not options.no_simplify,
+        precision=arguments.bundle_precision(options),
         training=TrainingOptions(epochs=options.epochs, threads=threads, seed=options.seed),
     )
     with TerminalProgress(console) as progress:

@@ -15,9 +15,10 @@ from offramp.calibration.profiling import BATCH_SIZES
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.rehearsal import RehearsalSettings, Rehearsed
 from offramp.certify import samples_needed
+from offramp.compiler.cascade import Quantise, quantised, slice_cascade, verify_front
 from offramp.compiler.exits import FoundExits, find_exits, time_heads
 from offramp.compiler.feature_folder import sweep
-from offramp.compiler.model import read_model
+from offramp.compiler.model import SourceModel, read_model
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.packing import Draft, make_manifest, pack
 from offramp.compiler.policy import FixedPath, PolicyChoice, record_exits
@@ -34,8 +35,10 @@ _COPIES = 2
 """Of the model that a bundle holds at least: the source, and its segments."""
 
 
-def compile_model(options: CompileOptions, progress: Progress = SILENT) -> Bundle:
-    """Compile a model into a bundle.
+def compile_model(
+    options: CompileOptions, progress: Progress = SILENT, *, quantise: Quantise = quantised
+) -> Bundle:
+    """Compile a model into a bundle; ``quantise`` makes the copy that precision int8 begins with.
 
     Raises:
         CompileError: The model cannot be sliced.
@@ -55,9 +58,12 @@ def compile_model(options: CompileOptions, progress: Progress = SILENT) -> Bundl
         certify_at_least=samples_needed(options.max_disagreement, options.confidence_level),
         seed=options.seed,
     )
-    sliced = slice_model(model, options)
-    with progress.step("Slice and verify", 1):
-        _verify(sliced, parts, options)
+    if options.precision == "int8":
+        sliced = _cascade(model, parts, options, quantise, progress)
+    else:
+        sliced = slice_model(model, options)
+        with progress.step("Slice and verify", 1):
+            _verify(sliced, parts, options)
 
     timer = _timer(sliced, parts, options, progress)
     times = timer.backbone()
@@ -190,6 +196,28 @@ def _verify(sliced: Sliced, parts: DataSplit, options: CompileOptions) -> None:
         raise DataError(f"{options.data}: the model fails on the first samples: {error}") from error
 
 
+def _cascade(
+    model: SourceModel,
+    parts: DataSplit,
+    options: CompileOptions,
+    quantise: Quantise,
+    progress: Progress,
+) -> Sliced:
+    """Quantise the model by training samples, and cut the copy."""
+    with progress.step("Quantise", 1):
+        copy = quantise(model, parts.train)
+    with progress.step("Slice and verify", 1):
+        sliced = slice_cascade(model, copy, options)
+        verify_front(
+            sliced,
+            copy,
+            parts.train.take(slice(VERIFIED_SAMPLES)),
+            tolerance=sliced.tolerance(options),
+            batch_sizes=(1, 7, VERIFIED_SAMPLES),
+        )
+    return sliced
+
+
 def _timer(
     sliced: Sliced, parts: DataSplit, options: CompileOptions, progress: Progress
 ) -> ProfileTimer:
@@ -205,4 +233,5 @@ def _timer(
         threads=options.threads,
         batch_sizes=sorted(sizes),
         progress=progress,
+        quantised=None if sliced.front is None else sliced.front.proto.SerializeToString(),
     )

@@ -140,6 +140,26 @@ def build_exit(
     return part.build(inputs, [answered, (prefix + CONFIDENCE, "float32", ("batch",))])
 
 
+def build_own(cut: CutTensor, answer: Answer, prefix: str, *, opset: int, ir_version: int) -> bytes:
+    """Build the exit that a quantised model's own answer is: the answer, and its confidence.
+
+    ``cut`` is that answer; names are as :func:`build_exit` gives them. Rounding may take the
+    largest of quantised probabilities out of [0, 1].
+    """
+    part = PartBuilder(prefix, opset, ir_version)
+    part.add("Identity", [cut.name], answer.output)
+    scores = _as_float32(part, cut)
+    if answer.form == "probabilities":
+        bounds = [part.weight("bound", np.array(bound, np.float32)) for bound in (0, 1)]
+        probabilities = part.add("Clip", [scores, *bounds])
+    else:
+        probabilities = part.add("Softmax", [scores], axis=-1)
+    part.reduce("ReduceMax", probabilities, 1, CONFIDENCE)
+    answered = (prefix + answer.output, cut.dtype, cut.shape)
+    confidence = (prefix + CONFIDENCE, "float32", ("batch",))
+    return part.build([(cut.name, cut.dtype, cut.shape)], [answered, confidence])
+
+
 def build_empty(cut: CutTensor, prefix: str, *, opset: int, ir_version: int) -> bytes:
     """Build a graph that reads a cut tensor and does next to nothing, to be timed against."""
     part = PartBuilder(prefix, opset, ir_version)

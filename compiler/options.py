@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from offramp.bundle.bundle import check_target, check_writable
+from offramp.bundle.manifest import BundlePrecision
 from offramp.calibration.training import TrainingOptions
 
 Selection: TypeAlias = Literal["savings", "pame"]
@@ -29,10 +30,14 @@ class CompileOptions:
     """Cut points to build exits at, by index or tensor name; empty chooses ``candidates``."""
     candidates: int = 12
     """Most exits that are built."""
+    precision: BundlePrecision = "fp32"
+    """``int8``: exits follow a quantised copy of the model, whose own answer is the last of them;
+    whoever is sure enough at none runs through the unmodified model."""
     max_disagreement: float = 0.01
     confidence_level: float = 0.95
     max_overhead: float | None = None
-    """Share of the source model's time that the exits may add for a sample that takes none
+    """Share of the source model's time that exits (and the quantised model before the source, where
+    there is one) may add for a sample that takes none
     (Apparate's ramp budget), at the reference batch size, where the measurement is sure of it.
     ``None`` is no limit: what exits add is a price in the savings. With ``savings`` only."""
     selection: Selection = "savings"

@@ -36,7 +36,7 @@ from offramp.compiler.exits import BuiltExit, exit_prefix
 from offramp.compiler.heads import CONFIDENCE
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.report import render_report
-from offramp.compiler.slicing import Sliced
+from offramp.compiler.slicing import SOURCE, Sliced
 
 _TOOLS = ("offramp", "onnx", "onnx-graphsurgeon", "onnxslim", "onnxruntime", "torch", "numpy")
 
@@ -53,7 +53,7 @@ def make_manifest(
         created_utc=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         tools=_tools(),
         source=Source(
-            file="source.onnx",
+            file=SOURCE,
             original_name=options.model.name,
             original_sha256=model.original_sha256,
             opset=model.opset,
@@ -72,7 +72,8 @@ def make_manifest(
             reference_batch_size=options.reference_batch_size,
             source_accuracy=None if truth is None else float((final == truth).mean()),
         ),
-        verified_tolerance=options.tolerance,
+        verified_tolerance=sliced.tolerance(options),
+        precision="fp32" if sliced.front is None else "int8",
     )
 
 

@@ -6,7 +6,6 @@ certify split says how far along the path the promise holds.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import ExitPolicy, Profile
+from offramp.bundle.manifest import last_beginning
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.records import ExitRecords, record_answers
 from offramp.calibration.rehearsal import (
@@ -27,11 +27,10 @@ from offramp.calibration.rehearsal import (
 from offramp.calibration.selection import certified_policy, choose_active
 from offramp.certify.agreement import tuning_path
 from offramp.compiler.progress import Progress
-from offramp.engine.assembly import assemble
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.published.two_stage import StageTimes
 from offramp.engine.options import available_cores
-from offramp.engine.plan import ModelStructure
+from offramp.engine.plan import ModelStructure, answering_graphs
 
 
 def record_exits(
@@ -43,12 +42,10 @@ def record_exits(
 ) -> ExitRecords:
     """Answer a data set at every exit, with the graphs that will be served."""
     outputs = [(e.output, e.confidence) for e in structure.exits]
-    files = [*(s.file for s in structure.segments), *(e.file for e in structure.exits)]
-    wanted = [*itertools.chain(*outputs), structure.answer.output]
-    graph = assemble([read(file) for file in files], wanted)
+    graphs = answering_graphs(structure, read)
     with progress.step(title, len(dataset)) as advance:
         return record_answers(
-            graph, outputs, structure.answer, dataset, threads=available_cores(), progress=advance
+            graphs, outputs, structure.answer, dataset, threads=available_cores(), progress=advance
         )
 
 
@@ -93,13 +90,21 @@ class PolicyChoice:
         """Costs of all exits at a batch size that was profiled."""
         column = self.profile.column(batch_size)
         exits_ms = [row[column] for row in self.profile.exits_ms]
-        return CostModel.at(self.profile, batch_size, self.times.after_segment, exits_ms)
+        times = self.times
+        return CostModel.at(
+            self.profile,
+            batch_size,
+            times.after_segment,
+            exits_ms,
+            source_begins=times.source_begins,
+        )
 
     @property
     def times(self) -> StageTimes:
         """The times of stages, for rehearsals."""
         after = tuple(e.after_segment for e in self.structure.exits)
-        return StageTimes(profile=self.profile, after_segment=after)
+        begins = last_beginning(self.structure.segments)
+        return StageTimes(profile=self.profile, after_segment=after, source_begins=begins)
 
     def by_savings(self, tune: ExitRecords, max_overhead: float | None) -> FixedPath:
         """Choose the exits that are expected to save most time together."""

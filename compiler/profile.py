@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import onnx
 
 from offramp.bundle import NEVER, ActiveExit, Bundle, Exit, ExitPolicy, Profile, Spread
@@ -28,6 +29,7 @@ from offramp.compiler.options import ProfileOptions
 from offramp.compiler.packing import bundle_name, rewrite
 from offramp.compiler.progress import SILENT, Progress
 from offramp.compiler.report import render_report
+from offramp.engine.assembly import assemble
 from offramp.engine.deployment import zeros
 from offramp.engine.plan import ModelStructure, plan_stages
 from offramp.engine.profile_check import predicted_savings
@@ -64,6 +66,10 @@ def measure(
 ) -> Profile:
     """Time a bundle's parts as compiling does, on zeros."""
     manifest = bundle.manifest
+    quantised = None
+    if begins := manifest.source_begins:
+        front = manifest.segments[:begins]
+        quantised = assemble([bundle.read(s.file) for s in front], [front[-1].output])
     timer = ProfileTimer(
         source=bundle.read(manifest.source.file),
         segments=[bundle.read(segment.file) for segment in manifest.segments],
@@ -71,6 +77,7 @@ def measure(
         threads=threads,
         batch_sizes=batch_sizes,
         progress=progress,
+        quantised=quantised,
     )
     times = timer.backbone()
     graphs = [bundle.read(exit_.file) for exit_ in manifest.exits]
@@ -99,6 +106,8 @@ class ProfileTimer:
     """Of ONNX Runtime."""
     batch_sizes: Sequence[int]
     progress: Progress
+    quantised: bytes | None = None
+    """In a cascade the quantised model, which all segments but the last are of."""
 
     def backbone(self) -> BackboneTimes:
         """Time the source model and its segments."""
@@ -109,6 +118,7 @@ class ProfileTimer:
                 self.samples,
                 threads=self.threads,
                 batch_sizes=self.batch_sizes,
+                quantised=self.quantised,
                 progress=advance,
             )
 
@@ -123,6 +133,9 @@ class ProfileTimer:
 
         ``exits_ms`` is [exits][batch sizes], each exit alone; ``read`` gives the content of a file.
         """
+        until = np.cumsum(times.segments_ms, axis=0)
+        is_cascade = self.quantised is not None
+        until_ms = [until[e.after_segment].tolist() for e in structure.exits if is_cascade]
         with self.progress.step("Profile the stages", Effort().least) as advance:
             stages = profile_stages(
                 self.source,
@@ -131,6 +144,7 @@ class ProfileTimer:
                 ),
                 self.samples,
                 exits_ms=exits_ms,
+                until_ms=until_ms,
                 threads=self.threads,
                 batch_sizes=self.batch_sizes,
                 progress=advance,

@@ -36,6 +36,17 @@ class Sliced:
     segments: tuple[SegmentModel, ...]
     graphs: tuple[bytes, ...]
     """The segments, serialised."""
+    front: SourceModel | None = None
+    """In a cascade the quantised model, which all segments but the last are of."""
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """Of operators and file format, of the segments that exits follow."""
+        return (self.front or self.model).versions
+
+    def tolerance(self, options: CompileOptions) -> float:
+        """Give the relative difference allowed between chained segments and what was cut."""
+        return options.tolerance if self.front is None else max(options.tolerance, INT8_TOLERANCE)
 
 
 def slice_model(model: SourceModel, options: CompileOptions) -> Sliced:
@@ -45,6 +56,16 @@ def slice_model(model: SourceModel, options: CompileOptions) -> Sliced:
     """
     analysis = find_cuts(model)
     points = choose_candidates(analysis, limit=options.candidates, exits=options.exits or None)
+    cuts = cut_tensors(model, analysis, points, options)
+    segments = split(model, points)
+    graphs = tuple(s.proto.SerializeToString() for s in segments)
+    return Sliced(model=model, cuts=cuts, segments=segments, graphs=graphs)
+
+
+def cut_tensors(
+    model: SourceModel, analysis: CutAnalysis, points: Sequence[CutPoint], options: CompileOptions
+) -> tuple[CutTensor, ...]:
+    """Describe what exits at some cut points read; ModelError if ``--mask`` fits none of them."""
     mask = find_mask(model.inputs, analysis.main_inputs, options.mask)
     cuts = tuple(_cut_tensor(point, mask) for point in points)
     if options.mask is not None and not any(cut.mask for cut in cuts):
@@ -53,9 +74,7 @@ def slice_model(model: SourceModel, options: CompileOptions) -> Sliced:
             f"--mask {options.mask!r} fits no exit: none reads [batch, tokens, width] with as "
             f"many tokens as the mask; they read {shapes}"
         )
-    segments = split(model, points)
-    graphs = tuple(s.proto.SerializeToString() for s in segments)
-    return Sliced(model=model, cuts=cuts, segments=segments, graphs=graphs)
+    return cuts
 
 
 def _cut_tensor(point: CutPoint, mask: TensorSpec | None) -> CutTensor:
@@ -163,9 +182,14 @@ def find_mask(
     return found[0] if len(found) == 1 else None
 
 
+SOURCE = "source.onnx"
+"""The unmodified model's file in a bundle."""
 TOLERANCE = 1e-5
 """Relative difference allowed between chained segments and source: float32 sums in another
 order, as layouts and fusions differ at the borders."""
+INT8_TOLERANCE = 0.05
+"""The same for segments of a quantised model: where sums in another order round to another of 255
+steps, the answer moves by a step too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,12 +205,14 @@ class SegmentModel:
     """The cut tensor, or the model's answer in the last segment."""
     flops_share: float
     """Share of the model's FLOPs, 0 to 1; they add up to 1."""
+    is_source: bool = False
+    """Whether it is the whole source model, the last of a cascade."""
 
     def described(self) -> Segment:
         """Describe the segment as a bundle does."""
         return Segment(
             index=self.index,
-            file=f"segments/{self.index:02d}.onnx",
+            file=SOURCE if self.is_source else f"segments/{self.index:02d}.onnx",
             inputs=self.inputs,
             output=self.output,
             flops_share=self.flops_share,

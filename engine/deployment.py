@@ -34,8 +34,8 @@ STAGE_OVERHEAD_S: Final = 60e-6
 _KEPT_STAGES: Final = 32
 """Prepared stages that are kept though no plan has them: exits that were tried come back."""
 
-_Unit: TypeAlias = tuple[int, int, int | None]
-"""A :attr:`StageSpec.unit`: what a prepared stage was made of."""
+_Unit: TypeAlias = tuple[tuple[int, int, int | None], tuple[str, ...]]
+"""What a prepared stage was made of: a :attr:`StageSpec.unit`, and what it carries on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class DeploymentMaker:
 
     def prepared(self, exits: Sequence[int]) -> bool:
         """Whether all stages for these exits in use are there."""
-        return all(spec.unit in self._stages for spec in self._in_shadow_mode(exits).stages)
+        return all(_unit_of(spec) in self._stages for spec in self._in_shadow_mode(exits).stages)
 
     def prepare(self, exits: Sequence[int]) -> None:
         """Assemble, load and warm up the stages for these exits; takes seconds.
@@ -134,7 +134,7 @@ class DeploymentMaker:
 
     def _stage(self, spec: StageSpec) -> Stage:
         """Prepare a stage, unless it is there: its graph does not depend on thresholds."""
-        key = spec.unit
+        key = _unit_of(spec)
         if key not in self._stages:
             self._stages[key] = self._backend.prepare(spec)
         self._stages.move_to_end(key)
@@ -144,6 +144,10 @@ class DeploymentMaker:
         """Forget what was not used for longest; the deployments that run it keep it alive."""
         while len(self._stages) > _KEPT_STAGES + len(plan.stages):
             self._stages.popitem(last=False)
+
+
+def _unit_of(spec: StageSpec) -> _Unit:
+    return spec.unit, spec.carried
 
 
 def points_of(

@@ -49,7 +49,8 @@ def measure_profile(
     """
     sizes = [*(s for s in compiled.batch_sizes if s < max_batch_size), max_batch_size]
     unmodified = Pipeline(backend, make_plan(bundle, mode=Mode.OFF))
-    chain = _chained(bundle, backend)
+    # of a cascade the chain is the source model alone: nothing in it is worth timing
+    chain = None if bundle.manifest.source_begins else _chained(bundle, backend)
     measured: list[tuple[int, float, list[float]]] = []
     slot = backend.open_slot()
     try:

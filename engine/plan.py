@@ -1,7 +1,9 @@
 """Plans: the stages that a model is executed in under a policy.
 
 A stage is what runs between two neighbouring active exits: the segments of that span as one
-graph, with the exit fused in (:mod:`offramp.engine.assembly`).
+graph, with the exit fused in (:mod:`offramp.engine.assembly`). In a cascade the source model is the
+last segment, and begins anew: a stage that ends with its answer is that segment alone, and what of
+the quantised model lies between the last exit and it does not run.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from offramp.bundle import (
     Segment,
     TensorSpec,
 )
+from offramp.bundle.manifest import last_beginning
 from offramp.certify import MODEL_END, NEVER
 from offramp.certify.agreement import float32_at_least
 from offramp.engine.assembly import assemble
@@ -63,7 +66,8 @@ class StageSpec:
     inputs: tuple[str, ...]
     """Tensors that the graph reads."""
     carried: tuple[str, ...]
-    """Tensors that later stages read: its cut tensor, and graph inputs that pass through."""
+    """Tensors that later stages read: its cut tensor, and graph inputs that pass through. Where the
+    next stage begins anew, these alone."""
     answer: str | None
     """Name of the answer among the graph's outputs, if it gives one."""
     confidence: str | None = None
@@ -89,7 +93,10 @@ class StageSpec:
 
     @property
     def unit(self) -> tuple[int, int, int | None]:
-        """First and last segment, and the exit fused in, if any: what the graph is made of."""
+        """First and last segment, and the exit fused in, if any: what the graph is made of.
+
+        In a cascade the graphs of one unit may differ in whether they give the cut tensor.
+        """
         fused = None if self.exit == MODEL_END else self.exit
         return self.first_segment, self.last_segment, fused
 
@@ -154,27 +161,44 @@ def plan_stages(
 
 
 def make_chained_plan(bundle: Bundle) -> Plan:
-    """Plan every segment as a stage of its own, without exits.
+    """Plan every segment of the source model as a stage of its own, without exits.
 
     The same answers as one graph gives, up to the rounding of sums in another order, at the price
-    of every border.
+    of every border. In a cascade the source model is one segment.
     """
     stages = _of(bundle, chain_stages(bundle.manifest, bundle.read))
     return Plan(stages=stages, policy_version=0, mode=Mode.OFF)
 
 
 def chain_stages(structure: ModelStructure, read: Callable[[str], bytes]) -> tuple[StageSpec, ...]:
-    """Plan every segment as a stage of its own, without exits; see :func:`make_chained_plan`."""
-    *inner, last = structure.segments
+    """Plan the source model's segments as stages, without exits; see :func:`make_chained_plan`."""
+    last = structure.segments[-1]
+    inner = structure.segments[last_beginning(structure.segments) : -1]
     ends = [(segment.index, None, NEVER) for segment in inner]
     return tuple(_stages(structure, read, [*ends, (last.index, MODEL_END, 0.0)]))
+
+
+def answering_graphs(structure: ModelStructure, read: Callable[[str], bytes]) -> tuple[bytes, ...]:
+    """Join all segments and exits, used or not: what answers a sample at every exit and the end.
+
+    It is one graph, in a cascade two: that of all exits, and the source model, which may be of
+    another opset.
+    """
+    outputs = [name for e in structure.exits for name in (e.output, e.confidence)]
+    exits = [e.file for e in structure.exits]
+    segments = [s.file for s in structure.segments]
+    answer = structure.answer.output
+    if begins := last_beginning(structure.segments):
+        front = assemble([read(file) for file in (*segments[:begins], *exits)], outputs)
+        return front, assemble([read(file) for file in segments[begins:]], [answer])
+    return (assemble([read(file) for file in (*segments, *exits)], [*outputs, answer]),)
 
 
 def _source_stage(bundle: Bundle) -> StageSpec:
     manifest = bundle.manifest
     return StageSpec(
         index=0,
-        first_segment=0,
+        first_segment=manifest.source_begins,
         last_segment=len(manifest.segments) - 1,
         exit=MODEL_END,
         load=lambda: bundle.read(manifest.source.file),
@@ -196,35 +220,46 @@ def _stages(
     read: Callable[[str], bytes],
     ends: Sequence[tuple[int, int | None, float]],
 ) -> Iterator[StageSpec]:
-    first = 0
+    after = [last + 1 for last, _, _ in ends]
+    firsts = [
+        max(start, last_beginning(structure.segments[:stop]))
+        for start, stop in zip([0, *after[:-1]], after, strict=True)
+    ]
     for index, (last, exit_index, threshold) in enumerate(ends):
         final = exit_index == MODEL_END
         exit_ = None if exit_index is None or final else structure.exits[exit_index]
         answer = structure.answer.output if final else None
+        segments = structure.segments[firsts[index] : last + 1]
+        carried = () if final else carried_over(structure, last, firsts[index + 1])
+        given = [name for name in (segments[-1].output,) if final or name in carried]
         yield StageSpec(
             index=index,
-            first_segment=first,
+            first_segment=firsts[index],
             last_segment=last,
             exit=exit_index,
-            load=partial(_assembled, structure.segments[first : last + 1], exit_, read),
-            inputs=_stage_inputs(structure.segments[first : last + 1], exit_),
-            carried=() if final else carried_after(structure, last),
+            load=partial(_assembled, segments, exit_, given, read),
+            inputs=_stage_inputs(segments, exit_),
+            carried=carried,
             answer=exit_.output if exit_ else answer,
             confidence=exit_.confidence if exit_ else None,
             form=structure.answer.form,
             threshold=float(float32_at_least(np.array(threshold))),
         )
-        first = last + 1
 
 
-def carried_after(structure: ModelStructure, segment: int) -> tuple[str, ...]:
-    """Tensors alive after a segment: its cut tensor, then graph inputs read by what follows."""
+def carried_over(structure: ModelStructure, segment: int, then: int) -> tuple[str, ...]:
+    """Tensors alive after a segment, if segment ``then`` is the next that runs.
+
+    The cut tensor, unless ``then`` begins anew, and graph inputs read by what follows.
+    """
     graph_inputs = {tensor.name for tensor in structure.inputs}
-    later: dict[str, None] = {structure.segments[segment].output: None}
-    for follower in structure.segments[segment + 1 :]:
+    later: dict[str, None] = {}
+    if then == segment + 1 and last_beginning(structure.segments[: then + 1]) != then:
+        later[structure.segments[segment].output] = None
+    for follower in structure.segments[then:]:
         later.update((name, None) for name in follower.inputs if name in graph_inputs)
     for exit_ in structure.exits:
-        if exit_.after_segment > segment:
+        if exit_.after_segment >= then:
             later.update((name, None) for name in exit_.inputs if name in graph_inputs)
     return tuple(later)
 
@@ -237,10 +272,13 @@ def _stage_inputs(segments: Sequence[Segment], exit_: Exit | None) -> tuple[str,
 
 
 def _assembled(
-    segments: Sequence[Segment], exit_: Exit | None, read: Callable[[str], bytes]
+    segments: Sequence[Segment],
+    exit_: Exit | None,
+    given: Sequence[str],
+    read: Callable[[str], bytes],
 ) -> bytes:
     parts = [read(segment.file) for segment in segments]
-    outputs = [segments[-1].output]
+    outputs = list(given)
     if exit_ is not None:
         parts.append(read(exit_.file))
         outputs = [exit_.output, exit_.confidence, *outputs]

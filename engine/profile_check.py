@@ -78,7 +78,8 @@ def profile_here(
         return known
     plan = make_plan(bundle, bundle.policy, Mode.LEAVE)
     seen, disturbed = measure(bundle, backend, plan, compiled, max_batch_size)
-    profile = replace(scaled(compiled, plan, seen), disturbed=disturbed)
+    begins = bundle.manifest.source_begins
+    profile = replace(scaled(compiled, plan, seen, source_begins=begins), disturbed=disturbed)
     if keep and not disturbed:  # what a busy machine showed must not be believed for good
         write_kept(path, here, profile)
     return profile
@@ -183,26 +184,34 @@ def _step_ms(
     return (clock() - started_s) * 1e3
 
 
-def scaled(compiled: Profile, plan: Plan, seen: Sequence[SeenTimes]) -> Profile:
+def scaled(
+    compiled: Profile, plan: Plan, seen: Sequence[SeenTimes], *, source_begins: int = 0
+) -> Profile:
     """Scale a profile, part by part, to what was seen of a plan's stages.
+
+    ``source_begins`` is the segment that the source model begins with.
 
     At each size seen: the source model by its own time, segments by how their stage's share of it
     differs. Between the sizes seen, factors are interpolated over the logarithm of the size; beyond
     them the nearest one's hold. Heads and borders: by what all stages take beyond the model at all
-    sizes together, since that is a small difference of large times.
+    sizes together, since that is a small difference of large times. In a cascade the source model
+    is a stage, and what the quantised model takes is known from its stages only.
     """
     sizes = np.log2(compiled.batch_sizes)
     known = np.log2([s.batch_size for s in seen])
-    factors = [_factors(compiled, plan, s) for s in seen]
+    factors = [_factors(compiled, plan, s, is_cascade=source_begins > 0) for s in seen]
     source = np.interp(sizes, known, [f.source for f in factors])
     expected, beyond = sum(f.expected for f in factors), sum(f.beyond for f in factors)
     added = max(beyond, 0.0) / expected if expected else 1.0
     source_ms = np.array(compiled.source_ms) * source
     segments = np.array(compiled.segments_ms)
+    # what lies behind the last exit of a cascade is in no stage: as the rest of its model
+    segments[:source_begins] *= np.interp(sizes, known, [f.unseen for f in factors])
     for index, stage in enumerate(plan.stages):
         rows = slice(stage.first_segment, stage.last_segment + 1)
-        segments[rows] *= np.interp(sizes, known, [f.stages[index] for f in factors])
-    segments *= source_ms / segments.sum(axis=0)
+        before = np.array(compiled.segments_ms[rows])
+        segments[rows] = before * np.interp(sizes, known, [f.stages[index] for f in factors])
+    segments *= source if source_begins else source_ms / segments.sum(axis=0)
     return replace(
         compiled,
         source_ms=tuple(source_ms.tolist()),
@@ -228,10 +237,12 @@ class _Factors:
     expected: float
     """What heads and borders take by the profile, as a share of the source model's time."""
     beyond: float
-    """What all stages took beyond the source model; noise can make it negative."""
+    """What all stages took beyond the model; noise can make it negative, but not in a cascade."""
+    unseen: float = 1.0
+    """The ratio for segments of the quantised model that are in no stage."""
 
 
-def _factors(compiled: Profile, plan: Plan, seen: SeenTimes) -> _Factors:
+def _factors(compiled: Profile, plan: Plan, seen: SeenTimes, *, is_cascade: bool) -> _Factors:
     column = compiled.column(seen.batch_size)
     rows = seen.batch_size / compiled.batch_sizes[column]
     whole = compiled.source_ms[column]
@@ -243,6 +254,15 @@ def _factors(compiled: Profile, plan: Plan, seen: SeenTimes) -> _Factors:
         extra.append(sum(table[stage.answered_by][column] for table in own) / whole)
     predicted = np.array(model) + extra
     part = np.array(seen.stages) * model / predicted
+    if is_cascade:
+        front, known = float(part[:-1].sum()), sum(model[:-1])
+        return _Factors(
+            source=seen.source_ms / (whole * rows),
+            stages=(*(part[:-1] / model[:-1]).tolist(), 1.0),
+            expected=sum(extra),
+            beyond=float(sum(seen.stages[:-1])) - front,
+            unseen=front / known if known else 1.0,
+        )
     return _Factors(
         source=seen.source_ms / (whole * rows),
         stages=tuple((part / part.sum() / model).tolist()),

@@ -14,6 +14,7 @@ import pytest
 from offramp.bundle import Bundle
 from offramp.calibration.measuring import Budget
 from offramp.calibration.training import TrainingOptions
+from offramp.compiler.cascade import Quantise, quantised
 from offramp.compiler.compile import compile_model
 from offramp.compiler.options import CompileOptions
 from offramp.engine.timing import Effort
@@ -56,6 +57,7 @@ def compile_tiny(
     *,
     name: str = "tiny",
     epochs: int = 6,
+    quantise: Quantise = quantised,
     **options: Any,
 ) -> Bundle:
     """Compile a model on the given arrays; exits may cost what they will, it is so small."""
@@ -73,5 +75,6 @@ def compile_tiny(
             data=folder / "data.npz",
             output=folder / f"{name}.ee",
             **settings,
-        )
+        ),
+        quantise=quantise,
     )

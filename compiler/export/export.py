@@ -68,6 +68,7 @@ def export_bundle(options: ExportOptions, progress: Progress = SILENT) -> Export
     bundle = Bundle.open(options.bundle)
     plan = make_plan(bundle)
     data = _check(bundle, plan, options)
+    _check_opsets(options.bundle, plan)
     dataset = read_dataset(data, bundle.manifest.inputs)
     names = Names.of(bundle.manifest, plan)
     explained = make_model(bundle, plan, names, with_exits=True)
@@ -167,6 +168,23 @@ def _check(bundle: Bundle, plan: Plan, options: ExportOptions) -> Path:
             f"does not hold them: add --data NPZ, the file that {options.bundle} was compiled with"
         )
     return options.data
+
+
+def _check_opsets(path: Path, plan: Plan) -> None:
+    """Refuse stages of several operator sets: a file has one of each domain."""
+    imports: dict[str, set[int]] = {}
+    for stage in plan.stages:
+        for opset in onnx.load_model_from_string(stage.load()).opset_import:
+            imports.setdefault("" if opset.domain == "ai.onnx" else opset.domain, set()).add(
+                opset.version
+            )
+    for domain, versions in imports.items():
+        if len(versions) > 1:
+            raise ExportError(
+                f"{path} has stages of opsets {sorted(versions)} of {domain or 'ai.onnx'}, and a "
+                "file has one: its int8 copy is of another one than the model; export the model "
+                f"with opset {max(versions)} and compile it again, or with --precision fp32"
+            )
 
 
 def _write(options: ExportOptions, content: bytes) -> None:

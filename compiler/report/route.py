@@ -1,7 +1,8 @@
 """The model as a row of segments, exits at their depth, and what still runs behind each.
 
 Across: the source model's time. Down: the share of samples still running. So the filled area is
-the part of the model's time that is predicted to be spent, and what is blank is saved.
+the part of the model's time that is predicted to be spent, and what is blank is saved. In a
+cascade the quantised model's time is in front of the source model's.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def route(found: PolicyFigures) -> Markup:
         _WIDTH,
         _TOP + _DEPTH + 44,
         "The model's segments by share of time, its exits, and the share still running",
-        _axes(x, y),
+        _axes(found, x, y),
         _running(found, edges, x, y),
         _band(found, edges, x),
         _exits(found, edges, x, y),
@@ -41,7 +42,7 @@ def route(found: PolicyFigures) -> Markup:
 
 
 def segment_edges(found: PolicyFigures) -> list[float]:
-    """Share of the source model's profiled time until before and after each segment."""
+    """Share of all segments' profiled time until before and after each of them."""
     times = np.maximum(found.cost(found.reference).segments_ms, 0.0)
     if not times.sum() > 0:
         times = np.ones(len(times))
@@ -70,7 +71,7 @@ def spread(
     return places
 
 
-def _axes(x: Scale, y: Scale) -> Markup:
+def _axes(found: PolicyFigures, x: Scale, y: Scale) -> Markup:
     parts = [svg.text(14, _BAND + 19, "model", "label")]
     for share in (1.0, 0.5, 0.0):
         parts.append(svg.line(x.start, y(share), x.end, y(share), "grid"))
@@ -80,6 +81,8 @@ def _axes(x: Scale, y: Scale) -> Markup:
         parts.append(svg.text(x(share), y.end + 17, f"{share:.0%}", "tick", "middle"))
     middle = (x.start + x.end) / 2
     caption = "share of the unmodified model's time (profiled)"
+    if found.manifest.source_begins:
+        caption = "share of the time of the quantised model and the unmodified one (profiled)"
     parts.append(svg.text(middle, y.end + 36, caption, "label", "middle"))
     turned = f"rotate(-90 14 {(y.start + y.end) / 2:.0f})"
     label = svg.element(
@@ -90,13 +93,18 @@ def _axes(x: Scale, y: Scale) -> Markup:
 
 
 def _running(found: PolicyFigures, edges: Sequence[float], x: Scale, y: Scale) -> Markup:
-    """Draw the staircase: each active exit lowers the share that runs on."""
-    still, corners = 1.0, [(x(0), y(1))]
+    """Draw the staircase: each active exit lowers the share that runs on.
+
+    What of a quantised model lies behind the last exit runs for nobody.
+    """
+    still, corners, begins = 1.0, [(x(0), y(1))], found.manifest.source_begins
     for index in found.active:
         at = x(edges[found.manifest.exits[index].after_segment + 1])
         corners.append((at, y(still)))
         still -= float(found.shares[index])
         corners.append((at, y(still)))
+    if begins:
+        corners += [(corners[-1][0], y(0)), (x(edges[begins]), y(0)), (x(edges[begins]), y(still))]
     corners.append((x(1), y(still)))
     outline = [(x(0), y(0)), *corners, (x(1), y(0))]
     return svg.join([svg.path(outline, "running", closed=True), svg.path(corners, "edge")])

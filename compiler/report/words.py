@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from offramp.bundle import Measured, MeasuredSize, Profile, Ratio
+from offramp.bundle import Manifest, Measured, MeasuredSize, Profile, Ratio
 from offramp.calibration.limits import BindingLimit
 from offramp.calibration.rehearsal import Rehearsed
 from offramp.compiler.report import numbers
@@ -128,11 +128,13 @@ def facts(found: PolicyFigures, rehearsed: Rehearsed | None) -> list[tuple[str, 
     if rehearsed is not None and rehearsed.data_sha256 != data.data_sha256:
         samples[-1] = ("Training data SHA-256", data.data_sha256)
         samples.append(("Tuned and certified on", rehearsed.data_sha256))
+    begins = manifest.source_begins
     model = [
         ("Source", manifest.source.original_name),
         ("Source SHA-256", manifest.source.original_sha256),
         ("Opset", str(manifest.source.opset)),
         ("Segments", numbers.count(len(manifest.segments))),
+        *([("Precision", f"{manifest.precision}: {cascade(manifest)}")] if begins else []),
         *(("Input", tensor.describe()) for tensor in manifest.inputs),
         *(("Output", tensor.describe()) for tensor in manifest.outputs),
         ("Answer", f"{manifest.answer.output}, {manifest.answer.classes} {manifest.answer.form}"),
@@ -148,6 +150,15 @@ def facts(found: PolicyFigures, rehearsed: Rehearsed | None) -> list[tuple[str, 
     ]
     tools = sorted(manifest.tools.items())
     return [("Model", model), ("Data", samples), ("Profile", machine), ("Tools", tools)]
+
+
+def cascade(manifest: Manifest) -> str:
+    """Say what a bundle of another precision than fp32 does."""
+    front = numbers.plural(manifest.source_begins, "segment")
+    return (
+        f"exits follow {front} of a quantised copy, whose own answer is the last exit; who is sure "
+        "enough at none runs through the whole unmodified float32 model"
+    )
 
 
 def _how_sure(found: PolicyFigures) -> list[Fact]:

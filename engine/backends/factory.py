@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -10,11 +11,13 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from offramp.bundle.bundle import read_manifest
 from offramp.bundle.engines import EngineStore, Precision, list_targets
 from offramp.bundle.errors import BundleError
 from offramp.engine.backends.base import Backend
 from offramp.engine.errors import BackendError
 from offramp.engine.kernels.compilation import load_kernels, source_hash
+from offramp.engine.precision import require_fp32
 from offramp.engine.tensorrt import probe
 from offramp.engine.tensorrt.lookup import EnginePlace
 
@@ -215,8 +218,16 @@ def _cubins(device: probe.Device, bundles: Sequence[Path]) -> Iterator[bytes]:
         yield cubin
 
 
+def _require_fp32(options: _Options) -> None:
+    """Refuse bundles of a precision that is for CPUs, before one is loaded."""
+    for path in options.bundles:
+        with contextlib.suppress(BundleError):  # whoever opens it says what is wrong with it
+            require_fp32(read_manifest(path), path)
+
+
 def _require_engines(options: _Options) -> None:
     """Refuse bundles without engines for this GPU, TensorRT and precision, before one is loaded."""
+    _require_fp32(options)
     device = probe.require(f"cuda:{options.device}")
     place = EnginePlace(
         gpu=device.name,
@@ -250,7 +261,7 @@ class _Entry(NamedTuple):
 
 _ENTRIES: Final[Mapping[str, _Entry]] = {
     "tensorrt": _Entry(_tensorrt, needs_gpu=True, require=_require_engines),
-    "cuda": _Entry(_cuda, needs_gpu=True),
+    "cuda": _Entry(_cuda, needs_gpu=True, require=_require_fp32),
     "onnxruntime": _Entry(_cpu),
 }
 """By name, in the order in which ``auto`` tries them."""

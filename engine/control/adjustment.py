@@ -24,6 +24,8 @@ What the paper leaves open, and what is chosen here:
 * Where every sample has left before a candidate, it is not tried: 0 is not positive.
 * Probing: where the place before the best exit is taken, or is the model's start, the next best
   one's is looked at; likewise the next worst one is shifted. The best is never shifted.
+* A cascade: the source model begins anew after the last exit in use, so that what lies between
+  the last two is that exit's cost (:meth:`.CostModel.added_ms`).
 * No exits in use: nothing is known of any. All samples reach each, which bounds what it could win;
   the search runs as over one interval, from the middle of the model.
 * Exits in use beyond the budget (it was lowered): those of the least utility go, none is tried.
@@ -162,7 +164,9 @@ def _best_candidate(
     dropped = [e for e in worth.active if e not in kept]
     for candidates in _rounds(_intervals(max(kept, default=-1) + 1, dropped, costs.exits)):
         bounds = {
-            e: upper_bound_ms(e, _most_leaving(e, dropped, leaving, reaching), reaching, costs)
+            e: upper_bound_ms(
+                e, _most_leaving(e, dropped, leaving, reaching), reaching, costs, kept
+            )
             for e in candidates
             if costs.overhead(sorted((*kept, e))) <= max_overhead
         }
@@ -268,22 +272,18 @@ def measure_utilities(
     return Utilities(
         active=tuple(rows),
         counts=counts,
-        utility_ms=counts[:-1] * avoided_ms(costs)[rows] - passing * added_ms(costs)[rows],
+        utility_ms=counts[:-1] * costs.avoided_ms(rows) - passing * costs.added_ms(rows),
         mean_ms=float(counts @ costs.latency_ms(rows)) / samples,
     )
 
 
-def upper_bound_ms(candidate: int, leaving: int, reaching: int, costs: CostModel) -> float:
-    """Utility of an exit not in use if ``leaving`` of the ``reaching`` samples left there."""
-    added = costs.exits_ms[candidate] + costs.stages_ms[candidate]
-    return float(leaving * avoided_ms(costs)[candidate] - (reaching - leaving) * added)
+def upper_bound_ms(
+    candidate: int, leaving: int, reaching: int, costs: CostModel, before: Sequence[int] = ()
+) -> float:
+    """Utility of an exit not in use if ``leaving`` of the ``reaching`` samples left there.
 
-
-def avoided_ms(costs: CostModel) -> FloatArray:
-    """float64[K]: the model's own time that is left after each exit."""
-    return np.asarray(costs.source_ms - costs.until_ms(), dtype=np.float64)
-
-
-def added_ms(costs: CostModel) -> FloatArray:
-    """float64[K]: what each exit costs a sample that passes it: bridge, head and border."""
-    return np.add(costs.exits_ms, costs.stages_ms, dtype=np.float64)
+    ``before`` are the exits in use, all of which it is behind.
+    """
+    exits = (*before, candidate)
+    avoided, added = costs.avoided_ms(exits)[-1], costs.added_ms(exits)[-1]
+    return float(leaving * avoided - (reaching - leaving) * added)

@@ -13,11 +13,16 @@ from offramp.certify import FloatArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """The milliseconds that parts of a model take for a batch of one size; only ratios matter."""
+    """The milliseconds that parts of a model take for a batch of one size; only ratios matter.
+
+    Latency counts from the batch's start. In a cascade (``source_begins`` above 0) whoever takes no
+    exit runs the quantised model up to the last exit in use, then the whole source model.
+    """
 
     source_ms: float
     """The unmodified model."""
     segments_ms: tuple[float, ...]
+    """They add up to ``source_ms``; in a cascade those of the quantised model come before it."""
     stages_ms: tuple[float, ...]
     """Per exit: border, dispatch, exit check."""
     after_segment: tuple[int, ...]
@@ -26,10 +31,18 @@ class CostModel:
     """Per exit: bridge and head."""
     unsure: float = 0.0
     """Half of the interval of what all exits add, as a share of ``source_ms``."""
+    source_begins: int = 0
+    """The segment that the source model begins with (:func:`.manifest.last_beginning`)."""
 
     @classmethod
     def at(
-        cls, profile: Profile, batch_size: int, after: Sequence[int], exits_ms: Sequence[float]
+        cls,
+        profile: Profile,
+        batch_size: int,
+        after: Sequence[int],
+        exits_ms: Sequence[float],
+        *,
+        source_begins: int = 0,
     ) -> CostModel:
         """Take a column of a profile; ``exits_ms`` at the same batch size."""
         column = profile.column(batch_size)
@@ -40,6 +53,7 @@ class CostModel:
             after_segment=tuple(after),
             exits_ms=tuple(exits_ms),
             unsure=profile.spread.added[column] if profile.spread else 0.0,
+            source_begins=source_begins,
         )
 
     @classmethod
@@ -51,6 +65,7 @@ class CostModel:
             batch_size,
             after=[exit_.after_segment for exit_ in manifest.exits],
             exits_ms=[row[column] for row in profile.exits_ms],
+            source_begins=manifest.source_begins,
         )
 
     @property
@@ -58,17 +73,26 @@ class CostModel:
         """Number of exits, the model's end not counted."""
         return len(self.after_segment)
 
+    @property
+    def front_ms(self) -> float:
+        """All segments before the source model: the quantised model in a cascade, else 0."""
+        return float(sum(self.segments_ms[: self.source_begins]))
+
     def overhead(self, active: Sequence[int]) -> float:
-        """How much later the model's end comes than without exits, as a share."""
+        """How much later the model's end comes than without exits, as a share.
+
+        In a cascade that counts the quantised model too.
+        """
         return float(self.latency_ms(active)[-1]) / self.source_ms - 1
 
     def sure_overhead(self, active: Sequence[int]) -> float:
         """The least that :meth:`overhead` may be, by the spread of what was measured."""
         everything = sum(self.exits_ms) + sum(self.stages_ms)
+        before = self._before_source_ms(active) / self.source_ms
         if not everything:
-            return 0.0
-        share = self.overhead(active)
-        return max(share * (1 - self.unsure * self.source_ms / everything), 0.0)
+            return before
+        share = self.overhead(active) - before
+        return before + max(share * (1 - self.unsure * self.source_ms / everything), 0.0)
 
     def until_ms(self) -> FloatArray:
         """[exits]: time of the model itself up to each exit, no exit's own cost counted."""
@@ -77,11 +101,48 @@ class CostModel:
     def latency_ms(self, active: Sequence[int]) -> FloatArray:
         """[active + 1]: time until each active exit's answer, and until the model's end.
 
-        Apparate 3.3: the model's own time up to it, and the cost of every active exit up to it.
+        Apparate 3.3: the model's own time up to it, and the cost of every active exit up to it. In
+        a cascade the source model comes after the last active exit, from its beginning.
         """
         until = np.cumsum(self.segments_ms)
         times, exits_so_far = [], 0.0
         for index in active:
             exits_so_far += self.exits_ms[index] + self.stages_ms[index]
             times.append(until[self.after_segment[index]] + exits_so_far)
-        return np.array([*times, self.source_ms + exits_so_far])
+        end = self._before_source_ms(active) + self.source_ms
+        return np.array([*times, end + exits_so_far])
+
+    def avoided_ms(self, active: Sequence[int]) -> FloatArray:
+        """[active]: the time that a sample avoids by leaving at an exit, exits' own not counted.
+
+        It is the model's own time after the exit. In a cascade the last exit is the reason that
+        what lies between it and the exit before it runs, for those that leave too.
+        """
+        until = self.until_ms()[list(active)]
+        if not self.source_begins:
+            return self.source_ms - until
+        left = np.full(len(until), self.source_ms)
+        left[:-1] += until[-1:] - until[:-1]
+        left[-1:] -= self._last_alone_ms(active)
+        return left
+
+    def added_ms(self, active: Sequence[int]) -> FloatArray:
+        """[active]: the time that an exit costs a sample that passes it: bridge, head and border.
+
+        In a cascade the last one costs too what lies between the exit before it and itself.
+        """
+        rows = list(active)
+        added = np.add(self.exits_ms, self.stages_ms, dtype=np.float64)[rows]
+        if self.source_begins:
+            added[-1:] += self._last_alone_ms(active)
+        return added
+
+    def _before_source_ms(self, active: Sequence[int]) -> float:
+        """The segments that run for these exits alone, and not for the source model's answer."""
+        if not self.source_begins or not active:
+            return 0.0
+        return float(self.until_ms()[active[-1]])
+
+    def _last_alone_ms(self, active: Sequence[int]) -> float:
+        """The segments of a cascade that run for the last of these exits only."""
+        return self._before_source_ms(active) - self._before_source_ms(active[:-1])

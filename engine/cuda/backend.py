@@ -13,6 +13,7 @@ from offramp.engine.cuda.stages import CudaStage, StageRegistry
 from offramp.engine.cuda.stream import DeviceKernels
 from offramp.engine.errors import BackendError
 from offramp.engine.plan import StageSpec
+from offramp.engine.precision import require_fp32
 
 
 class CudaBackend:
@@ -64,7 +65,12 @@ class CudaBackend:
         return self._shared.graphs
 
     def prepare(self, spec: StageSpec) -> CudaStage:
-        """Load a stage, which lasts as long as the result is referred to."""
+        """Load a stage, which lasts as long as the result is referred to.
+
+        BackendError if it cannot be loaded, or its bundle is a cascade, whose int8 is for CPUs.
+        """
+        if spec.bundle is not None:
+            require_fp32(spec.bundle.manifest, spec.bundle.path)
         with self._driver.current():
             self._shared.stages.sweep()
             try:

@@ -65,6 +65,8 @@ class StageTimes:
     profile: Profile
     after_segment: tuple[int, ...]
     """Per exit."""
+    source_begins: int = 0
+    """The segment that the source model begins with; above 0 in a cascade."""
 
     def __post_init__(self) -> None:
         if (known := len(self.profile.exits_ms)) != self.exits:
@@ -73,7 +75,11 @@ class StageTimes:
     @classmethod
     def of(cls, manifest: Manifest, profile: Profile) -> StageTimes:
         """All exits of a bundle."""
-        return cls(profile=profile, after_segment=tuple(e.after_segment for e in manifest.exits))
+        return cls(
+            profile=profile,
+            after_segment=tuple(e.after_segment for e in manifest.exits),
+            source_begins=manifest.source_begins,
+        )
 
     @property
     def exits(self) -> int:
@@ -112,12 +118,11 @@ class StageTimes:
     def _spans_ms(self, after: Sequence[int | None], exits: Sequence[int], rows: int) -> FloatArray:
         """Stages from behind some exits (None: from the model's start) to others, by rows."""
         last = len(self.profile.segments_ms) - 1
-        spans = [
-            (
-                0 if before is None else self.after_segment[before] + 1,
-                last if exit_ == MODEL_END else self.after_segment[exit_],
-                exit_,
-            )
-            for before, exit_ in zip(after, exits, strict=True)
-        ]
+        spans = []
+        for before, exit_ in zip(after, exits, strict=True):
+            begins = 0 if before is None else self.after_segment[before] + 1
+            if exit_ == MODEL_END:
+                spans.append((max(begins, self.source_begins), last, exit_))
+            else:
+                spans.append((begins, self.after_segment[exit_], exit_))
         return 1e3 * np.asarray(stage_seconds(self.profile, spans, rows))

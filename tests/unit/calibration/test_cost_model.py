@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.bundle.cascades import CASCADE_PROFILE, cascade_manifest
 from tests.unit.bundle.examples import PROFILE
 
 from offramp.calibration.selection import net_savings_alone
 from offramp.engine.control.costs import CostModel
+from offramp.engine.control.published.two_stage import StageTimes
 
 COST = CostModel(
     source_ms=10.0,
@@ -109,3 +113,74 @@ def test_it_is_the_best_threshold_within_the_bound(samples, bound: float) -> Non
         if (leaves & ~agrees).sum() / len(samples) <= bound:
             possible.append(savings_if(leaves.mean()))
     assert alone(confidence.tolist(), agrees.tolist(), bound) == pytest.approx(max(possible))
+
+
+# A quantised model of 2 + 3 ms, then the source model of 10 ms.
+CASCADE = CostModel(
+    source_ms=10.0,
+    segments_ms=(2.0, 3.0, 10.0),
+    stages_ms=(0.25, 0.25),
+    after_segment=(0, 1),
+    exits_ms=(0.5, 0.0),
+    source_begins=2,
+)
+
+
+@pytest.mark.parametrize(
+    ("active", "latency"),
+    [
+        ((), [10.0]),
+        ((0,), [2.0 + 0.75, 2.0 + 0.75 + 10.0]),  # what lies behind the exit does not run
+        ((1,), [5.0 + 0.25, 5.0 + 0.25 + 10.0]),
+        ((0, 1), [2.0 + 0.75, 5.0 + 0.75 + 0.25, 5.0 + 0.75 + 0.25 + 10.0]),
+    ],
+)
+def test_in_a_cascade_the_source_model_comes_after_the_last_exit(
+    active, latency: list[float]
+) -> None:
+    assert CASCADE.latency_ms(active).tolist() == latency
+    assert CASCADE.overhead(active) == pytest.approx(latency[-1] / 10 - 1)
+
+
+def test_the_quantised_model_is_surely_overhead() -> None:
+    """Heads and borders add 1 ms in all; that is known to within 0.5 ms, the segments are known."""
+    unsure = replace(CASCADE, unsure=0.05)
+    assert unsure.sure_overhead((0, 1)) == pytest.approx((5.0 + 1.0 * (1 - 0.5)) / 10)
+    assert unsure.sure_overhead((0,)) == pytest.approx((2.0 + 0.75 * (1 - 0.5)) / 10)
+    free = replace(CASCADE, exits_ms=(0.0, 0.0), stages_ms=(0.0, 0.0))
+    assert free.sure_overhead((1,)) == pytest.approx(0.5)
+    assert CASCADE.sure_overhead(()) == 0.0
+
+
+def test_what_leaving_a_cascade_avoids_and_an_exit_of_it_adds() -> None:
+    """The last exit's own are the segments between the exit before it and itself: 3 ms."""
+    assert CASCADE.avoided_ms((0, 1)).tolist() == [3.0 + 10.0, 10.0 - 3.0]
+    assert CASCADE.added_ms((0, 1)).tolist() == [0.75, 0.25 + 3.0]
+    assert CASCADE.avoided_ms((1,)).tolist() == [10.0 - 5.0]
+    assert CASCADE.added_ms((1,)).tolist() == [0.25 + 5.0]
+    assert COST.avoided_ms((0, 1)).tolist() == [8.0, 5.0]
+    assert COST.added_ms((1,)).tolist() == [1.25]
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=30))
+def test_the_utility_of_the_last_exit_is_what_is_lost_without_it(places: list[int]) -> None:
+    """But what it costs those that leave there, which Apparate does not count."""
+    counts = np.bincount(places, minlength=3)
+    utility = counts[1] * CASCADE.avoided_ms((0, 1))[1] - counts[2] * CASCADE.added_ms((0, 1))[1]
+    with_it = counts @ CASCADE.latency_ms((0, 1))
+    without = np.array([counts[0], counts[1] + counts[2]]) @ CASCADE.latency_ms((0,))
+    assert utility - counts[1] * 0.25 == pytest.approx(without - with_it)
+
+
+def test_a_manifest_of_a_cascade_says_where_the_source_begins() -> None:
+    cost = CostModel.of(cascade_manifest(), CASCADE_PROFILE, 8)
+    assert cost.source_begins == 2
+    assert cost.latency_ms((1,)).tolist() == [5.0 + 0.25, 5.0 + 0.25 + 20.0]
+    times = StageTimes.of(cascade_manifest(), CASCADE_PROFILE)
+    # a full batch to exit 0; then it begins anew, and behind the own answer too
+    assert times.stages_ms((0,), 8)[:, 8].tolist() == [2.0 + 0.75, 20.0]
+    assert times.stages_ms((0, 1), 8)[:, 8].tolist() == [2.0 + 0.75, 3.0 + 0.25, 20.0]
+    assert times.source_ms(8) == 20.0
+    late = times.matrix(after=0, candidates=[1], rows=8, interval=8)
+    assert late.ms.tolist() == [[3.25, 3.25 + 20.0]]
+    assert late.limit_ms == 20.0

@@ -123,3 +123,18 @@ def test_the_samples_that_would_do_are_named(errors: float, samples: int) -> Non
     assert errors * found <= allowed_errors(found, 0.05, 0.9)
     assert found <= samples
     assert _samples_for(0.06, TERMS) is None
+
+
+def test_a_quantised_model_that_is_no_faster() -> None:
+    slow = CostModel(
+        source_ms=10.0,
+        segments_ms=(12.0, 10.0),
+        stages_ms=(0.1,),
+        after_segment=(0,),
+        exits_ms=(0.0,),
+        source_begins=1,
+    )
+    limit = limit_of_choice(records([0.99], wrong=0.01), {8: slow}, TERMS)
+    assert limit.kind == "costs"
+    assert "takes 12 ms at batch 8, the unmodified one 10 ms" in limit.message
+    assert "--precision fp32" in limit.message

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
+import onnx
 import pytest
-from tests.sliced import inputs_of, sliced
+from tests.sliced import dataset_of, inputs_of, sliced
 
 from offramp.calibration import profiling
+from offramp.calibration.dataset import DataError
 from offramp.calibration.estimates import sets_of_exits
 from offramp.calibration.profiling import (
     profile_backbone,
     profile_heads,
     profile_stages,
 )
+from offramp.calibration.running import run_over
 from offramp.compiler.heads import build_empty
 from offramp.compiler.packing import Draft
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
@@ -146,3 +150,78 @@ def test_no_heads() -> None:
 )
 def test_sets_of_exits(exits: int, sets: list[tuple[int, ...]]) -> None:
     assert sets_of_exits(exits) == sets
+
+
+def test_the_segments_of_a_cascade_add_up_to_the_quantised_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which takes 4 ms, its segments alone 6, 3 and 3 ms; the source model takes 10 ms."""
+    pieces = sliced("mlp")
+    known = {(("x",), ("logits",)): 10.0, (("x",), ("again",)): 4.0}
+
+    def time_ms(timed: profiling.TimedGraph, _tensors: object) -> float:
+        reads, gives = (
+            tuple(t.name for t in found)
+            for found in (timed.session.get_inputs(), timed.session.get_outputs())
+        )
+        return known.get((reads, gives), 6.0 if reads == ("x",) else 3.0)
+
+    monkeypatch.setattr(profiling.TimedGraph, "time_ms", time_ms)
+    source = pieces.model.proto.SerializeToString()
+    whole = onnx.ModelProto.FromString(source)
+    whole.graph.node[-1].output[0] = whole.graph.output[0].name = "again"
+    times = profile_backbone(
+        source,
+        [*pieces.graphs[:-1], source],
+        lambda size: inputs_of(pieces, size),
+        threads=1,
+        batch_sizes=SIZES,
+        quantised=whole.SerializeToString(),
+    )
+    assert times.source_ms == (10.0, 10.0)
+    assert np.array(times.segments_ms) == pytest.approx(
+        np.array([[2.0, 2.0], [1.0, 1.0], [1.0, 1.0], [10.0, 10.0]])
+    )
+
+
+def test_the_quantised_model_is_no_border(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A border costs 1 ms, a head 2 ms; until the exits the quantised model takes 5, 7, 9 ms."""
+    until = (5.0, 7.0, 9.0)
+
+    def staged_ms(exits: tuple[int, ...], _slot: object, _tensors: object) -> float:
+        return 100.0 + until[exits[-1]] + 3.0 * len(exits)
+
+    monkeypatch.setattr(profiling.TimedGraph, "time_ms", lambda *_: 100.0)
+    monkeypatch.setattr(profiling, "Pipeline", lambda _backend, plan: plan.stages)
+    monkeypatch.setattr(profiling, "_staged_ms", staged_ms)
+    monkeypatch.setattr(profiling, "_crossing_bytes", lambda *_: np.zeros(3))
+    pieces = sliced("mlp")
+    found = profile_stages(
+        pieces.model.proto.SerializeToString(),
+        tuple,
+        partial(inputs_of, pieces),
+        exits_ms=[(2.0, 2.0)] * 3,
+        until_ms=[(ms, ms) for ms in until],
+        threads=1,
+        batch_sizes=SIZES,
+    )
+    assert np.array(found.stages_ms) == pytest.approx(np.ones((3, 2)))
+
+
+def test_several_graphs_answer_as_one() -> None:
+    """In the order that is asked for; a graph that is asked for nothing does not run."""
+    pieces = sliced("mlp")
+    samples = dataset_of(pieces, 70)
+    first, second = pieces.graphs[0], pieces.model.proto.SerializeToString()
+    wanted = ["logits", pieces.segments[0].output]
+    found = list(run_over([first, second], wanted, samples, threads=1))
+    assert [rows for rows, _ in found] == [slice(0, 64), slice(64, 70)]
+    for output, graph, place in ((wanted[0], second, 0), (wanted[1], first, 1)):
+        alone = [values for _, (values,) in run_over(graph, [output], samples, threads=1)]
+        for (_, values), expected in zip(found, alone, strict=True):
+            np.testing.assert_array_equal(values[place], expected)
+    broken = replace(samples, inputs={"x": samples.inputs["x"][:, :3]})
+    (once,) = list(run_over([first, second], ["logits"], samples.subset(np.arange(9)), threads=1))
+    assert len(once[1]) == 1
+    with pytest.raises(DataError, match="the model fails on calibration sample 0"):
+        list(run_over([first, second], wanted, broken, threads=1))

@@ -345,3 +345,30 @@ def test_thresholds_that_were_tuned_never_cost_time(situation: dict[str, Any]) -
         by_exit = dict(zip(found.active, found.thresholds, strict=True))
         now = measure_utilities(confidence, [by_exit[e] for e in active], active, costs)
         assert now.mean_ms <= deployed.mean_ms
+
+
+CASCADE = CostModel(
+    source_ms=80.0,
+    segments_ms=(10.0, 10.0, 10.0, 80.0),
+    stages_ms=(0.5,) * 3,
+    after_segment=(0, 1, 2),
+    exits_ms=(0.5,) * 3,
+    source_begins=3,
+)
+"""A quantised model of 30 ms with an exit after each segment, and one of 80 ms behind it."""
+
+
+def test_the_last_exit_of_a_cascade_pays_for_what_runs_for_it_alone() -> None:
+    found = measure_utilities(leaving(3, 5, samples=10), [0.5, 0.5], (0, 2), CASCADE)
+    # 3 samples avoid 20 + 80 ms, 7 pass at 1 ms; 5 avoid 80 ms but run 20 more, 2 pass at 21 ms
+    assert found.utility_ms.tolist() == pytest.approx([3 * 100 - 7, 5 * 60 - 2 * 21])
+    assert found.mean_ms == pytest.approx((3 * 11 + 5 * 32 + 2 * 112) / 10)
+    assert upper_bound_ms(2, 5, 7, CASCADE, (0,)) == 5 * 60 - 2 * 21
+    assert upper_bound_ms(2, 5, 7, CASCADE) == 5 * 50 - 2 * 31
+
+
+def test_an_exit_behind_which_nobody_leaves_is_dropped_from_a_cascade() -> None:
+    """The last exit's 20 ms are lost to all but one that leaves there: 60 − 69 · 21."""
+    found = adjusted([30, 1], [0, 2], costs=CASCADE, max_overhead=2.0)
+    assert found.utility_ms == (30 * 100 - 70, 60 - 69 * 21)
+    assert (found.active, found.deactivated) == ((0,), (2,))

@@ -12,6 +12,7 @@ from typing import Any
 import onnxruntime as ort
 import pytest
 from tests.engines import engine_bundle
+from tests.unit.bundle.cascades import write_cascade
 from tests.unit.cuda.fake_pycuda import ENTRY_POINTS_OF_CUBIN, Gpu, installed
 
 from offramp.bundle.engines import EngineEntry, EngineStore, EngineTarget, list_targets
@@ -135,6 +136,19 @@ def test_a_bundle_without_engines_is_served_by_cuda_and_told_how_to_build(
         f"backend: onnxruntime-cuda ({second} has no engines for NVIDIA H200 with TensorRT "
         f"10.16.0.72; build them here: eecompile build {second} --device cuda:1)"
     )
+
+
+def test_a_bundle_of_int8_is_served_on_the_cpu(
+    made: dict[str, Any], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    path = write_cascade(tmp_path).path
+    name, line = choice(caplog, bundles=[path])
+    assert name == "onnxruntime-cpu"
+    assert line.count(f"{path} is of precision int8, which is for CPUs") == 2
+    assert not made
+    # who opens a bundle says what is wrong with it
+    (path / "manifest.json").write_text("{}")
+    assert choice(caplog, bundles=[path])[0] == "onnxruntime-cuda"
 
 
 @pytest.mark.parametrize(

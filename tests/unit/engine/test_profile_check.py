@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.engines import engine_bundle
+from tests.unit.bundle.cascades import CASCADE_PROFILE, write_cascade
 from tests.unit.bundle.examples import PROFILE, write
 from tests.unit.engine.test_device_profile import TimedBackend
 
-from offramp.bundle import Bundle, Profile
+from offramp.bundle import ActiveExit, Bundle, ExitPolicy, Profile
 from offramp.engine import profile_check
 from offramp.engine.plan import Mode, Plan, make_plan
 from offramp.engine.profile_check import (
@@ -228,3 +229,55 @@ def test_what_a_disturbed_machine_showed_is_not_kept(
     assert first.disturbed == disturbed
     assert len(calls) == (2 if disturbed else 1)
     assert (tmp_path / "made.ee.measured.json").exists() == (not disturbed)
+
+
+@pytest.fixture
+def cascade(tmp_path: Path) -> Bundle:
+    """Its quantised model takes 0.5 + 0.5 ms of a model of 4 ms, at batch 1; see SEEN."""
+    return write_cascade(tmp_path)
+
+
+# exit 0 with head and border adds 0.375 ms, the own one 0.125 ms
+SEEN = (0.875 / 4, 0.625 / 4, 1.0)
+
+
+def of_cascade(bundle: Bundle, active: ExitPolicy, *seen: float) -> Profile:
+    plan = make_plan(bundle, active, Mode.LEAVE)
+    profile = replace(
+        CASCADE_PROFILE,
+        batch_sizes=(1,),
+        **{
+            name: tuple(row[:1] for row in getattr(CASCADE_PROFILE, name))
+            for name in ("segments_ms", "exits_ms", "stages_ms")
+        },
+        source_ms=(4.0,),
+    )
+    at = [SeenTimes(batch_size=1, source_ms=8.0, stages=seen)]
+    return scaled(profile, plan, at, source_begins=bundle.manifest.source_begins)
+
+
+def policy_of(*exits: int) -> ExitPolicy:
+    return ExitPolicy(version=1, active=tuple(ActiveExit(exit=e, threshold=0.9) for e in exits))
+
+
+def test_a_cascade_on_a_machine_of_half_the_speed(cascade: Bundle) -> None:
+    found = of_cascade(cascade, policy_of(0, 1), *SEEN)
+    assert found.source_ms == pytest.approx((8.0,))
+    assert np.array(found.segments_ms) == pytest.approx(np.array([[1.0], [1.0], [8.0]]))
+    assert np.array(found.exits_ms) == pytest.approx(np.array([[0.5], [0.0]]))
+    assert np.array(found.stages_ms) == pytest.approx(np.array([[0.25], [0.25]]))
+
+
+def test_a_machine_that_is_slow_in_int8(cascade: Bundle) -> None:
+    """Beside the source model the quantised one takes three times as long as where compiled."""
+    found = of_cascade(cascade, policy_of(0, 1), 3 * SEEN[0], 3 * SEEN[1], 1.02)
+    assert np.array(found.segments_ms) == pytest.approx(np.array([[3.0], [3.0], [8.0]]))
+    assert found.exits_ms[0][0] == pytest.approx(1.5)
+    early = of_cascade(cascade, policy_of(0), 3 * SEEN[0], 1.0)
+    # what lies behind the only exit was not run, and is taken to be as slow
+    assert np.array(early.segments_ms) == pytest.approx(np.array([[3.0], [3.0], [8.0]]))
+
+
+def test_a_cascade_without_exits_says_nothing_of_its_quantised_model(cascade: Bundle) -> None:
+    found = of_cascade(cascade, policy_of(), 1.0)
+    assert np.array(found.segments_ms) == pytest.approx(np.array([[1.0], [1.0], [8.0]]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
@@ -13,7 +12,7 @@ from offramp.bundle import Bundle
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.records import record_answers
 from offramp.certify import BoolArray, FloatArray
-from offramp.engine.assembly import assemble
+from offramp.engine.plan import answering_graphs
 from offramp.tools.bench.adapt.corruptions import PixelRange, channel_axis, corrupt
 from offramp.tools.bench.adapt.sequence import Population, ShiftSegment
 from offramp.tools.bench.arguments import look_up
@@ -39,13 +38,11 @@ def answering(bundle: Bundle, *, threads: int) -> Callable[[Dataset, _Progress],
     """
     manifest = bundle.manifest
     outputs = [(e.output, e.confidence) for e in manifest.exits]
-    files = [*(s.file for s in manifest.segments), *(e.file for e in manifest.exits)]
-    wanted = [*itertools.chain(*outputs), manifest.answer.output]
-    graph = assemble([bundle.read(file) for file in files], wanted)
+    graphs = answering_graphs(manifest, bundle.read)
 
     def record(dataset: Dataset, progress: _Progress) -> Population:
         found = record_answers(
-            graph, outputs, manifest.answer, dataset, threads=threads, progress=progress
+            graphs, outputs, manifest.answer, dataset, threads=threads, progress=progress
         )
         return Population(
             confidence=found.confidence,

@@ -1,0 +1,249 @@
+"""A cascade: a quantised copy of the model, cut into segments, and the unmodified one behind it.
+
+Exits follow the quantised segments, and the quantised model's own answer is the last of them. Who
+is sure enough at none is deferred to the source model, as are audited samples: what is promised,
+certified and audited is agreement with the float32 model, however the copy was made.
+
+The copy may be any graph with the source's inputs and output. Cut points are those of the source
+that are still places where one tensor carries everything onward in the copy, under the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx
+from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
+from onnx import helper, numpy_helper
+
+from offramp.calibration.dataset import DataError, Dataset
+from offramp.calibration.families import CutTensor
+from offramp.calibration.quantization import measure_ranges, quantize
+from offramp.compiler.cuts import CutAnalysis, GraphAnalysis, find_cuts
+from offramp.compiler.errors import ModelError, VerificationError
+from offramp.compiler.export.nesting import rename_graph
+from offramp.compiler.flow import trace
+from offramp.compiler.graph import Dataflow, default_opset, refill, serialised
+from offramp.compiler.model import MIN_OPSET, SourceModel
+from offramp.compiler.options import CompileOptions
+from offramp.compiler.preparation import name_operators, remove_unused
+from offramp.compiler.runtime import relative_difference
+from offramp.compiler.shapes import annotate, declared_types
+from offramp.compiler.slicing import SegmentModel, Sliced, choose_candidates, cut_tensors, split
+from offramp.engine.backends.onnxruntime import make_session
+
+PREFIX = "offramp_front/"
+"""What all names of the quantised model begin with, but those of graph inputs."""
+_AGAIN = "/again"
+_FLOAT = frozenset({"LayerNormalization", "BatchNormalization", "Tanh", "Erf", "Gelu"})
+"""Operators without an int8 kernel: what they give is quantised by the next operator alone."""
+
+Quantise: TypeAlias = Callable[[SourceModel, Dataset], bytes]
+"""Makes a quantised copy of a model, by samples of its training data."""
+
+
+def quantised(model: SourceModel, samples: Dataset) -> bytes:
+    """Make an int8 copy by Q/DQ pairs before the operators with constant weights.
+
+    A ``DataError`` where the model has none, or fails on a sample.
+    """
+    graph = serialised(model.proto)
+    return quantize(graph, measure_ranges(graph, samples, threads=1))
+
+
+def slice_cascade(model: SourceModel, copy: bytes, options: CompileOptions) -> Sliced:
+    """Cut a quantised copy at the source model's candidates, and put the source behind it.
+
+    Raises:
+        CompileError: As :func:`~offramp.compiler.slicing.slice_model` does.
+        ModelError: The copy has other inputs or another answer than the source.
+    """
+    front = _front_of(model, copy)
+    analysis = _surviving(find_cuts(model), front)
+    points = choose_candidates(analysis, limit=options.candidates, exits=options.exits or None)
+    own = CutTensor(
+        name=front.answer.output,
+        dtype=front.outputs[0].dtype,
+        shape=("batch", model.answer.classes),
+        is_answer=True,
+    )
+    described = cut_tensors(model, analysis, points, options)
+    cuts = tuple(replace(cut, name=PREFIX + cut.name) for cut in described)
+    requantise(front.proto, [cut.name for cut in cuts])
+    segments = split(front, [replace(point, tensor=PREFIX + point.tensor) for point in points])
+    source = SegmentModel(
+        index=len(segments),
+        proto=model.proto,
+        inputs=tuple(spec.name for spec in model.inputs),
+        output=model.answer.output,
+        flops_share=1.0,
+        is_source=True,
+    )
+    every = (*segments, source)
+    return Sliced(
+        model=model,
+        cuts=(*cuts, own),
+        segments=every,
+        graphs=tuple(s.proto.SerializeToString() for s in every),
+        front=front,
+    )
+
+
+def _front_of(model: SourceModel, copy: bytes) -> SourceModel:
+    """Bring a copy into the form that slicing needs, under names of its own."""
+    try:
+        proto = onnx.ModelProto.FromString(copy)
+        onnx.checker.check_model(proto)
+    except (DecodeError, onnx.checker.ValidationError) as error:
+        raise ModelError(f"the quantised copy is no ONNX model: {error}") from error
+    inputs = {spec.name for spec in model.inputs}
+    found = {i.name for i in proto.graph.input}, [o.name for o in proto.graph.output]
+    if found != (inputs, [model.answer.output]) or default_opset(proto) < MIN_OPSET:
+        raise ModelError(
+            f"the quantised copy has the inputs {sorted(found[0])}, the outputs {found[1]} and "
+            f"opset {default_opset(proto)}; expected {sorted(inputs)}, [{model.answer.output!r}] "
+            f"and {MIN_OPSET} or newer: quantise the model that was read, under the same names"
+        )
+    wanted, (given,) = declared_types(model.proto)[model.answer.output], proto.graph.output
+    if given.type.tensor_type.elem_type != wanted.elem_type:
+        raise ModelError(
+            f"the quantised copy answers in another type than {wanted.dtype}; end it with the "
+            "conversion"
+        )
+    remove_unused(proto)
+    name_operators(proto)
+    _describe(proto, model)
+    annotate(proto)
+    rename_graph(proto.graph, lambda name: name if name in inputs else PREFIX + name)
+    return replace(
+        model,
+        proto=proto,
+        outputs=tuple(replace(spec, name=PREFIX + spec.name) for spec in model.outputs),
+        opset=default_opset(proto),
+        answer=replace(model.answer, output=PREFIX + model.answer.output),
+    )
+
+
+def _describe(proto: onnx.ModelProto, model: SourceModel) -> None:
+    """State what inference may not find behind operators of others: as in the source model."""
+    made = Dataflow(proto.graph).producers
+    infos = [info for info in model.proto.graph.value_info if info.name in made]
+    refill(proto.graph.value_info, infos)
+    refill(proto.graph.output, model.proto.graph.output)
+
+
+def _surviving(analysis: CutAnalysis, front: SourceModel) -> CutAnalysis:
+    """Drop the cut points that are none in the quantised model."""
+    looked_at = GraphAnalysis.of(front.proto)
+    flow = trace(looked_at.graph, looked_at.costs, analysis.main_inputs)
+    gates = {gate.tensor: gate for gate in flow.gates}
+    kept = [
+        cut
+        for cut in analysis.cuts
+        if (gate := gates.get(PREFIX + cut.tensor)) is not None
+        and gate.side_inputs <= set(cut.side_inputs)
+        and (found := looked_at.types.get(gate.tensor)) is not None
+        and found.dtype == cut.dtype
+    ]
+    cuts = tuple(replace(cut, index=index) for index, cut in enumerate(kept))
+    return replace(analysis, cuts=cuts)
+
+
+def requantise(proto: onnx.ModelProto, tensors: Sequence[str]) -> None:
+    """Have cut tensors be quantised and back on both sides of the cut, in place.
+
+    ONNX Runtime computes an operator in int8 where its inputs come from ``DequantizeLinear`` and
+    its output goes to ``QuantizeLinear`` in the same graph. A cut between an operator and its
+    ``QuantizeLinear`` would leave it in float32. So where all readers of a cut tensor quantise it
+    with the same constants, a pair with these is put before the cut: the values after it are on the
+    steps of the scale, and quantising them again changes nothing. Where no cut is made, ONNX
+    Runtime drops one pair of the two.
+    """
+    graph = proto.graph
+    constants = {t.name: numpy_helper.to_array(t).tobytes() for t in graph.initializer}
+    for tensor in tensors:
+        readers = [node for node in graph.node if tensor in node.input]
+        (writer,) = (i for i, node in enumerate(graph.node) if tensor in node.output)
+        node = graph.node[writer]
+        if not readers or any(n.op_type != "QuantizeLinear" for n in readers):
+            continue
+        if node.op_type in _FLOAT:
+            continue
+        scales = {tuple(constants.get(name) for name in node.input[1:]) for node in readers}
+        attributes = {node.SerializeToString() for node in map(_without_names, readers)}
+        if len(scales) > 1 or len(attributes) > 1 or None in next(iter(scales)):
+            continue
+        plain, steps = f"{tensor}{_AGAIN}/plain", f"{tensor}{_AGAIN}/steps"
+        node.output[list(node.output).index(tensor)] = plain
+        arguments = readers[0].input[1:]
+        down = helper.make_node("QuantizeLinear", [plain, *arguments], [steps], name=steps)
+        up = helper.make_node("DequantizeLinear", [steps, *arguments], [tensor], name=tensor)
+        down.attribute.extend(readers[0].attribute)
+        up.attribute.extend(a for a in readers[0].attribute if a.name in ("axis", "block_size"))
+        nodes = list(graph.node)
+        refill(graph.node, [*nodes[: writer + 1], down, up, *nodes[writer + 1 :]])
+
+
+def _without_names(node: onnx.NodeProto) -> onnx.NodeProto:
+    return onnx.NodeProto(op_type=node.op_type, domain=node.domain, attribute=node.attribute)
+
+
+def verify_front(
+    sliced: Sliced,
+    copy: bytes,
+    samples: Mapping[str, NDArray[Any]],
+    *,
+    tolerance: float,
+    batch_sizes: Sequence[int] = (1, 7),
+) -> float:
+    """Run the quantised segments in a chain as they are served, and compare with the whole copy.
+
+    ``samples`` are arrays by graph input, repeated where they are fewer than a batch;
+    ``tolerance`` is relative to the largest value of the copy's answer.
+
+    Gives the largest difference found. VerificationError if it is beyond ``tolerance``, or a value
+    is no number; ModelError if ONNX Runtime cannot load a part, DataError if it fails on a sample.
+    """
+    assert sliced.front is not None
+    answer = sliced.front.answer.output
+    whole, *chain = map(_loaded, (copy, *sliced.graphs[:-1]))
+    worst = 0.0
+    for size in batch_sizes:
+        feeds = {k: v[np.arange(size) % len(v)] for k, v in samples.items()}
+        wanted = _run(whole, sliced.model.answer.output, feeds)
+        tensors = dict(feeds)
+        for session, segment in zip(chain, sliced.segments, strict=False):
+            tensors[segment.output] = _run(session, segment.output, tensors)
+        difference = relative_difference(tensors[answer], wanted)
+        if not difference <= tolerance:
+            raise VerificationError(
+                f"chained segments of the quantised model differ from it by {difference:.1e} of "
+                f"its largest value at batch {size}, allowed are {tolerance:.1e}; compile with "
+                "--precision fp32"
+            )
+        worst = max(worst, difference)
+    return worst
+
+
+def _loaded(graph: bytes) -> Any:
+    try:
+        return make_session(graph, 1)
+    except Exception as error:  # ONNX Runtime's own classes derive from Exception only
+        reason = str(error).splitlines()[0]
+        raise ModelError(
+            f"ONNX Runtime cannot load the quantised copy: {reason}; compile with --precision fp32"
+        ) from error
+
+
+def _run(session: Any, output: str, tensors: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
+    feeds = {tensor.name: tensors[tensor.name] for tensor in session.get_inputs()}
+    try:
+        found: NDArray[Any] = session.run([output], feeds)[0]
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise DataError(f"the quantised copy fails on the first samples: {reason}") from error
+    return found

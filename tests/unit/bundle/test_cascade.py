@@ -1,0 +1,80 @@
+"""Bundles of precision int8: what their manifest must say, and what those of fp32 do not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.bundle.cascades import OWN, SEGMENTS, cascade_manifest, write_cascade
+from tests.unit.bundle.examples import MANIFEST, rewrite_manifest, write
+
+from offramp.bundle import Bundle, BundleSchemaError, Head
+from offramp.bundle.bundle import read_manifest
+from offramp.bundle.files import dump
+
+
+def test_a_cascade_is_read_as_it_was_written(tmp_path: Path) -> None:
+    bundle = Bundle.open(write_cascade(tmp_path).path)
+    assert (bundle.manifest.precision, bundle.manifest.source_begins) == ("int8", 2)
+    assert bundle.manifest.exits[1].head.describe() == "the int8 model's own answer"
+    assert read_manifest(bundle.path) == bundle.manifest
+    assert bundle.profile().segments_ms[2] == bundle.profile().source_ms
+
+
+def test_a_bundle_of_fp32_says_nothing_of_precision(tmp_path: Path) -> None:
+    """As before there were others: older readers read it, and older bundles are read."""
+    assert "precision" not in json.loads(dump(MANIFEST))
+    assert json.loads(dump(cascade_manifest()))["precision"] == "int8"
+    bundle = Bundle.open(write(tmp_path).path)
+    assert (bundle.manifest.precision, bundle.manifest.source_begins) == ("fp32", 0)
+
+
+@pytest.mark.parametrize("said", ["int4", "", 8, None])
+def test_a_precision_that_is_not_known_is_refused(tmp_path: Path, said: Any) -> None:
+    path = write_cascade(tmp_path).path
+    rewrite_manifest(path, lambda plain: plain.update(precision=said))
+    with pytest.raises(BundleSchemaError, match="precision: expected one of 'fp32', 'int8'"):
+        Bundle.open(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"precision": "fp32"}, "head 'own' is for precision int8"),
+        (
+            {"precision": "fp32", "exits": cascade_manifest().exits[:1]},
+            r"segments\[2\]: reads \['image'\], expected 'q/logits'",
+        ),
+        ({"exits": cascade_manifest().exits[:1]}, r"own answer, head 'own', as the last exit"),
+        (
+            {"exits": (cascade_manifest().exits[0], replace(OWN, head=Head(kind="vector")))},
+            r"head 'own', as the last exit, after segment 1; found \[\] of 2",
+        ),
+        (
+            {"exits": (replace(OWN, index=0, after_segment=0, inputs=("q/cut",)),)},
+            "as the last exit, after segment 1",
+        ),
+        (
+            {"segments": (*SEGMENTS[:2], replace(SEGMENTS[2], file="segments/02.onnx"))},
+            r"segments\[2\]: file 'segments/02.onnx', expected the source model 'source.onnx'",
+        ),
+        (
+            {"segments": (*SEGMENTS[:2], replace(SEGMENTS[2], inputs=("image", "q/logits")))},
+            r"segments\[2\]: reads \['image', 'q/logits'\], expected graph inputs",
+        ),
+        (
+            {"segments": (SEGMENTS[0], replace(SEGMENTS[1], inputs=("image",)), SEGMENTS[2])},
+            r"segments\[1\]: reads \['image'\], expected 'q/cut'",
+        ),
+        (
+            {"segments": (replace(SEGMENTS[2], index=0),), "exits": ()},
+            "precision int8 needs a quantised one",
+        ),
+    ],
+)
+def test_a_cascade_that_is_none_is_refused(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        cascade_manifest(**changes)
