@@ -10,9 +10,9 @@ that are still places where one tensor carries everything onward in the copy, un
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import onnx
@@ -20,14 +20,13 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from offramp.calibration.dataset import DataError, Dataset
+from offramp.calibration.dataset import DataError
 from offramp.calibration.families import CutTensor
-from offramp.calibration.quantization import measure_ranges, quantize
 from offramp.compiler.cuts import CutAnalysis, GraphAnalysis, find_cuts
 from offramp.compiler.errors import ModelError, VerificationError
 from offramp.compiler.export.nesting import rename_graph
 from offramp.compiler.flow import trace
-from offramp.compiler.graph import Dataflow, default_opset, refill, serialised
+from offramp.compiler.graph import Dataflow, default_opset, refill
 from offramp.compiler.model import MIN_OPSET, SourceModel
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.preparation import name_operators, remove_unused
@@ -41,18 +40,6 @@ PREFIX = "offramp_front/"
 _AGAIN = "/again"
 _FLOAT = frozenset({"LayerNormalization", "BatchNormalization", "Tanh", "Erf", "Gelu"})
 """Operators without an int8 kernel: what they give is quantised by the next operator alone."""
-
-Quantise: TypeAlias = Callable[[SourceModel, Dataset], bytes]
-"""Makes a quantised copy of a model, by samples of its training data."""
-
-
-def quantised(model: SourceModel, samples: Dataset) -> bytes:
-    """Make an int8 copy by Q/DQ pairs before the operators with constant weights.
-
-    A ``DataError`` where the model has none, or fails on a sample.
-    """
-    graph = serialised(model.proto)
-    return quantize(graph, measure_ranges(graph, samples, threads=1))
 
 
 def slice_cascade(model: SourceModel, copy: bytes, options: CompileOptions) -> Sliced:

@@ -15,7 +15,7 @@ from offramp.calibration.profiling import BATCH_SIZES
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.rehearsal import RehearsalSettings, Rehearsed
 from offramp.certify import samples_needed
-from offramp.compiler.cascade import Quantise, quantised, slice_cascade, verify_front
+from offramp.compiler.cascade import slice_cascade, verify_front
 from offramp.compiler.exits import FoundExits, find_exits, time_heads
 from offramp.compiler.feature_folder import sweep
 from offramp.compiler.model import SourceModel, read_model
@@ -24,6 +24,7 @@ from offramp.compiler.packing import Draft, make_manifest, pack
 from offramp.compiler.policy import FixedPath, PolicyChoice, record_exits
 from offramp.compiler.profile import ProfileTimer
 from offramp.compiler.progress import SILENT, Progress
+from offramp.compiler.quantised_copy import Quantise, fastest_copy
 from offramp.compiler.slicing import Sliced, slice_model, verify
 from offramp.engine.plan import Mode, Plan, plan_stages
 
@@ -36,9 +37,11 @@ _COPIES = 2
 
 
 def compile_model(
-    options: CompileOptions, progress: Progress = SILENT, *, quantise: Quantise = quantised
+    options: CompileOptions, progress: Progress = SILENT, *, quantise: Quantise | None = None
 ) -> Bundle:
-    """Compile a model into a bundle; ``quantise`` makes the copy that precision int8 begins with.
+    """Compile a model into a bundle.
+
+    ``quantise`` makes the copy that precision int8 begins with; default: what is fastest here.
 
     Raises:
         CompileError: The model cannot be sliced.
@@ -58,12 +61,14 @@ def compile_model(
         certify_at_least=samples_needed(options.max_disagreement, options.confidence_level),
         seed=options.seed,
     )
+    copy = None
     if options.precision == "int8":
-        sliced = _cascade(model, parts, options, quantise, progress)
-    else:
-        sliced = slice_model(model, options)
-        with progress.step("Slice and verify", 1):
-            _verify(sliced, parts, options)
+        if quantise is None:
+            copy = fastest_copy(model, parts, options, progress)
+        else:
+            copy = quantise(model, parts.train)
+    with progress.step("Slice and verify", 1):
+        sliced = _slice(model, copy, parts, options)
 
     timer = _timer(sliced, parts, options, progress)
     times = timer.backbone()
@@ -196,25 +201,22 @@ def _verify(sliced: Sliced, parts: DataSplit, options: CompileOptions) -> None:
         raise DataError(f"{options.data}: the model fails on the first samples: {error}") from error
 
 
-def _cascade(
-    model: SourceModel,
-    parts: DataSplit,
-    options: CompileOptions,
-    quantise: Quantise,
-    progress: Progress,
+def _slice(
+    model: SourceModel, copy: bytes | None, parts: DataSplit, options: CompileOptions
 ) -> Sliced:
-    """Quantise the model by training samples, and cut the copy."""
-    with progress.step("Quantise", 1):
-        copy = quantise(model, parts.train)
-    with progress.step("Slice and verify", 1):
-        sliced = slice_cascade(model, copy, options)
-        verify_front(
-            sliced,
-            copy,
-            parts.train.take(slice(VERIFIED_SAMPLES)),
-            tolerance=sliced.tolerance(options),
-            batch_sizes=(1, 7, VERIFIED_SAMPLES),
-        )
+    """Cut the model, or its quantised copy, and verify the pieces."""
+    if copy is None:
+        sliced = slice_model(model, options)
+        _verify(sliced, parts, options)
+        return sliced
+    sliced = slice_cascade(model, copy, options)
+    verify_front(
+        sliced,
+        copy,
+        parts.train.take(slice(VERIFIED_SAMPLES)),
+        tolerance=sliced.tolerance(options),
+        batch_sizes=(1, 7, VERIFIED_SAMPLES),
+    )
     return sliced
 
 

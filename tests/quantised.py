@@ -1,4 +1,4 @@
-"""Copies of models that stand for quantised ones, made without data."""
+"""Copies of models: quantised, or standing for quantised ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import onnx
 from onnx import numpy_helper
 
 from offramp.calibration.dataset import Dataset
+from offramp.calibration.quantization import measure_ranges, quantize
 from offramp.compiler.model import SourceModel
+
+
+def quantised(model: SourceModel, samples: Dataset) -> bytes:
+    """Give an int8 copy with Q/DQ pairs, of whatever worth."""
+    graph = model.proto.SerializeToString()
+    return quantize(graph, measure_ranges(graph, samples, threads=1))
 
 
 @dataclass(frozen=True, slots=True)

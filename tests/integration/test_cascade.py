@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tests import models
 from tests.bundles import compile_tiny
 from tests.integration.test_compile_tiny import Arrays, answers, images, run, sentences, vectors
-from tests.quantised import Rounded
+from tests.quantised import Rounded, quantised
 from tests.unit.engine.serving import until
 
 from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy, write_bundle
@@ -23,7 +23,6 @@ from offramp.calibration import profiling
 from offramp.calibration.dataset import Dataset
 from offramp.certify.decision import MODEL_END
 from offramp.compiler.build import BuildOptions, build_bundle
-from offramp.compiler.cascade import quantised
 from offramp.compiler.cli import main
 from offramp.compiler.engines.options import EngineBuildOptions
 from offramp.compiler.errors import EngineOptionsError, ExportError

@@ -13,13 +13,13 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from tests import models
-from tests.quantised import Rounded
+from tests.quantised import Rounded, quantised
 from tests.sliced import BUILDERS, inputs_of, sliced
 
 from offramp.bundle import Head
 from offramp.calibration.dataset import DataError, Dataset
 from offramp.calibration.families import family_of
-from offramp.compiler.cascade import PREFIX, quantised, requantise, slice_cascade, verify_front
+from offramp.compiler.cascade import PREFIX, requantise, slice_cascade, verify_front
 from offramp.compiler.errors import ModelError, UnknownCutPointError, VerificationError
 from offramp.compiler.heads import build_own
 from offramp.compiler.model import SourceModel
