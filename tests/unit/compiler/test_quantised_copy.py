@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.sliced import sliced
 
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.precision.choice import PrecisionChoice
@@ -15,7 +16,6 @@ from offramp.calibration.precision.kinds import CpuPrecision
 from offramp.compiler import quantised_copy
 from offramp.compiler.progress import SILENT
 from offramp.compiler.quantised_copy import LEAST_AGREEMENT, fastest_copy
-from tests.sliced import sliced
 
 
 def parts(train: int, tune: int) -> Any:
