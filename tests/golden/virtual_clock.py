@@ -62,14 +62,16 @@ def install() -> None:
     ort.InferenceSession = TimedSession
 
 
-def command(name: str) -> Callable[[list[str]], int]:
+def command(name: str) -> Callable[[], int]:
     """Find a public command by its name in ``pyproject.toml``."""
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, function = re.split(":", scripts[name])
-    found: Callable[[list[str]], int] = getattr(import_module(module), function)
+    found: Callable[[], int] = getattr(import_module(module), function)
     return found
 
 
 if __name__ == "__main__":
     install()
-    sys.exit(command(sys.argv[1])(sys.argv[2:]))
+    run = command(sys.argv[1])
+    del sys.argv[0]  # which is the command's own now
+    sys.exit(run())
