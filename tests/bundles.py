@@ -14,10 +14,11 @@ import pytest
 from offramp.bundle import Bundle
 from offramp.calibration.measuring import Budget
 from offramp.calibration.training import TrainingOptions
-from offramp.compiler.cascade import Quantise, quantised
 from offramp.compiler.compile import compile_model
 from offramp.compiler.options import CompileOptions
+from offramp.compiler.quantised_copy import Quantise
 from offramp.engine.timing import Effort
+from tests.quantised import quantised
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "fashion"
 

@@ -121,16 +121,16 @@ class OnnxRuntimeBackend:
                 with_it = with_confidence(model, spec.answer)
                 model, added = with_it or model, with_it is not None
             session = make_session(model, self._threads)
+            given = {output.name for output in session.get_outputs()}  # names may be no UTF-8
+            read = {tensor.name for tensor in session.get_inputs()}
         except Exception as error:  # ONNX Runtime's own classes derive from Exception only
             reason = " ".join(str(error).split())
             raise BackendError(f"ONNX Runtime cannot load stage {spec.index}: {reason}") from error
-        given = {output.name for output in session.get_outputs()}
         computed = tuple(name for name in spec.carried if name in given)
         confidence = CONFIDENCE if added else spec.confidence
         answered = tuple(name for name in (spec.answer, confidence) if name)
         fetched = answered + computed
         passed = tuple(name for name in spec.carried if name not in given)
-        read = {tensor.name for tensor in session.get_inputs()}
         if not (read <= set(spec.inputs) and set(answered) <= given):
             raise BackendError(
                 f"ONNX Runtime cannot load stage {spec.index}: it reads {sorted(read)} and gives "

@@ -69,6 +69,17 @@ def _softmax_of_all(graph: Any) -> None:
     del graph.output[1].type.tensor_type.shape.dim[:]
 
 
+def test_a_name_that_is_no_text_is_refused_in_a_line(root: Path) -> None:
+    """Protobuf's parser in ONNX Runtime takes it, and Python cannot read it."""
+    model = onnx.load(root / "segments/00.onnx")
+    _other_input(model.graph)
+    content = model.SerializeToString().replace(b"elsewhere", b"\x98" * 9)
+    replace_file(root, "segments/00.onnx", content)
+    with pytest.raises(BackendError, match="cannot load stage 0: .*") as caught:
+        opened(root)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("name", "changed", "message"),
     [
