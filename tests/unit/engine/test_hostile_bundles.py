@@ -75,7 +75,7 @@ def test_a_name_that_is_no_text_is_refused_in_a_line(root: Path) -> None:
     _other_input(model.graph)
     content = model.SerializeToString().replace(b"elsewhere", b"\x98" * 9)
     replace_file(root, "segments/00.onnx", content)
-    with pytest.raises(BackendError, match="cannot load stage 0: .*") as caught:
+    with pytest.raises(BackendError, match="cannot load stage 0: ") as caught:
         opened(root)
     assert "\n" not in str(caught.value)
 

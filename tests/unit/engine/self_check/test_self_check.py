@@ -128,7 +128,9 @@ def test_a_fault_fails_the_check_that_is_for_it(fault: str, residual: Path) -> N
     planted, expected = FAULTS[fault]
     with planted() as backend:
         report = checked(backend, residual)
-    assert failed(report) == expected, report.summary()
+    # What a process holds, tests beside this one change as well.
+    of_process = {"memory", "close"}
+    assert expected <= failed(report) <= expected | of_process, report.summary()
     assert not report.passed
     assert not report.hangs
     assert all(r.reason for r in report.results if r.verdict is CheckVerdict.FAILED)
