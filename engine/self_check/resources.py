@@ -20,6 +20,7 @@ from offramp.engine.self_check.subject import CheckSubject
 
 _PROCESS = Path("/proc/self")
 _QUARTERS = 4
+_LOOKS = 3
 _MOST_ROUNDS = 250
 """Of a quarter."""
 _LEAST_RESIDENT_BYTES = 4 << 20
@@ -61,7 +62,8 @@ def usage_of(backend: Backend) -> ResourceUsage:
 def check_memory(subject: CheckSubject, limit: TimeLimit) -> Facts:
     """Run rounds of batches of all sizes: memory, descriptors and threads do not grow with them.
 
-    Memory grows with every quarter of the rounds if each leaks, and only then.
+    Memory grows with every quarter of the rounds if each leaks, and only then. What seems to is
+    looked at again: allocators take their time to have all that they keep.
     """
     with subject.slot() as slot:
         for index in range(_WARM_UPS * len(subject.sizes)):
@@ -71,14 +73,22 @@ def check_memory(subject: CheckSubject, limit: TimeLimit) -> Facts:
             _round(subject, slot, index)
         round_s = (time.monotonic() - began_s) / len(subject.sizes)
         rounds = _rounds(subject, limit, round_s)
-        seen = [usage_of(subject.backend)]
-        for _ in range(_QUARTERS):
-            for index in range(rounds):
-                _round(subject, slot, index)
-            seen.append(usage_of(subject.backend))
+        for _ in range(_LOOKS):
+            seen = _over_quarters(subject, slot, rounds)
+            if not _growing(seen):
+                break
     facts = _facts(seen, rounds=_QUARTERS * rounds)
     _refuse_growth(seen, f"{_QUARTERS * rounds} rounds", facts)
     return facts
+
+
+def _over_quarters(subject: CheckSubject, slot: Slot, rounds: int) -> list[ResourceUsage]:
+    seen = [usage_of(subject.backend)]
+    for _ in range(_QUARTERS):
+        for index in range(rounds):
+            _round(subject, slot, index)
+        seen.append(usage_of(subject.backend))
+    return seen
 
 
 def check_close(backend: Backend, subjects: Sequence[CheckSubject], _limit: TimeLimit) -> Facts:
@@ -99,6 +109,8 @@ def check_close(backend: Backend, subjects: Sequence[CheckSubject], _limit: Time
         backend.close()
     except Exception as error:
         raise CheckFailedError(f"the backend cannot be closed: {error}", facts) from error
+    # What the host's allocators keep of a slot says nothing; over many rounds it is looked at.
+    seen = [usage._replace(resident_bytes=None) for usage in seen]
     _refuse_growth(seen, "slots that were opened, used and closed", facts)
     return facts
 
@@ -127,7 +139,16 @@ def _facts(seen: Sequence[ResourceUsage], **more: int) -> Facts:
 
 
 def _refuse_growth(seen: Sequence[ResourceUsage], what: str, facts: Facts) -> None:
-    """Refuse what became more from each look to the next."""
+    for name, values in _growing(seen).items():
+        words = name.replace("_", " ")
+        raise CheckFailedError(
+            f"{words} grew steadily over {what}: {', '.join(map(str, values))}", facts
+        )
+
+
+def _growing(seen: Sequence[ResourceUsage]) -> dict[str, list[int]]:
+    """Tell what became more from each look to the next, by name."""
+    found = {}
     for name in ResourceUsage._fields:
         values = [getattr(usage, name) for usage in seen]
         if None in values:
@@ -135,7 +156,5 @@ def _refuse_growth(seen: Sequence[ResourceUsage], what: str, facts: Facts) -> No
         grew = all(after > before for before, after in pairwise(values))
         least = _LEAST_RESIDENT_BYTES if name == "resident_bytes" else 1
         if grew and values[-1] - values[0] >= least:
-            words = name.replace("_", " ")
-            raise CheckFailedError(
-                f"{words} grew steadily over {what}: {', '.join(map(str, values))}", facts
-            )
+            found[name] = values
+    return found
