@@ -31,7 +31,7 @@ from offramp.testing import cuda_handles, cuda_kernels
 from offramp.testing.cuda_driver import FakeDriver
 from offramp.testing.cuda_memory import ByteRange
 
-LEAKED_BYTES = 1 << 20
+LEAKED_BYTES = 1 << 17
 
 
 class SlotMaker(OnnxRuntimeBackend):
