@@ -13,7 +13,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 _PACKAGE = "offramp.onnx_subset"
 
-FLOAT32, INT64, FLOAT16 = 1, 7, 10
+FLOAT32, UINT8, INT8, INT64, FLOAT16 = 1, 2, 3, 7, 10
 """``TensorProto.DataType``."""
 INT, INTS = 2, 7
 """``AttributeProto.AttributeType`` of an integer, and of a list of them."""

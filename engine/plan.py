@@ -30,6 +30,7 @@ from offramp.bundle.manifest import last_beginning
 from offramp.certify import MODEL_END, NEVER
 from offramp.certify.agreement import float32_at_least
 from offramp.engine.assembly import assemble
+from offramp.engine.quantised_borders import carries_steps, give_steps, take_steps
 
 
 class Mode(StrEnum):
@@ -232,12 +233,15 @@ def _stages(
         segments = structure.segments[firsts[index] : last + 1]
         carried = () if final else carried_over(structure, last, firsts[index + 1])
         given = [name for name in (segments[-1].output,) if final or name in carried]
+        before = structure.segments[max(firsts[index] - 1, 0) : firsts[index]]
+        behind = structure.segments[last + 1 : last + 2] if segments[-1].output in carried else ()
+        inner = slice(len(before), len(before) + len(segments))
         yield StageSpec(
             index=index,
             first_segment=firsts[index],
             last_segment=last,
             exit=exit_index,
-            load=partial(_assembled, segments, exit_, given, read),
+            load=partial(_assembled, (*before, *segments, *behind), exit_, given, read, inner),
             inputs=_stage_inputs(segments, exit_),
             carried=carried,
             answer=exit_.output if exit_ else answer,
@@ -272,14 +276,25 @@ def _stage_inputs(segments: Sequence[Segment], exit_: Exit | None) -> tuple[str,
 
 
 def _assembled(
-    segments: Sequence[Segment],
+    around: Sequence[Segment],
     exit_: Exit | None,
     given: Sequence[str],
     read: Callable[[str], bytes],
+    inner: slice,
 ) -> bytes:
-    parts = [read(segment.file) for segment in segments]
-    outputs = list(given)
+    """Join the inner ones of some segments with an exit, and carry integers where it can be done.
+
+    ``around`` are the neighbours too that a cut tensor comes from or goes to.
+    """
+    files = [read(segment.file) for segment in around]
+    parts, outputs = files[inner], list(given)
     if exit_ is not None:
         parts.append(read(exit_.file))
         outputs = [exit_.output, exit_.confidence, *outputs]
-    return assemble(parts, outputs)
+    graph = assemble(parts, outputs)
+    first, end = inner.start, inner.stop
+    if first and carries_steps(files[first - 1], files[first], tensor := around[first - 1].output):
+        graph = take_steps(graph, tensor)
+    if end < len(files) and carries_steps(files[end - 1], files[end], around[end - 1].output):
+        graph = give_steps(graph, around[end - 1].output)
+    return graph
