@@ -102,7 +102,20 @@ class Candidates:
     def choose(
         self, cost: CostModel, *, max_overhead: float | None = None, min_gain: float = MIN_GAIN
     ) -> tuple[int, ...]:
-        """Find the exits that save most time together; see :func:`choose_active`."""
+        """Find the exits that are expected to save most time together, in depth order; maybe none.
+
+        What exits cost where none is taken is a part of that sum, at the share of the samples that
+        take none: a price, not a limit, so that noise in what was measured moves the choice to one
+        that saves nearly as much. Each exit must add ``min_gain`` to it.
+
+        Single exits are dropped, added and exchanged while that helps, once from no exit on, and
+        once from what is left of all when the least useful one is dropped while that helps; the
+        better result counts, the smaller set where they are equal.
+
+        ``cost`` is that of all exits at the reference batch size. ``max_overhead`` is the share of
+        the source model's time that exits may be sure to add where none is taken (Apparate's ramp
+        budget, 3.1); ``None`` is no limit.
+        """
 
         @cache
         def worth(active: tuple[int, ...]) -> float:
@@ -127,35 +140,6 @@ class Candidates:
             active = fewer
         active = max(fewest, improved(active), key=worth)
         return active if worth(active) > 0 else ()
-
-
-def choose_active(
-    confidence: NDArray[np.float32],
-    agrees: BoolArray,
-    cost: CostModel,
-    *,
-    max_disagreement: float,
-    confidence_level: float,
-    max_overhead: float | None = None,
-) -> tuple[int, ...]:
-    """Find the exits that are expected to save most time together, in depth order; may be none.
-
-    What exits cost where none is taken is a part of that sum, at the share of the samples that
-    take none: a price, not a limit, so that noise in what was measured moves the choice to one
-    that saves nearly as much. Each exit must add :data:`MIN_GAIN` to it.
-
-    Single exits are dropped, added and exchanged while that helps, once from no exit on, and once
-    from what is left of all when the least useful one is dropped while that helps; the better
-    result counts, the smaller set where they are equal.
-
-    Records are [exits, samples] of the tuning split, ``cost`` is that of all exits at the reference
-    batch size. ``max_overhead`` is the share of the source model's time that exits may be sure to
-    add where none is taken (Apparate's ramp budget, 3.1); ``None`` is no limit.
-    """
-    candidates = Candidates(
-        confidence, agrees, max_disagreement=max_disagreement, confidence_level=confidence_level
-    )
-    return candidates.choose(cost, max_overhead=max_overhead)
 
 
 def _neighbours(active: tuple[int, ...], exits: int) -> list[tuple[int, ...]]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from offramp.bundle.engines import PRECISIONS
-from offramp.bundle.manifest import BUNDLE_PRECISIONS, BundlePrecision
 from offramp.compiler.engines.options import (
     DEFAULT_BATCHES,
     OPTIMIZATION_LEVELS,
@@ -19,6 +18,7 @@ from offramp.compiler.engines.options import (
     parse_parts,
 )
 from offramp.compiler.errors import EngineOptionsError
+from offramp.compiler.options import AskedPrecision
 
 _COMPILE = """\
 Make a multi-exit bundle of an ONNX classifier: slice it at its cut points, train exits on
@@ -105,10 +105,11 @@ def compile_parser() -> argparse.ArgumentParser:
     engines.add_argument("--backend", choices=["onnxruntime", "tensorrt"], default="onnxruntime",
                          help="tensorrt: build the bundle's engines too, as eecompile build "
                          "does")  # fmt: skip
-    _add_precision(engines, "int8, without engines: exits follow an int8 copy of the model, for "
-                   "CPUs; its own answer is the last exit, and the unmodified model answers the "
-                   "rest, under the same promise. With engines: of their arithmetic; the bundle "
-                   "is of fp32 (default: fp32)")  # fmt: skip
+    _add_precision(engines, "auto and int8, without engines: exits follow an int8 copy of the "
+                   "model, for CPUs, if that saves more here; its own answer is the last exit, and "
+                   "the unmodified model answers the rest, under the same promise. With engines: "
+                   "of their arithmetic; the bundle is of fp32 (default: fp32)",
+                   also=["auto"])  # fmt: skip
     _add_engine_arguments(engines)
     tuning = parser.add_argument_group("measuring")
     tuning.add_argument("--reference-batch-size", type=_positive, default=8, metavar="N",
@@ -253,8 +254,9 @@ def _add_rehearsing(
                        "unmodified model would")  # fmt: skip
 
 
-def _add_precision(group: argparse._ArgumentGroup, help_: str) -> None:
-    group.add_argument("--precision", choices=PRECISIONS, default=argparse.SUPPRESS, help=help_)
+def _add_precision(group: argparse._ArgumentGroup, help_: str, *, also: Sequence[str] = ()) -> None:
+    choices = (*also, *PRECISIONS)
+    group.add_argument("--precision", choices=choices, default=argparse.SUPPRESS, help=help_)
 
 
 def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
@@ -289,19 +291,19 @@ _ENGINE_ARGUMENTS = ("device", "precision", "batch_profiles", "buckets", "parts"
 def given_engine_options(options: argparse.Namespace) -> list[str]:
     """Name the engine options that were given, as they are spelled.
 
-    A precision that a bundle can be of is none.
+    A precision that is asked of a bundle is none.
     """
     given = [name for name in _ENGINE_ARGUMENTS if name in options]
-    if getattr(options, "precision", None) in BUNDLE_PRECISIONS:
+    if getattr(options, "precision", None) in get_args(AskedPrecision):
         given.remove("precision")
     return [f"--{name.replace('_', '-')}" for name in given]
 
 
-def bundle_precision(options: argparse.Namespace) -> BundlePrecision:
+def bundle_precision(options: argparse.Namespace) -> AskedPrecision:
     """Read the precision of the bundle: with engines, ``--precision`` is theirs."""
     if options.backend == "tensorrt":
         return "fp32"
-    precision: BundlePrecision = getattr(options, "precision", "fp32")
+    precision: AskedPrecision = getattr(options, "precision", "fp32")
     return precision
 
 

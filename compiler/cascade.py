@@ -32,7 +32,7 @@ from offramp.compiler.options import CompileOptions
 from offramp.compiler.preparation import name_operators, remove_unused
 from offramp.compiler.runtime import relative_difference
 from offramp.compiler.shapes import annotate, declared_types
-from offramp.compiler.slicing import SegmentModel, Sliced, choose_candidates, cut_tensors, split
+from offramp.compiler.slicing import SegmentModel, Sliced, cut_tensors, split
 from offramp.engine.backends.onnxruntime import make_session
 
 PREFIX = "offramp_front/"
@@ -42,16 +42,17 @@ _FLOAT = frozenset({"LayerNormalization", "BatchNormalization", "Tanh", "Erf", "
 """Operators without an int8 kernel: what they give is quantised by the next operator alone."""
 
 
-def slice_cascade(model: SourceModel, copy: bytes, options: CompileOptions) -> Sliced:
-    """Cut a quantised copy at the source model's candidates, and put the source behind it.
+def slice_cascade(plain: Sliced, copy: bytes, options: CompileOptions) -> Sliced:
+    """Cut a quantised copy where its source model was, and put that behind it.
 
-    Raises:
-        CompileError: As :func:`~offramp.compiler.slicing.slice_model` does.
-        ModelError: The copy has other inputs or another answer than the source.
+    ``plain`` is the source model in pieces. Where a cut of these is none in the copy, its
+    neighbours there are one segment. ModelError: the copy has other inputs or another answer.
     """
+    model = plain.model
     front = _front_of(model, copy)
     analysis = _surviving(find_cuts(model), front)
-    points = choose_candidates(analysis, limit=options.candidates, exits=options.exits or None)
+    chosen = {cut.name for cut in plain.cuts}
+    points = [cut for cut in analysis.cuts if cut.tensor in chosen]
     own = CutTensor(
         name=front.answer.output,
         dtype=front.outputs[0].dtype,

@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
-
 from offramp.bundle import Bundle, InputRanges, write_bundle
 from offramp.bundle.bundle import check_space, check_target
 from offramp.calibration import limits
 from offramp.calibration.dataset import DataError, DataSplit, read_dataset, split
 from offramp.calibration.measuring import MEASURED_BATCH_SIZES, measure_policy, stages_of_samples
-from offramp.calibration.profiling import BATCH_SIZES
 from offramp.calibration.records import ExitRecords
-from offramp.calibration.rehearsal import RehearsalSettings, Rehearsed
+from offramp.calibration.rehearsal import Rehearsed
 from offramp.certify import samples_needed
-from offramp.compiler.cascade import slice_cascade, verify_front
-from offramp.compiler.exits import FoundExits, find_exits, time_heads
+from offramp.compiler.blueprint import Blueprint, CompileRun, draw, timer_of
+from offramp.compiler.exits import FoundExits, find_exits
 from offramp.compiler.feature_folder import sweep
-from offramp.compiler.model import SourceModel, read_model
+from offramp.compiler.model import read_model
 from offramp.compiler.options import CompileOptions
-from offramp.compiler.packing import Draft, make_manifest, pack
-from offramp.compiler.policy import FixedPath, PolicyChoice, record_exits
-from offramp.compiler.profile import ProfileTimer
+from offramp.compiler.packing import make_manifest, pack
+from offramp.compiler.policy import record_exits
+from offramp.compiler.precision import Quantise, choose_precision, on_copy
 from offramp.compiler.progress import SILENT, Progress
-from offramp.compiler.quantised_copy import Quantise, fastest_copy
-from offramp.compiler.slicing import Sliced, slice_model, verify
+from offramp.compiler.slicing import VERIFIED_SAMPLES, Sliced, slice_model, verify
 from offramp.engine.plan import Mode, Plan, plan_stages
 
 _log = logging.getLogger(__name__)
 
-VERIFIED_SAMPLES = 64
-"""Calibration samples that chained segments and source must agree on."""
 _COPIES = 2
 """Of the model that a bundle holds at least: the source, and its segments."""
 
@@ -41,7 +35,8 @@ def compile_model(
 ) -> Bundle:
     """Compile a model into a bundle.
 
-    ``quantise`` makes the copy that precision int8 begins with; default: what is fastest here.
+    ``quantise`` makes the copy that goes before the model, faster or not, where one is asked for;
+    without it the fastest kind on this machine is chosen.
 
     Raises:
         CompileError: The model cannot be sliced.
@@ -61,71 +56,63 @@ def compile_model(
         certify_at_least=samples_needed(options.max_disagreement, options.confidence_level),
         seed=options.seed,
     )
-    copy = None
-    if options.precision == "int8":
-        if quantise is None:
-            copy = fastest_copy(model, parts, options, progress)
-        else:
-            copy = quantise(model, parts.train)
     with progress.step("Slice and verify", 1):
-        sliced = _slice(model, copy, parts, options)
-
-    timer = _timer(sliced, parts, options, progress)
+        sliced = slice_model(model, options)
+        _verify(sliced, parts, options)
+    run = CompileRun(options=options, parts=parts, progress=progress)
+    timer = timer_of(sliced, run)
     times = timer.backbone()
     found = find_exits(sliced, parts, options, times, samples=timer.samples, progress=progress)
-    built = Draft.of(sliced, found.exits)
-    graphs = {exit_.candidate: [exit_.graph] for exit_ in found.exits}
-    times_ms = time_heads(
-        sliced, graphs, timer.samples, threads=options.threads, batch_sizes=times.batch_sizes
-    )
-    exits_ms = [tuple(head_ms) for (head_ms,) in times_ms]
-    profile = timer.finish(times, exits_ms, built, built.read)
-    choice = PolicyChoice(
-        structure=built,
-        profile=profile,
-        max_disagreement=options.max_disagreement,
-        confidence_level=options.confidence_level,
-        batch_size=options.reference_batch_size,
-        seed=options.seed,
-    )
-    tune = record_exits(built, built.read, parts.tune, "Tune the exits", progress)
-    path = _fix_path(choice, tune, options)
-    certify = record_exits(built, built.read, parts.certify, "Certify the policy", progress)
+    chosen = draw(sliced, found.exits, run, timer=timer, times=times)
+    if options.precision != "fp32" and quantise is not None:
+        chosen = on_copy(chosen, found.exits, quantise(model, parts.train), run)
+    elif options.precision != "fp32":
+        chosen = choose_precision(chosen, found.exits, run)
+    return _certify_and_write(chosen, found, run, dataset.sha256)
+
+
+def _certify_and_write(
+    chosen: Blueprint, found: FoundExits, run: CompileRun, data_sha256: str
+) -> Bundle:
+    """Look at the certify split, which decides what is promised, and write what comes of it."""
+    options, parts, progress = run.options, run.parts, run.progress
+    draft, choice, path = chosen.draft, chosen.choice, chosen.path
+    certify = record_exits(draft, draft.read, parts.certify, "Certify the policy", progress)
     policy = choice.certify(path, certify)
     rehearsed = None
     if path.rehearsal is not None:
-        shipped, digest = choice.forecast(policy, certify, path.rehearsal.settings), dataset.sha256
-        rehearsed = Rehearsed(rehearsal=path.rehearsal, shipped=shipped, data_sha256=digest)
+        shipped = choice.forecast(policy, certify, path.rehearsal.settings)
+        rehearsed = Rehearsed(rehearsal=path.rehearsal, shipped=shipped, data_sha256=data_sha256)
     measured = None
     if policy.active:
-        stages = plan_stages(built, built.read, policy.active)
+        stages = plan_stages(draft, draft.read, policy.active)
         with progress.step("Measure the policy", len(MEASURED_BATCH_SIZES)) as advance:
             measured = measure_policy(
-                timer.source,
+                chosen.timer.source,
                 Plan(stages=stages, policy_version=policy.version, mode=Mode.LEAVE),
                 parts.certify,
                 stages_of_samples(policy, certify),
-                answer=model.answer,
+                answer=draft.answer,
                 threads=options.threads,
                 progress=advance,
             )
     limit = None
     if not policy.active:
-        limit = _limit(choice, found, path, options, tune=tune, certify=certify)
+        limit = _limit(chosen, found, options, certify)
         nothing = "NO EXIT IS ACTIVE, the bundle will serve the unmodified model: %s."
         _log.warning(nothing, limit.message)
-    for note in profile.disturbed:
+    for note in choice.profile.disturbed:
         _log.warning("The machine was disturbed while it was measured: %s.", note)
     warn_of_violations(rehearsed)
 
-    manifest = make_manifest(sliced, built, certify, parts, options)
+    manifest = make_manifest(chosen.sliced, draft, certify, parts, options)
     content = pack(
         manifest,
         policy,
-        sliced,
-        built,
-        profile=profile,
-        tune=tune,
+        chosen.sliced,
+        draft,
+        profile=choice.profile,
+        tune=chosen.tune,
         certify=certify,
         rehearsed=rehearsed,
         limit=limit,
@@ -135,26 +122,10 @@ def compile_model(
     return write_bundle(options.output, manifest, policy, content, overwrite=options.overwrite)
 
 
-def _fix_path(choice: PolicyChoice, tune: ExitRecords, options: CompileOptions) -> FixedPath:
-    if options.selection == "pame" and choice.structure.exits:
-        settings = RehearsalSettings(
-            batch_size=options.rehearsal_batch,
-            max_disagreement=options.max_disagreement,
-            max_violations=options.max_violations,
-        )
-        return choice.by_rehearsal(tune, settings)
-    return choice.by_savings(tune, options.max_overhead)
-
-
 def _limit(
-    choice: PolicyChoice,
-    found: FoundExits,
-    path: FixedPath,
-    options: CompileOptions,
-    *,
-    tune: ExitRecords,
-    certify: ExitRecords,
+    chosen: Blueprint, found: FoundExits, options: CompileOptions, certify: ExitRecords
 ) -> limits.BindingLimit:
+    choice, path, tune = chosen.choice, chosen.path, chosen.tune
     profile = choice.profile
     asked = limits.PolicyTerms(
         max_disagreement=options.max_disagreement,
@@ -162,7 +133,7 @@ def _limit(
         max_overhead=options.max_overhead,
         batch_size=options.reference_batch_size,
     )
-    if not found.exits:
+    if not chosen.draft.exits:
         source_ms = profile.source_ms[profile.column(asked.batch_size)]
         return limits.limit_of_heads(found.best, source_ms, asked)
     if not path.active and options.selection == "pame":
@@ -199,41 +170,3 @@ def _verify(sliced: Sliced, parts: DataSplit, options: CompileOptions) -> None:
         )
     except RuntimeError as error:
         raise DataError(f"{options.data}: the model fails on the first samples: {error}") from error
-
-
-def _slice(
-    model: SourceModel, copy: bytes | None, parts: DataSplit, options: CompileOptions
-) -> Sliced:
-    """Cut the model, or its quantised copy, and verify the pieces."""
-    if copy is None:
-        sliced = slice_model(model, options)
-        _verify(sliced, parts, options)
-        return sliced
-    sliced = slice_cascade(model, copy, options)
-    verify_front(
-        sliced,
-        copy,
-        parts.train.take(slice(VERIFIED_SAMPLES)),
-        tolerance=sliced.tolerance(options),
-        batch_sizes=(1, 7, VERIFIED_SAMPLES),
-    )
-    return sliced
-
-
-def _timer(
-    sliced: Sliced, parts: DataSplit, options: CompileOptions, progress: Progress
-) -> ProfileTimer:
-    """Time on the training part, which is repeated if it is too short for a batch."""
-    train = parts.train
-    sizes = {*BATCH_SIZES, options.reference_batch_size}
-    if options.selection == "pame":
-        sizes.add(options.rehearsal_batch)
-    return ProfileTimer(
-        source=sliced.model.proto.SerializeToString(),
-        segments=sliced.graphs,
-        samples=lambda size: train.take(np.arange(size) % len(train)),
-        threads=options.threads,
-        batch_sizes=sorted(sizes),
-        progress=progress,
-        quantised=None if sliced.front is None else sliced.front.proto.SerializeToString(),
-    )

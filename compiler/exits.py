@@ -19,27 +19,19 @@ from numpy.typing import NDArray
 from offramp.bundle import AnswerForm, Head
 from offramp.bundle.manifest import HeadScore
 from offramp.calibration.augmentation import MadeSamples, makes_sense, method_for
-from offramp.calibration.dataset import Dataset, DataSplit
+from offramp.calibration.dataset import DataSplit
 from offramp.calibration.estimates import BackboneTimes
 from offramp.calibration.families import CutTensor, family_of
 from offramp.calibration.features import Recording, fit_projections, record
 from offramp.calibration.learners import Preconditioners, view_of
 from offramp.calibration.profiling import profile_heads
-from offramp.calibration.running import Graphs, run_over
 from offramp.calibration.selection import net_savings_alone
 from offramp.calibration.training import TrainedHead, TrainingOptions, count_steps, train_heads
 from offramp.compiler.feature_folder import feature_folder
-from offramp.compiler.heads import (
-    CONFIDENCE,
-    attach_poolings,
-    build_empty,
-    build_exit,
-    build_own,
-)
+from offramp.compiler.heads import attach_poolings, build_empty, build_exit
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.progress import Progress
 from offramp.compiler.slicing import Sliced
-from offramp.engine.assembly import assemble
 from offramp.engine.control.costs import CostModel
 from offramp.engine.options import available_cores
 
@@ -61,6 +53,8 @@ class BuiltExit:
     """The segment that the exit follows."""
     cut: CutTensor
     graph: bytes
+    weights: Mapping[str, NDArray[np.float32]]
+    """Of the trained head; none where it is a quantised model's own answer."""
     heads: tuple[HeadScore, ...]
     """All heads that were trained to the end."""
     best: HeadScore
@@ -92,8 +86,7 @@ def find_exits(
 ) -> FoundExits:
     """Record features, choose a head for every candidate, and train it.
 
-    Exits that net nothing are left out. In a cascade the quantised model's own answer is the last
-    exit, and what others net is judged beside it.
+    Exits that net nothing are left out.
     """
     with feature_folder() as directory:
         train, tune = _record(sliced, parts, options, directory, progress)
@@ -108,9 +101,8 @@ def find_exits(
             progress=progress,
         )
         exits = search.build(search.screen(len(parts.train)))
-        own = () if sliced.front is None else (search.own(parts.tune),)
-    worth = (exit_ for exit_ in exits if exit_.best.net_savings > 0)
-    return FoundExits(exits=(*worth, *own), best=tuple(exit_.best for exit_ in (*exits, *own)))
+    worth = tuple(exit_ for exit_ in exits if exit_.best.net_savings > 0)
+    return FoundExits(exits=worth, best=tuple(exit_.best for exit_ in exits))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,39 +166,12 @@ class _HeadSearch:
                     candidate=candidate,
                     cut=self.sliced.cuts[candidate],
                     graph=self._build(ended[best.head]),
+                    weights=ended[best.head].weights,
                     heads=tuple(heads),
                     best=best,
                 )
             )
         return exits
-
-    def own(self, tune: Dataset) -> BuiltExit:
-        """Make the quantised model's own answer an exit, and judge it with no other beside it."""
-        candidate = len(self.sliced.cuts) - 1
-        cut, answer = self.sliced.cuts[candidate], self.sliced.model.answer
-        prefix = exit_prefix(candidate)
-        graph = build_own(cut, answer, prefix, **self.sliced.versions)
-        outputs = [prefix + answer.output, prefix + CONFIDENCE]
-        joined = assemble([*self.sliced.graphs[:-1], graph], outputs)
-        batches = [v for _, v in run_over(joined, outputs, tune, threads=available_cores())]
-        answers, confidence = (np.concatenate(column) for column in zip(*batches, strict=True))
-        ((cost_ms,),) = time_heads(
-            self.sliced,
-            {candidate: [graph]},
-            self.samples,
-            threads=self.options.threads,
-            batch_sizes=[self.options.reference_batch_size],
-        )[0]
-        agrees = answers.argmax(axis=1) == self.truth
-        cost = replace(self._cost(candidate, cost_ms), source_begins=len(self.sliced.cuts))
-        bound = self.options.max_disagreement
-        score = HeadScore(
-            head=Head(kind="own"),
-            agreement=float(agrees.mean()),
-            cost_ms=cost_ms,
-            net_savings=net_savings_alone(np.fmax(confidence, 0), agrees, cost, 0, bound),
-        )
-        return BuiltExit(candidate=candidate, cut=cut, graph=graph, heads=(score,), best=score)
 
     def _train(
         self,
@@ -228,44 +193,47 @@ class _HeadSearch:
             )
 
     def _build(self, trained: TrainedHead) -> bytes:
-        model = self.sliced.model
-        return build_exit(
-            self.sliced.cuts[trained.candidate],
-            trained.head,
-            trained.weights,
-            model.answer,
-            exit_prefix(trained.candidate),
-            answer_dtype=model.outputs[0].dtype,
-            **self.sliced.versions,
-        )
+        return build_on(self.sliced, trained.candidate, trained.head, trained.weights)
 
     def _judge(self, trained: TrainedHead, cost_ms: float) -> HeadScore:
         agrees = trained.prediction == self.truth
-        cost = self._cost(trained.candidate, cost_ms)
-        share = 1.0
-        if self.sliced.front is not None:
-            # who goes on leaves with the quantised model's answer: that is what is saved of
-            model_ms = sum(cost.segments_ms[:-1])
-            share = model_ms / cost.source_ms
-            cost = replace(cost, source_ms=model_ms)
+        cost = alone(self.backbone, trained.candidate, cost_ms, self.options)
         bound = self.options.max_disagreement
         return HeadScore(
             head=trained.head,
             agreement=float(agrees.mean()),
             cost_ms=cost_ms,
-            net_savings=share * net_savings_alone(trained.confidence, agrees, cost, 0, bound),
+            net_savings=net_savings_alone(trained.confidence, agrees, cost, 0, bound),
         )
 
-    def _cost(self, candidate: int, cost_ms: float) -> CostModel:
-        """Costs of one exit alone, at the reference batch size."""
-        column = self.backbone.batch_sizes.index(self.options.reference_batch_size)
-        return CostModel(
-            source_ms=self.backbone.source_ms[column],
-            segments_ms=tuple(row[column] for row in self.backbone.segments_ms),
-            stages_ms=(0.0,),  # the same for every head, and measured once the heads are chosen
-            after_segment=(candidate,),
-            exits_ms=(cost_ms,),
-        )
+
+def build_on(
+    sliced: Sliced, candidate: int, head: Head, weights: Mapping[str, NDArray[np.float32]]
+) -> bytes:
+    """Build the exit of a trained head after one of the segments."""
+    return build_exit(
+        sliced.cuts[candidate],
+        head,
+        weights,
+        sliced.model.answer,
+        exit_prefix(candidate),
+        answer_dtype=sliced.model.outputs[0].dtype,
+        **sliced.versions,
+    )
+
+
+def alone(
+    backbone: BackboneTimes, candidate: int, cost_ms: float, options: CompileOptions
+) -> CostModel:
+    """Costs of one exit with no other beside it, at the reference batch size."""
+    column = backbone.batch_sizes.index(options.reference_batch_size)
+    return CostModel(
+        source_ms=backbone.source_ms[column],
+        segments_ms=tuple(row[column] for row in backbone.segments_ms),
+        stages_ms=(0.0,),  # the same for every head, and measured once the heads are chosen
+        after_segment=(candidate,),
+        exits_ms=(cost_ms,),
+    )
 
 
 def time_heads(
@@ -296,12 +264,7 @@ def _record(
     sliced: Sliced, parts: DataSplit, options: CompileOptions, directory: Path, progress: Progress
 ) -> tuple[Recording, Recording]:
     """Features of the training split, with made samples if wanted, and of the tuning split."""
-    graph: Graphs
-    if sliced.front is None:
-        graph, outputs = attach_poolings(sliced.model, sliced.graphs, sliced.cuts)
-    else:
-        front, outputs = attach_poolings(sliced.front, sliced.graphs[:-1], sliced.cuts)
-        graph = [front, sliced.graphs[-1]]
+    graph, outputs = attach_poolings(sliced.model, sliced.graphs, sliced.cuts)
     method = method_for(sliced.model.inputs) if options.augment == "auto" else None
     made = None
     if method is not None and makes_sense(method, parts.train):

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from offramp.bundle.bundle import check_target, check_writable
-from offramp.bundle.manifest import BundlePrecision
 from offramp.calibration.training import TrainingOptions
 
 Selection: TypeAlias = Literal["savings", "pame"]
 """How the exits in use are chosen among those that were built."""
+
+AskedPrecision: TypeAlias = Literal["fp32", "int8", "auto"]
+"""What ``eecompile --precision`` takes for bundles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +32,10 @@ class CompileOptions:
     """Cut points to build exits at, by index or tensor name; empty chooses ``candidates``."""
     candidates: int = 12
     """Most exits that are built."""
-    precision: BundlePrecision = "fp32"
+    precision: AskedPrecision = "fp32"
     """``int8``: exits follow a quantised copy of the model, whose own answer is the last of them;
-    whoever is sure enough at none runs through the unmodified model."""
+    whoever is sure enough at none runs through the unmodified model. Where that brings nothing on
+    this machine it is fp32, with a warning; ``auto`` is the same without."""
     max_disagreement: float = 0.01
     confidence_level: float = 0.95
     max_overhead: float | None = None

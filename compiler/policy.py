@@ -24,7 +24,7 @@ from offramp.calibration.rehearsal import (
     forecast_policy,
     rehearse_records,
 )
-from offramp.calibration.selection import certified_policy, choose_active
+from offramp.calibration.selection import Candidates, certified_policy
 from offramp.certify.agreement import tuning_path
 from offramp.compiler.progress import Progress
 from offramp.engine.control.costs import CostModel
@@ -108,15 +108,21 @@ class PolicyChoice:
 
     def by_savings(self, tune: ExitRecords, max_overhead: float | None) -> FixedPath:
         """Choose the exits that are expected to save most time together."""
-        active = choose_active(
+        cost = self.cost(self.batch_size)
+        return FixedPath.of(tune, self.candidates(tune).choose(cost, max_overhead=max_overhead))
+
+    def candidates(self, tune: ExitRecords) -> Candidates:
+        """Give the sets of exits that may be in use, on the tuning split."""
+        return Candidates(
             tune.confidence,
             tune.agrees,
-            self.cost(self.batch_size),
             max_disagreement=self.max_disagreement,
             confidence_level=self.confidence_level,
-            max_overhead=max_overhead,
         )
-        return FixedPath.of(tune, active)
+
+    def predicted(self, tune: ExitRecords, path: FixedPath) -> float:
+        """Predict on the tuning split the share of time that the exits of a path save at most."""
+        return self.candidates(tune).savings(path.active, self.cost(self.batch_size))
 
     def by_rehearsal(self, tune: ExitRecords, settings: RehearsalSettings) -> FixedPath:
         """Choose the exits by rehearsing batches, such that batches do not become late (PAME)."""

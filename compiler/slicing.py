@@ -182,6 +182,8 @@ def find_mask(
     return found[0] if len(found) == 1 else None
 
 
+VERIFIED_SAMPLES = 64
+"""Calibration samples that chained segments and what was cut must agree on."""
 SOURCE = "source.onnx"
 """The unmodified model's file in a bundle."""
 TOLERANCE = 1e-5

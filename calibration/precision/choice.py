@@ -15,6 +15,7 @@ from offramp.calibration.dataset import Dataset
 from offramp.calibration.precision.graphs import PrecisionError
 from offramp.calibration.precision.independence import BatchDependence, depends_on_batch_mates
 from offramp.calibration.precision.kinds import CpuPrecision, quantise
+from offramp.calibration.precision.ranges import Range
 from offramp.calibration.profiling import TimedGraph
 from offramp.calibration.running import run_over
 from offramp.engine.timing import Effort, Estimate, Rounds, disturbances, repeats_of, time_rounds
@@ -91,6 +92,8 @@ class PrecisionChoice:
     """Kinds that have nothing to do in this model, or do not run here, and why."""
     disturbed: tuple[str, ...]
     """In what ways the machine was disturbed meanwhile."""
+    ranges: Mapping[str, Range] = field(default_factory=dict, repr=False)
+    """Of the tensors that were measured for static kinds."""
 
 
 def choose_kind(
@@ -131,12 +134,13 @@ def choose_kind(
     source = TimedGraph(graph, threads)
     wanted = _classes(graph, answer, judged, threads)
     measured: list[KindMeasured] = []
+    ranges: dict[str, Range] = {}
     inapplicable: dict[CpuPrecision, str] = {}
     notes: list[str] = []
     best, chosen = None, graph
     for kind in kinds:
         try:
-            made = quantise(graph, calibration, kind, threads=threads)
+            made = quantise(graph, calibration, kind, threads=threads, ranges=ranges)
             loaded = _loaded(made, kind, judged, threads)
         except PrecisionError as error:
             inapplicable[kind] = str(error)
@@ -173,6 +177,7 @@ def choose_kind(
         measured=tuple(measured),
         not_applicable=inapplicable,
         disturbed=tuple(notes),
+        ranges=ranges,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,8 +55,12 @@ class Rewrite:
 class Editor:
     """A graph that is being rewritten: nodes are replaced or put behind others, constants added."""
 
-    def __init__(self, graph: bytes) -> None:
-        """Take a serialised model; a ``PrecisionError`` if its opset is too old."""
+    def __init__(self, graph: bytes, *, kept: Collection[str] = ()) -> None:
+        """Take a serialised model; a ``PrecisionError`` if its opset is too old.
+
+        ``kept`` are the outputs of operators that stay as they are.
+        """
+        self.kept = frozenset(kept)
         self.proto = onnx.ModelProto.FromString(graph)
         self.opset = max((o.version for o in self.proto.opset_import if not o.domain), default=0)
         if self.opset < LEAST_OPSET:
@@ -90,8 +94,12 @@ class Editor:
 
     def products(self) -> list[Product]:
         """Find the matrix products that are large enough."""
-        found = (self._product(node) for node in self.proto.graph.node)
+        found = (self._product(node) for node in self.proto.graph.node if not self.keeps(node))
         return [p for p in found if p is not None and p.weight.size >= LEAST_WEIGHTS]
+
+    def keeps(self, node: onnx.NodeProto) -> bool:
+        """Whether an operator stays as it is."""
+        return not self.kept.isdisjoint(node.output)
 
     def _product(self, node: onnx.NodeProto) -> Product | None:
         if node.op_type not in {"MatMul", "Gemm"} or node.domain:

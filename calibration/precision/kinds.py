@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.precision.blocks import quantise_blocks
@@ -13,6 +15,7 @@ from offramp.calibration.precision.graphs import (
     PrecisionError,
     Rewrite,
 )
+from offramp.calibration.precision.ranges import Range
 from offramp.calibration.precision.rows import quantise_rows
 from offramp.calibration.precision.static import quantise_static
 
@@ -76,18 +79,32 @@ _FACTS = {
 }
 
 
-def quantise(graph: bytes, dataset: Dataset, kind: CpuPrecision, *, threads: int) -> bytes:
+def quantise(
+    graph: bytes,
+    dataset: Dataset,
+    kind: CpuPrecision,
+    *,
+    threads: int,
+    kept: Collection[str] = (),
+    ranges: dict[str, Range] | None = None,
+) -> bytes:
     """Give a float32 model with its convolutions and matrix products as a kind says.
 
     Inputs, outputs and every tensor that was there keep their names and types, so that the result
     can be cut where ``graph`` could; what is added begins with ``offramp_cpu/``. The same graph and
     data give the same bytes, with one ``threads`` at least (ranges are measured by running it).
 
+    ``kept`` are outputs of operators that stay float32. ``ranges`` are of tensors that were
+    measured on the same graph and data before; those that are measured are added.
+
     Scales are measured on all of ``dataset``, where the kind has any; some hundreds of samples do.
     A ``DataError`` if that fails; a ``PrecisionError`` if there is nothing for the kind to do.
     """
-    editor = Editor(graph)
-    rewrites = _rewrites(editor, dataset, kind, threads)
+    editor = Editor(graph, kept=kept)
+    known = {} if ranges is None else ranges
+    rewrites = _rewrites(
+        editor, partial(quantise_static, editor, dataset, threads=threads, known=known), kind
+    )
     if not all(rewrite.replaced for rewrite in rewrites):
         raise PrecisionError(
             f"{kind.value} is for {', '.join(kind.facts.operators)} with constant float32 weights "
@@ -98,18 +115,17 @@ def quantise(graph: bytes, dataset: Dataset, kind: CpuPrecision, *, threads: int
 
 
 def _rewrites(
-    editor: Editor, dataset: Dataset, kind: CpuPrecision, threads: int
+    editor: Editor, static: Callable[..., Rewrite], kind: CpuPrecision
 ) -> tuple[Rewrite, ...]:
     match kind:
         case CpuPrecision.STATIC:
-            return (quantise_static(editor, dataset, threads=threads),)
+            return (static(),)
         case CpuPrecision.SIGNED:
-            return (quantise_static(editor, dataset, threads=threads, signed=True),)
+            return (static(signed=True),)
         case CpuPrecision.ROWS:
             return (quantise_rows(editor),)
         case CpuPrecision.MIXED:
-            convolved = quantise_static(editor, dataset, threads=threads, products=False)
-            return (convolved, quantise_rows(editor))
+            return (static(products=False), quantise_rows(editor))
         case CpuPrecision.BLOCKS:
             return (quantise_blocks(editor, bits=8),)
         case CpuPrecision.BLOCKS4:

@@ -47,10 +47,12 @@ def quantise_static(
     convolutions: bool = True,
     products: bool = True,
     signed: bool = False,
+    known: dict[str, Range],
 ) -> Rewrite:
     """Put pairs around convolutions and what follows them, and before matrix products.
 
-    Scales are measured on ``dataset``. Activations are uint8, or int8 if ``signed``, of the same
+    Scales are measured on ``dataset``, but for tensors of ``known`` ranges, which are added to.
+    Activations are uint8, or int8 if ``signed``, of the same
     steps; weights are int8, with a scale per output channel.
     """
     convolved = _convolutions(editor) if convolutions else {}
@@ -63,7 +65,9 @@ def quantise_static(
     }
     read = dict.fromkeys(p.activation for p in multiplied.values() if p.activation not in inside)
     measured = [t for t in (*inside, *read) if t not in pooled]
-    ranges = dict(activation_ranges(editor.proto, measured, dataset, threads=threads))
+    if missing := [t for t in measured if t not in known]:
+        known |= activation_ranges(editor.proto, missing, dataset, threads=threads)
+    ranges = {t: known[t] for t in measured}
     for tensor, source in pooled.items():
         ranges[tensor] = ranges[source]
     rewrite = Rewrite()
@@ -89,6 +93,7 @@ def _convolutions(editor: Editor) -> dict[str, onnx.NodeProto]:
         for node in editor.proto.graph.node
         if node.op_type == "Conv"
         and not node.domain
+        and not editor.keeps(node)
         and node.input[0] not in editor.constants
         and node.output[0] not in editor.outputs
         and all(editor.floats(name) is not None for name in node.input[1:] if name)
@@ -104,7 +109,7 @@ def _integer_tensors(editor: Editor, convolved: Mapping[str, onnx.NodeProto]) ->
     for node in editor.proto.graph.node:
         if node.output and node.output[0] in convolved:
             found |= {node.input[0]: None, node.output[0]: None}
-        elif node.op_type in _FOLLOWING and not node.domain:
+        elif node.op_type in _FOLLOWING and not node.domain and not editor.keeps(node):
             reads = node.input[:1] if node.op_type == "Clip" else node.input
             if any(t in found for t in reads) and editor.constants.keys().isdisjoint(reads):
                 found |= dict.fromkeys((*reads, node.output[0]))
@@ -113,7 +118,9 @@ def _integer_tensors(editor: Editor, convolved: Mapping[str, onnx.NodeProto]) ->
 
 def _is_absorbed(tensor: str, editor: Editor) -> bool:
     readers = editor.readers.get(tensor, [])
-    return len(readers) == 1 and readers[0].op_type in _ABSORBED and tensor not in editor.outputs
+    if len(readers) != 1 or tensor in editor.outputs:
+        return False
+    return readers[0].op_type in _ABSORBED and not editor.keeps(readers[0])
 
 
 def _pair(editor: Editor, x: str, limits: Range, *, signed: bool) -> list[onnx.NodeProto]:

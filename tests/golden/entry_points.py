@@ -12,7 +12,7 @@ from benchmarks import adjustment, e3, superserve
 from offramp.bundle import Bundle
 from offramp.bundle.bundle import CERTIFY, TUNE
 from offramp.bundle.serde import to_plain
-from offramp.calibration.selection import certified_policy, choose_active
+from offramp.calibration.selection import Candidates, certified_policy
 from offramp.certify.agreement import tuning_path
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.published.thresholds import tune
@@ -30,14 +30,13 @@ def selected(
     records, cost = bundle.records(), CostModel.of(bundle.manifest, bundle.profile(), batch_size)
     agrees = records["prediction"] == records["final_prediction"]
     tuned, certify = records["split"] == TUNE, records["split"] == CERTIFY
-    active = choose_active(
+    candidates = Candidates(
         records["confidence"][:, tuned],
         agrees[:, tuned],
-        cost,
         max_disagreement=max_disagreement,
         confidence_level=CONFIDENCE,
-        max_overhead=max_overhead,
     )
+    active = candidates.choose(cost, max_overhead=max_overhead)
     rows = list(active)
     levels = np.empty((0, 0))
     if rows:

@@ -21,7 +21,10 @@ from tests.unit.engine.serving import until
 from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy, write_bundle
 from offramp.calibration import profiling
 from offramp.calibration.dataset import Dataset
+from offramp.calibration.precision.choice import PrecisionChoice
+from offramp.calibration.precision.kinds import CpuPrecision
 from offramp.certify.decision import MODEL_END
+from offramp.compiler.blueprint import CompileRun
 from offramp.compiler.build import BuildOptions, build_bundle
 from offramp.compiler.cli import main
 from offramp.compiler.engines.options import EngineBuildOptions
@@ -46,6 +49,14 @@ MODELS = {
     "mlp": (models.mlp, vectors),
 }
 ROWS = 90
+NO_KIND = PrecisionChoice(
+    kind=None,
+    graph=b"",
+    reason="float32 stays",
+    measured=(),
+    not_applicable={},
+    disturbed=(),
+)
 
 
 class Compiled(NamedTuple):
@@ -332,8 +343,13 @@ def test_the_command_line_makes_one(
     fast_copies: None,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    copy = "offramp.compiler.compile.fastest_copy"
-    monkeypatch.setattr(copy, lambda model, parts, *_: quantised(model, parts.train))
+    kind = "offramp.compiler.precision.fastest_kind"
+
+    def fastest(model: SourceModel, run: CompileRun) -> PrecisionChoice:
+        copy = quantised(model, run.parts.train)
+        return replace(NO_KIND, kind=CpuPrecision.STATIC, graph=copy)
+
+    monkeypatch.setattr(kind, fastest)
     onnx.save(models.mlp(), "model.onnx")
     np.savez("data.npz", **vectors())
     command = ["model.onnx", "--data", "data.npz", "--epochs", "2", "--max-disagreement", "0.05"]
@@ -341,7 +357,7 @@ def test_the_command_line_makes_one(
     said = capsys.readouterr().out
     assert "Precision int8: exits follow" in said
     assert Bundle.open("model.ee").manifest.precision == "int8"
-    monkeypatch.setattr(copy, lambda *_: None)  # none is faster here
+    monkeypatch.setattr(kind, lambda *_: NO_KIND)
     assert main([*command, "--overwrite", "--precision", "int8"]) == 0
     assert Bundle.open("model.ee").manifest.precision == "fp32"
     assert "Precision" not in capsys.readouterr().out

@@ -12,11 +12,7 @@ from hypothesis import strategies as st
 
 from offramp.bundle import NEVER
 from offramp.calibration import selection
-from offramp.calibration.selection import (
-    CostModel,
-    certified_policy,
-    choose_active,
-)
+from offramp.calibration.selection import Candidates, CostModel, certified_policy
 from offramp.certify import binomial_cdf, evaluate, samples_needed, savings_of, tuning_path, walk
 
 PROMISE = {"max_disagreement": 0.05, "confidence_level": 0.9}
@@ -44,6 +40,10 @@ def samples(shares_known: list[float], *, count: int = 2000, seed: int = 0):
 def choose(shares: list[float], cost: CostModel = COST, **options) -> tuple[int, ...]:
     settings = {"max_overhead": 0.5, **PROMISE, **options}
     return choose_active(*samples(shares), cost, **settings)
+
+
+def choose_active(confidence, agrees, cost, *, max_overhead=None, **promise) -> tuple[int, ...]:
+    return Candidates(confidence, agrees, **promise).choose(cost, max_overhead=max_overhead)
 
 
 def test_exits_that_help_each_other_stay() -> None:

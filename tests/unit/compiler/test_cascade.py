@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from offramp.bundle import Head
 from offramp.calibration.dataset import DataError, Dataset
 from offramp.calibration.families import family_of
 from offramp.compiler.cascade import PREFIX, requantise, slice_cascade, verify_front
-from offramp.compiler.errors import ModelError, UnknownCutPointError, VerificationError
+from offramp.compiler.errors import ModelError, VerificationError
 from offramp.compiler.heads import build_own
 from offramp.compiler.model import SourceModel
 from offramp.compiler.options import CompileOptions
@@ -45,7 +46,7 @@ def copy_of(name: str) -> bytes:
 
 
 def cascade(name: str, **options: Any) -> Sliced:
-    return slice_cascade(sliced(name).model, copy_of(name), asked(**options))
+    return slice_cascade(sliced(name), copy_of(name), asked(**options))
 
 
 def run(graph: bytes, tensors: dict[str, NDArray[Any]], output: str) -> NDArray[Any]:
@@ -97,7 +98,7 @@ def test_chained_segments_are_the_copy(name: str) -> None:
 
 def test_segments_that_are_not_the_copys_are_refused() -> None:
     found = cascade("mlp")
-    other = slice_cascade(sliced("mlp").model, Rounded(bits=3)(found.model), asked())
+    other = slice_cascade(sliced("mlp"), Rounded(bits=3)(found.model), asked())
     with pytest.raises(VerificationError, match="--precision fp32"):
         verify_front(other, copy_of("mlp"), inputs_of(found, 8), tolerance=1e-5)
 
@@ -151,10 +152,26 @@ def test_cut_points_that_the_copy_lacks_are_dropped() -> None:
     nodes = list(copy.graph.node)
     del copy.graph.node[:]
     copy.graph.node.extend([*nodes[:-1], bypass, joined, nodes[-1]])
-    found = slice_cascade(model, copy.SerializeToString(), asked())
+    found = slice_cascade(sliced("mlp"), copy.SerializeToString(), asked())
     assert [cut.name for cut in found.cuts] == [f"{PREFIX}hidden0", f"{PREFIX}logits"]
-    with pytest.raises(UnknownCutPointError, match="no cut point 'hidden1'"):
-        slice_cascade(model, copy.SerializeToString(), asked(exits=("hidden1",)))
+    assert [segment.flops_share for segment in found.segments][-1] == 1.0
+
+
+def test_where_no_cut_is_left_the_copys_own_answer_is() -> None:
+    plain = sliced("mlp")
+    chosen = replace(plain, cuts=plain.cuts[1:2])
+    copy = onnx.ModelProto.FromString(plain.model.proto.SerializeToString())
+    rename(copy, chosen.cuts[0].name, "another")
+    found = slice_cascade(chosen, copy.SerializeToString(), asked())
+    assert [cut.name for cut in found.cuts] == [f"{PREFIX}logits"]
+    assert [segment.flops_share for segment in found.segments] == [1.0, 1.0]
+
+
+def test_only_cuts_that_the_model_was_cut_at_are_cut() -> None:
+    plain = sliced("mlp")
+    chosen = replace(plain, cuts=plain.cuts[1:2])
+    found = slice_cascade(chosen, copy_of("mlp"), asked())
+    assert [c.name for c in found.cuts] == [PREFIX + plain.cuts[1].name, f"{PREFIX}logits"]
 
 
 def rename(proto: onnx.ModelProto, old: str, new: str) -> None:
@@ -199,7 +216,7 @@ def changed(model: SourceModel, change: str) -> bytes:
 def test_a_copy_of_another_model_is_refused(change: str, told: str) -> None:
     model = sliced("mlp").model
     with pytest.raises(ModelError, match=told):
-        slice_cascade(model, changed(model, change), asked())
+        slice_cascade(sliced("mlp"), changed(model, change), asked())
 
 
 def pair_after(tensors: Sequence[str], *, scales: Sequence[float] = (0.05,)) -> onnx.ModelProto:
@@ -266,7 +283,7 @@ def test_readers_that_differ_leave_a_cut_tensor_as_it_is() -> None:
 def test_rounded_copies_are_cascades_too() -> None:
     """Any graph with the same inputs and answer will do, whatever makes it smaller."""
     model = sliced("residual").model
-    found = slice_cascade(model, Rounded(bits=4)(model), asked())
+    found = slice_cascade(sliced("residual"), Rounded(bits=4)(model), asked())
     assert len(found.cuts) == len(sliced("residual").cuts) + 1
     assert Head(kind="own").describe() == "the int8 model's own answer"
     assert models.residual_cnn().graph.output[0].name == found.segments[-1].output

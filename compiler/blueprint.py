@@ -1,0 +1,120 @@
+"""Blueprints: ways to serve a model, each with its parts, their times, and the exits it would use.
+
+A float32 model in pieces makes one, and every quantised copy another (:mod:`.precision`); they are
+compared by what they are predicted to save on the tuning split, and one is certified and packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from offramp.calibration.dataset import DataSplit
+from offramp.calibration.estimates import BackboneTimes
+from offramp.calibration.profiling import BATCH_SIZES
+from offramp.calibration.records import ExitRecords
+from offramp.calibration.rehearsal import RehearsalSettings
+from offramp.calibration.selection import Candidates
+from offramp.compiler.exits import BuiltExit, time_heads
+from offramp.compiler.options import CompileOptions
+from offramp.compiler.packing import Draft
+from offramp.compiler.policy import FixedPath, PolicyChoice, record_exits
+from offramp.compiler.profile import ProfileTimer
+from offramp.compiler.progress import Progress
+from offramp.compiler.slicing import Sliced
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileRun:
+    """What is asked of the compiler, the data that it has for it, and where it shows progress."""
+
+    options: CompileOptions
+    parts: DataSplit
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blueprint:
+    """A model in pieces with exits, measured, and the policies that could be certified."""
+
+    sliced: Sliced
+    draft: Draft
+    timer: ProfileTimer
+    choice: PolicyChoice
+    """Of the exits in use; with the profile."""
+    tune: ExitRecords
+    """What each exit answers on the tuning split."""
+    path: FixedPath
+    predicted_savings: float
+    """Share of the source model's time, on the tuning split, at the reference batch size."""
+
+    def candidates(self) -> Candidates:
+        """Give the sets of exits that may be in use, to be asked under other costs."""
+        return self.choice.candidates(self.tune)
+
+
+def draw(
+    sliced: Sliced,
+    exits: Sequence[BuiltExit],
+    run: CompileRun,
+    *,
+    timer: ProfileTimer,
+    times: BackboneTimes,
+) -> Blueprint:
+    """Time exits on a model in pieces whose own times are known, and choose those in use."""
+    options = run.options
+    draft = Draft.of(sliced, exits)
+    graphs = {exit_.candidate: [exit_.graph] for exit_ in exits}
+    times_ms = time_heads(
+        sliced, graphs, timer.samples, threads=options.threads, batch_sizes=times.batch_sizes
+    )
+    exits_ms = [tuple(head_ms) for (head_ms,) in times_ms]
+    choice = PolicyChoice(
+        structure=draft,
+        profile=timer.finish(times, exits_ms, draft, draft.read),
+        max_disagreement=options.max_disagreement,
+        confidence_level=options.confidence_level,
+        batch_size=options.reference_batch_size,
+        seed=options.seed,
+    )
+    tune = record_exits(draft, draft.read, run.parts.tune, "Tune the exits", run.progress)
+    path = _fix_path(choice, tune, options)
+    return Blueprint(
+        sliced=sliced,
+        draft=draft,
+        timer=timer,
+        choice=choice,
+        tune=tune,
+        path=path,
+        predicted_savings=choice.predicted(tune, path),
+    )
+
+
+def timer_of(sliced: Sliced, run: CompileRun) -> ProfileTimer:
+    """Time on the training part, which is repeated if it is too short for a batch."""
+    options, train = run.options, run.parts.train
+    sizes = {*BATCH_SIZES, options.reference_batch_size}
+    if options.selection == "pame":
+        sizes.add(options.rehearsal_batch)
+    return ProfileTimer(
+        source=sliced.model.proto.SerializeToString(),
+        segments=sliced.graphs,
+        samples=lambda size: train.take(np.arange(size) % len(train)),
+        threads=options.threads,
+        batch_sizes=sorted(sizes),
+        progress=run.progress,
+        quantised=None if sliced.front is None else sliced.front.proto.SerializeToString(),
+    )
+
+
+def _fix_path(choice: PolicyChoice, tune: ExitRecords, options: CompileOptions) -> FixedPath:
+    if options.selection == "pame" and choice.structure.exits:
+        settings = RehearsalSettings(
+            batch_size=options.rehearsal_batch,
+            max_disagreement=options.max_disagreement,
+            max_violations=options.max_violations,
+        )
+        return choice.by_rehearsal(tune, settings)
+    return choice.by_savings(tune, options.max_overhead)

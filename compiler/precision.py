@@ -1,0 +1,257 @@
+"""``eecompile --precision``: a quantised copy before the model, where that saves more here.
+
+Exits are trained on the float32 model and put on copies as they are: on the example model they
+agree with it as often as exits trained on the copy. So there is one set of exits, and a blueprint
+for each precision: the model as it is, its fastest copy quantised throughout, and one that is
+quantised where that pays. What each saves is predicted from times that were measured of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import Head
+from offramp.bundle.manifest import HeadScore
+from offramp.calibration.dataset import Dataset, DataSplit
+from offramp.calibration.estimates import BackboneTimes
+from offramp.calibration.precision.choice import PrecisionChoice, choose_kind
+from offramp.calibration.precision.graphs import PrecisionError
+from offramp.calibration.precision.kinds import CpuPrecision, quantise
+from offramp.calibration.precision.mixing import Mix, best_mix
+from offramp.calibration.quantization import RANGE_SAMPLES
+from offramp.calibration.running import run_over
+from offramp.calibration.selection import net_savings_alone
+from offramp.compiler.blueprint import Blueprint, CompileRun, draw, timer_of
+from offramp.compiler.cascade import PREFIX, slice_cascade, verify_front
+from offramp.compiler.exits import BuiltExit, alone, build_on, exit_prefix, time_heads
+from offramp.compiler.graph import serialised
+from offramp.compiler.heads import CONFIDENCE, build_own
+from offramp.compiler.model import SourceModel
+from offramp.compiler.options import CompileOptions
+from offramp.compiler.slicing import VERIFIED_SAMPLES, Sliced
+from offramp.engine.assembly import assemble
+from offramp.engine.options import available_cores
+
+_log = logging.getLogger(__name__)
+
+LEAST_AGREEMENT: Final = 0.8
+"""With the float32 model, of a copy that is used. What it is not sure of is deferred to that model,
+so a copy may err more often than the bundle; but exits and threshold have to tell where."""
+LEAST_GAIN: Final = 0.01
+"""Share of the source model's time that a copy must be predicted to save beyond exits alone. A
+second model costs memory, audits through all of the first one, and time where nothing exits."""
+
+Quantise: TypeAlias = Callable[[SourceModel, Dataset], bytes]
+"""Makes a quantised copy of a model, by samples of its training data."""
+
+
+def choose_precision(
+    plain: Blueprint,
+    exits: Sequence[BuiltExit],
+    run: CompileRun,
+) -> Blueprint:
+    """Give what saves most on this machine: the model as it is, or a copy of it before it.
+
+    ``plain`` is the float32 model with the ``exits``. Where no copy brings anything the answer is
+    ``plain``, and a warning says why if a copy was asked for.
+
+    Raises:
+        CompileError: A copy cannot be cut, or its pieces differ from it.
+        DataError: A copy fails on samples.
+    """
+    choice = fastest_kind(plain.sliced.model, run)
+    if choice.kind is None:
+        _say_nothing_comes_of_it(run.options, choice.reason)
+        return plain
+    _log.info("int8 on this machine is %s.", choice.reason)
+    whole = on_copy(plain, exits, choice.graph, run)
+    best = _mixed(plain, whole, exits, choice, run) or whole
+    float32, int8 = plain.predicted_savings, best.predicted_savings
+    compared = f"exits alone are predicted to save {float32:.1%} of its time, with int8 {int8:.1%}"
+    if int8 < float32 + LEAST_GAIN:
+        _say_nothing_comes_of_it(run.options, compared)
+        return plain
+    _log.info("Precision int8: %s.", compared)
+    return best
+
+
+def _say_nothing_comes_of_it(options: CompileOptions, reason: str) -> None:
+    if options.precision == "int8":
+        nothing = "PRECISION int8 BRINGS NOTHING HERE, the bundle will be of fp32: %s."
+        _log.warning(nothing, reason)
+    else:
+        _log.info("Precision fp32: %s.", reason)
+
+
+def fastest_kind(model: SourceModel, run: CompileRun) -> PrecisionChoice:
+    """Make every kind of copy that there is for the model, and choose the fastest on this machine.
+
+    Scales are measured on training samples, agreement on the tune split.
+    """
+    parts, options = run.parts, run.options
+    judged = np.arange(max(len(parts.tune), options.reference_batch_size)) % len(parts.tune)
+    with run.progress.step("Try kinds of int8", len(CpuPrecision)) as advance:
+        choice = choose_kind(
+            serialised(model.proto),
+            model.answer.output,
+            _ranges(parts),
+            parts.tune.subset(judged),
+            threads=options.threads,
+            least_agreement=LEAST_AGREEMENT,
+            batch_sizes=sorted({1, options.reference_batch_size}),
+            progress=advance,
+        )
+    for note in choice.disturbed:
+        _log.warning("The machine was disturbed while kinds of int8 were timed: %s.", note)
+    return choice
+
+
+def _ranges(parts: DataSplit) -> Dataset:
+    """The samples that scales are measured on."""
+    return parts.train.subset(np.arange(min(len(parts.train), RANGE_SAMPLES)))
+
+
+def on_copy(
+    plain: Blueprint,
+    exits: Sequence[BuiltExit],
+    copy: bytes,
+    run: CompileRun,
+) -> Blueprint:
+    """Put a copy before the model, and the model's exits on the copy; its answer is the last one.
+
+    Raises as :func:`choose_precision` does.
+    """
+    options, parts = run.options, run.parts
+    sliced = slice_cascade(plain.sliced, copy, options)
+    verify_front(
+        sliced,
+        copy,
+        parts.train.take(slice(VERIFIED_SAMPLES)),
+        tolerance=sliced.tolerance(options),
+        batch_sizes=(1, 7, VERIFIED_SAMPLES),
+    )
+    timer = timer_of(sliced, run)
+    times = timer.backbone()
+    moved = [*_moved(sliced, exits), _own(sliced, times, plain, run)]
+    return draw(sliced, moved, run, timer=timer, times=times)
+
+
+def _moved(sliced: Sliced, exits: Sequence[BuiltExit]) -> list[BuiltExit]:
+    """Build exits of the source model on its copy, where the copy has their cut."""
+    places = {cut.name: index for index, cut in enumerate(sliced.cuts)}
+    return [
+        replace(
+            exit_,
+            candidate=place,
+            cut=sliced.cuts[place],
+            graph=build_on(sliced, place, exit_.best.head, exit_.weights),
+        )
+        for exit_ in exits
+        if (place := places.get(PREFIX + exit_.cut.name)) is not None
+    ]
+
+
+def _own(
+    sliced: Sliced,
+    times: BackboneTimes,
+    plain: Blueprint,
+    run: CompileRun,
+) -> BuiltExit:
+    """Make the copy's own answer an exit, and judge it with no other beside it."""
+    options, candidate = run.options, len(sliced.cuts) - 1
+    cut, answer, prefix = sliced.cuts[candidate], sliced.model.answer, exit_prefix(candidate)
+    graph = build_own(cut, answer, prefix, **sliced.versions)
+    confidence, agrees = _own_answers(sliced, graph, plain, run.parts)
+    ((cost_ms,),) = time_heads(
+        sliced,
+        {candidate: [graph]},
+        plain.timer.samples,
+        threads=options.threads,
+        batch_sizes=[options.reference_batch_size],
+    )[0]
+    cost = replace(alone(times, candidate, cost_ms, options), source_begins=len(sliced.cuts))
+    score = HeadScore(
+        head=Head(kind="own"),
+        agreement=float(agrees.mean()),
+        cost_ms=cost_ms,
+        net_savings=net_savings_alone(confidence, agrees, cost, 0, options.max_disagreement),
+    )
+    return BuiltExit(
+        candidate=candidate, cut=cut, graph=graph, weights={}, heads=(score,), best=score
+    )
+
+
+def _own_answers(
+    sliced: Sliced, graph: bytes, plain: Blueprint, parts: DataSplit
+) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """Confidence of the copy's own answers on the tuning split, and whether they are the model's.
+
+    Both are [samples].
+    """
+    prefix = exit_prefix(len(sliced.cuts) - 1)
+    outputs = [prefix + sliced.model.answer.output, prefix + CONFIDENCE]
+    joined = assemble([*sliced.graphs[:-1], graph], outputs)
+    batches = [v for _, v in run_over(joined, outputs, parts.tune, threads=available_cores())]
+    answers, confidence = (np.concatenate(column) for column in zip(*batches, strict=True))
+    agrees = answers.argmax(axis=1) == plain.tune.final_prediction
+    return np.fmax(confidence, 0), agrees
+
+
+def _mixed(
+    plain: Blueprint,
+    whole: Blueprint,
+    exits: Sequence[BuiltExit],
+    found: PrecisionChoice,
+    run: CompileRun,
+) -> Blueprint | None:
+    """Put a copy before the model that is quantised only where that is predicted to pay.
+
+    ``None`` if that is everywhere, or if it turns out to save no more than ``whole``, which is
+    quantised throughout. For copies of our own kinds.
+    """
+    names = [PREFIX + cut.name for cut in plain.sliced.cuts]
+    if names != [cut.name for cut in whole.sliced.cuts[:-1]]:
+        return None
+    options = run.options
+    size = options.reference_batch_size
+    mix = best_mix(
+        whole.candidates(),
+        whole.path.active,
+        plain.choice.cost(size),
+        whole.choice.cost(size),
+        max_overhead=options.max_overhead,
+    )
+    if mix is None or found.kind is None:
+        return None
+    try:
+        copy = quantise(
+            serialised(plain.sliced.model.proto),
+            _ranges(run.parts),
+            found.kind,
+            threads=options.threads,
+            kept=_outputs_outside(plain.sliced, mix),
+            ranges=dict(found.ranges),
+        )
+    except PrecisionError:  # what is left has nothing that could be quantised
+        return None
+    mixed = on_copy(plain, exits, copy, run)
+    better = mixed.predicted_savings > whole.predicted_savings
+    _log.info(
+        "A copy of %s is predicted to save %.1f %%, %.1f %% if int8 throughout.",
+        mix.describe(len(whole.sliced.cuts)),
+        100 * mixed.predicted_savings,
+        100 * whole.predicted_savings,
+    )
+    return mixed if better else None
+
+
+def _outputs_outside(sliced: Sliced, mix: Mix) -> set[str]:
+    """Name what operators give in the segments that stay float32."""
+    outside = (s for s in sliced.segments if s.index not in mix)
+    return {name for s in outside for node in s.proto.graph.node for name in node.output if name}

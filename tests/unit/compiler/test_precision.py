@@ -1,0 +1,155 @@
+"""A copy is used where it saves more here than exits alone; where none does, it is fp32."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.sliced import sliced
+
+from offramp.calibration.dataset import Dataset
+from offramp.calibration.precision.choice import PrecisionChoice
+from offramp.calibration.precision.graphs import PrecisionError
+from offramp.calibration.precision.kinds import CpuPrecision
+from offramp.calibration.precision.mixing import Mix
+from offramp.compiler import precision
+from offramp.compiler.precision import LEAST_AGREEMENT, choose_precision
+from offramp.compiler.progress import SILENT
+
+NOTHING = "PRECISION int8 BRINGS NOTHING HERE, the bundle will be of fp32: "
+
+
+class Bench:
+    """What is measured of copies, and what was asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, asked: str, tune: int = 100) -> None:
+        self.kinds: dict[str, Any] = {}
+        self.kept: set[str] = set()
+        self.kind: CpuPrecision | None = CpuPrecision.STATIC
+        self.mix: Mix | None = None
+        self.predicted = {b"float32": 0.5, b"whole": 0.7, b"mixed": 0.8}
+        self.run: Any = SimpleNamespace(
+            options=SimpleNamespace(
+                reference_batch_size=16, threads=2, precision=asked, max_overhead=None
+            ),
+            parts=SimpleNamespace(train=dataset(1500), tune=dataset(tune)),
+            progress=SILENT,
+        )
+        monkeypatch.setattr(precision, "choose_kind", self.choose_kind)
+        monkeypatch.setattr(precision, "best_mix", lambda *_, **__: self.mix)
+        monkeypatch.setattr(precision, "quantise", self.quantise)
+        monkeypatch.setattr(precision, "on_copy", lambda _p, _e, copy, _r: self.blueprint(copy))
+
+    def choose_kind(
+        self, graph: bytes, answer: str, calibration: Any, judged: Any, **more: Any
+    ) -> Any:
+        self.kinds.update(more, answer=answer, calibration=calibration, judged=judged)
+        return PrecisionChoice(
+            kind=self.kind,
+            graph=b"whole",
+            reason="why",
+            measured=(),
+            not_applicable={},
+            disturbed=("noise",),
+        )
+
+    def quantise(self, graph: bytes, data: Any, kind: Any, *, kept: Any, **_more: Any) -> bytes:
+        if self.mix == Mix(0, 1):
+            raise PrecisionError("nothing there")
+        self.kept = kept
+        return b"mixed"
+
+    def blueprint(self, copy: bytes) -> Any:
+        pieces = sliced("mlp")
+        cuts = [SimpleNamespace(name=precision.PREFIX + c.name) for c in pieces.cuts]
+        front = SimpleNamespace(cuts=[*cuts, SimpleNamespace(name="own")])
+        return SimpleNamespace(
+            copy=copy,
+            sliced=pieces if copy == b"float32" else front,
+            predicted_savings=self.predicted[copy],
+            candidates=lambda: None,
+            path=SimpleNamespace(active=(0,)),
+            choice=SimpleNamespace(cost=lambda size: size),
+        )
+
+    def chosen(self) -> bytes:
+        found: Any = choose_precision(self.blueprint(b"float32"), (), self.run)
+        copy: bytes = found.copy
+        return copy
+
+
+def dataset(samples: int) -> Dataset:
+    return Dataset(inputs={"x": np.arange(samples)}, labels=None, sha256="")
+
+
+def test_the_fastest_kind_is_the_copy(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    bench = Bench(monkeypatch, asked="int8")
+    assert bench.chosen() == b"whole"
+    asked = bench.kinds
+    assert (len(asked["calibration"]), len(asked["judged"])) == (1000, 100)
+    assert asked["batch_sizes"] == [1, 16]
+    assert asked["least_agreement"] == LEAST_AGREEMENT
+    assert asked["threads"] == 2
+    assert caplog.messages == [
+        "The machine was disturbed while kinds of int8 were timed: noise.",
+        "int8 on this machine is why.",
+        "Precision int8: exits alone are predicted to save 50.0% of its time, with int8 70.0%.",
+    ]
+
+
+def test_as_many_samples_are_judged_as_a_batch_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, asked="int8", tune=10)
+    bench.chosen()
+    assert len(bench.kinds["judged"]) == 16
+
+
+@pytest.mark.parametrize("asked", ["int8", "auto"])
+def test_where_no_kind_is_faster_there_is_no_copy(
+    asked: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    bench = Bench(monkeypatch, asked=asked)
+    bench.kind = None
+    assert bench.chosen() == b"float32"
+    told = caplog.records[-1]
+    wanted = (
+        (logging.WARNING, f"{NOTHING}why.")
+        if asked == "int8"
+        else (logging.INFO, "Precision fp32: why.")
+    )
+    assert (told.levelno, told.message) == wanted
+
+
+def test_where_exits_alone_save_as_much_there_is_no_copy(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench(monkeypatch, asked="int8")
+    bench.predicted[b"whole"] = 0.505
+    assert bench.chosen() == b"float32"
+    assert caplog.messages[-1] == (
+        f"{NOTHING}exits alone are predicted to save 50.0% of its time, with int8 50.5%."
+    )
+
+
+def test_a_mix_is_used_where_it_saves_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, asked="auto")
+    bench.mix = Mix(1, 3)
+    assert bench.chosen() == b"mixed"
+    segments = sliced("mlp").segments
+    given = [{n for node in s.proto.graph.node for n in node.output} for s in segments]
+    assert given[0] <= bench.kept
+    assert bench.kept.isdisjoint(given[1] | given[2])
+    bench.predicted[b"mixed"] = 0.6  # measured, it saves less than was predicted by parts
+    assert bench.chosen() == b"whole"
+
+
+def test_a_mix_with_nothing_to_quantise_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, asked="auto")
+    bench.mix = Mix(0, 1)
+    assert bench.chosen() == b"whole"
