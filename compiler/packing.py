@@ -36,7 +36,7 @@ from offramp.compiler.heads import CONFIDENCE
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.report import render_report
 from offramp.compiler.slicing import SOURCE, Sliced
-from offramp.engine.environment import package_version
+from offramp.engine.environment import cpu_features, package_version
 
 _TOOLS = ("offramp", "onnx", "onnx-graphsurgeon", "onnxslim", "onnxruntime", "torch", "numpy")
 
@@ -74,6 +74,7 @@ def make_manifest(
         ),
         verified_tolerance=sliced.tolerance(options),
         precision="fp32" if sliced.front is None else "int8",
+        cpu=None if sliced.front is None else cpu_features(),
     )
 
 

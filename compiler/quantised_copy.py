@@ -8,6 +8,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
+from offramp.bundle import CpuFeatures
 from offramp.calibration.dataset import Dataset, DataSplit
 from offramp.calibration.precision.choice import choose_kind
 from offramp.calibration.precision.kinds import CpuPrecision
@@ -16,6 +17,7 @@ from offramp.compiler.graph import serialised
 from offramp.compiler.model import SourceModel
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.progress import Progress
+from offramp.engine.environment import cpu_features
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +39,7 @@ def fastest_copy(
     """
     calibration = parts.train.subset(np.arange(min(len(parts.train), RANGE_SAMPLES)))
     judged = np.arange(max(len(parts.tune), options.reference_batch_size)) % len(parts.tune)
+    _say_what_the_cpu_has(cpu_features())
     with progress.step("Try kinds of int8", len(CpuPrecision)) as advance:
         choice = choose_kind(
             serialised(model.proto),
@@ -56,3 +59,16 @@ def fastest_copy(
         return None
     _log.info("int8 on this machine is %s.", choice.reason)
     return choice.graph
+
+
+def _say_what_the_cpu_has(cpu: CpuFeatures) -> None:
+    """Log the CPU's instructions, and warn where int8 computes otherwise than on most servers."""
+    _log.info("The CPU that int8 is made on: %s.", cpu.describe())
+    if cpu.saturates:
+        _log.warning(
+            "This CPU (%s) has no VNNI: sums of int8 products saturate in 16 bits, and the copy "
+            "agrees less with the float32 model than it does elsewhere. What is certified here "
+            "holds on CPUs like this one: compile on the kind that serves, or with --precision "
+            "fp32.",
+            cpu.describe(),
+        )

@@ -1,4 +1,4 @@
-"""The environment of a measurement: processor, load, versions, command."""
+"""The environment of a measurement: processor and its instructions, load, versions, command."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
+
+from offramp.bundle.cpu import CPU_FLAGS, CpuFeatures
 
 CPUINFO: Final = Path("/proc/cpuinfo")
 
@@ -50,3 +52,19 @@ def cpu_model(cpuinfo: Path = CPUINFO) -> str:
     named = named[:1] or sorted({line for line in lines if line.startswith("CPU ")})
     words = " ".join(line.partition(":")[2].strip() for line in named)
     return words or platform.processor() or platform.machine()
+
+
+def cpu_features(cpuinfo: Path = CPUINFO) -> CpuFeatures:
+    """Read what the CPU has from Linux's ``/proc/cpuinfo``; unknown elsewhere."""
+    machine = platform.machine()
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return CpuFeatures(machine=machine, names=None)
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() in {"flags", "Features"}:
+            flags = set(value.split())
+            names = tuple(name for flag, name in CPU_FLAGS.items() if flag in flags)
+            return CpuFeatures(machine=machine, names=names)
+    return CpuFeatures(machine=machine, names=None)

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from offramp.bundle import CpuFeatures
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
-from offramp.engine.environment import common_facts, cpu_model, package_version
+from offramp.engine.environment import common_facts, cpu_features, cpu_model, package_version
 from offramp.engine.self_check import environment as self_check
 from offramp.tools.bench import output
 from offramp.tools.gpu import environment as gpu_machine
@@ -92,3 +93,37 @@ def test_what_is_not_installed_is_said_as_each_report_says_it(
     assert machine["cpu"] == bench["cpu"] == checked["cpu"]
     assert machine["numpy"] == np.__version__
     assert machine["no-package-of-this-name"] == "missing: not installed"
+
+
+def features(folder: Path, text: str) -> CpuFeatures:
+    path = folder / "cpuinfo"
+    path.write_text(text)
+    return cpu_features(path)
+
+
+def test_flags_of_x86_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    text = "model name\t: Some CPU\nflags\t\t: fpu avx2 avx512f avx512_vnni amx_int8 amx_bf16\n"
+    found = features(tmp_path, text)
+    assert found.names == ("AVX2", "AVX512", "AVX512_VNNI", "AMX_INT8", "AMX_BF16")
+    assert found.saturates is False
+    assert found.describe() == "x86_64 with AVX2, AVX512, AVX512_VNNI, AMX_INT8, AMX_BF16"
+
+
+def test_features_of_arm_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    found = features(tmp_path, "Features\t: fp asimd asimddp i8mm bf16\n")
+    assert found.names == ("DOTPROD", "I8MM", "BF16")
+    assert found.saturates is False
+
+
+def test_x86_without_vnni_saturates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    assert features(tmp_path, "flags : fpu avx2\n").saturates is True
+
+
+def test_what_is_not_known_is_said_to_be_unknown(tmp_path: Path) -> None:
+    for found in (cpu_features(tmp_path / "none"), features(tmp_path, "nothing : here\n")):
+        assert found.names is None
+        assert found.saturates is None
+        assert "instructions unknown" in found.describe()
