@@ -31,7 +31,7 @@ import grpc
 import numpy as np
 from benchmarks.common import make_parser
 from tests.chaos.supervisor import Supervisor
-from tests.chaos.watch import Beat, pulse
+from tests.chaos.watch import Beat, pulse, resident_mib
 
 from offramp.bundle import Bundle
 from offramp.client.wire import build_request
@@ -226,11 +226,6 @@ async def _attacked(name: str, server: Supervisor, request: bytes, seconds: floa
         peak = max(peak, resident_mib(server.pid))
         await asyncio.sleep(0.1)
     return peak
-
-
-def resident_mib(pid: int) -> float:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
 
 
 def row(name: str, rounds: list[tuple[list[Beat], list[float]]]) -> dict[str, Any]:

@@ -12,17 +12,21 @@ accuracies are not compared: a kind is to answer as the source model does.
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnxruntime as ort
 from benchmarks.common import make_parser
+from onnx import TensorProto, helper
 
 from offramp.calibration.dataset import Dataset, read_dataset
 from offramp.calibration.precision.choice import KindMeasured, PrecisionChoice, choose_kind
-from offramp.calibration.precision.cpu import cpu_features, half_precision
 from offramp.calibration.precision.kinds import CpuPrecision
 from offramp.compiler.model import read_model
+from offramp.engine.environment import cpu_features
 from offramp.engine.timing import Effort
 from offramp.tools.bench.output import check_outputs, describe_environment, write_json
 
@@ -122,6 +126,40 @@ def facts(result: KindMeasured, least_agreement: float) -> dict[str, Any]:
         "size_bytes": result.size_bytes,
         "objection": result.objection(least_agreement),
     }
+
+
+def computes_natively(elem_type: int) -> bool:
+    """Whether ONNX Runtime's CPU provider multiplies matrices of a type in that type.
+
+    ``elem_type`` is one of ONNX's, such as ``TensorProto.FLOAT16``. Tried, not looked up: a product
+    of that type is optimised for this machine. On x86, ONNX Runtime 1.31 wraps float16 in casts
+    to float32 and back, and refuses bfloat16, whatever instructions the CPU has.
+    """
+    one = helper.make_node("MatMul", ["a", "b"], ["c"])
+    a, b, c = (helper.make_tensor_value_info(name, elem_type, [4, 4]) for name in "abc")
+    graph = helper.make_graph([one], "product", [a, b], [c])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    with tempfile.TemporaryDirectory() as folder:
+        options = ort.SessionOptions()
+        options.log_severity_level = 4
+        options.optimized_model_filepath = str(Path(folder) / "optimised.onnx")
+        try:
+            ort.InferenceSession(
+                model.SerializeToString(),
+                options,
+                providers=["CPUExecutionProvider"],
+                enable_fallback=0,
+            )
+        except Exception:  # ONNX Runtime's own classes derive from Exception only
+            return False
+        optimised = onnx.load(options.optimized_model_filepath)
+    return all(node.op_type != "Cast" for node in optimised.graph.node)
+
+
+def half_precision() -> dict[str, bool]:
+    """Whether float16 and bfloat16 are computed natively, by name."""
+    types = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
+    return {name: computes_natively(elem_type) for name, elem_type in types.items()}
 
 
 if __name__ == "__main__":

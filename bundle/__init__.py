@@ -4,6 +4,7 @@ May import: certify.
 """
 
 from offramp.bundle.bundle import Bundle, write_bundle
+from offramp.bundle.cpu import CpuFeatures
 from offramp.bundle.errors import (
     BundleBusyError,
     BundleError,
@@ -32,6 +33,7 @@ __all__ = [
     "BundleNotFoundError",
     "BundleSchemaError",
     "BundleWriteError",
+    "CpuFeatures",
     "Exit",
     "ExitPolicy",
     "Head",

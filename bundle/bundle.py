@@ -131,7 +131,8 @@ class Bundle:
 
         ``confidence`` float32 [exits, samples], ``prediction`` int32 [exits, samples],
         ``final_prediction`` int32 and ``final_confidence`` float32 [samples], ``split`` uint8
-        [samples] (1 tune, 2 certify), and ``label`` int64 [samples] where the data had labels.
+        [samples] (1 tune, 2 certify; some of each), and ``label`` int64 [samples] where the data
+        had labels.
         """
         content = io.BytesIO(self.read(RECORDS))
         try:
@@ -306,6 +307,9 @@ def _check_records(records: Mapping[str, NDArray[Any]], manifest: Manifest) -> N
             raise ValueError(f"{name!r} has values that are none of the {classes} classes")
     if not np.isin(records["split"], (TUNE, CERTIFY)).all():
         raise ValueError(f"'split' has values besides {TUNE} (tune) and {CERTIFY} (certify)")
+    for which, purpose in ((TUNE, "tune"), (CERTIFY, "certify")):
+        if not (records["split"] == which).any():
+            raise ValueError(f"'split' has no sample to {purpose} on ({which}), expected some")
 
 
 def _parse(cls: type[_T], document: bytes, name: str) -> _T:

@@ -16,6 +16,7 @@ from typing import Final, Literal, TypeAlias
 
 import numpy as np
 
+from offramp.bundle.cpu import CpuFeatures
 from offramp.bundle.serde import LEFT_OUT, check_numbers
 
 SCHEMA_VERSION = 1
@@ -245,6 +246,9 @@ class Manifest:
     (the source, or the quantised model) that was allowed."""
     files: tuple[FileEntry, ...] = ()
     precision: BundlePrecision = field(default="fp32", metadata=LEFT_OUT)
+    cpu: CpuFeatures | None = field(default=None, metadata=LEFT_OUT)
+    """The CPU that gave the answers that an int8 bundle was certified on; ``None`` in bundles of
+    fp32, and in older ones, where it was not kept."""
 
     def __post_init__(self) -> None:
         if not self.segments:

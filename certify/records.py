@@ -97,11 +97,14 @@ def evaluate(
 def savings_of(
     counts: IntArray, latency_ms: FloatArray, vanilla_ms: float | None = None
 ) -> FloatArray:
-    """Savings of int[..., exits + 1] answers at each place: float64[...]."""
+    """Savings of int[..., exits + 1] answers at each place: float64[...]; ValueError of none."""
     vanilla = float(latency_ms[-1] if vanilla_ms is None else vanilla_ms)
     if not (np.isfinite(vanilla) and vanilla > 0):
         raise ValueError(f"vanilla_ms must be finite and above 0, got {vanilla_ms}")
-    mean_ms = (counts * latency_ms).sum(axis=-1) / counts.sum(axis=-1)
+    samples = counts.sum(axis=-1)
+    if not (samples > 0).all():
+        raise ValueError("counts hold no samples to judge by, expected at least one answer")
+    mean_ms = (counts * latency_ms).sum(axis=-1) / samples
     return np.asarray((vanilla - mean_ms) / vanilla, dtype=np.float64)
 
 

@@ -72,7 +72,7 @@ _BY_GRPC: Final[Mapping[grpc.StatusCode, type[OfframpError]]] = {
 }
 """What it means where gRPC set it, on either side."""
 
-_BROKEN_OFF: Final = "Internal error from Core"
+BROKEN_OFF: Final = "Internal error from Core"
 """What ``grpc.aio`` says, as INTERNAL, where the connection broke while it was sending."""
 
 _REMEDIES: Final[Mapping[type[OfframpError], str]] = {
@@ -91,7 +91,7 @@ def error_from_status(
     says, rather than gRPC on either side.
     """
     kind = (_BY_SERVER if from_server else _BY_GRPC).get(code, ServerError)
-    if details == _BROKEN_OFF and not from_server:
+    if details == BROKEN_OFF and not from_server:
         kind = ConnectionFailedError
     remedy = f" ({_REMEDIES[kind]})" if kind in _REMEDIES else ""
     where = "" if from_server else f"{address}: {code.name}: "

@@ -6,7 +6,6 @@ import datetime
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from offramp.bundle import (
@@ -37,6 +36,7 @@ from offramp.compiler.heads import CONFIDENCE
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.report import render_report
 from offramp.compiler.slicing import SOURCE, Sliced
+from offramp.engine.environment import cpu_features, package_version
 
 _TOOLS = ("offramp", "onnx", "onnx-graphsurgeon", "onnxslim", "onnxruntime", "torch", "numpy")
 
@@ -74,6 +74,7 @@ def make_manifest(
         ),
         verified_tolerance=sliced.tolerance(options),
         precision="fp32" if sliced.front is None else "int8",
+        cpu=None if sliced.front is None else cpu_features(),
     )
 
 
@@ -160,13 +161,8 @@ def judged(exit_: Exit, certify: ExitRecords) -> Exit:
 
 
 def _tools() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in _TOOLS:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed as a package"
-    return versions
+    versions = {name: package_version(name) or "not installed as a package" for name in _TOOLS}
+    return {"python": platform.python_version(), **versions}
 
 
 def rewrite(

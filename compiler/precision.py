@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle import Head
+from offramp.bundle import CpuFeatures, Head
 from offramp.bundle.manifest import HeadScore
 from offramp.calibration.dataset import Dataset, DataSplit
 from offramp.calibration.estimates import BackboneTimes
@@ -36,6 +36,7 @@ from offramp.compiler.model import SourceModel
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.slicing import VERIFIED_SAMPLES, Sliced
 from offramp.engine.assembly import assemble
+from offramp.engine.environment import cpu_features
 from offramp.engine.options import available_cores
 
 _log = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ def choose_precision(
         CompileError: A copy cannot be cut, or its pieces differ from it.
         DataError: A copy fails on samples.
     """
+    _say_what_the_cpu_has(cpu_features())
     choice = fastest_kind(plain.sliced.model, run)
     if choice.kind is None:
         _say_nothing_comes_of_it(run.options, choice.reason)
@@ -87,6 +89,19 @@ def _say_nothing_comes_of_it(options: CompileOptions, reason: str) -> None:
         _log.warning(nothing, reason)
     else:
         _log.info("Precision fp32: %s.", reason)
+
+
+def _say_what_the_cpu_has(cpu: CpuFeatures) -> None:
+    """Log the CPU's instructions, and warn where int8 computes otherwise than on most servers."""
+    _log.info("The CPU that int8 is made on: %s.", cpu.describe())
+    if cpu.saturates:
+        _log.warning(
+            "This CPU (%s) has no VNNI: sums of int8 products saturate in 16 bits, and the copy "
+            "agrees less with the float32 model than it does elsewhere. What is certified here "
+            "holds on CPUs like this one: compile on the kind that serves, or with --precision "
+            "fp32.",
+            cpu.describe(),
+        )
 
 
 def fastest_kind(model: SourceModel, run: CompileRun) -> PrecisionChoice:

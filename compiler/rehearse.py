@@ -36,6 +36,7 @@ from offramp.compiler.packing import bundle_name, judged, rewrite
 from offramp.compiler.policy import FixedPath, PolicyChoice, record_exits
 from offramp.compiler.progress import SILENT, Progress
 from offramp.compiler.report import render_report
+from offramp.engine.environment import cpu_features
 
 DEFAULT_BATCH = 32
 """Rows of a rehearsed batch, where they were profiled."""
@@ -180,6 +181,7 @@ def renewed_manifest(
             certify_samples=len(certify.final_prediction),
             source_accuracy=None if hits is None else float(hits.mean()),
         ),
+        cpu=None if manifest.precision == "fp32" else cpu_features(),
     )
 
 

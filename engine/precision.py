@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
-from offramp.bundle import Manifest
+from offramp.bundle import CpuFeatures, Manifest
 from offramp.engine.errors import BackendError
+from offramp.engine.plan import Mode
+
+_log = logging.getLogger(__name__)
 
 
 def require_fp32(manifest: Manifest, path: Path) -> None:
@@ -18,3 +22,26 @@ def require_fp32(manifest: Manifest, path: Path) -> None:
             f"{path} is of precision {manifest.precision}, which is for CPUs; serve it with "
             "--backend onnxruntime, or compile it with --precision fp32"
         )
+
+
+def warn_of_saturation(name: str, manifest: Manifest, here: CpuFeatures, mode: Mode) -> None:
+    """Warn where int8 of this CPU saturates and the one that certified did not, or otherwise.
+
+    CPUs of x86 without VNNI add products of bytes in 16 bits, and saturate; others do not. What
+    the compiler's CPU had is not known of older bundles: then it is taken for one with VNNI.
+    """
+    there = manifest.cpu
+    saturated = bool(there and there.saturates)
+    if manifest.precision == "fp32" or mode is Mode.OFF or here.saturates in (None, saturated):
+        return
+    _log.warning(
+        "%s: INT8 MAY ANSWER OTHERWISE HERE than was certified: sums of int8 products saturate in "
+        "16 bits on CPUs without VNNI; %s, the bundle was certified on %s. %s. "
+        "Compile it on the kind of CPU that serves, or with --precision fp32",
+        name,
+        f"this one ({here.describe()}) has {'none' if here.saturates else 'it'}",
+        "one that it does not name" if there is None else there.describe(),
+        "Audits watch how far answers agree"
+        if mode.observed
+        else f"Nothing watches how far answers agree in mode {mode}; audits do in mode audit",
+    )

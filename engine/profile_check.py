@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from offramp.engine.backends.base import Backend, Slot, TensorBatch
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control_state import identity_of
 from offramp.engine.deployment import zeros
+from offramp.engine.environment import cpu_model
 from offramp.engine.options import available_cores
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, make_plan
@@ -331,16 +331,3 @@ def write_kept(path: Path, here: dict[str, str], profile: Profile) -> None:
 
 def _key(here: dict[str, str]) -> str:
     return hashlib.sha256(json.dumps(here, sort_keys=True).encode()).hexdigest()
-
-
-def cpu_model() -> str:
-    """Name the processor, as far as the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    named = [line for line in lines if line.startswith("model name")]
-    # where there is no name, as on ARM, implementer and part tell CPUs apart
-    named = named[:1] or sorted({line for line in lines if line.startswith("CPU ")})
-    words = " ".join(line.partition(":")[2].strip() for line in named)
-    return words or platform.processor() or platform.machine()

@@ -19,10 +19,12 @@ from offramp.engine.control.controller import Controller
 from offramp.engine.controllers import make_controller
 from offramp.engine.deployment import Deployment, DeploymentMaker, zeros
 from offramp.engine.device_profile import measure_profile
+from offramp.engine.environment import cpu_features
 from offramp.engine.errors import BackendError, OptionsError
 from offramp.engine.input_guard import InputGuard
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
+from offramp.engine.precision import warn_of_saturation
 from offramp.engine.profile_check import profile_here, say_what_exits_bring
 from offramp.engine.recorder import Recorder
 from offramp.engine.scheduling import ModelScheduler, OperatingPoints, ParallelLimit, make_scheduler
@@ -86,6 +88,7 @@ class ServedModel:
         be loaded, OptionsError if the scheduling policy does not fit the model.
         """
         mode, of_model = options.mode, options.of(name)
+        warn_of_saturation(name, bundle.manifest, cpu_features(), mode)
         profile = _profile(name, bundle, backend, options)
         deployments = DeploymentMaker(bundle, backend, profile, mode=mode, options=of_model)
         policy, control = bundle.policy, None

@@ -155,9 +155,10 @@ def facts(found: PolicyFigures, rehearsed: Rehearsed | None) -> list[tuple[str, 
 def cascade(manifest: Manifest) -> str:
     """Say what a bundle of another precision than fp32 does."""
     front = numbers.plural(manifest.source_begins, "segment")
+    where = "" if manifest.cpu is None else f"; certified on a CPU of {manifest.cpu.describe()}"
     return (
         f"exits follow {front} of a quantised copy, whose own answer is the last exit; who is sure "
-        "enough at none runs through the whole unmodified float32 model"
+        f"enough at none runs through the whole unmodified float32 model{where}"
     )
 
 

@@ -1,19 +1,14 @@
-"""The environment of a self-check: device, driver, versions, processor, command."""
+"""The environment of a self-check: device and driver, besides what every measurement says."""
 
 from __future__ import annotations
 
-import datetime
-import os
-import platform
-import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
 from offramp.engine.backends import Backend
 from offramp.engine.cuda.backend import CudaBackend
+from offramp.engine.environment import common_facts, package_version
 from offramp.engine.errors import BackendError
-from offramp.engine.profile_check import cpu_model
 from offramp.engine.tensorrt import probe
 
 _PACKAGES: Final = (
@@ -39,14 +34,7 @@ def describe_environment(backend: Backend, device: str, **settings: Any) -> dict
         "backend": backend.name,
         "device": _device(backend, device),
         "nvidia_driver": _first_line(_NVIDIA),
-        "cpu": cpu_model(),
-        "cores": os.cpu_count(),
-        "load_average_1min": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "packages": {name: found for name in _PACKAGES if (found := _version(name))},
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "measured_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **common_facts({name: found for name in _PACKAGES if (found := package_version(name))}),
         **settings,
     }
 
@@ -76,11 +64,4 @@ def _first_line(path: Path) -> str | None:
     try:
         return path.read_text(encoding="utf-8", errors="replace").splitlines()[0].strip()
     except (OSError, IndexError):
-        return None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
         return None

@@ -31,6 +31,7 @@ from offramp.client import (
     StreamedResult,
     UnknownModelError,
 )
+from offramp.client.errors import BROKEN_OFF
 from offramp.client.wire import build_request
 from offramp.proto import messages
 from offramp.proto.descriptors import method_path
@@ -168,7 +169,7 @@ def status_of(error: BaseException) -> tuple[str, bool]:
     cause = error if isinstance(error, grpc.RpcError) else error.__cause__
     if isinstance(cause, grpc.aio.AioRpcError):
         metadata = cause.trailing_metadata() or ()
-        if cause.details() and cause.details().endswith(_BROKEN_OFF):
+        if cause.details() and cause.details().endswith(BROKEN_OFF):
             return "UNAVAILABLE", False
         return cause.code().name, any(key == "offramp-error" for key, _ in metadata)
     if isinstance(error, InferenceServerException):
@@ -179,8 +180,6 @@ def status_of(error: BaseException) -> tuple[str, bool]:
     return _STATUSES.get(type(error), "INTERNAL" if by_server else "UNKNOWN"), by_server
 
 
-_BROKEN_OFF: Final = "Internal error from Core"
-"""What ``grpc.aio`` says, as INTERNAL, where the connection broke while it was sending."""
 _LOST: Final = (
     *("connect", "no longer in valid state", "Socket closed", "GOAWAY"),
     *("Stream removed", "RST_STREAM", "reset by peer"),

@@ -29,17 +29,23 @@ class Reading:
 
 def read_resources(pid: int, *, life: int, at_s: float) -> Reading:
     """Read /proc of a process."""
-    place = Path(f"/proc/{pid}")
-    status = dict(
-        line.split(":", 1) for line in (place / "status").read_text().splitlines() if ":" in line
-    )
     return Reading(
         life=life,
         at_s=at_s,
-        rss_mib=int(status["VmRSS"].split()[0]) / 1024,
-        descriptors=sum(1 for _ in (place / "fd").iterdir()),
-        threads=int(status["Threads"]),
+        rss_mib=resident_mib(pid),
+        descriptors=sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir()),
+        threads=int(_status(pid)["Threads"]),
     )
+
+
+def resident_mib(pid: int) -> float:
+    """Read from /proc how much memory of a process is resident."""
+    return int(_status(pid)["VmRSS"].split()[0]) / 1024  # of kB, which are KiB
+
+
+def _status(pid: int) -> dict[str, str]:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return dict(line.split(":", 1) for line in lines if ":" in line)
 
 
 def tuning_processes(pid: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from tests.integration.test_compile_tiny import Arrays, answers, images, run, se
 from tests.quantised import Rounded, quantised
 from tests.unit.engine.serving import until
 
-from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy, write_bundle
+from offramp.bundle import NEVER, ActiveExit, Bundle, CpuFeatures, ExitPolicy, write_bundle
 from offramp.calibration import profiling
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.precision.choice import PrecisionChoice
@@ -34,11 +35,13 @@ from offramp.compiler.model import SourceModel
 from offramp.compiler.options import ProfileOptions, RehearseOptions
 from offramp.compiler.profile import profile_bundle
 from offramp.compiler.rehearse import rehearse_bundle
+from offramp.engine import served_model
 from offramp.engine.backends import make_backend
 from offramp.engine.backends.onnxruntime import make_session
 from offramp.engine.control.controller import ControlStatus
 from offramp.engine.core import Engine
 from offramp.engine.deployment import DeploymentMaker
+from offramp.engine.environment import cpu_features
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import Mode, make_plan
 from offramp.engine.results import ResultKind
@@ -140,11 +143,13 @@ def policy(*active: tuple[int, float]) -> ExitPolicy:
 def test_the_bundle_says_what_it_is(compiled: Compiled) -> None:
     manifest = compiled.bundle.manifest
     assert manifest.precision == "int8"
+    assert manifest.cpu == cpu_features()
     assert manifest.segments[-1].file == manifest.source.file
     assert manifest.exits[-1].head.kind == "own"
     assert 0.9 < manifest.exits[-1].agreement <= 1
     report = (compiled.bundle.path / "report.html").read_text()
     assert "whose own answer is the last exit" in report
+    assert f"certified on a CPU of {manifest.cpu.describe()}" in report
     assert "the int8 model&#39;s own answer" in report
     profile = compiled.bundle.profile()
     assert profile.segments_ms[-1] == profile.source_ms == (1.0,) * len(profile.batch_sizes)
@@ -243,6 +248,25 @@ def test_what_is_released_is_followed_by_the_float32_models_answer(compiled: Com
     asyncio.run(asyncio.wait_for(serve(), 120))
 
 
+def test_loading_it_where_int8_saturates_is_warned_of(
+    compiled: Compiled, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = CpuFeatures(machine="x86_64", names=("AVX2",))
+    there = replace(here, names=("AVX512_VNNI",))
+    opened = replace(compiled.bundle, manifest=replace(compiled.bundle.manifest, cpu=there))
+    monkeypatch.setattr(served_model, "cpu_features", lambda: here)
+    monkeypatch.setattr(Bundle, "open", lambda _: opened)
+    options = EngineOptions(keep_state=False, defaults=ModelOptions(max_batch_size=2))
+
+    async def load() -> None:
+        async with await Engine.open({"m": compiled.bundle.path}, options):
+            pass
+
+    asyncio.run(asyncio.wait_for(load(), 120))
+    (warning,) = (r for r in caplog.records if "INT8 MAY ANSWER OTHERWISE HERE" in r.message)
+    assert (warning.levelno, warning.message[:3]) == (logging.WARNING, "m: ")
+
+
 def test_stages_of_one_unit_that_carry_other_tensors_are_not_confused(compiled: Compiled) -> None:
     """The first exit alone carries no cut tensor; before the own exit it does."""
     bundle = compiled.bundle
@@ -266,11 +290,14 @@ def test_stages_of_one_unit_that_carry_other_tensors_are_not_confused(compiled: 
 
 
 def test_it_is_profiled_anew_and_rehearsed(
-    compiled: Compiled, tmp_path: Path, fast_copies: None
+    compiled: Compiled, tmp_path: Path, fast_copies: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    elsewhere = CpuFeatures(machine="another", names=("DOTPROD",))
+    monkeypatch.setattr("offramp.compiler.rehearse.cpu_features", lambda: elsewhere)
     again = profile_bundle(ProfileOptions(bundle=compiled.bundle.path, output=tmp_path / "p.ee"))
     assert again.after.segments_ms == pytest.approx(np.array(again.before.segments_ms))
-    assert Bundle.open(tmp_path / "p.ee").manifest.precision == "int8"
+    profiled = Bundle.open(tmp_path / "p.ee").manifest
+    assert (profiled.precision, profiled.cpu) == ("int8", compiled.bundle.manifest.cpu)
     options = RehearseOptions(
         bundle=compiled.bundle.path, data=compiled.data, output=tmp_path / "r.ee"
     )
@@ -278,7 +305,9 @@ def test_it_is_profiled_anew_and_rehearsed(
     assert done.rehearsed.shipped.source_ms == pytest.approx(1.0)
     anew = rehearse_bundle(replace(options, anew=True, dry_run=True))
     assert anew.rehearsed.rehearsal.steps
-    assert Bundle.open(tmp_path / "r.ee").manifest.segments == compiled.bundle.manifest.segments
+    rehearsed = Bundle.open(tmp_path / "r.ee").manifest
+    assert rehearsed.segments == compiled.bundle.manifest.segments
+    assert rehearsed.cpu == elsewhere, "which certified it again"
 
 
 def test_it_is_exported_as_one_file(compiled: Compiled, tmp_path: Path) -> None:

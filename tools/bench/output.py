@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
-import platform
-import sys
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from offramp.engine.environment import common_facts, package_version
 from offramp.tools.bench.outcomes import Summary
 
 _PACKAGES = ("offramp", "onnxruntime", "numpy", "grpcio", "protobuf")
@@ -24,14 +20,7 @@ _PACKAGES = ("offramp", "onnxruntime", "numpy", "grpcio", "protobuf")
 def describe_environment(**settings: Any) -> dict[str, Any]:
     """Give hardware, versions, command and the settings of a measurement, as JSON values."""
     return {
-        "cpu": _cpu_model(),
-        "cores": os.cpu_count(),
-        "load_average_1min": round(os.getloadavg()[0], 2),
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "measured_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **common_facts({name: package_version(name) or "source tree" for name in _PACKAGES}),
         **settings,
     }
 
@@ -48,22 +37,6 @@ def write_json(path: Path | None, document: Any) -> None:
     """Write a result, if a file was asked for."""
     if path is not None:
         path.write_text(json.dumps(document, indent=1) + "\n")
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "source tree"
 
 
 _WIDTH = 90

@@ -10,9 +10,9 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib import metadata
 from typing import Any
 
+from offramp.engine.environment import cpu_model, package_version
 from offramp.engine.errors import BackendError
 from offramp.engine.tensorrt import probe
 
@@ -28,13 +28,13 @@ def facts() -> dict[str, str]:
         found[module] = _imported(module)
     found["nvcc"] = _said(["nvcc", "--version"], r"release [\d.]+, V([\d.]+)")
     found["compute-sanitizer"] = _said(["compute-sanitizer", "--version"], r"([\d.]{4,})")
-    found.update({name: _version(name) for name in _PACKAGES})
+    found.update({name: package_version(name) or "missing: not installed" for name in _PACKAGES})
     return found
 
 
 def hardware() -> dict[str, Any]:
     """GPU, processor and versions, for what is measured."""
-    return {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), **facts()}
+    return {"cpu": cpu_model(), "cores": len(os.sched_getaffinity(0)), **facts()}
 
 
 def _driver() -> str:
@@ -73,13 +73,6 @@ def _imported(module: str) -> str:
     return f"missing: {lines[-1] if lines else f'exit status {done.returncode}'}"
 
 
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "missing: not installed"
-
-
 def _said(command: list[str], pattern: str) -> str:
     program = shutil.which(command[0])
     if program is None:
@@ -89,15 +82,6 @@ def _said(command: list[str], pattern: str) -> str:
     )
     match = re.search(pattern, done.stdout)
     return match[1] if match else f"missing: {command[0]} says {done.stdout.strip()[:80]!r}"
-
-
-def _cpu() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:  # noqa: PTH123
-            match = re.search(r"^model name\s*:\s*(.*)$", file.read(), re.MULTILINE)
-    except OSError:
-        match = None
-    return match[1] if match else platform.processor()
 
 
 def main() -> int:

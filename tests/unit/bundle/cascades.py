@@ -47,10 +47,12 @@ def cascade_manifest(**changes: Any) -> Manifest:
     return replace(examples.MANIFEST, **{**known, **changes})
 
 
+CASCADE_FILES = {
+    **examples.FILES,
+    "exits/01.onnx": b"the own answer",
+    "profiles/cpu.json": dump(CASCADE_PROFILE),
+}
+
+
 def write_cascade(folder: Path) -> Bundle:
-    files = {
-        **examples.FILES,
-        "exits/01.onnx": b"the own answer",
-        "profiles/cpu.json": dump(CASCADE_PROFILE),
-    }
-    return examples.write(folder, manifest=cascade_manifest(), files=files)
+    return examples.write(folder, manifest=cascade_manifest(), files=CASCADE_FILES)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.bundle.cascades import OWN, SEGMENTS, cascade_manifest, write_cascade
+from tests.unit.bundle.cascades import CASCADE_FILES, OWN, SEGMENTS, cascade_manifest, write_cascade
 from tests.unit.bundle.examples import MANIFEST, rewrite_manifest, write
 
-from offramp.bundle import Bundle, BundleSchemaError, Head
+from offramp.bundle import Bundle, BundleSchemaError, CpuFeatures, Head
 from offramp.bundle.bundle import read_manifest
 from offramp.bundle.files import dump
 
@@ -30,6 +30,34 @@ def test_a_bundle_of_fp32_says_nothing_of_precision(tmp_path: Path) -> None:
     assert json.loads(dump(cascade_manifest()))["precision"] == "int8"
     bundle = Bundle.open(write(tmp_path).path)
     assert (bundle.manifest.precision, bundle.manifest.source_begins) == ("fp32", 0)
+
+
+def test_a_cascade_names_the_cpu_that_certified_it(tmp_path: Path) -> None:
+    cpu = CpuFeatures(machine="x86_64", names=("AVX2", "AVX512_VNNI"))
+    for number, known in enumerate((cpu, replace(cpu, names=None), None)):
+        folder = tmp_path / str(number)
+        bundle = write(folder, manifest=cascade_manifest(cpu=known), files=CASCADE_FILES)
+        assert Bundle.open(bundle.path).manifest.cpu == known
+        plain = json.loads((bundle.path / "manifest.json").read_text())
+        assert ("cpu" in plain) == (known is not None), "older bundles do not have it"
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("x86_64", "manifest.json.cpu: expected an object, found 'x86_64'"),
+        ({"machine": "x86_64"}, r"missing fields \['names'\]"),
+        ({"machine": "m", "names": ["N"] * 64}, "are more than 64, or longer than 32 letters"),
+        ({"machine": "m", "names": ["N" * 33]}, "are more than 64, or longer than 32 letters"),
+        ({"machine": "m" * 33, "names": None}, "are more than 64, or longer than 32 letters"),
+        ({"machine": "m", "names": ["a\nb"]}, "text without control characters"),
+    ],
+)
+def test_a_cpu_that_is_none_is_refused(tmp_path: Path, said: Any, told: str) -> None:
+    path = write_cascade(tmp_path).path
+    rewrite_manifest(path, lambda plain: plain.update(cpu=said))
+    with pytest.raises(BundleSchemaError, match=told):
+        Bundle.open(path)
 
 
 @pytest.mark.parametrize("said", ["int4", "", 8, None])

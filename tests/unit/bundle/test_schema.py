@@ -254,6 +254,8 @@ def records(**changes: Any) -> bytes:
         (records(prediction=np.full((1, 4), 10, "i4")), "values that are none of the 10 classes"),
         (records(final_prediction=np.full(4, -1, "i4")), "values that are none of the 10 classes"),
         (records(split=np.array([0, 1, 2, 3], "u1")), "'split' has values besides 1 .tune. and 2"),
+        (records(split=np.ones(4, "u1")), r"'split' has no sample to certify on \(2\)"),
+        (records(split=np.full(4, 2, "u1")), r"'split' has no sample to tune on \(1\)"),
         (records(label=np.zeros(3, "i8")), r"'label' is of shape \[3\], expected \[4\]"),
     ],
 )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from offramp.bundle.policy import NEVER
-from offramp.certify import Records, evaluate
+from offramp.certify import Records, evaluate, savings_of
 
 CONFIDENCE = np.array([[0.9, 0.5, 0.2, 0.9], [0.8, 0.7, 0.6, 0.1]], dtype=np.float32)
 AGREES = np.array([[True, False, True, False], [True, True, False, True]])
@@ -71,6 +71,14 @@ def test_a_confidence_outside_0_to_1_is_refused_with_its_place(value: float) -> 
 def test_thresholds_that_do_not_fit_are_refused(thresholds: list[float]) -> None:
     with pytest.raises(ValueError, match="thresholds must be 2 numbers"):
         evaluate(CONFIDENCE, AGREES, LATENCY_MS, np.array(thresholds))
+
+
+def test_savings_of_no_answers_are_refused() -> None:
+    counts = np.array([[2, 1, 1], [0, 0, 4]])
+    assert savings_of(counts, LATENCY_MS) == pytest.approx([0.5, 0.0], abs=1e-15)
+    for nobody in (counts * [[1], [0]], counts[0] * 0):
+        with pytest.raises(ValueError, match="no samples to judge by"):
+            savings_of(nobody, LATENCY_MS)
 
 
 def test_a_vanilla_time_of_zero_is_refused() -> None:

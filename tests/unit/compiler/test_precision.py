@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tests.sliced import sliced
 
+from offramp.bundle import CpuFeatures
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.precision.choice import PrecisionChoice
 from offramp.calibration.precision.graphs import PrecisionError
@@ -22,6 +23,9 @@ from offramp.compiler.progress import SILENT
 NOTHING = "PRECISION int8 BRINGS NOTHING HERE, the bundle will be of fp32: "
 
 
+WITH_VNNI = CpuFeatures(machine="x86_64", names=("AVX512_VNNI", "AMX_INT8", "AVX512_BF16"))
+
+
 class Bench:
     """What is measured of copies, and what was asked for."""
 
@@ -30,6 +34,7 @@ class Bench:
         self.kept: set[str] = set()
         self.kind: CpuPrecision | None = CpuPrecision.STATIC
         self.mix: Mix | None = None
+        self.cpu = WITH_VNNI
         self.predicted = {b"float32": 0.5, b"whole": 0.7, b"mixed": 0.8}
         self.run: Any = SimpleNamespace(
             options=SimpleNamespace(
@@ -38,6 +43,7 @@ class Bench:
             parts=SimpleNamespace(train=dataset(1500), tune=dataset(tune)),
             progress=SILENT,
         )
+        monkeypatch.setattr(precision, "cpu_features", lambda: self.cpu)
         monkeypatch.setattr(precision, "choose_kind", self.choose_kind)
         monkeypatch.setattr(precision, "best_mix", lambda *_, **__: self.mix)
         monkeypatch.setattr(precision, "quantise", self.quantise)
@@ -97,6 +103,7 @@ def test_the_fastest_kind_is_the_copy(
     assert asked["least_agreement"] == LEAST_AGREEMENT
     assert asked["threads"] == 2
     assert caplog.messages == [
+        "The CPU that int8 is made on: x86_64 with AVX512_VNNI, AMX_INT8, AVX512_BF16.",
         "The machine was disturbed while kinds of int8 were timed: noise.",
         "int8 on this machine is why.",
         "Precision int8: exits alone are predicted to save 50.0% of its time, with int8 70.0%.",
@@ -153,3 +160,20 @@ def test_a_mix_with_nothing_to_quantise_is_none(monkeypatch: pytest.MonkeyPatch)
     bench = Bench(monkeypatch, asked="auto")
     bench.mix = Mix(0, 1)
     assert bench.chosen() == b"whole"
+
+
+def test_a_cpu_whose_int8_saturates_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench(monkeypatch, asked="auto")
+    bench.cpu = CpuFeatures(machine="x86_64", names=("AVX2",))
+    bench.chosen()
+    (warning,) = (r for r in caplog.records if "VNNI" in r.message)
+    assert warning.levelno == logging.WARNING
+    assert warning.message.startswith("This CPU (x86_64 with AVX2) has no VNNI: sums of int8")
+    assert warning.message.endswith("or with --precision fp32.")
+    caplog.clear()
+    for fine in (WITH_VNNI, CpuFeatures(machine="aarch64", names=None)):
+        bench.cpu = fine
+        bench.chosen()
+    assert not any("VNNI:" in message for message in caplog.messages)

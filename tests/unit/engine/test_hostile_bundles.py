@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from itertools import islice
 from pathlib import Path
@@ -166,6 +167,20 @@ def test_ranges_that_are_none_are_refused_in_one_line(
     assert Bundle.open(root).input_ranges() is not None
     replace_file(root, "input_ranges.json", json.dumps({"inputs": ranges}).encode())
     with pytest.raises(BundleError, match=message) as caught:
+        opened(root, Mode.AUDIT)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("split", "purpose"), [(1, "certify"), (2, "tune")])
+def test_records_of_one_split_alone_are_refused_in_one_line(
+    root: Path, split: int, purpose: str
+) -> None:
+    """What exits save, and whether they keep their promise, cannot be told of no samples."""
+    records = Bundle.open(root).records()
+    content = io.BytesIO()
+    np.savez(content, **{**records, "split": np.full_like(records["split"], split)})
+    replace_file(root, "records.npz", content.getvalue())
+    with pytest.raises(BundleError, match=f"'split' has no sample to {purpose} on") as caught:
         opened(root, Mode.AUDIT)
     assert "\n" not in str(caught.value)
 

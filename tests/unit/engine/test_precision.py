@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.cuda_fakes import fake_cuda
-from tests.unit.bundle.cascades import write_cascade
-from tests.unit.bundle.examples import write
+from tests.unit.bundle.cascades import cascade_manifest, write_cascade
+from tests.unit.bundle.examples import MANIFEST, write
 
+from offramp.bundle import CpuFeatures, Manifest
 from offramp.engine.control.costs import CostModel
 from offramp.engine.controllers import ramp_budget
 from offramp.engine.errors import BackendError
 from offramp.engine.options import ModelOptions
 from offramp.engine.plan import Mode, make_plan
-from offramp.engine.precision import require_fp32
+from offramp.engine.precision import require_fp32, warn_of_saturation
 
 
 def test_a_gpu_refuses_its_stages(tmp_path: Path) -> None:
@@ -45,3 +47,58 @@ def test_the_quantised_model_is_within_a_ramp_budget_that_nobody_asked_for(tmp_p
     assert ramp_budget(none, costs, Mode.RELEASE, plain) == pytest.approx(0.02 + 0.25)
     asked = ModelOptions(ramp_budget=0.05)
     assert ramp_budget(none, costs, Mode.AUDIT, asked) == 0.05
+
+
+NEW = CpuFeatures(machine="x86_64", names=("AVX2", "AVX512_VNNI"))
+OLD = CpuFeatures(machine="x86_64", names=("AVX2",))
+ARM = CpuFeatures(machine="aarch64", names=())
+UNKNOWN = CpuFeatures(machine="x86_64", names=None)
+
+
+def warned(
+    caplog: pytest.LogCaptureFixture, manifest: Manifest, here: CpuFeatures, mode: Mode = Mode.AUDIT
+) -> str:
+    """What is said of a bundle on a CPU, if anything is."""
+    caplog.clear()
+    warn_of_saturation("small", manifest, here, mode)
+    assert all(record.levelno == logging.WARNING for record in caplog.records)
+    return "".join(caplog.messages)
+
+
+def test_a_cpu_without_vnni_is_warned_of_with_the_remedy(caplog: pytest.LogCaptureFixture) -> None:
+    assert warned(caplog, cascade_manifest(cpu=NEW), OLD) == (
+        "small: INT8 MAY ANSWER OTHERWISE HERE than was certified: sums of int8 products saturate "
+        "in 16 bits on CPUs without VNNI; this one (x86_64 with AVX2) has none, the bundle was "
+        "certified on x86_64 with AVX2, AVX512_VNNI. Audits watch how far answers agree. Compile "
+        "it on the kind of CPU that serves, or with --precision fp32"
+    )
+    older = warned(caplog, cascade_manifest(), OLD, Mode.LEAVE)
+    assert "certified on one that it does not name. Nothing watches" in older
+    assert "in mode leave; audits do in mode audit. Compile it on the kind of CPU" in older
+
+
+def test_a_bundle_of_a_cpu_without_vnni_is_warned_of_elsewhere(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    said = warned(caplog, cascade_manifest(cpu=OLD), NEW)
+    assert "(x86_64 with AVX2, AVX512_VNNI) has it, the bundle was certified on x86_64 with" in said
+    assert "MAY ANSWER OTHERWISE" in warned(caplog, cascade_manifest(cpu=OLD), ARM)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "here", "mode"),
+    [
+        (MANIFEST, OLD, Mode.AUDIT),
+        (cascade_manifest(cpu=NEW), OLD, Mode.OFF),
+        (cascade_manifest(cpu=OLD), OLD, Mode.AUDIT),
+        (cascade_manifest(cpu=NEW), ARM, Mode.AUDIT),
+        (cascade_manifest(), NEW, Mode.AUDIT),
+        (cascade_manifest(cpu=NEW), UNKNOWN, Mode.AUDIT),
+        (cascade_manifest(cpu=UNKNOWN), NEW, Mode.AUDIT),
+    ],
+    ids=["fp32", "off", "both saturate", "neither does", "older bundle", "here?", "there?"],
+)
+def test_nothing_is_said_where_int8_is_the_same_or_is_not_served(
+    manifest: Manifest, here: CpuFeatures, mode: Mode, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert warned(caplog, manifest, here, mode) == ""

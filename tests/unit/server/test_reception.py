@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import platform
 import queue
 import re
-import resource
 import subprocess
 import sys
 import threading
@@ -20,6 +20,7 @@ from urllib.request import urlopen
 import grpc
 import numpy as np
 import pytest
+from tests.chaos.watch import resident_mib
 from tests.unit.server.test_service import wait_until
 
 from offramp.client import Client, InvalidInputError, ServerBusyError, UnknownModelError
@@ -602,16 +603,12 @@ def test_refused_requests_leave_no_memory_behind() -> None:
 def refuse_large_requests() -> None:
     with FakeServer(FakeEngine(), ServerOptions()) as server:
         status(server.address, INFER, request())
-        before = resident_mib()
+        before = resident_mib(os.getpid())
         sender = [sys.executable, "-c", SENDER, server.address]
         told = subprocess.run(sender, check=True, capture_output=True, text=True, timeout=300)
         assert told.stdout.split() == ["NOT_FOUND"]
-        assert wait_until(lambda: resident_mib() < before + 150, limit_s=60.0), resident_mib()
-
-
-def resident_mib() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() / 2**20
+        settled = wait_until(lambda: resident_mib(os.getpid()) < before + 150, limit_s=60.0)
+        assert settled, resident_mib(os.getpid())
 
 
 @pytest.mark.parametrize("fields", [500, 5000], ids=["many", "too many"])
