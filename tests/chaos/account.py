@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
@@ -128,6 +128,8 @@ class Account:
     life: LifeCounts = field(default_factory=LifeCounts)
     """Of the server that runs now, or is being started."""
     life_began_s: float = float("-inf")
+    listens: Callable[[], bool] = lambda: True
+    """Whether it may have had a request by now."""
     samples: int = 0
     disagreed: int = 0
     """Samples answered, and those of them whose class is not the source model's."""
@@ -166,7 +168,7 @@ class Account:
         ``now_s`` is when it got it; earlier than it was sent, if its stream had ended by then.
         """
         if self._close(ticket, outcome_of(status, by_server=by_server), status):
-            self.life.doubtful += samples
+            self._doubt(samples)
             self.endings.append(
                 Ending(
                     kind=ticket.kind,
@@ -181,6 +183,11 @@ class Account:
     def cancelled(self, ticket: Ticket, samples: int) -> None:
         """Close a request that its client withdrew."""
         if self._close(ticket, Outcome.CANCELLED, "withdrawn"):
+            self._doubt(samples)
+
+    def _doubt(self, samples: int) -> None:
+        """A server that does not listen yet has computed nothing."""
+        if self.listens():
             self.life.doubtful += samples
 
     def _close(self, ticket: Ticket, outcome: Outcome, status: str) -> bool:

@@ -82,6 +82,7 @@ async def run(options: ChaosOptions) -> Report:
     clients = Clients(account, truth, server.address, server.model, contents)
     chaos = Chaos(options, server, clients, account, events, load, Deck(events))
     server.starting = lambda: account.new_life(time.monotonic())
+    account.listens = server.listens
     await server.start()
     try:
         clients.renew()

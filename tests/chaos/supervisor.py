@@ -29,6 +29,8 @@ _VARIES: Final = re.compile(r"b?'[^']*'|b?\"[^\"]*\"|\[[^]]*\]")
 READY: Final = "ready: gRPC on "
 START_LIMIT_S: Final = 600.0
 """Far more than a start takes on a machine that does ten other things."""
+_LISTENS: Final = "0A"
+"""A socket's state, in /proc/net/tcp."""
 LEAVE_LIMIT_S: Final = 60.0
 """Of a server that was asked to leave: its own limit is 30 s."""
 AFTERWARDS_S: Final = {
@@ -200,6 +202,17 @@ class Supervisor:
         absence, self._absence = self._absence, None
         if absence is not None:
             absence.ended_s = time.monotonic() + AFTERWARDS_S[Trouble.ABSENT]
+
+    def listens(self) -> bool:
+        """Whether a server may have taken a request by now: a new one, before it says ready."""
+        return self._absence is None or self._port_is_open()
+
+    def _port_is_open(self) -> bool:
+        place = f":{self.grpc_port:04X}"
+        lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+        return any(
+            (fields := line.split())[1].endswith(place) and fields[3] == _LISTENS for line in lines
+        )
 
     @contextmanager
     def trouble(self, trouble: Trouble) -> Iterator[None]:

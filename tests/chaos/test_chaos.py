@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -134,6 +135,18 @@ def test_what_was_sent_to_the_server_before_may_have_been_answered_by_either() -
     account.answered(account.send("unary", 3.0), 8)  # the new one answers before it says ready
     account.answered(before, 2)
     assert account.life == LifeCounts(answered=8, doubtful=2)
+
+
+def test_a_server_that_does_not_listen_yet_has_computed_nothing(tmp_path: Path) -> None:
+    server, account = Supervisor(tmp_path / "m.ee", tmp_path), Account()
+    account.listens = server.listens
+    server._is_gone()
+    account.cancelled(account.send("departing", 0.0), 1)
+    with socket.create_server(("127.0.0.1", server.grpc_port)):
+        account.cancelled(account.send("departing", 0.0), 2)
+    server._is_back()
+    account.cancelled(account.send("departing", 0.0), 4)
+    assert account.life.doubtful == 6
 
 
 def test_the_metrics_page_is_read_without_what_was_rejected() -> None:
