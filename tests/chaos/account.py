@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
@@ -126,7 +126,10 @@ class Account:
     """Answers that are no answer to their request."""
     faults: list[str] = field(default_factory=list)
     life: LifeCounts = field(default_factory=LifeCounts)
-    """Of the server that runs now."""
+    """Of the server that runs now, or is being started."""
+    life_began_s: float = float("-inf")
+    listens: Callable[[], bool] = lambda: True
+    """Whether it may have had a request by now."""
     samples: int = 0
     disagreed: int = 0
     """Samples answered, and those of them whose class is not the source model's."""
@@ -139,9 +142,16 @@ class Account:
         return ticket
 
     def answered(self, ticket: Ticket, samples: int) -> None:
-        """Close a request that was answered."""
+        """Close a request that was answered.
+
+        One that was sent before the server of now was started may have been answered by it, or by
+        the one before it.
+        """
         if self._close(ticket, Outcome.ANSWERED, "OK"):
-            self.life.answered += samples
+            if ticket.began_s < self.life_began_s:
+                self.life.doubtful += samples
+            else:
+                self.life.answered += samples
 
     def ended_with(
         self,
@@ -153,15 +163,18 @@ class Account:
         samples: int,
         detail: str = "",
     ) -> None:
-        """Close a request that has a status instead of an answer."""
+        """Close a request that has a status instead of an answer.
+
+        ``now_s`` is when it got it; earlier than it was sent, if its stream had ended by then.
+        """
         if self._close(ticket, outcome_of(status, by_server=by_server), status):
-            self.life.doubtful += samples
+            self._doubt(samples)
             self.endings.append(
                 Ending(
                     kind=ticket.kind,
                     status=status,
                     by_server=by_server,
-                    began_s=ticket.began_s,
+                    began_s=min(ticket.began_s, now_s),
                     ended_s=now_s,
                     detail=detail,
                 )
@@ -170,6 +183,11 @@ class Account:
     def cancelled(self, ticket: Ticket, samples: int) -> None:
         """Close a request that its client withdrew."""
         if self._close(ticket, Outcome.CANCELLED, "withdrawn"):
+            self._doubt(samples)
+
+    def _doubt(self, samples: int) -> None:
+        """A server that does not listen yet has computed nothing."""
+        if self.listens():
             self.life.doubtful += samples
 
     def _close(self, ticket: Ticket, outcome: Outcome, status: str) -> bool:
@@ -194,9 +212,9 @@ class Account:
         """Requests without an outcome."""
         return self.sent.total() - self.ended.total()
 
-    def new_life(self) -> None:
-        """The server that runs is another one from here on."""
-        self.life = LifeCounts()
+    def new_life(self, now_s: float) -> None:
+        """The server before has ended, and another one is about to be started."""
+        self.life, self.life_began_s = LifeCounts(), now_s
 
 
 def outcome_of(status: str, *, by_server: bool) -> Outcome:

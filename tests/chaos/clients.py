@@ -72,21 +72,36 @@ class Clients:
         """Connect to a server that has just started, as those behind a balancer would."""
         old = (self.sdk, self.channel)
         self.renewed += 1
-        # Channels of equal settings share a connection in gRPC, and how long it waits to be made.
-        self.sdk = AsyncClient(self.address, timeout_s=LIMIT_S, max_message_mib=64 + self.renewed)
+        self.sdk = self.new_sdk()
         self.channel = grpc.aio.insecure_channel(
             self.address, [*_PROMPT, ("chaos.renewed", self.renewed)]
         )
         if old[0] is not None:
-            closing = asyncio.create_task(_close(old, after_s=5.0))
+            closing = asyncio.create_task(self._retire(old, set(self.account.open)))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
         while self.tritons.qsize() + 1 <= _TRITONS and self.renewed == 1:
             self.tritons.put_nowait(TritonStream(self.address))
 
+    def new_sdk(self) -> AsyncClient:
+        """One with a connection of its own.
+
+        Clients of equal settings would share one in gRPC, and how long it waits to be made anew.
+        """
+        own = 64 + next(_numbers) % 1900  # below gRPC's limit
+        return AsyncClient(self.address, timeout_s=LIMIT_S, max_message_mib=own)
+
+    async def _retire(self, old: tuple[Any, ...], waiting: set[Ticket]) -> None:
+        """Close connections once all is closed that was asked on them, and its calls have ended."""
+        until_s = time.monotonic() + 2 * LIMIT_S
+        while waiting & self.account.open and time.monotonic() < until_s:  # noqa: ASYNC110 - rare
+            await asyncio.sleep(0.5)
+        await asyncio.sleep(2.0)
+        await _close(old)
+
     async def close(self) -> None:
         await asyncio.gather(*self._closing)
-        await _close((self.sdk, self.channel), after_s=0.0)
+        await _close((self.sdk, self.channel))
         while not self.tritons.empty():
             await asyncio.to_thread(self.tritons.get_nowait().close)
 
@@ -129,14 +144,20 @@ class Clients:
     def failed(self, ticket: Ticket, error: Exception, samples: int) -> None:
         """Close a request with the status of an error."""
         status, by_server = status_of(error)
+        detail = _detail(error)
+        unsent = isinstance(error, StreamEndedError) or _UNSENT in detail
         self.account.ended_with(
             ticket,
             status=status,
             by_server=by_server,
-            now_s=time.monotonic(),
-            samples=samples,
-            detail=_detail(error),
+            now_s=error.at_s if isinstance(error, StreamEndedError) else time.monotonic(),
+            samples=0 if unsent else samples,
+            detail=detail,
         )
+
+
+_UNSENT: Final = "failed to connect to all addresses"
+"""What gRPC says where there was no connection by which the request could leave."""
 
 
 def _detail(error: BaseException) -> str:
@@ -146,8 +167,7 @@ def _detail(error: BaseException) -> str:
     return " ".join((text or "").split())[:300]
 
 
-async def _close(old: tuple[Any, ...], *, after_s: float) -> None:
-    await asyncio.sleep(after_s)
+async def _close(old: tuple[Any, ...]) -> None:
     for one in old:
         if one is not None:
             await one.close()
@@ -262,7 +282,7 @@ async def departing(clients: Clients) -> None:
     own = None
     client = clients.sdk
     if clients.random.random() < 0.3:
-        own = client = AsyncClient(clients.address, timeout_s=LIMIT_S)
+        own = client = clients.new_sdk()
     assert client is not None
     asking = asyncio.ensure_future(client.infer(clients.model, clients.truth.take(rows)))
     await asyncio.wait((asking,), timeout=clients.random.expovariate(1 / 0.01))
@@ -376,13 +396,25 @@ def _judge_message(clients: Clients, ticket: Ticket, rows: Sequence[int], respon
     clients.judge(ticket, rows, parse_response(response))
 
 
+class StreamEndedError(InferenceServerException):
+    """A stream that had ended when the request came that was to be sent on it.
+
+    The reason is that of the stream's end, and not of the time at which it is found out.
+    """
+
+    def __init__(self, error: InferenceServerException, at_s: float) -> None:
+        super().__init__(msg=error.message(), status=error.status())
+        self.at_s: Final = at_s
+        """When it ended, monotonic."""
+
+
 class TritonStream:
     """A stock tritonclient that sends one request and reads one response, on one stream."""
 
     def __init__(self, address: str) -> None:
         self._address = address
         self._client: Any = None
-        self._told: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        self._told: queue.SimpleQueue[tuple[Any, Any, float]] = queue.SimpleQueue()
         self._number = 0
 
     def infer(self, model: str, inputs: Mapping[str, Any]) -> tuple[str, Any]:
@@ -390,18 +422,19 @@ class TritonStream:
         self._open()
         self._number += 1
         sent = str(self._number)
+        sending = True
         try:
             self._client.async_stream_infer(model, _tensors(inputs), request_id=sent)
-            result, error = self._told.get(timeout=LIMIT_S)
+        except InferenceServerException:  # it has ended already, and says why
+            sending = False
+        try:
+            result, error, at_s = self._told.get(timeout=LIMIT_S)
         except queue.Empty:
             self.close()
             raise InferenceServerException("no answer", status="StatusCode.UNKNOWN") from None
-        except InferenceServerException:
-            self.close()
-            raise
         if error is not None:
             self.close()
-            raise error
+            raise error if sending else StreamEndedError(error, at_s)
         return sent, result.get_response()
 
     def infer_unary(self, model: str, inputs: Mapping[str, Any]) -> tuple[str, Any]:
@@ -420,7 +453,9 @@ class TritonStream:
             self._client = triton.InferenceServerClient(
                 self._address, channel_args=[*_PROMPT, ("chaos.one", next(_numbers))]
             )
-            self._client.start_stream(lambda result, error: told.put((result, error)))
+            self._client.start_stream(
+                lambda result, error: told.put((result, error, time.monotonic()))
+            )
 
     def close(self) -> None:
         """Give the connection up; the next request makes another one."""

@@ -21,21 +21,14 @@ Event = Callable[[Supervisor, Random], Awaitable[None]]
 async def terminate(server: Supervisor, random: Random) -> None:
     """SIGTERM, or another signal that asks to leave, and a new server."""
     await server.leave(random.choice((signal.SIGTERM, signal.SIGTERM, signal.SIGHUP)))
-    await restart(server)
+    await server.start()
 
 
 async def kill(server: Supervisor, random: Random) -> None:
     """SIGKILL, and a new server after a while."""
-    with server.trouble(Trouble.ABSENT):
-        await server.kill()
-        await asyncio.sleep(random.uniform(0.0, 1.0))
-        await server.start()
-
-
-async def restart(server: Supervisor) -> None:
-    """Start a server in place of one that has ended."""
-    with server.trouble(Trouble.ABSENT):
-        await server.start()
+    await server.kill()
+    await asyncio.sleep(random.uniform(0.0, 1.0))
+    await server.start()
 
 
 async def stop_and_continue(server: Supervisor, random: Random) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -170,7 +171,12 @@ class Report:
                 for ending in self._unexpected()[:50]
             ],
             "disturbances": [
-                {name: getattr(d, name) for name in d.__slots__} for d in self.server.disturbances
+                {
+                    "trouble": d.trouble,
+                    "began_s": d.began_s,
+                    "ended_s": d.ended_s if isfinite(d.ended_s) else None,
+                }
+                for d in self.server.disturbances
             ],
             "problems": self.problems(),
         }

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, TensorSpec
 from tests.chaos import watch
-from tests.chaos.account import Account, differences
+from tests.chaos.account import Account, Outcome, differences
 from tests.chaos.clients import Clients
-from tests.chaos.events import Deck, restart
+from tests.chaos.events import Deck
 from tests.chaos.load import Load, measure_capacity
 from tests.chaos.report import Report
 from tests.chaos.supervisor import Supervisor
@@ -26,6 +26,8 @@ from tests.chaos.truth import Truth
 
 POOL: Final = 600
 """Inputs that are sent again and again."""
+PATIENCE_S: Final = 600.0
+"""How much longer than asked for a run may last for what has to happen in it."""
 SERVER: Final = ("--max-message-mib=4",)
 """Arguments of the server: a limit that a message of some MiB is above."""
 
@@ -53,6 +55,10 @@ class ChaosOptions:
     one_life: float = 0.5
     """Share of the run in which the server is not ended."""
     capacity_s: float = 4.0
+    least_rests: int = 1
+    """Rests of the load, at the end of which the run may end at the earliest."""
+    least_answers: int = 1
+    """Requests answered, likewise: on a machine that is slow, or busy, the run is a longer one."""
     live_limit_ms: float | None = None
     """Longest that ``ServerLive`` may take while a server runs; ``None`` reports only."""
     arguments: tuple[str, ...] = ()
@@ -75,6 +81,8 @@ async def run(options: ChaosOptions) -> Report:
     events, load, contents = (Random(f"{options.seed}/{part}") for part in range(3))
     clients = Clients(account, truth, server.address, server.model, contents)
     chaos = Chaos(options, server, clients, account, events, load, Deck(events))
+    server.starting = lambda: account.new_life(time.monotonic())
+    account.listens = server.listens
     await server.start()
     try:
         clients.renew()
@@ -132,9 +140,9 @@ class Chaos:
         began_s = time.monotonic()
         until_s = began_s + options.minutes * 60
         next_rest_s = began_s + options.settle_s
-        while (now_s := time.monotonic()) < until_s:
+        while (now_s := time.monotonic()) < until_s or self._unfinished(until_s):
             wait_s = self.random.expovariate(1 / options.every_s)
-            await asyncio.sleep(min(wait_s, until_s - now_s))
+            await asyncio.sleep(min(wait_s, until_s - now_s) if now_s < until_s else wait_s)
             await self._revive()
             if time.monotonic() > next_rest_s:
                 await self._rest(load)
@@ -148,6 +156,13 @@ class Chaos:
         self.faults += [f"the harness: {error}" for error in load.errors[:20]]
         await self.server.leave()
 
+    def _unfinished(self, until_s: float) -> bool:
+        """Whether less has happened than has to; the rest at the end is still to come."""
+        few = self.account.total(Outcome.ANSWERED) < self.options.least_answers
+        return (few or self.settled + 1 < self.options.least_rests) and (
+            time.monotonic() < until_s + PATIENCE_S
+        )
+
     async def _event(self, *, gentle: bool) -> None:
         event = self.deck.draw(gentle=gentle)
         self.events[event.__name__] = self.events.get(event.__name__, 0) + 1
@@ -157,17 +172,13 @@ class Chaos:
         except (OSError, RuntimeError, TimeoutError) as error:
             self.faults.append(f"{event.__name__}: {error!r}")
         if len(self.server.lives) != life:
-            self._new_life()
-
-    def _new_life(self) -> None:
-        self.account.new_life()
-        self.clients.renew()
+            self.clients.renew()
 
     async def _revive(self) -> None:
         """Start the server anew should it have ended by itself, which is a fault."""
         if self.server.died():
-            await restart(self.server)
-            self._new_life()
+            await self.server.start()
+            self.clients.renew()
 
     async def _rest(self, load: Load) -> None:
         """Compare accounts and read resources while nobody waits for anything."""

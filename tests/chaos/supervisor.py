@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.request
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,11 +27,14 @@ _STAMP: Final = re.compile(r"^\d{4}-\d\d-\d\d [\d:,.]+ +")
 _VARIES: Final = re.compile(r"b?'[^']*'|b?\"[^\"]*\"|\[[^]]*\]")
 """What differs between lines of one kind: quotations, of clients' bytes too."""
 READY: Final = "ready: gRPC on "
-START_LIMIT_S: Final = 120.0
+START_LIMIT_S: Final = 600.0
+"""Far more than a start takes on a machine that does ten other things."""
+_LISTENS: Final = "0A"
+"""A socket's state, in /proc/net/tcp."""
 LEAVE_LIMIT_S: Final = 60.0
 """Of a server that was asked to leave: its own limit is 30 s."""
 AFTERWARDS_S: Final = {
-    Trouble.ABSENT: 3.0,  # gRPC tries to connect anew after 1 s, then 1.6 s, give or take a fifth
+    Trouble.ABSENT: 3.0,  # connections that are not renewed are tried again after 0.3 s
     Trouble.LEAVING: 1.0,
     Trouble.STOPPED: 3.0,
     Trouble.BACKEND: 8.0,
@@ -72,10 +75,14 @@ class Supervisor:
     faults: list[str] = field(default_factory=list)
     tracebacks: Counter[str] = field(default_factory=Counter)
     """By the line of the log before each."""
+    starting: Callable[[], None] = lambda: None
+    """Called when a server is about to be started, and the one before it has ended."""
     grpc_port: int = field(default_factory=free_port)
     http_port: int = field(default_factory=free_port)
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
     _reading: asyncio.Task[None] | None = None
+    _absence: Disturbance | None = None
+    """From the end of a server until the next one is ready."""
 
     @property
     def address(self) -> str:
@@ -97,6 +104,7 @@ class Supervisor:
         """Start a server and wait until it is ready; RuntimeError if it ends instead."""
         ports = (f"--grpc-port={self.grpc_port}", f"--http-port={self.http_port}")
         self._ready = asyncio.Event()
+        self.starting()
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "tests.chaos.server", str(self.bundle), *ports, *self.arguments),
@@ -111,6 +119,7 @@ class Supervisor:
         if not ready.done():
             ready.cancel()
             raise RuntimeError(f"the server ended while it started, see {self.log}")
+        self._is_back()
 
     @property
     def log(self) -> Path:
@@ -152,12 +161,14 @@ class Supervisor:
                 self.faults.append(f"life {life.number} did not leave within {LEAVE_LIMIT_S:g} s")
                 life.process.kill()
                 status = await life.process.wait()
+            self._is_gone()
         await self._ended(life, number.name)
         if status != 0:
             self.faults.append(f"life {life.number} left with status {status} after {number.name}")
 
     async def kill(self) -> None:
         """End the server without a word."""
+        self._is_gone()
         life = self.lives[-1]
         life.process.kill()
         await life.process.wait()
@@ -173,9 +184,35 @@ class Supervisor:
         life = self.lives[-1]
         if life.ended or life.process.returncode is None:
             return False
+        self._is_gone()
         life.ended = f"by itself, with status {life.process.returncode}"
         self.faults.append(f"life {life.number} ended {life.ended}")
         return True
+
+    def _is_gone(self) -> None:
+        """Note that no server listens, from now until the next one is ready.
+
+        However long that is, and whatever the harness does meanwhile.
+        """
+        if self._absence is None:
+            self._absence = Disturbance(trouble=Trouble.ABSENT, began_s=time.monotonic())
+            self.disturbances.append(self._absence)
+
+    def _is_back(self) -> None:
+        absence, self._absence = self._absence, None
+        if absence is not None:
+            absence.ended_s = time.monotonic() + AFTERWARDS_S[Trouble.ABSENT]
+
+    def listens(self) -> bool:
+        """Whether a server may have taken a request by now: a new one, before it says ready."""
+        return self._absence is None or self._port_is_open()
+
+    def _port_is_open(self) -> bool:
+        place = f":{self.grpc_port:04X}"
+        lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+        return any(
+            (fields := line.split())[1].endswith(place) and fields[3] == _LISTENS for line in lines
+        )
 
     @contextmanager
     def trouble(self, trouble: Trouble) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from random import Random
 from types import SimpleNamespace
@@ -12,11 +13,20 @@ import grpc
 import grpc.aio
 import numpy as np
 import pytest
+from tritonclient.utils import InferenceServerException
 
 from offramp.certify.decision import MODEL_END
 from offramp.client import AnswerKind, OfframpError, ServerUnavailableError, StreamedResult
 from tests.chaos.account import Account, Outcome
-from tests.chaos.clients import Clients, departing, stream
+from tests.chaos.clients import (
+    Clients,
+    StreamEndedError,
+    TritonStream,
+    departing,
+    status_of,
+    stream,
+    unary,
+)
 from tests.chaos.truth import Truth
 
 TRUTH = Truth(
@@ -139,3 +149,86 @@ def test_an_error_that_crosses_a_leaving_client_is_withdrawn() -> None:
             raise error from error.__cause__
 
     assert booked(departing, infer=infer).total(Outcome.CANCELLED) == 1
+
+
+def test_a_request_that_never_left_is_not_in_doubt() -> None:
+    def refused(text: str) -> OfframpError:
+        error = OfframpError("no")
+        metadata = grpc.aio.Metadata()
+        status = grpc.StatusCode.UNAVAILABLE
+        error.__cause__ = grpc.aio.AioRpcError(status, metadata, metadata, text)
+        return error
+
+    async def unsent(_model: str, _inputs: Any, **_how: Any) -> None:
+        raise refused("failed to connect to all addresses; last error: refused")
+
+    async def broken(_model: str, _inputs: Any, **_how: Any) -> None:
+        raise refused("Socket closed")
+
+    assert booked(unary, infer=unsent).life.doubtful == 0
+    assert booked(unary, infer=broken).life.doubtful > 0
+
+
+class EndedStream:
+    """A tritonclient whose stream ends at once, and that says so with the next request."""
+
+    def __init__(self, status: str) -> None:
+        self._status = status
+
+    def start_stream(self, callback: Callable[..., None]) -> None:
+        callback(result=None, error=InferenceServerException("Socket closed", status=self._status))
+
+    def async_stream_infer(self, *_request: Any, **_how: Any) -> None:
+        raise InferenceServerException("The stream is no longer in valid state")
+
+    def stop_stream(self, **_how: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("status", ["UNAVAILABLE", "CANCELLED"])
+def test_a_stream_that_had_ended_tells_when_and_why(
+    status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = lambda *_address, **_how: EndedStream(f"StatusCode.{status}")  # noqa: E731
+    monkeypatch.setattr("tests.chaos.clients.triton.InferenceServerClient", made)
+    one = TritonStream("nowhere:1")
+    one._open()
+    opened_s = time.monotonic()
+    with pytest.raises(StreamEndedError) as caught:
+        one.infer("m", {})
+    assert caught.value.at_s <= opened_s
+    assert status_of(caught.value) == (status, False)
+
+
+def test_connections_are_closed_once_nobody_waits_for_their_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sleep, closed = asyncio.sleep, []
+
+    async def at_once(_seconds: float) -> None:
+        await sleep(0)
+
+    class Connection:
+        async def close(self) -> None:
+            closed.append(self)
+
+    monkeypatch.setattr(asyncio, "sleep", at_once)
+
+    async def scenario() -> None:
+        clients = Clients(Account(), TRUTH, "127.0.0.1:1", "m", Random(0))
+        clients.tritons.put_nowait(TritonStream("127.0.0.1:1"))
+        old: Any = Connection()
+        clients.sdk = old
+        ticket = clients.send("unary")
+        clients.renew()
+        for _ in range(20):
+            await at_once(0.0)
+        assert closed == []
+        clients.account.answered(ticket, 1)
+        await clients.close()
+        assert closed == [old]
+
+    asyncio.run(scenario())

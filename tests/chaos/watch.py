@@ -128,7 +128,7 @@ def undisturbed(beats: Sequence[Beat], disturbances: Sequence[Disturbance]) -> l
 
 @asynccontextmanager
 async def pulse(address: str) -> AsyncIterator[list[Beat]]:
-    """Ask ``ServerLive`` meanwhile; the list grows."""
+    """Ask ``ServerLive`` meanwhile; the list grows, and has a beat from the beginning."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.chaos.pulse", address),
         stdin=asyncio.subprocess.PIPE,
@@ -136,8 +136,10 @@ async def pulse(address: str) -> AsyncIterator[list[Beat]]:
     )
     assert process.stdin is not None
     beats: list[Beat] = []
-    reading = asyncio.create_task(_read(process, beats))
+    begun = asyncio.Event()
+    reading = asyncio.create_task(_read(process, beats, begun))
     try:
+        await begun.wait()
         yield beats
     finally:
         process.stdin.close()
@@ -149,8 +151,14 @@ async def pulse(address: str) -> AsyncIterator[list[Beat]]:
         await process.wait()
 
 
-async def _read(process: asyncio.subprocess.Process, beats: list[Beat]) -> None:
+async def _read(
+    process: asyncio.subprocess.Process, beats: list[Beat], begun: asyncio.Event
+) -> None:
     assert process.stdout is not None
-    while line := await process.stdout.readline():
-        sent, took, status = line.decode().split()
-        beats.append(Beat(sent_s=float(sent), took_s=float(took), status=status))
+    try:
+        while line := await process.stdout.readline():
+            sent, took, status = line.decode().split()
+            beats.append(Beat(sent_s=float(sent), took_s=float(took), status=status))
+            begun.set()
+    finally:
+        begun.set()  # with no beat, which the report tells
