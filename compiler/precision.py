@@ -44,6 +44,8 @@ _log = logging.getLogger(__name__)
 LEAST_AGREEMENT: Final = 0.8
 """With the float32 model, of a copy that is used. What it is not sure of is deferred to that model,
 so a copy may err more often than the bundle; but exits and threshold have to tell where."""
+JUDGED_SAMPLES: Final = 512
+"""Of the tune split, for a look at every kind; the one that is used is recorded on all of it."""
 LEAST_GAIN: Final = 0.01
 """Share of the source model's time that a copy must be predicted to save beyond exits alone. A
 second model costs memory, audits through all of the first one, and time where nothing exits."""
@@ -110,7 +112,8 @@ def fastest_kind(model: SourceModel, run: CompileRun) -> PrecisionChoice:
     Scales are measured on training samples, agreement on the tune split.
     """
     parts, options = run.parts, run.options
-    judged = np.arange(max(len(parts.tune), options.reference_batch_size)) % len(parts.tune)
+    samples = max(min(len(parts.tune), JUDGED_SAMPLES), options.reference_batch_size)
+    judged = np.arange(samples) % len(parts.tune)
     with run.progress.step("Try kinds of int8", len(CpuPrecision)) as advance:
         choice = choose_kind(
             serialised(model.proto),

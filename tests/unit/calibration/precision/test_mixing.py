@@ -1,4 +1,4 @@
-"""A copy is quantised where that was measured to pay, and throughout where nothing speaks for less."""
+"""A copy is quantised where that was measured to pay, throughout where nothing speaks for less."""
 
 from __future__ import annotations
 
