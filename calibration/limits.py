@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from offramp.bundle.manifest import HeadScore
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.selection import MIN_GAIN, Candidates
-from offramp.certify import allowed_errors, walk
+from offramp.certify import allowed_errors, samples_needed, walk
 from offramp.engine.control.costs import CostModel
 
 _MOST_SAMPLES = 200_000
@@ -166,6 +166,19 @@ def _costs(
         f"{could_save:.1%} of the model's {cost.source_ms:.3g} ms if it cost nothing, but its head "
         f"takes {head:.3g} ms and its border {border:.3g} ms "
         f"({(head + border) / cost.source_ms:.1%}); {remedy}",
+    )
+
+
+def limit_of_samples(samples: int, terms: PolicyTerms) -> BindingLimit | None:
+    """Say that certify samples are too few for any policy; ``None`` if they are enough."""
+    if terms.allowed_errors(samples) >= 0:
+        return None
+    needed = samples_needed(terms.max_disagreement, terms.confidence_level)
+    return BindingLimit(
+        "data",
+        f"{samples} certify samples are too few to certify disagreement ≤ "
+        f"{terms.max_disagreement:g} with confidence {terms.confidence_level:g}: {needed} are the "
+        "least, if all of them agree; more --data lifts it, so does a larger --max-disagreement",
     )
 
 

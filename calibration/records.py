@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle import Answer
+from offramp.bundle import Answer, Bundle
 from offramp.bundle.bundle import CERTIFY, TUNE
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.running import Graphs, check_answers, run_over
@@ -32,6 +32,19 @@ class ExitRecords:
     """[samples]."""
     labels: NDArray[np.int64] | None
     """[samples], where the data has labels."""
+
+    @classmethod
+    def kept_by(cls, bundle: Bundle, split: int) -> ExitRecords:
+        """Read what a bundle keeps of its ``TUNE`` or ``CERTIFY`` split."""
+        kept = bundle.records()
+        rows = kept["split"] == split
+        return cls(
+            confidence=kept["confidence"][:, rows],
+            prediction=kept["prediction"][:, rows],
+            final_prediction=kept["final_prediction"][rows],
+            final_confidence=kept["final_confidence"][rows],
+            labels=kept["label"][rows] if "label" in kept else None,
+        )
 
     @property
     def agrees(self) -> NDArray[np.bool_]:

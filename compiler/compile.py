@@ -125,22 +125,14 @@ def _certify_and_write(
 def _limit(
     chosen: Blueprint, found: FoundExits, options: CompileOptions, certify: ExitRecords
 ) -> limits.BindingLimit:
-    choice, path, tune = chosen.choice, chosen.path, chosen.tune
-    profile = choice.profile
-    asked = limits.PolicyTerms(
-        max_disagreement=options.max_disagreement,
-        confidence_level=options.confidence_level,
-        max_overhead=options.max_overhead,
-        batch_size=options.reference_batch_size,
-    )
+    choice, path = chosen.choice, chosen.path
     if not chosen.draft.exits:
+        profile, asked = choice.profile, choice.terms(options.max_overhead)
         source_ms = profile.source_ms[profile.column(asked.batch_size)]
         return limits.limit_of_heads(found.best, source_ms, asked)
     if not path.active and options.selection == "pame":
         return limits.limit_of_rehearsal(options.max_violations)
-    if not path.active:
-        return limits.limit_of_choice(tune, {n: choice.cost(n) for n in profile.batch_sizes}, asked)
-    return limits.limit_of_certificate(path.active, path.thresholds, certify, asked)
+    return choice.limit(path, chosen.tune, certify, options.max_overhead)
 
 
 def warn_of_violations(rehearsed: Rehearsed | None) -> None:

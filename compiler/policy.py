@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle import ExitPolicy, Profile
+from offramp.bundle import Bundle, ExitPolicy, Profile
 from offramp.bundle.manifest import last_beginning
+from offramp.calibration import limits
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.records import ExitRecords, record_answers
 from offramp.calibration.rehearsal import (
@@ -84,7 +85,22 @@ class PolicyChoice:
     """Of the promise."""
     batch_size: int
     """That savings are predicted at."""
-    seed: int
+    seed: int = 0
+    """Of rehearsals."""
+
+    @classmethod
+    def again(
+        cls, bundle: Bundle, *, max_disagreement: float, confidence_level: float, seed: int = 0
+    ) -> PolicyChoice:
+        """Choose among the exits of a bundle, by its own profile."""
+        return cls(
+            structure=bundle.manifest,
+            profile=bundle.profile(),
+            max_disagreement=max_disagreement,
+            confidence_level=confidence_level,
+            batch_size=bundle.manifest.calibration.reference_batch_size,
+            seed=seed,
+        )
 
     def cost(self, batch_size: int) -> CostModel:
         """Costs of all exits at a batch size that was profiled."""
@@ -106,7 +122,7 @@ class PolicyChoice:
         begins = last_beginning(self.structure.segments)
         return StageTimes(profile=self.profile, after_segment=after, source_begins=begins)
 
-    def by_savings(self, tune: ExitRecords, max_overhead: float | None) -> FixedPath:
+    def by_savings(self, tune: ExitRecords, max_overhead: float | None = None) -> FixedPath:
         """Choose the exits that are expected to save most time together."""
         cost = self.cost(self.batch_size)
         return FixedPath.of(tune, self.candidates(tune).choose(cost, max_overhead=max_overhead))
@@ -142,6 +158,34 @@ class PolicyChoice:
             max_disagreement=self.max_disagreement,
             confidence_level=self.confidence_level,
         )
+
+    def terms(self, max_overhead: float | None) -> limits.PolicyTerms:
+        """What was asked for, as messages name it."""
+        return limits.PolicyTerms(
+            max_disagreement=self.max_disagreement,
+            confidence_level=self.confidence_level,
+            max_overhead=max_overhead,
+            batch_size=self.batch_size,
+        )
+
+    def limit(
+        self,
+        path: FixedPath,
+        tune: ExitRecords,
+        certify: ExitRecords,
+        max_overhead: float | None = None,
+    ) -> limits.BindingLimit:
+        """Say why :meth:`certify` put no exit into use.
+
+        There is at least one exit; where the path has none, it is one of :meth:`by_savings`.
+        """
+        asked = self.terms(max_overhead)
+        if few := limits.limit_of_samples(len(certify.final_prediction), asked):
+            return few
+        if not path.active:
+            costs = {size: self.cost(size) for size in self.profile.batch_sizes}
+            return limits.limit_of_choice(tune, costs, asked)
+        return limits.limit_of_certificate(path.active, path.thresholds, certify, asked)
 
     def forecast(
         self, policy: ExitPolicy, certify: ExitRecords, settings: RehearsalSettings

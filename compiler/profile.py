@@ -184,7 +184,8 @@ def _write(bundle: Bundle, options: ProfileOptions, target: Path, profile: Profi
     rehearsed = Rehearsed.parse(bundle.read(REHEARSAL)) if REHEARSAL in kept else None
     policy = predicted_anew(bundle, profile)
     manifest = replace(bundle.manifest, name=bundle_name(target))
-    report = render_report(manifest, policy, profile, certify_records(bundle), rehearsed)
+    certify = ExitRecords.kept_by(bundle, CERTIFY)
+    report = render_report(manifest, policy, profile, certify, rehearsed)
     changed = {PROFILE: dump(profile), REPORT: report.encode()}
     rewrite(bundle, target, manifest, policy, changed, overwrite=options.replaces)
 
@@ -196,16 +197,3 @@ def predicted_anew(bundle: Bundle, profile: Profile) -> ExitPolicy:
         return policy
     saved = predicted_savings(bundle, profile, bundle.manifest.calibration.reference_batch_size)
     return replace(policy, promise=replace(policy.promise, predicted_savings=saved))
-
-
-def certify_records(bundle: Bundle) -> ExitRecords:
-    """Give what a bundle keeps of its certify split."""
-    kept = bundle.records()
-    rows = kept["split"] == CERTIFY
-    return ExitRecords(
-        confidence=kept["confidence"][:, rows],
-        prediction=kept["prediction"][:, rows],
-        final_prediction=kept["final_prediction"][rows],
-        final_confidence=kept["final_confidence"][rows],
-        labels=kept["label"][rows] if "label" in kept else None,
-    )

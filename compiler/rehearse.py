@@ -118,12 +118,10 @@ def _asked(bundle: Bundle, options: RehearseOptions) -> tuple[RehearsalSettings,
         max_disagreement=bound,
         max_violations=kept.max_violations if violations is None else violations,
     )
-    return settings, PolicyChoice(
-        structure=bundle.manifest,
-        profile=profile,
+    return settings, PolicyChoice.again(
+        bundle,
         max_disagreement=bound,
         confidence_level=options.confidence_level or level,
-        batch_size=bundle.manifest.calibration.reference_batch_size,
         seed=options.seed,
     )
 

@@ -49,6 +49,17 @@ def positives(text: str) -> list[int]:
     return [positive(part) for part in text.split(",")]
 
 
+def shares(text: str) -> tuple[float, ...]:
+    """Different numbers between 0 and 1, separated by commas; given in rising order."""
+    found = sorted({float(part) for part in text.split(",")})
+    for value in found:
+        if not 0 < value < 1:
+            raise argparse.ArgumentTypeError(
+                f"{value:g} is not between 0 and 1; 1 % is written 0.01"
+            )
+    return tuple(found)
+
+
 def look_up(what: str, names: Iterable[str], known: Mapping[str, _Known]) -> dict[str, _Known]:
     """The entries of these names, or ValueError with the nearest name to an unknown one."""
     for name in names:

@@ -107,7 +107,7 @@ def compare(
         rows: list[Row] = []
         for size in batch_sizes:
             systems = [ComparedSystem(name, runner) for name, runner in runners.items()]
-            used = _measure_size(
+            used = measure_size(
                 systems, dataset, size, rounds=rounds, samples=samples, progress=progress
             )
             labels = None if dataset.labels is None else dataset.labels[:used]
@@ -140,7 +140,7 @@ def batches_of(dataset: Dataset, size: int, rounds: int, samples: int) -> int:
     return available
 
 
-def _measure_size(
+def measure_size(
     systems: Sequence[ComparedSystem],
     dataset: Dataset,
     size: int,
@@ -149,7 +149,10 @@ def _measure_size(
     samples: int,
     progress: Callable[[int], None],
 ) -> int:
-    """Measure all systems at one batch size; gives the number of samples used."""
+    """Measure all systems at one batch size, batch by batch in turn.
+
+    Gives the number of samples used, the first ones. ValueError if they are too few.
+    """
     per_round = batches_of(dataset, size, rounds, samples)
     for smaller in range(1, size + 1):
         for system in systems:

@@ -16,6 +16,7 @@ from offramp.calibration.dataset import read_dataset
 from offramp.engine.backends import BACKENDS, make_backend
 from offramp.engine.backends.factory import CPU
 from offramp.engine.tensorrt.probe import parse_device
+from offramp.tools.bench import frontier_command
 from offramp.tools.bench.arguments import positive, positives
 from offramp.tools.bench.compare import (
     OFFRAMP,
@@ -77,11 +78,15 @@ def add_parser(commands: Any) -> None:
         "the CPU; may be repeated",
     )
     add("--json", type=Path, metavar="FILE", help="write the figures there too")
+    frontier_command.add_arguments(command)
     command.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Compare, and tell of it; gives the exit status."""
+    if options.precision is not None:
+        return frontier_command.run(options)
+    frontier_command.check_unused(options)
     console = Console()
     check_outputs(options.json)
     also = parse_also(options.also)

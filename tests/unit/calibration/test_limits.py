@@ -15,6 +15,7 @@ from offramp.calibration.limits import (
     limit_of_choice,
     limit_of_heads,
     limit_of_rehearsal,
+    limit_of_samples,
 )
 from offramp.calibration.records import ExitRecords
 from offramp.certify import allowed_errors, tuning_path
@@ -112,6 +113,17 @@ def test_data_that_certifies_nothing() -> None:
     assert f"at most {allowed} may" in limit.message
     assert "disagreement ≤ 0.05 with confidence 0.9" in limit.message
     assert "more --data" in limit.message
+
+
+def test_samples_too_few_for_any_policy() -> None:
+    """At 5 % and 90 % confidence, 45 samples pass if all agree: 0.95^45 < 0.1 < 0.95^44."""
+    limit = limit_of_samples(44, TERMS)
+    assert limit is not None
+    assert limit.kind == "data"
+    assert limit.message.startswith("44 certify samples are too few to certify disagreement ≤ 0.05")
+    assert "with confidence 0.9: 45 are the least" in limit.message
+    assert "more --data" in limit.message
+    assert limit_of_samples(45, TERMS) is None
 
 
 @pytest.mark.parametrize(("errors", "samples"), [(0.0, 100), (0.03, 542)])
