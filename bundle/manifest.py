@@ -249,6 +249,8 @@ class Manifest:
     cpu: CpuFeatures | None = field(default=None, metadata=LEFT_OUT)
     """The CPU that gave the answers that an int8 bundle was certified on; ``None`` in bundles of
     fp32, and in older ones, where it was not kept."""
+    precision_reason: str = field(default="", metadata=LEFT_OUT)
+    """Why the compiler chose this precision, where it was asked to look at others."""
 
     def __post_init__(self) -> None:
         if not self.segments:

@@ -310,6 +310,11 @@ def bundle_precision(options: argparse.Namespace) -> AskedPrecision:
 def engine_options(options: argparse.Namespace) -> EngineBuildOptions:
     """Read the engine options, and fill in the defaults; EngineOptionsError if malformed."""
     given = {name: value for name, value in vars(options).items() if name in _ENGINE_ARGUMENTS}
+    if given.get("precision") == "auto":
+        raise EngineOptionsError(
+            "--precision auto is for bundles without engines; engines are of one of "
+            + ", ".join(PRECISIONS)
+        )
     readers: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "batch_profiles": ("batches", parse_batches),
         "buckets": ("buckets", lambda texts: tuple(parse_buckets(texts).items())),

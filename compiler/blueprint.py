@@ -49,6 +49,8 @@ class Blueprint:
     path: FixedPath
     predicted_savings: float
     """Share of the source model's time, on the tuning split, at the reference batch size."""
+    reason: str = ""
+    """Why it was preferred to blueprints of other precisions, where there were any."""
 
     def candidates(self) -> Candidates:
         """Give the sets of exits that may be in use, to be asked under other costs."""

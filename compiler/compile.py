@@ -105,7 +105,7 @@ def _certify_and_write(
         _log.warning("The machine was disturbed while it was measured: %s.", note)
     warn_of_violations(rehearsed)
 
-    manifest = make_manifest(chosen.sliced, draft, certify, parts, options)
+    manifest = make_manifest(chosen.sliced, draft, certify, parts, options, reason=chosen.reason)
     content = pack(
         manifest,
         policy,

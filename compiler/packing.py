@@ -42,9 +42,18 @@ _TOOLS = ("offramp", "onnx", "onnx-graphsurgeon", "onnxslim", "onnxruntime", "to
 
 
 def make_manifest(
-    sliced: Sliced, built: Draft, certify: ExitRecords, parts: DataSplit, options: CompileOptions
+    sliced: Sliced,
+    built: Draft,
+    certify: ExitRecords,
+    parts: DataSplit,
+    options: CompileOptions,
+    *,
+    reason: str,
 ) -> Manifest:
-    """Describe the bundle; hashes are filled in when it is written."""
+    """Describe the bundle; hashes are filled in when it is written.
+
+    ``reason`` is why the model is of this precision, where others were looked at.
+    """
     model = sliced.model
     truth, final = certify.labels, certify.final_prediction
     return Manifest(
@@ -75,6 +84,7 @@ def make_manifest(
         verified_tolerance=sliced.tolerance(options),
         precision="fp32" if sliced.front is None else "int8",
         cpu=None if sliced.front is None else cpu_features(),
+        precision_reason=reason,
     )
 
 

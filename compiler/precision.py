@@ -71,26 +71,27 @@ def choose_precision(
     _say_what_the_cpu_has(cpu_features())
     choice = fastest_kind(plain.sliced.model, run)
     if choice.kind is None:
-        _say_nothing_comes_of_it(run.options, choice.reason)
-        return plain
+        return _without(plain, choice.reason, run.options)
     _log.info("int8 on this machine is %s.", choice.reason)
     whole = on_copy(plain, exits, choice.graph, run)
     best = _mixed(plain, whole, exits, choice, run) or whole
     float32, int8 = plain.predicted_savings, best.predicted_savings
     compared = f"exits alone are predicted to save {float32:.1%} of its time, with int8 {int8:.1%}"
     if int8 < float32 + LEAST_GAIN:
-        _say_nothing_comes_of_it(run.options, compared)
-        return plain
-    _log.info("Precision int8: %s.", compared)
-    return best
+        return _without(plain, f"{compared} ({choice.reason})", run.options)
+    reason = "; ".join(part for part in (choice.reason, best.reason, compared) if part)
+    _log.info("Precision int8: %s.", reason)
+    return replace(best, reason=reason)
 
 
-def _say_nothing_comes_of_it(options: CompileOptions, reason: str) -> None:
+def _without(plain: Blueprint, reason: str, options: CompileOptions) -> Blueprint:
+    """Take the model as it is, and say why: loudly if a copy was asked for."""
     if options.precision == "int8":
         nothing = "PRECISION int8 BRINGS NOTHING HERE, the bundle will be of fp32: %s."
         _log.warning(nothing, reason)
     else:
         _log.info("Precision fp32: %s.", reason)
+    return replace(plain, reason=reason)
 
 
 def _say_what_the_cpu_has(cpu: CpuFeatures) -> None:
@@ -266,7 +267,7 @@ def _mixed(
         100 * mixed.predicted_savings,
         100 * whole.predicted_savings,
     )
-    return mixed if better else None
+    return replace(mixed, reason=mix.describe(len(whole.sliced.cuts))) if better else None
 
 
 def _outputs_outside(sliced: Sliced, mix: Mix) -> set[str]:

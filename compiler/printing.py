@@ -46,11 +46,11 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
                 f"  exit {exit_.index} after segment {exit_.after_segment}: "
                 f"{exit_.head.describe()}; leaves at confidence ≥ {active.threshold:.3f}"
             )
-        if manifest.precision != "fp32":
-            say(f"Precision {manifest.precision}: {words.cascade(manifest)}")
         say(_promised(policy.promise, "the calibration set"))
         for line in _brought(bundle, policy.promise):
             say(line)
+    if manifest.precision != "fp32" or manifest.precision_reason:
+        say(f"Precision {escape(words.precision(manifest))}")
     for note in bundle.profile().disturbed:
         say(f"[yellow]Disturbed while profiling[/yellow]: {escape(note)}")
     say(f"Report: {path}/{REPORT}")

@@ -16,7 +16,7 @@ from offramp.calibration.measuring import Budget
 from offramp.calibration.training import TrainingOptions
 from offramp.compiler.compile import compile_model
 from offramp.compiler.options import CompileOptions
-from offramp.compiler.quantised_copy import Quantise
+from offramp.compiler.precision import Quantise
 from offramp.engine.timing import Effort
 from tests.quantised import quantised
 

@@ -134,7 +134,7 @@ def facts(found: PolicyFigures, rehearsed: Rehearsed | None) -> list[tuple[str, 
         ("Source SHA-256", manifest.source.original_sha256),
         ("Opset", str(manifest.source.opset)),
         ("Segments", numbers.count(len(manifest.segments))),
-        *([("Precision", f"{manifest.precision}: {cascade(manifest)}")] if begins else []),
+        *([("Precision", precision(manifest))] if begins or manifest.precision_reason else []),
         *(("Input", tensor.describe()) for tensor in manifest.inputs),
         *(("Output", tensor.describe()) for tensor in manifest.outputs),
         ("Answer", f"{manifest.answer.output}, {manifest.answer.classes} {manifest.answer.form}"),
@@ -150,6 +150,13 @@ def facts(found: PolicyFigures, rehearsed: Rehearsed | None) -> list[tuple[str, 
     ]
     tools = sorted(manifest.tools.items())
     return [("Model", model), ("Data", samples), ("Profile", machine), ("Tools", tools)]
+
+
+def precision(manifest: Manifest) -> str:
+    """Say of which precision a bundle is, what that means, and why it is."""
+    means = f": {cascade(manifest)}" if manifest.source_begins else ""
+    why = f". Chosen here: {manifest.precision_reason}" if manifest.precision_reason else ""
+    return f"{manifest.precision}{means}{why}"
 
 
 def cascade(manifest: Manifest) -> str:

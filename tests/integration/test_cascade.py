@@ -369,7 +369,7 @@ def test_no_engines_are_built_of_it(compiled: Compiled) -> None:
 
 def test_the_command_line_makes_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    fast_copies: None,
+    caplog: pytest.LogCaptureFixture, fast_copies: None,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     kind = "offramp.compiler.precision.fastest_kind"
@@ -389,10 +389,21 @@ def test_the_command_line_makes_one(
     monkeypatch.setattr(kind, lambda *_: NO_KIND)
     assert main([*command, "--overwrite", "--precision", "int8"]) == 0
     assert Bundle.open("model.ee").manifest.precision == "fp32"
-    assert "Precision" not in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "Precision fp32. Chosen here: float32 stays\n" in said.out
+    nothing = "PRECISION int8 BRINGS NOTHING HERE, the bundle will be of fp32: float32 stays."
+    assert caplog.messages.count(nothing) == 1
+    assert "float32 stays" in Path("model.ee/report.html").read_text()
+    assert main([*command, "--overwrite", "--precision", "auto"]) == 0
+    said = capsys.readouterr()
+    assert "Precision fp32. Chosen here: float32 stays\n" in said.out
+    assert caplog.messages.count(nothing) == 1, "not said again"
     assert main([*command, "--overwrite", "--precision", "fp32"]) == 0
     assert "Precision" not in capsys.readouterr().out
     assert Bundle.open("model.ee").manifest.precision == "fp32"
     assert main([*command, "--overwrite", "--precision", "fp16"]) == 1
     told = capsys.readouterr().err
     assert told == "eecompile: --precision is for engines: add --backend tensorrt\n"
+    assert main([*command, "--backend", "tensorrt", "--precision", "auto"]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("eecompile: --precision auto is for bundles without engines; engines")
