@@ -92,6 +92,9 @@ class PrecisionChoice:
     """Kinds that have nothing to do in this model, or do not run here, and why."""
     disturbed: tuple[str, ...]
     """In what ways the machine was disturbed meanwhile."""
+    graphs: Mapping[CpuPrecision, bytes] = field(default_factory=dict, repr=False)
+    """The model in each kind that may be worth it: the fastest first, then those that are slower
+    and agree more often than all before them."""
     ranges: Mapping[str, Range] = field(default_factory=dict, repr=False)
     """Of the tensors that were measured for static kinds."""
 
@@ -137,7 +140,7 @@ def choose_kind(
     ranges: dict[str, Range] = {}
     inapplicable: dict[CpuPrecision, str] = {}
     notes: list[str] = []
-    best, chosen = None, graph
+    fine: list[tuple[KindMeasured, bytes]] = []
     for kind in kinds:
         try:
             made = quantise(graph, calibration, kind, threads=threads, ranges=ranges)
@@ -166,10 +169,11 @@ def choose_kind(
             size_bytes=len(made),
         )
         measured.append(result)
-        faster = best is None or result.mean_ratio < best.mean_ratio
-        if faster and result.objection(least_agreement) is None:
-            best, chosen = result, made
+        if result.objection(least_agreement) is None:
+            fine.append((result, made))
         progress(1)
+    worth = _undominated(fine)
+    best, chosen = worth[0] if worth else (None, graph)
     return PrecisionChoice(
         kind=best.kind if best else None,
         graph=chosen,
@@ -177,8 +181,18 @@ def choose_kind(
         measured=tuple(measured),
         not_applicable=inapplicable,
         disturbed=tuple(notes),
+        graphs={result.kind: made for result, made in worth},
         ranges=ranges,
     )
+
+
+def _undominated(fine: Sequence[tuple[KindMeasured, bytes]]) -> list[tuple[KindMeasured, bytes]]:
+    """Sort kinds by speed, and leave out whom a faster one agrees as often as."""
+    worth: list[tuple[KindMeasured, bytes]] = []
+    for result, made in sorted(fine, key=lambda pair: pair[0].mean_ratio):
+        if not worth or result.agreement > worth[-1][0].agreement:
+            worth.append((result, made))
+    return worth
 
 
 def _loaded(made: bytes, kind: CpuPrecision, samples: Dataset, threads: int) -> TimedGraph:

@@ -22,7 +22,8 @@ from tests.unit.engine.serving import until
 from offramp.bundle import NEVER, ActiveExit, Bundle, CpuFeatures, ExitPolicy, write_bundle
 from offramp.calibration import profiling
 from offramp.calibration.dataset import Dataset
-from offramp.calibration.precision.choice import PrecisionChoice
+from offramp.calibration.precision.choice import KindMeasured, PrecisionChoice
+from offramp.calibration.precision.independence import BatchDependence
 from offramp.calibration.precision.kinds import CpuPrecision
 from offramp.certify.decision import MODEL_END
 from offramp.compiler.blueprint import CompileRun
@@ -376,7 +377,21 @@ def test_the_command_line_makes_one(
 
     def fastest(model: SourceModel, run: CompileRun) -> PrecisionChoice:
         copy = quantised(model, run.parts.train)
-        return replace(NO_KIND, kind=CpuPrecision.STATIC, graph=copy)
+        measured = KindMeasured(
+            kind=CpuPrecision.STATIC,
+            ratios={},
+            agreement=1.0,
+            samples=100,
+            dependence=BatchDependence(rows=16, changed=0, difference=0.0),
+            size_bytes=len(copy),
+        )
+        return replace(
+            NO_KIND,
+            kind=CpuPrecision.STATIC,
+            graph=copy,
+            measured=(measured,),
+            graphs={CpuPrecision.STATIC: copy},
+        )
 
     monkeypatch.setattr(kind, fastest)
     onnx.save(models.mlp(), "model.onnx")
@@ -385,6 +400,7 @@ def test_the_command_line_makes_one(
     assert main([*command, "--precision", "int8"]) == 0
     said = capsys.readouterr().out
     assert "Precision int8: exits follow" in said
+    assert "exits alone are predicted to save" in said
     assert Bundle.open("model.ee").manifest.precision == "int8"
     monkeypatch.setattr(kind, lambda *_: NO_KIND)
     assert main([*command, "--overwrite", "--precision", "int8"]) == 0

@@ -73,6 +73,30 @@ def test_the_fastest_kind_is_chosen_with_its_graph(monkeypatch: pytest.MonkeyPat
     assert found.disturbed == ("busy",) * 3
 
 
+def test_slower_kinds_are_kept_where_they_agree_more_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def told(kind: CpuPrecision, ratio: float, agreement: float) -> tuple[KindMeasured, bytes]:
+        measured = KindMeasured(
+            kind=kind,
+            ratios={1: Estimate(value=ratio, half_width=0.01, rounds=9)},
+            agreement=agreement,
+            samples=100,
+            dependence=BatchDependence(rows=16, changed=0, difference=0.0),
+            size_bytes=1,
+        )
+        return measured, kind.value.encode()
+
+    fine = [told(SIGNED, 0.7, 0.99), told(STATIC, 0.4, 0.98), told(ROWS, 0.5, 0.97)]
+    kept = [measured.kind for measured, _ in choice._undominated(fine)]
+    assert kept == [STATIC, SIGNED]
+    assert choice._undominated([]) == []
+    found = chosen(monkeypatch, {STATIC: (0.5, 0.5), ROWS: (0.4, 0.4)})
+    assert found.kind is not None
+    assert next(iter(found.graphs)) is found.kind
+    assert found.graphs[found.kind] == found.graph
+
+
 def test_speed_is_the_mean_over_batch_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(monkeypatch, {STATIC: (0.9, 0.4), ROWS: (0.5, 0.5)}).kind is ROWS
     assert chosen(monkeypatch, {STATIC: (0.7, 0.3), ROWS: (0.5, 0.5)}).kind is STATIC
