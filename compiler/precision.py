@@ -29,6 +29,7 @@ from offramp.calibration.running import run_over
 from offramp.calibration.selection import net_savings_alone
 from offramp.compiler.blueprint import Blueprint, CompileRun, draw, timer_of
 from offramp.compiler.cascade import PREFIX, slice_cascade, verify_front
+from offramp.compiler.errors import CompileError
 from offramp.compiler.exits import BuiltExit, alone, build_on, exit_prefix, time_heads
 from offramp.compiler.graph import serialised
 from offramp.compiler.heads import CONFIDENCE, build_own
@@ -65,14 +66,23 @@ def choose_precision(
     ``plain``, and a warning says why if a copy was asked for.
 
     Raises:
-        CompileError: A copy cannot be cut, or its pieces differ from it.
+        CompileError: A copy was asked for and cannot be cut, or its pieces differ from it.
         DataError: A copy fails on samples.
     """
     _say_what_the_cpu_has(cpu_features())
     choice = fastest_kind(plain.sliced.model, run)
     if choice.kind is None:
         return _without(plain, choice.reason, run.options)
-    wholes = {kind: on_copy(plain, exits, choice.graphs[kind], run) for kind in _tried(choice)}
+    wholes: dict[CpuPrecision, Blueprint] = {}
+    for tried in _tried(choice):
+        try:
+            wholes[tried] = on_copy(plain, exits, choice.graphs[tried], run)
+        except CompileError as error:
+            if run.options.precision == "int8":
+                raise
+            _log.warning("%s is left out: %s.", tried.value, error)
+    if not wholes:
+        return _without(plain, f"no copy can be cut ({choice.reason})", run.options)
     kind = max(wholes, key=lambda kind: wholes[kind].predicted_savings)
     described = next(found.describe() for found in choice.measured if found.kind is kind)
     best = _mixed(plain, wholes[kind], exits, replace(choice, kind=kind), run) or wholes[kind]

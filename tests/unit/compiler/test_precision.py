@@ -19,6 +19,7 @@ from offramp.calibration.precision.graphs import PrecisionError
 from offramp.calibration.precision.kinds import CpuPrecision
 from offramp.calibration.precision.mixing import Mix
 from offramp.compiler import precision
+from offramp.compiler.errors import VerificationError
 from offramp.compiler.precision import LEAST_AGREEMENT, choose_precision
 from offramp.compiler.progress import SILENT
 
@@ -88,6 +89,8 @@ class Bench:
         return b"mixed"
 
     def blueprint(self, copy: bytes) -> Any:
+        if copy == b"bad":
+            raise VerificationError("its pieces differ")
         pieces = sliced("mlp")
         cuts = [SimpleNamespace(name=precision.PREFIX + c.name) for c in pieces.cuts]
         front = SimpleNamespace(cuts=[*cuts, SimpleNamespace(name="own")])
@@ -219,3 +222,18 @@ def test_a_cpu_whose_int8_saturates_is_warned_of(
         bench.cpu = fine
         bench.chosen()
     assert not any("VNNI:" in message for message in caplog.messages)
+
+
+def test_a_copy_that_cannot_be_cut_is_left_out_unless_it_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench(monkeypatch, asked="auto")
+    bench.graphs = {CpuPrecision.STATIC: b"bad", CpuPrecision.ROWS: b"whole"}
+    assert bench.chosen() == b"whole"
+    assert "int8-static is left out: its pieces differ." in caplog.messages
+    bench.graphs = {CpuPrecision.STATIC: b"bad"}
+    assert bench.chosen() == b"float32"
+    assert bench.reason == "no copy can be cut (why)"
+    bench.run.options.precision = "int8"
+    with pytest.raises(VerificationError, match="its pieces differ"):
+        bench.chosen()
