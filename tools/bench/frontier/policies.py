@@ -77,10 +77,11 @@ def how_to_make(bundle: Bundle) -> str:
     """Say how the other bundle of a pair is made."""
     precision = _OTHER[bundle.manifest.precision]
     name = bundle.path.name.removesuffix(".ee")
+    nothing = " (of fp32 again where int8 saves nothing beside exits here: it says why)"
     return (
         f"Make the other bundle of the data that made {bundle.path}, and name it with --precision: "
         f"eecompile {bundle.manifest.source.original_name} --data CALIBRATION.npz --precision "
-        f"{precision} --output {name}_{precision}.ee"
+        f"{precision} --output {name}_{precision}.ee" + (nothing if precision == "int8" else "")
     )
 
 
