@@ -7,6 +7,7 @@ stages, blocked layouts, confidences that are added, other precisions) is done t
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from offramp.bundle import Bundle
 from offramp.engine.errors import BackendError
 from offramp.engine.onnx_subset import has_half_precision
+from offramp.engine.quantised_borders import carries_steps, give_steps
 from offramp.engine.self_check.inputs import Inputs, take
 
 _ROWS = 8
@@ -31,9 +33,20 @@ class ChainedReference:
         files = [segment.file for segment in manifest.segments]
         files += [manifest.exits[index].file for index in sorted(exits)]
         self._sessions = [_session(bundle.read(file), file, threads) for file in files]
+        self._integers = {
+            before.output: _session(
+                give_steps(bundle.read(before.file), before.output), before.file, threads
+            )
+            for before, after in pairwise(manifest.segments)
+            if carries_steps(bundle.read(before.file), bundle.read(after.file), before.output)
+        }
+        """By cut tensor that stages carry in integers, what gives these."""
 
     def run(self, inputs: Inputs, wanted: Collection[str]) -> dict[str, NDArray[Any]]:
-        """Give tensors by name, [rows, …]: cut tensors, answers and confidences of exits."""
+        """Give tensors by name, [rows, …]: cut tensors, answers and confidences of exits.
+
+        Cut tensors are as stages carry them: some in integers, channels last.
+        """
         rows = len(next(iter(inputs.values())))
         parts: dict[str, list[NDArray[Any]]] = {name: [] for name in wanted}
         for start in range(0, rows, _ROWS):
@@ -43,7 +56,12 @@ class ChainedReference:
                 feed = {argument.name: known[argument.name] for argument in session.get_inputs()}
                 known |= zip(names, session.run(names, feed), strict=True)
             for name in wanted:
-                parts[name].append(known[name])
+                session = self._integers.get(name)
+                if session is None:
+                    parts[name].append(known[name])
+                    continue
+                feed = {argument.name: known[argument.name] for argument in session.get_inputs()}
+                parts[name].append(session.run([name], feed)[0])
         return {name: np.concatenate(arrays) for name, arrays in parts.items()}
 
 
