@@ -46,6 +46,7 @@ from offramp.engine.environment import cpu_features
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import Mode, make_plan
 from offramp.engine.results import ResultKind
+from offramp.engine.self_check import CheckVerdict, run_self_check
 
 MODELS = {
     "residual": (models.residual_cnn, images),
@@ -329,6 +330,18 @@ def with_policy(bundle: Bundle, active: ExitPolicy, path: Path) -> Bundle:
     kept = {e.path: bundle.read(e.path) for e in bundle.manifest.files}
     kept.pop("policy.json")
     return write_bundle(path, bundle.manifest, active, kept)
+
+
+def test_the_self_check_passes(compiled: Compiled, tmp_path: Path) -> None:
+    """Also where stages hand on integers."""
+    medians = np.median(compiled.bundle.records()["confidence"], axis=1)
+    active = policy(*((i, float(c)) for i, c in enumerate(medians)))
+    bundle = with_policy(compiled.bundle, active, tmp_path / "all.ee")
+    options = EngineOptions(mode=Mode.AUDIT, defaults=ModelOptions(max_batch_size=8))
+    report = run_self_check({"m": bundle.path}, options, seconds=1.0)
+    failed = [r for r in report.results if r.verdict is CheckVerdict.FAILED]
+    assert failed == []
+    assert "carry" in {r.name for r in report.results if r.verdict is CheckVerdict.PASSED}
 
 
 def of_another_opset(model: SourceModel, samples: Dataset) -> bytes:
