@@ -226,6 +226,7 @@ def _stages(
         max(start, last_beginning(structure.segments[:stop]))
         for start, stop in zip([0, *after[:-1]], after, strict=True)
     ]
+    is_cascade = last_beginning(structure.segments) > 0
     for index, (last, exit_index, threshold) in enumerate(ends):
         final = exit_index == MODEL_END
         exit_ = None if exit_index is None or final else structure.exits[exit_index]
@@ -233,8 +234,11 @@ def _stages(
         segments = structure.segments[firsts[index] : last + 1]
         carried = () if final else carried_over(structure, last, firsts[index + 1])
         given = [name for name in (segments[-1].output,) if final or name in carried]
-        before = structure.segments[max(firsts[index] - 1, 0) : firsts[index]]
-        behind = structure.segments[last + 1 : last + 2] if segments[-1].output in carried else ()
+        before: Sequence[Segment] = ()
+        behind: Sequence[Segment] = ()
+        if is_cascade:  # others run on GPUs too, whose engines have float32 borders
+            before = structure.segments[max(firsts[index] - 1, 0) : firsts[index]]
+            behind = structure.segments[last + 1 : last + 2] if given and not final else ()
         inner = slice(len(before), len(before) + len(segments))
         yield StageSpec(
             index=index,
@@ -284,7 +288,7 @@ def _assembled(
 ) -> bytes:
     """Join the inner ones of some segments with an exit, and carry integers where it can be done.
 
-    ``around`` are the neighbours too that a cut tensor comes from or goes to.
+    ``around`` are, in a cascade, the neighbours too that a cut tensor comes from or goes to.
     """
     files = [read(segment.file) for segment in around]
     parts, outputs = files[inner], list(given)

@@ -7,8 +7,8 @@ begins with a ``QuantizeLinear`` of the same constants, the bytes between the tw
 carried, channels last: the transpositions cancel those that ONNX Runtime puts around its
 convolutions. Values are the same to the bit.
 
-Bundles hold float32 borders; both sides of one are rewritten when a stage is assembled
-(:mod:`offramp.engine.plan`).
+Bundles hold float32 borders; in a cascade, which runs on CPUs alone, both sides of one are
+rewritten when a stage is assembled (:mod:`offramp.engine.plan`).
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class ChainedReference:
             before.output: _session(
                 give_steps(bundle.read(before.file), before.output), before.file, threads
             )
-            for before, after in pairwise(manifest.segments)
+            for before, after in pairwise(manifest.segments[: manifest.source_begins])
             if carries_steps(bundle.read(before.file), bundle.read(after.file), before.output)
         }
         """By cut tensor that stages carry in integers, what gives these."""
