@@ -46,15 +46,13 @@ class Blueprint:
     """Of the exits in use; with the profile."""
     tune: ExitRecords
     """What each exit answers on the tuning split."""
+    candidates: Candidates
+    """The sets of exits that may be in use, to be asked under other costs."""
     path: FixedPath
     predicted_savings: float
     """Share of the source model's time, on the tuning split, at the reference batch size."""
     reason: str = ""
     """Why it was preferred to blueprints of other precisions, where there were any."""
-
-    def candidates(self) -> Candidates:
-        """Give the sets of exits that may be in use, to be asked under other costs."""
-        return self.choice.candidates(self.tune)
 
 
 def draw(
@@ -82,15 +80,17 @@ def draw(
         seed=options.seed,
     )
     tune = record_exits(draft, draft.read, run.parts.tune, "Tune the exits", run.progress)
-    path = _fix_path(choice, tune, options)
+    candidates = choice.candidates(tune)
+    path = _fix_path(choice, tune, candidates, options)
     return Blueprint(
         sliced=sliced,
         draft=draft,
         timer=timer,
         choice=choice,
         tune=tune,
+        candidates=candidates,
         path=path,
-        predicted_savings=choice.predicted(tune, path),
+        predicted_savings=candidates.savings(path.active, choice.cost(choice.batch_size)),
     )
 
 
@@ -111,7 +111,9 @@ def timer_of(sliced: Sliced, run: CompileRun) -> ProfileTimer:
     )
 
 
-def _fix_path(choice: PolicyChoice, tune: ExitRecords, options: CompileOptions) -> FixedPath:
+def _fix_path(
+    choice: PolicyChoice, tune: ExitRecords, candidates: Candidates, options: CompileOptions
+) -> FixedPath:
     if options.selection == "pame" and choice.structure.exits:
         settings = RehearsalSettings(
             batch_size=options.rehearsal_batch,
@@ -119,4 +121,4 @@ def _fix_path(choice: PolicyChoice, tune: ExitRecords, options: CompileOptions) 
             max_violations=options.max_violations,
         )
         return choice.by_rehearsal(tune, settings)
-    return choice.by_savings(tune, options.max_overhead)
+    return choice.by_savings(tune, options.max_overhead, candidates=candidates)

@@ -122,10 +122,20 @@ class PolicyChoice:
         begins = last_beginning(self.structure.segments)
         return StageTimes(profile=self.profile, after_segment=after, source_begins=begins)
 
-    def by_savings(self, tune: ExitRecords, max_overhead: float | None = None) -> FixedPath:
-        """Choose the exits that are expected to save most time together."""
-        cost = self.cost(self.batch_size)
-        return FixedPath.of(tune, self.candidates(tune).choose(cost, max_overhead=max_overhead))
+    def by_savings(
+        self,
+        tune: ExitRecords,
+        max_overhead: float | None = None,
+        *,
+        candidates: Candidates | None = None,
+    ) -> FixedPath:
+        """Choose the exits that are expected to save most time together.
+
+        ``candidates`` are those of ``tune``, where what was counted of them is wanted again.
+        """
+        found = candidates or self.candidates(tune)
+        active = found.choose(self.cost(self.batch_size), max_overhead=max_overhead)
+        return FixedPath.of(tune, active)
 
     def candidates(self, tune: ExitRecords) -> Candidates:
         """Give the sets of exits that may be in use, on the tuning split."""
@@ -135,10 +145,6 @@ class PolicyChoice:
             max_disagreement=self.max_disagreement,
             confidence_level=self.confidence_level,
         )
-
-    def predicted(self, tune: ExitRecords, path: FixedPath) -> float:
-        """Predict on the tuning split the share of time that the exits of a path save at most."""
-        return self.candidates(tune).savings(path.active, self.cost(self.batch_size))
 
     def by_rehearsal(self, tune: ExitRecords, settings: RehearsalSettings) -> FixedPath:
         """Choose the exits by rehearsing batches, such that batches do not become late (PAME)."""

@@ -260,7 +260,7 @@ def _mixed(
     options = run.options
     size = options.reference_batch_size
     mix = best_mix(
-        whole.candidates(),
+        whole.candidates,
         whole.path.active,
         plain.choice.cost(size),
         whole.choice.cost(size),

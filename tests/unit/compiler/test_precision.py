@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +35,7 @@ class Drawn:
     copy: bytes
     sliced: Any
     predicted_savings: float
-    candidates: Callable[[], Any]
+    candidates: Any
     path: Any
     choice: Any
     reason: str = ""
@@ -98,7 +97,7 @@ class Bench:
             copy=copy,
             sliced=pieces if copy == b"float32" else front,
             predicted_savings=self.predicted[copy],
-            candidates=lambda: None,
+            candidates=None,
             path=SimpleNamespace(active=(0,)),
             choice=SimpleNamespace(cost=lambda size: size),
         )
