@@ -140,6 +140,11 @@ def batches_of(dataset: Dataset, size: int, rounds: int, samples: int) -> int:
     return available
 
 
+def samples_run(dataset: Dataset, batch_sizes: Sequence[int], *, rounds: int, samples: int) -> int:
+    """How many samples each system answers at all batch sizes; ValueError as of batches_of."""
+    return sum(batches_of(dataset, n, rounds, samples) * rounds * n for n in batch_sizes)
+
+
 def measure_size(
     systems: Sequence[ComparedSystem],
     dataset: Dataset,

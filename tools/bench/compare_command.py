@@ -24,10 +24,10 @@ from offramp.tools.bench.compare import (
     AlsoRunner,
     Row,
     baseline_of,
-    batches_of,
     compare,
     describe_also,
     parse_also,
+    samples_run,
 )
 from offramp.tools.bench.output import (
     check_outputs,
@@ -107,9 +107,8 @@ def run(options: argparse.Namespace) -> int:
             "--backend onnxruntime"
         )
     others = {model.name: AlsoRunner(model, bundle, options.threads) for model in also}
-    total = sum(
-        batches_of(dataset, size, options.rounds, options.samples) * options.rounds * size
-        for size in options.batch_sizes
+    total = samples_run(
+        dataset, options.batch_sizes, rounds=options.rounds, samples=options.samples
     )
     with Progress(console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task("Compare", total=total)

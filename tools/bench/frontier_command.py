@@ -17,7 +17,7 @@ from offramp.engine.backends import Backend, make_backend
 from offramp.engine.backends.factory import CPU
 from offramp.engine.tensorrt.probe import parse_device
 from offramp.tools.bench.arguments import shares
-from offramp.tools.bench.compare import baseline_of, batches_of
+from offramp.tools.bench.compare import baseline_of, samples_run
 from offramp.tools.bench.frontier.measurement import measure_frontier
 from offramp.tools.bench.frontier.page import write_page
 from offramp.tools.bench.frontier.policies import BundlePair, choose_policies, how_to_make
@@ -91,9 +91,8 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"--precision needs another bundle of the model. {how_to_make(bundle)}")
     pair = BundlePair.of(bundle, Bundle.open(options.precision))
     dataset = read_dataset(options.data, bundle.manifest.inputs)
-    total = sum(
-        batches_of(dataset, size, options.rounds, options.samples) * options.rounds * size
-        for size in options.batch_sizes
+    total = samples_run(
+        dataset, options.batch_sizes, rounds=options.rounds, samples=options.samples
     )
     backend = _cpu_backend(options, pair)
     policies = choose_policies(pair, asked.bounds, asked.confidence_level)
