@@ -323,13 +323,14 @@ def test_a_call_that_outlives_the_server_is_no_refusal(caplog: pytest.LogCapture
     ends = []
 
     async def run() -> None:
-        entered = asyncio.Event()
+        entered, stopped, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
         async def late(_visit: Visit, _request: object, context: Any) -> None:
             entered.set()
             try:
                 await asyncio.sleep(60)
-            except asyncio.CancelledError:  # as if it came only now
+            except asyncio.CancelledError:  # as if it came only once all is over
+                await stopped.wait()
                 await context.read()
 
         async def noting(request: object, context: Any) -> None:
@@ -338,6 +339,8 @@ def test_a_call_that_outlives_the_server_is_no_refusal(caplog: pytest.LogCapture
             except BaseException as error:
                 ends.append(type(error))
                 raise
+            finally:
+                ended.set()
 
         server = grpc.aio.server()
         handlers = {"m": grpc.stream_unary_rpc_method_handler(noting)}
@@ -350,6 +353,8 @@ def test_a_call_that_outlives_the_server_is_no_refusal(caplog: pytest.LogCapture
             await server.stop(None)
             with pytest.raises(grpc.aio.AioRpcError):
                 await call
+            stopped.set()
+            await asyncio.wait_for(ended.wait(), 30)
 
     asyncio.run(run())
     assert ends == [asyncio.CancelledError]
