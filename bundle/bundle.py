@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle.engines import ENGINES, carry_engines
+from offramp.bundle.engines import ENGINES, PrecisionEvidence, carry_engines
 from offramp.bundle.errors import (
     BundleExistsError,
     BundleIntegrityError,
@@ -75,6 +75,12 @@ class Bundle:
     path: Path
     manifest: Manifest
     policy: ExitPolicy
+    arithmetic: str = ""
+    """Names what it is served in, where that is not what it was compiled in: folder of engines."""
+    evidence: PrecisionEvidence | None = None
+    """Of that arithmetic, where it has a policy and records of its own."""
+    _records: bytes | None = None
+    """Of the evidence."""
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Bundle:
@@ -134,13 +140,30 @@ class Bundle:
         [samples] (1 tune, 2 certify; some of each), and ``label`` int64 [samples] where the data
         had labels.
         """
-        content = io.BytesIO(self.read(RECORDS))
+        if self._records is None:
+            name, content = RECORDS, self.read(RECORDS)
+        else:
+            name, content = "records of engines", self._records
         try:
-            records = read_npz(content, max_bytes=_MOST_RECORDS_BYTES, expected=_RECORD_FORMS)
+            records = read_npz(
+                io.BytesIO(content), max_bytes=_MOST_RECORDS_BYTES, expected=_RECORD_FORMS
+            )
             _check_records(records, self.manifest)
         except ValueError as error:
-            raise BundleSchemaError(f"{self.path / RECORDS}: {error}; {_MEND}") from error
+            raise BundleSchemaError(f"{self.path / name}: {error}; {_MEND}") from error
         return records
+
+    def under(self, evidence: PrecisionEvidence, records: bytes) -> Bundle:
+        """Give the bundle with policy and records of the arithmetic that it is served in.
+
+        BundleSchemaError if they are none of it.
+        """
+        if any(active.exit >= len(self.manifest.exits) for active in evidence.policy.active):
+            raise BundleSchemaError(
+                f"{self.path}: the policy of engines names an exit beyond the bundle's "
+                f"{len(self.manifest.exits)}; build them again"
+            )
+        return replace(self, policy=evidence.policy, evidence=evidence, _records=records)
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
 from offramp.bundle.files import entry_of
 from offramp.bundle.manifest import FileEntry, Manifest
+from offramp.bundle.policy import ExitPolicy
+from offramp.bundle.serde import check_numbers
+from offramp.certify.binomial import upper_bound
 
 INDEX = "index.json"
 """The index's file in a target's folder."""
 ENGINES_SCHEMA_VERSION = 1
 """Bumped whenever an older reader would misunderstand a newer index."""
 
-BUILDER_REVISION = 2
+BUILDER_REVISION = 3
 """Bumped whenever our way of building engines changes what comes out; it is in their keys."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -24,6 +27,9 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 Precision: TypeAlias = Literal["fp32", "tf32", "fp16", "int8"]
 """The precision of the arithmetic inside an engine; inputs and outputs keep the model's types."""
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+ROUNDED: tuple[Precision, ...] = ("fp16", "int8")
+"""Those that round answers, so that a promise is certified anew for them; tf32 has the graphs of
+fp32, and no CPU computes in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +110,10 @@ class ShapeProfile:
                     f"{self.first_batch} to {self.last_batch}"
                 )
 
+    def takes(self, rows: int) -> bool:
+        """Whether a batch of so many rows can be run with this profile, by its size."""
+        return self.first_batch <= rows <= self.last_batch
+
     def holds(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
         """Whether inputs of these shapes can be run with this profile."""
         return all(range_.holds(shapes[name]) for name, range_ in self.inputs.items())
@@ -160,6 +170,50 @@ class EngineEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionEvidence:
+    """What engines of a precision answer, and the policy that was certified of that.
+
+    The promise is shared (E3 2.1): the model's end in the precision answers some samples unlike the
+    float32 model, at most :meth:`spent` of them at half of the risk; what exits answer unlike that
+    end is certified to stay within the rest, at the other half.
+    """
+
+    model: str
+    """Of what it is: :func:`model_digest`."""
+    policy: ExitPolicy
+    """Its promise is about the model's end in this precision."""
+    records: FileEntry
+    """As a bundle's own, of exits in this precision; final is the end in it."""
+    samples: int
+    """Of the certify split."""
+    end_differs: int
+    """Those that the model's end in this precision answers unlike the float32 model."""
+    max_disagreement: float
+    """With the float32 model, of both together."""
+    confidence_level: float
+    """Of both together."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "max_disagreement", "confidence_level", above=0, below=1)
+        check_numbers(self, "samples", least=1)
+        check_numbers(self, "end_differs", least=0, most=self.samples)
+
+    def spent(self, confidence_level: float) -> float:
+        """Share of samples that the end may answer unlike the float32 model, at half the risk."""
+        return upper_bound(self.end_differs, self.samples, half_risk(confidence_level))
+
+
+def half_risk(confidence_level: float) -> float:
+    """The confidence level at which each of two statements holds, so that both do at the given."""
+    return 1 - (1 - confidence_level) / 2
+
+
+def both_hold(confidence_level: float) -> float:
+    """The confidence level of two statements that each hold at the given: undoes half_risk."""
+    return 1 - 2 * (1 - confidence_level)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineIndex:
     """``index.json`` of a target's folder."""
 
@@ -171,6 +225,8 @@ class EngineIndex:
     """What TensorRT remembers of the tactics that it timed; makes the next build faster."""
     kernels: FileEntry | None
     """Our own kernels, compiled for the target's GPU."""
+    evidence: PrecisionEvidence | None = None
+    """``None`` where the bundle's own policy is served: in fp32, or as it was accepted."""
 
     def __post_init__(self) -> None:
         units = [entry.unit for entry in self.engines]
@@ -184,7 +240,8 @@ class EngineIndex:
     @property
     def files(self) -> set[str]:
         """The names of all files, relative to the folder."""
-        others = [file.path for file in (self.timing_cache, self.kernels) if file]
+        records = self.evidence and self.evidence.records
+        others = [file.path for file in (self.timing_cache, self.kernels, records) if file]
         return {*(entry.file for entry in self.engines), *others}
 
 
@@ -221,8 +278,15 @@ def parts_digest(
         names.append(manifest.exits[exit_].file)
     elif len(names) == len(manifest.segments):
         names = [manifest.source.file]
-    hashes = {entry.path: entry.sha256 for entry in manifest.files}
-    return hashlib.sha256("\n".join(hashes[name] for name in names).encode()).hexdigest()
+    return _digest_of(manifest, names)
+
+
+def model_digest(manifest: Manifest) -> str:
+    """Hash what a policy that is certified of a bundle depends on: graphs, policy and records."""
+    names = ["policy.json", "records.npz", manifest.source.file]
+    names += [segment.file for segment in manifest.segments]
+    names += [exit_.file for exit_ in manifest.exits]
+    return _digest_of(manifest, names)
 
 
 def kernels_stem(source: str) -> str:
@@ -234,6 +298,11 @@ def addressed(stem: str, content: bytes, suffix: str) -> FileEntry:
     """Describe a file of the store, whose name has its content's hash in it."""
     digest = hashlib.sha256(content).hexdigest()
     return entry_of(f"{stem}-{digest[:16]}{suffix}", content)
+
+
+def _digest_of(manifest: Manifest, names: Iterable[str]) -> str:
+    hashes = {entry.path: entry.sha256 for entry in manifest.files}
+    return hashlib.sha256("\n".join(hashes[name] for name in names).encode()).hexdigest()
 
 
 def _slug(text: str) -> str:

@@ -28,6 +28,7 @@ from offramp.bundle.engine_index import (
     EngineIndex,
     EngineTarget,
     Precision,
+    PrecisionEvidence,
     ShapeProfile,
     ShapeRange,
     addressed,
@@ -65,6 +66,7 @@ __all__ = [
     "EngineStore",
     "EngineTarget",
     "Precision",
+    "PrecisionEvidence",
     "Pruned",
     "ShapeProfile",
     "ShapeRange",
@@ -171,6 +173,19 @@ class EngineStore:
         """Forget the compiled kernels."""
         if self.index.kernels is not None:
             self._commit(replace(self.index, kernels=None))
+
+    def put_evidence(self, evidence: PrecisionEvidence | None, records: bytes = b"") -> None:
+        """Keep what engines of the precision answer, in place of the last; ``None``: nothing."""
+        if evidence is not None:
+            if evidence.records != addressed("records", records, ".npz"):
+                raise ValueError("the evidence does not describe these records")
+            self._write(evidence.records.path, records)
+        if evidence != self.index.evidence:
+            self._commit(replace(self.index, evidence=evidence))
+
+    def read_evidence(self, evidence: PrecisionEvidence) -> bytes:
+        """Read the records of an evidence."""
+        return self._read(evidence.records)
 
     def drop(self, unit: str) -> None:
         """Drop the engine of a unit, if there is one."""

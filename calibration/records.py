@@ -88,8 +88,8 @@ def record_answers(
     return records
 
 
-def dump_records(tune: ExitRecords, certify: ExitRecords) -> bytes:
-    """Give the content of ``records.npz``; see :meth:`offramp.bundle.Bundle.records`."""
+def kept_records(tune: ExitRecords, certify: ExitRecords) -> dict[str, NDArray[Any]]:
+    """Give both splits as a bundle keeps them; see :meth:`offramp.bundle.Bundle.records`."""
     parts = (tune, certify)
     names = ("confidence", "prediction", "final_prediction", "final_confidence")
     arrays: dict[str, NDArray[Any]] = {
@@ -99,6 +99,12 @@ def dump_records(tune: ExitRecords, certify: ExitRecords) -> bytes:
     arrays["split"] = np.repeat(np.array([TUNE, CERTIFY], np.uint8), sizes)
     if tune.labels is not None and certify.labels is not None:
         arrays["label"] = np.concatenate([tune.labels, certify.labels])
+    return arrays
+
+
+def dump_records(tune: ExitRecords, certify: ExitRecords) -> bytes:
+    """Give the content of ``records.npz``."""
+    arrays = kept_records(tune, certify)
     buffer = io.BytesIO()
     # allow_pickle is left out: numpy before 2.1 would store it as an array
     np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]

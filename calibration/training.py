@@ -25,6 +25,7 @@ from offramp.bundle import Head
 from offramp.calibration.families import CutTensor
 from offramp.calibration.features import Recording
 from offramp.calibration.learners import Group, Learner, Preconditioners, View, learner_of, view_of
+from offramp.calibration.training_options import TrainingOptions
 
 _EVALUATED = 512
 """Samples that are answered at once."""
@@ -33,23 +34,6 @@ _FEWEST_STEPS = 24
 _SMALLEST_BATCH = 32
 _WARM_UP = 0.1
 """Share of the steps in which the learning rate rises."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingOptions:
-    """The options of training."""
-
-    epochs: int = 8
-    batch_size: int = 512
-    """At most."""
-    learning_rate: float = 4e-3
-    """At its peak; it rises over the first tenth of the steps, then falls along a cosine."""
-    weight_decay: float = 1e-4
-    dropout: float = 0.1
-    """On the hidden layer, or on the features of a linear head."""
-    threads: int = 1
-    """Exits that are trained at once."""
-    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -281,7 +281,8 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     add("--optimization-level", type=int, metavar="N",
         help="0 to 5: how long TensorRT looks for faster engines (default: 3)")  # fmt: skip
     add("--accept-disagreement", action="store_true",
-        help="build although fp16 or int8 breaks the bundle's promise")  # fmt: skip
+        help="build although fp16 or int8 spends the bundle's promise without any exit, and serve "
+        "its policy as it is")  # fmt: skip
 
 
 _ENGINE_ARGUMENTS = ("device", "precision", "batch_profiles", "buckets", "parts", "workspace",

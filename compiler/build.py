@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from offramp.bundle import Bundle, BundleError
+from offramp.bundle.engine_index import ROUNDED, model_digest
 from offramp.bundle.engines import EngineStore, EngineTarget, list_targets, prune_targets
 from offramp.calibration.dataset import Dataset, read_dataset
 from offramp.calibration.quantization import Ranges
 from offramp.compiler.engines.builder import EngineBuilder
 from offramp.compiler.engines.building import Building, EngineWork, PlannedEngine, explain
+from offramp.compiler.engines.certification import Recertified, certify_anew
 from offramp.compiler.engines.options import EngineBuildOptions
 from offramp.compiler.engines.profiles import ModelShapes, profile_notes, profile_sizes
 from offramp.compiler.engines.units import UnitGraphs, ranges_of, units_of
@@ -28,8 +30,6 @@ from offramp.engine.tensorrt.probe import find_device, parse_device, require
 
 UNKNOWN = "unknown"
 """GPU and TensorRT of a dry run that finds none."""
-_JUDGED = ("fp16", "int8")
-"""Precisions that round answers; tf32 has the graphs of fp32, and no CPU computes in it."""
 _ASSUMED_VERSION = "10"
 """Of TensorRT, where a dry run finds none: what most have."""
 
@@ -95,9 +95,14 @@ def build_bundle(options: BuildOptions, reports: Reports = _SILENT) -> Building:
             store = _open(bundle, target, reports)
             store.clean()
             building = _planned(work, store, options, reports)
-            _judge(building, data, options, reports)
+            judgement = _judge(building, store, data, options, reports)
+            if not judgement.keep:
+                store.put_evidence(None)
             _keep_kernels(store, options.engines.device, reports)
             results = work.build(building.planned, builder, store, reports.progress)
+            found = judgement.found
+            if found and not any(result.problem for result in results):
+                store.put_evidence(found.evidence, found.records)
             if options.prune:
                 _prune(store, building, reports)
         return replace(building, results=results)
@@ -181,7 +186,7 @@ def _read_data(bundle: Bundle, options: BuildOptions, reports: Reports) -> _Data
     if options.data is None:
         return _Data()
     dataset = read_dataset(options.data, bundle.manifest.inputs)
-    if options.engines.precision not in _JUDGED:
+    if options.engines.precision not in ROUNDED:
         return _Data(dataset)
     parts = part_data(bundle, dataset, seed=options.seed, threads=_threads())
     if options.engines.precision != "int8":
@@ -210,33 +215,55 @@ def _prepare(
     )
 
 
-def _judge(building: Building, data: _Data, options: BuildOptions, reports: Reports) -> None:
-    """Measure what the precision costs in answers, before engines are built in it.
+class _Judgement(NamedTuple):
+    """What is to become of the store's evidence."""
 
-    Where all are there already, as if they had to be: they may have been built without data.
-    VerificationError if it breaks the bundle's promise, and that was not accepted.
+    keep: bool
+    """What is there fits, and nothing better is known."""
+    found: Recertified | None = None
+    """To take its place, once all engines are there."""
+
+
+def _judge(
+    building: Building, store: EngineStore, data: _Data, options: BuildOptions, reports: Reports
+) -> _Judgement:
+    """Certify the promise anew in the precision, before engines are built in it.
+
+    Where all are there already, as if they had to be: they may have been built without data. Where
+    there is no promise, or the data are not recognised as those of the compilation, what the
+    precision costs in answers is measured and said. VerificationError if the promise cannot be
+    kept, and that was not accepted.
     """
-    precision = options.engines.precision
+    engines, bundle = options.engines, building.bundle
+    precision, known = engines.precision, store.index.evidence
+    if precision not in ROUNDED:
+        return _Judgement(keep=False)
+    fits = known is not None and known.model == model_digest(bundle.manifest)
     stale = any(isinstance(plan, PlannedEngine) and plan.stale for plan in building.planned)
-    # A fresh int8 engine has the ranges of this very data, so it was judged by it before; one of
-    # fp16 may have been built without any.
-    settled = not stale and (data.parts is None or precision == "int8")
-    if settled or precision not in _JUDGED:
-        return
+    # Fresh int8 engines have the ranges of this very data, and what is known is of these.
+    if fits and not stale and not engines.accept_disagreement:
+        return _Judgement(keep=True)
     if data.parts is None:
-        reports.say(
-            f"{precision}: what it costs in answers is not measured; add --data NPZ, best that "
-            "which the bundle was compiled with"
-        )
-        return
-    judged, unseen = data.parts.judged, data.parts.unseen
+        if not fits and (stale or known is not None):
+            reports.say(
+                f"{precision}: what it costs in answers is not measured, and the promise holds for "
+                "fp32 only; add --data NPZ, best that which the bundle was compiled with"
+            )
+        return _Judgement(keep=fits)
+    parts = data.parts
     with reports.progress.step(f"Compare {precision} with fp32", 1):
+        if bundle.policy.promise and parts.certifies and not engines.accept_disagreement:
+            found = certify_anew(bundle, precision, data.ranges, parts, threads=_threads())
+            reports.say(found.describe())
+            return _Judgement(keep=False, found=found)
         check = measure_precision(
-            building.bundle, precision, data.ranges, judged, unseen=unseen, threads=_threads()
+            bundle, precision, data.ranges, parts.judged, unseen=parts.unseen, threads=_threads()
         )
     reports.say(check.describe())
-    if not options.engines.accept_disagreement:
-        check.demand()
+    if engines.accept_disagreement:
+        return _Judgement(keep=False)
+    check.demand()
+    return _Judgement(keep=fits and precision != "int8")
 
 
 def _open(bundle: Bundle, target: EngineTarget, reports: Reports) -> EngineStore:

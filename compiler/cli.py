@@ -94,7 +94,7 @@ def _read(kind: type[_Options], options: argparse.Namespace, **given: Any) -> _O
 
 
 def _compile(options: argparse.Namespace, console: Console) -> int:
-    from offramp.calibration.training import TrainingOptions  # noqa: PLC0415
+    from offramp.calibration.training_options import TrainingOptions  # noqa: PLC0415
     from offramp.compiler.compile import compile_model  # noqa: PLC0415
     from offramp.compiler.options import CompileOptions  # noqa: PLC0415
     from offramp.compiler.printing import print_bundle  # noqa: PLC0415

@@ -26,7 +26,8 @@ from offramp.calibration.features import Recording, fit_projections, record
 from offramp.calibration.learners import Preconditioners, view_of
 from offramp.calibration.profiling import profile_heads
 from offramp.calibration.selection import net_savings_alone
-from offramp.calibration.training import TrainedHead, TrainingOptions, count_steps, train_heads
+from offramp.calibration.training import TrainedHead, count_steps, train_heads
+from offramp.calibration.training_options import TrainingOptions
 from offramp.compiler.feature_folder import feature_folder
 from offramp.compiler.heads import attach_poolings, build_empty, build_exit
 from offramp.compiler.options import CompileOptions

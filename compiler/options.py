@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from offramp.bundle.bundle import check_target, check_writable
-from offramp.calibration.training import TrainingOptions
+from offramp.calibration.training_options import TrainingOptions
 
 Selection: TypeAlias = Literal["savings", "pame"]
 """How the exits in use are chosen among those that were built."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -22,12 +23,14 @@ from offramp.compiler.engines.options import SizeRange, describe_ranges
 from offramp.compiler.engines.units import Unit, segment_units, source_unit, stage_units
 from offramp.compiler.export.export import Exported
 from offramp.compiler.model import SourceModel
-from offramp.compiler.profile import Profiled
-from offramp.compiler.rehearse import Rehearsing
 from offramp.compiler.report import numbers, words
 from offramp.engine.control.costs import CostModel
 from offramp.engine.plan import exit_label
 from offramp.engine.profile_check import predicted_savings
+
+if TYPE_CHECKING:  # they import torch, which printing what was built does not take
+    from offramp.compiler.profile import Profiled
+    from offramp.compiler.rehearse import Rehearsing
 
 
 def print_bundle(bundle: Bundle, console: Console) -> None:

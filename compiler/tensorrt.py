@@ -15,12 +15,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from numpy.typing import NDArray
 
 from offramp.bundle.engines import ShapeProfile
 from offramp.compiler.engines.builder import BuildProgress, Built
+from offramp.compiler.engines.lowering import node_of
 from offramp.compiler.engines.options import BuildSettings
 from offramp.compiler.errors import EngineBuildError
 from offramp.engine.errors import BackendError
@@ -244,6 +246,7 @@ def _configure(
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, settings.workspace_bytes)
     compat.allow_precision(config, settings.precision)
     compat.use_own_kernels_only(config)
+    compat.share_profiles(config)
     return config, compat.watch_progress(
         config, started=watch.started, stepped=watch.stepped, finished=watch.finished
     )
@@ -260,7 +263,7 @@ def _parse(builder: trt.Builder, graph: bytes) -> trt.INetworkDefinition:
     network: trt.INetworkDefinition = builder.create_network(compat.network_flags())
     parser: trt.OnnxParser = trt.OnnxParser(network, logger())
     if not parser.parse(graph):
-        raise _failed("read the graph", compat.parser_errors(parser))
+        raise _failed("read the graph", compat.parser_errors(parser, partial(node_of, graph)))
     return network
 
 

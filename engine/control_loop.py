@@ -76,7 +76,7 @@ class ControlLoop:
                 name=name,
                 options=model.options,
                 control=model.control,
-                status=model.control.controller.status(),
+                status=model.control.status(),
                 saved_version=model.control.controller.policy.version,
             )
             for name, model in models.items()
@@ -125,7 +125,7 @@ class ControlLoop:
         controller = state.control.controller
         self._observe(state)
         self._compute(state)
-        state.status = controller.status()
+        state.status = state.control.status()
         self._put_in_force(state)
         state.looks += 1
         version = controller.policy.version
@@ -223,7 +223,7 @@ class ControlLoop:
             _log.warning("%s: %s is of no use (%.200s); starting afresh", state.name, file, found)
             return
         _log.info("%s: goes on from %s", state.name, file)
-        state.status = control.controller.status()
+        state.status = control.status()
         state.saved_version = control.controller.policy.version
 
     def _save(self, state: _State) -> None:

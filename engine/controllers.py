@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from offramp.bundle import Bundle, ExitPolicy, Profile
+from offramp.bundle.engine_index import half_risk
 from offramp.engine.control.adjustment import DEFAULT_MAX_OVERHEAD
 from offramp.engine.control.certified import CertifiedController, CertifiedSettings
 from offramp.engine.control.controller import Controller
@@ -16,6 +17,7 @@ from offramp.engine.control.published.apparate import ApparateController, Appara
 from offramp.engine.control.published.static import StaticController
 from offramp.engine.control.shift_guard import ShiftGuard
 from offramp.engine.control_state import identity_of
+from offramp.engine.errors import OptionsError
 from offramp.engine.options import ModelOptions
 from offramp.engine.plan import Mode
 
@@ -37,19 +39,18 @@ def make_controller(
     """
     records = bundle.records()
     promise = bundle.policy.promise
-    compiled_for = MAX_DISAGREEMENT if promise is None else promise.max_disagreement
-    max_disagreement = options.max_disagreement or compiled_for
+    max_disagreement, confidence_level = left_for_exits(bundle, options)
     costs = CostModel.of(bundle.manifest, profile, options.max_batch_size)
     budget = ramp_budget(bundle.policy, costs, mode, options)
     limits: dict[str, Any] = {
         "max_disagreement": max_disagreement,
-        "confidence_level": options.confidence,
+        "confidence_level": confidence_level,
     }
     policy = bundle.policy
     kept = within_budget(
         policy, costs, records, max_overhead=budget, max_disagreement=max_disagreement
     )
-    suits = promise is not None and promise.covers(max_disagreement, options.confidence)
+    suits = promise is not None and promise.covers(max_disagreement, confidence_level)
     if not suits or len(kept) < len(policy.active):
         policy = certified_on(kept, costs, records, **limits)
     controller: Controller
@@ -75,11 +76,34 @@ def make_controller(
         "mode": mode.value,
         "controller": options.controller,
         "max_disagreement": repr(max_disagreement),
-        "confidence": repr(options.confidence),
+        "confidence": repr(confidence_level),
         # as asked for: what of it follows from times differs a little at every start
         "ramp_budget": repr(_least_budget(mode, options)),
     }
     return controller, fingerprint
+
+
+def left_for_exits(bundle: Bundle, options: ModelOptions) -> tuple[float, float]:
+    """Tell what exits may answer unlike the model's end, and at which confidence.
+
+    That is all of the constraint, but where engines of another precision run the model: what their
+    end may answer unlike the float32 model is taken from it, and half of the risk. OptionsError if
+    nothing is left.
+    """
+    promise, evidence = bundle.policy.promise, bundle.evidence
+    if evidence is None:
+        compiled_for = MAX_DISAGREEMENT if promise is None else promise.max_disagreement
+        return options.max_disagreement or compiled_for, options.confidence
+    allowed = options.max_disagreement or evidence.max_disagreement
+    spent = evidence.spent(options.confidence)
+    if spent >= allowed:
+        raise OptionsError(
+            f"{bundle.path}: the engines that are served may answer {spent:.2%} of samples unlike "
+            f"the float32 model, without any exit, which spends the constraint of {allowed:.2%} at "
+            f"{options.confidence:g} confidence; give a larger --max-disagreement, a smaller "
+            "--confidence, or serve engines of another --precision"
+        )
+    return allowed - spent, half_risk(options.confidence)
 
 
 def ramp_budget(policy: ExitPolicy, costs: CostModel, mode: Mode, options: ModelOptions) -> float:

@@ -28,6 +28,7 @@ from offramp.engine.served_model import ServedModel, warm_slots
 from offramp.engine.statistics import ModelStatistics
 from offramp.engine.tensorrt.probe import parse_device
 from offramp.engine.validation import check_request
+from offramp.engine.whole_promise import whole_policy
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -242,7 +243,7 @@ class Engine:
             answer=served.answer,
             platform=f"offramp_{self._backend.name}",
             max_batch_size=served.options.max_batch_size,
-            policy=self._executor.deployment(name).policy,
+            policy=whole_policy(self._executor.deployment(name).policy, served.evidence),
             scheduling=str(served.options.scheduling),
         )
 

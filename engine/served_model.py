@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Answer, Bundle, Profile, TensorSpec
-from offramp.bundle.engines import list_targets
+from offramp.bundle.engines import PrecisionEvidence
 from offramp.engine.backends import Backend, Slot
 from offramp.engine.backends.factory import CPU
-from offramp.engine.control.controller import Controller
+from offramp.engine.control.controller import Controller, ControlStatus
 from offramp.engine.controllers import make_controller
 from offramp.engine.deployment import Deployment, DeploymentMaker, zeros
 from offramp.engine.device_profile import measure_profile
@@ -29,6 +29,7 @@ from offramp.engine.profile_check import profile_here, say_what_exits_bring
 from offramp.engine.recorder import Recorder
 from offramp.engine.scheduling import ModelScheduler, OperatingPoints, ParallelLimit, make_scheduler
 from offramp.engine.state_file import StateFile
+from offramp.engine.whole_promise import whole_status
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +48,12 @@ class ModelControl:
     """What a kept state of the controller must have been made for."""
     state_file: StateFile | None = None
     """Where the controller's state is kept over restarts; ``None`` keeps none."""
+    evidence: PrecisionEvidence | None = None
+    """Of the engines that are served, where they are of another precision."""
+
+    def status(self) -> ControlStatus:
+        """Tell what the controller knows, said of the float32 model."""
+        return whole_status(self.controller.status(), self.evidence)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +78,8 @@ class ServedModel:
     """``None`` in modes that observe nothing."""
     guard: InputGuard | None = None
     """``None`` trusts all inputs."""
+    evidence: PrecisionEvidence | None = None
+    """Of the engines that are served, where they are of another precision."""
     loaded_s: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -87,7 +96,7 @@ class ServedModel:
         ``parallel`` is the device's limit on batches side by side. BackendError if a stage cannot
         be loaded, OptionsError if the scheduling policy does not fit the model.
         """
-        mode, of_model = options.mode, options.of(name)
+        mode, of_model, bundle = options.mode, options.of(name), backend.as_computed(bundle)
         warn_of_saturation(name, bundle.manifest, cpu_features(), mode)
         profile = _profile(name, bundle, backend, options)
         deployments = DeploymentMaker(bundle, backend, profile, mode=mode, options=of_model)
@@ -101,6 +110,7 @@ class ServedModel:
                 deployments=deployments,
                 fingerprint={**found_under, **_arithmetic(bundle, backend)},
                 state_file=StateFile.of(bundle.path, name) if options.keep_state else None,
+                evidence=bundle.evidence,
             )
             control.recorder.audit_probability = controller.audit_probability
         elif mode is Mode.OFF:
@@ -128,6 +138,7 @@ class ServedModel:
             good_inputs=zeros(bundle.manifest, 1),
             control=control,
             guard=_guard(name, bundle) if control and not of_model.trust_inputs else None,
+            evidence=bundle.evidence,
         )
 
     def probe(self, slot: Slot, deployment: Deployment) -> None:
@@ -135,11 +146,12 @@ class ServedModel:
         deployment.pipeline.warm_up(slot, self.good_inputs)
 
     def warm_up(self, slot: Slot, deployment: Deployment) -> None:
-        """Run every batch size twice, the largest first (a CUDA graph is made at the second)."""
-        for size in range(self.options.max_batch_size, 0, -1):
+        """Run every size that matters twice, the largest first (a CUDA graph is made then)."""
+        pipeline = deployment.pipeline
+        for size in reversed(pipeline.backend.sizes(self.options.max_batch_size)):
             rows = {name: array.repeat(size, axis=0) for name, array in self.good_inputs.items()}
             for _ in range(2):
-                deployment.pipeline.warm_up(slot, rows)
+                pipeline.warm_up(slot, rows)
 
 
 def _guard(name: str, bundle: Bundle) -> InputGuard | None:
@@ -190,8 +202,8 @@ def warm_slots(backend: Backend, models: Mapping[str, ServedModel], streams: int
 
 def _arithmetic(bundle: Bundle, backend: Backend) -> dict[str, str]:
     """The arithmetic that gives the answers: what was observed of them holds for no other."""
-    targets = list_targets(bundle.path) if backend.name == "tensorrt" else ()
-    return {"backend": backend.name, "engines": ", ".join(t.folder for t in targets)}
+    certified = {"certified": bundle.evidence.records.sha256} if bundle.evidence else {}
+    return {"backend": backend.name, "engines": bundle.arithmetic, **certified}
 
 
 def scheduler_of(

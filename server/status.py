@@ -99,7 +99,7 @@ def _statement(control: ControlStatus, promise: Promise | None) -> str:
             return f"{words}; not yet confirmed by what is served. {_seen(control)}"
         case Evidence.CONSERVATIVE:
             return (
-                "every answer is the unmodified model's, until there is evidence for more "
+                "every answer is given by the whole model, until there is evidence for more "
                 f"(constraint: disagreement ≤ {constraint} {sure}). {_seen(control)}"
             )
         case Evidence.SUSPICIOUS:

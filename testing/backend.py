@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from offramp.bundle import Bundle
 from offramp.engine.backends.base import Rows, StageResult, TensorBatch
 from offramp.engine.errors import BackendError
 from offramp.engine.exit_check import confidence_of
@@ -54,6 +55,14 @@ class FakeBackend:
     open_slots: int = field(default=0, init=False)
     runs: list[tuple[int, int]] = field(default_factory=list, init=False)
     """(stage, rows) of every run, in order."""
+
+    def as_computed(self, bundle: Bundle) -> Bundle:
+        """Give the bundle itself."""
+        return bundle
+
+    def sizes(self, most: int) -> Sequence[int]:
+        """List all sizes."""
+        return range(1, most + 1)
 
     def prepare(self, spec: StageSpec) -> StageSpec:
         """Stages need no preparation."""

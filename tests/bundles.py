@@ -13,7 +13,7 @@ import pytest
 
 from offramp.bundle import Bundle
 from offramp.calibration.measuring import Budget
-from offramp.calibration.training import TrainingOptions
+from offramp.calibration.training_options import TrainingOptions
 from offramp.compiler.compile import compile_model
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.precision import Quantise

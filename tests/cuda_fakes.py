@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from offramp.bundle import Bundle
 from offramp.engine.backends.onnxruntime import make_session
 from offramp.engine.backends.sizes import Argument, GraphShapes, dtype_of
 from offramp.engine.cuda.backend import CudaBackend
@@ -39,6 +40,10 @@ class FakeExecutables:
     """Whether int64 is int32 on the device, as with TensorRT 8.6."""
     capturable: bool = True
     """Whether stages ask to be captured."""
+    pads: bool = False
+    """Whether stages ask for batches of few sizes."""
+    room: Callable[[int], int] = lambda _: 1 << 30
+    """Up to how many rows a batch of so many may be filled up."""
     refuse_capture: bool = False
     """Whether a stage raises when it is captured, as TensorRT does for some engines."""
     on_enqueue: Callable[[StageSpec, int], None] = lambda _spec, _rows: None
@@ -57,6 +62,10 @@ class FakeExecutables:
     def device_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """Give the same type, or a narrower one."""
         return np.dtype(np.int32) if self.narrow and dtype == np.int64 else dtype
+
+    def as_computed(self, bundle: Bundle) -> Bundle:
+        """Give the bundle itself."""
+        return bundle
 
     def prepare(self, spec: StageSpec) -> FakePrepared:
         """Load a stage."""
@@ -90,6 +99,11 @@ class FakePrepared:
         self.scratch_bytes = factory.scratch_bytes(spec)
         self.max_rows = factory.max_rows
         self.capturable = factory.capturable
+        self.pads = factory.pads
+
+    def room(self, rows: int) -> int:
+        """As far as the factory says."""
+        return min(self.max_rows, self.factory.room(rows))
 
     def open(self, slot: SlotResources) -> FakeExecutable:
         """Open it in a slot."""

@@ -51,7 +51,8 @@ _Constants = Mapping[str, "NDArray[np.generic]"]
 def lower(graph: bytes) -> bytes:
     """Bring a model of any opset to opset 17, and make initializers of its constants.
 
-    ModelError if an operator means something that opset 17 cannot say.
+    Defaults that 8.6 misreads are written out. ModelError if an operator means something that
+    opset 17 cannot say.
     """
     proto = onnx.ModelProto.FromString(graph)
     fold_constants(proto.graph)
@@ -61,6 +62,7 @@ def lower(graph: bytes) -> bytes:
         for entry in proto.opset_import:
             if entry.domain in {"", "ai.onnx"}:
                 entry.version = OPSET
+    _name_axes_of_slices(proto.graph, {})
     proto.ir_version = min(proto.ir_version, IR_VERSION)
     return serialised(proto)
 
@@ -122,6 +124,33 @@ class _Lowering:
         if parts != flags["num_outputs"] or not isinstance(size, int) or size % parts:
             raise _refused(node, f"needs {parts} equal parts, here {size} elements are split")
         _remove_attribute(node, "num_outputs")
+
+
+def node_of(graph: bytes, number: int) -> str:
+    """Tell operator and name of a node, of which 8.6's parser says the number only."""
+    nodes = onnx.load_from_string(graph).graph.node
+    return _named(nodes[number]) if number < len(nodes) else "of a body"
+
+
+def _name_axes_of_slices(graph: onnx.GraphProto, outer: Mapping[str, onnx.TensorProto]) -> None:
+    """Write out the axes that a Slice leaves to the default: the first ones.
+
+    8.6's parser takes all axes for the default, and refuses a slice of fewer (seen on an H100).
+    """
+    constants = {**outer, **{tensor.name: tensor for tensor in graph.initializer}}
+    for node in graph.node:
+        for body in bodies(node):
+            _name_axes_of_slices(body, constants)
+        has_axes = len(node.input) > 3 and node.input[3] != ""
+        known = [constants[name] for name in node.input[1:3] if name in constants]
+        if node.op_type != "Slice" or not is_standard(node) or has_axes or not known:
+            continue
+        like = numpy_helper.to_array(known[0])  # they have its type, too
+        axes = numpy_helper.from_array(
+            np.arange(len(like), dtype=like.dtype), f"{node.output[0]}/axes"
+        )
+        graph.initializer.append(axes)
+        node.input[3:4] = [axes.name]
 
 
 def _axes_as_attribute(node: onnx.NodeProto, constants: _Constants) -> set[str]:

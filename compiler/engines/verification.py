@@ -12,6 +12,7 @@ ask for; TensorRT rounds a little differently at places.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -149,19 +150,22 @@ Verdict: TypeAlias = Literal["kept", "open", "broken"]
 
 _RECOGNISED = 200
 """Samples by which a split is recognised."""
-_OPSETS_AS_THEY_ARE = "10"
+OPSETS_AS_THEY_ARE = "10"
+"""A version of TensorRT for which no operator set is lowered: graphs are run by ONNX Runtime."""
 
 
 class PrecisionData(NamedTuple):
-    """Disjoint samples to set a precision with and to judge it on.
-
-    Ranges are not judged on what they were measured on.
-    """
+    """Samples to set a precision with, and others to judge it on."""
 
     ranges: Dataset
+    tune: Dataset
+    """Thresholds are fitted on these; ``ranges`` may be among them."""
     judged: Dataset
     unseen: bool
-    """Whether ``judged`` is known to hold nothing that heads or thresholds were fitted on."""
+    """Whether ``judged`` holds nothing that heads or thresholds were fitted on, as far as one can
+    tell: it is the certify split, or of other data than those of the compilation."""
+    certifies: bool
+    """Whether ``tune`` and ``judged`` were recognised as the splits of the compilation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,10 +252,12 @@ def part_data(
         judged = dataset.subset(np.sort(order[fitted:]))
         if _is_certify_split(bundle, judged, threads):
             ranges = dataset.subset(np.sort(order[:fitted][:RANGE_SAMPLES]))
-            return PrecisionData(ranges, judged, unseen=True)
+            tune = dataset.subset(np.sort(order[made_with.train_samples : fitted]))
+            return PrecisionData(ranges, tune, judged, unseen=True, certifies=True)
     half = len(dataset) // 2
     ranges = dataset.subset(np.sort(order[:half][:RANGE_SAMPLES]))
-    return PrecisionData(ranges, dataset.subset(np.sort(order[half:])), unseen=not own)
+    tune, judged = (dataset.subset(np.sort(part)) for part in (order[:half], order[half:]))
+    return PrecisionData(ranges, tune, judged, unseen=not own, certifies=False)
 
 
 def measure_precision(
@@ -268,8 +274,8 @@ def measure_precision(
     All samples are run, four times. ``ranges``, for ``int8``, are not measured on ``dataset``;
     ``unseen`` is what :class:`PrecisionData` says of it. DataError if the model fails on a sample.
     """
-    graphs = UnitGraphs(bundle, precision, ranges=ranges, tensorrt_version=_OPSETS_AS_THEY_ARE)
-    plain = UnitGraphs(bundle, "fp32", tensorrt_version=_OPSETS_AS_THEY_ARE)
+    graphs = UnitGraphs(bundle, precision, ranges=ranges, tensorrt_version=OPSETS_AS_THEY_ARE)
+    plain = UnitGraphs(bundle, "fp32", tensorrt_version=OPSETS_AS_THEY_ARE)
     off, policy = (make_plan(bundle, mode=mode).stages for mode in (Mode.OFF, Mode.LEAVE))
 
     def judged(unit: Unit) -> bytes:
@@ -295,20 +301,38 @@ def _answers(
     graph_of: Callable[[Unit], bytes], stages: Sequence[StageSpec], dataset: Dataset, threads: int
 ) -> NDArray[np.intp]:
     """Class that each sample is answered with."""
-    graphs = [onnx.load_from_string(graph_of(Unit(*stage.unit))) for stage in stages]
-    runners = [GraphRunner(graph, threads) for graph in graphs]
+    runners = stage_runners(graph_of, stages, threads)
     classes = np.empty(len(dataset), np.intp)
-    for start in range(0, len(dataset), BATCH_SIZE):
-        batch = dataset.take(slice(start, start + BATCH_SIZE))
-        try:
+    for start, batch in batches_of(dataset):
+        with failing_from(dataset, start):
             for rows, answer in _leaving(stages, runners, batch):
                 classes[start + rows] = answer.argmax(axis=1)
-        except RuntimeError as error:
-            raise DataError(
-                f"the model fails on one of {BATCH_SIZE} samples from {dataset.rows[start]} on: "
-                f"{error}"
-            ) from error
     return classes
+
+
+def stage_runners(
+    graph_of: Callable[[Unit], bytes], stages: Sequence[StageSpec], threads: int
+) -> list[GraphRunner]:
+    """Load the graph of every stage."""
+    graphs = [onnx.load_from_string(graph_of(Unit(*stage.unit))) for stage in stages]
+    return [GraphRunner(graph, threads) for graph in graphs]
+
+
+def batches_of(dataset: Dataset) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
+    """Give samples in batches, with the number of the first of each."""
+    for start in range(0, len(dataset), BATCH_SIZE):
+        yield start, dataset.take(slice(start, start + BATCH_SIZE))
+
+
+@contextmanager
+def failing_from(dataset: Dataset, start: int) -> Iterator[None]:
+    """Turn a model's failure on a batch into a DataError that says where."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise DataError(
+            f"the model fails on one of {BATCH_SIZE} samples from {dataset.rows[start]} on: {error}"
+        ) from error
 
 
 def _leaving(

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from offramp.bundle import Bundle
 from offramp.engine.plan import StageSpec
 
 Rows: TypeAlias = NDArray[np.intp]
@@ -93,6 +94,19 @@ class Backend(Protocol):
 
         There bundles are profiled, and what one slot has warmed up is warm for all. Elsewhere
         profiles are measured anew, and every slot is warmed up before it serves.
+        """
+
+    def as_computed(self, bundle: Bundle) -> Bundle:
+        """Give a bundle with the policy and records of the arithmetic that it is run in here.
+
+        Bundles are certified in float32, or as a cascade; engines of other precisions bring a
+        policy of their own. BackendError if that is damaged.
+        """
+
+    def sizes(self, most: int) -> Sequence[int]:
+        """List the batch sizes up to ``most`` whose first run takes longer than later ones, rising.
+
+        Of the stages that are prepared now; whoever measures or serves runs them before.
         """
 
     def prepare(self, spec: StageSpec) -> Stage:

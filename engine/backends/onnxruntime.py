@@ -16,6 +16,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from offramp.bundle import Bundle
 from offramp.engine.assembly import CONFIDENCE, with_confidence
 from offramp.engine.backends.base import Rows, StageResult, TensorBatch
 from offramp.engine.errors import BackendError
@@ -111,6 +112,14 @@ class OnnxRuntimeBackend:
     def runtime(self) -> str:
         """Describe what executes: times measured with it hold for nothing else."""
         return f"ONNX Runtime {ort.__version__}, {self._threads} threads"
+
+    def as_computed(self, bundle: Bundle) -> Bundle:
+        """Give the bundle itself: it was certified as it is run here."""
+        return bundle
+
+    def sizes(self, most: int) -> Sequence[int]:
+        """List all sizes: memory is allocated the first time."""
+        return range(1, most + 1)
 
     def prepare(self, spec: StageSpec) -> _Session:
         """Load a stage as a session, which gives a confidence too where that can be added."""

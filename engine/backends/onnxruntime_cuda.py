@@ -1,8 +1,10 @@
 """The backend of ONNX Runtime's CUDA provider: for GPUs without TensorRT.
 
-Every slot has a session of its own for each stage, which works on the slot's stream, reads and
-writes the slot's buffers in place, and does not wait for the device. Memory between the operators
-is ONNX Runtime's own; it grows with the first run of each size.
+Every slot has sessions of its own for each stage, which work on the slot's stream, read and write
+the slot's buffers in place, and do not wait for the device. Memory between the operators is ONNX
+Runtime's own; it grows with the first run of each size. A stage with convolutions has a session,
+with its weights, for each of the few sizes that its batches are filled up to
+(:mod:`offramp.engine.cuda.padding`); any other has one.
 
 Operators that the provider lacks, and sums of a few sizes, ONNX Runtime runs on the CPU. That it
 leaves the GPU aside as a whole, as it does when its CUDA libraries do not load, is refused.
@@ -21,10 +23,12 @@ from typing import Any, ClassVar
 import numpy as np
 import onnxruntime as ort
 
+from offramp.bundle import Bundle
 from offramp.engine.backends.sizes import BundleSizes, GraphShapes, dtype_of
 from offramp.engine.cuda.driver import Stream, StreamEvent
 from offramp.engine.cuda.executable import Shape, SlotResources, TensorInfo
 from offramp.engine.errors import BackendError
+from offramp.engine.onnx_subset import ModelProto
 from offramp.engine.plan import StageSpec
 
 _LOG = logging.getLogger(__name__)
@@ -38,6 +42,9 @@ _ONE_NODE = (
     b"b\x0f\n\x01y\x12\n\n\x08\x08\x01\x12\x04\n\x02\x08\x01B\x04\n\x00\x10\r"
 )
 """An ONNX model, y = Abs(x) of one float32; the package onnx is not there to make it."""
+_ERRORS = 3
+"""ONNX Runtime's number of the severity that is logged."""
+_CONVOLUTIONS = frozenset({"Conv", "ConvTranspose", "FusedConv"})
 _INSTALL = "pip uninstall -y onnxruntime && pip install onnxruntime-gpu"
 
 
@@ -51,6 +58,7 @@ def require_provider() -> None:
             f"ONNX Runtime {ort.__version__} has no {PROVIDER}, that of onnxruntime-gpu has: "
             f"{_INSTALL}"
         )
+    ort.set_default_logger_severity(_ERRORS)  # it warns at every session that a plug-in is lacking
     said = StringIO()
     with redirect_stdout(said):  # it prints, and our standard output may be read by programs
         getattr(ort, "preload_dlls", lambda: None)()
@@ -87,6 +95,10 @@ class OnnxRuntimeCudaFactory:
         """Leave every type as it is."""
         return dtype
 
+    def as_computed(self, bundle: Bundle) -> Bundle:
+        """Give the bundle itself: graphs are run as they are."""
+        return bundle
+
     def prepare(self, spec: StageSpec) -> OnnxRuntimeCudaStage:
         """Look at a stage's graph; what takes device memory is made when it is opened."""
         model = spec.load()
@@ -112,10 +124,16 @@ class OnnxRuntimeCudaFactory:
             ),
             max_rows=self._max_rows,
             device=self._device,
+            pads=_has_convolutions(model),
         )
 
     def close(self) -> None:
         """Do nothing: the factory holds nothing."""
+
+
+def _has_convolutions(model: bytes) -> bool:
+    graph = ModelProto.FromString(model).graph
+    return any(node.op_type in _CONVOLUTIONS for node in graph.node)
 
 
 def _fixed_sizes(shapes: GraphShapes) -> dict[str, Shape]:
@@ -148,17 +166,26 @@ class OnnxRuntimeCudaStage:
     """What is wanted of what it gives."""
     max_rows: int
     device: int
+    pads: bool
+    """Whether it has convolutions, which are planned anew whenever the batch size changes."""
     _lock: Lock = field(default_factory=Lock)
 
+    def room(self, rows: int) -> int:  # noqa: ARG002 - it takes any size
+        """All that slots have memory for."""
+        return self.max_rows
+
     def open(self, slot: SlotResources) -> OnnxRuntimeCudaRun:
-        """Make a session on the slot's stream."""
+        """Make what runs it in a slot."""
+        return OnnxRuntimeCudaRun(self, self.session(slot), slot)
+
+    def session(self, slot: SlotResources) -> ort.InferenceSession:
+        """Make a session on a slot's stream; BackendError if ONNX Runtime cannot."""
         try:
-            session = make_cuda_session(self.model, self.device, slot.stream)
+            return make_cuda_session(self.model, self.device, slot.stream)
         except Exception as error:  # ONNX Runtime's own classes derive from Exception only
             raise BackendError(
                 f"ONNX Runtime cannot load stage {self.spec.index} on cuda:{self.device}: {error}"
             ) from error
-        return OnnxRuntimeCudaRun(self, session, slot)
 
     def output_shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape]:
         """Tell the shapes of the outputs; thread-safe."""
@@ -171,19 +198,23 @@ class OnnxRuntimeCudaStage:
 
 
 class OnnxRuntimeCudaRun:
-    """A session of a slot: an :class:`offramp.engine.cuda.executable.Executable`."""
+    """What runs a stage in a slot: an :class:`offramp.engine.cuda.executable.Executable`.
+
+    ``first`` is its first session. A stage that pads has one for every size that comes, since a
+    session that meets another size than before plans all its convolutions anew.
+    """
 
     def __init__(
-        self, stage: OnnxRuntimeCudaStage, session: ort.InferenceSession, slot: SlotResources
+        self, stage: OnnxRuntimeCudaStage, first: ort.InferenceSession, slot: SlotResources
     ) -> None:
         self._stage = stage
-        self._driver = slot.driver
-        self._copied = _copied_when_bound(session)
+        self._slot = slot
+        self._copied = _copied_when_bound(first)
         self._uploaded: StreamEvent | None = slot.driver.event() if self._copied else None
-        self._session: ort.InferenceSession | None = session
-        self._binding: Any = session.io_binding()
-        self._bound: dict[str, tuple[Shape, int]] = {}
-        """Shape and address by name."""
+        self._spare: ort.InferenceSession | None = first
+        self._sessions: dict[int, _BoundSession] = {}
+        """By rows, or by 0 where one is for all."""
+        self._closed = False
         self._options = ort.RunOptions()
         # The slot waits for its stream by an event; without this every run would wait by itself.
         self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
@@ -201,15 +232,16 @@ class OnnxRuntimeCudaRun:
         graph: int | None = None,  # noqa: ARG002 - there are none
     ) -> None:
         """Run the session; what it does on the device is enqueued on the slot's stream."""
-        if self._session is None:
+        if self._closed:
             raise BackendError(f"stage {self._stage.spec.index} was closed before")
-        self._wait_for_copied(stream)
+        rows = next((inputs[info.name][0] for info in self._stage.inputs), 0)
+        session = self._session(rows)
+        self._wait_for_copied(session, stream)
         try:
-            self._bind(inputs, self.output_shapes(inputs), addresses)
-            self._session.run_with_iobinding(self._binding, self._options)
+            session.bind(self._stage, inputs, self.output_shapes(inputs), addresses)
+            session.session.run_with_iobinding(session.binding, self._options)
         except Exception as error:
-            self._bound.clear()
-            rows = next((inputs[info.name][0] for info in self._stage.inputs), 0)
+            session.bound.clear()
             raise BackendError(
                 f"stage {self._stage.spec.index} failed on {rows} rows: {error}"
             ) from error
@@ -218,39 +250,59 @@ class OnnxRuntimeCudaRun:
         """Do nothing: there are no graphs."""
 
     def close(self) -> None:
-        """Release the session."""
-        self._binding = None
-        self._session = None
+        """Release the sessions."""
+        self._closed = True
+        self._sessions.clear()
+        self._spare = None
         if self._uploaded is not None:
             self._uploaded.close()
 
-    def _wait_for_copied(self, stream: Stream) -> None:
+    def _session(self, rows: int) -> _BoundSession:
+        key = rows if self._stage.pads else 0
+        found = self._sessions.get(key)
+        if found is None:
+            session, self._spare = self._spare or self._stage.session(self._slot), None
+            found = self._sessions[key] = _BoundSession(session)
+        return found
+
+    def _wait_for_copied(self, session: _BoundSession, stream: Stream) -> None:
         """Have inputs that binding copies ready, and bound anew: at every run they differ.
 
         The copy knows nothing of the slot's stream, so the host waits for what writes them.
         """
         if self._uploaded is not None:
-            self._driver.record(self._uploaded, stream)
-            self._driver.synchronize(self._uploaded)
+            self._slot.driver.record(self._uploaded, stream)
+            self._slot.driver.synchronize(self._uploaded)
             for name in self._copied:
-                self._bound.pop(name, None)
+                session.bound.pop(name, None)
 
-    def _bind(
+
+class _BoundSession:
+    """A session with what is bound to it."""
+
+    def __init__(self, session: ort.InferenceSession) -> None:
+        self.session = session
+        self.binding: Any = session.io_binding()
+        self.bound: dict[str, tuple[Shape, int]] = {}
+        """Shape and address by name."""
+
+    def bind(
         self,
+        stage: OnnxRuntimeCudaStage,
         inputs: Mapping[str, Shape],
         outputs: Mapping[str, Shape],
         addresses: Mapping[str, int],
     ) -> None:
         """Bind what is not bound so already."""
         for tensors, shapes, bind in (
-            (self._stage.inputs, inputs, self._binding.bind_input),
-            (self._stage.outputs, outputs, self._binding.bind_output),
+            (stage.inputs, inputs, self.binding.bind_input),
+            (stage.outputs, outputs, self.binding.bind_output),
         ):
             for info in tensors:
                 shape, address = shapes[info.name], addresses[info.name]
-                if self._bound.get(info.name) != (shape, address):
-                    bind(info.name, "cuda", self._stage.device, info.dtype.type, shape, address)
-                    self._bound[info.name] = shape, address
+                if self.bound.get(info.name) != (shape, address):
+                    bind(info.name, "cuda", stage.device, info.dtype.type, shape, address)
+                    self.bound[info.name] = shape, address
 
 
 def _copied_when_bound(session: ort.InferenceSession) -> frozenset[str]:
@@ -273,11 +325,13 @@ def make_cuda_session(
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1  # of what is left to the CPU: sums of sizes
     options.inter_op_num_threads = 1
-    options.log_severity_level = 3
+    options.log_severity_level = _ERRORS
     settings = {
         "device_id": str(device),
         # The search that is the default tries all algorithms at every new batch size, in service.
         "cudnn_conv_algo_search": "HEURISTIC",
+        # A session a size: none shall hold twice the memory that it takes.
+        "arena_extend_strategy": "kSameAsRequested",
         # Thresholds were found in float32; TF32 multiplies 10 bits.
         "use_tf32": "0",
     }

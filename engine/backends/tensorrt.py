@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from offramp.bundle import Bundle
 from offramp.bundle.engines import Precision
 from offramp.engine.cuda.driver import Driver, Stream
 from offramp.engine.cuda.executable import Shape, SlotResources, TensorInfo
@@ -24,7 +25,7 @@ from offramp.engine.errors import BackendError
 from offramp.engine.plan import StageSpec
 from offramp.engine.tensorrt import compat
 from offramp.engine.tensorrt.loading import EngineContext, EngineLibrary, LoadedEngine, SharedEngine
-from offramp.engine.tensorrt.lookup import EnginePlace, find_engines
+from offramp.engine.tensorrt.lookup import EnginePlace, as_computed, find_engines
 from offramp.engine.tensorrt.scratch_layout import ScratchLayout
 
 _MOST_SHAPES = 4096
@@ -35,8 +36,7 @@ class TensorRTFactory:
     """Prepares stages as engines: an :class:`offramp.engine.cuda.executable.ExecutableFactory`.
 
     Engines have ``precision``, or the least that a bundle has. With ``graphs``, stages can be
-    captured into CUDA graphs, but not with TensorRT 8.6: there only one context at a time may have
-    a profile. Ask :func:`offramp.engine.tensorrt.probe.require` first, and call
+    captured into CUDA graphs. Ask :func:`offramp.engine.tensorrt.probe.require` first, and call
     :func:`offramp.engine.tensorrt.compat.load`.
     """
 
@@ -53,7 +53,7 @@ class TensorRTFactory:
         self._driver = driver
         self._library = EngineLibrary(driver)
         self._is_old = compat.major() < 10
-        self._graphs = graphs and not self._is_old
+        self._graphs = graphs
         self._place = EnginePlace(
             gpu=driver.device,
             compute_capability=driver.compute_capability,
@@ -69,6 +69,10 @@ class TensorRTFactory:
         if dtype == np.int64 and self._is_old:
             return np.dtype(np.int32)
         return dtype
+
+    def as_computed(self, bundle: Bundle) -> Bundle:
+        """Give a bundle with what was certified of its engines' precision."""
+        return as_computed(bundle, self._place)
 
     def prepare(self, spec: StageSpec) -> TensorRTStage:
         """Load the engines of a stage; a BackendError has the remedy.
@@ -105,6 +109,8 @@ class TensorRTStage:
         self.spec = spec
         self.capturable = capturable
         """Capture may fail at the first try still."""
+        self.pads = capturable
+        """Every size takes a graph, and a context of every engine, which takes long to make."""
         self.remedy = remedy
         self._taken = taken
         engines = [each.engine for each in taken]
@@ -119,6 +125,14 @@ class TensorRTStage:
         self.layout = ScratchLayout(engines, {info.name for info in self.outputs})
         self.scratch_bytes = self.layout.size_bytes
         """TensorRT's, and what is between the engines of a chain."""
+
+    def room(self, rows: int) -> int:
+        """The end of the profiles that such a batch runs in: they may have gaps behind."""
+        ends = [
+            next((p.last_batch for p in each.engine.entry.profiles if p.takes(rows)), rows)
+            for each in self._taken
+        ]
+        return min(ends)
 
     def open(self, slot: SlotResources) -> TensorRTRun:
         """Make the contexts of a slot."""
@@ -222,14 +236,13 @@ class _Link:
     """One engine in a slot: a context for each profile, and for each graph."""
 
     def __init__(self, shared: SharedEngine, slot: SlotResources, scratch_bytes: int) -> None:
-        self._shared = shared
         self._slot = slot
         self._scratch_bytes = scratch_bytes
         self._known: dict[tuple[Shape, ...], tuple[int, Mapping[str, Shape]]] = {}
         """Profile and shapes of the outputs, by those of the inputs."""
         self._kept: dict[int, EngineContext] = {}
         """By graph: a context that only ever has its shapes and addresses."""
-        self.engine = shared.borrow()
+        self.engine = shared.engine
         self._contexts: list[EngineContext] = []
         try:
             for profile in range(len(self.engine.entry.profiles)):
@@ -270,12 +283,11 @@ class _Link:
         ]
 
     def close(self) -> None:
-        """Release the contexts, and give the engine back; may be called again."""
+        """Release the contexts; may be called again."""
         for context in (*self._kept.values(), *self._contexts):
             context.close()
         self._kept.clear()
         self._contexts.clear()
-        self._shared.return_(self.engine)
 
     def _of(self, graph: int, profile: int) -> EngineContext:
         context = self._kept.get(graph)

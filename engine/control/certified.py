@@ -272,7 +272,7 @@ class CertifiedController:
             bound, level = self._settings.max_disagreement, self._settings.confidence_level
             self._counters.note(
                 "certified",
-                f"disagreement is at most {bound:.2%} with {level:.0%} confidence, "
+                f"exits disagree on at most {bound:.2%} with {100 * level:.4g} % confidence, "
                 f"from {now.path.samples} samples",
             )
         mine = seen.policy_version == now.policy.version

@@ -1,6 +1,6 @@
 """The parts that backends on a GPU share: slots, buffers and graphs over a small driver protocol.
 
-May import: engine, engine.backends, engine.kernels, engine.tensorrt.
+May import: bundle, engine, engine.backends, engine.kernels, engine.tensorrt.
 
 ::
 
@@ -8,6 +8,8 @@ May import: engine, engine.backends, engine.kernels, engine.tensorrt.
     slot           one stream: upload, run, select, buffer, merge
     stages         which stages there are, and who still needs them
     runs           the stages open in a slot, and what is known before one runs
+    execution      how one runs: its shapes, its CUDA graph, and what a batch adds to that
+    padding        the few batch sizes that stages are run at
     stream         kernels and copies of rows, enqueued and waited for
     memory, batch  buffers and the pool; what lies in them, where and for how long
     executable     what runs a stage: protocols that TensorRT and ONNX Runtime fill

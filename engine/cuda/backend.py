@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
 
+from offramp.bundle import Bundle
 from offramp.engine.cuda.driver import DeviceMemoryError, Driver
 from offramp.engine.cuda.executable import ExecutableFactory
 from offramp.engine.cuda.memory import MemoryPool, mib
@@ -63,6 +65,14 @@ class CudaBackend:
     def graphs(self) -> bool:
         """Whether stages are captured into CUDA graphs, where they can be."""
         return self._shared.graphs
+
+    def as_computed(self, bundle: Bundle) -> Bundle:
+        """Give a bundle with policy and records of what the factory computes."""
+        return self._shared.factory.as_computed(bundle)
+
+    def sizes(self, most: int) -> Sequence[int]:
+        """List the sizes that batches are filled up to, if all stages do that; else all."""
+        return self._shared.stages.sizes(most)
 
     def prepare(self, spec: StageSpec) -> CudaStage:
         """Load a stage, which lasts as long as the result is referred to.

@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
+from offramp.bundle import Bundle
 from offramp.engine.cuda.driver import Driver, Stream
 from offramp.engine.plan import StageSpec
 
@@ -129,6 +130,16 @@ class PreparedStage(Protocol):
     def capturable(self) -> bool:
         """Whether it is worth trying to capture it into a CUDA graph."""
 
+    @property
+    def pads(self) -> bool:
+        """Whether new batch sizes cost it so much that batches are filled up to few sizes.
+
+        See :mod:`offramp.engine.cuda.padding`.
+        """
+
+    def room(self, rows: int) -> int:
+        """Tell up to how many rows a batch of so many may be filled up; ``max_rows`` at most."""
+
     def open(self, slot: SlotResources) -> Executable:
         """Make what runs it in a slot; may be called in several threads at the same time.
 
@@ -148,6 +159,12 @@ class ExecutableFactory(Protocol):
 
     def device_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """Tell the type of a graph input on the device: TensorRT 8.6 has int32 for int64."""
+
+    def as_computed(self, bundle: Bundle) -> Bundle:
+        """Give a bundle with the policy and records of the arithmetic that it is run in.
+
+        BackendError if these are damaged.
+        """
 
     def prepare(self, spec: StageSpec) -> PreparedStage:
         """Load a stage; may take seconds.

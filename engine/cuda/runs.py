@@ -1,7 +1,7 @@
 """The open stages of a slot, and all that can be known before a stage runs on so many rows.
 
-Between two stages the host only looks a :class:`StageRun` up; addresses, shapes, the arguments of
-the stage end and, after the second time, the CUDA graph are in it.
+Between two stages the host only looks a :class:`.execution.StageRun` up; addresses, the arguments
+of the stage end and all that is copied are in it.
 """
 
 from __future__ import annotations
@@ -17,94 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.engine.cuda.batch import CudaBatch, Layout, Layouts, Row, RowPart, row_bytes
-from offramp.engine.cuda.driver import Driver, Graph, Stream
-from offramp.engine.cuda.executable import Executable, Shape, SlotResources
+from offramp.engine.cuda.executable import PreparedStage, Shape, SlotResources
+from offramp.engine.cuda.execution import Execution, OpenStage, StageRun
 from offramp.engine.cuda.memory import Arena
+from offramp.engine.cuda.padding import padded
 from offramp.engine.cuda.stages import StageFacts, StageRegistry
 from offramp.engine.cuda.stream import DeviceKernels, row_copies
 from offramp.engine.errors import BackendError
 from offramp.engine.kernels.arguments import MOST_TENSORS, ExitCheck, Launch, stage_end
 
-MOST_RUNS = 1024
+MOST_EXECUTIONS = 1024
 """Of a slot; with inputs of many lengths there is no end of them, and a graph takes memory.
 The one that was not used for longest gives way to a new one."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class OpenStage:
-    """A stage with what runs it in one slot."""
-
-    facts: StageFacts
-    executable: Executable
-    graphs: bool
-    """Whether to capture it; not any more once that failed."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class StageRun:
-    """A stage's run on so many rows of a shape at certain addresses, worked out once."""
-
-    stage: OpenStage
-    number: int
-    """Of the graph, for what it is captured from; never used twice in a slot."""
-    rows: int
-    shapes: dict[str, Shape]
-    addresses: dict[str, int]
-    """Of the batch's tensors, and of what the stage gives."""
-    carried: Layout | None
-    """Of what goes on, in the next input area; ``None`` after the last stage."""
-    target: int
-    targets: tuple[int, ...]
-    """Addresses of what goes on there."""
-    sources: tuple[int, ...]
-    """Addresses of what goes on, before rows are taken out."""
-    passes: bool
-    """Whether some of it are inputs that pass through."""
-    copies: tuple[tuple[int, int, int], ...]
-    """(target, source, bytes) of inputs that pass through, where nobody can exit."""
-    compacts: bool
-    """Whether the stage end brings what goes on to the next input area."""
-    answer: NDArray[Any] | None
-    """[rows, classes], in pinned memory."""
-    answer_bytes: NDArray[np.uint8]
-    answer_address: int
-    confidence: NDArray[np.float32]
-    """[rows], in pinned memory, as the next two."""
-    survivors: NDArray[np.int32]
-    """[rows], of which as many are valid as there are."""
-    survivor_count: NDArray[np.int32]
-    """[1]."""
-    times: int = 0
-    """How often it was run without a graph."""
-    graph: Graph | None = None
-    threshold: float = -1.0
-    end: Launch | None = None
-    """The launch after the stage."""
-
-    def enqueue(self, stream: Stream, graph: int | None) -> None:
-        """Enqueue the stage; with a graph's number, to be captured into it."""
-        self.stage.executable.enqueue(self.shapes, self.addresses, stream, graph=graph)
-
-    def capture(self, driver: Driver, stream: Stream) -> bool:
-        """Make the graph, and say whether it could be made; if not, the stage does without.
-
-        To be called right after the stage ran with these very shapes, as TensorRT asks, and is at
-        rest again.
-        """
-        self.graph = driver.capture(stream, lambda: self.enqueue(stream, self.number))
-        if self.graph is None:
-            self.stage.graphs = False
-            self.stage.executable.forget(self.number)
-        return self.graph is not None
-
-    def release(self) -> None:
-        """Close the graph, and let go of what it was captured from; the host has waited."""
-        graph, self.graph = self.graph, None
-        with ExitStack() as releases:  # last in, first out
-            if self.times:  # before, it was not prepared for a graph
-                releases.callback(self.stage.executable.forget, self.number)
-            if graph is not None:
-                releases.callback(graph.close)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,8 +38,8 @@ class StageRuns:
     arena: Arena
     layouts: Layouts
     kernels: DeviceKernels
-    _made: OrderedDict[tuple[int, Layout, int, int], StageRun] = field(default_factory=OrderedDict)
-    """What was used last comes last."""
+    _made: OrderedDict[tuple[int, Layout, int, int], Execution] = field(default_factory=OrderedDict)
+    """By stage, layout, padded rows and area; what was used last comes last."""
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def of(self, stage: OpenStage, batch: CudaBatch) -> StageRun:
@@ -123,22 +47,26 @@ class StageRuns:
 
         The host has waited for all that was run before.
         """
-        key = (stage.facts.number, batch.layout, batch.rows, batch.area)
-        run = self._made.get(key)
-        if run is None:
-            run = self._make(stage, batch)
-            while len(self._made) >= MOST_RUNS:
+        rows = _rows_of(stage.facts.prepared, batch)
+        key = (stage.facts.number, batch.layout, rows, batch.area)
+        execution = self._made.get(key)
+        if execution is None:
+            execution = self._execution(stage, batch, rows)
+            while len(self._made) >= MOST_EXECUTIONS:
                 _, oldest = self._made.popitem(last=False)
                 oldest.release()
-            self._made[key] = run
+            self._made[key] = execution
         else:
             self._made.move_to_end(key)
+        run = execution.runs.get(batch.rows)
+        if run is None:
+            run = execution.runs[batch.rows] = self._run(execution, batch)
         return run
 
     @property
     def graphs(self) -> int:
-        """How many of them have a graph."""
-        return sum(run.graph is not None for run in self._made.values())
+        """How many CUDA graphs there are."""
+        return sum(execution.graph is not None for execution in self._made.values())
 
     def clear(self) -> None:
         """Forget all, with their graphs; the host has waited for them."""
@@ -147,7 +75,7 @@ class StageRuns:
 
     def forget(self, stage: OpenStage) -> None:
         """Forget those of a stage; the host has waited for them."""
-        gone = [key for key, run in self._made.items() if run.stage is stage]
+        gone = [key for key, execution in self._made.items() if execution.stage is stage]
         _release([self._made.pop(key) for key in gone])
 
     def end_of(self, run: StageRun, threshold: float) -> Launch:
@@ -156,48 +84,65 @@ class StageRuns:
             run.end, run.threshold = self._end(run, threshold), threshold
         return run.end
 
-    def _make(self, stage: OpenStage, batch: CudaBatch) -> StageRun:
-        spec, prepared = stage.facts.spec, stage.facts.prepared
-        _check(stage.facts, batch)
-        tensors = batch.layout.tensors
-        shapes = {t.name: (batch.rows, *t.sample_shape) for t in tensors}
+    def _execution(self, stage: OpenStage, batch: CudaBatch, rows: int) -> Execution:
+        facts, spec, prepared = stage.facts, stage.facts.spec, stage.facts.prepared
+        _check(facts, batch)
+        shapes = {t.name: (rows, *t.sample_shape) for t in batch.layout.tensors}
         inputs = dict(zip(shapes, batch.addresses, strict=True))
         given = _given_rows(stage, shapes)
-        carried = self._carried(stage.facts, batch, given)
+        carried = self._carried(facts, batch, given)
         # Where nobody can exit, what goes on is written to where it goes.
         direct = spec.answer is None
-        beside = {n: row for n, row in given.items() if not (direct and n in stage.facts.given)}
+        beside = {n: row for n, row in given.items() if not (direct and n in facts.given)}
         outputs = self.layouts.of(tuple(beside.values()), prepared.max_rows)
         target = 1 - batch.area
-        answer_bytes = batch.rows * row_bytes(*given[spec.answer][1:]) if spec.answer else 0
+        answer_bytes = rows * row_bytes(*given[spec.answer][1:]) if spec.answer else 0
         self._reserve(prepared.max_rows, target, carried, outputs, answer_bytes)
 
         addresses = dict(zip(beside, outputs.addresses(self.arena.outputs.address), strict=True))
         targets = _addresses(carried, self.arena.inputs[target].address)
         if direct:
-            addresses |= {name: targets[name] for name in stage.facts.given}
-        addresses = {**inputs, **addresses}
-        passed = [name for name in targets if name not in stage.facts.given]
-        answer = self.arena.answers.array[:answer_bytes]
-        confidence, survivors, survivor_count = self.arena.by_row.views(batch.rows)
-        return StageRun(
+            addresses |= {name: targets[name] for name in facts.given}
+        return Execution(
             stage=stage,
             number=next(self._numbers),
-            rows=batch.rows,
+            rows=rows,
             shapes=shapes,
-            addresses=addresses,
+            addresses={**inputs, **addresses},
+            given=given,
             carried=carried,
-            target=target,
+            targets=targets,
+        )
+
+    def _run(self, execution: Execution, batch: CudaBatch) -> StageRun:
+        facts, spec, rows = execution.stage.facts, execution.stage.facts.spec, batch.rows
+        addresses, targets = execution.addresses, execution.targets
+        tensors = {tensor.name: tensor for tensor in batch.layout.tensors}
+        direct = spec.answer is None
+        passed = [name for name in targets if name not in facts.given]
+        answer_row = execution.given[spec.answer] if spec.answer else None
+        answer_bytes = rows * row_bytes(*answer_row[1:]) if answer_row else 0
+        answer = self.arena.answers.array[:answer_bytes]
+        confidence, survivors, survivor_count = self.arena.by_row.views(rows)
+        return StageRun(
+            execution=execution,
+            rows=rows,
+            target=1 - batch.area,
             targets=tuple(targets.values()),
             sources=tuple(addresses[name] for name in targets),
             passes=bool(passed),
-            copies=tuple(
-                (targets[t.name], inputs[t.name], batch.rows * t.row_bytes)
-                for t in tensors
-                if direct and t.name in passed
+            fills=tuple(
+                _fill(addresses[t.name], tensors[t.name].row_bytes, rows, execution.rows)
+                for t in facts.prepared.inputs
+                if execution.rows > rows
             ),
-            compacts=stage.facts.check is not None and 0 < len(targets) <= MOST_TENSORS,
-            answer=_view(answer, given[spec.answer], batch.rows) if spec.answer else None,
+            copies=tuple(
+                (targets[name], addresses[name], rows * tensors[name].row_bytes)
+                for name in passed
+                if direct
+            ),
+            compacts=facts.check is not None and 0 < len(targets) <= MOST_TENSORS,
+            answer=_view(answer, answer_row, rows) if answer_row else None,
             answer_bytes=answer,
             answer_address=addresses[spec.answer] if spec.answer else 0,
             confidence=confidence,
@@ -228,13 +173,13 @@ class StageRuns:
             self.arena.grow(self.arena.inputs[target], carried.size_bytes)
 
     def _end(self, run: StageRun, threshold: float) -> Launch:
-        check, by_row = run.stage.facts.check, self.arena.by_row
+        check, by_row = run.facts.check, self.arena.by_row
         assert check is not None
-        compacted = run.carried if run.compacts else None
+        compacted = run.execution.carried if run.compacts else None
         return stage_end(
             ExitCheck(kind=check.kind, channels=check.channels, threshold=threshold),
             rows=run.rows,
-            scores=run.addresses[check.scores],
+            scores=run.execution.addresses[check.scores],
             score_type=check.score_type,
             results=by_row.results,
             scratch=by_row.scratch,
@@ -296,10 +241,23 @@ class OpenStages:
             self.runs.arena.grow(scratch, self.registry.needs().scratch_bytes)
 
 
-def _release(runs: list[StageRun]) -> None:
+def _release(executions: list[Execution]) -> None:
     with ExitStack() as releases:  # whatever goes wrong on the way
-        for run in runs:
-            releases.callback(run.release)
+        for execution in executions:
+            releases.callback(execution.release)
+
+
+def _rows_of(prepared: PreparedStage, batch: CudaBatch) -> int:
+    """Tell how many rows a batch is run as; no more than there is room for."""
+    if not prepared.pads:
+        return batch.rows
+    room = min(prepared.room(batch.rows), batch.layout.capacity)
+    return padded(batch.rows, room) if batch.rows < room else batch.rows
+
+
+def _fill(address: int, row_bytes: int, rows: int, padded_rows: int) -> tuple[int, int, int]:
+    """Copy of the first rows behind the last one; fewer than there are, so nothing overlaps."""
+    return address + rows * row_bytes, address, (padded_rows - rows) * row_bytes
 
 
 def _check(facts: StageFacts, batch: CudaBatch) -> None:

@@ -29,8 +29,10 @@ from offramp.engine.backends.base import Rows, StageResult, TensorBatch
 from offramp.engine.cuda.batch import BufferedRows, CudaBatch, Layout, Layouts
 from offramp.engine.cuda.driver import DeviceLostError, DeviceMemoryError, Driver
 from offramp.engine.cuda.executable import ExecutableFactory, SlotResources
+from offramp.engine.cuda.execution import StageRun
 from offramp.engine.cuda.memory import Arena, MemoryPool
-from offramp.engine.cuda.runs import OpenStages, StageRun, StageRuns
+from offramp.engine.cuda.padding import padded
+from offramp.engine.cuda.runs import OpenStages, StageRuns
 from offramp.engine.cuda.stages import CudaStage, StageFacts, StageRegistry
 from offramp.engine.cuda.stream import DeviceKernels, SlotStream
 from offramp.engine.errors import BackendError
@@ -98,13 +100,15 @@ class CudaSlot:
             arrays = sorted(tensors.items())  # whatever order a client sends them in
             row = tuple((n, device_dtype(array.dtype), array.shape[1:]) for n, array in arrays)
             rows = len(arrays[0][1])
-            layout = self._layouts.of(row, rows)
+            room = padded(rows, max(rows, arena.by_row.rows))  # to be filled up
+            layout = self._layouts.of(row, room)
             arena.grow(arena.uploads, layout.size_bytes)
             batch = self._overwrite(0, layout, rows)
             for placed, (_, array) in zip(layout.tensors, arrays, strict=True):
                 placed.fill(arena.uploads.array, array)
             self._work.pending = True
-            sent = arena.uploads.array[: layout.size_bytes]
+            last = layout.tensors[-1]
+            sent = arena.uploads.array[: last.offset + rows * last.row_bytes]
             self._driver.copy_in(arena.inputs[0].address, sent, self._stream)
             return batch
 
@@ -246,17 +250,16 @@ class CudaSlot:
 
     def _enqueue(self, run: StageRun, threshold: float) -> None:
         """Enqueue everything from the stage to its answer."""
-        driver, stream, has_check = self._driver, self._stream, run.stage.facts.check is not None
+        driver, stream, has_check = self._driver, self._stream, run.facts.check is not None
         by_row = self.arena.by_row
         self._work.pending = True
         if has_check and not by_row.scratch_is_clear:
             scratch = by_row.scratch
             driver.clear(scratch.address, Scratch.bytes_for(scratch.rows), stream)
             by_row.scratch_is_clear = True
-        if run.graph is None:
-            run.enqueue(stream, run.number if run.times == 1 and run.stage.graphs else None)
-        else:
-            run.graph.launch(stream)
+        for fill in run.fills:
+            driver.copy_within(*fill, stream)
+        run.execution.enqueue(stream)
         for copy in run.copies:
             driver.copy_within(*copy, stream)
         if has_check:
@@ -267,15 +270,12 @@ class CudaSlot:
     def _wait(self, run: StageRun) -> None:
         """Wait for a stage; when it ran for the second time, its graph is captured."""
         self._work.wait()
-        if run.graph is None:
-            run.times += 1
-            tries = run.times == 2 and run.stage.graphs
-            if tries and not run.capture(self._driver, self._stream):
-                self._say_uncaptured(run.stage.facts, run.rows)
+        if not run.execution.was_run(self._driver, self._stream):
+            self._say_uncaptured(run.facts, run.rows)
 
     def _result(self, run: StageRun, carry: CudaBatch | None) -> StageResult:
         """Copy what the stage gave out of pinned memory."""
-        facts = run.stage.facts
+        facts = run.facts
         if carry is not None and run.compacts:
             carry.survivors = run.survivors[: run.survivor_count[0]].copy()
         if run.answer is None:
@@ -302,16 +302,17 @@ class CudaSlot:
         """Make the batch that goes on; voids what lies in the buffers that the stage writes."""
         outputs = self.arena.outputs
         version = outputs.replace()
-        if run.carried is None:
+        carried = run.execution.carried
+        if carried is None:
             return None
         region = self.arena.inputs[run.target]
         brought = (region, region.replace())
-        direct = run.stage.facts.spec.answer is None
+        direct = run.facts.spec.answer is None
         passed = batch.stamps if run.passes else ()
         return CudaBatch(
             owner=self,
             rows=run.rows,
-            layout=run.carried,
+            layout=carried,
             area=run.target,
             addresses=run.targets if direct else run.sources,
             home=run.targets,

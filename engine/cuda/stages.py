@@ -22,6 +22,7 @@ import numpy as np
 from offramp.engine.cuda.batch import size_of
 from offramp.engine.cuda.executable import Executable, PreparedStage, SlotResources
 from offramp.engine.cuda.memory import Needs
+from offramp.engine.cuda.padding import padded
 from offramp.engine.errors import BackendError
 from offramp.engine.kernels.arguments import CheckKind, ScoreType
 from offramp.engine.plan import StageSpec
@@ -130,6 +131,17 @@ class StageRegistry:
         for name, size_bytes in read:
             row_bytes[name] = max(size_bytes, row_bytes.get(name, 0))
         return reduce(Needs.most, (needs_of(facts.prepared, row_bytes) for facts in live), used)
+
+    def sizes(self, most: int) -> Sequence[int]:
+        """List the sizes that batches of up to ``most`` rows are run as, rising."""
+        with self._lock:
+            self._note_dropped()
+            live = [record.facts for record in self._records.values() if not record.dropped]
+        stages = [facts.prepared for facts in live]
+        if not all(stage.pads for stage in stages):
+            return range(1, most + 1)
+        rows = range(1, most + 1)
+        return sorted({padded(n, min(stage.room(n), most)) for stage in stages for n in rows})
 
     def remember(self, used: Needs) -> None:
         """Note what a slot had to grow to, so that the next ones have it from the beginning."""

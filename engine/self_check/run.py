@@ -179,6 +179,7 @@ def _load(
     _: TimeLimit,
 ) -> Facts:
     """Prepare the stages that would be served; the subject is added if that can be done."""
+    bundle = backend.as_computed(bundle)
     plan = make_plan(bundle, bundle.policy, options.mode)
     subject = CheckSubject(
         name=name,

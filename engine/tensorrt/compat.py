@@ -202,6 +202,17 @@ def use_own_kernels_only(config: trt.IBuilderConfig) -> None:
         config.set_tactic_sources(config.get_tactic_sources() & ~unwanted)
 
 
+def share_profiles(config: trt.IBuilderConfig) -> None:
+    """Let several contexts of an engine have one profile at a time, as they may from 10 on.
+
+    8.6 refuses the second one unless the engine was built so.
+    """
+    import tensorrt as trt  # noqa: PLC0415
+
+    if major() < 10:
+        config.set_preview_feature(trt.PreviewFeature.PROFILE_SHARING_0806, True)  # noqa: FBT003
+
+
 def has_progress() -> bool:
     """Whether builds say how far they are, and can be ended early (10 and later)."""
     return major() >= 10
@@ -242,15 +253,24 @@ def watch_progress(
     return monitor
 
 
-def parser_errors(parser: trt.OnnxParser) -> list[str]:
-    """List the parser's errors; 10 and later know a node's name and operator."""
+def parser_errors(parser: trt.OnnxParser, node_of: Callable[[int], str]) -> list[str]:
+    """List the parser's errors; 10 and later know a node's name and operator.
+
+    8.6 knows its number only, of which ``node_of`` makes operator and name.
+    """
     found = []
     for index in range(parser.num_errors):
         error: trt.ParserError = parser.get_error(index)
-        node = f"node {error.node()}"
-        if major() >= 10 and error.node_name():
-            node = f"{node}, {error.node_operator()} {error.node_name()}"
-        found.append(f"{error.desc()} ({node})" if error.node() >= 0 else str(error.desc()))
+        number = int(error.node())
+        if number < 0:
+            found.append(str(error.desc()))
+        elif major() < 10:
+            found.append(f"{error.desc()} (node {number}, {node_of(number)})")
+        elif error.node_name():
+            node = f"{error.node_operator()} {error.node_name()}"
+            found.append(f"{error.desc()} (node {number}, {node})")
+        else:
+            found.append(f"{error.desc()} (node {number})")
     return found
 
 

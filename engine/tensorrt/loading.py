@@ -63,52 +63,19 @@ class EngineLibrary:
             if shared.users:
                 return
             del self._taken[digest]
-        shared.unload()
+        shared.engine.close()
 
 
 class SharedEngine:
-    """An engine that stages share, or that slots take by turns.
+    """An engine that stages and slots share: each has contexts of its own.
 
-    From TensorRT 10 on all slots' contexts are of one engine. In 8.6 only one context at a time may
-    have a profile, so there every slot needs an engine of its own, with its weights. It is loaded
-    at once; ``give_back`` is called when a stage does not need it any more.
+    It is loaded at once; ``give_back`` is called when a stage does not need it any more.
     """
 
     def __init__(self, found: StoredEngine, driver: Driver, give_back: Callable[[], None]) -> None:
-        self._found = found
-        self._driver = driver
         self.give_back = give_back
         self.users = 0
-        self.engine = self._load()
-        self._for_all_slots = compat.major() >= 10
-        self._lock = Lock()
-        self._idle = [self.engine]
-        self._lent: list[LoadedEngine] = []
-
-    def borrow(self) -> LoadedEngine:
-        """Get the engine for a slot's contexts."""
-        if self._for_all_slots:
-            return self.engine
-        with self._lock:
-            engine = self._idle.pop() if self._idle else self._load()
-            self._lent.append(engine)
-            return engine
-
-    def return_(self, engine: LoadedEngine) -> None:
-        """Take the engine back once the slot's contexts are gone; may be called again."""
-        with self._lock:
-            if any(lent is engine for lent in self._lent):
-                self._lent.remove(engine)
-                self._idle.append(engine)
-
-    def unload(self) -> None:
-        """Release what is loaded."""
-        for engine in self._idle:
-            engine.close()
-        self._idle.clear()
-
-    def _load(self) -> LoadedEngine:
-        return LoadedEngine(self._found.read(), self._found.entry, self._driver)
+        self.engine = LoadedEngine(found.read(), found.entry, driver)
 
 
 class LoadedEngine:

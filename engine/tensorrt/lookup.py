@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from offramp.bundle import Bundle, BundleError
-from offramp.bundle.engine_index import checkable_key, unit_name
+from offramp.bundle.engine_index import ROUNDED, checkable_key, model_digest, unit_name
 from offramp.bundle.engines import (
     EngineEntry,
     EngineStore,
@@ -145,6 +145,31 @@ def find_engines(spec: StageSpec, place: EnginePlace) -> tuple[StoredEngine, ...
             bundle.path, unit_name(*spec.unit), len(found), place.remedy(bundle.path),
         )  # fmt: skip
     return found
+
+
+def as_computed(bundle: Bundle, place: EnginePlace) -> Bundle:
+    """Give a bundle with the policy and records of the engines that run at a place.
+
+    BackendError if these are damaged. Where nothing was certified of the engines' precision, the
+    bundle stays as it is, and the log says so.
+    """
+    if not place.served(bundle.path):
+        return bundle  # loading its stages says what is missing
+    store = open_store(bundle, place)
+    evidence, precision = store.index.evidence, store.index.target.precision
+    bundle = replace(bundle, arithmetic=store.index.target.folder)
+    if evidence is None or evidence.model != model_digest(bundle.manifest):
+        if precision in ROUNDED and bundle.policy.promise is not None:
+            _LOG.warning(
+                "%s: its promise was certified in fp32, and not for the engines in %s that are "
+                "served: build them with the --data that it was compiled with",
+                bundle.path, precision,
+            )  # fmt: skip
+        return bundle
+    try:
+        return bundle.under(evidence, store.read_evidence(evidence))
+    except BundleError as error:
+        raise BackendError(str(error)) from error
 
 
 class _Finder:

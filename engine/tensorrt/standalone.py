@@ -104,10 +104,10 @@ class StandaloneEngine:
                 for name in (*self.inputs, *self.outputs)
             }
             prepared = PreparedEngine(self, context, stream, tensors)
-            del context
             # Last in, first out: what runs is waited for, then the context goes, then the memory.
             releases.callback(prepared.close)
             releases.callback(_wait, stream)
+            del context, stream
             yield prepared
 
 
@@ -132,7 +132,7 @@ class PreparedEngine:
         tensors: Mapping[str, DeviceTensor],
     ) -> None:
         self.engine = engine
-        self.stream: cuda.Stream = stream
+        self._stream: cuda.Stream | None = stream
         self.tensors = tensors
         """Inputs and outputs on the device, by name."""
         self._context: trt.IExecutionContext | None = context
@@ -161,13 +161,23 @@ class PreparedEngine:
         if not self._live_context().execute_async_v3(self.stream.handle):
             raise refused("run the engine", errors)
 
+    @property
+    def stream(self) -> cuda.Stream:
+        """On which it runs; BackendError after it was released."""
+        if self._stream is None:
+            raise _released()
+        return self._stream
+
     def close(self) -> None:
-        """Let go of the context; nothing can be run afterwards."""
-        self._context = None
+        """Let go of context and stream; nothing can be run afterwards.
+
+        PyCUDA releases a stream with its last reference, and only while its context is current.
+        """
+        self._context = self._stream = None
 
     def _live_context(self) -> trt.IExecutionContext:
         if self._context is None:
-            raise BackendError("the engine's context and buffers have been released")
+            raise _released()
         return self._context
 
     def _as_tensor(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
@@ -178,6 +188,10 @@ class PreparedEngine:
             return compat.to_tensor(array, tensor.dtype)
         except BackendError as error:
             raise BackendError(f"input {name}: {error}") from error
+
+
+def _released() -> BackendError:
+    return BackendError("the engine's context and buffers have been released")
 
 
 def _choose(

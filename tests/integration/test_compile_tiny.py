@@ -16,7 +16,7 @@ from tests.bundles import compile_tiny
 
 from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy
 from offramp.calibration import profiling
-from offramp.calibration.training import TrainingOptions
+from offramp.calibration.training_options import TrainingOptions
 from offramp.certify import binomial_cdf, evaluate
 from offramp.certify.decision import MODEL_END
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend, make_session

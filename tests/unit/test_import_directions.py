@@ -6,6 +6,7 @@ Besides: heavy packages are named in the fewest modules that can hold them.
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -166,6 +167,15 @@ def test_only_training_names_torch() -> None:
     named = {m for m in importers_of("torch") if not is_within(m, "offramp.tools.zoo")}
     training = {"offramp.calibration.training", "offramp.calibration.learners"}
     assert named == training  # the zoo trains example models
+
+
+def test_building_engines_and_measuring_gpus_needs_no_torch() -> None:
+    """An engine is built where it is served, and torch is not needed there."""
+    modules = "compiler.build compiler.cli compiler.printing compiler.tensorrt tools.gpu.benchmark"
+    code = "import sys; sys.modules['torch'] = None; import " + ", ".join(
+        f"offramp.{module}" for module in modules.split()
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_serving_needs_nothing_of_the_compiler() -> None:

@@ -85,6 +85,7 @@ def compare(
         others: Further systems by name, measured along on the same samples.
         progress: Called with the number of samples of each batch.
     """
+    bundle = backend.as_computed(bundle)
     plan = make_plan(bundle)
     plans = {SOURCE: make_plan(bundle, mode=Mode.OFF), OFFRAMP: plan, NO_EXIT: never_exiting(plan)}
     pipelines = {
@@ -108,7 +109,13 @@ def compare(
         for size in batch_sizes:
             systems = [ComparedSystem(name, runner) for name, runner in runners.items()]
             used = measure_size(
-                systems, dataset, size, rounds=rounds, samples=samples, progress=progress
+                systems,
+                dataset,
+                size,
+                before=backend.sizes(size),
+                rounds=rounds,
+                samples=samples,
+                progress=progress,
             )
             labels = None if dataset.labels is None else dataset.labels[:used]
             truth = np.concatenate(systems[0].prediction)
@@ -150,16 +157,18 @@ def measure_size(
     dataset: Dataset,
     size: int,
     *,
+    before: Sequence[int],
     rounds: int,
     samples: int,
     progress: Callable[[int], None],
 ) -> int:
     """Measure all systems at one batch size, batch by batch in turn.
 
-    Gives the number of samples used, the first ones. ValueError if they are too few.
+    Batches of the sizes ``before`` are run first, so that whatever a size takes once is over. Gives
+    the number of samples used, the first ones. ValueError if they are too few.
     """
     per_round = batches_of(dataset, size, rounds, samples)
-    for smaller in range(1, size + 1):
+    for smaller in before:
         for system in systems:
             system.runner.warm_up(dataset.take(slice(smaller)))
     start = 0

@@ -144,7 +144,8 @@ def _runtime_precision(options: argparse.Namespace) -> Precision:
 
 def _runtime_options(options: argparse.Namespace) -> RuntimeOptions:
     names = (
-        "models", "sizes", "go_on", "recorded", "rounds", "seed", "graphs", "requests", "soak_s",
+        "models", "sizes", "served", "go_on", "recorded", "rounds", "seed", "graphs", "requests",
+        "soak_s",
     )  # fmt: skip
     folder = options.plans / f"bundles-{_runtime_precision(options)}"
     return RuntimeOptions(folder=folder, **{name: getattr(options, name) for name in names})
@@ -273,9 +274,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--backend", choices=("tensorrt", "cuda"), default="tensorrt", help="default: tensorrt")
     add("--models", type=_models, default=tuple(MODELS), metavar="M,M,…",
         help=f"of {', '.join(MODELS)} (default: all)")  # fmt: skip
-    add("--sizes", type=_batches, default=(8, 16, 32, 64), metavar="N,N,…",
-        help="ends of the engines' profiles, of which 16 and more are measured "
-        "(default: 8,16,32,64)")  # fmt: skip
+    add("--sizes", type=_batches, default=(1, 8, 16, 32, 64), metavar="N,N,…",
+        help="ends of the engines' profiles; latencies are measured of 16 and more, parts of a "
+        "batch's time of all (default: 1,8,16,32,64)")  # fmt: skip
+    add("--served", type=_batches, default=(8, 32), metavar="N,N,…",
+        help="most rows of a batch in parallel (default: 8,32)")  # fmt: skip
     add("--go-on", type=_shares, default=(0.2, 0.3, 0.5), metavar="S,S,…",
         help="shares that go on from the first exit; parallel and soak take the middle one "
         "(default: 0.2,0.3,0.5)")  # fmt: skip

@@ -17,6 +17,8 @@ options:
   --tensorrt none|8.6.0  none: the GPU machine has TensorRT, or engines are not the matter; it is
                          served by its own Python 3.12. 8.6.0: the newest TensorRT that is whole on
                          PyPI; Python 3.10, which it needs, travels along (default: none)
+  --provider VERSION     of onnxruntime-gpu, to serve in ONNX Runtime's CUDA provider: 250 MB; not
+                         together with TensorRT 8.6.0, whose Python it does not know
   --wheel FILE           the wheel of TensorRT 8.6.0, if it is here (819 MB to fetch otherwise)
   --python PREFIX        where a Python of the GPU machine's version is installed, with its
                          headers: 3.10 for TensorRT 8.6.0, where it travels along, or 3.12. With
@@ -34,14 +36,15 @@ USAGE
 die() { echo "collect: $*" >&2; exit 1; }
 say() { echo "== $*"; }
 
-folder='' tensorrt=none wheel='' python='' offramp='' megabytes=60 bundles=()
+folder='' tensorrt=none provider='' wheel='' python='' offramp='' megabytes=60 bundles=()
 while [ $# -gt 0 ]; do
     case $1 in
         -h|--help) usage; exit 0 ;;
-        --tensorrt|--wheel|--python|--bundle|--megabytes|--offramp)
+        --tensorrt|--provider|--wheel|--python|--bundle|--megabytes|--offramp)
             [ $# -ge 2 ] || die "$1 needs a value"
             case $1 in
                 --tensorrt) tensorrt=$2 ;;
+                --provider) provider=$2 ;;
                 --wheel) wheel=$2 ;;
                 --python) python=$2 ;;
                 --bundle) bundles+=("$2") ;;
@@ -59,6 +62,7 @@ case $tensorrt in
     8.6.0) tag=py310 version=3.10 ;;
     *) die "--tensorrt is none or 8.6.0, not $tensorrt" ;;
 esac
+[ -z "$provider" ] || [ "$tensorrt" = none ] || die "--provider $provider is for Python 3.12: collect it into a folder of its own, without --tensorrt"
 case $megabytes in ''|*[!0-9]*) die "--megabytes $megabytes is no number" ;; esac
 
 mkdir -p "$folder"
@@ -169,6 +173,14 @@ carry_python() {
     rm -rf "$scratch"
 }
 
+carry_provider() {
+    compgen -G "$whole/5-provider/onnxruntime_gpu-$provider-*.whl" > /dev/null && return
+    say "onnxruntime-gpu $provider: 250 MB"
+    rm -rf "$whole/5-provider"
+    mkdir -p "$whole/5-provider"
+    fetch "$whole/5-provider" "onnxruntime-gpu==$provider"
+}
+
 carry_tensorrt() {
     [ -f "$whole/4-tensorrt.tar.zst" ] && return
     if [ -z "$wheel" ]; then
@@ -194,6 +206,9 @@ carry_bundles
 if [ "$tensorrt" != none ]; then
     carry_python
     carry_tensorrt
+fi
+if [ -n "$provider" ]; then
+    carry_provider
 fi
 say "parts"
 python3 "$here/parts.py" split "$whole" "$folder" --megabytes "$megabytes"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from offramp.engine.errors import BackendError
 from offramp.engine.kernels.arguments import Launch
 from offramp.engine.kernels.compilation import load_kernels
 from offramp.engine.tensorrt import probe
@@ -55,9 +56,8 @@ class Gpu:
         """Load the kernels into the thread's current context."""
         import pycuda.driver as cuda  # noqa: PLC0415
 
-        self.stream: cuda.Stream = cuda.Stream()
-        """On which everything runs."""
-        self._module: cuda.Module = cuda.module_from_buffer(cubin)
+        self._stream: cuda.Stream | None = cuda.Stream()
+        self._module: cuda.Module | None = cuda.module_from_buffer(cubin)
         self._functions: dict[str, cuda.Function] = {}
         device: cuda.Device = cuda.Context.get_device()
         self.multiprocessors = int(device.get_attribute(cuda.device_attribute.MULTIPROCESSOR_COUNT))
@@ -67,6 +67,20 @@ class Gpu:
         self._placed: dict[int, tuple[Memory, Allocation]] = {}
         self._launched = False
         self._busy: tuple[Allocation, Allocation] | None = None
+
+    @property
+    def stream(self) -> cuda.Stream:
+        """On which everything runs; BackendError after the end."""
+        if self._stream is None:
+            raise BackendError("the GPU was closed")
+        return self._stream
+
+    def close(self) -> None:
+        """Let go of all while the context is current: PyCUDA cannot release it afterwards."""
+        self.forget()
+        self._busy = None
+        self._functions.clear()
+        self._module = self._stream = None
 
     def allocate(self, size_bytes: int) -> Allocation:
         """Device memory, aligned to 256; freed with the last reference, or by its ``free``."""
@@ -193,6 +207,8 @@ class Gpu:
 
     def _function(self, name: str) -> cuda.Function:
         if name not in self._functions:
+            if self._module is None:
+                raise BackendError("the GPU was closed")
             self._functions[name] = self._module.get_function(name)
         return self._functions[name]
 
@@ -211,7 +227,7 @@ def open_gpu(index: int = 0) -> Iterator[Gpu]:
         try:
             yield gpu
         finally:
-            gpu.forget()
+            gpu.close()
 
 
 def time_ms(prepared: PreparedEngine, rounds: int) -> list[float]:

@@ -18,9 +18,10 @@ says why in the table), 1 otherwise, 2 where there is no environment.
 options:
   --output FOLDER    for logs and reports (default: build/gpu)
   --place PLACE      where setup.sh put the environment (default: /tmp/offramp-gpu)
-  --only PART        kernels, engines, runtime, memcheck, racecheck or synccheck; may be repeated
+  --only PART        kernels, engines, runtime, checks (what eeserve --self-check does, and what
+                     every backend has to hold), memcheck, racecheck or synccheck; may be repeated
                      (default: all)
-  --limit SECONDS    of each part (default: 150, engines and runtime: three times that)
+  --limit SECONDS    of each part (default: 150; engines, runtime and checks: three times that)
 USAGE
 }
 
@@ -42,7 +43,7 @@ while [ $# -gt 0 ]; do
         *) usage >&2; die "there is no option $1" ;;
     esac
 done
-[ ${#parts[@]} -gt 0 ] || parts=(kernels memcheck racecheck synccheck engines runtime)
+[ ${#parts[@]} -gt 0 ] || parts=(kernels memcheck racecheck synccheck checks engines runtime)
 case $limit in ''|*[!0-9]*) die "--limit $limit is no number of seconds" ;; esac
 [ -f "$place/env.sh" ] || die "there is no environment at $place: run tools/gpu/setup.sh FOLDER $place"
 # shellcheck source=/dev/null
@@ -54,14 +55,15 @@ cd "$repository" || exit 2
 table=()
 failed=0
 
-# pytest NAME LIMIT FILE [OPTION…], behind the words of $before
+# pytest NAME LIMIT [FILE…] [OPTION…], behind the words of $before
 run_part() {
-    local name=$1 seconds=$2 file=$3 began status summary result
-    shift 3
+    local name=$1 seconds=$2 began status summary result
+    shift 2
     echo "== $name"
     began=$SECONDS
     timeout --kill-after=20 "$seconds" ${before[@]+"${before[@]}"} "$OFFRAMP_GPU_PYTHON" -m pytest \
-        "$file" -p no:cacheprovider --color=no "--junitxml=$output/$name.xml" "$@" \
+        -p no:cacheprovider --color=no -o faulthandler_timeout=100 \
+        "--junitxml=$output/$name.xml" "$@" \
         2>&1 | tee "$output/$name.log"
     status=${PIPESTATUS[0]}
     # What skipped is told by pytest's last line; all of it skipped is no pass.
@@ -96,8 +98,10 @@ for part in "${parts[@]}"; do
         kernels) run_part kernels "$limit" tests/gpu/test_kernels.py -q ;;
         engines) run_part engines $((3 * limit)) tests/gpu/test_engines.py -v --durations=5 ;;
         runtime) run_part runtime $((3 * limit)) tests/gpu/test_runtime.py -v --durations=5 ;;
+        checks) run_part checks $((3 * limit)) tests/gpu/test_self_check.py \
+            tests/unit/engine/test_backend_conformance.py -v --durations=5 ;;
         memcheck|racecheck|synccheck) sanitized "$part" ;;
-        *) die "--only $part: give kernels, engines, runtime, memcheck, racecheck or synccheck" ;;
+        *) die "--only $part: give kernels, engines, runtime, checks, memcheck, racecheck or synccheck" ;;
     esac
 done
 

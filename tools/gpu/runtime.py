@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +19,8 @@ OVERHEAD_GOAL, PYTHON_GOAL_US, SHARE_GOAL, LATENCY_GOAL = 0.05, 60.0, 0.02, 0.6
 ResNet-50 at batch 32; mean latency of the source model's, at PAME's settings."""
 
 _LEAST_BATCH: Final = 16
+_MOST_ROWS: Final = 16
+"""Of a request in ``parallel``."""
 
 Save = Callable[[Any], None]
 
@@ -31,8 +33,10 @@ class RuntimeOptions:
     """Names."""
     folder: Path
     """Where bundles are made, and kept."""
-    sizes: tuple[int, ...] = (8, 16, 32, 64)
+    sizes: tuple[int, ...] = (1, 8, 16, 32, 64)
     """Ends of the engines' profiles, rising; PAME's batch sizes are those of 16 and more."""
+    served: tuple[int, ...] = (8, 32)
+    """Most rows of a batch in ``parallel``, each measured."""
     go_on: tuple[float, ...] = (0.2, 0.3, 0.5)
     """Shares of the samples that go on from the first exit."""
     recorded: Path | None = None
@@ -86,7 +90,8 @@ class RuntimeBench:
             found[name] = {**found.get(name, {}), "latencies": rows}
             save(found)
             print("\n".join(latency_lines(name, rows)), flush=True)
-            cases = pame.breakdown(self._machine, model, bundle, settings)
+            every_size = replace(settings, batches=self._options.sizes)
+            cases = pame.breakdown(self._machine, model, bundle, every_size)
             found[name] = {**found[name], "breakdown": cases}
             save(found)
             print("\n".join(breakdown_lines(name, cases)), flush=True)
@@ -95,16 +100,20 @@ class RuntimeBench:
         """Throughput of parallel batches."""
         found = dict(known)
         for name, model in self._models.items():
-            settings = serving.ParallelSettings(
-                go_on=self._share(),
-                rounds=self._options.rounds,
-                requests=self._options.requests,
-                graphs=(True, False) if self._options.graphs else (False,),
-                load=serving.Load(seed=self._options.seed),
-            )
-            found[name] = serving.parallel(self._machine, model, self._ready(name), settings)
-            save(found)
-            print("\n".join(parallel_lines(name, found[name])), flush=True)
+            bundle, rows = self._ready(name), []
+            for most in self._options.served:
+                settings = serving.ParallelSettings(
+                    go_on=self._share(),
+                    max_batch_size=most,
+                    rounds=self._options.rounds,
+                    requests=self._options.requests,
+                    graphs=(True, False) if self._options.graphs else (False,),
+                    load=serving.Load(seed=self._options.seed, rows=(1, min(most, _MOST_ROWS))),
+                )
+                rows += serving.parallel(self._machine, model, bundle, settings)
+                found[name] = rows
+                save(found)
+            print("\n".join(parallel_lines(name, rows)), flush=True)
 
     def soak(self, save: Save, known: Mapping[str, Any]) -> None:
         """A long run of each model."""
@@ -190,8 +199,9 @@ def parallel_lines(name: str, rows: list[dict[str, Any]]) -> Iterator[str]:
         limit = "" if row["parallel_below"] is None else f", τ_b {row['parallel_below']}"
         graphs = "graphs" if row["graphs"] else "no graphs"
         yield (
-            f"{name} {row['system']}{limit}, {graphs}: {row['samples_per_s']:.0f} samples/s, mean "
-            f"{row['mean_ms']:.2f} ms, p99 {row['p99_ms']:.2f} ms, {row['failed']} failed"
+            f"{name} ≤ {row['max_batch_size']} {row['system']}{limit}, {graphs}: "
+            f"{row['samples_per_s']:.0f} samples/s, mean {row['mean_ms']:.2f} ms, p99 "
+            f"{row['p99_ms']:.2f} ms, {row['failed']} failed"
         )
 
 

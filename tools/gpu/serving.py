@@ -184,7 +184,7 @@ async def _parallel(
                 )
                 if round_ >= 0:  # the first fills caches, and captures graphs
                     outcomes.setdefault(key, []).append(outcome)
-    return [_row(*key, outcomes) for key in outcomes]
+    return [{"max_batch_size": settings.max_batch_size, **_row(*key, outcomes)} for key in outcomes]
 
 
 def _row(

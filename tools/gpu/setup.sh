@@ -119,6 +119,19 @@ build_pycuda() {
     install_into_site "$place"/built/pycuda-*.whl
 }
 
+install_provider() {  # it takes the place of an onnxruntime that is here
+    local wheel
+    wheel=$(compgen -G "$joined/5-provider/onnxruntime_gpu-*.whl") || return 0
+    [ -f "$site/.provider" ] && return
+    say "ONNX Runtime with its CUDA provider"
+    install_into_site "$wheel"
+    # It looks for CUDA's libraries in the packages beside it; here they may be another Python's.
+    local packages
+    packages=$(run "$python" -c 'import nvidia; print(list(nvidia.__path__)[0])' 2> /dev/null || true)
+    [ -z "$packages" ] || ln -sfn "$packages" "$site/nvidia"
+    touch "$site/.provider"
+}
+
 install_tensorrt() {
     local archive=$joined/4-tensorrt.tar.zst
     [ -f "$archive" ] && [ ! -f "$site/.tensorrt" ] || return 0
@@ -170,6 +183,7 @@ toolkit
 choose_python
 install_wheels
 build_pycuda
+install_provider
 install_tensorrt
 unpack_bundles
 write_env

@@ -224,7 +224,8 @@ class _Buffers:
 def _scores(end: StageEnd, seed: int) -> np.ndarray[Any, Any]:
     """Logits of which so many rows are unsure, spread over the batch."""
     rng = np.random.default_rng(seed)
-    scores = rng.standard_normal((end.rows, end.classes)).astype(np.float32)
+    # Bounded, or of many rows some would be sure by chance: two classes alone leave 0.88 at most.
+    scores = rng.uniform(-1, 1, (end.rows, end.classes)).astype(np.float32)
     sure = rng.permutation(end.rows)[end.survivors :]
     scores[sure, rng.integers(0, end.classes, len(sure))] = 30
     return scores

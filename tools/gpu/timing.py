@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from offramp.bundle import Bundle
 from offramp.engine.cuda.driver import Driver, Graph, Kernel, Kernels, Pinned, Stream, StreamEvent
 from offramp.engine.cuda.executable import (
     Executable,
@@ -284,6 +285,10 @@ class TimedFactory:
         """See :class:`ExecutableFactory`."""
         return self._factory.device_dtype(dtype)
 
+    def as_computed(self, bundle: Bundle) -> Bundle:
+        """See :class:`ExecutableFactory`."""
+        return self._factory.as_computed(bundle)
+
     def prepare(self, spec: StageSpec) -> PreparedStage:
         """See :class:`ExecutableFactory`."""
         return _TimedStage(self._factory.prepare(spec), self._spans)
@@ -303,6 +308,10 @@ class _TimedStage:
         self.scratch_bytes: int = stage.scratch_bytes
         self.max_rows: int = stage.max_rows
         self.capturable: bool = stage.capturable
+        self.pads: bool = stage.pads
+
+    def room(self, rows: int) -> int:
+        return self._stage.room(rows)
 
     def open(self, slot: SlotResources) -> Executable:
         return _TimedExecutable(self._stage.open(slot), self._spans)

@@ -16,27 +16,32 @@ import pytest
 from tests.unit.bundle import examples
 
 from offramp.bundle import (
+    ActiveExit,
     Bundle,
     BundleBusyError,
     BundleError,
     BundleIntegrityError,
     BundleSchemaError,
     BundleWriteError,
+    ExitPolicy,
     placing,
     write_bundle,
 )
+from offramp.bundle.engine_index import addressed, model_digest
 from offramp.bundle.engines import (
     ENGINES,
     EngineEntry,
     EngineIndex,
     EngineStore,
     EngineTarget,
+    PrecisionEvidence,
     ShapeProfile,
     ShapeRange,
     list_targets,
     parts_digest,
     prune_targets,
 )
+from offramp.certify.binomial import upper_bound
 
 TARGET = EngineTarget(
     gpu="NVIDIA H200", compute_capability=(9, 0), tensorrt="10.16.0.72", precision="fp16"
@@ -625,3 +630,76 @@ def test_what_a_unit_is_made_of(bundle: Bundle) -> None:
     }.items():
         joined = "\n".join(hashes[name] for name in names)
         assert parts_digest(manifest, *unit) == hashlib.sha256(joined.encode()).hexdigest()
+
+
+def evidence_of(records: bytes, **changes: Any) -> PrecisionEvidence:
+    facts: dict[str, Any] = {
+        "model": "m",
+        "policy": examples.POLICY,
+        "records": addressed("records", records, ".npz"),
+        "samples": 1000,
+        "end_differs": 2,
+        "max_disagreement": 0.01,
+        "confidence_level": 0.95,
+    }
+    return PrecisionEvidence(**{**facts, **changes})
+
+
+def test_evidence_is_kept_beside_the_engines(bundle: Bundle, store: EngineStore) -> None:
+    first, second = evidence_of(b"first"), evidence_of(b"second", end_differs=3)
+    store.put_evidence(first, b"first")
+    store.put_evidence(second, b"second")
+    again = EngineStore.open(bundle.path, store.index.target)
+    assert again.index.evidence == second
+    assert again.read_evidence(second) == b"second"
+    assert not (store.folder / first.records.path).exists()
+    again.put_evidence(None)
+    assert not (store.folder / second.records.path).exists()
+    assert EngineStore.open(bundle.path, store.index.target).index.evidence is None
+
+
+def test_evidence_has_to_describe_its_records(store: EngineStore) -> None:
+    with pytest.raises(ValueError, match="does not describe these records"):
+        store.put_evidence(evidence_of(b"others"), b"records")
+
+
+def test_damaged_records_of_engines_are_refused(store: EngineStore) -> None:
+    evidence = evidence_of(b"records")
+    store.put_evidence(evidence, b"records")
+    (store.folder / evidence.records.path).write_bytes(b"recorda")
+    with pytest.raises(BundleIntegrityError, match="records-"):
+        store.read_evidence(evidence)
+
+
+def test_a_policy_of_other_exits_is_refused(bundle: Bundle) -> None:
+    beyond = ExitPolicy(version=1, active=(ActiveExit(exit=99, threshold=0.5),))
+    with pytest.raises(BundleSchemaError, match="names an exit beyond"):
+        bundle.under(evidence_of(b"", policy=beyond), b"")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"end_differs": 1001}, {"samples": 0}, {"max_disagreement": 0.0}]
+)
+def test_evidence_that_makes_no_sense_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        evidence_of(b"", **changes)
+
+
+def test_what_is_spent_is_bounded_at_half_of_the_risk() -> None:
+    evidence = evidence_of(b"")
+    assert evidence.spent(0.95) == upper_bound(2, 1000, 0.975)
+    assert evidence.spent(0.99) == pytest.approx(upper_bound(2, 1000, 0.995))
+    assert 0.002 < evidence.spent(0.95) < evidence.spent(0.99) < 0.01
+
+
+@pytest.mark.parametrize(
+    "name", ["policy.json", "records.npz", "segments/01.onnx", "exits/00.onnx"]
+)
+def test_whatever_a_policy_depends_on_is_in_its_digest(bundle: Bundle, name: str) -> None:
+    manifest = bundle.manifest
+    assert model_digest(manifest) == model_digest(replace(manifest, files=manifest.files[::-1]))
+    changed = tuple(
+        replace(file, sha256="0" * 64) if file.path == name else file for file in manifest.files
+    )
+    assert changed != manifest.files
+    assert model_digest(replace(manifest, files=changed)) != model_digest(manifest)

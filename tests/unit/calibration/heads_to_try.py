@@ -15,9 +15,9 @@ from offramp.calibration.learners import Preconditioners
 from offramp.calibration.preconditioning import Preconditioner
 from offramp.calibration.training import (
     TrainedHead,
-    TrainingOptions,
     train_heads,
 )
+from offramp.calibration.training_options import TrainingOptions
 
 CLASSES = 3
 CHANNELS, SIDE = 4, 14

@@ -12,10 +12,10 @@ from offramp.bundle import Head
 from offramp.calibration.features import WHOLE
 from offramp.calibration.learners import Preconditioners
 from offramp.calibration.training import (
-    TrainingOptions,
     count_steps,
     train_heads,
 )
+from offramp.calibration.training_options import TrainingOptions
 
 
 def truth(made: Problem) -> np.ndarray:

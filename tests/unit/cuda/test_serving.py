@@ -41,7 +41,7 @@ class Fake(NamedTuple):
 
 
 def fake(*, graphs: bool = True) -> Fake:
-    return Fake(*fake_cuda(graphs=graphs, max_rows=MOST))
+    return Fake(*fake_cuda(graphs=graphs, pads=graphs, max_rows=MOST))
 
 
 @pytest.fixture(scope="module")

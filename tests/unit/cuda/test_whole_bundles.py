@@ -43,11 +43,12 @@ def samples_of(model: str) -> Inputs:
     return inputs
 
 
+@pytest.mark.parametrize("pads", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("model", ["residual", "bert with types", "dense", "mlp", "towers"])
-def test_answers_are_those_of_the_cpu(model: str, seed: int, folder: Path) -> None:
+def test_answers_are_those_of_the_cpu(model: str, seed: int, pads: bool, folder: Path) -> None:
     bundle = bundle_of(model, folder)
-    backend, _, _ = fake_cuda(seed=seed, max_rows=2 * ROWS)
+    backend, _, _ = fake_cuda(seed=seed, max_rows=2 * ROWS, pads=pads)
     slot = backend.open_slot()
     both = twin(backend, slot, bundle, seed=seed)
     both.run(samples_of(model), 12, rows=ROWS)
@@ -57,15 +58,16 @@ def test_answers_are_those_of_the_cpu(model: str, seed: int, folder: Path) -> No
     backend.close()
 
 
+@pytest.mark.parametrize("pads", [False, True])
 @pytest.mark.parametrize("mode", ["off", "chained", "release"])
-def test_stages_without_exits_and_exits_that_look_on(mode: str, folder: Path) -> None:
+def test_stages_without_exits_and_exits_that_look_on(mode: str, pads: bool, folder: Path) -> None:
     bundle = bundle_of("bert with types", folder)
     plans = {
         "off": make_plan(bundle, mode=Mode.OFF),
         "chained": make_chained_plan(bundle),
         "release": make_plan(bundle, LOOKING_ON, Mode.RELEASE),
     }
-    backend, _, _ = fake_cuda(max_rows=2 * ROWS)
+    backend, _, _ = fake_cuda(max_rows=2 * ROWS, pads=pads)
     slot = backend.open_slot()
     both = twin(backend, slot, bundle, seed=1, plan=plans[mode])
     both.run(samples_of("bert with types"), 6, rows=ROWS)
@@ -74,10 +76,11 @@ def test_stages_without_exits_and_exits_that_look_on(mode: str, folder: Path) ->
     backend.close()
 
 
+@pytest.mark.parametrize("pads", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_slots_in_threads_share_what_is_buffered(seed: int, folder: Path) -> None:
+def test_slots_in_threads_share_what_is_buffered(seed: int, pads: bool, folder: Path) -> None:
     bundle = bundle_of("residual", folder)
-    backend, _, driver = fake_cuda(seed=seed, max_rows=2 * ROWS)
+    backend, _, driver = fake_cuda(seed=seed, max_rows=2 * ROWS, pads=pads)
     plan = make_plan(bundle, random_policy(bundle, np.random.default_rng(seed)))
     lock, buffered = threading.Lock(), list[Waiting]()
     failures: list[BaseException] = []

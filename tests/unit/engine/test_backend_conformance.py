@@ -97,6 +97,7 @@ MAKERS: dict[str, Callable[[], Backend]] = {
     "onnxruntime": OnnxRuntimeBackend,
     "cuda": lambda: fake_cuda()[0],
     "cuda without graphs": lambda: fake_cuda(graphs=False)[0],
+    "cuda with padding": lambda: fake_cuda(pads=True)[0],
 }
 """Closing a backend on the fake driver checks that it used memory and streams rightly."""
 

@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 
 from offramp.bundle import Bundle
+from offramp.bundle.engine_index import addressed, both_hold, model_digest
+from offramp.bundle.engines import PrecisionEvidence
 from offramp.engine.control.costs import CostModel
-from offramp.engine.controllers import make_controller, ramp_budget
+from offramp.engine.controllers import left_for_exits, make_controller, ramp_budget
+from offramp.engine.errors import OptionsError
 from offramp.engine.options import ModelOptions
 from offramp.engine.plan import Mode
+from offramp.engine.whole_promise import whole_policy, whole_status
 
 BUNDLE = Path(__file__).parents[2] / "golden" / "bundle"
 
@@ -59,3 +63,65 @@ def test_what_the_bundle_promises_is_taken_as_it_is(
     stricter = replace(options, max_disagreement=0.9 * promise.max_disagreement)
     again, _ = make_controller(bundle, bundle.profile(), Mode.AUDIT, stricter)
     assert again.policy != bundle.policy
+
+
+def in_fp16(bundle: Bundle, end_differs: int) -> Bundle:
+    """As engines serve it whose end answers some samples otherwise."""
+    records = bundle.read("records.npz")
+    promise = bundle.policy.promise
+    assert promise is not None
+    evidence = PrecisionEvidence(
+        model=model_digest(bundle.manifest),
+        policy=bundle.policy,
+        records=addressed("records", records, ".npz"),
+        samples=10_000,
+        end_differs=end_differs,
+        max_disagreement=0.05,
+        confidence_level=promise.confidence_level,
+    )
+    return bundle.under(evidence, records)
+
+
+def test_exits_get_what_the_end_leaves_of_constraint_and_risk() -> None:
+    plain = Bundle.open(BUNDLE)
+    assert left_for_exits(plain, ModelOptions(max_disagreement=0.03, confidence=0.9)) == (0.03, 0.9)
+    served = in_fp16(plain, end_differs=20)
+    assert served.evidence is not None
+    for allowed, confidence in ((None, 0.95), (0.03, 0.9)):
+        options = ModelOptions(max_disagreement=allowed, confidence=confidence)
+        left, level = left_for_exits(served, options)
+        assert left == pytest.approx((allowed or 0.05) - served.evidence.spent(confidence))
+        assert level == pytest.approx(1 - (1 - confidence) / 2)
+        controller, _ = make_controller(served, served.profile(), Mode.AUDIT, options)
+        assert controller.status().max_disagreement == pytest.approx(left)
+
+
+def test_a_constraint_that_the_end_spends_alone_is_refused() -> None:
+    served = in_fp16(Bundle.open(BUNDLE), end_differs=20)
+    with pytest.raises(OptionsError, match=r"the constraint of 0\.20% at 0\.95 confidence; give"):
+        left_for_exits(served, ModelOptions(max_disagreement=0.002))
+
+
+def test_what_is_said_is_about_the_float32_model() -> None:
+    served = in_fp16(Bundle.open(BUNDLE), end_differs=20)
+    options = ModelOptions(max_disagreement=0.03, confidence=0.9)
+    controller, _ = make_controller(served, served.profile(), Mode.AUDIT, options)
+    plain, said = controller.status(), whole_status(controller.status(), served.evidence)
+    assert (said.max_disagreement, said.confidence_level) == pytest.approx((0.03, 0.9))
+    assert said.disagreement_upper_bound >= plain.disagreement_upper_bound
+    seen = replace(plain, disagreement=0.004, disagreement_upper_bound=0.01)
+    said = whole_status(seen, served.evidence)
+    assert said.disagreement == pytest.approx(0.004 + 0.002)
+    assert served.evidence is not None
+    assert said.disagreement_upper_bound == pytest.approx(0.01 + served.evidence.spent(0.9))
+    assert whole_status(plain, None) is plain
+
+    promise, whole = controller.policy.promise, whole_policy(controller.policy, served.evidence)
+    assert promise is not None
+    assert whole.promise is not None
+    level = both_hold(promise.confidence_level)
+    assert whole.promise.confidence_level == level
+    spent = served.evidence.spent(level)
+    assert whole.promise.max_disagreement == pytest.approx(promise.max_disagreement + spent)
+    assert whole.active == controller.policy.active
+    assert whole_policy(controller.policy, None) is controller.policy

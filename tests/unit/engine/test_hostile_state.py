@@ -22,6 +22,8 @@ from offramp.engine.control.shift_guard import ShiftGuard
 from offramp.engine.control_loop import ControlLoop
 from offramp.engine.control_state import load_state, save_state
 from offramp.engine.executor import Executor
+from offramp.engine.recorder import Recorder
+from offramp.engine.served_model import ModelControl
 from offramp.engine.state_file import StateFile
 
 COSTS = synthetic_costs()
@@ -88,11 +90,12 @@ def kept(population: Population, fresh: CertifiedController) -> dict[str, Any]:
 
 def start(controller: Controller, path: Path) -> None:
     """Start and stop a control loop, which looks at nothing meanwhile."""
-    control = SimpleNamespace(
+    control = ModelControl(
         controller=controller,
+        recorder=Recorder(1),
         state_file=StateFile(path),
         fingerprint={},
-        deployments=SimpleNamespace(cancel=lambda: None),
+        deployments=cast(Any, SimpleNamespace(cancel=lambda: None)),
     )
     model = cast(Any, SimpleNamespace(options=None, control=control))
     loop = ControlLoop(cast(Executor, None), {"m": model}, period_s=3600.0)

@@ -24,6 +24,7 @@ from offramp.engine.backends.onnxruntime_cuda import OnnxRuntimeCudaFactory
 from offramp.engine.backends.sizes import BundleSizes, GraphShapes
 from offramp.engine.cuda.backend import CudaBackend
 from offramp.engine.cuda.driver import DeviceLostError
+from offramp.engine.cuda.padding import padded_sizes
 from offramp.engine.errors import BackendError
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.pipeline import Pipeline
@@ -214,7 +215,13 @@ def test_answers_are_those_of_the_cpu(
         expected = answers(theirs, OnnxRuntimeBackend().open_slot(), given)
         for slot in slots:
             np.testing.assert_allclose(answers(ours, slot, given), expected, rtol=1e-5)
-    assert len(cuda.settings) == 2 * len(plan.stages)
+    sessions = len(cuda.settings) / 2 / len(plan.stages)
+    if model == "bert":
+        assert sessions == 1
+    elif kind == "leave":
+        assert 1 < sessions <= len(padded_sizes(8))
+    else:
+        assert sessions == 3  # of 8, 4 and 1 rows: convolutions are planned for one size
     assert device.calls["capture"] == 0
     for slot in slots:
         slot.close()

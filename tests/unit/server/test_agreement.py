@@ -61,7 +61,7 @@ def test_nothing_is_said_where_nothing_is_observed() -> None:
             Evidence.CONSERVATIVE,
             "No exit answers",
             (
-                "every answer is the unmodified model's, until there is evidence for more "
+                "every answer is given by the whole model, until there is evidence for more "
                 "(constraint: disagreement ≤ 1 % with 95 % confidence). 12,400 samples were "
                 "observed so far, 412 early answers among them audited."
             ),

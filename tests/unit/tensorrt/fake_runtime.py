@@ -2,8 +2,9 @@
 
 On top of :mod:`tests.unit.tensorrt.fake_tensorrt`, with the names of each version and no others.
 What would be undefined on a GPU is an error here: a context that changes after a graph was
-captured from it, two contexts with one profile in 8.6, too little scratch memory. While a context
-runs, its scratch memory is overwritten, so that nothing else may lie there.
+captured from it, too little scratch memory, and in 8.6 two contexts with one profile of an engine
+that was not built to share them. While a context runs, its scratch memory is overwritten, so that
+nothing else may lie there.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class FakeRuntime(FakeTensorRT):
         self.contexts: weakref.WeakSet[Any] = weakref.WeakSet()
         self.engines: weakref.WeakSet[Any] = weakref.WeakSet()
         self.fails_to_load = False
+        self.shares_profiles = True
+        """Engines are built so; 10 and later take no notice."""
         self.graph_fails = False
         """Engines cannot be captured."""
         for name, behaviour in (
@@ -61,6 +64,7 @@ class FakeRuntime(FakeTensorRT):
             "version": self.module.__version__,
             "graph": base64.b64encode(graph).decode(),
             "profiles": shapes,
+            "shares_profiles": self.shares_profiles,
         }
         return json.dumps(content).encode()
 
@@ -96,6 +100,7 @@ class _Engine(_Part):
         proto = onnx.load_from_string(graph).graph
         self._session = make_session(graph, threads=1)
         self._profiles = plan["profiles"]
+        self._shares_profiles = self._fake.major >= 10 or plan["shares_profiles"]
         weights = {tensor.name for tensor in proto.initializer}
         inputs = [info for info in proto.input if info.name not in weights]
         self._inputs = [info.name for info in inputs]
@@ -183,7 +188,8 @@ class _Context(_Part):
         stream = _stream_of(self._fake.device, stream_handle)
         self._fake.device.call(stream, lambda: None)
         others = [c for c in self._fake.contexts if c is not self and c._engine is self._engine]
-        taken = self._fake.major < 10 and any(c._profile == profile_index for c in others)
+        taken = any(c._profile == profile_index for c in others)
+        taken = taken and not self._engine._shares_profiles
         if taken or self._fake.refuses_profiles:
             self._fake.report("ERROR", f"profile {profile_index} is in use")
             return False

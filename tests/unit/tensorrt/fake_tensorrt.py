@@ -214,6 +214,9 @@ class _Config(_Part):
     def clear_flag(self, flag: Any) -> None:
         self._note("clear_flag", flag.name)
 
+    def set_preview_feature(self, feature: Any, enable: bool) -> None:
+        self._note("set_preview_feature", feature.name, enable)
+
     def set_memory_pool_limit(self, pool: Any, pool_size: int) -> None:
         self._note("set_memory_pool_limit", pool.name, pool_size)
 

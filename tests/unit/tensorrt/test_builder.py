@@ -19,6 +19,7 @@ from tests.unit.tensorrt.fake_driver import FakeDriver
 from tests.unit.tensorrt.fake_tensorrt import FakeTensorRT
 
 from offramp.bundle.engines import ShapeProfile, ShapeRange
+from offramp.compiler import tensorrt
 from offramp.compiler.engines.builder import EngineBuilder
 from offramp.compiler.engines.options import BuildSettings
 from offramp.compiler.errors import EngineBuildError
@@ -99,6 +100,7 @@ def test_the_whole_of_a_build(builder: TensorRTBuilder, fake: FakeTensorRT) -> N
         ("set_memory_pool_limit", "WORKSPACE", 1 << 30),
         ("clear_flag", "TF32"),
         *([("set_flag", "FP16"), ("set_tactic_sources", 0b11000)] if old else []),
+        *([("set_preview_feature", "PROFILE_SHARING_0806", True)] if old else []),
         *([("set_flag", "OBEY_PRECISION_CONSTRAINTS")] if old else []),
         *([("precision", "y", "FLOAT"), ("set_output_type", "y", "FLOAT")] if old else []),
         ("add_optimization_profile", shapes[0]),
@@ -182,10 +184,13 @@ def test_progress_is_passed_on(builder: TensorRTBuilder, fake: FakeTensorRT) -> 
     ]
 
 
-def test_what_the_parser_refuses(builder: TensorRTBuilder, fake: FakeTensorRT) -> None:
+def test_what_the_parser_refuses(
+    builder: TensorRTBuilder, fake: FakeTensorRT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensorrt, "node_of", lambda _graph, number: f"operator of {number}")
     graph = {**GRAPH, "errors": [[3, "pool", "MaxPool", "no such pooling"]]}
-    where = r"\(node 3, MaxPool pool\)" if fake.major >= 10 else r"\(node 3\)"
-    said = f"^TensorRT could not read the graph: no such pooling {where}$"
+    where = "MaxPool pool" if fake.major >= 10 else "operator of 3"
+    said = rf"^TensorRT could not read the graph: no such pooling \(node 3, {where}\)$"
     with pytest.raises(EngineBuildError, match=said):
         build(builder, graph=json.dumps(graph).encode())
     assert fake.called("build_serialized_network") == []

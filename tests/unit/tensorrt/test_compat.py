@@ -160,10 +160,10 @@ def test_what_the_parser_says(fake: FakeTensorRT) -> None:
         [2, "", "", "x"],
     ]
     named = "bad weights (node 4, Conv conv1)"
-    assert compat.parser_errors(parser) == [
-        named if fake.major >= 10 else "bad weights (node 4)",
+    assert compat.parser_errors(parser, lambda number: f"operator of {number}") == [
+        named if fake.major >= 10 else "bad weights (node 4, operator of 4)",
         "none",
-        "x (node 2)",
+        "x (node 2)" if fake.major >= 10 else "x (node 2, operator of 2)",
     ]
 
 

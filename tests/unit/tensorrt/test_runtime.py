@@ -19,7 +19,14 @@ from tests.unit.tensorrt.bindings import TENSORRT_VERSIONS
 from tests.unit.tensorrt.fake_runtime import FakeRuntime
 
 from offramp.bundle import NEVER, Bundle
-from offramp.bundle.engines import EngineEntry, EngineStore, EngineTarget, parts_digest
+from offramp.bundle.engine_index import addressed, model_digest
+from offramp.bundle.engines import (
+    EngineEntry,
+    EngineStore,
+    EngineTarget,
+    PrecisionEvidence,
+    parts_digest,
+)
 from offramp.compiler.engines.building import engine_key
 from offramp.compiler.engines.options import (
     PARTS,
@@ -161,7 +168,7 @@ def test_engines_of_stages_answer_as_onnx_runtime_does(
 ) -> None:
     build(fake, bundle, ["source", "stages"])
     compare(device, half_plan(bundle, mode), model=_model(bundle))
-    assert (device.calls["launch_graph"] > 0) == (fake.major >= 10)
+    assert device.calls["launch_graph"] > 0
 
 
 @pytest.mark.parametrize("bundle", ["residual", "bert"], indirect=True)
@@ -195,8 +202,7 @@ def test_without_graphs_no_context_is_made_while_serving(
     build(fake, bundle, ["stages"])
     compare(device, half_plan(bundle), model="residual", graphs=False)
     engines, profiles, slots = 2, 2, 2
-    loaded = engines if fake.major >= 10 else engines * slots  # each is asked for its sizes
-    made = loaded * profiles + engines * profiles * slots
+    made = engines * profiles * (1 + slots)  # when it is loaded, an engine is asked for its sizes
     assert len(fake.called("create_execution_context")) == made
 
 
@@ -222,9 +228,7 @@ def test_the_engine_is_in_memory_once_however_many_slots_and_plans_have_it(
         pipeline = Pipeline(backend, plan)
         for slot in slots:
             pipeline.warm_up(slot, inputs)
-    # TensorRT 8.6 has one context a profile; a slot needs an engine of its own.
-    stages = len(plan.stages)
-    assert len(fake.engines) == (stages if fake.major >= 10 else stages * 3)
+    assert len(fake.engines) == len(plan.stages)  # one for all slots
     for slot in slots:
         slot.close()
     backend.close()
@@ -295,7 +299,9 @@ def test_a_stage_says_what_it_takes(fake: FakeRuntime, device: FakeDriver, bundl
         assert stage.outputs[2].name == stage.spec.carried[0]
         assert stage.max_rows == 8
         assert stage.scratch_bytes == 1024  # of TensorRT's 1000; one engine has nothing between
-        assert stage.capturable == (fake.major >= 10)
+        assert stage.capturable
+        assert stage.pads
+        assert [stage.room(rows) for rows in (1, 2, 8)] == [1, 8, 8]  # profiles 1,2-8
 
 
 @pytest.mark.parametrize("bundle", ["bert"], indirect=True)
@@ -387,15 +393,9 @@ def test_a_slot_that_cannot_be_opened_leaves_nothing_behind(
         fake.refuses_profiles = False
 
 
-def needs_graphs(fake: FakeRuntime) -> None:
-    if fake.major < 10:
-        pytest.skip("TensorRT 8.6 is run without graphs")
-
-
 def test_a_graph_outlives_what_is_run_after_it(
     fake: FakeRuntime, device: FakeDriver, bundle: Bundle
 ) -> None:
-    needs_graphs(fake)
     build(fake, bundle, ["stages"])
     with Bench(device, make_plan(bundle).stages[0]) as bench:
         bench.enqueue(3, graph=0)
@@ -415,7 +415,6 @@ def test_a_graph_outlives_what_is_run_after_it(
 def test_what_graphs_need_is_released_with_them(
     fake: FakeRuntime, device: FakeDriver, bundle: Bundle
 ) -> None:
-    needs_graphs(fake)
     build(fake, bundle, ["stages"])
     with Bench(device, make_plan(bundle).stages[0]) as bench:
         for rows in (1, 2, 3, 1, 2, 3):
@@ -438,7 +437,6 @@ def test_two_graphs_of_the_same_shapes_and_addresses_do_not_share_what_they_need
     fake: FakeRuntime, device: FakeDriver, bundle: Bundle
 ) -> None:
     """In a chain, or where only layouts differ: one of them may go before the other."""
-    needs_graphs(fake)
     build(fake, bundle, ["segments"])
     with Bench(device, make_plan(bundle).stages[0]) as bench:
         before = len(fake.contexts)
@@ -472,7 +470,7 @@ def test_where_there_are_no_graphs_no_contexts_are_kept_for_them(
         for _ in range(3):
             pipeline.warm_up(slot, cut(inputs, rows, None))
     assert len(fake.contexts) == before
-    tries = len(pipeline.plan.stages) if fake.major >= 10 else 0
+    tries = len(pipeline.plan.stages)
     assert len(fake.called("create_execution_context")) == made + tries
     slot.close()
     backend.close()
@@ -591,7 +589,7 @@ def test_the_self_check_passes(fake: FakeRuntime, device: FakeDriver, bundle: Bu
     )
     assert report.passed, report.document()
     skipped = {r.name for r in report.results if r.verdict is CheckVerdict.SKIPPED}
-    assert skipped == (set() if fake.major >= 10 else {"graphs"})
+    assert skipped == set()
 
 
 def test_of_several_precisions_the_least_is_served(
@@ -617,3 +615,65 @@ def test_a_precision_may_be_asked_for(
     assert "has no engines for Fake GPU with TensorRT" in told
     assert ", int8 (it has some for" in told
     assert told.endswith("--device cuda:0 --precision int8")
+
+
+def served_with_evidence(
+    fake: FakeRuntime, bundle: Bundle, model: str | None = None
+) -> tuple[EngineStore, PrecisionEvidence]:
+    store = build(fake, bundle, ["stages"], precision="fp16")
+    records = bundle.read("records.npz")
+    evidence = PrecisionEvidence(
+        model=model or model_digest(bundle.manifest),
+        policy=replace(bundle.policy, version=7),
+        records=addressed("records", records, ".npz"),
+        samples=1000,
+        end_differs=1,
+        max_disagreement=0.01,
+        confidence_level=0.95,
+    )
+    store.put_evidence(evidence, records)
+    return store, evidence
+
+
+def test_engines_bring_the_policy_that_was_certified_of_them(
+    fake: FakeRuntime, device: FakeDriver, bundle: Bundle
+) -> None:
+    _, evidence = served_with_evidence(fake, bundle)
+    backend = CudaBackend(TensorRTFactory(device), device, kernels=b"")
+    found = backend.as_computed(bundle)
+    assert (found.policy, found.evidence) == (evidence.policy, evidence)
+    assert found.arithmetic.endswith("-fp16")
+    assert found.records().keys() == bundle.records().keys()
+    backend.close()
+
+
+@pytest.mark.parametrize("model", ["another", None])
+def test_engines_of_which_nothing_was_certified_say_so(
+    fake: FakeRuntime,
+    device: FakeDriver,
+    bundle: Bundle,
+    model: str | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if model:
+        served_with_evidence(fake, bundle, model)
+    else:
+        build(fake, bundle, ["stages"], precision="fp16")
+    backend = CudaBackend(TensorRTFactory(device), device, kernels=b"")
+    found = backend.as_computed(bundle)
+    assert (found.policy, found.evidence) == (bundle.policy, None)
+    assert found.arithmetic.endswith("-fp16")
+    said = any("its promise was certified in fp32" in r.getMessage() for r in caplog.records)
+    assert said == (bundle.policy.promise is not None)
+    backend.close()
+
+
+def test_damaged_evidence_is_no_reason_to_serve_without(
+    fake: FakeRuntime, device: FakeDriver, bundle: Bundle
+) -> None:
+    store, evidence = served_with_evidence(fake, bundle)
+    (store.folder / evidence.records.path).write_bytes(b"")
+    backend = CudaBackend(TensorRTFactory(device), device, kernels=b"")
+    with pytest.raises(BackendError, match="records-"):
+        backend.as_computed(bundle)
+    backend.close()

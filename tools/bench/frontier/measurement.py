@@ -255,6 +255,7 @@ class _Measuring:
                 list(compared.values()),
                 dataset,
                 size,
+                before=range(1, size + 1),
                 rounds=rounds,
                 samples=samples,
                 progress=progress,

@@ -15,12 +15,26 @@ from tests.engines import engine_bundle
 from tests.sliced import inputs_of, sliced
 
 from offramp.bundle import Bundle
-from offramp.bundle.engines import EngineStore, list_targets, parts_digest
+from offramp.bundle.engine_index import addressed, model_digest
+from offramp.bundle.engines import (
+    EngineStore,
+    Precision,
+    PrecisionEvidence,
+    list_targets,
+    parts_digest,
+)
 from offramp.compiler import build
 from offramp.compiler.build import BuildOptions, Reports, build_bundle
 from offramp.compiler.engines.building import Planned, PlannedEngine, outermost
+from offramp.compiler.engines.certification import Recertified
 from offramp.compiler.engines.options import EngineBuildOptions, parse_batches, parse_parts
-from offramp.compiler.errors import EngineBuildError, EngineOptionsError, ModelError
+from offramp.compiler.engines.verification import PrecisionData, part_data
+from offramp.compiler.errors import (
+    EngineBuildError,
+    EngineOptionsError,
+    ModelError,
+    VerificationError,
+)
 from offramp.engine.kernels.compilation import source_hash
 from offramp.engine.kernels.compilers import KernelCompileError, KernelCompilerNotFoundError
 from offramp.engine.tensorrt.probe import Device
@@ -472,6 +486,102 @@ def test_fp16_without_data_is_measured_when_data_is_given(bench: Bench, tmp_path
     assert line.startswith("fp16: of 32 samples the model answers")
 
 
+FP16 = EngineBuildOptions(precision="fp16", batches=SOURCE_FIRST.batches)
+
+
+class Certifying:
+    """A build with the data of the compilation, of which everything is found certified."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.data = tmp_path / "data.npz"
+        np.savez(self.data, **inputs_of(sliced("mlp"), 64))
+        self.asked = 0
+        self.recognised = True
+        monkeypatch.setattr(build, "part_data", self.parted)
+        monkeypatch.setattr(build, "certify_anew", self.certified)
+
+    def parted(self, *arguments: Any, **others: Any) -> PrecisionData:
+        return part_data(*arguments, **others)._replace(certifies=self.recognised)
+
+    def certified(
+        self, bundle: Bundle, precision: Precision, _ranges: object, _parts: object, **_: Any
+    ) -> Recertified:
+        self.asked += 1
+        promise, records = bundle.policy.promise, bundle.read("records.npz")
+        assert promise is not None
+        evidence = PrecisionEvidence(
+            model=model_digest(bundle.manifest),
+            policy=replace(bundle.policy, version=9),
+            records=addressed("records", records, ".npz"),
+            samples=1000,
+            end_differs=self.asked,
+            max_disagreement=0.01,
+            confidence_level=0.95,
+        )
+        return Recertified(precision=precision, evidence=evidence, records=records, promise=promise)
+
+
+@pytest.fixture
+def certifying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Certifying:
+    return Certifying(tmp_path, monkeypatch)
+
+
+def test_what_was_certified_is_kept_with_the_engines(bench: Bench, certifying: Certifying) -> None:
+    _, (line,) = bench.build(FP16, data=certifying.data)
+    assert line.startswith("fp16: of 1,000 samples the model answers 0.10% unlike in fp32")
+    evidence = bench.store.index.evidence
+    assert evidence is not None
+    assert bench.store.read_evidence(evidence) == bench.bundle.read("records.npz")
+    for data in (certifying.data, None):  # it fits, with data or without
+        assert bench.build(FP16, data=data) == (ALL_FRESH, [])
+        assert bench.store.index.evidence == evidence
+    assert certifying.asked == 1
+    bench.build(FP16, rebuild=True)
+    assert bench.store.index.evidence == evidence
+
+
+def test_other_data_certify_nothing_and_spoil_nothing(bench: Bench, certifying: Certifying) -> None:
+    bench.build(FP16, data=certifying.data)
+    evidence = bench.store.index.evidence
+    certifying.recognised = False
+    with pytest.raises(VerificationError, match=r"of 32 samples .* is broken"):
+        bench.build(FP16, data=certifying.data, rebuild=True)
+    assert bench.store.index.evidence == evidence
+    assert certifying.asked == 1
+
+
+def test_what_is_accepted_is_not_certified(bench: Bench, certifying: Certifying) -> None:
+    bench.build(FP16, data=certifying.data)
+    accepting = replace(FP16, accept_disagreement=True)
+    _, (line,) = bench.build(accepting, data=certifying.data)
+    assert line.startswith("fp16: of 32 samples the model answers")
+    assert bench.store.index.evidence is None
+
+
+def test_engines_that_fail_leave_nothing_certified(bench: Bench, certifying: Certifying) -> None:
+    def fails(number: int) -> None:
+        if number == 3:
+            raise EngineBuildError("no")
+
+    bench.builder = FakeBuilder(before_build=fails)
+    bench.build(FP16, data=certifying.data)
+    assert bench.done.failed
+    assert bench.store.index.evidence is None
+    bench.builder = FakeBuilder()
+    bench.build(FP16, data=certifying.data)
+    assert bench.store.index.evidence is not None
+
+
+def test_a_policy_of_another_time_is_certified_again(
+    bench: Bench, certifying: Certifying, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.build(FP16, data=certifying.data)
+    monkeypatch.setattr(build, "model_digest", lambda _: "rehearsed since")
+    _, (line,) = bench.build(FP16)
+    assert "what it costs in answers is not measured" in line
+    assert bench.store.index.evidence is None
+
+
 def test_a_folder_that_another_build_is_at_work_in_is_not_pruned(bench: Bench) -> None:
     bench.builder = FakeBuilder(version="8.6.0")
     bench.build()
@@ -531,7 +641,7 @@ def test_fp16_without_data_says_what_is_not_measured(bench: Bench) -> None:
     options = replace(SOURCE_FIRST, precision="fp16")
     results, (line,) = bench.build(options)
     assert results == ALL_BUILT
-    assert line.startswith("fp16: what it costs in answers is not measured; add --data NPZ")
+    assert line.startswith("fp16: what it costs in answers is not measured, and the promise holds")
     assert bench.build(options) == (ALL_FRESH, [])
 
 

@@ -109,6 +109,9 @@ def test_a_network_of_any_opset_computes_the_same(opset: int) -> None:
 def test_what_is_old_enough_stays_as_it_is(name: str) -> None:
     proto = sliced(name).model.proto
     low = onnx.ModelProto.FromString(lower(proto.SerializeToString()))
+    for node in low.graph.node:
+        if node.op_type == "Slice":
+            del node.input[3:]  # its axes, which are named
     assert [n.SerializeToString() for n in low.graph.node] == [
         n.SerializeToString() for n in proto.graph.node
     ]
@@ -124,6 +127,33 @@ def test_an_equal_split_loses_only_its_number() -> None:
     low = lowered(b.build(opset=18))
     assert attributes(low, "Split") == {"axis": 1}
     np.testing.assert_array_equal(GraphRunner(low).run({"x": X})["z"], X[:, 3:])
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("steps", [False, True])
+def test_a_slice_names_its_axes(dtype: type, steps: bool) -> None:
+    """TensorRT 8.6 takes all axes for the default."""
+    b = Builder()
+    bounds = [b.constant([1, 1], dtype), b.constant([2, 6], dtype)]
+    more = ["", b.constant([1, 2], dtype)] if steps else []
+    proto = one("Slice", *bounds, *more, opset=17, b=b).build(opset=17)
+    low = lowered(proto)
+    (node,) = low.graph.node
+    (axes,) = (numpy_helper.to_array(t) for t in low.graph.initializer if t.name == node.input[3])
+    assert axes.tolist() == [0, 1]
+    assert axes.dtype == dtype
+    assert len(node.input) == (5 if steps else 4)
+    np.testing.assert_array_equal(
+        GraphRunner(low).run({"x": X})["y"], GraphRunner(proto).run({"x": X})["y"]
+    )
+
+
+def test_a_slice_that_names_its_axes_stays() -> None:
+    b = Builder()
+    bounds = [b.constant([value], np.int64) for value in (1, 3, 1)]
+    proto = one("Slice", *bounds, opset=17, b=b).build(opset=17)
+    (before,), (after,) = proto.graph.node, lowered(proto).graph.node
+    assert list(after.input) == list(before.input)
 
 
 def test_bodies_are_lowered_too() -> None:

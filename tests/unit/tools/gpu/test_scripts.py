@@ -21,7 +21,8 @@ def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_all_scripts_are_looked_at() -> None:
-    assert NAMES == ["benchmark.sh", "collect.sh", "pycuda.sh", "run_tests.sh", "setup.sh"]
+    others = ["everything.sh", "pycuda.sh", "run_tests.sh", "setup.sh"]
+    assert ["benchmark.sh", "collect.sh", *others] == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -42,6 +43,8 @@ def test_help_says_how_to_call(name: str) -> None:
         ("setup.sh", [], "give a FOLDER"),
         ("setup.sh", ["/nowhere"], "/nowhere/part-00 does not exist: carry what collect.sh made"),
         ("run_tests.sh", ["--place", "/nowhere"], "there is no environment at /nowhere"),
+        ("collect.sh", ["f", "--tensorrt", "8.6.0", "--provider", "1"], "is for Python 3.12"),
+        ("everything.sh", ["--place", "/nowhere"], "there is no environment at /nowhere"),
         ("run_tests.sh", ["--limit", "soon"], "--limit soon is no number of seconds"),
         ("benchmark.sh", ["--place", "/nowhere"], "there is no environment at /nowhere"),
     ],

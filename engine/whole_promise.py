@@ -1,0 +1,50 @@
+"""What is said of a model whose engines are of another precision than the float32 source model.
+
+Its exits are certified, and watched while serving, against the model's end in that precision; what
+the end may answer unlike the float32 model was bounded once, when the engines were built
+(:class:`~offramp.bundle.engines.PrecisionEvidence`). Users are told of both together: the sums hold
+with what both levels of confidence leave.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from offramp.bundle import ExitPolicy
+from offramp.bundle.engine_index import both_hold
+from offramp.bundle.engines import PrecisionEvidence
+from offramp.engine.control.controller import ControlStatus
+
+
+def whole_status(status: ControlStatus, evidence: PrecisionEvidence | None) -> ControlStatus:
+    """Give a status about the float32 model; the estimate is of two shares that may overlap."""
+    if evidence is None:
+        return status
+    level = both_hold(status.confidence_level)
+    spent, seen = evidence.spent(level), status.disagreement
+    return replace(
+        status,
+        max_disagreement=status.max_disagreement + spent,
+        confidence_level=level,
+        disagreement=None if seen is None else seen + evidence.end_differs / evidence.samples,
+        disagreement_upper_bound=min(status.disagreement_upper_bound + spent, 1.0),
+    )
+
+
+def whole_policy(policy: ExitPolicy, evidence: PrecisionEvidence | None) -> ExitPolicy:
+    """Give a policy whose promise is about the float32 model."""
+    promise = policy.promise
+    if evidence is None or promise is None:
+        return policy
+    level = both_hold(promise.confidence_level)
+    return replace(
+        policy,
+        promise=replace(
+            promise,
+            max_disagreement=promise.max_disagreement + evidence.spent(level),
+            confidence_level=level,
+            certify_errors=min(
+                promise.certify_errors + evidence.end_differs, promise.certify_samples
+            ),
+        ),
+    )
