@@ -5,7 +5,7 @@
 
 Each graph is run by both in interleaved rounds; ``ratio`` is OpenVINO's time over ONNX Runtime's in
 the same round, the median with its interval: below 1 OpenVINO is faster. Both are called from
-Python with numpy arrays, as stages are. Needs ``pip install openvino``.
+Python with numpy arrays, as stages are. Needs the extra ``openvino``.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from offramp.calibration.precision.graphs import PrecisionError
 from offramp.calibration.precision.kinds import CpuPrecision, quantise
 from offramp.calibration.profiling import TimedGraph
 from offramp.compiler.model import read_model
+from offramp.engine.backends.openvino import OpenVinoBackend
 from offramp.engine.environment import cpu_features, package_version
 from offramp.engine.timing import Effort, disturbances, repeats_of, time_rounds
 from offramp.tools.bench.output import check_outputs, describe_environment, write_json
@@ -37,25 +38,15 @@ SEED = 0
 
 
 class OpenVinoGraph:
-    """A graph compiled by OpenVINO for one request at a time, to be timed."""
+    """A graph loaded as :class:`.OpenVinoBackend` does, to be timed."""
 
-    def __init__(self, graph: bytes, threads: int) -> None:
-        import openvino  # noqa: PLC0415 - this benchmark alone needs it
-
-        core = openvino.Core()
-        settings = {
-            "PERFORMANCE_HINT": "LATENCY",
-            "NUM_STREAMS": 1,
-            "INFERENCE_NUM_THREADS": threads,
-            "INFERENCE_PRECISION_HINT": "f32",  # where the graph does not say otherwise
-        }
-        compiled = core.compile_model(core.read_model(graph), "CPU", settings)
-        self._request = compiled.create_infer_request()
-        self._output = compiled.output(0)
+    def __init__(self, graph: bytes, threads: int, output: str) -> None:
+        self._graph = OpenVinoBackend(threads=threads).load(graph)
+        self._output = output
 
     def run(self, tensors: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
         """Give the first output."""
-        found: NDArray[Any] = self._request.infer(dict(tensors), share_inputs=True)[self._output]
+        (found,) = self._graph.execute([self._output], tensors, None)
         return found
 
     def time_ms(self, tensors: Mapping[str, NDArray[Any]]) -> float:
@@ -102,7 +93,8 @@ def main() -> None:
 
 def measured(name: str, graph: bytes, dataset: Dataset, options: Any) -> dict[str, Any]:
     """Time a graph in both, and compare their answers."""
-    ours, theirs = TimedGraph(graph, options.threads), OpenVinoGraph(graph, options.threads)
+    ours = TimedGraph(graph, options.threads)
+    theirs = OpenVinoGraph(graph, options.threads, ours.session.get_outputs()[0].name)
     sizes = sorted(options.batch_sizes)
     batches = [dataset.take(np.arange(size) % len(dataset)) for size in sizes]
     effort = Effort(least=6, most=400, seconds=options.seconds, half_width=0.005)

@@ -29,7 +29,8 @@ from offramp.calibration.estimates import (
     widest_ratio,
 )
 from offramp.engine.backends import Slot
-from offramp.engine.backends.onnxruntime import HostBatch, OnnxRuntimeBackend, make_session
+from offramp.engine.backends.host import HostBatch
+from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend, make_session
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, StageSpec
 from offramp.engine.timing import Effort, Timer, disturbances, repeats_of, time_rounds

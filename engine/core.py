@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
 from offramp.engine.backends import Backend, Slot, make_backend
-from offramp.engine.backends.factory import CPU
+from offramp.engine.backends.factory import CPU_RUNTIMES
 from offramp.engine.control_loop import ControlLoop
 from offramp.engine.errors import BackendError, BadInputError, DrainingError, ModelNotServedError
 from offramp.engine.executor import Executor
@@ -344,12 +344,13 @@ def backend_for(models: Mapping[str, Path], options: EngineOptions) -> Backend:
     backend = make_backend(
         options.backend,
         threads=options.threads_per_stream(),
+        streams=options.streams,
         device=parse_device(options.device),
         precision=options.precision,
         graphs=options.graphs,
         max_rows=max(options.of(name).max_batch_size for name in models),
         bundles=tuple(models.values()),
     )
-    if backend.name == CPU:
+    if backend.name in CPU_RUNTIMES:
         options.check_cores()
     return backend

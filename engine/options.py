@@ -19,8 +19,8 @@ _MOST_ROWS, _MOST_THREADS, _MOST = 2**16, 2**12, 2**31 - 1
 exhaust the machine before anything is served."""
 CONTROLLERS = ("certified", "apparate", "static")
 """The controllers that a model may have in release and audit mode."""
-_ON_CPU = "onnxruntime"
-"""The backend whose streams are the machine's cores."""
+_ON_CPU = ("onnxruntime", "openvino")
+"""The backends whose streams are the machine's cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ class EngineOptions:
             parse_device(self.device)
         except BackendError as error:
             raise ValueError(f"device: {error}") from error
-        if self.backend == _ON_CPU:
+        if self.backend in _ON_CPU:
             self.check_cores()
 
     def check_cores(self) -> None:

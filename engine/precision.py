@@ -41,7 +41,24 @@ def warn_of_saturation(name: str, manifest: Manifest, here: CpuFeatures, mode: M
         name,
         f"this one ({here.describe()}) has {'none' if here.saturates else 'it'}",
         "one that it does not name" if there is None else there.describe(),
-        "Audits watch how far answers agree"
-        if mode.observed
-        else f"Nothing watches how far answers agree in mode {mode}; audits do in mode audit",
+        _watched(mode),
     )
+
+
+def warn_of_other_kernels(name: str, manifest: Manifest, backend: str, mode: Mode) -> None:
+    """Warn where int8 is computed by another runtime than the one that certified it."""
+    if manifest.precision == "fp32" or mode is Mode.OFF or backend != "openvino-cpu":
+        return
+    _log.warning(
+        "%s: INT8 MAY ANSWER OTHERWISE HERE than was certified: OpenVINO rounds where ONNX "
+        "Runtime, which certified the bundle, does not. %s. Serve it with --backend onnxruntime "
+        "or compile it with --precision fp32",
+        name,
+        _watched(mode),
+    )
+
+
+def _watched(mode: Mode) -> str:
+    if mode.observed:
+        return "Audits watch how far answers agree"
+    return f"Nothing watches how far answers agree in mode {mode}; audits do in mode audit"

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from offramp.bundle import Answer, Bundle, Profile, TensorSpec
 from offramp.bundle.engines import PrecisionEvidence
 from offramp.engine.backends import Backend, Slot
-from offramp.engine.backends.factory import CPU
+from offramp.engine.backends.factory import CPU_RUNTIMES
 from offramp.engine.control.controller import Controller, ControlStatus
 from offramp.engine.controllers import make_controller
 from offramp.engine.deployment import Deployment, DeploymentMaker, zeros
@@ -24,7 +24,7 @@ from offramp.engine.errors import BackendError, OptionsError
 from offramp.engine.input_guard import InputGuard
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
-from offramp.engine.precision import warn_of_saturation
+from offramp.engine.precision import warn_of_other_kernels, warn_of_saturation
 from offramp.engine.profile_check import profile_here, say_what_exits_bring
 from offramp.engine.recorder import Recorder
 from offramp.engine.scheduling import ModelScheduler, OperatingPoints, ParallelLimit, make_scheduler
@@ -98,6 +98,7 @@ class ServedModel:
         """
         mode, of_model, bundle = options.mode, options.of(name), backend.as_computed(bundle)
         warn_of_saturation(name, bundle.manifest, cpu_features(), mode)
+        warn_of_other_kernels(name, bundle.manifest, backend.name, mode)
         profile = _profile(name, bundle, backend, options)
         deployments = DeploymentMaker(bundle, backend, profile, mode=mode, options=of_model)
         policy, control = bundle.policy, None
@@ -169,7 +170,7 @@ def _profile(name: str, bundle: Bundle, backend: Backend, options: EngineOptions
     try:
         if not backend.on_cpu:
             return measure_profile(bundle, backend, compiled, max_batch_size=largest)
-        if backend.name == CPU and options.mode is not Mode.OFF:
+        if backend.name in CPU_RUNTIMES and options.mode is not Mode.OFF:
             here = profile_here(
                 bundle, backend, compiled, max_batch_size=largest, keep=options.keep_state
             )

@@ -7,10 +7,13 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from offramp.bundle import Bundle
 from offramp.bundle.bundle import read_manifest
 from offramp.bundle.engines import EngineStore, Precision, list_targets
 from offramp.bundle.errors import BundleError
@@ -28,12 +31,15 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 CPU = "onnxruntime-cpu"
-"""Name of the backend that runs on the machine's cores."""
+"""Name of the embedded default, which bundles are compiled and certified with."""
+CPU_RUNTIMES: Final = frozenset({CPU, "openvino-cpu"})
+"""Names of the backends whose streams are the machine's cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Options:
     threads: int
+    streams: int
     device: int
     precision: Precision | None
     graphs: bool
@@ -45,6 +51,7 @@ def make_backend(
     name: str = "auto",
     *,
     threads: int = 1,
+    streams: int = 1,
     device: int = 0,
     precision: Precision | None = None,
     graphs: bool = True,
@@ -58,6 +65,7 @@ def make_backend(
     Args:
         name: One of :data:`BACKENDS`.
         threads: Intra-op threads of each running stage, on the CPU.
+        streams: How many stages will run at the same time, where that has to be known before.
         device: Number of the GPU, where one is used.
         precision: Of TensorRT's engines; ``None`` is the least that a bundle has.
         graphs: Whether stages are captured into CUDA graphs, where one is used.
@@ -67,6 +75,7 @@ def make_backend(
     """
     options = _Options(
         threads=threads,
+        streams=streams,
         device=device,
         precision=precision,
         graphs=graphs,
@@ -90,7 +99,7 @@ def _best(options: _Options) -> Backend:
         reasons.append(str(error))
     has_gpu = not reasons
     for entry in _ENTRIES.values():
-        if entry.needs_gpu and not has_gpu:
+        if (entry.needs_gpu and not has_gpu) or not entry.is_candidate(options):
             continue
         try:
             entry.require(options)
@@ -142,6 +151,12 @@ def _cpu(options: _Options) -> Backend:
     from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend  # noqa: PLC0415
 
     return OnnxRuntimeBackend(threads=options.threads)
+
+
+def _openvino(options: _Options) -> Backend:
+    from offramp.engine.backends.openvino import OpenVinoBackend  # noqa: PLC0415
+
+    return OpenVinoBackend(threads=options.threads, streams=options.streams)
 
 
 def _on_gpu(
@@ -243,6 +258,33 @@ def _require_engines(options: _Options) -> None:
             )
 
 
+def _compares_openvino(options: _Options) -> bool:
+    """Whether OpenVINO is here, and something to compare it on."""
+    return bool(options.bundles) and find_spec("openvino") is not None
+
+
+def _require_faster(options: _Options) -> None:
+    """Refuse, where OpenVINO is not surely faster than ONNX Runtime for what will be served."""
+    from offramp.engine.backends.cpu_choice import LEAST_GAIN, relative_time  # noqa: PLC0415
+
+    ours, other = _cpu(options), _openvino(options)
+    found = []
+    for path in options.bundles:
+        try:
+            bundle = Bundle.open(path)
+        except BundleError as error:  # whoever opens it to serve it says the same
+            raise BackendError(str(error)) from error
+        if bundle.manifest.precision != "fp32":
+            raise BackendError(f"{path} is of int8, certified with ONNX Runtime's kernels")
+        found.append(relative_time(bundle, ours, other, max_rows=options.max_rows))
+    ratio = fmean(ratio for ratio, _ in found)
+    width = fmean(width for _, width in found)
+    said = f"OpenVINO takes {ratio:.2f} ± {width:.2f} of ONNX Runtime's time here"
+    if ratio + width > 1 - LEAST_GAIN:
+        raise BackendError(said)
+    _LOG.info("%s", said)
+
+
 def _tensorrt_version() -> str:
     from offramp.engine.tensorrt import compat  # noqa: PLC0415
 
@@ -255,6 +297,8 @@ class _Entry(NamedTuple):
     """Imports what the backend needs; raises a :class:`BackendError` that says what is missing."""
     needs_gpu: bool = False
     """Whether ``auto`` leaves it out where no NVIDIA GPU is."""
+    is_candidate: Callable[[_Options], bool] = lambda _: True
+    """Whether ``auto`` looks at it, or passes it over without a word."""
     require: Callable[[_Options], None] = lambda _: None
     """What ``auto`` asks besides: raises a :class:`BackendError` if another serves better."""
 
@@ -262,6 +306,7 @@ class _Entry(NamedTuple):
 _ENTRIES: Final[Mapping[str, _Entry]] = {
     "tensorrt": _Entry(_tensorrt, needs_gpu=True, require=_require_engines),
     "cuda": _Entry(_cuda, needs_gpu=True, require=_require_fp32),
+    "openvino": _Entry(_openvino, is_candidate=_compares_openvino, require=_require_faster),
     "onnxruntime": _Entry(_cpu),
 }
 """By name, in the order in which ``auto`` tries them."""

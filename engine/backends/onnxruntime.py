@@ -8,52 +8,15 @@ convolution layouts: extended only is 1.6 to 2 times slower on CNNs).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
-import numpy as np
 import onnxruntime as ort
-from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
-from offramp.engine.assembly import CONFIDENCE, with_confidence
-from offramp.engine.backends.base import Rows, StageResult, TensorBatch
-from offramp.engine.errors import BackendError
-from offramp.engine.exit_check import confidence_of
+from offramp.engine.backends.host import Execute, HostSlot, HostStage, LoadedGraph, load_stage
 from offramp.engine.layouts import enter_blocked
 from offramp.engine.onnx_subset import has_half_precision
 from offramp.engine.plan import StageSpec
-
-_EMPTY = np.empty(0, np.float32)
-_ZERO = np.float32(0)
-
-
-@dataclass(slots=True)  # not frozen: one is made every stage, and that takes four times as long
-class HostBatch:
-    """Rows of named arrays of equal first dimension."""
-
-    tensors: Mapping[str, NDArray[Any]]
-    rows: int
-
-    def __len__(self) -> int:
-        return self.rows
-
-
-@dataclass(frozen=True, slots=True)
-class _Session:
-    spec: StageSpec
-    execute: Callable[[Sequence[str], Mapping[str, NDArray[Any]], None], list[Any]]
-    """Takes the names of outputs, and inputs by name."""
-    added: bool
-    """Whether the graph gives a confidence that was added when it was prepared."""
-    inputs: tuple[str, ...]
-    fetched: tuple[str, ...]
-    """Outputs of the graph: answer and confidence first, if there are any, then ``computed``."""
-    computed: tuple[str, ...]
-    """Carried tensors that the graph gives."""
-    passed: tuple[str, ...]
-    """Carried graph inputs, which the graph does not give."""
 
 
 def make_session(model: bytes, threads: int) -> ort.InferenceSession:
@@ -88,14 +51,14 @@ def _share_arena() -> None:
     ort.create_and_register_allocator(memory, None)
 
 
-def _run_of(session: ort.InferenceSession) -> Callable[..., list[Any]]:
+def _run_of(session: ort.InferenceSession) -> Execute:
     """Get what ``session.run`` calls in the end.
 
     That looks at the names of all inputs first, at every run; so does the native session itself.
     Between two convolutions, with cold caches, that was 20 µs, 0.6 % of a small CNN a stage.
     """
     native = getattr(session, "_sess", session)
-    run: Callable[..., list[Any]] = native.run
+    run: Execute = native.run
     return run
 
 
@@ -121,97 +84,21 @@ class OnnxRuntimeBackend:
         """List all sizes: memory is allocated the first time."""
         return range(1, most + 1)
 
-    def prepare(self, spec: StageSpec) -> _Session:
+    def prepare(self, spec: StageSpec) -> HostStage:
         """Load a stage as a session, which gives a confidence too where that can be added."""
-        added = False
-        try:
-            model = spec.load()
-            if spec.answer and not spec.confidence and spec.form == "logits":
-                with_it = with_confidence(model, spec.answer)
-                model, added = with_it or model, with_it is not None
-            session = make_session(model, self._threads)
-            given = {output.name for output in session.get_outputs()}  # names may be no UTF-8
-            read = {tensor.name for tensor in session.get_inputs()}
-        except Exception as error:  # ONNX Runtime's own classes derive from Exception only
-            reason = " ".join(str(error).split())
-            raise BackendError(f"ONNX Runtime cannot load stage {spec.index}: {reason}") from error
-        computed = tuple(name for name in spec.carried if name in given)
-        confidence = CONFIDENCE if added else spec.confidence
-        answered = tuple(name for name in (spec.answer, confidence) if name)
-        fetched = answered + computed
-        passed = tuple(name for name in spec.carried if name not in given)
-        if not (read <= set(spec.inputs) and set(answered) <= given):
-            raise BackendError(
-                f"ONNX Runtime cannot load stage {spec.index}: it reads {sorted(read)} and gives "
-                f"{sorted(given)}, the manifest says {sorted(spec.inputs)} and {list(answered)}; "
-                "compile the model again"
-            )
-        return _Session(spec, _run_of(session), added, spec.inputs, fetched, computed, passed)
+        return load_stage(spec, "ONNX Runtime", self._load)
 
-    def open_slot(self) -> OnnxRuntimeSlot:
+    def _load(self, model: bytes) -> LoadedGraph:
+        session = make_session(model, self._threads)
+        return LoadedGraph(
+            read={tensor.name for tensor in session.get_inputs()},
+            given={output.name for output in session.get_outputs()},  # names may be no UTF-8
+            execute=_run_of(session),
+        )
+
+    def open_slot(self) -> HostSlot:
         """Open a slot; those of a CPU hold nothing."""
-        return OnnxRuntimeSlot()
+        return HostSlot()
 
     def close(self) -> None:
         """Sessions are freed with the last reference to them."""
-
-
-class OnnxRuntimeSlot:
-    """Runs stages on the calling thread."""
-
-    def upload(self, tensors: Mapping[str, NDArray[Any]]) -> HostBatch:
-        """Take the arrays as they are."""
-        return HostBatch(tensors, len(next(iter(tensors.values()))))
-
-    def run(
-        self,
-        stage: _Session,
-        batch: TensorBatch,
-        threshold: float | None = None,  # noqa: ARG002
-    ) -> StageResult:
-        """Execute a stage on the calling thread."""
-        assert isinstance(batch, HostBatch)
-        # What stands here runs with cold caches, between the convolutions of two stages: every
-        # call of numpy costs 10 to 30 µs. So no more of them, and no more Python, than it takes.
-        spec, tensors = stage.spec, batch.tensors
-        try:
-            outputs = stage.execute(stage.fetched, {n: tensors[n] for n in stage.inputs}, None)
-        except Exception as error:
-            where = f"stage {spec.index} failed on {len(batch)} rows"
-            raise BackendError(f"{where}: {' '.join(str(error).split())}") from error
-        answer, confidence = None, _EMPTY
-        if spec.confidence is not None:
-            answer, confidence, *outputs = outputs
-        elif stage.added:
-            answer, confidence, *outputs = outputs
-            confidence = np.fmax(confidence, _ZERO)  # in place of NaN
-        elif spec.answer is not None:
-            answer, *outputs = outputs
-            confidence = confidence_of(answer, spec.form)
-        if not spec.carried:
-            return StageResult(answer, confidence, None)
-        carried = dict(zip(stage.computed, outputs))  # noqa: B905, as long as was asked for
-        for name in stage.passed:
-            carried[name] = tensors[name]
-        return StageResult(answer, confidence, HostBatch(carried, batch.rows))
-
-    def select(self, batch: TensorBatch, rows: Rows) -> HostBatch:
-        """Copy the given rows, unless they are all there are."""
-        assert isinstance(batch, HostBatch)
-        if len(rows) == len(batch):
-            return batch
-        kept = {name: array.take(rows, axis=0) for name, array in batch.tensors.items()}
-        return HostBatch(kept, len(rows))
-
-    def buffer(self, batch: TensorBatch, rows: Rows) -> HostBatch:
-        """Copy the given rows; host memory is every slot's."""
-        return self.select(batch, rows)
-
-    def merge(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> HostBatch:
-        """Concatenate rows of the parts, in their order."""
-        chosen = [self.select(batch, rows).tensors for batch, rows in parts]
-        joined = {name: np.concatenate([tensors[name] for tensors in chosen]) for name in chosen[0]}
-        return HostBatch(joined, sum(len(rows) for _, rows in parts))
-
-    def close(self) -> None:
-        """Do nothing: a slot of a CPU holds nothing."""

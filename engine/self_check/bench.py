@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.engine.backends import Backend, Slot, TensorBatch
-from offramp.engine.backends.onnxruntime import HostBatch
+from offramp.engine.backends.host import HostBatch
 from offramp.engine.cuda.backend import CudaBackend
 from offramp.engine.cuda.batch import BufferedRows, CudaBatch
 from offramp.engine.cuda.driver import Driver

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from offramp.engine.backends.base import StageResult
-from offramp.engine.backends.onnxruntime import OnnxRuntimeSlot
+from offramp.engine.backends.host import HostSlot
 from offramp.engine.errors import BackendError
 from offramp.server.cli import main
 
@@ -28,16 +28,16 @@ FAULT: Final = "a fault that the chaos harness injected"
 
 def fail_on_request(switch: Path) -> None:
     """Have every slot's ``run`` fail at times while ``switch`` exists."""
-    run = OnnxRuntimeSlot.run
+    run = HostSlot.run
     name = str(switch)
     draw = random.random
 
-    def failing(self: OnnxRuntimeSlot, *arguments: Any) -> StageResult:
+    def failing(self: HostSlot, *arguments: Any) -> StageResult:
         if os.path.exists(name) and draw() < SHARE:  # noqa: PTH110 - thrice as fast as Path's
             raise BackendError(FAULT)
         return run(self, *arguments)
 
-    OnnxRuntimeSlot.run = failing  # type: ignore[method-assign]
+    HostSlot.run = failing  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from offramp.calibration.paired import (
     plain_session,
 )
 from offramp.engine.backends import Backend
-from offramp.engine.backends.factory import CPU
+from offramp.engine.backends.factory import CPU, CPU_RUNTIMES
 from offramp.engine.pipeline import Departure, Pipeline
 from offramp.engine.plan import Mode, Plan, exit_label, make_plan
 
@@ -99,7 +99,7 @@ def compare(
         if SOURCE not in pipelines:
             source, output = bundle.manifest.source.file, bundle.manifest.answer.output
             runners[SOURCE] = PlainModel(bundle.read(source), output, threads)
-        until_steady = 1 if backend.name == CPU else _RUNS_UNTIL_STEADY
+        until_steady = 1 if backend.name in CPU_RUNTIMES else _RUNS_UNTIL_STEADY
         runners |= {
             name: StagedModel(pipeline, slot, warm_up_runs=until_steady)
             for name, pipeline in pipelines.items()

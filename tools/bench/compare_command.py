@@ -14,7 +14,7 @@ from rich.progress import Progress
 from offramp.bundle import Bundle
 from offramp.calibration.dataset import read_dataset
 from offramp.engine.backends import BACKENDS, make_backend
-from offramp.engine.backends.factory import CPU
+from offramp.engine.backends.factory import CPU_RUNTIMES
 from offramp.engine.tensorrt.probe import parse_device
 from offramp.tools.bench import frontier_command
 from offramp.tools.bench.arguments import positive, positives
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
         max_rows=max(options.batch_sizes),
         bundles=(options.bundle,),
     )
-    if also and backend.name != CPU:
+    if also and backend.name not in CPU_RUNTIMES:
         backend.close()
         raise ValueError(
             f"--also runs on the CPU, the bundle on {backend.name}: not to be compared; add "

@@ -171,7 +171,7 @@ class _Asked(NamedTuple):
 
 def _cpu_backend(options: argparse.Namespace, pair: BundlePair) -> Backend:
     backend = make_backend(
-        options.backend,
+        "onnxruntime" if options.backend == "auto" else options.backend,
         threads=options.threads,
         device=parse_device(options.device),
         graphs=options.graphs,

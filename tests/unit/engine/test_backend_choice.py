@@ -102,7 +102,10 @@ def test_the_cpu_may_be_asked_for_by_name(caplog: pytest.LogCaptureFixture) -> N
     [
         ("tensorrt", "TensorRT cannot be used on cuda:2: there is no NVIDIA driver here"),
         ("cuda", "CUDA cannot be used on cuda:2: there is no NVIDIA driver here"),
-        ("tensorflow", "no backend 'tensorflow'; choose one of auto, tensorrt, cuda, onnxruntime"),
+        (
+            "tensorflow",
+            "no backend 'tensorflow'; choose one of auto, tensorrt, cuda, openvino, onnxruntime",
+        ),
     ],
 )
 def test_what_is_asked_for_and_cannot_run_is_one_line(
@@ -276,7 +279,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
 
 def on_gpu(path: Path, made: Tracked) -> Backend:
     options = factory._Options(
-        threads=1, device=0, precision=None, graphs=True, max_rows=1, bundles=[path]
+        threads=1, streams=1, device=0, precision=None, graphs=True, max_rows=1, bundles=[path]
     )
     return factory._on_gpu(replace(H200, index=0), options, lambda _: made)  # type: ignore[arg-type, return-value]
 

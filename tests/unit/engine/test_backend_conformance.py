@@ -95,6 +95,7 @@ def plan(thresholds: tuple[float, float], names: Callable[[int], str] = tensor) 
 MAKERS: dict[str, Callable[[], Backend]] = {
     "fake": FakeBackend,
     "onnxruntime": OnnxRuntimeBackend,
+    "openvino": lambda: make_backend("openvino"),
     "cuda": lambda: fake_cuda()[0],
     "cuda without graphs": lambda: fake_cuda(graphs=False)[0],
     "cuda with padding": lambda: fake_cuda(pads=True)[0],

@@ -11,7 +11,8 @@ from tests.engines import engine_bundle
 from offramp.bundle import Bundle, Profile, write_bundle
 from offramp.bundle.files import dump
 from offramp.engine.backends.base import StageResult, TensorBatch
-from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend, OnnxRuntimeSlot
+from offramp.engine.backends.host import HostSlot
+from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.device_profile import measure_profile
 from offramp.engine.errors import BackendError
 from offramp.engine.plan import StageSpec
@@ -52,7 +53,7 @@ class TimedBackend(OnnxRuntimeBackend):
         return TimedSlot(self)
 
 
-class TimedSlot(OnnxRuntimeSlot):
+class TimedSlot(HostSlot):
     def __init__(self, backend: TimedBackend) -> None:
         self.backend = backend
 

@@ -17,7 +17,7 @@ from offramp.engine.controllers import ramp_budget
 from offramp.engine.errors import BackendError
 from offramp.engine.options import ModelOptions
 from offramp.engine.plan import Mode, make_plan
-from offramp.engine.precision import require_fp32, warn_of_saturation
+from offramp.engine.precision import require_fp32, warn_of_other_kernels, warn_of_saturation
 
 
 def test_a_gpu_refuses_its_stages(tmp_path: Path) -> None:
@@ -102,3 +102,23 @@ def test_nothing_is_said_where_int8_is_the_same_or_is_not_served(
     manifest: Manifest, here: CpuFeatures, mode: Mode, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert warned(caplog, manifest, here, mode) == ""
+
+
+@pytest.mark.parametrize(
+    ("backend", "mode", "told"),
+    [
+        ("openvino-cpu", Mode.AUDIT, "Audits watch how far answers agree"),
+        ("openvino-cpu", Mode.LEAVE, "Nothing watches how far answers agree in mode leave"),
+        ("openvino-cpu", Mode.OFF, ""),
+        ("onnxruntime-cpu", Mode.AUDIT, ""),
+    ],
+)
+def test_int8_in_another_runtime_is_warned_of(
+    caplog: pytest.LogCaptureFixture, backend: str, mode: Mode, told: str
+) -> None:
+    warn_of_other_kernels("small", cascade_manifest(), backend, mode)
+    assert bool(caplog.text) == bool(told)
+    assert told in caplog.text
+    caplog.clear()
+    warn_of_other_kernels("small", MANIFEST, backend, mode)
+    assert not caplog.text

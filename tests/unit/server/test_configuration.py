@@ -191,7 +191,7 @@ def test_every_option_has_a_key(
         ("[engine]\nmax_violations = nan", "[engine]: max_violations is nan, expected a share"),
         ("[engine]\nparallel_below = 2\nmax_violations = 0.1", "[engine]: give parallel_below, or"),
         ('[engine]\nmode = "on"', "[engine] mode: 'on' is none of leave, audit, "),
-        ('[engine]\nbackend = "onnx"', "'onnx' is none of auto, tensorrt, cuda, onnxruntime; did"),
+        ('[engine]\nbackend = "onnx"', "'onnx' is none of auto, tensorrt, cuda, openvino, onnx"),
         (
             '[defaults]\ncontroller = "apparat"',
             "'apparat' is none of certified, apparate, static; ",

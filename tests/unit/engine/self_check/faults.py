@@ -20,7 +20,8 @@ from tests.cuda_fakes import FakeExecutable, FakeExecutables
 from offramp.certify import leaves
 from offramp.engine.backends import Backend, StageResult, TensorBatch
 from offramp.engine.backends.base import Rows
-from offramp.engine.backends.onnxruntime import HostBatch, OnnxRuntimeBackend, OnnxRuntimeSlot
+from offramp.engine.backends.host import HostBatch, HostSlot
+from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.cuda.backend import CudaBackend
 from offramp.engine.cuda.driver import StreamEvent
 from offramp.engine.errors import BackendError
@@ -37,15 +38,15 @@ LEAKED_BYTES = 1 << 17
 class SlotMaker(OnnxRuntimeBackend):
     """Opens slots of another class."""
 
-    def __init__(self, kind: Callable[[], OnnxRuntimeSlot]) -> None:
+    def __init__(self, kind: Callable[[], HostSlot]) -> None:
         super().__init__()
         self._kind = kind
 
-    def open_slot(self) -> OnnxRuntimeSlot:
+    def open_slot(self) -> HostSlot:
         return self._kind()
 
 
-class ReversesClasses(OnnxRuntimeSlot):
+class ReversesClasses(HostSlot):
     """Gives its answers back to front: as sure as before, and wrong."""
 
     def run(self, stage: Any, batch: TensorBatch, threshold: float | None = None) -> StageResult:
@@ -53,7 +54,7 @@ class ReversesClasses(OnnxRuntimeSlot):
         return result if result.answer is None else result._replace(answer=result.answer[:, ::-1])
 
 
-class OverflowsAnswers(OnnxRuntimeSlot):
+class OverflowsAnswers(HostSlot):
     """Gives infinite answers."""
 
     def run(self, stage: Any, batch: TensorBatch, threshold: float | None = None) -> StageResult:
@@ -62,7 +63,7 @@ class OverflowsAnswers(OnnxRuntimeSlot):
         return result._replace(answer=infinite)
 
 
-class ScalesCarry(OnnxRuntimeSlot):
+class ScalesCarry(HostSlot):
     """Hands on activations that are 1 % too large."""
 
     def run(self, stage: Any, batch: TensorBatch, threshold: float | None = None) -> StageResult:
@@ -74,7 +75,7 @@ class ScalesCarry(OnnxRuntimeSlot):
         return result._replace(carry=HostBatch(scaled, result.carry.rows))
 
 
-class SpreadsNan(OnnxRuntimeSlot):
+class SpreadsNan(HostSlot):
     """Sums over the batch somewhere: one row that is no number makes all of them none."""
 
     def run(self, stage: Any, batch: TensorBatch, threshold: float | None = None) -> StageResult:
@@ -85,7 +86,7 @@ class SpreadsNan(OnnxRuntimeSlot):
         return result._replace(answer=answer, confidence=confidence_of(answer, stage.spec.form))
 
 
-class IsSureOfNan(OnnxRuntimeSlot):
+class IsSureOfNan(HostSlot):
     """Has a maximum that passes NaN over, as the hardware's does."""
 
     def run(self, stage: Any, batch: TensorBatch, threshold: float | None = None) -> StageResult:
@@ -96,20 +97,20 @@ class IsSureOfNan(OnnxRuntimeSlot):
         return result._replace(confidence=np.where(none, np.float32(1), result.confidence))
 
 
-class PermutesRows(OnnxRuntimeSlot):
+class PermutesRows(HostSlot):
     """Brings those that go on together in another order."""
 
     def select(self, batch: TensorBatch, rows: Rows) -> HostBatch:
         return super().select(batch, rows if len(rows) == len(batch) else rows[::-1])
 
     def buffer(self, batch: TensorBatch, rows: Rows) -> HostBatch:
-        return OnnxRuntimeSlot().buffer(batch, rows)
+        return HostSlot().buffer(batch, rows)
 
     def merge(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> HostBatch:
-        return OnnxRuntimeSlot().merge(parts)
+        return HostSlot().merge(parts)
 
 
-class LosesARow(OnnxRuntimeSlot):
+class LosesARow(HostSlot):
     """Merges all rows but the last."""
 
     def merge(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> HostBatch:
@@ -118,7 +119,7 @@ class LosesARow(OnnxRuntimeSlot):
         return HostBatch({name: array[:few] for name, array in merged.tensors.items()}, few)
 
 
-class Leaks(OnnxRuntimeSlot):
+class Leaks(HostSlot):
     """Keeps some memory with every run."""
 
     kept: list[mmap.mmap]
@@ -130,7 +131,7 @@ class Leaks(OnnxRuntimeSlot):
         return super().run(stage, batch, threshold)
 
 
-class KeepsDescriptor(OnnxRuntimeSlot):
+class KeepsDescriptor(HostSlot):
     """Opens a descriptor, and does not close it."""
 
     opened: list[int]
@@ -139,7 +140,7 @@ class KeepsDescriptor(OnnxRuntimeSlot):
         self.opened.append(os.open(os.devnull, os.O_RDONLY))
 
 
-class DoesNotWait(OnnxRuntimeSlot):
+class DoesNotWait(HostSlot):
     """Has its inputs where other slots have theirs, and does not wait until they are read."""
 
     place: dict[str, HostBatch]
@@ -158,7 +159,7 @@ class DoesNotWait(OnnxRuntimeSlot):
         return super().run(stage, HostBatch(read, batch.rows), threshold)
 
 
-class DoesNotRecover(OnnxRuntimeSlot):
+class DoesNotRecover(HostSlot):
     """Answers nonsense once a batch has failed."""
 
     def __init__(self) -> None:
@@ -175,7 +176,7 @@ class DoesNotRecover(OnnxRuntimeSlot):
         return result
 
 
-class NeverEnds(OnnxRuntimeSlot):
+class NeverEnds(HostSlot):
     """Waits for what does not come."""
 
     comes: threading.Event
@@ -325,5 +326,5 @@ def leaking_device() -> Iterator[Backend]:
 
 
 @contextmanager
-def of(kind: type[OnnxRuntimeSlot]) -> Iterator[Backend]:
+def of(kind: type[HostSlot]) -> Iterator[Backend]:
     yield SlotMaker(kind)

@@ -1,0 +1,154 @@
+"""What backends of the machine's cores share: batches of numpy arrays, and a slot for them.
+
+A runtime loads a graph (:class:`LoadedGraph`); everything around it is the same for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.engine.assembly import CONFIDENCE, with_confidence
+from offramp.engine.backends.base import Rows, StageResult, TensorBatch
+from offramp.engine.errors import BackendError
+from offramp.engine.exit_check import confidence_of
+from offramp.engine.plan import StageSpec
+
+_EMPTY = np.empty(0, np.float32)
+_ZERO = np.float32(0)
+
+Execute: TypeAlias = Callable[[Sequence[str], Mapping[str, NDArray[Any]], None], list[Any]]
+"""Takes the names of outputs, and inputs by name; gives arrays that are the caller's."""
+
+
+@dataclass(slots=True)  # not frozen: one is made every stage, and that takes four times as long
+class HostBatch:
+    """Rows of named arrays of equal first dimension."""
+
+    tensors: Mapping[str, NDArray[Any]]
+    rows: int
+
+    def __len__(self) -> int:
+        return self.rows
+
+
+class LoadedGraph(NamedTuple):
+    """A graph as a runtime has loaded it."""
+
+    read: Collection[str]
+    """Names of its inputs."""
+    given: Collection[str]
+    """Names of its outputs."""
+    execute: Execute
+    """Thread-safe."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostStage:
+    """A stage whose graph is loaded."""
+
+    spec: StageSpec
+    execute: Execute
+    added: bool
+    """Whether the graph gives a confidence that was added when it was prepared."""
+    inputs: tuple[str, ...]
+    fetched: tuple[str, ...]
+    """Outputs of the graph: answer and confidence first, if there are any, then ``computed``."""
+    computed: tuple[str, ...]
+    """Carried tensors that the graph gives."""
+    passed: tuple[str, ...]
+    """Carried graph inputs, which the graph does not give."""
+
+
+def load_stage(spec: StageSpec, runtime: str, load: Callable[[bytes], LoadedGraph]) -> HostStage:
+    """Load a stage's graph, which gives a confidence too where that can be added.
+
+    ``runtime`` is a name for messages. BackendError if the graph cannot be loaded, or does not read
+    and give what the manifest says.
+    """
+    added = False
+    try:
+        model = spec.load()
+        if spec.answer and not spec.confidence and spec.form == "logits":
+            with_it = with_confidence(model, spec.answer)
+            model, added = with_it or model, with_it is not None
+        read, given, execute = load(model)
+    except Exception as error:  # runtimes' own classes derive from Exception or RuntimeError only
+        reason = " ".join(str(error).split())
+        raise BackendError(f"{runtime} cannot load stage {spec.index}: {reason}") from error
+    computed = tuple(name for name in spec.carried if name in given)
+    confidence = CONFIDENCE if added else spec.confidence
+    answered = tuple(name for name in (spec.answer, confidence) if name)
+    passed = tuple(name for name in spec.carried if name not in given)
+    if not (set(read) <= set(spec.inputs) and set(answered) <= set(given)):
+        raise BackendError(
+            f"{runtime} cannot load stage {spec.index}: it reads {sorted(read)} and gives "
+            f"{sorted(given)}, the manifest says {sorted(spec.inputs)} and {list(answered)}; "
+            "compile the model again"
+        )
+    return HostStage(spec, execute, added, spec.inputs, answered + computed, computed, passed)
+
+
+class HostSlot:
+    """Runs stages on the calling thread."""
+
+    def upload(self, tensors: Mapping[str, NDArray[Any]]) -> HostBatch:
+        """Take the arrays as they are."""
+        return HostBatch(tensors, len(next(iter(tensors.values()))))
+
+    def run(
+        self,
+        stage: HostStage,
+        batch: TensorBatch,
+        threshold: float | None = None,  # noqa: ARG002
+    ) -> StageResult:
+        """Execute a stage on the calling thread."""
+        assert isinstance(batch, HostBatch)
+        # What stands here runs with cold caches, between the convolutions of two stages: every
+        # call of numpy costs 10 to 30 µs. So no more of them, and no more Python, than it takes.
+        spec, tensors = stage.spec, batch.tensors
+        try:
+            outputs = stage.execute(stage.fetched, {n: tensors[n] for n in stage.inputs}, None)
+        except Exception as error:
+            where = f"stage {spec.index} failed on {len(batch)} rows"
+            raise BackendError(f"{where}: {' '.join(str(error).split())}") from error
+        answer, confidence = None, _EMPTY
+        if spec.confidence is not None:
+            answer, confidence, *outputs = outputs
+        elif stage.added:
+            answer, confidence, *outputs = outputs
+            confidence = np.fmax(confidence, _ZERO)  # in place of NaN
+        elif spec.answer is not None:
+            answer, *outputs = outputs
+            confidence = confidence_of(answer, spec.form)
+        if not spec.carried:
+            return StageResult(answer, confidence, None)
+        carried = dict(zip(stage.computed, outputs))  # noqa: B905, as long as was asked for
+        for name in stage.passed:
+            carried[name] = tensors[name]
+        return StageResult(answer, confidence, HostBatch(carried, batch.rows))
+
+    def select(self, batch: TensorBatch, rows: Rows) -> HostBatch:
+        """Copy the given rows, unless they are all there are."""
+        assert isinstance(batch, HostBatch)
+        if len(rows) == len(batch):
+            return batch
+        kept = {name: array.take(rows, axis=0) for name, array in batch.tensors.items()}
+        return HostBatch(kept, len(rows))
+
+    def buffer(self, batch: TensorBatch, rows: Rows) -> HostBatch:
+        """Copy the given rows; host memory is every slot's."""
+        return self.select(batch, rows)
+
+    def merge(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> HostBatch:
+        """Concatenate rows of the parts, in their order."""
+        chosen = [self.select(batch, rows).tensors for batch, rows in parts]
+        joined = {name: np.concatenate([tensors[name] for tensors in chosen]) for name in chosen[0]}
+        return HostBatch(joined, sum(len(rows) for _, rows in parts))
+
+    def close(self) -> None:
+        """Do nothing: a slot of a CPU holds nothing."""
