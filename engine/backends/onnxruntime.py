@@ -121,6 +121,9 @@ class OnnxRuntimeBackend:
         """List all sizes: memory is allocated the first time."""
         return range(1, most + 1)
 
+    def missing(self, stage: _Session) -> None:
+        """Say that nothing has to be built: graphs run as they are."""
+
     def prepare(self, spec: StageSpec) -> _Session:
         """Load a stage as a session, which gives a confidence too where that can be added."""
         added = False
