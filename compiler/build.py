@@ -73,10 +73,10 @@ class Reports(NamedTuple):
     """Prints a line while the work goes on."""
 
 
-_SILENT = Reports()
+SILENT_REPORTS = Reports()
 
 
-def build_bundle(options: BuildOptions, reports: Reports = _SILENT) -> Building:
+def build_bundle(options: BuildOptions, reports: Reports = SILENT_REPORTS) -> Building:
     """Build the engines of a bundle that are not there or not fresh.
 
     Raises:
