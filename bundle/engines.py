@@ -15,7 +15,7 @@ import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -74,6 +74,7 @@ __all__ = [
     "list_targets",
     "parts_digest",
     "prune_targets",
+    "remove_targets",
 ]
 
 ENGINES = "engines"
@@ -262,10 +263,18 @@ class Pruned(NamedTuple):
 def prune_targets(bundle_path: str | os.PathLike[str], keep: Collection[EngineTarget]) -> Pruned:
     """Remove the folders of all targets but ``keep``, damaged ones too."""
     names = {target.folder for target in keep}
+    return _remove_all(each for each in _folders(Path(bundle_path)) if each.name not in names)
+
+
+def remove_targets(bundle_path: str | os.PathLike[str], gone: Collection[EngineTarget]) -> Pruned:
+    """Remove the folders of these targets."""
+    names = {target.folder for target in gone}
+    return _remove_all(each for each in _folders(Path(bundle_path)) if each.name in names)
+
+
+def _remove_all(folders: Iterable[Path]) -> Pruned:
     removed, busy = [], []
-    for folder in _folders(Path(bundle_path)):
-        if folder.name in names:
-            continue
+    for folder in folders:
         try:
             # Nobody builds behind a link, and a lock there would be a file written elsewhere.
             lock = contextlib.nullcontext() if folder.is_symlink() else _locked(folder)

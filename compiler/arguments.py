@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -16,6 +16,7 @@ from offramp.compiler.engines.options import (
     parse_batches,
     parse_buckets,
     parse_parts,
+    parse_units,
 )
 from offramp.compiler.errors import EngineOptionsError
 from offramp.compiler.options import AskedPrecision
@@ -168,14 +169,19 @@ def build_parser() -> argparse.ArgumentParser:
     _add_seed(parser, "that of the compilation, by which the samples that certified are "
               "found again in its data (default: 0)")  # fmt: skip
     engines = parser.add_argument_group("engines")
-    _add_precision(engines, "of the arithmetic inside; inputs, outputs and exits stay fp32 "
-                   "(default: fp32)")  # fmt: skip
+    _add_precision(engines, "of the arithmetic inside; inputs, outputs and exits stay fp32; auto: "
+                   "what saves most of those that --data certify, timed here (default: fp32)",
+                   also=["auto"])  # fmt: skip
     _add_engine_arguments(engines)
     run = parser.add_argument_group("what is done")
     run.add_argument("--rebuild", action="store_true", help="build what still fits too")
     run.add_argument("--prune", action="store_true",
                      help="remove engines that this run does not ask for, also those of other "
                      "GPUs, versions and precisions")  # fmt: skip
+    run.add_argument("--beside-serving", action="store_true",
+                     help="as a server has it done that uses the same GPU: for the sizes and with "
+                     "the settings of the engines that are there, in 1 GiB of the GPU's memory at "
+                     "most")  # fmt: skip
     _add_dry_run(run, "only list what would be built, and why; needs no GPU")
     return parser
 
@@ -276,6 +282,9 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         "calibration data)")  # fmt: skip
     add("--parts", metavar="A,B",
         help="what to build, of source, stages and segments (default: all)")  # fmt: skip
+    add("--units", metavar="NAME,NAME",
+        help="what to build instead, by the names of the table that a build prints, such as "
+        "00-01-exit1: the stages that end there if other exits come into use")  # fmt: skip
     add("--workspace", type=float, metavar="GIB",
         help="most memory of the GPU for scratch (default: all that is free)")  # fmt: skip
     add("--optimization-level", type=int, metavar="N",
@@ -285,8 +294,10 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         "its policy as it is")  # fmt: skip
 
 
-_ENGINE_ARGUMENTS = ("device", "precision", "batch_profiles", "buckets", "parts", "workspace",
-                     "optimization_level", "accept_disagreement")  # fmt: skip
+_ENGINE_ARGUMENTS = ("device", "precision", "batch_profiles", "buckets", "parts", "units",
+                     "workspace", "optimization_level", "accept_disagreement")  # fmt: skip
+_AS_THERE = ("batch_profiles", "buckets", "workspace", "optimization_level")
+"""Of these the ones that ``--beside-serving`` takes from what was built."""
 
 
 def given_engine_options(options: argparse.Namespace) -> list[str]:
@@ -300,6 +311,11 @@ def given_engine_options(options: argparse.Namespace) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in given]
 
 
+def chooses_precision(options: argparse.Namespace) -> bool:
+    """Whether engines of several precisions are to be tried."""
+    return getattr(options, "precision", None) == "auto"
+
+
 def bundle_precision(options: argparse.Namespace) -> AskedPrecision:
     """Read the precision of the bundle: with engines, ``--precision`` is theirs."""
     if options.backend == "tensorrt":
@@ -311,15 +327,16 @@ def bundle_precision(options: argparse.Namespace) -> AskedPrecision:
 def engine_options(options: argparse.Namespace) -> EngineBuildOptions:
     """Read the engine options, and fill in the defaults; EngineOptionsError if malformed."""
     given = {name: value for name, value in vars(options).items() if name in _ENGINE_ARGUMENTS}
-    if given.get("precision") == "auto":
-        raise EngineOptionsError(
-            "--precision auto is for bundles without engines; engines are of one of "
-            + ", ".join(PRECISIONS)
-        )
+    if chooses_precision(options):
+        del given["precision"]  # of every build that is tried, another
+    _refuse_both(given, "units", ["parts"])
+    if getattr(options, "beside_serving", False):
+        _refuse_both({**given, "beside_serving": True}, "beside_serving", _AS_THERE)
     readers: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "batch_profiles": ("batches", parse_batches),
         "buckets": ("buckets", lambda texts: tuple(parse_buckets(texts).items())),
         "parts": ("parts", parse_parts),
+        "units": ("units", parse_units),
         "workspace": ("workspace_bytes", _bytes),
         "optimization_level": ("optimization_level", _level),
     }
@@ -327,6 +344,14 @@ def engine_options(options: argparse.Namespace) -> EngineBuildOptions:
         if name in given:
             given[field] = read(given.pop(name))
     return EngineBuildOptions(**given)
+
+
+def _refuse_both(given: Mapping[str, Any], one: str, others: Sequence[str]) -> None:
+    """Refuse an option together with those that say the same otherwise."""
+    both = [name for name in others if one in given and name in given]
+    if both:
+        first, second = (f"--{name.replace('_', '-')}" for name in (one, both[0]))
+        raise EngineOptionsError(f"{first} says what {second} does; give one of the two")
 
 
 def _bytes(gib: float) -> int:

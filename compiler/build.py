@@ -17,9 +17,10 @@ from offramp.calibration.quantization import Ranges
 from offramp.compiler.engines.builder import EngineBuilder
 from offramp.compiler.engines.building import Building, EngineWork, PlannedEngine, explain
 from offramp.compiler.engines.certification import Recertified, certify_anew
+from offramp.compiler.engines.like_there import like_there
 from offramp.compiler.engines.options import EngineBuildOptions
-from offramp.compiler.engines.profiles import ModelShapes, profile_notes, profile_sizes
-from offramp.compiler.engines.units import UnitGraphs, ranges_of, units_of
+from offramp.compiler.engines.profiles import ModelShapes, Sizes, profile_notes, profile_sizes
+from offramp.compiler.engines.units import UnitGraphs, named_units, ranges_of, units_of
 from offramp.compiler.engines.verification import PrecisionData, measure_precision, part_data
 from offramp.compiler.errors import EngineOptionsError, EnginesUnavailableError
 from offramp.compiler.progress import SILENT, Progress
@@ -51,6 +52,9 @@ class BuildOptions:
     """Remove engines that this run does not ask for, those of other targets too."""
     dry_run: bool = False
     """Build nothing."""
+    beside_serving: bool = False
+    """Build for the sizes and with the settings of the engines that are there, in little memory of
+    the GPU, and keep nothing of what TensorRT timed while others used it."""
 
 
 class _Data(NamedTuple):
@@ -69,10 +73,10 @@ class Reports(NamedTuple):
     """Prints a line while the work goes on."""
 
 
-_SILENT = Reports()
+SILENT_REPORTS = Reports()
 
 
-def build_bundle(options: BuildOptions, reports: Reports = _SILENT) -> Building:
+def build_bundle(options: BuildOptions, reports: Reports = SILENT_REPORTS) -> Building:
     """Build the engines of a bundle that are not there or not fresh.
 
     Raises:
@@ -87,7 +91,9 @@ def build_bundle(options: BuildOptions, reports: Reports = _SILENT) -> Building:
         _check_precision(bundle)
         target = _target(bundle, builder, options)
         data = _read_data(bundle, options, reports)
-        work = _prepare(bundle, target, options, data, reports)
+        engines, sizes = _asked(bundle, target, options, reports)
+        options = replace(options, engines=engines)
+        work = _prepare(bundle, target, options, data, sizes)
         if builder is None or options.dry_run:
             store = _open(bundle, target, reports)
             return _planned(work, store, options, reports)
@@ -196,22 +202,36 @@ def _read_data(bundle: Bundle, options: BuildOptions, reports: Reports) -> _Data
     return _Data(dataset, parts, ranges)
 
 
-def _prepare(
-    bundle: Bundle, target: EngineTarget, options: BuildOptions, data: _Data, reports: Reports
-) -> EngineWork:
+def _asked(
+    bundle: Bundle, target: EngineTarget, options: BuildOptions, reports: Reports
+) -> tuple[EngineBuildOptions, tuple[Sizes, ...]]:
+    """Tell with which settings engines are built, and for which sizes."""
     engines, manifest = options.engines, bundle.manifest
+    if options.beside_serving:
+        return like_there(manifest, EngineStore.open(bundle.path, target), engines)
     buckets = dict(engines.buckets)
     sizes = profile_sizes(manifest, engines.batches, buckets)
     for note in profile_notes(manifest, sizes, buckets):
         reports.say(note)
+    return engines, sizes
+
+
+def _prepare(
+    bundle: Bundle,
+    target: EngineTarget,
+    options: BuildOptions,
+    data: _Data,
+    sizes: tuple[Sizes, ...],
+) -> EngineWork:
     version = _ASSUMED_VERSION if target.tensorrt == UNKNOWN else target.tensorrt
     return EngineWork(
         bundle=bundle,
         graphs=UnitGraphs(bundle, target.precision, ranges=data.ranges, tensorrt_version=version),
-        settings=engines,
+        settings=options.engines,
         sizes=sizes,
         shapes=ModelShapes(bundle),
         samples=data.dataset,
+        keep_timings=not options.beside_serving,
     )
 
 
@@ -278,7 +298,9 @@ def _open(bundle: Bundle, target: EngineTarget, reports: Reports) -> EngineStore
 def _planned(
     work: EngineWork, store: EngineStore, options: BuildOptions, reports: Reports
 ) -> Building:
-    units = units_of(work.bundle, options.engines.parts)
+    engines, manifest = options.engines, work.bundle.manifest
+    named = named_units(manifest, engines.units)
+    units = named or units_of(work.bundle, engines.parts)
     planned = []
     with reports.progress.step("Compare with what is there", len(units)) as advance:
         for plan in work.plan(units, store, rebuild=options.rebuild):

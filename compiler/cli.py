@@ -114,12 +114,15 @@ def _compile(options: argparse.Namespace, console: Console) -> int:
     with TerminalProgress(console) as progress:
         bundle = compile_model(asked, progress)
     print_bundle(bundle, Console())
-    return 0 if engines is None else _build_and_print(engines, console)
+    if engines is None:
+        return 0
+    return _build_and_print(engines, console, chooses=arguments.chooses_precision(options))
 
 
 def _engines_to_build(options: argparse.Namespace, output: Path) -> BuildOptions | None:
     """Read what ``--backend tensorrt`` asks for; CompileError if it cannot be done here."""
     from offramp.compiler.build import BuildOptions, check_device, check_options  # noqa: PLC0415
+    from offramp.compiler.choosing import check_choice  # noqa: PLC0415
 
     if options.backend != "tensorrt":
         given = arguments.given_engine_options(options)
@@ -129,6 +132,8 @@ def _engines_to_build(options: argparse.Namespace, output: Path) -> BuildOptions
     engines = arguments.engine_options(options)
     build = BuildOptions(bundle=output, engines=engines, data=options.data, seed=options.seed)
     check_options(build)
+    if arguments.chooses_precision(options):
+        check_choice(build)
     check_device(engines.device)
     return build
 
@@ -181,17 +186,20 @@ def _build(options: argparse.Namespace, console: Console) -> int:
     from offramp.compiler.build import BuildOptions  # noqa: PLC0415
 
     engines = arguments.engine_options(options)
-    return _build_and_print(_read(BuildOptions, options, engines=engines), console)
+    asked = _read(BuildOptions, options, engines=engines)
+    return _build_and_print(asked, console, chooses=arguments.chooses_precision(options))
 
 
-def _build_and_print(options: BuildOptions, console: Console) -> int:
+def _build_and_print(options: BuildOptions, console: Console, *, chooses: bool) -> int:
     from offramp.compiler.build import Reports, build_bundle  # noqa: PLC0415
+    from offramp.compiler.choosing import build_best  # noqa: PLC0415
     from offramp.compiler.printing import print_building  # noqa: PLC0415
 
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     try:
         with TerminalProgress(console) as progress:
-            building = build_bundle(options, Reports(progress=progress, say=say))
+            build = build_best if chooses else build_bundle
+            building = build(options, Reports(progress=progress, say=say))
         print_building(building, Console())
     except KeyboardInterrupt as error:
         why = str(error) or "interrupted"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 from numpy.typing import NDArray
 
 from offramp.bundle.engines import ShapeProfile
-from offramp.compiler.engines.builder import BuildProgress, Built
+from offramp.compiler.engines.builder import BuildProgress, Built, TimedEngine
 from offramp.compiler.engines.lowering import node_of
 from offramp.compiler.engines.options import BuildSettings
 from offramp.compiler.errors import EngineBuildError
@@ -29,7 +29,7 @@ from offramp.engine.errors import BackendError
 from offramp.engine.tensorrt import compat, probe
 from offramp.engine.tensorrt.device import primary_context
 from offramp.engine.tensorrt.messages import errors_of_tensorrt, logger
-from offramp.engine.tensorrt.standalone import run_plan
+from offramp.engine.tensorrt.standalone import run_plan, time_plans
 
 if TYPE_CHECKING:
     import tensorrt as trt
@@ -88,6 +88,14 @@ class TensorRTBuilder:
         try:
             with self._context.current():
                 return run_plan(plan, inputs, profile)
+        except BackendError as error:
+            raise EngineBuildError(str(error)) from error
+
+    def time(self, plans: Sequence[TimedEngine], *, rounds: int) -> list[float]:
+        """Time engines, in interleaved rounds."""
+        try:
+            with self._context.current():
+                return time_plans(plans, rounds=rounds)
         except BackendError as error:
             raise EngineBuildError(str(error)) from error
 

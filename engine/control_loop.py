@@ -3,8 +3,8 @@
 One thread reads what was observed, a few dozen times a second and for all models, and puts new
 policies in force. What takes long goes elsewhere: tunings to a process of their own
 (:mod:`.job_runner`), stages for exits that were not in use to a thread that assembles and warms
-them up. No stream ever waits for either: until a deployment is ready, batches start under the one
-in force.
+them up, engines that such stages lack to ``eecompile build`` (:mod:`.engine_upgrades`). No stream
+ever waits for any of them: until a deployment is ready, batches start under the one in force.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, Final
 from offramp.bundle import ActiveExit, ExitPolicy
 from offramp.certify.decision import NEVER
 from offramp.engine.control.controller import Controller, ControlStatus, Job
+from offramp.engine.engine_upgrades import EngineUpgrades
 from offramp.engine.executor import Executor
 from offramp.engine.job_runner import JobError, JobRunner
 from offramp.engine.options import ModelOptions
@@ -46,6 +47,10 @@ class _State:
     building: tuple[tuple[int, ...], Future[None]] | None = None
     refused: set[tuple[int, ...]] = field(default_factory=set)
     """Sets of exits that could not be put in use."""
+    renewing: tuple[frozenset[str], Future[None]] | None = None
+    """Stages that are prepared again since engines that they lacked were built: these."""
+    not_renewed: set[str] = field(default_factory=set)
+    """Engines that were built, and could not be loaded."""
     status: ControlStatus
     """As of the last look: asking for it need not wait for one."""
     looks: int = 0
@@ -57,7 +62,8 @@ class _State:
 class ControlLoop:
     """Shows controllers what was observed and puts their policies in force, until stopped.
 
-    Models without control are left alone. ``jobs`` runs tunings, and is closed with the loop.
+    Models without control are left alone. ``jobs`` runs tunings, ``upgrades`` has engines built;
+    both are closed with the loop.
     """
 
     def __init__(
@@ -66,10 +72,12 @@ class ControlLoop:
         models: Mapping[str, ServedModel],
         *,
         jobs: JobRunner | None = None,
+        upgrades: EngineUpgrades | None = None,
         period_s: float = PERIOD_S,
     ) -> None:
         self._executor = executor
         self._jobs = jobs or JobRunner()
+        self._upgrades = upgrades or EngineUpgrades()
         self._period_s = period_s
         self._states = {
             name: _State(
@@ -97,6 +105,7 @@ class ControlLoop:
         self._stopped.set()
         if self._thread.ident is not None:
             self._thread.join(_STOP_S)
+        self._upgrades.close()
         for state in self._states.values():
             self._save(state)
             if state.control.state_file is not None:
@@ -111,6 +120,7 @@ class ControlLoop:
 
     def look(self) -> None:
         """Look at every model once; what the thread does all the time."""
+        self._upgrades.step()
         for name, state in self._states.items():
             try:
                 self._look_at(state)
@@ -127,6 +137,7 @@ class ControlLoop:
         self._compute(state)
         state.status = state.control.status()
         self._put_in_force(state)
+        self._upgrade(state)
         state.looks += 1
         version = controller.policy.version
         if version != state.saved_version or state.looks % _SAVE_EVERY == 0:
@@ -208,6 +219,26 @@ class ControlLoop:
                 _log.error("%s: exits %s do not suit scheduling: %s", state.name, exits, error)
             return
         self._executor.hot_swap(state.name, deployment, scheduling)
+
+    def _upgrade(self, state: _State) -> None:
+        """Take engines into use that were built since for stages which run as chains."""
+        if state.renewing is not None:
+            units, future = state.renewing
+            if not future.done():
+                return
+            state.renewing = None
+            if (error := future.exception()) is not None:
+                state.not_renewed |= units
+                _log.error("%s: new engines cannot be put in use: %s", state.name, error)
+                return
+            _log.info("%s: new engines run %s", state.name, ", ".join(sorted(units)))
+            self._hot_swap(state, self._executor.deployment(state.name).policy)
+        current = self._executor.deployment(state.name)
+        missing = [m for m in current.pipeline.missing if m.unit not in state.not_renewed]
+        if self._upgrades.look(state.name, missing):
+            units = frozenset(engine.unit for engine in missing if engine.is_built())
+            renew: Callable[[tuple[int, ...]], None] = state.control.deployments.renew
+            state.renewing = (units, self._builder.submit(renew, current.plan.exits))
 
     def _restore(self, state: _State) -> None:
         """Go on from what was kept, if it was kept for the same."""

@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from offramp.bundle import Bundle
 from offramp.engine.backends import Backend, Slot, make_backend
 from offramp.engine.backends.factory import CPU_RUNTIMES
+from offramp.engine.control.engine_builds import BuildBudget
 from offramp.engine.control_loop import ControlLoop
+from offramp.engine.engine_upgrades import EngineUpgrades
 from offramp.engine.errors import BackendError, BadInputError, DrainingError, ModelNotServedError
 from offramp.engine.executor import Executor
 from offramp.engine.options import EngineOptions
@@ -49,6 +51,7 @@ class Engine:
         parallel: ParallelLimit | None = None,
         slots: Sequence[Slot] = (),
         owned: bool = False,
+        build_budget: BuildBudget | None = None,
     ) -> None:
         """Use :meth:`open`; ``owned`` if the backend is to be closed with the engine."""
         self._backend = backend
@@ -62,7 +65,7 @@ class Engine:
             weights={name: model.options.weight for name, model in models.items()},
         )
         self._executor = Executor(backend, models, scheduler, streams=streams, slots=slots)
-        self._control = ControlLoop(self._executor, models)
+        self._control = ControlLoop(self._executor, models, upgrades=EngineUpgrades(build_budget))
         self._executor.start(asyncio.get_running_loop())
         self._control.start()
 
@@ -108,7 +111,13 @@ class Engine:
                 _close_after_failure(backend)
             raise
         return cls(
-            loaded, backend, streams=options.streams, parallel=parallel, slots=slots, owned=owned
+            loaded,
+            backend,
+            streams=options.streams,
+            parallel=parallel,
+            slots=slots,
+            owned=owned,
+            build_budget=options.build_budget,
         )
 
     async def __aenter__(self) -> Self:

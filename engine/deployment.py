@@ -92,6 +92,27 @@ class DeploymentMaker:
         plan = self._in_shadow_mode(exits)
         pipeline = Pipeline(self._backend, plan, prepare=self._stage)
         self._evict(plan)
+        self._warm_up(pipeline)
+
+    def renew(self, exits: Sequence[int]) -> None:
+        """Load and warm up anew the stages of which engines were missing; takes seconds.
+
+        The next deployment has them; those in force keep what they run. May be called by another
+        thread than the rest. BackendError if one cannot be loaded: all stay as they are.
+        """
+        renewed: dict[_Unit, Stage] = {}
+
+        def prepare(spec: StageSpec) -> Stage:
+            stage = self._stage(spec)
+            if self._backend.missing(stage) is None:
+                return stage
+            return renewed.setdefault(_unit_of(spec), self._backend.prepare(spec))
+
+        pipeline = Pipeline(self._backend, self._in_shadow_mode(exits), prepare=prepare)
+        self._warm_up(pipeline)
+        self._stages.update(renewed)
+
+    def _warm_up(self, pipeline: Pipeline) -> None:
         slot = self._backend.open_slot()
         try:
             # Where slots share nothing, it is enough to see that the stages run at all.

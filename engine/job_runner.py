@@ -239,7 +239,7 @@ class _Child:
             [sys.executable, "-P", "-m", _WORKER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=_environment(),
+            env=environment_of_child(),
             # Elsewhere the child lowers its priority itself. It stays in our session: schedulers
             # that weigh sessions against each other would give another one half of a core.
             creationflags=getattr(subprocess, "BELOW_NORMAL_PRIORITY_CLASS", 0),
@@ -313,8 +313,8 @@ class _Child:
         return f"its process ended with exit status {status}"
 
 
-def _environment() -> dict[str, str]:
-    """Our environment, in which the child finds the same modules and numpy has one thread."""
+def environment_of_child() -> dict[str, str]:
+    """Give our environment, in which a child finds the same modules and numpy has one thread."""
     found = os.pathsep.join(os.path.abspath(place) for place in sys.path)  # noqa: PTH100 ("" too)
     return {**os.environ, **dict.fromkeys(_THREADS, "1"), "PYTHONPATH": found}
 

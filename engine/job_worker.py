@@ -70,7 +70,7 @@ def describe(error: BaseException) -> str:
 
 def main() -> NoReturn:
     """Compute jobs until the input ends."""
-    _step_back()
+    step_back()
     requests, answers = _take_streams()
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(requests, messages), daemon=True).start()
@@ -82,7 +82,7 @@ def main() -> NoReturn:
         os._exit(0)
 
 
-def _step_back() -> None:
+def step_back() -> None:
     """Leave the processor to the parent, and its interrupts too."""
     with contextlib.suppress(OSError, AttributeError):  # there is no os.nice on Windows
         os.nice(NICENESS)

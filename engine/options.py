@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from offramp.bundle.engines import PRECISIONS, Precision
+from offramp.engine.control.engine_builds import BuildBudget
 from offramp.engine.errors import BackendError, OptionsError
 from offramp.engine.plan import Mode
 from offramp.engine.scheduling import PolicyName
@@ -97,6 +98,9 @@ class EngineOptions:
     """The precision of TensorRT's engines; ``None`` is the least of those that were built."""
     graphs: bool = True
     """Whether such backends capture stages into CUDA graphs."""
+    engine_build_minutes: float = 0.0
+    """Minutes of an hour, in the long run, in which engines are built beside serving for stages
+    that control brought into use; 0 builds none, and such stages run as chains of segments."""
     streams: int = 1
     """Batches that run at the same time, of whatever models."""
     threads: int | None = None
@@ -121,6 +125,7 @@ class EngineOptions:
         if self.max_violations is not None and self.parallel_below is not None:
             raise ValueError("give parallel_below, or max_violations that it follows, not both")
         _refuse_unless(self, lambda v: 0 < v < 1, "a share: above 0, below 1", "max_violations")
+        _refuse_unless(self, lambda v: 0 <= v <= 60, "from 0 to 60", "engine_build_minutes")
         if self.precision is not None and self.precision not in PRECISIONS:
             raise ValueError(
                 f"there is no precision {self.precision!r}; known: {', '.join(PRECISIONS)}"
@@ -144,6 +149,12 @@ class EngineOptions:
     def of(self, model: str) -> ModelOptions:
         """Give the options of a model."""
         return self.models.get(model, self.defaults)
+
+    @property
+    def build_budget(self) -> BuildBudget | None:
+        """Of building engines beside serving; ``None`` builds none."""
+        share = self.engine_build_minutes / 60
+        return BuildBudget(share=share) if share else None
 
     def threads_per_stream(self) -> int:
         """Give the threads asked for, or an equal share of the cores (at least one)."""

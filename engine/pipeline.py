@@ -55,6 +55,8 @@ class Pipeline:
         self.plan = plan
         prepare = prepare or backend.prepare
         self._stages: tuple[Stage, ...] = tuple(prepare(spec) for spec in plan.stages)
+        self.missing = tuple(m for s in self._stages if (m := backend.missing(s)) is not None)
+        """The engines that stages would run as, were they built."""
         # In release mode everything runs on: whatever is sure is among the survivors too.
         self._leaving = tuple(
             NEVER if plan.mode is Mode.RELEASE else spec.threshold for spec in plan.stages

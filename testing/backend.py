@@ -64,6 +64,9 @@ class FakeBackend:
         """List all sizes."""
         return range(1, most + 1)
 
+    def missing(self, stage: StageSpec) -> None:
+        """Say that nothing has to be built."""
+
     def prepare(self, spec: StageSpec) -> StageSpec:
         """Stages need no preparation."""
         return spec

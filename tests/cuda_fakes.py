@@ -86,6 +86,8 @@ class FakeExecutables:
 class FakePrepared:
     """A loaded stage."""
 
+    missing = None
+
     def __init__(
         self, factory: FakeExecutables, spec: StageSpec, model: bytes, shapes: GraphShapes
     ) -> None:

@@ -23,6 +23,15 @@ class Built(NamedTuple):
     """For the next build on the same device."""
 
 
+class TimedEngine(NamedTuple):
+    """An engine that is to be timed: its plan, and what it is run on."""
+
+    plan: bytes
+    inputs: Mapping[str, NDArray[Any]]
+    profile: int
+    """The index of one that holds the inputs' shapes."""
+
+
 class EngineBuilder(Protocol):
     """Builds engines on one device, and tries them."""
 
@@ -56,6 +65,14 @@ class EngineBuilder(Protocol):
 
         ``profile`` is the index of the one that holds these shapes. Inputs and outputs are by name,
         with the graph's types. EngineBuildError if it cannot be loaded or run.
+        """
+        ...
+
+    def time(self, plans: Sequence[TimedEngine], *, rounds: int) -> list[float]:
+        """Time engines, as :meth:`build` gave them: seconds on the device for each.
+
+        They are medians of rounds in which all run once, one after the other. EngineBuildError if
+        one cannot be loaded or run.
         """
         ...
 

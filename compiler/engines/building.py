@@ -96,6 +96,8 @@ class EngineWork:
     shapes: ModelShapes
     samples: Dataset | None = None
     """To verify with; ``None`` verifies on random inputs."""
+    keep_timings: bool = True
+    """Whether what TensorRT timed is kept for later builds: not what it timed on a busy GPU."""
 
     def plan(
         self, units: Sequence[Unit], store: EngineStore, *, rebuild: bool = False
@@ -177,7 +179,7 @@ class EngineWork:
                 progress=outermost(advance),
             )
             took = time.perf_counter() - began
-            if built.timing_cache:
+            if built.timing_cache and self.keep_timings:
                 store.put_timing_cache(built.timing_cache)
             error = verifier.check(
                 plan.unit,

@@ -72,10 +72,10 @@ def _buckets(text: str, where: str) -> Iterator[SizeRange]:
         first = size + 1
 
 
-def _items(text: str, where: str) -> list[str]:
+def _items(text: str, where: str, what: str = "size", example: str = "1,2-8,9-32") -> list[str]:
     items = [item.strip() for item in text.split(",")]
     if not all(items):
-        raise EngineOptionsError(f"{where}: a size is missing; give for instance 1,2-8,9-32")
+        raise EngineOptionsError(f"{where}: a {what} is missing; give for instance {example}")
     return items
 
 
@@ -121,6 +121,11 @@ def parse_parts(text: str) -> tuple[Part, ...]:
     return tuple(part for part in PARTS if part in asked)
 
 
+def parse_units(text: str) -> tuple[str, ...]:
+    """Read ``00-01-exit1,02-03``: names of engines; a bundle says whether it has such parts."""
+    return tuple(dict.fromkeys(_items(text, f"--units {text!r}", "name", "00-01-exit1,02-03")))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildSettings:
     """The settings by which an engine is built."""
@@ -149,5 +154,7 @@ class EngineBuildOptions(BuildSettings):
     buckets: tuple[tuple[str, tuple[SizeRange, ...]], ...] = ()
     """Ranges of other symbolic sizes, by the model's name."""
     parts: tuple[Part, ...] = PARTS
+    units: tuple[str, ...] = ()
+    """Names of what to build instead of ``parts``, as the table of a build lists them."""
     accept_disagreement: bool = False
     """Build although the precision breaks the bundle's promise."""

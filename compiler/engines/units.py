@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from offramp.calibration.quantization import Ranges, measure_ranges, quantize
 from offramp.compiler.engines.halving import halve
 from offramp.compiler.engines.lowering import folded, lower
 from offramp.compiler.engines.options import PARTS, Part
+from offramp.compiler.errors import EngineOptionsError
 from offramp.engine.assembly import assemble
 from offramp.engine.plan import Mode, make_plan
 
@@ -45,6 +47,27 @@ def units_of(bundle: Bundle, parts: Collection[Part] = PARTS) -> tuple[Unit, ...
     if "segments" in parts:
         found += segment_units(bundle.manifest)
     return tuple(dict.fromkeys(found))
+
+
+def named_units(manifest: Manifest, names: Collection[str]) -> tuple[Unit, ...]:
+    """Find units by name; EngineOptionsError if the bundle has no such segments or exit."""
+    return tuple(_named_unit(manifest, name) for name in names)
+
+
+def _named_unit(manifest: Manifest, name: str) -> Unit:
+    exits = {exit_.after_segment: exit_.index for exit_ in manifest.exits}
+    last = len(manifest.segments) - 1
+    found = re.fullmatch(r"(\d{1,4})-(\d{1,4})(?:-exit(\d{1,4}))?", name)
+    numbers = [None if text is None else int(text) for text in found.groups()] if found else []
+    match numbers:
+        case [int(first), int(end), exit_] if first <= end <= last:
+            if exit_ is None or exits.get(end) == exit_:
+                return Unit(first, end, exit_)
+    known = ", ".join(f"exit{e} behind {after:02d}" for after, e in exits.items()) or "no exits"
+    raise EngineOptionsError(
+        f"--units: there is no {name!r}; expected segments of 00 to {last:02d} and the exit behind "
+        f"the last of them, or none ({known}), such as {unit_name(0, last, None)}"
+    )
 
 
 def source_unit(manifest: Manifest) -> Unit:

@@ -11,7 +11,7 @@ ask for; TensorRT rounds a little differently at places.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -81,13 +81,20 @@ class Verifier:
         worst = 0.0
         for index, profile in enumerate(profiles):
             for point in dict.fromkeys([profile.sizes.best, profile.sizes.least]):
-                feeds = self._feeds(point)
-                values = {**feeds, **(prefix.run(feeds) if prefix else {})}
-                inputs = {name: values[name] for name in reads}
+                inputs = self._values(prefix, point, reads)
                 wanted, found = reference.run(inputs), run(inputs, index)
                 where = f"profile {index}, {point.describe()}"
                 worst = max(worst, self._compare(unit, wanted, found, where))
         return worst
+
+    def inputs(self, unit: Unit, names: Iterable[str], point: Point) -> Tensors:
+        """Give a unit's inputs of these names at a point."""
+        return self._values(self._prefix(unit), point, names)
+
+    def _values(self, prefix: GraphRunner | None, point: Point, names: Iterable[str]) -> Tensors:
+        feeds = self._feeds(point)
+        values = {**feeds, **(prefix.run(feeds) if prefix else {})}
+        return {name: values[name] for name in names}
 
     def _compare(self, unit: Unit, wanted: Tensors, found: Tensors, where: str) -> float:
         allowed = self._allowed(unit, wanted)

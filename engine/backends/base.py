@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
 from offramp.engine.plan import StageSpec
+from offramp.engine.tensorrt.lookup import MissingEngine
 
 Rows: TypeAlias = NDArray[np.intp]
 """Row numbers of a batch, rising."""
@@ -113,6 +114,12 @@ class Backend(Protocol):
         """Load a stage; may take seconds, may run in the background.
 
         BackendError if it cannot be loaded; the message says which and why.
+        """
+
+    def missing(self, stage: Stage) -> MissingEngine | None:
+        """Name the engine that would run a stage faster, were it built; ``None``: there is none.
+
+        Whoever prepares the stage again once it is built has it run as that.
         """
 
     def open_slot(self) -> Slot:

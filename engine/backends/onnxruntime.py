@@ -84,6 +84,9 @@ class OnnxRuntimeBackend:
         """List all sizes: memory is allocated the first time."""
         return range(1, most + 1)
 
+    def missing(self, stage: HostStage) -> None:
+        """Say that nothing has to be built: graphs run as they are."""
+
     def prepare(self, spec: StageSpec) -> HostStage:
         """Load a stage as a session, which gives a confidence too where that can be added."""
         return load_stage(spec, "ONNX Runtime", self._load)

@@ -155,6 +155,8 @@ class OnnxRuntimeCudaStage:
     """ONNX Runtime allocates and waits as it likes."""
     scratch_bytes: ClassVar = 0
     """Sessions have memory of their own."""
+    missing: ClassVar = None
+    """Nothing has to be built."""
 
     spec: StageSpec
     model: bytes

@@ -78,6 +78,9 @@ class OpenVinoBackend:
         """List all sizes: for each, primitives are chosen the first time."""
         return range(1, most + 1)
 
+    def missing(self, stage: HostStage) -> None:
+        """Say that nothing has to be built: graphs run as they are."""
+
     def prepare(self, spec: StageSpec) -> HostStage:
         """Load a stage, which gives a confidence too where that can be added."""
         return load_stage(spec, "OpenVINO", self.load)

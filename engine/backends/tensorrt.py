@@ -25,7 +25,13 @@ from offramp.engine.errors import BackendError
 from offramp.engine.plan import StageSpec
 from offramp.engine.tensorrt import compat
 from offramp.engine.tensorrt.loading import EngineContext, EngineLibrary, LoadedEngine, SharedEngine
-from offramp.engine.tensorrt.lookup import EnginePlace, as_computed, find_engines
+from offramp.engine.tensorrt.lookup import (
+    EnginePlace,
+    MissingEngine,
+    as_computed,
+    find_engines,
+    missing_engine,
+)
 from offramp.engine.tensorrt.scratch_layout import ScratchLayout
 
 _MOST_SHAPES = 4096
@@ -80,11 +86,17 @@ class TensorRTFactory:
         The bundle may have none for this GPU, TensorRT and model, or TensorRT does not load them.
         """
         with ExitStack() as releases:
-            engines = []
-            for each in find_engines(spec, self._place):
+            engines, found = [], find_engines(spec, self._place)
+            for each in found:
                 engines.append(self._library.take(each))
                 releases.callback(engines[-1].give_back)
-            stage = TensorRTStage(spec, engines, capturable=self._graphs, remedy=self._remedy(spec))
+            stage = TensorRTStage(
+                spec,
+                engines,
+                capturable=self._graphs,
+                remedy=self._remedy(spec),
+                missing=missing_engine(spec, self._place, found),
+            )
             releases.pop_all()
         return stage
 
@@ -104,9 +116,17 @@ class TensorRTStage:
     """
 
     def __init__(
-        self, spec: StageSpec, taken: Sequence[SharedEngine], *, capturable: bool, remedy: str
+        self,
+        spec: StageSpec,
+        taken: Sequence[SharedEngine],
+        *,
+        capturable: bool,
+        remedy: str,
+        missing: MissingEngine | None = None,
     ) -> None:
         self.spec = spec
+        self.missing = missing
+        """The one engine that it would be, were it built."""
         self.capturable = capturable
         """Capture may fail at the first try still."""
         self.pads = capturable

@@ -16,6 +16,7 @@ from offramp.engine.cuda.stream import DeviceKernels
 from offramp.engine.errors import BackendError
 from offramp.engine.plan import StageSpec
 from offramp.engine.precision import require_fp32
+from offramp.engine.tensorrt.lookup import MissingEngine
 
 
 class CudaBackend:
@@ -94,6 +95,10 @@ class CudaBackend:
             except BackendError:
                 prepared.close()
                 raise
+
+    def missing(self, stage: CudaStage) -> MissingEngine | None:
+        """Name the engine that would run a stage faster, were it built."""
+        return stage.facts.prepared.missing
 
     def open_slot(self) -> CudaSlot:
         """Open a slot with buffers for all prepared stages.

@@ -22,6 +22,7 @@ import numpy as np
 from offramp.bundle import Bundle
 from offramp.engine.cuda.driver import Driver, Stream
 from offramp.engine.plan import StageSpec
+from offramp.engine.tensorrt.lookup import MissingEngine
 
 Shape: TypeAlias = tuple[int, ...]
 """Of a tensor, the batch first."""
@@ -136,6 +137,10 @@ class PreparedStage(Protocol):
 
         See :mod:`offramp.engine.cuda.padding`.
         """
+
+    @property
+    def missing(self) -> MissingEngine | None:
+        """The engine that would run it faster, were it built; ``None`` where there is none."""
 
     def room(self, rows: int) -> int:
         """Tell up to how many rows a batch of so many may be filled up; ``max_rows`` at most."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -97,9 +97,28 @@ class StoredEngine:
             raise BackendError(str(error)) from error
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MissingEngine:
+    """An engine that a stage would run as, were it built; a chain of others runs it meanwhile."""
+
+    unit: str
+    """Its name, for instance ``00-03-exit1``."""
+    bundle: Path
+    device: str
+    """For instance ``cuda:0``."""
+    precision: Precision
+    is_built: Callable[[], bool] = field(compare=False, repr=False)
+    """Tells whether it was built since, by the index alone; reads a file."""
+
+
 def open_store(bundle: Bundle, place: EnginePlace) -> EngineStore:
-    """Open the store of the engines that run at a place; BackendError if there are none."""
+    """Open the store of the engines that run at a place; BackendError if there are none.
+
+    A bundle that is served already keeps the precision that it began with (:func:`as_computed`),
+    whatever is built meanwhile: its policy is certified for that one.
+    """
     built = place.served(bundle.path)
+    built = tuple(p for p in built if place.target(p).folder == bundle.arithmetic) or built
     if not built:
         known = list_targets(bundle.path)
         elsewhere = f" (it has some for {known[0].describe()})" if known else ""
@@ -141,10 +160,36 @@ def find_engines(spec: StageSpec, place: EnginePlace) -> tuple[StoredEngine, ...
         raise BackendError(_lacking(spec, finder, place, bundle))
     if len(found) > 1:
         _LOG.info(
-            "%s: %s is run as %d engines, one a segment, which is slower; %s",
+            "%s: %s is run as %d engines, one a segment, which is slower; %s --units %s",
             bundle.path, unit_name(*spec.unit), len(found), place.remedy(bundle.path),
+            unit_name(*spec.unit),
         )  # fmt: skip
     return found
+
+
+def missing_engine(
+    spec: StageSpec, place: EnginePlace, found: Sequence[StoredEngine]
+) -> MissingEngine | None:
+    """Name the engine that would run a stage for which a chain was found; else ``None``."""
+    bundle = spec.bundle
+    if bundle is None or len(found) < 2:
+        return None
+    target = found[0].store.index.target
+
+    def is_built() -> bool:
+        try:
+            store = EngineStore.open(bundle.path, target)
+        except BundleError:
+            return False
+        return _Finder(bundle, store).find(*spec.unit) is not None
+
+    return MissingEngine(
+        unit=unit_name(*spec.unit),
+        bundle=bundle.path,
+        device=place.device,
+        precision=target.precision,
+        is_built=is_built,
+    )
 
 
 def as_computed(bundle: Bundle, place: EnginePlace) -> Bundle:

@@ -8,7 +8,7 @@ context: see :mod:`offramp.engine.tensorrt.device`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
@@ -38,6 +38,29 @@ def run_plan(
     """
     with StandaloneEngine(plan) as engine:
         return engine.run(inputs, profile)
+
+
+def time_plans(
+    plans: Sequence[tuple[bytes, Mapping[str, NDArray[Any]], int]], *, rounds: int
+) -> list[float]:
+    """Time engines side by side: seconds on the device for each, medians of interleaved rounds.
+
+    Each is a plan, its inputs, and the index of a profile that holds these. All are loaded and run
+    once before, so that what else the GPU does meets all alike. Copies are not counted.
+    BackendError if one cannot be loaded or run.
+    """
+    with ExitStack() as stack:
+        ready = []
+        for plan, inputs, profile in plans:
+            engine = stack.enter_context(StandaloneEngine(plan))
+            shapes = {name: inputs[name].shape for name in engine.inputs}
+            ready.append(stack.enter_context(engine.prepare(profile, shapes)))
+            ready[-1].run(inputs)
+        with _cuda_errors():
+            times = [[prepared.time_s() for prepared in ready] for _ in range(rounds)]
+        ready.clear()
+    medians: list[float] = np.median(times, axis=0).tolist()
+    return medians
 
 
 class StandaloneEngine:
@@ -160,6 +183,19 @@ class PreparedEngine:
         """Enqueue one run on what the buffers hold; ``errors`` are what TensorRT reports now."""
         if not self._live_context().execute_async_v3(self.stream.handle):
             raise refused("run the engine", errors)
+
+    def time_s(self) -> float:
+        """Run once on what the buffers hold, and wait: seconds on the device, between events."""
+        import pycuda.driver as cuda  # noqa: PLC0415
+
+        start: cuda.Event = cuda.Event()
+        end: cuda.Event = cuda.Event()
+        with errors_of_tensorrt() as errors:
+            start.record(self.stream)
+            self.enqueue(errors)
+            end.record(self.stream)
+        end.synchronize()
+        return float(end.time_since(start)) / 1e3
 
     @property
     def stream(self) -> cuda.Stream:

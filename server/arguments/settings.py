@@ -179,6 +179,14 @@ def add_execution(parser: argparse.ArgumentParser) -> None:
         help="enqueue every kernel of a stage by itself, for tensorrt (default: each stage and "
         "batch size is captured once and then launched as a whole)",
     )
+    add(
+        "--engine-build-minutes",
+        "minutes of an hour in which engines may be built on the GPU beside serving, for stages "
+        "that control brought into use, for tensorrt; batches take longer meanwhile; 0: none, such "
+        "stages run as chains of segments",
+        metavar="MINUTES",
+        type=number(0.0),
+    )
     add("--streams", "batches that run at the same time, of whatever models", **_COUNT)
     add(
         "--threads",

@@ -122,6 +122,24 @@ def test_another_profile_builds_anew(small: Path, capsys: pytest.CaptureFixture[
     assert "rebuilding" in said.out + said.err
 
 
+def test_a_stage_is_built_beside_serving_like_what_is_there(small: Path) -> None:
+    assert build(small, "--parts", "segments", "--batch-profiles", "1,2-4") == 0
+    before = store_of(small).index
+    whole = f"00-{len(Bundle.open(small).manifest.segments) - 1:02d}"
+    assert build(small, "--units", whole, "--beside-serving") == 0
+    after = store_of(small)
+    (entry,) = (e for e in after.index.engines if e.unit == whole)
+    assert [(p.first_batch, p.last_batch) for p in entry.profiles] == [(1, 1), (2, 4)]
+    assert after.index.timing_cache == before.timing_cache
+    assert len(after.index.engines) == len(before.engines) + 1
+
+
+def test_auto_times_engines_on_the_device(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without data there is fp32 alone to choose from; it is timed all the same."""
+    assert build(small, "--precision", "auto", "--batch-profiles", "1,2-8") == 0
+    assert "fp32 is kept: predicted to save" in capsys.readouterr().err
+
+
 def some_data(folder: Path) -> Path:
     """So much that it takes seconds."""
     path = folder / "some.npz"

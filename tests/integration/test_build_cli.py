@@ -358,3 +358,85 @@ def test_rehearsing_keeps_the_engines(run: Shell, workplace: Path, monkeypatch: 
     assert EngineStore.open("x.ee", target).index == before
     said = run("build", "model.ee", "--precision", "fp16", "--parts", "source,segments")
     assert {cells[-1] for cells in rows(said).values()} == {"fresh"}
+
+
+def test_named_engines_alone_are_built(run: Shell, fake: FakeBuilder, mlp: Bundle) -> None:
+    said = run("build", "mlp.ee", "--units", "00-00-exit0,01-03")
+    assert said.status == 0
+    assert list(rows(said)) == ["00-00-exit0", "01-03"]
+    assert len(fake.builds) == 2
+
+
+@pytest.mark.parametrize("name", ["00-04", "02-01", "00-01-exit0", "00-02-exit1", "x", "0--1"])
+def test_an_engine_that_the_bundle_cannot_have_is_refused(
+    run: Shell, fake: FakeBuilder, mlp: Bundle, name: str
+) -> None:
+    refused = run("build", "mlp.ee", f"--units={name}")
+    assert refused.status == 1
+    (line,) = refused.err
+    assert line == (
+        f"eecompile: --units: there is no {name!r}; expected segments of 00 to 03 and the exit "
+        "behind the last of them, or none (exit0 behind 00, exit1 behind 01), such as 00-03"
+    )
+    assert fake.builds == []
+
+
+def test_beside_serving_engines_are_like_those_that_are_there(
+    run: Shell, fake: FakeBuilder, tmp_path: Path
+) -> None:
+    engine_bundle("bert", tmp_path / "bert.ee")
+    run("build", "bert.ee", "--batch-profiles", "1,2-4", "--buckets", "sequence=8,16-20",
+        "--optimization-level", "2")  # fmt: skip
+    (target,) = list_targets("bert.ee")
+    before, timings = len(fake.builds), EngineStore.open("bert.ee", target).index.timing_cache
+    said = run("build", "bert.ee", "--units", "01-05", "--beside-serving")
+    assert said.status == 0
+    (built,) = fake.builds[before:]
+    inputs = [p.inputs["attention_mask"] for p in built.profiles]
+    assert [(r.least, r.most) for r in inputs] == [
+        ((1, 1), (1, 8)), ((1, 16), (1, 20)), ((2, 1), (4, 8)), ((2, 16), (4, 20)),
+    ]  # fmt: skip
+    assert built.settings.optimization_level == 2
+    assert built.settings.workspace_bytes == 2**30
+    assert built.timing_cache  # what a quiet GPU timed is used, what a busy one timed is not kept
+    store = EngineStore.open("bert.ee", target)
+    assert store.index.timing_cache == timings
+    assert store.entry("01-05") is not None
+
+
+def test_beside_serving_takes_no_more_memory_than_was_allowed(
+    run: Shell, fake: FakeBuilder, mlp: Bundle
+) -> None:
+    run("build", "mlp.ee", "--workspace", "0.25")
+    run("build", "mlp.ee", "--units", "01-03", "--beside-serving")
+    assert fake.builds[-1].settings.workspace_bytes == 2**28
+
+
+def test_beside_serving_without_engines_is_one_line(
+    run: Shell, fake: FakeBuilder, mlp: Bundle
+) -> None:
+    refused = run("build", "mlp.ee", "--units", "01-03", "--beside-serving")
+    assert refused.status == 1
+    (line,) = refused.err
+    assert line == (
+        "eecompile: --beside-serving builds like the engines that are there, and mlp.ee has none "
+        "for NVIDIA H200 with TensorRT 10.16.0.72, fp32 that take the model's inputs; build it "
+        "without --beside-serving first"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "both"),
+    [
+        (["--units", "01-03", "--parts", "stages"], "--units says what --parts does"),
+        (["--beside-serving", "--workspace", "2"], "--beside-serving says what --workspace does"),
+        (["--units", ","], "--units ',': a name is missing; give for instance 00-01-exit1,02-03"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(
+    run: Shell, fake: FakeBuilder, mlp: Bundle, options: list[str], both: str
+) -> None:
+    refused = run("build", "mlp.ee", *options)
+    assert refused.status == 1
+    (line,) = refused.err
+    assert line.startswith(f"eecompile: {both}")

@@ -433,6 +433,3 @@ def test_the_command_line_makes_one(
     assert main([*command, "--overwrite", "--precision", "fp16"]) == 1
     told = capsys.readouterr().err
     assert told == "eecompile: --precision is for engines: add --backend tensorrt\n"
-    assert main([*command, "--backend", "tensorrt", "--precision", "auto"]) == 1
-    told = capsys.readouterr().err
-    assert told.startswith("eecompile: --precision auto is for bundles without engines; engines")

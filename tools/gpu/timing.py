@@ -309,6 +309,7 @@ class _TimedStage:
         self.max_rows: int = stage.max_rows
         self.capturable: bool = stage.capturable
         self.pads: bool = stage.pads
+        self.missing = stage.missing
 
     def room(self, rows: int) -> int:
         return self._stage.room(rows)

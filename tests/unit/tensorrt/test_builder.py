@@ -20,7 +20,7 @@ from tests.unit.tensorrt.fake_tensorrt import FakeTensorRT
 
 from offramp.bundle.engines import ShapeProfile, ShapeRange
 from offramp.compiler import tensorrt
-from offramp.compiler.engines.builder import EngineBuilder
+from offramp.compiler.engines.builder import EngineBuilder, TimedEngine
 from offramp.compiler.engines.options import BuildSettings
 from offramp.compiler.errors import EngineBuildError
 from offramp.compiler.tensorrt import TensorRTBuilder
@@ -163,6 +163,16 @@ def test_an_engine_can_be_run(builder: TensorRTBuilder, fake: FakeTensorRT) -> N
     assert builder.run(plan, inputs, 1)["y"].tolist() == [[2, 2, 2]] * 4
     with pytest.raises(EngineBuildError, match=r"could not take \(4, 3\) as the shape of x"):
         builder.run(plan, inputs, 0)
+
+
+def test_engines_can_be_timed(builder: TensorRTBuilder, fake: FakeTensorRT) -> None:
+    plan, _ = build(builder)
+    inputs = {"x": np.ones((4, 3), np.float32), "mask": np.ones((4, 64), np.int64)}
+    timed = TimedEngine(plan=plan, inputs=inputs, profile=1)
+    assert builder.time([timed, timed], rounds=5) == [0.0005, 0.0005]  # the fake's clock
+    assert len(fake.called("execute_async_v3")) == 2 * (1 + 5)
+    with pytest.raises(EngineBuildError, match=r"could not take \(4, 3\) as the shape of x"):
+        builder.time([timed._replace(profile=0)], rounds=5)
 
 
 def test_progress_is_passed_on(builder: TensorRTBuilder, fake: FakeTensorRT) -> None:

@@ -12,7 +12,7 @@ from tests.unit.tensorrt.fake_tensorrt import SCRATCH_BYTES, FakeTensorRT
 
 from offramp.engine.errors import BackendError
 from offramp.engine.tensorrt.device import primary_context
-from offramp.engine.tensorrt.standalone import StandaloneEngine, run_plan
+from offramp.engine.tensorrt.standalone import StandaloneEngine, run_plan, time_plans
 from offramp.tools.gpu.device import time_ms
 
 PROFILES = [{"x": [[1, 3], [1, 3], [1, 3]]}, {"x": [[2, 3], [8, 3], [8, 3]]}]
@@ -46,6 +46,26 @@ def test_once(current: FakeTensorRT) -> None:
     size = (SCRATCH_BYTES[1],)
     assert current.called("set_device_memory") == ([size] if current.major >= 10 else [])
     assert len(current.called("execute_async_v3")) == 1
+
+
+def test_engines_are_timed_in_interleaved_rounds(
+    current: FakeTensorRT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs before the first round, then all in turn; the medians are of the device's clock."""
+    clock = iter([1.0, 10.0, 3.0, 30.0, 2.0, 90.0])
+    monkeypatch.setattr(current.cuda.driver.Event, "time_since", lambda *_: next(clock))
+    x = np.ones((1, 3), np.float32)
+    inputs = {"x": x}, {"x": x.repeat(4, axis=0)}
+    plans = [(plan_of(current), inputs[0], 0), (plan_of(current), inputs[1], 1)]
+    found = time_plans(plans, rounds=3)
+    assert found == [0.002, 0.03]
+    assert current.called("execute_async_v3") == [(7001,), (7002,)] * 4  # by stream
+
+
+def test_an_engine_that_cannot_be_timed_is_told(current: FakeTensorRT) -> None:
+    current.fails_to_run = True
+    with pytest.raises(BackendError, match="TensorRT could not run the engine"):
+        time_plans([(plan_of(current), {"x": np.ones((1, 3), np.float32)}, 0)], rounds=3)
 
 
 def test_arrays_in_any_order_of_memory(current: FakeTensorRT) -> None:

@@ -1,0 +1,63 @@
+"""Building beside a server: for the sizes, and with the settings, of the engines that it serves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from offramp.bundle import Manifest
+from offramp.bundle.engines import EngineEntry, EngineStore, ShapeProfile
+from offramp.compiler.engines.options import EngineBuildOptions, SizeRange
+from offramp.compiler.engines.profiles import Sizes, symbols_of
+from offramp.compiler.errors import EngineOptionsError
+
+WORKSPACE_BYTES: Final = 2**30
+"""Most scratch memory beside a server, which needs what is free for batches that come."""
+
+
+def like_there(
+    manifest: Manifest, store: EngineStore, asked: EngineBuildOptions
+) -> tuple[EngineBuildOptions, tuple[Sizes, ...]]:
+    """Give options and profiles by which the engines of a store were built.
+
+    But for the workspace, which is at most :data:`WORKSPACE_BYTES`. EngineOptionsError if there is
+    no engine to be like.
+    """
+    symbols = symbols_of(manifest)
+    model = [(entry, _dimensions(manifest, entry)) for entry in store.index.engines]
+    whole = [entry for entry, found in model if found.keys() == symbols.keys()]
+    if not whole:
+        raise EngineOptionsError(
+            f"--beside-serving builds like the engines that are there, and {store.bundle_path} has "
+            f"none for {store.index.target.describe()} that take the model's inputs; build it "
+            "without --beside-serving first"
+        )
+    entry = whole[0]
+    dimensions = _dimensions(manifest, entry)
+    sizes = tuple(_sizes(profile, dimensions) for profile in entry.profiles)
+    workspace = entry.key.get("workspace", "").removesuffix(" bytes")
+    engines = replace(
+        asked,
+        optimization_level=int(entry.key.get("optimization_level", asked.optimization_level)),
+        workspace_bytes=min(int(workspace) if workspace.isdigit() else WORKSPACE_BYTES,
+                            WORKSPACE_BYTES),
+    )  # fmt: skip
+    return engines, sizes
+
+
+def _dimensions(manifest: Manifest, entry: EngineEntry) -> dict[str, tuple[str, int]]:
+    """By symbolic size: an input of the engine, and which of its dimensions has it."""
+    symbols, found = symbols_of(manifest), {}
+    for spec in manifest.inputs:
+        for place, name in enumerate(spec.shape):
+            if isinstance(name, str) and name in symbols and spec.name in entry.profiles[0].inputs:
+                found[name] = (spec.name, place)
+    return found
+
+
+def _sizes(profile: ShapeProfile, dimensions: dict[str, tuple[str, int]]) -> Sizes:
+    others = {}
+    for name, (tensor, place) in dimensions.items():
+        shapes = profile.inputs[tensor]
+        others[name] = SizeRange(shapes.least[place], shapes.most[place])
+    return Sizes(batch=SizeRange(profile.first_batch, profile.last_batch), others=others)
