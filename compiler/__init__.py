@@ -3,3 +3,7 @@
 May import: certify, bundle, engine, engine.backends, engine.control, engine.kernels,
 engine.tensorrt, calibration, calibration.rehearsal.
 """
+
+from offramp.compiler.placement import ExitRule
+
+__all__ = ["ExitRule"]

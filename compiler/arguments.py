@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from offramp.bundle.engines import PRECISIONS
+from offramp.compiler import help_texts
 from offramp.compiler.engines.options import (
     DEFAULT_BATCHES,
     OPTIMIZATION_LEVELS,
@@ -21,48 +22,6 @@ from offramp.compiler.engines.options import (
 from offramp.compiler.errors import EngineOptionsError
 from offramp.compiler.options import AskedPrecision
 
-_COMPILE = """\
-Make a multi-exit bundle of an ONNX classifier: slice it at its cut points, train exits on
-calibration data, and certify a policy under which disagreement with the unmodified model stays
-within --max-disagreement.
-
-  eecompile model.onnx --data calibration.npz     writes model.ee
-  eecompile inspect model.onnx                    lists the cut points
-  eecompile rehearse model.ee --data new.npz      adapts a bundle to a load that has changed
-  eecompile profile model.ee                      measures its profile anew on this machine
-  eecompile build model.ee --device cuda:0        builds its TensorRT engines, where the GPU is
-  eecompile export model.ee --data calibration.npz --output fast.onnx
-                                                  makes one ONNX file of it, for any ONNX Runtime
-"""
-_INSPECT = "List where a model can be cut, and why it cannot be cut elsewhere."
-_REHEARSE = (
-    "Adapt a bundle to a load that has changed: exits that would make batches late move towards "
-    "the model's end, thresholds are raised as far as the promise asks for on the new data, and "
-    "certified on a part of it. Graphs and profile stay. What is not given is as the bundle was "
-    "made."
-)
-_PROFILE = (
-    "Measure a bundle's profile anew on this machine, say what its policy is predicted to save "
-    "here, and write it. Graphs, policy and promise stay."
-)
-_BUILD = """\
-Build the TensorRT engines of a bundle, on the machine that will serve it: of the unmodified
-model, of the stages of its policy, and of every segment. They are kept in BUNDLE/engines, by
-GPU, version of TensorRT and precision; what is there and still fits is not built again. Each
-engine is run beside ONNX Runtime before it is kept.
-
-  eecompile build model.ee                                     fp32, on the first GPU
-  eecompile build model.ee --precision fp16 --device cuda:1
-  eecompile build model.ee --batch-profiles 1,2-8,9-64 --buckets sequence=32,64,128
-"""
-_EXPORT = """\
-Write a bundle as one ONNX file, which runs wherever ONNX Runtime does, without Offramp: inputs
-and output are the source model's, and easy samples leave early inside the file. It is compared
-with the bundle on every sample of --data, and written only if it answers the same at the same
-exits.
-
-  eecompile export model.ee --data calibration.npz --output fast.onnx
-"""
 DEFAULT_DEVICE = "cuda:0"
 _GIB, _MOST_GIB = 2**30, 2**20
 _SEEDS = 2**63
@@ -75,7 +34,7 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescription
 
 def compile_parser() -> argparse.ArgumentParser:
     """Make the parser of ``eecompile MODEL.onnx``."""
-    parser = _parser("", _COMPILE, _Formatter)
+    parser = _parser("", help_texts.COMPILE, _Formatter)
     _add_model(parser)
     parser.add_argument("--data", type=Path, required=True, metavar="NPZ",
                         help="calibration data: an array per input; labels (optional) only for "
@@ -84,7 +43,9 @@ def compile_parser() -> argparse.ArgumentParser:
     _add_promise(parser, 0.01, 0.95)
     exits = parser.add_argument_group("exits")
     exits.add_argument("--exits", metavar="A,B,…",
-                       help="cut points to build exits at, as inspect lists them")  # fmt: skip
+                       help="cut points to build exits at: numbers or names as inspect lists them, "
+                       "patterns of names (*/Add*), shares of the work before them (25%%: the "
+                       "nearest; 10%%-60%%: all between)")  # fmt: skip
     exits.add_argument("--candidates", type=_positive, default=12, metavar="N",
                        help="most exits that are built, if --exits is not given")  # fmt: skip
     exits.add_argument("--max-overhead", type=_share, metavar="SHARE",
@@ -125,14 +86,28 @@ def compile_parser() -> argparse.ArgumentParser:
 
 def inspect_parser() -> argparse.ArgumentParser:
     """Make the parser of ``eecompile inspect``."""
-    parser = _parser("inspect", _INSPECT)
-    _add_model(parser)
+    parser = _parser("inspect", help_texts.INSPECT)
+    _add_model(parser, "the model to slice, or a bundle")
+    _add_json(parser)
+    return parser
+
+
+def verify_parser() -> argparse.ArgumentParser:
+    """Make the parser of ``eecompile verify``."""
+    parser = _parser("verify", help_texts.VERIFY)
+    _add_bundle(parser, "verify")
+    parser.add_argument("--data", type=Path, required=True, metavar="NPZ",
+                        help="samples, best such that the bundle was not made of: an array per "
+                        "input; labels (optional) for its accuracy")  # fmt: skip
+    parser.add_argument("--threads", type=_positive, default=1, metavar="N",
+                        help="of ONNX Runtime")  # fmt: skip
+    _add_json(parser)
     return parser
 
 
 def rehearse_parser() -> argparse.ArgumentParser:
     """Make the parser of ``eecompile rehearse``."""
-    parser = _parser("rehearse", _REHEARSE)
+    parser = _parser("rehearse", help_texts.REHEARSE)
     _add_bundle(parser, "adapt")
     parser.add_argument("--data", type=Path, required=True, metavar="NPZ",
                         help="samples of the new load: an array per input; labels (optional) only "
@@ -150,7 +125,7 @@ def rehearse_parser() -> argparse.ArgumentParser:
 
 def profile_parser() -> argparse.ArgumentParser:
     """Make the parser of ``eecompile profile``."""
-    parser = _parser("profile", _PROFILE)
+    parser = _parser("profile", help_texts.PROFILE)
     _add_bundle(parser, "measure")
     _add_target(parser, _REPLACED, "a bundle that is at --output")
     _add_dry_run(parser, "only print what was measured")
@@ -161,7 +136,7 @@ def profile_parser() -> argparse.ArgumentParser:
 
 def build_parser() -> argparse.ArgumentParser:
     """Make the parser of ``eecompile build``."""
-    parser = _parser("build", _BUILD, argparse.RawDescriptionHelpFormatter)
+    parser = _parser("build", help_texts.BUILD, argparse.RawDescriptionHelpFormatter)
     _add_bundle(parser, "build for")
     parser.add_argument("--data", type=Path, metavar="NPZ",
                         help="calibration data: an array per input. Engines are verified on it, "
@@ -188,7 +163,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def export_parser() -> argparse.ArgumentParser:
     """Make the parser of ``eecompile export``."""
-    parser = _parser("export", _EXPORT, argparse.RawDescriptionHelpFormatter)
+    parser = _parser("export", help_texts.EXPORT, argparse.RawDescriptionHelpFormatter)
     _add_bundle(parser, "export")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.onnx",
                         help="the file to write")  # fmt: skip
@@ -214,12 +189,16 @@ def _parser(
 _REPLACED = "write there; BUNDLE is replaced if not given"
 
 
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=Path, metavar="MODEL.onnx", help="the model to slice")
+def _add_model(parser: argparse.ArgumentParser, what: str = "the model to slice") -> None:
+    parser.add_argument("model", type=Path, metavar="MODEL.onnx", help=what)
     parser.add_argument("--answer", metavar="NAME",
                         help="the output that exits imitate, if several")  # fmt: skip
     parser.add_argument("--no-simplify", action="store_true", help="do not run onnxslim on the "
                         "model")  # fmt: skip
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write it there too")
 
 
 def _add_bundle(parser: argparse.ArgumentParser, purpose: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from offramp.bundle import BundleError
+from offramp.bundle.serde import to_plain
 from offramp.calibration.dataset import DataError
 from offramp.compiler import arguments
 from offramp.compiler.errors import CompileError, EngineOptionsError, ModelError
@@ -139,6 +141,16 @@ def _engines_to_build(options: argparse.Namespace, output: Path) -> BuildOptions
 
 
 def _inspect(options: argparse.Namespace, console: Console) -> int:
+    from offramp.compiler.inspection import describe_bundle, describe_model  # noqa: PLC0415
+
+    if options.model.is_dir():
+        from offramp.bundle import Bundle  # noqa: PLC0415
+        from offramp.compiler.printing import print_bundle  # noqa: PLC0415
+
+        bundle = Bundle.open(options.model)
+        print_bundle(bundle, Console())
+        _write_json(options.json, describe_bundle(bundle))
+        return 0
     from offramp.compiler.cuts import find_cuts  # noqa: PLC0415
     from offramp.compiler.model import read_model  # noqa: PLC0415
     from offramp.compiler.printing import print_inspection  # noqa: PLC0415
@@ -147,7 +159,24 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
         model = read_model(options.model, answer=options.answer, simplify=not options.no_simplify)
         analysis = find_cuts(model)
     print_inspection(model, analysis, Console())
+    _write_json(options.json, describe_model(model, analysis))
     return 0
+
+
+def _verify(options: argparse.Namespace, console: Console) -> int:
+    from offramp.compiler.bundle_check import VerifyOptions, verify_bundle  # noqa: PLC0415
+    from offramp.compiler.printing import print_check  # noqa: PLC0415
+
+    with TerminalProgress(console) as progress:
+        check = verify_bundle(_read(VerifyOptions, options), progress)
+    print_check(check, options.bundle, Console())
+    _write_json(options.json, to_plain(check))
+    return 1 if check.verdict == "contradicted" else 0
+
+
+def _write_json(path: Path | None, document: object) -> None:
+    if path is not None:
+        path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def _rehearse(options: argparse.Namespace, console: Console) -> int:
@@ -193,7 +222,7 @@ def _build(options: argparse.Namespace, console: Console) -> int:
 def _build_and_print(options: BuildOptions, console: Console, *, chooses: bool) -> int:
     from offramp.compiler.build import Reports, build_bundle  # noqa: PLC0415
     from offramp.compiler.choosing import build_best  # noqa: PLC0415
-    from offramp.compiler.printing import print_building  # noqa: PLC0415
+    from offramp.compiler.printing_engines import print_building  # noqa: PLC0415
 
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     try:
@@ -213,6 +242,7 @@ def _build_and_print(options: BuildOptions, console: Console, *, chooses: bool) 
 COMPILE = Command(arguments.compile_parser, _compile)
 COMMANDS = {
     "inspect": Command(arguments.inspect_parser, _inspect),
+    "verify": Command(arguments.verify_parser, _verify),
     "rehearse": Command(arguments.rehearse_parser, _rehearse),
     "profile": Command(arguments.profile_parser, _profile),
     "build": Command(arguments.build_parser, _build),

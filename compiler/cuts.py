@@ -79,7 +79,7 @@ def find_cuts(model: SourceModel) -> CutAnalysis:
 
     Each graph input in turn is tried as the only main one, then all together; the choice that
     gives most cut points wins, ties going to the one that leaves least work on the side. There may
-    be none: :func:`~offramp.compiler.slicing.choose_candidates` is what raises then.
+    be none: :func:`~offramp.compiler.placement.choose_candidates` is what raises then.
     """
     analysis = GraphAnalysis.of(model.proto)
     flow, kept, rejected = analysis.best()

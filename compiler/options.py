@@ -29,7 +29,8 @@ class CompileOptions:
     mask: str | None = None
     """The graph input that says which tokens count; found by name where not given."""
     exits: tuple[str, ...] = ()
-    """Cut points to build exits at, by index or tensor name; empty chooses ``candidates``."""
+    """Cut points to build exits at (:class:`offramp.compiler.ExitRule`); empty chooses
+    ``candidates``."""
     candidates: int = 12
     """Most exits that are built."""
     precision: AskedPrecision = "fp32"

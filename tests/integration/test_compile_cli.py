@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import re
 import shutil
@@ -322,6 +323,15 @@ def test_inspect_lists_the_cut_points(capfd) -> None:
     assert "hidden0" in out
     assert "Gemm" in out or "Relu" in out
     assert sorted(p.name for p in Path().iterdir()) == ["data.npz", "model.onnx"]
+
+
+def test_inspect_writes_it_down() -> None:
+    assert main(["inspect", "model.onnx", "--json", "found.json"]) == 0
+    told = json.loads(Path("found.json").read_text())
+    assert told["answer"] == {"output": "logits", "classes": 3, "form": "logits"}
+    assert [cut["index"] for cut in told["cut_points"]] == list(range(len(told["cut_points"])))
+    assert "hidden0" in {cut["tensor"] for cut in told["cut_points"]}
+    assert all(place["reason"] for place in told["rejected"])
 
 
 def test_inspect_says_what_is_wrong(capfd) -> None:

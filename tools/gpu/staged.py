@@ -43,7 +43,8 @@ from offramp.bundle.manifest import SCHEMA_VERSION, Calibration, Source
 from offramp.calibration.families import CutTensor
 from offramp.compiler.cuts import find_cuts
 from offramp.compiler.model import SourceModel, read_model
-from offramp.compiler.slicing import SegmentModel, choose_candidates, split
+from offramp.compiler.placement import choose_candidates
+from offramp.compiler.slicing import SegmentModel, split
 
 REPLAY = "replay"
 """Input [batch, exits] of float32 that exits take for their confidence, where it is replayed."""

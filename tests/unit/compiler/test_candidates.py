@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
+from offramp.compiler import ExitRule
 from offramp.compiler.cuts import CutAnalysis, CutPoint, Rejection
 from offramp.compiler.errors import UnknownCutPointError
-from offramp.compiler.slicing import choose_candidates
+from offramp.compiler.placement import choose_candidates
 
 
 def analysis(*shares: float) -> CutAnalysis:
@@ -46,6 +49,43 @@ def test_thinning_keeps_exactly_as_many_even_if_they_crowd():
 
 def test_the_users_list_wins_over_the_limit():
     assert chosen(0.1, 0.2, 0.3, 0.4, exits=["block3", 0, "2"], limit=1) == [0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("rule", "found"),
+    [
+        ("25%", [1]),  # nearest, before or after
+        ("24.9%", [1]),
+        ("0%", [0]),
+        ("100%", [3]),
+        ("20%-60%", [1, 2]),
+        ("10%-100%", [0, 1, 2, 3]),
+        ("block?", [0, 1, 2, 3]),
+        ("*k[13]", [1, 3]),
+        ("block2", [2]),
+        ("3", [3]),
+    ],
+)
+def test_rules_name_cut_points_in_five_ways(rule: str, found: list[int]):
+    assert chosen(0.1, 0.3, 0.5, 0.9, exits=[rule]) == found
+    assert chosen(0.1, 0.3, 0.5, 0.9, exits=[ExitRule(rule), rule, "0"]) == sorted({0, *found})
+
+
+def test_a_tensors_name_wins_over_what_it_looks_like():
+    found = analysis(0.1, 0.3, 0.5)
+    for name in ("1", "50%", "blo*"):
+        cuts = (found.cuts[0], found.cuts[1], dataclasses.replace(found.cuts[2], tensor=name))
+        named = dataclasses.replace(found, cuts=cuts)
+        assert [cut.index for cut in ExitRule(name).select(named)] == [2]
+
+
+@pytest.mark.parametrize("rule", ["95%-99%", "60%-20%", "x*", "4", "10%-", "-1", ""])
+def test_rules_that_name_nothing_say_what_there_is(rule: str):
+    with pytest.raises(UnknownCutPointError) as caught:
+        chosen(0.1, 0.3, 0.5, exits=[rule])
+    assert f"no cut point {rule!r}; indices run from 0 to 2, shares of work from 10.0% to" in str(
+        caught.value
+    )
 
 
 def test_unknown_names_get_the_nearest():

@@ -14,8 +14,8 @@ from tests import models
 from offramp.compiler.cuts import find_cuts
 from offramp.compiler.errors import ModelError, NoCutPointError
 from offramp.compiler.model import read_model
+from offramp.compiler.placement import choose_candidates
 from offramp.compiler.runtime import GraphRunner, relative_difference
-from offramp.compiler.slicing import choose_candidates
 
 
 def test_facts(tmp_path):

@@ -1,0 +1,167 @@
+"""``eecompile verify``: whether a bundle still does what it was made for, on data of one's choice.
+
+Its hashes are checked where it is opened. Here its stages answer every sample, in batches of many
+sizes, beside the unmodified model in a plain session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import Bundle
+from offramp.calibration.dataset import DataError, Dataset, read_dataset
+from offramp.calibration.paired import plain_session
+from offramp.certify import MODEL_END, binomial_cdf, upper_bound
+from offramp.compiler.errors import VerificationError
+from offramp.compiler.progress import SILENT, Progress
+from offramp.compiler.runtime import relative_difference
+from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
+from offramp.engine.pipeline import Pipeline
+from offramp.engine.plan import Mode, make_plan
+
+SIZES = (1, 7, 32, 2, 19, 64, 3, 11)
+"""Batches are cut from the data in these sizes, over and over."""
+_EXACT = 1e-5
+"""Largest relative difference of the model's end, where the bundle was verified to a closer one."""
+
+Verdict: TypeAlias = Literal["kept", "contradicted", "nothing promised"]
+"""What the data say of the promise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyOptions:
+    """One run of ``eecompile verify``."""
+
+    bundle: Path
+    data: Path
+    threads: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BundleCheck:
+    """What was found; shares are of the samples."""
+
+    samples: int
+    disagreements: int
+    """Samples whose answer is of another class than the unmodified model's."""
+    shares: Mapping[int, float]
+    """Of the samples that each exit answered; of the model's end by :data:`MODEL_END`."""
+    end_difference: float
+    """Largest difference of answers from the model's end, relative to the largest value."""
+    accuracy: float | None
+    """Of the bundle's answers, where the data have labels."""
+    source_accuracy: float | None
+    on_calibration_data: bool
+    """Whether exits and thresholds were made of these very data, which then prove little."""
+    verdict: Verdict
+    at_most: float
+    """Disagreement on data like these, with the promise's confidence (95 % without one)."""
+
+
+def verify_bundle(options: VerifyOptions, progress: Progress = SILENT) -> BundleCheck:
+    """Run a bundle in ``leave`` mode and the unmodified model over all samples.
+
+    Raises:
+        BundleError: There is no bundle, or it is damaged.
+        DataError: The data do not fit the model, or it fails on them.
+        VerificationError: Who reaches the model's end gets another answer than the model's.
+    """
+    bundle = Bundle.open(options.bundle)
+    dataset = read_dataset(options.data, bundle.manifest.inputs)
+    runs = _Runs(bundle, options)
+    with progress.step("Answer all samples", len(dataset)) as advance:
+        found = [runs.answer(dataset, rows, advance) for rows in _batches(len(dataset))]
+    answer, exits, source = (np.concatenate(part) for part in zip(*found, strict=True))
+    disagreements = int((answer != source).sum())
+    places, counts = np.unique(exits, return_counts=True)
+    labels = dataset.labels
+    return BundleCheck(
+        samples=len(dataset),
+        disagreements=disagreements,
+        shares={int(e): int(n) / len(dataset) for e, n in zip(places, counts, strict=True)},
+        end_difference=runs.end_difference,
+        accuracy=None if labels is None else float((answer == labels).mean()),
+        source_accuracy=None if labels is None else float((source == labels).mean()),
+        on_calibration_data=dataset.sha256 == bundle.manifest.calibration.data_sha256,
+        verdict=_verdict(bundle, disagreements, len(dataset)),
+        at_most=upper_bound(disagreements, len(dataset), _confidence(bundle)),
+    )
+
+
+class _Runs:
+    """The bundle's stages as the server runs them, and the model as anybody would."""
+
+    def __init__(self, bundle: Bundle, options: VerifyOptions) -> None:
+        manifest = bundle.manifest
+        backend = OnnxRuntimeBackend(threads=options.threads)
+        self._pipeline = Pipeline(backend, make_plan(bundle, mode=Mode.LEAVE))
+        self._exits = [spec.answered_by for spec in self._pipeline.plan.stages]
+        self._slot = backend.open_slot()
+        self._source = plain_session(bundle.read(manifest.source.file), options.threads)
+        self._reads = [tensor.name for tensor in self._source.get_inputs()]
+        self._output = manifest.answer.output
+        self._tolerance = max(manifest.verified_tolerance, _EXACT)
+        self._data = options.data
+        self.end_difference = 0.0
+
+    def answer(
+        self, dataset: Dataset, rows: slice, advance: Callable[[int], None]
+    ) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
+        """Give the classes of a batch, where each row left, and the model's own classes."""
+        tensors = dataset.take(rows)
+        try:
+            feed = {name: tensors[name] for name in self._reads}
+            (whole,) = self._source.run([self._output], feed)
+        except Exception as error:  # ONNX Runtime's own classes derive from Exception only
+            where = f"samples {rows.start} to {rows.stop - 1}"
+            reason = str(error).splitlines()[0]
+            raise DataError(f"{self._data}: the model fails on {where}: {reason}") from error
+        given, exits = np.empty(len(whole), np.intp), np.empty(len(whole), np.intp)
+        for departure in self._pipeline.run(self._slot, tensors):
+            given[departure.rows] = departure.answer.argmax(axis=1)
+            exits[departure.rows] = self._exits[departure.stage]
+            if self._exits[departure.stage] == MODEL_END:
+                self._check_end(departure.answer, whole, rows.start, departure.rows)
+        advance(len(whole))
+        return given, exits, whole.argmax(axis=1)
+
+    def _check_end(
+        self, answer: NDArray[Any], whole: NDArray[Any], start: int, rows: NDArray[np.intp]
+    ) -> None:
+        difference = relative_difference(answer, whole[rows])
+        self.end_difference = max(self.end_difference, difference)
+        if difference > self._tolerance:
+            raise VerificationError(
+                f"the model's end answers sample {start + rows[0]} and its batch mates otherwise "
+                f"than the unmodified model, by {difference:.1e} of the largest value "
+                f"({self._tolerance:.0e} allowed); compile the model again on this machine"
+            )
+
+
+def _batches(samples: int) -> Iterator[slice]:
+    start, turn = 0, 0
+    while start < samples:
+        size = SIZES[turn % len(SIZES)]
+        yield slice(start, min(start + size, samples))
+        start, turn = start + size, turn + 1
+
+
+def _confidence(bundle: Bundle) -> float:
+    promise = bundle.policy.promise
+    return promise.confidence_level if promise else 0.95
+
+
+def _verdict(bundle: Bundle, disagreements: int, samples: int) -> Verdict:
+    """Judge by an exact binomial test: whether so many would be likely if the promise held."""
+    promise = bundle.policy.promise
+    if promise is None or not bundle.policy.active:
+        return "nothing promised"
+    fewer = binomial_cdf(disagreements - 1, samples, promise.max_disagreement)
+    as_many = 1.0 - fewer if disagreements else 1.0
+    return "contradicted" if as_many < 1 - promise.confidence_level else "kept"

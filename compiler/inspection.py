@@ -1,0 +1,43 @@
+"""What ``eecompile inspect`` tells, of models and of bundles, as plain data for ``--json``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from offramp.bundle import Bundle
+from offramp.bundle.engines import list_targets
+from offramp.bundle.serde import to_plain
+
+if TYPE_CHECKING:
+    from offramp.compiler.cuts import CutAnalysis
+    from offramp.compiler.model import SourceModel
+
+
+def describe_model(model: SourceModel, analysis: CutAnalysis) -> dict[str, Any]:
+    """Describe a model, its cut points, and the places where none are."""
+    return {
+        "model": model.name,
+        "opset": model.opset,
+        "gflops": analysis.total_flops / 1e9,
+        "inputs": [to_plain(spec) for spec in model.inputs],
+        "main_inputs": list(analysis.main_inputs),
+        "answer": to_plain(model.answer),
+        "cut_points": [asdict(cut) for cut in analysis.cuts],
+        "rejected": [asdict(place) for place in analysis.rejected],
+    }
+
+
+def describe_bundle(bundle: Bundle) -> dict[str, Any]:
+    """Describe a bundle: its manifest without the list of files, policy, profile, and engines."""
+    manifest = to_plain(bundle.manifest)
+    del manifest["files"]
+    measured = bundle.measured()
+    return {
+        "bundle": bundle.path.name,
+        "manifest": manifest,
+        "policy": to_plain(bundle.policy),
+        "profile": to_plain(bundle.profile()),
+        "measured": None if measured is None else to_plain(measured),
+        "engines": [to_plain(target) for target in list_targets(bundle.path)],
+    }
