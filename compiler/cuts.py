@@ -163,6 +163,8 @@ class GraphAnalysis:
     def shape_rejections(self, flow: Flow) -> Iterator[Rejection]:
         """Yield the cut points that are lost only because a shape crosses them."""
         inner = frozenset(op.index for op in self.graph.operators if op.kind in SHAPE_KINDS)
+        if not inner:
+            return
         free = trace(self.graph, self.costs, flow.main_inputs, free_shapes=inner)
         gates = {gate.tensor for gate in flow.gates}
         for gate in self.judge(free)[0]:
@@ -174,11 +176,10 @@ class GraphAnalysis:
                 )
 
     def _share_after(self, flow: Flow, gate: Gate) -> float:
-        after = sum(self.costs[op.index] for op in flow.steps[gate.step + 1 :])
-        return after / self.total if self.total else 0.0
+        return flow.flops_after[gate.step] / self.total if self.total else 0.0
 
     def _useless(self, flow: Flow, run: Sequence[Gate]) -> str:
-        if all(i > run[-1].step for i in flow.heavy_steps()):
+        if not flow.heavy_steps or flow.heavy_steps[0] > run[-1].step:
             return "no work is done yet, an exit here could know nothing"
         if self._share_after(flow, run[-1]) < MIN_SHARE_LEFT:
             return f"less than {MIN_SHARE_LEFT:.1%} of the work is left to save"
@@ -230,7 +231,7 @@ class GraphAnalysis:
 
 def _runs(flow: Flow) -> Iterator[list[Gate]]:
     """Yield gates grouped so that only cheap steps lie between those of a group."""
-    heavy = set(flow.heavy_steps())
+    heavy = set(flow.heavy_steps)
     run: list[Gate] = []
     for gate in flow.gates:
         if run and not heavy.isdisjoint(range(run[-1].step + 1, gate.step + 1)):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import TypeAlias
 
@@ -47,10 +48,10 @@ class Flow:
     """Main tensor to the index in ``steps`` of its last reader."""
     side_use: dict[int, int]
     """Index of a side operator to that of the last step which needs its value."""
-
-    def heavy_steps(self) -> tuple[int, ...]:
-        """Indices in ``steps`` of the operators that do the work."""
-        return tuple(i for i, op in enumerate(self.steps) if op.kind in HEAVY or op.has_body)
+    heavy_steps: tuple[int, ...]
+    """Indices in ``steps`` of the operators that do the work."""
+    flops_after: tuple[float, ...]
+    """By step, the cost of the steps after it."""
 
 
 def trace(
@@ -81,7 +82,15 @@ def trace(
         gates=tuple(reversed(gates)),
         last_use=last_use,
         side_use=sides.last_step,
+        heavy_steps=tuple(i for i, op in enumerate(steps) if op.kind in HEAVY or op.has_body),
+        flops_after=_costs_after([costs[op.index] for op in steps]),
     )
+
+
+def _costs_after(costs: Sequence[float]) -> tuple[float, ...]:
+    """Sum, for each of some costs, those that come after it."""
+    sums = tuple(accumulate(reversed(costs), initial=0.0))
+    return sums[-2::-1]
 
 
 def _main_steps(

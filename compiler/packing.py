@@ -38,7 +38,7 @@ from offramp.compiler.report import render_report
 from offramp.compiler.slicing import SOURCE, Sliced
 from offramp.engine.environment import cpu_features, package_version
 
-_TOOLS = ("offramp", "onnx", "onnx-graphsurgeon", "onnxslim", "onnxruntime", "torch", "numpy")
+_TOOLS = ("offramp", "onnx", "onnxslim", "onnxruntime", "torch", "numpy")
 
 
 def make_manifest(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import onnx
-import onnx_graphsurgeon as gs
 from numpy.typing import NDArray
 
 from offramp.bundle import Segment, TensorSpec
@@ -20,7 +20,7 @@ from offramp.compiler.errors import (
     UnknownCutPointError,
     VerificationError,
 )
-from offramp.compiler.graph import Dataflow, copied
+from offramp.compiler.graph import Dataflow, Operator, copied
 from offramp.compiler.model import SourceModel
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.runtime import GraphRunner, relative_difference
@@ -230,13 +230,12 @@ def split(model: SourceModel, cuts: Sequence[CutPoint]) -> tuple[SegmentModel, .
     ends = [cut.tensor for cut in cuts] + [model.answer.output]
     shares = np.diff([0.0, *(cut.flops_share_before for cut in cuts), 1.0])
     shared = {name for cut in cuts for name in cut.side_inputs}
-    graph = Dataflow(model.proto.graph)
-    surgeon = gs.import_onnx(model.proto)
+    source = _Source.of(model.proto)
     segments: list[SegmentModel] = []
     for index, (end, share) in enumerate(zip(ends, shares.tolist(), strict=True)):
         start = ends[index - 1] if index else None
-        names, inputs = _extent(graph, start, end, shared)
-        proto = _extract(surgeon, names, inputs, end, f"{model.name}/{index}")
+        operators, inputs = _extent(source.flow, start, end, shared)
+        proto = source.extract(operators, inputs, end, f"{model.name}/{index}")
         made = SegmentModel(index=index, proto=proto, inputs=inputs, output=end, flops_share=share)
         segments.append(made)
     return tuple(segments)
@@ -244,45 +243,62 @@ def split(model: SourceModel, cuts: Sequence[CutPoint]) -> tuple[SegmentModel, .
 
 def _extent(
     graph: Dataflow, start: str | None, end: str, shared: set[str]
-) -> tuple[set[str], tuple[str, ...]]:
-    """Names of the operators from ``start`` to ``end``, and the tensors they read first."""
+) -> tuple[tuple[Operator, ...], tuple[str, ...]]:
+    """Find the operators from ``start`` to ``end``, and the tensors they read first."""
     operators = graph.behind([end], stop=frozenset([start] if start else []))
     read = {t for op in operators for t in op.reads}
     needed = [name for name in graph.inputs if name in read]
     side = [name for name in needed if start or name in shared]
     main = [start] if start else [name for name in needed if name not in shared]
-    return {op.name for op in operators}, (*main, *side)
+    return operators, (*main, *side)
 
 
-def _extract(
-    surgeon: gs.Graph, names: set[str], inputs: tuple[str, ...], output: str, name: str
-) -> onnx.ModelProto:
-    """Make a model of the named operators, which graphsurgeon exports exactly as they are.
+class _Source(NamedTuple):
+    """A model to take segments from, and where in it everything is."""
 
-    Not ``Graph.cleanup``: it edits the graph that all segments are taken from.
-    """
-    tensors = surgeon.tensors()
-    graph = gs.Graph(
-        nodes=[node for node in surgeon.nodes if node.name in names],
-        inputs=[tensors[tensor] for tensor in inputs],
-        outputs=[tensors[output]],
-        name=name,
-        opset=surgeon.opset,
-        import_domains=surgeon.import_domains,
-        functions=surgeon.functions,
-        ir_version=surgeon.ir_version,
-    )
-    proto: onnx.ModelProto = gs.export_onnx(graph)
-    flow = Dataflow(proto.graph)
-    known = {*flow.producers, *flow.constants, *flow.inputs}
-    free = {t for op in flow.operators for t in op.reads} - known
-    if free:
-        raise VerificationError(
-            f"{proto.graph.name} reads {sorted(free)}, which nothing provides; this is a defect, "
-            "report it with the model"
-        )
-    onnx.checker.check_model(proto)
-    return proto
+    proto: onnx.ModelProto
+    flow: Dataflow
+    infos: Mapping[str, onnx.ValueInfoProto]
+    """What is known of inputs, outputs and inner tensors, by name."""
+    places: Mapping[str, int]
+    """By name of an initializer, its position in the graph."""
+
+    @classmethod
+    def of(cls, proto: onnx.ModelProto) -> _Source:
+        graph = proto.graph
+        infos = {info.name: info for info in (*graph.value_info, *graph.input, *graph.output)}
+        places = {tensor.name: i for i, tensor in enumerate(graph.initializer)}
+        return cls(proto, Dataflow(graph), infos, places)
+
+    def extract(
+        self, operators: Sequence[Operator], inputs: tuple[str, ...], output: str, name: str
+    ) -> onnx.ModelProto:
+        """Make a model of some operators, which are taken exactly as they are."""
+        segment = onnx.ModelProto(ir_version=self.proto.ir_version)
+        segment.opset_import.extend(self.proto.opset_import)
+        segment.functions.extend(self.proto.functions)
+        graph = segment.graph
+        graph.name = name
+        graph.node.extend(op.proto for op in operators)
+        graph.input.extend(self.infos[tensor] for tensor in inputs)
+        graph.output.append(self.infos[output])
+        read = {t for op in operators for t in op.reads}
+        weights = self.proto.graph.initializer
+        constants = sorted(self.places[t] for t in read & self.places.keys())
+        graph.initializer.extend(weights[place] for place in constants)
+        sparse = self.proto.graph.sparse_initializer
+        graph.sparse_initializer.extend(t for t in sparse if t.values.name in read)
+        written = [t for op in operators for t in op.writes]
+        inner = [t for t in written if t in self.infos and t != output]
+        graph.value_info.extend(self.infos[t] for t in inner)
+        free = read - {*written, *inputs} - self.flow.constants
+        if free:
+            raise VerificationError(
+                f"{name} reads {sorted(free)}, which nothing provides; this is a defect, report it "
+                "with the model"
+            )
+        onnx.checker.check_model(segment)
+        return segment
 
 
 def verify(

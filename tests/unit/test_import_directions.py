@@ -22,7 +22,7 @@ SCRIPTS = ("offramp.tools.gpu", "offramp.tools.zoo", "offramp.tools.mutate")
 """Run on machines of their own, with packages of their own; they may import everything."""
 SERVING = ("certify", "bundle", "engine", "proto", "server", "client")
 """Run where nothing of the compiler is installed."""
-COMPILING = {"onnx", "torch", "onnx_graphsurgeon", "onnxslim"}
+COMPILING = {"onnx", "torch", "onnxslim"}
 
 
 def module_name(path: Path) -> str:

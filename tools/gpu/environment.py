@@ -16,7 +16,7 @@ from offramp.engine.environment import cpu_model, package_version
 from offramp.engine.errors import BackendError
 from offramp.engine.tensorrt import probe
 
-_PACKAGES = ("numpy", "onnx", "onnxruntime", "onnx-graphsurgeon", "pytest", "hypothesis")
+_PACKAGES = ("numpy", "onnx", "onnxruntime", "pytest", "hypothesis")
 _LIMIT_S = 60
 _IMPORT = "import {0}; print(getattr({0}, '__version__', None) or {0}.VERSION_TEXT)"
 

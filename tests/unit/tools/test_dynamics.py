@@ -214,7 +214,7 @@ def test_rates_have_three_digits_or_all_before_the_point() -> None:
 
 def test_the_page_needs_nothing_of_the_compiler() -> None:
     """Where only serving is installed, there is no onnx and no torch."""
-    heavy = ("onnx", "onnx_graphsurgeon", "onnxslim", "torch")
+    heavy = ("onnx", "onnxslim", "torch")
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({heavy!r}));"
         "from offramp.tools.bench import dynamics; dynamics._template()"
