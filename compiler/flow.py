@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import onnx
 
-from offramp.compiler.graph import Dataflow, Operator
+from offramp.compiler.graph import Dataflow, Operator, is_standard
 from offramp.compiler.shapes import BATCH, concrete_shapes, symbolic_sizes
 
 SHAPE_KINDS = frozenset({"Shape", "Size"})
@@ -82,7 +82,7 @@ def trace(
         gates=tuple(reversed(gates)),
         last_use=last_use,
         side_use=sides.last_step,
-        heavy_steps=tuple(i for i, op in enumerate(steps) if op.kind in HEAVY or op.has_body),
+        heavy_steps=tuple(i for i, op in enumerate(steps) if is_heavy(op)),
         flops_after=_costs_after([costs[op.index] for op in steps]),
     )
 
@@ -281,8 +281,12 @@ _RULES: Mapping[str, _Rule] = {
     "FusedMatMul": _matmul,
     "MatMulInteger": _matmul,
     "QLinearMatMul": _matmul,
+    "MatMulIntegerToFloat": _matmul,
+    "DynamicQuantizeMatMul": _matmul,
+    "MatMulNBits": _matmul,
     "Gemm": _gemm,
     "FusedGemm": _gemm,
+    "QGemm": _gemm,
     "Einsum": _einsum,
     "LSTM": _recurrent,
     "GRU": _recurrent,
@@ -294,3 +298,18 @@ _RULES: Mapping[str, _Rule] = {
 
 HEAVY = frozenset(_RULES)
 """Operator types with multiply-adds; all others are cheap steps between them."""
+_CHEAP = frozenset(
+    {"BiasGelu", "DequantizeLinear", "EmbedLayerNormalization", "FastGelu", "Gelu", "QLinearAdd",
+     "QLinearAveragePool", "QLinearConcat", "QLinearGlobalAveragePool", "QLinearLeakyRelu",
+     "QLinearMul", "QLinearReduceMean", "QLinearSigmoid", "QLinearSoftmax", "QLinearWhere",
+     "QuantizeLinear", "QuickGelu", "RotaryEmbedding", "SimplifiedLayerNormalization",
+     "SkipLayerNormalization", "SkipSimplifiedLayerNormalization"}
+)  # fmt: skip
+"""Operators of ONNX Runtime's own that cost about one operation an element of their outputs."""
+
+
+def is_heavy(op: Operator) -> bool:
+    """Whether an operator does the work, or might: others are cheap steps between."""
+    if op.kind in HEAVY or op.has_body:
+        return True
+    return not is_standard(op.proto) and op.kind not in _CHEAP

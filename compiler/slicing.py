@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -24,6 +25,8 @@ from offramp.compiler.graph import Dataflow, Operator, copied
 from offramp.compiler.model import SourceModel
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.runtime import GraphRunner, relative_difference
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,10 @@ def slice_model(model: SourceModel, options: CompileOptions) -> Sliced:
     CompileError if there are no cut points, or the user named one or a mask that does not exist.
     """
     analysis = find_cuts(model)
+    if analysis.unknown_work:
+        kinds = ", ".join(analysis.unknown_work)
+        how = "measured as time" if analysis.total_s is not None else "what is known without them"
+        _log.warning("The work of %s is not known: shares of the work are %s.", kinds, how)
     points = choose_candidates(analysis, limit=options.candidates, exits=options.exits or None)
     cuts = cut_tensors(model, analysis, points, options)
     segments = split(model, points)
