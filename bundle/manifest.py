@@ -85,8 +85,8 @@ class Segment:
     output: str
     """The cut tensor, or the model's answer in the last segment."""
     flops_share: float
-    """Share of the source model's floating-point operations, 0 to 1; of a quantised segment, that
-    of the operations that it stands for."""
+    """Share of the source model's floating-point operations, 0 to 1 (of the time of its operators,
+    where their number is not known); of a quantised segment, that of what it stands for."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "flops_share", least=0, most=1 + 1e-6)

@@ -13,7 +13,7 @@ source model. So mixup it is, once: it needs no idea of what an image is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -51,10 +51,12 @@ def makes_sense(method: Method, dataset: Dataset) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MadeSamples:
-    """Made samples: as many as a data set has, each of two real ones, computed when taken."""
+    """Made samples, each of two real ones, computed when taken."""
 
     base: Dataset
     method: Method
+    first: NDArray[np.intp]
+    """[n]: the first sample of each pair, by its place in ``base``."""
     partner: NDArray[np.intp]
     """[n]: the other sample of each pair."""
     share: NDArray[np.float32]
@@ -62,22 +64,34 @@ class MadeSamples:
 
     @classmethod
     def draw(cls, base: Dataset, method: Method, *, seed: int) -> MadeSamples:
-        """Draw the pairs, and the share that the first of each contributes."""
+        """Draw a pair for each sample, and the share that the first of each contributes."""
         rng, samples = np.random.default_rng(seed), len(base)
         order = rng.permutation(samples)
         partner = np.empty(samples, np.intp)
         partner[order] = np.roll(order, 1)  # nobody's own, unless there is one sample only
         mixed = method == "mixup"
         share = rng.beta(MIXING, MIXING, samples) if mixed else rng.uniform(size=samples)
-        return cls(base=base, method=method, partner=partner, share=share.astype(np.float32))
+        return cls(
+            base=base,
+            method=method,
+            first=np.arange(samples, dtype=np.intp),
+            partner=partner,
+            share=share.astype(np.float32),
+        )
 
     def __len__(self) -> int:
-        return len(self.base)
+        return len(self.first)
+
+    def subset(self, rows: NDArray[np.intp]) -> MadeSamples:
+        """Give some of them."""
+        return replace(
+            self, first=self.first[rows], partner=self.partner[rows], share=self.share[rows]
+        )
 
     @property
     def rows(self) -> NDArray[np.intp]:
         """The place in the file of the first of each pair, [n], for messages."""
-        return self.base.rows
+        return self.base.rows[self.first]
 
     def take(self, rows: slice | NDArray[np.intp]) -> dict[str, NDArray[Any]]:
         """Give the inputs of some samples."""
@@ -89,7 +103,7 @@ class MadeSamples:
             return self._spliced(name, rows)
         array = self.base.inputs[name]
         share = self.share[rows].reshape(-1, *(1,) * (array.ndim - 1))
-        mixed = array[rows] * share + array[self.partner[rows]] * (1 - share)
+        mixed = array[self.first[rows]] * share + array[self.partner[rows]] * (1 - share)
         return (np.rint(mixed) if array.dtype.kind == "u" else mixed).astype(array.dtype)
 
     def _spliced(self, name: str, rows: slice | NDArray[np.intp]) -> NDArray[Any]:
@@ -98,8 +112,9 @@ class MadeSamples:
         All inputs of a pair are cut at the same place, within the first one's length: up to the
         last token that any input has beside padding.
         """
-        first, other = self.base.inputs[name][rows], self.base.inputs[name][self.partner[rows]]
-        inputs = np.stack([array[rows] for array in self.base.inputs.values()])
+        first = self.base.inputs[name][self.first[rows]]
+        other = self.base.inputs[name][self.partner[rows]]
+        inputs = np.stack([array[self.first[rows]] for array in self.base.inputs.values()])
         used = np.any(inputs != 0, axis=0)  # padding is 0
         lengths = used.shape[1] - used[:, ::-1].argmax(axis=1)
         behind = np.arange(first.shape[1]) >= np.ceil(self.share[rows] * lengths)[:, None]

@@ -8,6 +8,7 @@ since tokens of a real data set run to gigabytes; values beyond float16's range 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -107,8 +108,10 @@ def record(
     masks = _masks(dataset, made)
     # In the place of what the model cannot answer stands, once more, the sample it was made of.
     bad = np.flatnonzero(~np.isfinite(store.answers).all(axis=1))
-    for array in (store.answers, *store.files.values(), *(masks.values() if len(bad) else ())):
-        array[bad] = array[bad - len(dataset)]
+    if made is not None and len(bad):
+        arrays: list[NDArray[Any]] = [store.answers, *store.files.values(), *masks.values()]
+        for array in arrays:
+            array[bad] = array[made.first[bad - len(dataset)]]
     return Recording(
         features=tuple({grid: store.files[name] for grid, name in e.items()} for e in outputs),
         masks=masks,
@@ -159,12 +162,13 @@ class _FeatureStore:
                     place, mode="w+", dtype=np.float16, shape=shape
                 )
                 _reserve(place)
+                _forget(place)
         except OSError as error:
             size = sum(math.prod(shape) for shape in shapes.values()) * 2 / 2**20
             raise DataError(
                 f"features of {len(self.answers)} samples take {size:,.0f} MiB in "
-                f"{self.directory}: {error.strerror}; free the space, set TMPDIR to a folder that "
-                "has it, or give fewer samples"
+                f"{self.directory}: {error.strerror}; free the space, name a folder that has it by "
+                "--scratch, or bound them by --scratch-limit"
             ) from error
 
 
@@ -179,6 +183,44 @@ def _reserve(path: Path) -> None:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
 
 
+def _forget(path: Path) -> None:
+    """Remove the name of a file that is mapped: its room is free again as soon as nobody maps it.
+
+    However the process ends, killed without a chance to clean up too.
+    """
+    with contextlib.suppress(PermissionError):  # Windows removes no file that is open
+        path.unlink()
+
+
+def sample_sizes(
+    model: Graphs,
+    outputs: tuple[Mapping[int, str], ...],
+    cuts: Sequence[CutTensor],
+    dataset: Dataset,
+    *,
+    threads: int,
+) -> list[int]:
+    """Find the bytes that features of one sample take, by candidate, by running the first one.
+
+    ``model`` and ``outputs`` are as :func:`record` gets them. Wide tokens are counted as the
+    components that :func:`fit_projections` keeps at most.
+    """
+    wide = set(_wide_tokens(outputs, cuts))
+    names = [name for per_exit in outputs for name in per_exit.values()]
+    first = dataset.subset(np.arange(1, dtype=np.intp))
+    (_, values), *_ = run_over(model, names, first, threads=threads)
+    shapes = {name: value.shape[1:] for name, value in zip(names, values, strict=True)}
+
+    def values_of(candidate: int, shape: tuple[int, ...]) -> int:
+        return math.prod((*shape[:-1], TOKEN_COMPONENTS) if candidate in wide else shape)
+
+    itemsize = np.dtype(np.float16).itemsize
+    return [
+        itemsize * sum(values_of(candidate, shapes[name]) for name in e.values())
+        for candidate, e in enumerate(outputs)
+    ]
+
+
 def fit_projections(
     model: Graphs,
     outputs: tuple[Mapping[int, str], ...],
@@ -188,15 +230,7 @@ def fit_projections(
     threads: int,
 ) -> Projections:
     """Find the principal components of wide tokens; ``outputs`` are as :func:`record` gets them."""
-    wide = [
-        candidate
-        for candidate, (cut, names) in enumerate(zip(cuts, outputs, strict=True))
-        if cut.rank == 3
-        and names
-        and TOKEN_COMPONENTS < (cut.width or 0) <= LARGEST
-        # of features that are no averages, such as a maximum, coordinates say nothing
-        and all(POOLINGS[head.kind].averages for head in family_of(cut))
-    ]
+    wide = _wide_tokens(outputs, cuts)
     if not wide:
         return {}
     step = -(-len(dataset) // _PROJECTED_SAMPLES)
@@ -214,6 +248,19 @@ def fit_projections(
         for candidate, parts in tokens.items()
     }
     return {candidate: found for candidate, found in fitted.items() if found.matrix.ndim == 2}
+
+
+def _wide_tokens(outputs: tuple[Mapping[int, str], ...], cuts: Sequence[CutTensor]) -> list[int]:
+    """Find the candidates whose tokens are worth projecting."""
+    return [
+        candidate
+        for candidate, (cut, names) in enumerate(zip(cuts, outputs, strict=True))
+        if cut.rank == 3
+        and names
+        and TOKEN_COMPONENTS < (cut.width or 0) <= LARGEST
+        # of features that are no averages, such as a maximum, coordinates say nothing
+        and all(POOLINGS[head.kind].averages for head in family_of(cut))
+    ]
 
 
 def _masks(dataset: Dataset, made: MadeSamples | None) -> dict[str, NDArray[Any]]:

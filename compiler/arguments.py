@@ -81,6 +81,12 @@ def compile_parser() -> argparse.ArgumentParser:
     tuning.add_argument("--tolerance", type=_share, default=1e-5, metavar="X",
                         help="relative difference allowed between slices and model")  # fmt: skip
     _add_seed(tuning, "of splits and training")
+    tuning.add_argument("--scratch", type=Path, metavar="DIR",
+                        help="where features are recorded, and removed again; the system's folder "
+                        "for temporary files if not given")  # fmt: skip
+    tuning.add_argument("--scratch-limit", type=_gib, default=4.0, metavar="GIB",
+                        help="most that they take there at once: what is beyond it is recorded in "
+                        "later passes over the data")  # fmt: skip
     return parser
 
 
@@ -357,6 +363,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def _gib(text: str) -> float:
+    value = float(text)
+    if not 0 < value < _MOST_GIB:
+        raise argparse.ArgumentTypeError(f"{text} is no number of GiB; give for instance 4")
     return value
 
 

@@ -127,7 +127,7 @@ def _describe(proto: onnx.ModelProto, model: SourceModel) -> None:
 def _surviving(analysis: CutAnalysis, front: SourceModel) -> CutAnalysis:
     """Drop the cut points that are none in the quantised model."""
     looked_at = GraphAnalysis.of(front.proto)
-    flow = trace(looked_at.graph, looked_at.costs, analysis.main_inputs)
+    flow = trace(looked_at.graph, looked_at.work.costs, analysis.main_inputs)
     gates = {gate.tensor: gate for gate in flow.gates}
     kept = [
         cut

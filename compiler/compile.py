@@ -14,7 +14,7 @@ from offramp.calibration.rehearsal import Rehearsed
 from offramp.certify import samples_needed
 from offramp.compiler.blueprint import Blueprint, CompileRun, draw, timer_of
 from offramp.compiler.exits import FoundExits, find_exits
-from offramp.compiler.feature_folder import sweep
+from offramp.compiler.feature_folder import find_scratch, sweep
 from offramp.compiler.model import read_model
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.packing import make_manifest, pack
@@ -46,7 +46,7 @@ def compile_model(
             found out before training, as far as it can be.
     """
     check_target(options.output, overwrite=options.overwrite)
-    sweep()
+    sweep(find_scratch(options.scratch))
     with progress.step("Read and simplify the model", 1):
         model = read_model(options.model, answer=options.answer, simplify=options.simplify)
     check_space(options.output, _COPIES * model.proto.ByteSize())

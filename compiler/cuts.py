@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import onnx
 
-from offramp.compiler.flow import HEAVY, SHAPE_KINDS, Flow, Gate, count_flops, trace
+from offramp.compiler.flow import SHAPE_KINDS, Flow, Gate, is_heavy, trace
 from offramp.compiler.graph import Dataflow, Operator
 from offramp.compiler.shapes import BATCH, TensorType, declared_types
+from offramp.compiler.work import OperatorWork, work_of
 
 if TYPE_CHECKING:
     from offramp.compiler.model import SourceModel
@@ -71,7 +72,11 @@ class CutAnalysis:
     main_inputs: tuple[str, ...]
     """Graph inputs whose data flow through the cut tensors."""
     total_flops: float
-    """Of one sample, a multiply-add counting as two."""
+    """Of one sample, a multiply-add counting as two; 0 where that is not known."""
+    unknown_work: tuple[str, ...] = ()
+    """Types of operators whose FLOPs are not known. Shares are of time then, which was measured."""
+    total_s: float | None = None
+    """Time of one run of all operators, alone, where that is what shares are of."""
 
 
 def find_cuts(model: SourceModel) -> CutAnalysis:
@@ -89,7 +94,9 @@ def find_cuts(model: SourceModel) -> CutAnalysis:
         cuts=tuple(analysis.cut_point(i, flow, gate) for i, gate in enumerate(kept)),
         rejected=tuple(sorted(rejected, key=lambda r: step_of.get(r.tensor, 0))),
         main_inputs=flow.main_inputs,
-        total_flops=analysis.total,
+        total_flops=0.0 if analysis.work.measured else analysis.total,
+        unknown_work=analysis.work.unknown,
+        total_s=analysis.total if analysis.work.measured else None,
     )
 
 
@@ -99,17 +106,18 @@ class GraphAnalysis:
 
     graph: Dataflow
     types: dict[str, TensorType]
-    costs: tuple[float, ...]
+    work: OperatorWork
     total: float
+    """Of the work of all operators, in its unit."""
 
     @classmethod
     def of(cls, proto: onnx.ModelProto) -> GraphAnalysis:
         """Look at an annotated model with a single output."""
         graph = Dataflow(proto.graph)
-        costs = count_flops(proto, graph)
+        work = work_of(proto, graph)
         needed = graph.behind(graph.outputs, stop=frozenset())
-        total = sum(costs[op.index] for op in needed)
-        return cls(graph=graph, types=declared_types(proto), costs=costs, total=total)
+        total = sum(work.costs[op.index] for op in needed)
+        return cls(graph=graph, types=declared_types(proto), work=work, total=total)
 
     def best(
         self, *, free_shapes: frozenset[int] = frozenset()
@@ -117,12 +125,12 @@ class GraphAnalysis:
         """Choose the main inputs; return their flow, the gates kept and the rejections."""
         inputs = self.graph.inputs
         choices = [(name,) for name in inputs] + ([inputs] if len(inputs) > 1 else [])
-        flows = [trace(self.graph, self.costs, c, free_shapes=free_shapes) for c in choices]
+        flows = [trace(self.graph, self.work.costs, c, free_shapes=free_shapes) for c in choices]
         judged = [(flow, *self.judge(flow)) for flow in flows]
 
         def merit(choice: tuple[Flow, list[Gate], list[Rejection]]) -> tuple[int, bool, float]:
             flow, kept, _ = choice
-            return len(kept), len(flow.steps) > 0, -sum(self.costs[i] for i in flow.side_use)
+            return len(kept), len(flow.steps) > 0, -sum(self.work.costs[i] for i in flow.side_use)
 
         return max(judged, key=merit)
 
@@ -163,7 +171,9 @@ class GraphAnalysis:
     def shape_rejections(self, flow: Flow) -> Iterator[Rejection]:
         """Yield the cut points that are lost only because a shape crosses them."""
         inner = frozenset(op.index for op in self.graph.operators if op.kind in SHAPE_KINDS)
-        free = trace(self.graph, self.costs, flow.main_inputs, free_shapes=inner)
+        if not inner:
+            return
+        free = trace(self.graph, self.work.costs, flow.main_inputs, free_shapes=inner)
         gates = {gate.tensor for gate in flow.gates}
         for gate in self.judge(free)[0]:
             if gate.tensor not in gates:
@@ -174,15 +184,26 @@ class GraphAnalysis:
                 )
 
     def _share_after(self, flow: Flow, gate: Gate) -> float:
-        after = sum(self.costs[op.index] for op in flow.steps[gate.step + 1 :])
-        return after / self.total if self.total else 0.0
+        return flow.flops_after[gate.step] / self.total if self.total else 0.0
 
     def _useless(self, flow: Flow, run: Sequence[Gate]) -> str:
-        if all(i > run[-1].step for i in flow.heavy_steps()):
+        if not flow.heavy_steps or flow.heavy_steps[0] > run[-1].step:
             return "no work is done yet, an exit here could know nothing"
         if self._share_after(flow, run[-1]) < MIN_SHARE_LEFT:
-            return f"less than {MIN_SHARE_LEFT:.1%} of the work is left to save"
+            return self._little_left()
         return ""
+
+    def _little_left(self) -> str:
+        kinds = ", ".join(f"`{kind}`" for kind in self.work.unknown)
+        if not self.total:
+            what = f"of {kinds}, and it could not be measured" if kinds else "of its operators"
+            return f"how much work is left cannot be told: nothing is known {what}"
+        how = ""
+        if self.work.measured:
+            how = f"; it was measured as time, since the work of {kinds} is not known"
+        elif kinds:
+            how = f"; that of {kinds} is not known, could not be measured, and counts nothing"
+        return f"less than {MIN_SHARE_LEFT:.1%} of the work is left to save{how}"
 
     def _unfit(self, gate: Gate) -> str:
         tensor = self.types.get(gate.tensor)
@@ -209,7 +230,7 @@ class GraphAnalysis:
         previous = -1
         for gate in flow.gates:
             inside = flow.steps[previous + 1 : gate.step]
-            if any(op.kind in HEAVY or op.has_body for op in inside):
+            if any(is_heavy(op) for op in inside):
                 yield self._bypassed(flow, previous, inside)
             previous = gate.step
 
@@ -230,7 +251,7 @@ class GraphAnalysis:
 
 def _runs(flow: Flow) -> Iterator[list[Gate]]:
     """Yield gates grouped so that only cheap steps lie between those of a group."""
-    heavy = set(flow.heavy_steps())
+    heavy = set(flow.heavy_steps)
     run: list[Gate] = []
     for gate in flow.gates:
         if run and not heavy.isdisjoint(range(run[-1].step + 1, gate.step + 1)):

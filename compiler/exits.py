@@ -7,10 +7,10 @@ are trained on all samples, made ones included.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,23 +18,22 @@ from numpy.typing import NDArray
 
 from offramp.bundle import AnswerForm, Head
 from offramp.bundle.manifest import HeadScore
-from offramp.calibration.augmentation import MadeSamples, makes_sense, method_for
 from offramp.calibration.dataset import DataSplit
 from offramp.calibration.estimates import BackboneTimes
 from offramp.calibration.families import CutTensor, family_of
-from offramp.calibration.features import Recording, fit_projections, record
+from offramp.calibration.features import Recording
 from offramp.calibration.learners import Preconditioners, view_of
 from offramp.calibration.profiling import profile_heads
 from offramp.calibration.selection import net_savings_alone
 from offramp.calibration.training import TrainedHead, count_steps, train_heads
 from offramp.calibration.training_options import TrainingOptions
 from offramp.compiler.feature_folder import feature_folder
-from offramp.compiler.heads import attach_poolings, build_empty, build_exit
+from offramp.compiler.heads import build_empty, build_exit
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.progress import Progress
+from offramp.compiler.recording import FeatureRecorder
 from offramp.compiler.slicing import Sliced
 from offramp.engine.control.costs import CostModel
-from offramp.engine.options import available_cores
 
 SCREENING_SAMPLES = 6000
 """Most real samples of the short training that heads are chosen by."""
@@ -87,21 +86,30 @@ def find_exits(
 ) -> FoundExits:
     """Record features, choose a head for every candidate, and train it.
 
-    Exits that net nothing are left out.
+    Exits that net nothing are left out. Candidates whose features do not fit on the disk together
+    take turns; DataError where even that is not enough.
     """
-    with feature_folder() as directory:
-        train, tune = _record(sliced, parts, options, directory, progress)
-        search = _HeadSearch(
-            sliced=sliced,
-            train=train,
-            tune=tune,
-            truth=tune.answers.argmax(axis=1),
-            options=options,
-            backbone=backbone,
-            samples=samples,
-            progress=progress,
-        )
-        exits = search.build(search.screen(len(parts.train)))
+    exits: list[BuiltExit] = []
+    with feature_folder(options.scratch) as directory:
+        recorder = FeatureRecorder.of(sliced, parts, options)
+        recorder.check(directory)
+        for number, group in enumerate(recorder.plan.groups):
+            train, tune = recorder.record(number, directory / str(number), progress)
+            search = _HeadSearch(
+                sliced=sliced,
+                group=frozenset(group),
+                train=train,
+                tune=tune,
+                truth=tune.answers.argmax(axis=1),
+                options=options,
+                backbone=backbone,
+                samples=samples,
+                progress=progress,
+            )
+            exits += search.build(search.screen(recorder.plan.counts.train))
+            # Nothing may hold the features of this pass when the next one begins.
+            del train, tune, search
+            shutil.rmtree(directory / str(number), ignore_errors=True)
     worth = tuple(exit_ for exit_ in exits if exit_.best.net_savings > 0)
     return FoundExits(exits=worth, best=tuple(exit_.best for exit_ in exits))
 
@@ -111,6 +119,8 @@ class _HeadSearch:
     """Trains heads, and judges each by the time that it would save with no other exit beside it."""
 
     sliced: Sliced
+    group: frozenset[int]
+    """The candidates that features were recorded of."""
     train: Recording
     """Real samples first, then made ones."""
     tune: Recording
@@ -126,7 +136,7 @@ class _HeadSearch:
         """Train all heads a little, on real samples alone; time and judge them, by candidate."""
         samples = min(real_samples, SCREENING_SAMPLES)
         epochs = min(max(round(SCREENING_VISITS / samples), 1), self.options.training.epochs)
-        families = [family_of(cut) for cut in self.sliced.cuts]
+        families = [self._family(candidate) for candidate in range(len(self.sliced.cuts))]
         options = replace(self.options.training, epochs=epochs)
         title = f"Try {sum(map(len, families))} heads"
         trained = self._train(title, families, self.train.subset(slice(samples)), options)
@@ -151,8 +161,8 @@ class _HeadSearch:
         """
         views = {c: view_of(c, max(heads, key=_net).head) for c, heads in screened.items()}
         families = [
-            [head for head in family_of(cut) if view_of(candidate, head) == views.get(candidate)]
-            for candidate, cut in enumerate(self.sliced.cuts)
+            [h for h in self._family(candidate) if view_of(candidate, h) == views.get(candidate)]
+            for candidate in range(len(self.sliced.cuts))
         ]
         title = f"Train {sum(map(len, families))} heads"
         trained = self._train(title, families, self.train, self.options.training)
@@ -192,6 +202,9 @@ class _HeadSearch:
                 known=self.preconditioners,
                 progress=advance,
             )
+
+    def _family(self, candidate: int) -> tuple[Head, ...]:
+        return family_of(self.sliced.cuts[candidate]) if candidate in self.group else ()
 
     def _build(self, trained: TrainedHead) -> bytes:
         return build_on(self.sliced, trained.candidate, trained.head, trained.weights)
@@ -259,36 +272,6 @@ def time_heads(
         threads=threads,
         batch_sizes=batch_sizes,
     )
-
-
-def _record(
-    sliced: Sliced, parts: DataSplit, options: CompileOptions, directory: Path, progress: Progress
-) -> tuple[Recording, Recording]:
-    """Features of the training split, with made samples if wanted, and of the tuning split."""
-    graph, outputs = attach_poolings(sliced.model, sliced.graphs, sliced.cuts)
-    method = method_for(sliced.model.inputs) if options.augment == "auto" else None
-    made = None
-    if method is not None and makes_sense(method, parts.train):
-        made = MadeSamples.draw(parts.train, method, seed=options.seed)
-    samples = len(parts.train) + len(parts.tune) + (0 if made is None else len(made))
-    threads = available_cores()
-    projections = fit_projections(graph, outputs, sliced.cuts, parts.train, threads=threads)
-    with progress.step("Record features", samples) as advance:
-        train, tune = (
-            record(
-                graph,
-                outputs,
-                sliced.model.answer,
-                part,
-                made=more,
-                projections=projections,
-                threads=threads,
-                directory=directory / name,
-                progress=advance,
-            )
-            for name, part, more in (("train", parts.train, made), ("tune", parts.tune, None))
-        )
-    return train, tune
 
 
 def _probabilities(answers: NDArray[np.float32], form: AnswerForm) -> NDArray[np.float32]:

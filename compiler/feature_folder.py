@@ -15,6 +15,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+from offramp.calibration.dataset import DataError
+from offramp.calibration.feature_plan import describe_bytes
+
 try:
     import fcntl
 except ImportError:  # no such locks on Windows, where nothing is swept
@@ -26,9 +29,9 @@ _OURS: Final = re.compile(rf"{PREFIX}\d+-\w+")
 
 
 @contextmanager
-def feature_folder() -> Iterator[Path]:
-    """Make a folder, and remove it with all that is in it."""
-    folder, lock = _make()
+def feature_folder(scratch: Path | None = None) -> Iterator[Path]:
+    """Make a folder in ``scratch``, and remove it with all that is in it."""
+    folder, lock = _make(scratch)
     try:
         yield folder
     finally:
@@ -37,21 +40,45 @@ def feature_folder() -> Iterator[Path]:
             os.close(lock)
 
 
-def sweep() -> None:
+def find_scratch(named: Path | None) -> Path:
+    """Find the folder for temporary files; DataError if nothing can be written there."""
+    try:
+        folder = Path(tempfile.gettempdir()) if named is None else named
+        Path(tempfile.mkdtemp(prefix=PREFIX, dir=folder)).rmdir()
+    except OSError as error:
+        where = "there is no folder for temporary files" if named is None else f"--scratch {named}"
+        raise DataError(
+            f"{where}: {error.strerror or error}; name a folder that you can write to by --scratch"
+        ) from error
+    return folder
+
+
+def check_room(folder: Path, size_bytes: int) -> None:
+    """Check that features have room in a folder; DataError if not."""
+    free = shutil.disk_usage(folder).free
+    if size_bytes > free:
+        raise DataError(
+            f"features take {describe_bytes(size_bytes)} ({size_bytes:,} bytes), but {folder} has "
+            f"{describe_bytes(free)} ({free:,} bytes) free; free the space, name another folder by "
+            "--scratch, or bound them by --scratch-limit"
+        )
+
+
+def sweep(scratch: Path | None = None) -> None:
     """Remove the folders of this user's processes that ended without doing so.
 
     OSError if there is no folder for temporary files at all.
     """
-    parent = Path(tempfile.gettempdir())
+    parent = Path(tempfile.gettempdir()) if scratch is None else scratch
     with suppress(OSError):
         for place in parent.iterdir():
             if fcntl is not None and _OURS.fullmatch(place.name):
                 _remove_if_left(place)
 
 
-def _make() -> tuple[Path, int | None]:
+def _make(scratch: Path | None) -> tuple[Path, int | None]:
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
+        folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=scratch))
         try:
             lock = _lock(folder) if fcntl is not None else None
         except (BlockingIOError, FileNotFoundError):  # someone sweeps just now

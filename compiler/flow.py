@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import TypeAlias
 
 import onnx
 
-from offramp.compiler.graph import Dataflow, Operator
+from offramp.compiler.graph import Dataflow, Operator, is_standard
 from offramp.compiler.shapes import BATCH, concrete_shapes, symbolic_sizes
 
 SHAPE_KINDS = frozenset({"Shape", "Size"})
@@ -47,10 +48,10 @@ class Flow:
     """Main tensor to the index in ``steps`` of its last reader."""
     side_use: dict[int, int]
     """Index of a side operator to that of the last step which needs its value."""
-
-    def heavy_steps(self) -> tuple[int, ...]:
-        """Indices in ``steps`` of the operators that do the work."""
-        return tuple(i for i, op in enumerate(self.steps) if op.kind in HEAVY or op.has_body)
+    heavy_steps: tuple[int, ...]
+    """Indices in ``steps`` of the operators that do the work."""
+    flops_after: tuple[float, ...]
+    """By step, the cost of the steps after it."""
 
 
 def trace(
@@ -81,7 +82,15 @@ def trace(
         gates=tuple(reversed(gates)),
         last_use=last_use,
         side_use=sides.last_step,
+        heavy_steps=tuple(i for i, op in enumerate(steps) if is_heavy(op)),
+        flops_after=_costs_after([costs[op.index] for op in steps]),
     )
+
+
+def _costs_after(costs: Sequence[float]) -> tuple[float, ...]:
+    """Sum, for each of some costs, those that come after it."""
+    sums = tuple(accumulate(reversed(costs), initial=0.0))
+    return sums[-2::-1]
 
 
 def _main_steps(
@@ -272,8 +281,12 @@ _RULES: Mapping[str, _Rule] = {
     "FusedMatMul": _matmul,
     "MatMulInteger": _matmul,
     "QLinearMatMul": _matmul,
+    "MatMulIntegerToFloat": _matmul,
+    "DynamicQuantizeMatMul": _matmul,
+    "MatMulNBits": _matmul,
     "Gemm": _gemm,
     "FusedGemm": _gemm,
+    "QGemm": _gemm,
     "Einsum": _einsum,
     "LSTM": _recurrent,
     "GRU": _recurrent,
@@ -285,3 +298,18 @@ _RULES: Mapping[str, _Rule] = {
 
 HEAVY = frozenset(_RULES)
 """Operator types with multiply-adds; all others are cheap steps between them."""
+_CHEAP = frozenset(
+    {"BiasGelu", "DequantizeLinear", "EmbedLayerNormalization", "FastGelu", "Gelu", "QLinearAdd",
+     "QLinearAveragePool", "QLinearConcat", "QLinearGlobalAveragePool", "QLinearLeakyRelu",
+     "QLinearMul", "QLinearReduceMean", "QLinearSigmoid", "QLinearSoftmax", "QLinearWhere",
+     "QuantizeLinear", "QuickGelu", "RotaryEmbedding", "SimplifiedLayerNormalization",
+     "SkipLayerNormalization", "SkipSimplifiedLayerNormalization"}
+)  # fmt: skip
+"""Operators of ONNX Runtime's own that cost about one operation an element of their outputs."""
+
+
+def is_heavy(op: Operator) -> bool:
+    """Whether an operator does the work, or might: others are cheap steps between."""
+    if op.kind in HEAVY or op.has_body:
+        return True
+    return not is_standard(op.proto) and op.kind not in _CHEAP

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -52,7 +51,7 @@ class Dataflow:
         self.constants = frozenset(_initializer_names(graph))
         self.inputs = tuple(i.name for i in graph.input if i.name not in self.constants)
         self.outputs = tuple(o.name for o in graph.output)
-        self.operators = tuple(_operator(i, n) for i, n in enumerate(_ordered(graph)))
+        self.operators = _operators(graph)
         self.producers = {t: op for op in self.operators for t in op.writes}
         self.consumers: dict[str, list[Operator]] = {}
         for op in self.operators:
@@ -96,8 +95,12 @@ def default_opset(proto: onnx.ModelProto) -> int:
 
 def bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
     """Subgraphs that a node runs, as ``If`` and ``Loop`` do."""
-    held = (([a.g] if a.HasField("g") else []) + list(a.graphs) for a in node.attribute)
-    return list(chain.from_iterable(held))
+    found: list[onnx.GraphProto] = []
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            found.append(attribute.g)
+        found.extend(attribute.graphs)
+    return found
 
 
 def copied(message: _Message) -> _Message:
@@ -150,35 +153,45 @@ def _initializer_names(graph: onnx.GraphProto) -> Iterator[str]:
     yield from (tensor.values.name for tensor in graph.sparse_initializer)
 
 
-def _operator(index: int, node: onnx.NodeProto) -> Operator:
-    reads = dict.fromkeys(t for t in (*node.input, *captured_names(node)) if t)
+def _operators(graph: onnx.GraphProto) -> tuple[Operator, ...]:
+    """Spell out the nodes of a graph, in topological order."""
+    nodes = list(graph.node)
+    reads = [
+        tuple(dict.fromkeys(t for t in (*node.input, *captured_names(node)) if t)) for node in nodes
+    ]
+    return tuple(
+        _operator(place, nodes[i], reads[i]) for place, i in enumerate(_ordered(nodes, reads))
+    )
+
+
+def _operator(index: int, node: onnx.NodeProto, reads: tuple[str, ...]) -> Operator:
     return Operator(
         index=index,
         name=node.name,
         kind=node.op_type,
-        reads=tuple(reads),
+        reads=reads,
         writes=tuple(t for t in node.output if t),
         has_body=bool(bodies(node)),
         proto=node,
     )
 
 
-def _ordered(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
+def _ordered(nodes: Sequence[onnx.NodeProto], reads: Sequence[tuple[str, ...]]) -> Sequence[int]:
     """Sort nodes topologically (Kahn), stable: a graph that is in order stays as it is."""
-    written = {t: i for i, node in enumerate(graph.node) for t in node.output if t}
+    written = {t: i for i, node in enumerate(nodes) for t in node.output if t}
     readers: dict[int, list[int]] = {}
-    missing = [0] * len(graph.node)
-    for i, node in enumerate(graph.node):
-        for source in {written[t] for t in (*node.input, *captured_names(node)) if t in written}:
+    missing = [0] * len(nodes)
+    for i, names in enumerate(reads):
+        for source in {written[t] for t in names if t in written}:
             readers.setdefault(source, []).append(i)
             missing[i] += 1
     if all(min(later) > i for i, later in readers.items()):
-        return list(graph.node)
+        return range(len(nodes))
     ready = deque(i for i, count in enumerate(missing) if count == 0)
-    order: list[onnx.NodeProto] = []
+    order: list[int] = []
     while ready:
         i = ready.popleft()
-        order.append(graph.node[i])
+        order.append(i)
         for reader in readers.get(i, ()):
             missing[reader] -= 1
             if missing[reader] == 0:

@@ -63,6 +63,10 @@ class CompileOptions:
     (:mod:`offramp.calibration.augmentation`)."""
     training: TrainingOptions = field(default_factory=TrainingOptions)
     seed: int = 0
+    scratch: Path | None = None
+    """The folder that features are recorded in; ``None`` is the system's for temporary files."""
+    scratch_limit: float = 4.0
+    """GiB that features may take at once: the rest is recorded in later passes over the data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,10 @@ _log = logging.getLogger(__name__)
 _TOLERANCE = 1e-4
 """Relative: folding a BatchNormalization into the weights of its Conv rounds them anew; kernels
 differ by batch size, in the last bits."""
+MOST_SIMPLIFIED = 8000
+"""Operators of a model that onnxslim is run on: it takes half a minute for so many."""
+_MOST_TIED = 1000
+"""Operators of a model whose equal small constants it makes one: that takes quadratic time."""
 _BATCH, _ROWS = 2, 3
 """Samples that a simplified model, and one whose batch was freed, are compared on."""
 
@@ -59,11 +63,24 @@ def name_operators(proto: onnx.ModelProto) -> None:
 def simplified(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Fold constants and fuse operators of a model with a symbolic batch; it is not changed.
 
-    The raw graph of an export can hide most of its cut points. Where onnxslim fails, or its result
-    differs on random inputs, ``proto`` itself is returned, with a warning logged.
+    The raw graph of an export can hide most of its cut points. Where onnxslim fails, its result
+    differs on random inputs, or it would take too long, ``proto`` itself is returned, and a warning
+    logged.
     """
+    operators = len(proto.graph.node)
+    if operators > MOST_SIMPLIFIED:
+        _log.warning(
+            "not simplified: the model has %s operators, and onnxslim takes minutes beyond %s; if "
+            "`eecompile inspect` finds too few cut points, run it before, as onnxslim MODEL.onnx "
+            "SIMPLER.onnx --skip-optimizations weight_tying",
+            f"{operators:,}",
+            f"{MOST_SIMPLIFIED:,}",
+        )
+        return proto
+    # Tying compares every pair of small constants, which takes most of the time of large graphs.
+    skipped = ["weight_tying"] if operators > _MOST_TIED else []
     try:
-        slim: onnx.ModelProto = onnxslim.slim(copied(proto))
+        slim: onnx.ModelProto = onnxslim.slim(copied(proto), skip_optimizations=skipped)
         onnx.checker.check_model(slim)
         difference = _difference(proto, slim)
     except ModelError:
@@ -79,11 +96,12 @@ def simplified(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 def _difference(proto: onnx.ModelProto, slim: onnx.ModelProto) -> float:
     """Largest relative difference of any output; infinite if inputs or outputs changed."""
-    before, after = GraphRunner(proto), GraphRunner(slim)
-    if set(after.inputs) - set(before.inputs) or before.outputs != after.outputs:
-        return float("inf")
     feeds = random_inputs(proto, _BATCH)
-    wanted, actual = before.run(feeds), after.run(feeds)
+    wanted = GraphRunner(proto).run(feeds)  # one after the other: each holds all weights
+    after = GraphRunner(slim)
+    if set(after.inputs) - set(feeds) or tuple(wanted) != after.outputs:
+        return float("inf")
+    actual = after.run(feeds)
     return max(relative_difference(actual[name], wanted[name]) for name in wanted)
 
 

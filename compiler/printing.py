@@ -100,7 +100,7 @@ def print_inspection(model: SourceModel, analysis: CutAnalysis, console: Console
     """Print a model's facts, its cut points, and the places where no exit can be attached."""
     facts = Table.grid(padding=(0, 2))
     rows = {
-        "model": f"{model.name} (opset {model.opset}, {analysis.total_flops / 1e9:.3g} GFLOPs)",
+        "model": f"{model.name} (opset {model.opset}, {_work(analysis)})",
         "inputs": "\n".join(spec.describe() for spec in model.inputs),
         "main": ", ".join(analysis.main_inputs),
         "answer": f"{model.answer.output}: {model.answer.classes} classes, {model.answer.form}",
@@ -110,18 +110,27 @@ def print_inspection(model: SourceModel, analysis: CutAnalysis, console: Console
         facts.add_row(f"[bold]{title}[/]", escape(text))
     console.print(facts)
     if analysis.cuts:
-        console.print(_cut_table(analysis.cuts))
+        console.print(_cut_table(analysis.cuts, "time" if analysis.total_s else "FLOPs"))
     if analysis.rejected:
         console.print(_rejected_table(analysis.rejected))
 
 
-def _cut_table(cuts: Sequence[CutPoint]) -> Table:
+def _work(analysis: CutAnalysis) -> str:
+    """Tell the model's work, and how it is known."""
+    kinds = ", ".join(analysis.unknown_work)
+    if analysis.total_s is not None:
+        return f"{1e3 * analysis.total_s:.3g} ms measured, as the FLOPs of {kinds} are not known"
+    without = f" without {kinds}" if kinds else ""
+    return f"{analysis.total_flops / 1e9:.3g} GFLOPs{without}"
+
+
+def _cut_table(cuts: Sequence[CutPoint], unit: str) -> Table:
     table = Table(title="Cut points", title_justify="left", box=box.SIMPLE)
     table.add_column("#", justify="right")
     table.add_column("tensor", overflow="fold")
     table.add_column("shape", no_wrap=True)
     table.add_column("operator", no_wrap=True)
-    table.add_column("FLOPs before", justify="right")
+    table.add_column(f"{unit} before", justify="right")
     along = any(cut.side_inputs for cut in cuts)
     if along:
         table.add_column("taken along")

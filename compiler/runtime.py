@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -26,14 +27,22 @@ LIMIT_S, LIMIT_PER_ROW_S = 60.0, 10.0
 class GraphRunner:
     """A graph loaded into ONNX Runtime on the CPU, as the compiler runs graphs to compare them."""
 
-    def __init__(self, proto: onnx.ModelProto, threads: int = 1) -> None:
-        """Load a graph; RuntimeError if ONNX Runtime refuses it, whatever its own error is."""
+    def __init__(
+        self, proto: onnx.ModelProto, threads: int = 1, *, profile: Path | None = None
+    ) -> None:
+        """Load a graph; RuntimeError if ONNX Runtime refuses it, whatever its own error is.
+
+        With ``profile``, the beginning of a file's name, operators are timed as they are written.
+        """
         options = ort.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
         options.log_severity_level = 4
         if any(t.data_type == onnx.TensorProto.FLOAT16 for t in proto.graph.initializer):
             # ONNX Runtime 1.30 and 1.31 crash in all that they know of half precision.
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+        if profile is not None:
+            options.enable_profiling, options.profile_file_prefix = True, str(profile)
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         # Q/DQ as it is written: fused int8 kernels saturate on some processors, not on others.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
         with _translated():
@@ -45,6 +54,10 @@ class GraphRunner:
             )
         self.inputs = tuple(i.name for i in self._session.get_inputs())
         self.outputs = tuple(o.name for o in self._session.get_outputs())
+
+    def end_profile(self) -> Path:
+        """End the timing of operators; gives the file with ONNX Runtime's trace events."""
+        return Path(self._session.end_profiling())
 
     def run(self, feeds: Mapping[str, NDArray[np.generic]]) -> dict[str, NDArray[np.generic]]:
         """Return all outputs by name; ``feeds`` may hold more.

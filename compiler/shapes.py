@@ -16,6 +16,7 @@ from typing import TypeAlias
 import onnx
 
 from offramp.compiler.graph import bodies
+from offramp.compiler.runtime_shapes import infer_shapes
 
 ConcreteShape: TypeAlias = "tuple[int | None, ...] | None"
 """Sizes where inference found them; None as a whole where it did not even find the rank."""
@@ -133,7 +134,9 @@ def concrete_shapes(
         for dim in info.type.tensor_type.shape.dim:
             if dim.dim_param in sizes:
                 dim.dim_value = sizes[dim.dim_param]
-    inferred = onnx.shape_inference.infer_shapes(skeleton, data_prop=True).graph
+    weights = skeleton.graph.initializer
+    empty = frozenset(t.name for t in weights if prod(t.dims) > _SMALL_INITIALIZER)
+    inferred = infer_shapes(skeleton, empty).graph
     shapes: dict[str, tuple[int, ConcreteShape]] = {
         t.name: (t.data_type, tuple(t.dims)) for t in inferred.initializer
     }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -17,11 +19,13 @@ from offramp.compiler.errors import (
     ModelError,
     VerificationError,
 )
-from offramp.compiler.graph import Dataflow, copied
+from offramp.compiler.graph import Dataflow, Operator, copied
 from offramp.compiler.model import SourceModel
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.placement import choose_candidates
 from offramp.compiler.runtime import GraphRunner, relative_difference
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +57,10 @@ def slice_model(model: SourceModel, options: CompileOptions) -> Sliced:
     CompileError if there are no cut points, or the user named one or a mask that does not exist.
     """
     analysis = find_cuts(model)
+    if analysis.unknown_work:
+        kinds = ", ".join(analysis.unknown_work)
+        how = "measured as time" if analysis.total_s is not None else "what is known without them"
+        _log.warning("The work of %s is not known: shares of the work are %s.", kinds, how)
     points = choose_candidates(analysis, limit=options.candidates, exits=options.exits or None)
     cuts = cut_tensors(model, analysis, points, options)
     segments = split(model, points)
@@ -150,13 +158,12 @@ def split(model: SourceModel, cuts: Sequence[CutPoint]) -> tuple[SegmentModel, .
     ends = [cut.tensor for cut in cuts] + [model.answer.output]
     shares = np.diff([0.0, *(cut.flops_share_before for cut in cuts), 1.0])
     shared = {name for cut in cuts for name in cut.side_inputs}
-    graph = Dataflow(model.proto.graph)
-    surgeon = gs.import_onnx(model.proto)
+    source = _Source.of(model.proto)
     segments: list[SegmentModel] = []
     for index, (end, share) in enumerate(zip(ends, shares.tolist(), strict=True)):
         start = ends[index - 1] if index else None
-        names, inputs = _extent(graph, start, end, shared)
-        proto = _extract(surgeon, names, inputs, end, f"{model.name}/{index}")
+        operators, inputs = _extent(source.flow, start, end, shared)
+        proto = source.extract(operators, inputs, end, f"{model.name}/{index}")
         made = SegmentModel(index=index, proto=proto, inputs=inputs, output=end, flops_share=share)
         segments.append(made)
     return tuple(segments)
@@ -164,45 +171,58 @@ def split(model: SourceModel, cuts: Sequence[CutPoint]) -> tuple[SegmentModel, .
 
 def _extent(
     graph: Dataflow, start: str | None, end: str, shared: set[str]
-) -> tuple[set[str], tuple[str, ...]]:
-    """Names of the operators from ``start`` to ``end``, and the tensors they read first."""
+) -> tuple[tuple[Operator, ...], tuple[str, ...]]:
+    """Find the operators from ``start`` to ``end``, and the tensors they read first."""
     operators = graph.behind([end], stop=frozenset([start] if start else []))
     read = {t for op in operators for t in op.reads}
     needed = [name for name in graph.inputs if name in read]
     side = [name for name in needed if start or name in shared]
     main = [start] if start else [name for name in needed if name not in shared]
-    return {op.name for op in operators}, (*main, *side)
+    return operators, (*main, *side)
 
 
-def _extract(
-    surgeon: gs.Graph, names: set[str], inputs: tuple[str, ...], output: str, name: str
-) -> onnx.ModelProto:
-    """Make a model of the named operators, which graphsurgeon exports exactly as they are.
+class _Source(NamedTuple):
+    """A model to take segments from, and where in it everything is."""
 
-    Not ``Graph.cleanup``: it edits the graph that all segments are taken from.
-    """
-    tensors = surgeon.tensors()
-    graph = gs.Graph(
-        nodes=[node for node in surgeon.nodes if node.name in names],
-        inputs=[tensors[tensor] for tensor in inputs],
-        outputs=[tensors[output]],
-        name=name,
-        opset=surgeon.opset,
-        import_domains=surgeon.import_domains,
-        functions=surgeon.functions,
-        ir_version=surgeon.ir_version,
-    )
-    proto: onnx.ModelProto = gs.export_onnx(graph)
-    flow = Dataflow(proto.graph)
-    known = {*flow.producers, *flow.constants, *flow.inputs}
-    free = {t for op in flow.operators for t in op.reads} - known
-    if free:
-        raise VerificationError(
-            f"{proto.graph.name} reads {sorted(free)}, which nothing provides; this is a defect, "
-            "report it with the model"
+    surgeon: gs.Graph
+    flow: Dataflow
+    nodes: Mapping[str, gs.Node]
+    tensors: Mapping[str, gs.Tensor]
+
+    @classmethod
+    def of(cls, proto: onnx.ModelProto) -> _Source:
+        surgeon = gs.import_onnx(proto)
+        nodes = {node.name: node for node in surgeon.nodes}
+        return cls(surgeon, Dataflow(proto.graph), nodes, surgeon.tensors())
+
+    def extract(
+        self, operators: Sequence[Operator], inputs: tuple[str, ...], output: str, name: str
+    ) -> onnx.ModelProto:
+        """Make a model of some operators, which graphsurgeon exports exactly as they are.
+
+        Not ``Graph.cleanup``: it edits the graph that all segments are taken from.
+        """
+        surgeon = self.surgeon
+        graph = gs.Graph(
+            nodes=[self.nodes[op.name] for op in operators],
+            inputs=[self.tensors[tensor] for tensor in inputs],
+            outputs=[self.tensors[output]],
+            name=name,
+            opset=surgeon.opset,
+            import_domains=surgeon.import_domains,
+            functions=surgeon.functions,
+            ir_version=surgeon.ir_version,
         )
-    onnx.checker.check_model(proto)
-    return proto
+        proto: onnx.ModelProto = gs.export_onnx(graph)
+        written = {t for op in operators for t in op.writes}
+        free = {t for op in operators for t in op.reads} - {*written, *inputs} - self.flow.constants
+        if free:
+            raise VerificationError(
+                f"{name} reads {sorted(free)}, which nothing provides; this is a defect, report it "
+                "with the model"
+            )
+        onnx.checker.check_model(proto)
+        return proto
 
 
 def verify(

@@ -119,7 +119,7 @@ def _band(found: PolicyFigures, edges: Sequence[float], x: Scale) -> Markup:
         title = (
             f"Segment {segment.index}, to {segment.output}: {numbers.percent(end - begin)} of the "
             f"time ({numbers.milliseconds(times[segment.index])} ms profiled), "
-            f"{numbers.percent(segment.flops_share)} of the operations"
+            f"{numbers.percent(segment.flops_share)} of the work"
         )
         drawn = x(begin) + 1.75, _BAND, max(width - 3.5, 0.5), _BAND_HEIGHT
         parts.append(svg.box(*drawn, class_="segment", title=title))

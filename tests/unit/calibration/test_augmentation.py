@@ -55,7 +55,11 @@ def test_mixed_samples_are_weighted_means_of_pairs() -> None:
 def test_mixed_bytes_are_rounded_and_stay_in_range() -> None:
     data = dataset(x=np.array([[[0]], [[255]]], np.uint8))
     made = MadeSamples(
-        base=data, method="mixup", partner=np.array([1, 0]), share=np.float32([0.3, 1.0])
+        base=data,
+        method="mixup",
+        first=np.arange(2),
+        partner=np.array([1, 0]),
+        share=np.float32([0.3, 1.0]),
     )
     taken = made.take(slice(None))["x"]
     assert taken.dtype == np.uint8
@@ -66,7 +70,11 @@ def test_spliced_texts_begin_as_one_and_end_as_the_other() -> None:
     ids = np.array([[1, 2, 3, 0, 0, 0], [4, 5, 6, 7, 8, 9]])
     data = dataset(ids=ids, mask=(ids > 0).astype(np.int64))
     made = MadeSamples(
-        base=data, method="splice", partner=np.array([1, 0]), share=np.float32([0.5, 0.5])
+        base=data,
+        method="splice",
+        first=np.arange(2),
+        partner=np.array([1, 0]),
+        share=np.float32([0.5, 0.5]),
     )
     taken = made.take(slice(None))
     # cut after two of three tokens, and after three of six: padding is never cut into

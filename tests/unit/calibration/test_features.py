@@ -184,7 +184,11 @@ def test_a_made_sample_without_a_finite_answer_is_the_one_it_was_made_of(tmp_pat
     x = np.array([[1e37, 2.0], [1e38, 1.0]], np.float32)
     data = Dataset(inputs={"x": x}, labels=None, sha256="0")
     made = MadeSamples(
-        base=data, method="mixup", partner=np.array([1, 0]), share=np.float32([-1.0, 0.5])
+        base=data,
+        method="mixup",
+        first=np.arange(2),
+        partner=np.array([1, 0]),
+        share=np.float32([-1.0, 0.5]),
     )  # a share of −1 stands for whatever makes a model overflow: 3 · (−1e37 + 2e38)
     recording = record(
         scaling(3.0), ({WHOLE: "cut"},), Answer(output="a", classes=2, form="logits"), data,

@@ -254,7 +254,7 @@ def test_external_data(tmp_path):
 
 
 def test_simplification_that_changes_outputs_is_dropped(read, monkeypatch, caplog):
-    def spoil(proto: onnx.ModelProto) -> onnx.ModelProto:
+    def spoil(proto: onnx.ModelProto, **_: object) -> onnx.ModelProto:
         for tensor in proto.graph.initializer:
             tensor.raw_data = bytes(len(tensor.raw_data))
         return proto
@@ -265,6 +265,19 @@ def test_simplification_that_changes_outputs_is_dropped(read, monkeypatch, caplo
 
     assert "not simplified: onnxslim changes the outputs" in caplog.text
     assert any(any(t.raw_data) for t in model.proto.graph.initializer)
+
+
+def test_more_operators_than_onnxslim_can_take_are_left_as_they_are(
+    read, monkeypatch, caplog
+) -> None:
+    proto = models.residual_cnn()
+    limit = len(proto.graph.node) - 1
+    monkeypatch.setattr("offramp.compiler.preparation.MOST_SIMPLIFIED", limit)
+    monkeypatch.setattr("onnxslim.slim", lambda *_, **__: pytest.fail("was run"))
+    model = read(proto)
+    assert len(model.proto.graph.node) == limit + 1
+    assert f"has {limit + 1} operators, and onnxslim takes minutes beyond {limit};" in caplog.text
+    assert "onnxslim MODEL.onnx SIMPLER.onnx --skip-optimizations weight_tying" in caplog.text
 
 
 def test_operators_get_names_of_their_own(read):

@@ -1,0 +1,136 @@
+"""How the time of reading, cutting and slicing a model grows with its operators.
+
+    python -m benchmarks.large_models [--sizes 1000,5000,20000] [--repeat 3]
+        [--json FILE]
+
+The models are residual networks of five operators a block, 16 values wide: nothing but graph. Times
+are seconds of CPU of this process, the least of the repetitions; reading is without and with
+onnxslim, which is not run on the largest. The last column is the growth of cutting and slicing: the
+exponent of the number of operators, from the size before (1 is linear).
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import onnx
+from benchmarks.common import make_parser
+from onnx import helper, numpy_helper
+from rich.table import Table
+
+from offramp.compiler.cuts import find_cuts
+from offramp.compiler.model import read_model
+from offramp.compiler.preparation import MOST_SIMPLIFIED
+from offramp.compiler.slicing import choose_candidates, split
+from offramp.tools.bench.output import describe_environment, wide_console, write_json
+
+WIDTH, CLASSES = 16, 10
+
+_Result = TypeVar("_Result")
+
+
+def main() -> None:
+    """Measure, print, and write if asked."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--sizes", default="1000,2000,5000,10000,20000", metavar="A,B,…")
+    parser.add_argument("--repeat", type=int, default=3, metavar="N")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for operators in map(int, options.sizes.split(",")):
+        row = min((measure(operators) for _ in range(options.repeat)), key=_cutting)
+        if rows:
+            before = rows[-1]
+            row["growth"] = math.log(_cutting(row) / _cutting(before)) / math.log(
+                row["operators"] / before["operators"]
+            )
+        rows.append(row)
+    table = Table(*rows[-1], title="Seconds of CPU, MEASURED")
+    for row in rows:
+        table.add_row(*(_shown(row.get(name)) for name in rows[-1]))
+    wide_console().print(table)
+    if options.json is not None:
+        environment = describe_environment(seed=0, repeat=options.repeat)
+        found = {"measured": "CPU seconds", "rows": rows, "environment": environment}
+        write_json(options.json, found)
+
+
+def measure(operators: int) -> dict[str, Any]:
+    """Read, cut and slice a model with about so many operators."""
+    model = residual(operators)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        onnx.save(model, path)
+        read, read_s = timed(lambda: read_model(path, simplify=False))
+        simplified_s = None
+        if operators <= MOST_SIMPLIFIED:
+            _, simplified_s = timed(lambda: read_model(path))
+    analysis, cut_s = timed(lambda: find_cuts(read))
+    points = choose_candidates(analysis)
+    segments, slice_s = timed(lambda: split(read, points))
+    return {
+        "operators": len(read.proto.graph.node),
+        "cut_points": len(analysis.cuts),
+        "segments": len(segments),
+        "read_s": read_s,
+        "read_with_onnxslim_s": simplified_s,
+        "cut_s": cut_s,
+        "slice_s": slice_s,
+        "cut_and_slice_s": cut_s + slice_s,
+    }
+
+
+def timed(action: Callable[[], _Result]) -> tuple[_Result, float]:
+    """Give the result of an action, and the CPU seconds that it took."""
+    start = time.process_time()
+    result = action()
+    return result, time.process_time() - start
+
+
+def residual(operators: int) -> onnx.ModelProto:
+    """A residual MLP with about so many operators."""
+    rng = np.random.default_rng(0)
+    nodes: list[onnx.NodeProto] = []
+    weights: list[onnx.TensorProto] = []
+
+    def weight(name: str, *shape: int) -> str:
+        values = (rng.standard_normal(shape) * 0.1).astype(np.float32)
+        weights.append(numpy_helper.from_array(values, name))
+        return name
+
+    x = "x"
+    for block in range((operators - 1) // 5):
+        name = f"block{block}"
+        up, down = weight(f"{name}/up", WIDTH, WIDTH), weight(f"{name}/down", WIDTH, WIDTH)
+        bias = weight(f"{name}/bias", WIDTH)
+        steps = [("MatMul", x, up), ("Add", "1", bias), ("Relu", "2"), ("MatMul", "3", down)]
+        for i, (kind, first, *others) in enumerate(steps, 1):
+            read = first if first == x else f"{name}/{first}"
+            nodes.append(helper.make_node(kind, [read, *others], [f"{name}/{i}"]))
+        nodes.append(helper.make_node("Add", [f"{name}/4", x], [name]))
+        x = name
+    nodes.append(helper.make_node("MatMul", [x, weight("last", WIDTH, CLASSES)], ["logits"]))
+    float_ = onnx.TensorProto.FLOAT
+    inputs = [helper.make_tensor_value_info("x", float_, ["batch", WIDTH])]
+    outputs = [helper.make_tensor_value_info("logits", float_, ["batch", CLASSES])]
+    graph = helper.make_graph(nodes, "residual", inputs, outputs, weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def _cutting(row: dict[str, Any]) -> float:
+    return float(row["cut_and_slice_s"])
+
+
+def _shown(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.2f}"
+
+
+if __name__ == "__main__":
+    main()

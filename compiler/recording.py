@@ -1,0 +1,137 @@
+"""Recording of features: how much room they take, and in how many passes that is done."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.calibration.augmentation import MadeSamples, makes_sense, method_for
+from offramp.calibration.dataset import Dataset, DataSplit
+from offramp.calibration.feature_plan import (
+    GIB,
+    FeaturePlan,
+    SampleCounts,
+    describe_bytes,
+    plan_features,
+)
+from offramp.calibration.features import Recording, fit_projections, record, sample_sizes
+from offramp.compiler.feature_folder import check_room
+from offramp.compiler.heads import attach_poolings
+from offramp.compiler.options import CompileOptions
+from offramp.compiler.progress import Progress
+from offramp.compiler.slicing import Sliced
+from offramp.engine.options import available_cores
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureRecorder:
+    """Records features in the passes of a plan."""
+
+    sliced: Sliced
+    graph: bytes
+    """Segments and poolings."""
+    outputs: tuple[Mapping[int, str], ...]
+    """By candidate, the graph's outputs by grid."""
+    train: Dataset
+    tune: Dataset
+    made: MadeSamples | None
+    plan: FeaturePlan
+
+    @classmethod
+    def of(cls, sliced: Sliced, parts: DataSplit, options: CompileOptions) -> FeatureRecorder:
+        """Plan the passes, within what was allowed; DataError if too few samples would be left."""
+        graph, outputs = attach_poolings(sliced.model, sliced.graphs, sliced.cuts)
+        sizes = sample_sizes(graph, outputs, sliced.cuts, parts.train, threads=available_cores())
+        made = _made_samples(sliced, parts.train, options)
+        counts = SampleCounts(
+            train=len(parts.train), made=0 if made is None else len(made), tune=len(parts.tune)
+        )
+        plan = plan_features(sizes, counts, round(options.scratch_limit * GIB))
+        train = parts.train
+        if plan.counts != counts:
+            _warn(plan, counts, options.scratch_limit)
+            if plan.counts.train < counts.train:
+                train = train.subset(_spread(counts.train, plan.counts.train))
+            if made is not None:
+                kept = _spread(counts.made, plan.counts.made)
+                made = made.subset(kept) if len(kept) else None
+        return cls(
+            sliced=sliced,
+            graph=graph,
+            outputs=outputs,
+            train=train,
+            tune=parts.tune,
+            made=made,
+            plan=plan,
+        )
+
+    def check(self, directory: Path) -> None:
+        """Check that a pass has room in a folder; DataError if not."""
+        check_room(directory.parent, self.plan.size_bytes)
+
+    def record(
+        self, number: int, directory: Path, progress: Progress
+    ) -> tuple[Recording, Recording]:
+        """Record what one pass is for, of the training samples and of those that tune."""
+        group, threads = self.plan.groups[number], available_cores()
+        outputs = tuple(names if i in group else {} for i, names in enumerate(self.outputs))
+        projections = fit_projections(
+            self.graph, outputs, self.sliced.cuts, self.train, threads=threads
+        )
+        directory.mkdir()
+        passes = len(self.plan.groups)
+        title = "Record features" + (f" ({number + 1} of {passes})" if passes > 1 else "")
+        with progress.step(title, self.plan.counts.total) as advance:
+            train, tune = (
+                record(
+                    self.graph,
+                    outputs,
+                    self.sliced.model.answer,
+                    part,
+                    made=more,
+                    projections=projections,
+                    threads=threads,
+                    directory=directory / name,
+                    progress=advance,
+                )
+                for name, part, more in (
+                    ("train", self.train, self.made),
+                    ("tune", self.tune, None),
+                )
+            )
+        return train, tune
+
+
+def _made_samples(sliced: Sliced, train: Dataset, options: CompileOptions) -> MadeSamples | None:
+    method = method_for(sliced.model.inputs) if options.augment == "auto" else None
+    if method is None or not makes_sense(method, train):
+        return None
+    return MadeSamples.draw(train, method, seed=options.seed)
+
+
+def _spread(samples: int, kept: int) -> NDArray[np.intp]:
+    """Choose rows at even distances: a data set may be sorted."""
+    return np.linspace(0, samples - 1, kept).round().astype(np.intp)
+
+
+def _warn(plan: FeaturePlan, all_: SampleCounts, limit_gib: float) -> None:
+    needed = plan.size_bytes // plan.counts.total * all_.total
+    _log.warning(
+        "Heads train on %s of %s real samples and %s of %s made ones: features of all would take "
+        "%s at once in %d passes, more than the %g GiB of --scratch-limit; raise it to train "
+        "on all.",
+        f"{plan.counts.train:,}",
+        f"{all_.train:,}",
+        f"{plan.counts.made:,}",
+        f"{all_.made:,}",
+        describe_bytes(needed),
+        len(plan.groups),
+        limit_gib,
+    )

@@ -1,0 +1,91 @@
+"""Shapes of what ONNX's own inference does not know, from ONNX Runtime's operators.
+
+Graphs that ONNX Runtime fused or quantised are full of operators of its own, behind which ONNX's
+inference knows nothing. ONNX Runtime infers their shapes when it loads a graph, and tells those of
+graph outputs: so all that is unknown is made an output of a copy that has no weights.
+"""
+
+from __future__ import annotations
+
+import onnx
+import onnxruntime as ort
+from onnx import helper
+
+from offramp.compiler.graph import is_standard, refill
+
+_ELEMENT_TYPES = {
+    "float": onnx.TensorProto.FLOAT,
+    "double": onnx.TensorProto.DOUBLE,
+    "float16": onnx.TensorProto.FLOAT16,
+    "bfloat16": onnx.TensorProto.BFLOAT16,
+    "bool": onnx.TensorProto.BOOL,
+} | {
+    f"{sign}int{bits}": onnx.TensorProto.DataType.Value(f"{sign}int{bits}".upper())
+    for sign in ("", "u")
+    for bits in (8, 16, 32, 64)
+}
+_ROUNDS = 4
+"""ONNX's inference goes on where ONNX Runtime's ended, and the other way round; this often."""
+
+
+def infer_shapes(skeleton: onnx.ModelProto, empty: frozenset[str]) -> onnx.ModelProto:
+    """Infer shapes at concrete sizes, as ONNX does; with ONNX Runtime's help where that is needed.
+
+    ``empty`` are the initializers of ``skeleton`` that are there without their content.
+    """
+    inferred: onnx.ModelProto = onnx.shape_inference.infer_shapes(skeleton, data_prop=True)
+    if all(is_standard(node) for node in skeleton.graph.node):
+        return inferred
+    for _ in range(_ROUNDS):
+        found = _missing_shapes(inferred, empty)
+        if not found:
+            break
+        names = {info.name for info in found}
+        known = [info for info in inferred.graph.value_info if info.name not in names]
+        refill(inferred.graph.value_info, [*known, *found])
+        inferred = onnx.shape_inference.infer_shapes(inferred, data_prop=True)
+    return inferred
+
+
+def _missing_shapes(inferred: onnx.ModelProto, empty: frozenset[str]) -> list[onnx.ValueInfoProto]:
+    """What ONNX Runtime knows of tensors without a shape; nothing if it cannot load the graph."""
+    infos = (*inferred.graph.value_info, *inferred.graph.output)
+    known = {info.name for info in infos if info.type.tensor_type.HasField("shape")}
+    written = dict.fromkeys(t for node in inferred.graph.node for t in node.output if t)
+    missing = [name for name in written if name not in known]
+    if not missing:
+        return []
+    asked = onnx.ModelProto()
+    asked.CopyFrom(inferred)
+    _as_inputs(asked.graph, empty)
+    del asked.graph.output[:]
+    for name in missing:
+        asked.graph.output.add(name=name)
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    try:
+        session = ort.InferenceSession(
+            asked.SerializeToString(),
+            options,
+            providers=["CPUExecutionProvider"],
+            enable_fallback=0,
+        )
+    except Exception:  # ONNX Runtime's own classes derive from Exception only
+        return []
+    return [
+        helper.make_tensor_value_info(output.name, _ELEMENT_TYPES[kind], output.shape)
+        for output in session.get_outputs()
+        if (kind := output.type.removeprefix("tensor(").removesuffix(")")) in _ELEMENT_TYPES
+        and all(isinstance(size, int) for size in output.shape)
+    ]
+
+
+def _as_inputs(graph: onnx.GraphProto, empty: frozenset[str]) -> None:
+    """Make inputs of initializers without content."""
+    graph.input.extend(
+        helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+        for tensor in graph.initializer
+        if tensor.name in empty
+    )
+    refill(graph.initializer, [t for t in graph.initializer if t.name not in empty])

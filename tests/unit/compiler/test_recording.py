@@ -1,0 +1,142 @@
+"""Features that do not fit on the disk together are recorded in passes, with the same exits."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+import pytest
+from tests.sliced import Sliced, dataset_of, sliced
+
+from offramp.calibration import profiling
+from offramp.calibration.dataset import DataError, DataSplit, split
+from offramp.calibration.estimates import BackboneTimes
+from offramp.calibration.feature_plan import GIB
+from offramp.calibration.training_options import TrainingOptions
+from offramp.compiler.compile import compile_model
+from offramp.compiler.exits import FoundExits, find_exits
+from offramp.compiler.feature_folder import find_scratch
+from offramp.compiler.options import CompileOptions
+from offramp.compiler.progress import SILENT
+from offramp.compiler.recording import FeatureRecorder
+
+
+def options_for(folder: Path, **more: object) -> CompileOptions:
+    return CompileOptions(
+        model=folder / "m", data=folder / "d", output=folder / "o", scratch=folder,
+        training=TrainingOptions(epochs=1), **more,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+def parts_of(pieces: Sliced, samples: int) -> DataSplit:
+    return split(dataset_of(pieces, samples), certify_at_least=10, seed=0)
+
+
+def found(pieces: Sliced, parts: DataSplit, options: CompileOptions) -> FoundExits:
+    segments = len(pieces.segments)
+    times = BackboneTimes(
+        batch_sizes=(8,), source_ms=(float(segments),), segments_ms=((1.0,),) * segments,
+        source_widths=(0.0,), segment_widths=((0.0,),) * segments, rounds=(1,), disturbed=(),
+    )  # fmt: skip
+    return find_exits(
+        pieces, parts, options, times, samples=lambda n: parts.train.take(slice(n)), progress=SILENT
+    )
+
+
+@pytest.mark.parametrize("name", ["mlp", "bert", "residual"])
+def test_exits_of_many_passes_are_those_of_one(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiling.TimedGraph, "time_ms", lambda _self, _tensors: 0.001)
+    pieces = sliced(name)
+    parts = parts_of(pieces, 120)
+    one, options = found(pieces, parts, options_for(tmp_path)), options_for(tmp_path)
+    whole = FeatureRecorder.of(pieces, parts, options).plan
+    assert len(whole.groups) == 1
+    few = options_for(tmp_path, scratch_limit=0.5 * whole.size_bytes / GIB)
+    plan = FeatureRecorder.of(pieces, parts, few).plan
+    assert len(plan.groups) > 1
+    assert plan.counts == whole.counts
+    assert plan.size_bytes <= 0.5 * whole.size_bytes
+
+    many = found(pieces, parts, few)
+    assert [e.candidate for e in many.exits] == [e.candidate for e in one.exits]
+    assert len(many.best) == len(one.best) > 1
+    for ours, theirs in zip(many.exits, one.exits, strict=True):
+        assert ours.best == theirs.best
+        for weight, array in theirs.weights.items():
+            np.testing.assert_array_equal(ours.weights[weight], array)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_samples_that_are_left_out_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pieces = sliced("mlp")
+    parts = parts_of(pieces, 200)
+    plan = FeatureRecorder.of(pieces, parts, options_for(tmp_path)).plan
+    assert plan.counts.made == plan.counts.train
+    each = plan.size_bytes / plan.counts.total / len(pieces.cuts)
+    alone = max(1, -(-len(pieces.cuts) // 4)) * each
+    room = (plan.counts.total - 10) * alone / GIB
+    recorder = FeatureRecorder.of(pieces, parts, options_for(tmp_path, scratch_limit=room))
+    assert recorder.plan.counts.made == plan.counts.made - 10
+    assert recorder.made is not None
+    assert len(recorder.made) == plan.counts.made - 10
+    assert f"Heads train on {plan.counts.train:,} of {plan.counts.train:,} real" in caplog.text
+    assert f"and {plan.counts.made - 10:,} of {plan.counts.made:,} made ones" in caplog.text
+
+
+def test_a_recording_leaves_no_names_on_the_disk(tmp_path: Path) -> None:
+    """So that nothing is left even if the process is killed."""
+    pieces = sliced("bert")
+    recorder = FeatureRecorder.of(pieces, parts_of(pieces, 120), options_for(tmp_path))
+    train, _ = recorder.record(0, tmp_path / "0", SILENT)
+    assert all(len(array) for of_exit in train.features for array in of_exit.values())
+    assert [place for place in tmp_path.rglob("*") if place.is_file()] == []
+
+
+def test_the_plan_knows_the_size_of_what_is_recorded(tmp_path: Path) -> None:
+    for name in ("mlp", "bert", "residual"):
+        pieces = sliced(name)
+        recorder = FeatureRecorder.of(pieces, parts_of(pieces, 120), options_for(tmp_path))
+        recorded = recorder.record(0, tmp_path / name, SILENT)
+        arrays = [a for part in recorded for e in part.features for a in e.values()]
+        assert recorder.plan.size_bytes == sum(array.nbytes for array in arrays)
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = sliced("mlp")
+    parts = parts_of(pieces, 120)
+    needed = FeatureRecorder.of(pieces, parts, options_for(tmp_path)).plan.size_bytes
+
+    class Usage(NamedTuple):
+        free: int
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(free=needed - 1))
+    with pytest.raises(DataError) as caught:
+        found(pieces, parts, options_for(tmp_path))
+    text = str(caught.value)
+    assert f"({needed:,} bytes), but {tmp_path} has" in text
+    assert f"({needed - 1:,} bytes) free; free the space, name another folder by --scratch" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_scratch_folder_that_is_none_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DataError, match=r"^--scratch .*nowhere: No such file or directory; name"):
+        compile_model(options_for(tmp_path / "nowhere"))
+
+    def full(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tempfile.mkdtemp", full)
+    with pytest.raises(DataError, match=f"^--scratch {tmp_path}: No space left on device; name a"):
+        find_scratch(tmp_path)
