@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -40,10 +40,24 @@ class InputRanges:
     @classmethod
     def of(cls, *parts: Mapping[str, NDArray[Any]]) -> Self:
         """Look at the inputs [n, …] of some parts of a data set, none of them empty."""
-        found = []
-        for name in parts[0]:
-            lowest = float(min(np.min(part[name]) for part in parts))
-            highest = float(max(np.max(part[name]) for part in parts))
-            if np.isfinite([lowest, highest]).all() and lowest < highest:
-                found.append(InputRange(name=name, lowest=lowest, highest=highest))
+        return cls.over(parts)
+
+    @classmethod
+    def over(cls, batches: Iterable[Mapping[str, NDArray[Any]]]) -> Self:
+        """Look at the same, given one after another: none is kept."""
+        ends: dict[str, tuple[float, float]] = {}
+        for batch in batches:
+            for name, values in batch.items():
+                lowest, highest = ends.get(name, (np.inf, -np.inf))
+                # unlike Python's, these keep NaN
+                least, most = (
+                    np.minimum(lowest, np.min(values)),
+                    np.maximum(highest, np.max(values)),
+                )
+                ends[name] = float(least), float(most)
+        found = [
+            InputRange(name=name, lowest=lowest, highest=highest)
+            for name, (lowest, highest) in ends.items()
+            if np.isfinite([lowest, highest]).all() and lowest < highest
+        ]
         return cls(inputs=tuple(found))

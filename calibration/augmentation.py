@@ -45,7 +45,8 @@ def method_for(specs: Sequence[TensorSpec]) -> Method | None:
 
 def makes_sense(method: Method, dataset: Dataset) -> bool:
     """Whether samples of a data set can be joined: inputs that are spliced have one length."""
-    widths = {array.shape[1] for array in dataset.inputs.values() if array.ndim == 2}
+    some = dataset.take(slice(1)).values()
+    widths = {array.shape[1] for array in some if array.ndim == 2}
     return len(dataset) > 1 and (method == "mixup" or len(widths) == 1)
 
 
@@ -101,10 +102,10 @@ class MadeSamples:
         """Give one input of some samples."""
         if self.method == "splice":
             return self._spliced(name, rows)
-        array = self.base.inputs[name]
-        share = self.share[rows].reshape(-1, *(1,) * (array.ndim - 1))
-        mixed = array[self.first[rows]] * share + array[self.partner[rows]] * (1 - share)
-        return (np.rint(mixed) if array.dtype.kind == "u" else mixed).astype(array.dtype)
+        first, other = (self.base.column(name, of[rows]) for of in (self.first, self.partner))
+        share = self.share[rows].reshape(-1, *(1,) * (first.ndim - 1))
+        mixed = first * share + other * (1 - share)
+        return (np.rint(mixed) if first.dtype.kind == "u" else mixed).astype(first.dtype)
 
     def _spliced(self, name: str, rows: slice | NDArray[np.intp]) -> NDArray[Any]:
         """Join the tokens before a random place of one sample to those from there on of the other.
@@ -112,9 +113,8 @@ class MadeSamples:
         All inputs of a pair are cut at the same place, within the first one's length: up to the
         last token that any input has beside padding.
         """
-        first = self.base.inputs[name][self.first[rows]]
-        other = self.base.inputs[name][self.partner[rows]]
-        inputs = np.stack([array[self.first[rows]] for array in self.base.inputs.values()])
+        first, other = (self.base.column(name, of[rows]) for of in (self.first, self.partner))
+        inputs = np.stack([self.base.column(n, self.first[rows]) for n in self.base.inputs])
         used = np.any(inputs != 0, axis=0)  # padding is 0
         lengths = used.shape[1] - used[:, ::-1].argmax(axis=1)
         behind = np.arange(first.shape[1]) >= np.ceil(self.share[rows] * lengths)[:, None]

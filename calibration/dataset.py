@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,27 @@ LABEL_KEYS = ("label", "labels")
 
 class DataError(Exception):
     """The calibration or test data cannot be used; the message names the array and the remedy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TakenInputs(Mapping[str, NDArray[Any]]):
+    """The inputs of some samples of a data set, which stay where they are.
+
+    An input is copied when it is asked for as a whole; :meth:`Dataset.take` copies what it gives.
+    """
+
+    whole: Mapping[str, NDArray[Any]]
+    """The inputs of all samples."""
+    rows: NDArray[np.intp]
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return self.whole[name][self.rows]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.whole)
+
+    def __len__(self) -> int:
+        return len(self.whole)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +64,32 @@ class Dataset:
         return np.arange(len(self)) if self.taken is None else self.taken
 
     def __len__(self) -> int:
+        if isinstance(self.inputs, TakenInputs):
+            return len(self.inputs.rows)
         return len(next(iter(self.inputs.values())))
 
     def subset(self, rows: NDArray[np.intp]) -> Dataset:
-        """Give some samples as a data set (of the same file)."""
+        """Give some samples as a data set (of the same file), without copying their inputs."""
         labels = None if self.labels is None else self.labels[rows]
-        return replace(self, inputs=self.take(rows), labels=labels, taken=self.rows[rows])
+        inputs = TakenInputs(whole=self.inputs, rows=rows)
+        if isinstance(self.inputs, TakenInputs):
+            inputs = TakenInputs(whole=self.inputs.whole, rows=self.inputs.rows[rows])
+        return replace(self, inputs=inputs, labels=labels, taken=self.rows[rows])
 
     def take(self, rows: slice | NDArray[np.intp]) -> dict[str, NDArray[Any]]:
         """Give the inputs of some samples."""
-        return {name: array[rows] for name, array in self.inputs.items()}
+        return {name: self.column(name, rows) for name in self.inputs}
+
+    def column(self, name: str, rows: slice | NDArray[np.intp]) -> NDArray[Any]:
+        """Give one input of some samples."""
+        if isinstance(self.inputs, TakenInputs):
+            return self.inputs.whole[name][self.inputs.rows[rows]]
+        return self.inputs[name][rows]
+
+    def batches(self, size: int = 1024) -> Iterator[dict[str, NDArray[Any]]]:
+        """Give the inputs of all samples, so many at a time."""
+        for start in range(0, len(self), size):
+            yield self.take(slice(start, start + size))
 
 
 def read_dataset(path: Path, specs: Sequence[TensorSpec]) -> Dataset:

@@ -264,7 +264,8 @@ def _wide_tokens(outputs: tuple[Mapping[int, str], ...], cuts: Sequence[CutTenso
 
 
 def _masks(dataset: Dataset, made: MadeSamples | None) -> dict[str, NDArray[Any]]:
-    masks = {name: array for name, array in dataset.inputs.items() if array.ndim == 2}
+    flat = [name for name, array in dataset.take(slice(1)).items() if array.ndim == 2]
+    masks = {name: dataset.inputs[name] for name in flat}
     if made is None:
         return masks
     return {name: np.concatenate([mask, made.column(name)]) for name, mask in masks.items()}

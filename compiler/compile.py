@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import chain
 
 from offramp.bundle import Bundle, InputRanges, write_bundle
 from offramp.bundle.bundle import check_space, check_target
@@ -15,6 +16,8 @@ from offramp.certify import samples_needed
 from offramp.compiler.blueprint import Blueprint, CompileRun, draw, timer_of
 from offramp.compiler.exits import FoundExits, find_exits
 from offramp.compiler.feature_folder import find_scratch, sweep
+from offramp.compiler.graph import weight_bytes
+from offramp.compiler.memory import give_back
 from offramp.compiler.model import read_model
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.packing import make_manifest, pack
@@ -49,7 +52,8 @@ def compile_model(
     sweep(find_scratch(options.scratch))
     with progress.step("Read and simplify the model", 1):
         model = read_model(options.model, answer=options.answer, simplify=options.simplify)
-    check_space(options.output, _COPIES * model.proto.ByteSize())
+        give_back()
+    check_space(options.output, _COPIES * weight_bytes(model.proto))
     dataset = read_dataset(options.data, model.inputs)
     parts = split(
         dataset,
@@ -59,6 +63,8 @@ def compile_model(
     with progress.step("Slice and verify", 1):
         sliced = slice_model(model, options)
         _verify(sliced, parts, options)
+        sliced = sliced.without_weights()
+        give_back()
     run = CompileRun(options=options, parts=parts, progress=progress)
     timer = timer_of(sliced, run)
     times = timer.backbone()
@@ -117,7 +123,7 @@ def _certify_and_write(
         rehearsed=rehearsed,
         limit=limit,
         measured=measured,
-        ranges=InputRanges.of(parts.train.inputs, parts.tune.inputs),
+        ranges=InputRanges.over(chain(parts.train.batches(), parts.tune.batches())),
     )
     return write_bundle(options.output, manifest, policy, content, overwrite=options.overwrite)
 

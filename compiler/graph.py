@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, TypeVar
 
 import numpy as np
@@ -136,6 +137,16 @@ def constant_tensor(node: onnx.NodeProto) -> onnx.TensorProto | None:
 def serialised(proto: onnx.ModelProto) -> bytes:
     """Serialise a model; the same model gives the same bytes."""
     return bytes(proto.SerializeToString(deterministic=True))
+
+
+def weight_bytes(proto: onnx.ModelProto) -> int:
+    """Count the bytes of a model's initializers; its own ``ByteSize`` makes a copy of them all."""
+    sizes = ((t.dims, helper.tensor_dtype_to_np_dtype(t.data_type)) for t in _numbers(proto.graph))
+    return sum(prod(dims) * dtype.itemsize for dims, dtype in sizes)
+
+
+def _numbers(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    yield from (t for t in graph.initializer if t.data_type != onnx.TensorProto.STRING)
 
 
 def captured_names(node: onnx.NodeProto) -> Iterator[str]:

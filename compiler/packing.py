@@ -77,7 +77,7 @@ def make_manifest(
             train_samples=len(parts.train),
             tune_samples=len(parts.tune),
             certify_samples=len(parts.certify),
-            sample_shapes={n: a.shape[1:] for n, a in parts.train.inputs.items()},
+            sample_shapes={n: a.shape[1:] for n, a in parts.train.take(slice(1)).items()},
             reference_batch_size=options.reference_batch_size,
             source_accuracy=None if truth is None else float((final == truth).mean()),
         ),

@@ -45,7 +45,9 @@ def remove_unused(proto: onnx.ModelProto) -> None:
     kept = flow.behind(flow.outputs, stop=frozenset())
     read = {t for op in kept for t in op.reads} | set(flow.outputs)
     refill(graph.node, [op.proto for op in kept])
-    refill(graph.initializer, [tensor for tensor in graph.initializer if tensor.name in read])
+    # Messages that are removed keep their memory for as long as the model lives.
+    if any(tensor.name not in read for tensor in graph.initializer):
+        refill(graph.initializer, [tensor for tensor in graph.initializer if tensor.name in read])
 
 
 def name_operators(proto: onnx.ModelProto) -> None:

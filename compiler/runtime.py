@@ -37,6 +37,8 @@ class GraphRunner:
         options = ort.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
         options.log_severity_level = 4
+        # An arena would keep what the largest batch took for as long as the session lives.
+        options.enable_cpu_mem_arena = False
         if any(t.data_type == onnx.TensorProto.FLOAT16 for t in proto.graph.initializer):
             # ONNX Runtime 1.30 and 1.31 crash in all that they know of half precision.
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED

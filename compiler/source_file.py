@@ -32,14 +32,15 @@ def load_source(path: Path) -> tuple[onnx.ModelProto, str]:
         ModelError: The file is missing, no ONNX model, or names files that it must not.
     """
     data = _read(path)
-    digest = hashlib.sha256(data)
+    digest, size = hashlib.sha256(data), len(data)
     try:
         proto = onnx.load_model_from_string(data)
     except DecodeError as error:
         raise ModelError(f"{path}: not an ONNX file; export the model to ONNX first") from error
+    del data  # the checker makes two copies of its own
     if not proto.graph.node:
         raise ModelError(f"{path}: not an ONNX file, or one without operators")
-    for file in _external_files(proto, path, len(data)):
+    for file in _external_files(proto, path, size):
         with open_regular(file) as opened:
             for chunk in iter(partial(opened.read, 2**20), b""):
                 digest.update(chunk)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from offramp.bundle import TensorSpec
-from offramp.calibration.dataset import DataError, read_dataset
+from offramp.calibration.dataset import DataError, Dataset, TakenInputs, read_dataset
 
 SPECS = (
     TensorSpec(name="input_ids", dtype="int64", shape=("batch", "sequence")),
@@ -149,3 +149,18 @@ def test_a_zip_of_other_things(tmp_path: Path) -> None:
         archive.writestr("readme.txt", "hello")
     with pytest.raises(DataError, match=r"'readme.txt' in it is no array"):
         read_dataset(tmp_path / "d.npz", SPECS)
+
+
+def test_parts_of_a_data_set_copy_nothing_until_they_are_asked() -> None:
+    x = np.arange(20, dtype=np.float32).reshape(10, 2)
+    whole = Dataset(inputs={"x": x}, labels=np.arange(10), sha256="0")
+    part = whole.subset(np.array([7, 1, 3])).subset(np.array([2, 0]))
+    assert isinstance(part.inputs, TakenInputs)
+    assert part.inputs.whole is whole.inputs
+    assert len(part) == 2
+    assert list(part.inputs) == ["x"]
+    np.testing.assert_array_equal(part.inputs["x"], x[[3, 7]])
+    np.testing.assert_array_equal(part.take(slice(1, 2))["x"], x[[7]])
+    np.testing.assert_array_equal(part.column("x", np.array([1, 0, 1])), x[[7, 3, 7]])
+    assert part.rows.tolist() == part.labels.tolist() == [3, 7]
+    assert [len(b["x"]) for b in whole.batches(4)] == [4, 4, 2]

@@ -6,7 +6,7 @@ import onnx
 import pytest
 from tests import models
 
-from offramp.compiler.graph import Dataflow, captured_names
+from offramp.compiler.graph import Dataflow, captured_names, weight_bytes
 
 
 def test_order_is_topological_even_if_the_file_is_not():
@@ -64,3 +64,9 @@ def test_constants_depend_on_no_input():
     assert graph.variable == {"x", "y"}
     assert [graph.is_constant(op) for op in graph.operators] == [True, False]
     assert graph.producers["folded"].proto == onnx.helper.make_node("Exp", ["w0"], ["folded"])
+
+
+def test_weights_are_counted_without_being_copied():
+    proto = models.residual_cnn()
+    counted = sum(onnx.numpy_helper.to_array(t).nbytes for t in proto.graph.initializer)
+    assert weight_bytes(proto) == counted > 1000
