@@ -14,6 +14,7 @@ from onnx import helper, version_converter
 from offramp.bundle.manifest import NUMBER_DTYPES, Answer, AnswerForm, TensorSpec
 from offramp.compiler import preparation
 from offramp.compiler.anchor import anchor_shapes
+from offramp.compiler.batch import free_batch
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import Dataflow, default_opset, refill
 from offramp.compiler.shapes import BATCH, annotate, declared_types, dtype_name
@@ -96,7 +97,7 @@ def _prepare(proto: onnx.ModelProto, *, answer: str | None, simplify: bool) -> o
     keep_answer(proto, answer)
     preparation.remove_unused(proto)
     _check_inputs(proto)
-    preparation.free_batch(proto)
+    free_batch(proto)
     if simplify:
         proto = preparation.simplified(proto)
         _check_some_input(proto)

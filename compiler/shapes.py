@@ -103,7 +103,7 @@ def declared_types(proto: onnx.ModelProto) -> dict[str, TensorType]:
 
 def infer_types(proto: onnx.ModelProto) -> dict[str, TensorType]:
     """Infer the types of all tensors whose element type can be known."""
-    probes = [_probe(symbolic_sizes(proto), which) for which in (0, 1)]
+    probes = [probe_sizes(proto, which) for which in (0, 1)]
     first, second = (concrete_shapes(proto, sizes) for sizes in probes)
     labels = dict(_labels(*probes))
     return {
@@ -192,8 +192,9 @@ def forget_shapes(graph: onnx.GraphProto) -> None:
             forget_shapes(body)
 
 
-def _probe(symbols: Mapping[str, int], which: int) -> dict[str, int]:
+def probe_sizes(proto: onnx.ModelProto, which: int = 0) -> dict[str, int]:
     """Give each symbol a prime of its own; ``which`` chooses between two sets of primes."""
+    symbols = symbolic_sizes(proto)
     small, large = iter(_SMALL_PROBES[which::2]), iter(_LARGE_PROBES[which::2])
     sizes = {BATCH: _BATCH_PROBES[which]}
     for symbol, rank in symbols.items():
