@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -107,6 +108,29 @@ def check_rows(proto: onnx.ModelProto, feeds: Arrays | None = None) -> None:
             f"what the model gives {rows} samples is not {rows} times what it gives one: the first "
             "dimension of its output has to be the batch"
         )
+
+
+def compare_batches(
+    proto: onnx.ModelProto, samples: Arrays, answers: Mapping[int, NDArray[Any]]
+) -> None:
+    """Compare answers to the same first rows, by batch size; ModelError if they differ.
+
+    Not of dynamically quantised models, whose difference is counted later.
+    """
+    if scaled_by_batch(proto):
+        return
+    sizes, allowed = sorted(answers), row_tolerance(proto)
+    for size, larger in pairwise(sizes):
+        difference = _apart(answers[larger][:size], [answers[size][i : i + 1] for i in range(size)])
+        if difference > allowed:
+            check_rows(
+                proto, {name: array[: min(size, _ROWS) + 1] for name, array in samples.items()}
+            )
+            raise ModelError(
+                f"the first {size} samples are answered otherwise in a batch of {larger} than by "
+                f"themselves, by {difference:.1e} of the largest value, allowed are {allowed:.0e} "
+                "in this precision: let the model compute for each sample by itself"
+            )
 
 
 def _describe(mixing: list[Operator], difference: float, rows: int) -> str:

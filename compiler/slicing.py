@@ -23,6 +23,7 @@ from offramp.compiler.errors import (
 from offramp.compiler.graph import Dataflow, copied
 from offramp.compiler.model import SourceModel
 from offramp.compiler.options import CompileOptions
+from offramp.compiler.rows import compare_batches
 from offramp.compiler.runtime import GraphRunner, relative_difference
 
 
@@ -299,11 +300,12 @@ def verify(
     ``tolerance`` is relative to the largest value of the source's answer.
 
     Gives the largest difference found. VerificationError names the first segment that diverges,
-    beyond ``tolerance`` or with a value that is no number.
+    beyond ``tolerance`` or with a value that is no number; ModelError operators by which samples
+    change each other's answers.
     """
     source = GraphRunner(model.proto)
     runners = [GraphRunner(segment.proto) for segment in segments]
-    answer = model.answer.output
+    answer, answers = model.answer.output, dict[int, NDArray[np.generic]]()
     worst = 0.0
     for size in batch_sizes:
         feeds = {k: v[np.arange(size) % len(v)] for k, v in samples.items()}
@@ -318,7 +320,9 @@ def verify(
                 f"largest value at batch {size}, allowed are {tolerance:.1e}; "
                 + _diagnosis(model, segments, feeds, chained, tolerance)
             )
+        answers[size] = wanted
         worst = max(worst, difference)
+    compare_batches(model.proto, samples, answers)
     return worst
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests import models
 
 from offramp.compiler.errors import ModelError
-from offramp.compiler.rows import check_rows, scaled_by_batch
+from offramp.compiler.rows import check_rows, compare_batches, scaled_by_batch
 from offramp.compiler.shapes import annotate
 
 
@@ -41,20 +41,10 @@ def centred(axis: int):
     return annotated(b)
 
 
-def dynamically_quantised(*, mean: bool = False):
-    b = models.Builder()
-    x = b.input("x", ["batch", 8])
-    for node in ("first", "second"):
-        outputs = [f"{node}/{part}" for part in ("steps", "scale", "zero")]
-        b._nodes.append(models.helper.make_node("DynamicQuantizeLinear", [x], outputs, name=node))
-        weight = b.constant(np.arange(64).reshape(8, 8) % 7 - 3, np.int8)
-        product = b.node("MatMulInteger", outputs[0], weight, outputs[2])
-        x = b.node("Mul", b.node("Cast", product, to=1), outputs[1])
-    if mean:
-        x = b.node("Sub", x, b.node("ReduceMean", x, out="mean", axes=[0], keepdims=1))
-    b.linear(x, 8, 3, out="logits")
-    b.output("logits", ["batch", 3])
-    return annotated(b)
+def quantised(*, mean: bool = False):
+    proto = models.dynamically_quantised(mean=mean)
+    annotate(proto)
+    return proto
 
 
 def annotated(b: models.Builder):
@@ -64,7 +54,7 @@ def annotated(b: models.Builder):
 
 
 @pytest.mark.parametrize(
-    "proto", [normalised(training=False), centred(1), dynamically_quantised()], ids=range(3)
+    "proto", [normalised(training=False), centred(1), quantised()], ids=range(3)
 )
 def test_rows_that_go_their_own_ways_pass(proto):
     check_rows(proto)
@@ -83,7 +73,7 @@ def test_rows_that_go_their_own_ways_pass(proto):
             "'mean' (ReduceMean)",
             "it reduces over the samples; let it reduce over other dimensions than the first",
         ),
-        (dynamically_quantised(mean=True), "'mean' (ReduceMean)", "it reduces over the samples"),
+        (quantised(mean=True), "'mean' (ReduceMean)", "it reduces over the samples"),
     ],
     ids=["training", "mean", "quantised"],
 )
@@ -127,5 +117,18 @@ def test_a_model_that_random_inputs_do_not_fit_is_compared_later(caplog):
 
 
 def test_operators_that_round_by_the_batch_are_found():
-    assert [op.name for op in scaled_by_batch(dynamically_quantised())] == ["first", "second"]
+    assert [op.name for op in scaled_by_batch(quantised())] == ["round0", "round1", "round2"]
     assert scaled_by_batch(centred(0)) == ()
+
+
+def test_answers_to_the_same_rows_are_compared_across_batch_sizes():
+    x = np.random.default_rng(0).standard_normal((7, 8)).astype(np.float32)
+    few, many = x[:1, :3], x[:7, :3]
+    compare_batches(centred(1), {"x": x}, {1: few, 7: many})
+    compare_batches(quantised(), {"x": x}, {1: few + 1, 7: many})
+
+    told = r"first 1 samples are answered otherwise in a batch of 7 .* allowed are 1e-04 in this"
+    with pytest.raises(ModelError, match=told):
+        compare_batches(centred(1), {"x": x}, {1: few + 0.01, 7: many})
+    with pytest.raises(ModelError, match=r"enters at 'mean' \(ReduceMean\)"):
+        compare_batches(centred(0), {"x": x}, {1: few + 0.01, 7: many})
