@@ -23,7 +23,8 @@ from offramp.bundle.serde import LEFT_OUT, check_numbers
 SCHEMA_VERSION = 1
 """Bumped whenever an older reader would misunderstand a newer bundle."""
 
-AnswerForm: TypeAlias = Literal["logits", "probabilities"]
+AnswerForm: TypeAlias = Literal["logits", "probabilities", "log-probabilities"]
+"""A softmax gives probabilities of both others: of log-probabilities, those that they are of."""
 """Whether the model ends before or after its softmax."""
 
 BundlePrecision: TypeAlias = Literal["fp32", "int8"]

@@ -27,7 +27,7 @@ UNKNOWN = "?"
 """A size that inference could not find."""
 
 _KNOWN_TYPES = frozenset(onnx.TensorProto.DataType.values())
-_FLOATING = ("float16", "float32", "float64", "bfloat16")
+FLOATING = ("float16", "float32", "float64", "bfloat16")
 _BATCH_PROBES = (2003, 3001)
 _SMALL_PROBES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53)
 """For sequences: below the 64 or 77 positions that some models have tables for."""
@@ -54,7 +54,7 @@ class TensorType:
     @property
     def is_floating(self) -> bool:
         """Whether the elements are floating-point numbers."""
-        return self.dtype in _FLOATING
+        return self.dtype in FLOATING
 
 
 def dtype_name(elem_type: int) -> str:

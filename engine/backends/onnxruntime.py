@@ -126,7 +126,7 @@ class OnnxRuntimeBackend:
         added = False
         try:
             model = spec.load()
-            if spec.answer and not spec.confidence and spec.form == "logits":
+            if spec.answer and not spec.confidence and spec.form != "probabilities":
                 with_it = with_confidence(model, spec.answer)
                 model, added = with_it or model, with_it is not None
             session = make_session(model, self._threads)
