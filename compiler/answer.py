@@ -44,8 +44,8 @@ def keep_answer(proto: onnx.ModelProto, answer: str | None) -> None:
     kept = outputs[answer] if answer else proto.graph.output[0]
     if not kept.type.HasField("tensor_type"):
         raise ModelError(
-            f"output {kept.name!r} is no tensor, but a {kept.type.WhichOneof('value')}; convert"
-            " the model such that it gives an array (skl2onnx, onnxmltools: options={'zipmap': False})"
+            f"output {kept.name!r} is no tensor, but a {kept.type.WhichOneof('value')}; convert the"
+            " model such that it gives an array (skl2onnx: options={'zipmap': False})"
         )
     shape = kept.type.tensor_type.shape
     refill(proto.graph.output, [kept])

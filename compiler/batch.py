@@ -8,7 +8,8 @@ import onnx
 from offramp.compiler.batch_repair import REMEDY, repair
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import copied
-from offramp.compiler.rows import check_rows, row_tolerance
+from offramp.compiler.rounding import rounding_of
+from offramp.compiler.rows import check_rows
 from offramp.compiler.runtime import GraphRunner, random_inputs, relative_difference
 from offramp.compiler.shapes import BATCH, annotate, forget_shapes
 
@@ -81,7 +82,7 @@ def _check_freed(original: onnx.ModelProto, freed: onnx.ModelProto, old: int) ->
         apart = [each[name] for each in wanted]
         same = all(array.ndim and len(array) == old for array in apart)
         difference = relative_difference(values, np.concatenate(apart)) if same else float("inf")
-        if not difference <= row_tolerance(freed):
+        if not difference <= rounding_of(freed).batches:
             _name_mixing(freed, remedy)
             raise ModelError(
                 f"{remedy}. Output {name!r} of {rows} samples differs by {difference:.1e} of its "

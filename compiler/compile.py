@@ -166,7 +166,7 @@ def _verify(sliced: Sliced, parts: DataSplit, options: CompileOptions) -> None:
             sliced.model,
             sliced.segments,
             parts.train.take(slice(VERIFIED_SAMPLES)),
-            tolerance=options.tolerance,
+            tolerance=sliced.tolerance(options),
             batch_sizes=(1, 7, VERIFIED_SAMPLES),
         )
     except RuntimeError as error:

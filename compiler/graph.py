@@ -163,6 +163,16 @@ def _operator(index: int, node: onnx.NodeProto) -> Operator:
     )
 
 
+def sort_operators(graph: onnx.GraphProto) -> None:
+    """Sort the nodes of a graph, and of the bodies in it, in place; those of a cycle stay."""
+    order = _ordered(graph)
+    if len(order) == len(graph.node):
+        refill(graph.node, order)
+    for node in graph.node:
+        for body in bodies(node):
+            sort_operators(body)
+
+
 def _ordered(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
     """Sort nodes topologically (Kahn), stable: a graph that is in order stays as it is."""
     written = {t: i for i, node in enumerate(graph.node) for t in node.output if t}

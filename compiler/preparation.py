@@ -12,13 +12,11 @@ import onnxslim
 
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import Dataflow, copied, refill
+from offramp.compiler.rounding import rounding_of
 from offramp.compiler.runtime import GraphRunner, random_inputs, relative_difference
 
 _log = logging.getLogger(__name__)
 
-_TOLERANCE = 1e-4
-"""Relative: folding a BatchNormalization into the weights of its Conv rounds them anew; kernels
-differ by batch size, in the last bits."""
 _BATCH = 2
 """Samples that a simplified model is compared on."""
 
@@ -67,7 +65,7 @@ def simplified(proto: onnx.ModelProto) -> onnx.ModelProto:
     except Exception as error:  # whatever a third party's optimiser raises
         _log.warning("not simplified: onnxslim fails: %s", error)
         return proto
-    if not difference <= _TOLERANCE:
+    if not difference <= rounding_of(proto).batches:
         _log.warning("not simplified: onnxslim changes the outputs by %.1e", difference)
         return proto
     return slim

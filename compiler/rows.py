@@ -20,6 +20,7 @@ from onnx import helper
 
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import Dataflow, Operator, copied
+from offramp.compiler.rounding import SINGLE, rounding_of
 from offramp.compiler.runtime import GraphRunner, random_inputs, relative_difference
 from offramp.compiler.shapes import infer_types
 
@@ -28,8 +29,6 @@ _log = logging.getLogger(__name__)
 Arrays: TypeAlias = "Mapping[str, NDArray[Any]]"
 
 _ROWS = 3
-_SAME = 1e-4
-"""Relative difference that kernels for other batch sizes make in single precision."""
 _MIXED = 5e-3
 """Relative difference above which an operator that is run by itself mixes rows."""
 _SHOWN = 3
@@ -59,18 +58,6 @@ def scaled_by_batch(proto: onnx.ModelProto) -> tuple[Operator, ...]:
     )
 
 
-def row_tolerance(proto: onnx.ModelProto) -> float:
-    """Relative difference that kernels may make of the same rows in other batches, by precision.
-
-    Rounding to 8 or 16 bits turns differences in the last bit into steps.
-    """
-    kinds = {tensor.data_type for tensor in proto.graph.initializer}
-    kinds |= {info.type.tensor_type.elem_type for info in proto.graph.value_info}
-    if onnx.TensorProto.BFLOAT16 in kinds or any("Quant" in n.op_type for n in proto.graph.node):
-        return 5e-2
-    return 1e-2 if onnx.TensorProto.FLOAT16 in kinds else _SAME
-
-
 def check_rows(proto: onnx.ModelProto, feeds: Arrays | None = None) -> None:
     """Run some rows alone and together; random ones, if no others are given.
 
@@ -98,7 +85,7 @@ def check_rows(proto: onnx.ModelProto, feeds: Arrays | None = None) -> None:
     difference = max(
         _apart(values, [one[name] for one in alone]) for name, values in together.items()
     )
-    if difference <= _SAME:
+    if difference <= SINGLE.batches:
         return
     structural = [op for op in _Rows(proto, feeds).mixing() if op.kind not in _SCALED_BY_BATCH]
     if structural:
@@ -119,17 +106,18 @@ def compare_batches(
     """
     if scaled_by_batch(proto):
         return
-    sizes, allowed = sorted(answers), row_tolerance(proto)
+    sizes, rounding = sorted(answers), rounding_of(proto)
     for size, larger in pairwise(sizes):
         difference = _apart(answers[larger][:size], [answers[size][i : i + 1] for i in range(size)])
-        if difference > allowed:
+        if difference > rounding.batches:
             check_rows(
                 proto, {name: array[: min(size, _ROWS) + 1] for name, array in samples.items()}
             )
             raise ModelError(
                 f"the first {size} samples are answered otherwise in a batch of {larger} than by "
-                f"themselves, by {difference:.1e} of the largest value, allowed are {allowed:.0e} "
-                "in this precision: let the model compute for each sample by itself"
+                f"themselves, by {difference:.1e} of the largest value, allowed are "
+                f"{rounding.batches:.0e} ({rounding.name}): let the model compute for each sample "
+                "by itself"
             )
 
 

@@ -23,6 +23,7 @@ from offramp.compiler.errors import (
 from offramp.compiler.graph import Dataflow, copied
 from offramp.compiler.model import SourceModel
 from offramp.compiler.options import CompileOptions
+from offramp.compiler.rounding import rounding_of
 from offramp.compiler.rows import compare_batches
 from offramp.compiler.runtime import GraphRunner, relative_difference
 
@@ -47,7 +48,8 @@ class Sliced:
 
     def tolerance(self, options: CompileOptions) -> float:
         """Give the relative difference allowed between chained segments and what was cut."""
-        return options.tolerance if self.front is None else max(options.tolerance, INT8_TOLERANCE)
+        asked = options.tolerance or rounding_of(self.model.proto).chained
+        return asked if self.front is None else max(asked, INT8_TOLERANCE)
 
 
 def slice_model(model: SourceModel, options: CompileOptions) -> Sliced:
@@ -317,8 +319,10 @@ def verify(
         if not difference <= tolerance:
             raise VerificationError(
                 f"chained segments differ from the source model by {difference:.1e} of its "
-                f"largest value at batch {size}, allowed are {tolerance:.1e}; "
+                f"largest value at batch {size}, allowed are {tolerance:.1e} of a model in "
+                f"{rounding_of(model.proto).name}; "
                 + _diagnosis(model, segments, feeds, chained, tolerance)
+                + f". If only rounding differs, allow it with --tolerance {2 * difference:.0e}"
             )
         answers[size] = wanted
         worst = max(worst, difference)
