@@ -26,8 +26,8 @@ from rich.table import Table
 
 from offramp.compiler.cuts import find_cuts
 from offramp.compiler.model import read_model
-from offramp.compiler.preparation import MOST_SIMPLIFIED
 from offramp.compiler.placement import choose_candidates
+from offramp.compiler.preparation import MOST_SIMPLIFIED
 from offramp.compiler.slicing import split
 from offramp.tools.bench.output import describe_environment, wide_console, write_json
 

@@ -13,6 +13,7 @@ from offramp.bundle.manifest import FileEntry, Manifest
 from offramp.bundle.policy import ExitPolicy
 from offramp.bundle.serde import check_numbers
 from offramp.certify.binomial import upper_bound
+from offramp.certify.shared_risk import half_risk
 
 INDEX = "index.json"
 """The index's file in a target's folder."""
@@ -201,16 +202,6 @@ class PrecisionEvidence:
     def spent(self, confidence_level: float) -> float:
         """Share of samples that the end may answer unlike the float32 model, at half the risk."""
         return upper_bound(self.end_differs, self.samples, half_risk(confidence_level))
-
-
-def half_risk(confidence_level: float) -> float:
-    """The confidence level at which each of two statements holds, so that both do at the given."""
-    return 1 - (1 - confidence_level) / 2
-
-
-def both_hold(confidence_level: float) -> float:
-    """The confidence level of two statements that each hold at the given: undoes half_risk."""
-    return 1 - 2 * (1 - confidence_level)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,13 +16,15 @@ from typing import Final, Literal, TypeAlias
 
 import numpy as np
 
+from offramp.bundle.batch_effect import BatchEffect
 from offramp.bundle.cpu import CpuFeatures
 from offramp.bundle.serde import LEFT_OUT, check_numbers
 
 SCHEMA_VERSION = 1
 """Bumped whenever an older reader would misunderstand a newer bundle."""
 
-AnswerForm: TypeAlias = Literal["logits", "probabilities"]
+AnswerForm: TypeAlias = Literal["logits", "probabilities", "log-probabilities"]
+"""A softmax gives probabilities of both others: of log-probabilities, those that they are of."""
 """Whether the model ends before or after its softmax."""
 
 BundlePrecision: TypeAlias = Literal["fp32", "int8"]
@@ -251,6 +253,8 @@ class Manifest:
     fp32, and in older ones, where it was not kept."""
     precision_reason: str = field(default="", metadata=LEFT_OUT)
     """Why the compiler chose this precision, where it was asked to look at others."""
+    batch_effect: BatchEffect | None = field(default=None, metadata=LEFT_OUT)
+    """What the model answers otherwise in other batches, where it is quantised dynamically."""
 
     def __post_init__(self) -> None:
         if not self.segments:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from offramp.bundle import Answer, Bundle
 from offramp.bundle.bundle import CERTIFY, TUNE
 from offramp.calibration.dataset import Dataset
-from offramp.calibration.running import Graphs, check_answers, run_over
+from offramp.calibration.running import BATCH_SIZE, Graphs, check_answers, run_over
 from offramp.engine.exit_check import confidence_of
 
 
@@ -53,6 +53,24 @@ class ExitRecords:
         return same
 
 
+def worst_of(records: Sequence[ExitRecords]) -> ExitRecords:
+    """Take the worst that is recorded of the same samples in batches of other sizes.
+
+    The model's own answers are those of the first. An exit is as sure as it ever is, and where it
+    answers otherwise than the model in any of them, it does: so what holds of these records holds
+    of each.
+    """
+    worst = replace(records[0])
+    for other in records[1:]:
+        differs = other.prediction != worst.final_prediction
+        worst = replace(
+            worst,
+            confidence=np.maximum(worst.confidence, other.confidence),
+            prediction=np.where(differs, other.prediction, worst.prediction),
+        )
+    return worst
+
+
 def record_answers(
     model: Graphs,
     exit_outputs: Sequence[tuple[str, str]],
@@ -60,6 +78,7 @@ def record_answers(
     dataset: Dataset,
     *,
     threads: int,
+    batch_size: int = BATCH_SIZE,
     progress: Callable[[int], None] = lambda _: None,
 ) -> ExitRecords:
     """Run the joined graph of the model and all exits, or those of a cascade, over a data set.
@@ -77,7 +96,9 @@ def record_answers(
         labels=dataset.labels,
     )
     wanted = [*itertools.chain(*exit_outputs), answer.output]
-    for rows, (*exits, final) in run_over(model, wanted, dataset, threads=threads):
+    for rows, (*exits, final) in run_over(
+        model, wanted, dataset, threads=threads, batch_size=batch_size
+    ):
         check_answers(final, dataset.rows[rows])
         records.final_prediction[rows] = final.argmax(axis=1)
         records.final_confidence[rows] = confidence_of(final, answer.form)

@@ -40,7 +40,12 @@ class _Part(NamedTuple):
 
 
 def run_over(
-    model: Graphs, outputs: Sequence[str], dataset: Dataset | MadeSamples, *, threads: int
+    model: Graphs,
+    outputs: Sequence[str],
+    dataset: Dataset | MadeSamples,
+    *,
+    threads: int,
+    batch_size: int = BATCH_SIZE,
 ) -> Iterator[tuple[slice, list[NDArray[Any]]]]:
     """Give the rows of each batch, and the model's ``outputs`` for them.
 
@@ -52,8 +57,8 @@ def run_over(
     else:
         each = [_Part.of(graph, threads, outputs, all_of_them=False) for graph in model]
         parts = [part for part in each if part.outputs]
-    for start in range(0, len(dataset), BATCH_SIZE):
-        rows = slice(start, min(start + BATCH_SIZE, len(dataset)))
+    for start in range(0, len(dataset), batch_size):
+        rows = slice(start, min(start + batch_size, len(dataset)))
         batch = dataset.take(rows)
         found: dict[str, NDArray[Any]] = {}
         for session, read, wanted in parts:

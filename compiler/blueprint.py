@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from offramp.bundle.batch_effect import BatchEffect
 from offramp.calibration.dataset import DataSplit
 from offramp.calibration.estimates import BackboneTimes
 from offramp.calibration.profiling import BATCH_SIZES
@@ -33,6 +34,8 @@ class CompileRun:
     options: CompileOptions
     parts: DataSplit
     progress: Progress
+    batch_effect: BatchEffect | None = None
+    """Taken from what is asked for in ``options``, if it is anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from itertools import chain
 
 from offramp.bundle import Bundle, InputRanges, write_bundle
@@ -12,7 +13,9 @@ from offramp.calibration.dataset import DataError, DataSplit, read_dataset, spli
 from offramp.calibration.measuring import MEASURED_BATCH_SIZES, measure_policy, stages_of_samples
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.rehearsal import Rehearsed
+from offramp.calibration.running import BATCH_SIZE
 from offramp.certify import samples_needed
+from offramp.compiler.batch_effect import left_for_exits, measure_batch_effect
 from offramp.compiler.blueprint import Blueprint, CompileRun, draw, timer_of
 from offramp.compiler.exits import FoundExits, find_exits
 from offramp.compiler.feature_folder import find_scratch, sweep
@@ -65,7 +68,10 @@ def compile_model(
         _verify(sliced, parts, options)
         sliced = sliced.without_weights()
         give_back()
-    run = CompileRun(options=options, parts=parts, progress=progress)
+    effect = measure_batch_effect(model, parts, options, progress)
+    if effect is not None:
+        options = left_for_exits(effect, options)
+    run = CompileRun(options=options, parts=parts, progress=progress, batch_effect=effect)
     timer = timer_of(sliced, run)
     times = timer.backbone()
     found = find_exits(sliced, parts, options, times, samples=timer.samples, progress=progress)
@@ -83,7 +89,9 @@ def _certify_and_write(
     """Look at the certify split, which decides what is promised, and write what comes of it."""
     options, parts, progress = run.options, run.parts, run.progress
     draft, choice, path = chosen.draft, chosen.choice, chosen.path
-    certify = record_exits(draft, draft.read, parts.certify, "Certify the policy", progress)
+    sizes = (BATCH_SIZE,) if run.batch_effect is None else run.batch_effect.batch_sizes[::-1]
+    title = "Certify the policy"
+    certify = record_exits(draft, draft.read, parts.certify, title, progress, batch_sizes=sizes)
     policy = choice.certify(path, certify)
     rehearsed = None
     if path.rehearsal is not None:
@@ -112,6 +120,7 @@ def _certify_and_write(
     warn_of_violations(rehearsed)
 
     manifest = make_manifest(chosen.sliced, draft, certify, parts, options, reason=chosen.reason)
+    manifest = replace(manifest, batch_effect=run.batch_effect)
     content = pack(
         manifest,
         policy,
@@ -163,7 +172,7 @@ def _verify(sliced: Sliced, parts: DataSplit, options: CompileOptions) -> None:
             sliced.model,
             sliced.segments,
             parts.train.take(slice(VERIFIED_SAMPLES)),
-            tolerance=options.tolerance,
+            tolerance=sliced.tolerance(options),
             batch_sizes=(1, 7, VERIFIED_SAMPLES),
         )
     except RuntimeError as error:

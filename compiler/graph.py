@@ -167,9 +167,7 @@ def _initializer_names(graph: onnx.GraphProto) -> Iterator[str]:
 def _operators(graph: onnx.GraphProto) -> tuple[Operator, ...]:
     """Spell out the nodes of a graph, in topological order."""
     nodes = list(graph.node)
-    reads = [
-        tuple(dict.fromkeys(t for t in (*node.input, *captured_names(node)) if t)) for node in nodes
-    ]
+    reads = [_reads(node) for node in nodes]
     return tuple(
         _operator(place, nodes[i], reads[i]) for place, i in enumerate(_ordered(nodes, reads))
     )
@@ -185,6 +183,21 @@ def _operator(index: int, node: onnx.NodeProto, reads: tuple[str, ...]) -> Opera
         has_body=bool(bodies(node)),
         proto=node,
     )
+
+
+def sort_operators(graph: onnx.GraphProto) -> None:
+    """Sort the nodes of a graph, and of the bodies in it, in place; those of a cycle stay."""
+    nodes = list(graph.node)
+    order = _ordered(nodes, [_reads(node) for node in nodes])
+    if len(order) == len(nodes):
+        refill(graph.node, [nodes[i] for i in order])
+    for node in graph.node:
+        for body in bodies(node):
+            sort_operators(body)
+
+
+def _reads(node: onnx.NodeProto) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(t for t in (*node.input, *captured_names(node)) if t))
 
 
 def _ordered(nodes: Sequence[onnx.NodeProto], reads: Sequence[tuple[str, ...]]) -> Sequence[int]:

@@ -129,8 +129,10 @@ def build_exit(
     logits = _layers(part, features, weights, names.get("logits", ""))
     probabilities = part.add("Softmax", [logits], names.get("probabilities", ""), axis=-1)
     part.reduce("ReduceMax", probabilities, 1, CONFIDENCE)
+    given = {"logits": logits, "probabilities": probabilities}.get(answer.form, "")
+    if answer.form == "log-probabilities":
+        given = part.add("LogSoftmax", [logits], names.get(answer.form, ""), axis=-1)
     if not names:
-        given = probabilities if answer.form == "probabilities" else logits
         onnx_type = helper.np_dtype_to_tensor_dtype(np.dtype(answer_dtype))
         part.add("Cast", [given], answer.output, to=onnx_type)
     inputs: list[_Tensor] = [(cut.name, cut.dtype, cut.shape)]

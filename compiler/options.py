@@ -51,8 +51,9 @@ class CompileOptions:
     """Rows of a rehearsed batch. With ``pame`` only."""
     max_violations: float = 0.02
     """Largest share of batches that an exit may make late. With ``pame`` only."""
-    tolerance: float = 1e-5
-    """Largest relative difference between chained segments and source."""
+    tolerance: float | None = None
+    """Largest relative difference between chained segments and source; ``None`` is by the precision
+    that the source computes in (:mod:`offramp.compiler.rounding`)."""
     reference_batch_size: int = 8
     """Savings are predicted with the times profiled at this batch size."""
     threads: int = 1

@@ -16,7 +16,7 @@ from offramp.bundle import Bundle, ExitPolicy, Profile
 from offramp.bundle.manifest import last_beginning
 from offramp.calibration import limits
 from offramp.calibration.dataset import Dataset
-from offramp.calibration.records import ExitRecords, record_answers
+from offramp.calibration.records import ExitRecords, record_answers, worst_of
 from offramp.calibration.rehearsal import (
     Forecast,
     Move,
@@ -25,6 +25,7 @@ from offramp.calibration.rehearsal import (
     forecast_policy,
     rehearse_records,
 )
+from offramp.calibration.running import BATCH_SIZE
 from offramp.calibration.selection import Candidates, certified_policy
 from offramp.certify.agreement import tuning_path
 from offramp.compiler.progress import Progress
@@ -40,13 +41,29 @@ def record_exits(
     dataset: Dataset,
     title: str,
     progress: Progress,
+    *,
+    batch_sizes: Sequence[int] = (BATCH_SIZE,),
 ) -> ExitRecords:
-    """Answer a data set at every exit, with the graphs that will be served."""
+    """Answer a data set at every exit, with the graphs that will be served.
+
+    Of several batch sizes the worst is taken.
+    """
     outputs = [(e.output, e.confidence) for e in structure.exits]
     graphs = answering_graphs(structure, read)
-    with progress.step(title, len(dataset)) as advance:
-        return record_answers(
-            graphs, outputs, structure.answer, dataset, threads=available_cores(), progress=advance
+    with progress.step(title, len(batch_sizes) * len(dataset)) as advance:
+        return worst_of(
+            [
+                record_answers(
+                    graphs,
+                    outputs,
+                    structure.answer,
+                    dataset,
+                    threads=available_cores(),
+                    batch_size=size,
+                    progress=advance,
+                )
+                for size in batch_sizes
+            ]
         )
 
 

@@ -49,6 +49,8 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
         say(_promised(policy.promise, "the calibration set"))
         for line in _brought(bundle, policy.promise):
             say(line)
+    if manifest.batch_effect is not None:
+        say(escape(f"{manifest.batch_effect.describe()}."))
     if manifest.precision != "fp32" or manifest.precision_reason:
         say(f"Precision {escape(words.precision(manifest))}")
     for note in bundle.profile().disturbed:

@@ -28,7 +28,7 @@ UNKNOWN = "?"
 """A size that inference could not find."""
 
 _KNOWN_TYPES = frozenset(onnx.TensorProto.DataType.values())
-_FLOATING = ("float16", "float32", "float64", "bfloat16")
+FLOATING = ("float16", "float32", "float64", "bfloat16")
 _BATCH_PROBES = (2003, 3001)
 _SMALL_PROBES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53)
 """For sequences: below the 64 or 77 positions that some models have tables for."""
@@ -55,7 +55,7 @@ class TensorType:
     @property
     def is_floating(self) -> bool:
         """Whether the elements are floating-point numbers."""
-        return self.dtype in _FLOATING
+        return self.dtype in FLOATING
 
 
 def dtype_name(elem_type: int) -> str:
@@ -104,7 +104,7 @@ def declared_types(proto: onnx.ModelProto) -> dict[str, TensorType]:
 
 def infer_types(proto: onnx.ModelProto) -> dict[str, TensorType]:
     """Infer the types of all tensors whose element type can be known."""
-    probes = [_probe(symbolic_sizes(proto), which) for which in (0, 1)]
+    probes = [probe_sizes(proto, which) for which in (0, 1)]
     first, second = (concrete_shapes(proto, sizes) for sizes in probes)
     labels = dict(_labels(*probes))
     return {
@@ -195,8 +195,9 @@ def forget_shapes(graph: onnx.GraphProto) -> None:
             forget_shapes(body)
 
 
-def _probe(symbols: Mapping[str, int], which: int) -> dict[str, int]:
+def probe_sizes(proto: onnx.ModelProto, which: int = 0) -> dict[str, int]:
     """Give each symbol a prime of its own; ``which`` chooses between two sets of primes."""
+    symbols = symbolic_sizes(proto)
     small, large = iter(_SMALL_PROBES[which::2]), iter(_LARGE_PROBES[which::2])
     sizes = {BATCH: _BATCH_PROBES[which]}
     for symbol, rank in symbols.items():

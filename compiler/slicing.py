@@ -23,6 +23,8 @@ from offramp.compiler.graph import Dataflow, Operator, copied
 from offramp.compiler.model import SourceModel
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.placement import choose_candidates
+from offramp.compiler.rounding import rounding_of
+from offramp.compiler.rows import compare_batches
 from offramp.compiler.runtime import GraphRunner, relative_difference
 
 _log = logging.getLogger(__name__)
@@ -52,7 +54,8 @@ class Sliced:
 
     def tolerance(self, options: CompileOptions) -> float:
         """Give the relative difference allowed between chained segments and what was cut."""
-        return options.tolerance if self.front is None else max(options.tolerance, INT8_TOLERANCE)
+        asked = options.tolerance or rounding_of(self.model.proto).chained
+        return asked if self.front is None else max(asked, INT8_TOLERANCE)
 
 
 def slice_model(model: SourceModel, options: CompileOptions) -> Sliced:
@@ -254,9 +257,10 @@ def verify(
     ``tolerance`` is relative to the largest value of the source's answer.
 
     Gives the largest difference found. VerificationError names the first segment that diverges,
-    beyond ``tolerance`` or with a value that is no number.
+    beyond ``tolerance`` or with a value that is no number; ModelError operators by which samples
+    change each other's answers.
     """
-    answer = model.answer.output
+    answer, answers = model.answer.output, dict[int, NDArray[np.generic]]()
     fed = [{k: v[np.arange(size) % len(v)] for k, v in samples.items()} for size in batch_sizes]
     wanted = [values[answer] for values in _run_alone(model.proto, fed)]
     chained: list[dict[str, NDArray[np.generic]]] = [dict(feeds) for feeds in fed]
@@ -269,10 +273,14 @@ def verify(
         if not difference <= tolerance:
             raise VerificationError(
                 f"chained segments differ from the source model by {difference:.1e} of its "
-                f"largest value at batch {size}, allowed are {tolerance:.1e}; "
+                f"largest value at batch {size}, allowed are {tolerance:.1e} of a model in "
+                f"{rounding_of(model.proto).name}; "
                 + _diagnosis(model, segments, feeds, values, tolerance)
+                + f". If only rounding differs, allow it with --tolerance {2 * difference:.0e}"
             )
+        answers[size] = right
         worst = max(worst, difference)
+    compare_batches(model.proto, samples, answers)
     return worst
 
 

@@ -19,7 +19,7 @@ from onnx.external_data_helper import load_external_data_for_model, uses_externa
 
 from offramp.bundle.npz import open_regular
 from offramp.compiler.errors import ModelError
-from offramp.compiler.graph import bodies
+from offramp.compiler.graph import bodies, sort_operators
 
 MAX_BYTES = 2**31 - 1
 """Limit of one protobuf message."""
@@ -46,6 +46,7 @@ def load_source(path: Path) -> tuple[onnx.ModelProto, str]:
                 digest.update(chunk)
     try:
         load_external_data_for_model(proto, str(path.parent))
+        sort_operators(proto.graph)  # ONNX Runtime runs files in any order, the checker refuses
         onnx.checker.check_model(proto)
     except (onnx.checker.ValidationError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from offramp.bundle import Bundle, ExitPolicy, Profile
-from offramp.bundle.engine_index import half_risk
+from offramp.bundle.batch_effect import BatchEffect
+from offramp.bundle.engines import PrecisionEvidence
+from offramp.certify.shared_risk import half_risk
 from offramp.engine.control.adjustment import DEFAULT_MAX_OVERHEAD
 from offramp.engine.control.certified import CertifiedController, CertifiedSettings
 from offramp.engine.control.controller import Controller
@@ -20,6 +22,7 @@ from offramp.engine.control_state import identity_of
 from offramp.engine.errors import OptionsError
 from offramp.engine.options import ModelOptions
 from offramp.engine.plan import Mode
+from offramp.engine.whole_promise import end_evidence
 
 MAX_DISAGREEMENT: Final = 0.01
 """The constraint where neither bundle nor user names one: a bundle without exits promises none."""
@@ -83,14 +86,24 @@ def make_controller(
     return controller, fingerprint
 
 
+_CAUSES: dict[type, str] = {
+    PrecisionEvidence: "the engines that are served",
+    BatchEffect: "the model, in other batches,",
+}
+_REMEDIES: dict[type, str] = {
+    PrecisionEvidence: "serve engines of another --precision",
+    BatchEffect: "compile the float32 model",
+}
+
+
 def left_for_exits(bundle: Bundle, options: ModelOptions) -> tuple[float, float]:
     """Tell what exits may answer unlike the model's end, and at which confidence.
 
-    That is all of the constraint, but where engines of another precision run the model: what their
-    end may answer unlike the float32 model is taken from it, and half of the risk. OptionsError if
-    nothing is left.
+    That is all of the constraint, but where engines of another precision run the model, or its
+    answers depend on the batch: what the end may answer otherwise is taken from it, and half of the
+    risk. OptionsError if nothing is left.
     """
-    promise, evidence = bundle.policy.promise, bundle.evidence
+    promise, evidence = bundle.policy.promise, end_evidence(bundle)
     if evidence is None:
         compiled_for = MAX_DISAGREEMENT if promise is None else promise.max_disagreement
         return options.max_disagreement or compiled_for, options.confidence
@@ -98,10 +111,10 @@ def left_for_exits(bundle: Bundle, options: ModelOptions) -> tuple[float, float]
     spent = evidence.spent(options.confidence)
     if spent >= allowed:
         raise OptionsError(
-            f"{bundle.path}: the engines that are served may answer {spent:.2%} of samples unlike "
-            f"the float32 model, without any exit, which spends the constraint of {allowed:.2%} at "
+            f"{bundle.path}: {_CAUSES[type(evidence)]} may answer {spent:.2%} of samples unlike "
+            f"the source model, without any exit, which spends the constraint of {allowed:.2%} at "
             f"{options.confidence:g} confidence; give a larger --max-disagreement, a smaller "
-            "--confidence, or serve engines of another --precision"
+            f"--confidence, or {_REMEDIES[type(evidence)]}"
         )
     return allowed - spent, half_risk(options.confidence)
 

@@ -24,10 +24,11 @@ _ONE = np.float32(1)
 
 
 def confidence_of(answer: NDArray[Any], form: AnswerForm) -> NDArray[np.float32]:
-    """Give the largest probability of answers [b, classes], floating logits or probabilities.
+    """Give the largest probability of answers [b, classes], which are floating-point numbers.
 
-    [b], 0 to 1. An answer with NaN, or logits of +infinity, have confidence 0, so they never exit
-    early; probabilities above 1 count as 1, so that none reaches ``NEVER``.
+    [b], 0 to 1. Log-probabilities are taken as logits, whose softmax is their exponential. An
+    answer with NaN, or logits of +infinity, have confidence 0, so they never exit early;
+    probabilities above 1 count as 1, so that none reaches ``NEVER``.
     """
     # Runs between any two stages on arrays of a few dozen numbers, where what counts is the
     # number of numpy calls: bare ufuncs, no methods, no second pass over the data.
@@ -35,7 +36,7 @@ def confidence_of(answer: NDArray[Any], form: AnswerForm) -> NDArray[np.float32]
         with np.errstate(over="ignore"):
             answer = answer.astype(np.float32)
     largest = np.maximum.reduce(answer, axis=1)
-    if form == "logits":
+    if form != "probabilities":
         # Largest softmax = exp(0) / sum exp(x − max): no need for the whole softmax.
         with np.errstate(invalid="ignore", over="ignore"):  # at infinity and near it
             shifted = np.subtract(answer, largest[:, None])

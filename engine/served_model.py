@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Answer, Bundle, Profile, TensorSpec
-from offramp.bundle.engines import PrecisionEvidence
 from offramp.engine.backends import Backend, Slot
 from offramp.engine.backends.factory import CPU_RUNTIMES
 from offramp.engine.control.controller import Controller, ControlStatus
@@ -29,7 +28,7 @@ from offramp.engine.profile_check import profile_here, say_what_exits_bring
 from offramp.engine.recorder import Recorder
 from offramp.engine.scheduling import ModelScheduler, OperatingPoints, ParallelLimit, make_scheduler
 from offramp.engine.state_file import StateFile
-from offramp.engine.whole_promise import whole_status
+from offramp.engine.whole_promise import EndEvidence, end_evidence, whole_status
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ class ModelControl:
     """What a kept state of the controller must have been made for."""
     state_file: StateFile | None = None
     """Where the controller's state is kept over restarts; ``None`` keeps none."""
-    evidence: PrecisionEvidence | None = None
+    evidence: EndEvidence | None = None
     """Of the engines that are served, where they are of another precision."""
 
     def status(self) -> ControlStatus:
@@ -78,7 +77,7 @@ class ServedModel:
     """``None`` in modes that observe nothing."""
     guard: InputGuard | None = None
     """``None`` trusts all inputs."""
-    evidence: PrecisionEvidence | None = None
+    evidence: EndEvidence | None = None
     """Of the engines that are served, where they are of another precision."""
     loaded_s: float = field(default_factory=time.monotonic)
 
@@ -111,7 +110,7 @@ class ServedModel:
                 deployments=deployments,
                 fingerprint={**found_under, **_arithmetic(bundle, backend)},
                 state_file=StateFile.of(bundle.path, name) if options.keep_state else None,
-                evidence=bundle.evidence,
+                evidence=end_evidence(bundle),
             )
             control.recorder.audit_probability = controller.audit_probability
         elif mode is Mode.OFF:
@@ -139,7 +138,7 @@ class ServedModel:
             good_inputs=zeros(bundle.manifest, 1),
             control=control,
             guard=_guard(name, bundle) if control and not of_model.trust_inputs else None,
-            evidence=bundle.evidence,
+            evidence=end_evidence(bundle),
         )
 
     def probe(self, slot: Slot, deployment: Deployment) -> None:

@@ -2,21 +2,34 @@
 
 Its exits are certified, and watched while serving, against the model's end in that precision; what
 the end may answer unlike the float32 model was bounded once, when the engines were built
-(:class:`~offramp.bundle.engines.PrecisionEvidence`). Users are told of both together: the sums hold
+(:class:`~offramp.bundle.engines.PrecisionEvidence`). So it is where a dynamically quantised model
+answers some samples otherwise in other batches (:class:`~offramp.bundle.batch_effect.BatchEffect`):
+exits are compared with the end of the same batch. Users are told of both together: the sums hold
 with what both levels of confidence leave.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import TypeAlias
 
-from offramp.bundle import ExitPolicy
-from offramp.bundle.engine_index import both_hold
+from offramp.bundle import Bundle, ExitPolicy
+from offramp.bundle.batch_effect import BatchEffect
 from offramp.bundle.engines import PrecisionEvidence
+from offramp.certify.shared_risk import both_hold
 from offramp.engine.control.controller import ControlStatus
 
+EndEvidence: TypeAlias = PrecisionEvidence | BatchEffect
+"""What was counted of the model's end alone."""
 
-def whole_status(status: ControlStatus, evidence: PrecisionEvidence | None) -> ControlStatus:
+
+def end_evidence(bundle: Bundle) -> EndEvidence | None:
+    """Give what is taken from a bundle's promise for the model's end, if anything is."""
+    return bundle.evidence or bundle.manifest.batch_effect
+
+
+def whole_status(status: ControlStatus, evidence: EndEvidence | None) -> ControlStatus:
     """Give a status about the float32 model; the estimate is of two shares that may overlap."""
     if evidence is None:
         return status
@@ -31,20 +44,19 @@ def whole_status(status: ControlStatus, evidence: PrecisionEvidence | None) -> C
     )
 
 
-def whole_policy(policy: ExitPolicy, evidence: PrecisionEvidence | None) -> ExitPolicy:
+def whole_policy(policy: ExitPolicy, evidence: EndEvidence | None) -> ExitPolicy:
     """Give a policy whose promise is about the float32 model."""
     promise = policy.promise
     if evidence is None or promise is None:
         return policy
     level = both_hold(promise.confidence_level)
+    differs = math.ceil(evidence.end_differs * promise.certify_samples / evidence.samples)
     return replace(
         policy,
         promise=replace(
             promise,
             max_disagreement=promise.max_disagreement + evidence.spent(level),
             confidence_level=level,
-            certify_errors=min(
-                promise.certify_errors + evidence.end_differs, promise.certify_samples
-            ),
+            certify_errors=min(promise.certify_errors + differs, promise.certify_samples),
         ),
     )

@@ -205,6 +205,31 @@ def mlp(*, layers: int = 3, width: int = 16) -> onnx.ModelProto:
     return b.build()
 
 
+def dynamically_quantised(
+    *, layers: int = 3, width: int = 16, mean: bool = False
+) -> onnx.ModelProto:
+    """As ONNX Runtime's ``quantize_dynamic`` leaves an MLP: rounded by the range of the batch.
+
+    With ``mean`` one over the batch is subtracted. Cut points: ``hidden{i}``.
+    """
+    b = Builder()
+    x = b.input("x", ["batch", width])
+    for i in range(layers):
+        steps, scale, zero = (f"round{i}/{part}" for part in ("steps", "scale", "zero"))
+        outputs = [steps, scale, zero]
+        b._nodes.append(helper.make_node("DynamicQuantizeLinear", [x], outputs, name=f"round{i}"))
+        weight = b.constant(b._rng.integers(-127, 128, (width, width)), np.int8)
+        product = b.node("MatMulInteger", steps, weight, zero)
+        step = b.node("Mul", scale, b.constant(0.35 / 127, np.float32))
+        x = b.node("Mul", b.node("Cast", product, to=TensorProto.FLOAT), step)
+        x = b.node("Relu", x, out=f"hidden{i}")
+    if mean:
+        x = b.node("Sub", x, b.node("ReduceMean", x, out="mean", axes=[0], keepdims=1))
+    b.linear(x, width, 3, out="logits")
+    b.output("logits", ["batch", 3])
+    return b.build()
+
+
 def crossing_size() -> onnx.ModelProto:
     """``Size(hidden0)`` scales the answer: it crosses ``hidden1`` and can be had nowhere else."""
     b = Builder()

@@ -18,12 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy, Promise
-from offramp.bundle.engine_index import PrecisionEvidence, addressed, half_risk, model_digest
+from offramp.bundle.engine_index import PrecisionEvidence, addressed, model_digest
 from offramp.bundle.engines import Precision
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.quantization import Ranges
 from offramp.calibration.records import ExitRecords, dump_records, kept_records
 from offramp.certify.binomial import upper_bound
+from offramp.certify.shared_risk import half_risk
 from offramp.compiler.engines.halving import rounded
 from offramp.compiler.engines.units import UnitGraphs
 from offramp.compiler.engines.verification import (

@@ -129,7 +129,7 @@ class Verifier:
         """A softmax passes on the *absolute* error of its logits, which is larger than 1 · tol."""
         allowed = dict.fromkeys(wanted, self._tolerance)
         manifest = self._bundle.manifest
-        if unit.exit is not None and manifest.answer.form == "logits":
+        if unit.exit is not None and manifest.answer.form != "probabilities":
             exit_ = manifest.exits[unit.exit]
             largest = float(np.abs(wanted[exit_.output].astype(np.float64)).max(initial=0.0))
             allowed[exit_.confidence] = self._tolerance * max(1.0, largest)

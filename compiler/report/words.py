@@ -139,6 +139,7 @@ def facts(found: PolicyFigures, rehearsed: Rehearsed | None) -> list[tuple[str, 
         *(("Output", tensor.describe()) for tensor in manifest.outputs),
         ("Answer", f"{manifest.answer.output}, {manifest.answer.classes} {manifest.answer.form}"),
         ("Slicing verified to", f"{manifest.verified_tolerance:g} (relative)"),
+        *([("Other batches", effect.describe())] if (effect := manifest.batch_effect) else []),
     ]
     machine = [
         ("Profiled on", found.profile.device),

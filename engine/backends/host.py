@@ -73,7 +73,7 @@ def load_stage(spec: StageSpec, runtime: str, load: Callable[[bytes], LoadedGrap
     added = False
     try:
         model = spec.load()
-        if spec.answer and not spec.confidence and spec.form == "logits":
+        if spec.answer and not spec.confidence and spec.form != "probabilities":
             with_it = with_confidence(model, spec.answer)
             model, added = with_it or model, with_it is not None
         read, given, execute = load(model)

@@ -57,7 +57,7 @@ def check_of(spec: StageSpec, dtype: np.dtype[Any], classes: int) -> StageCheck 
     if spec.confidence is not None:
         kind, channels, scores = CheckKind.PROBABILITIES, 1, spec.confidence
     else:
-        kind = CheckKind.LOGITS if spec.form == "logits" else CheckKind.PROBABILITIES
+        kind = CheckKind.PROBABILITIES if spec.form == "probabilities" else CheckKind.LOGITS
         channels, scores = classes, spec.answer
     return StageCheck(scores=scores, score_type=score_type, kind=kind, channels=channels)
 

@@ -253,8 +253,8 @@ def _head(pieces: Pieces, exit_: Exit, exits: int) -> bytes:
         nodes.append(
             helper.make_node("ReduceMean", [cut.name], [pooled], axes=pooled_axes, keepdims=0)
         )
-    logits = exit_.output if answer.form == "logits" else f"{stem}/logits"
-    chances = f"{stem}/chances" if answer.form == "logits" else exit_.output
+    logits = f"{stem}/logits" if answer.form == "probabilities" else exit_.output
+    chances = exit_.output if answer.form == "probabilities" else f"{stem}/chances"
     sure = f"{stem}/sure" if replayed else exit_.confidence
     nodes += [
         helper.make_node("MatMul", [pooled, f"{stem}/weight"], [logits]),

@@ -94,6 +94,19 @@ def test_logits_where_the_model_ends_in_logits(kind: str) -> None:
         check(head, logits, "logits")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probabilities_where_the_model_ends_in_them(kind: str, dtype: str) -> None:
+    made, heads = trained(kind, dtype)
+    for head in heads:
+        answers = run_exit(made, head, opset=17, form="log-probabilities", answer_dtype=dtype)
+        assert answers.dtype == np.dtype(dtype)
+        chances = np.exp(answers.astype(np.float64)).sum(axis=1)
+        np.testing.assert_allclose(chances, 1, atol=1e-5 if dtype == "float32" else 1e-2)
+        if dtype == "float32":
+            check(head, answers, "log-probabilities")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_half_precision_models(kind: str) -> None:
     made, heads = trained(kind, "float16")

@@ -211,15 +211,15 @@ def endless(batch: int | str) -> onnx.ModelProto:
     return b.build()
 
 
-@pytest.mark.parametrize(("batch", "tried"), [(1, 3), ("batch", 2)])
+@pytest.mark.parametrize("batch", [1, "batch"])
 def test_a_run_that_does_not_end_is_given_up(
-    read: Read, batch: int | str, tried: int, monkeypatch: pytest.MonkeyPatch
+    read: Read, batch: int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runtime, "LIMIT_S", 0.25)
     monkeypatch.setattr(runtime, "LIMIT_PER_ROW_S", 0.25)
     with pytest.raises(ModelError, match=r"on 1 samples did not end within 0\.5 s; if it is no"):
         GraphRunner(endless(batch)).run({"x": np.ones((1, 4), np.float32)})
-    with pytest.raises(ModelError, match=rf"model\.onnx: running it on {tried} samples did not"):
+    with pytest.raises(ModelError, match=r"model\.onnx: running it on 1 samples did not"):
         read(endless(batch))
 
 

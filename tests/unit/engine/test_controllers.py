@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 
 from offramp.bundle import Bundle
-from offramp.bundle.engine_index import addressed, both_hold, model_digest
+from offramp.bundle.batch_effect import BatchEffect
+from offramp.bundle.engine_index import addressed, model_digest
 from offramp.bundle.engines import PrecisionEvidence
+from offramp.certify.shared_risk import both_hold
 from offramp.engine.control.costs import CostModel
 from offramp.engine.controllers import left_for_exits, make_controller, ramp_budget
 from offramp.engine.errors import OptionsError
 from offramp.engine.options import ModelOptions
 from offramp.engine.plan import Mode
-from offramp.engine.whole_promise import whole_policy, whole_status
+from offramp.engine.whole_promise import end_evidence, whole_policy, whole_status
 
 BUNDLE = Path(__file__).parents[2] / "golden" / "bundle"
 
@@ -125,3 +127,23 @@ def test_what_is_said_is_about_the_float32_model() -> None:
     assert whole.promise.max_disagreement == pytest.approx(promise.max_disagreement + spent)
     assert whole.active == controller.policy.active
     assert whole_policy(controller.policy, None) is controller.policy
+
+
+def test_what_batches_change_is_taken_from_constraint_and_risk() -> None:
+    plain = Bundle.open(BUNDLE)
+    effect = BatchEffect(
+        operators=("round",),
+        batch_sizes=(1, 7, 64),
+        samples=10_000,
+        end_differs=20,
+        max_disagreement=0.05,
+        confidence_level=0.95,
+    )
+    served = replace(plain, manifest=replace(plain.manifest, batch_effect=effect))
+    assert end_evidence(served) is effect
+    left, level = left_for_exits(served, ModelOptions())
+    assert (left, level) == (effect.left(), pytest.approx(0.975))
+    with pytest.raises(
+        OptionsError, match=r"the model, in other batches, may answer 0\.3\d% .* co"
+    ):
+        left_for_exits(served, ModelOptions(max_disagreement=0.002))

@@ -1,0 +1,168 @@
+"""The answer of a model: which output it is, and whether it is one class of several."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Iterable
+
+import onnx
+from onnx import helper
+
+from offramp.bundle.manifest import Answer, AnswerForm
+from offramp.compiler.errors import ModelError
+from offramp.compiler.graph import Dataflow, Operator, refill
+from offramp.compiler.shapes import BATCH, FLOATING, declared_types, dtype_name
+
+_log = logging.getLogger(__name__)
+
+_TRANSPARENT = frozenset(
+    {"Identity", "Flatten", "Reshape", "Squeeze", "Unsqueeze", "Cast", "Clip", "Dropout"}
+)
+"""Operators through which the last one that computes can still be seen."""
+_PICKING = frozenset({"ArgMax", "TopK", "Hardmax"})
+_TREES = frozenset({"TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor"})
+_FORMS: dict[str, AnswerForm] = {"Softmax": "probabilities", "LogSoftmax": "log-probabilities"}
+
+
+def keep_answer(proto: onnx.ModelProto, answer: str | None) -> None:
+    """Reduce the model, in place, to one output, [batch, classes].
+
+    An output [batch, classes, 1, 1], as fully convolutional classifiers have, is flattened.
+    ModelError if there are several outputs and ``answer`` does not name one of them.
+    """
+    outputs = {output.name: output for output in proto.graph.output}
+    if not outputs:
+        raise ModelError("no outputs, so there is no answer; export the model with its logits")
+    if answer is None and len(outputs) > 1:
+        raise ModelError(
+            f"{len(outputs)} outputs ({', '.join(outputs)}); {_likely(outputs.values())}"
+        )
+    if answer is not None and answer not in outputs:
+        near = difflib.get_close_matches(answer, outputs, cutoff=0.0)
+        raise ModelError(f"no output {answer!r}; the model has {', '.join(map(repr, near))}")
+    kept = outputs[answer] if answer else proto.graph.output[0]
+    if not kept.type.HasField("tensor_type"):
+        raise ModelError(
+            f"output {kept.name!r} is no tensor, but a {kept.type.WhichOneof('value')}; convert the"
+            " model such that it gives an array (skl2onnx: options={'zipmap': False})"
+        )
+    shape = kept.type.tensor_type.shape
+    refill(proto.graph.output, [kept])
+    if len(shape.dim) > 2 and all(d.dim_value == 1 for d in shape.dim[2:]):
+        _flatten(proto, kept.name)
+
+
+def _flatten(proto: onnx.ModelProto, name: str) -> None:
+    """Flatten the output; the name goes to the flattened one, which is what clients ask for."""
+    graph = proto.graph
+    inner = f"{name}/unflattened"
+    for node in graph.node:
+        for names in (node.input, node.output):
+            for i, tensor in enumerate(names):
+                if tensor == name:
+                    names[i] = inner
+    graph.node.append(helper.make_node("Flatten", [inner], [name], name=f"{name}/flatten", axis=1))
+    del graph.output[0].type.tensor_type.shape.dim[2:]
+    _log.info("output %s is flattened to [batch, classes]", name)
+
+
+def _likely(outputs: Iterable[onnx.ValueInfoProto]) -> str:
+    """Say which outputs may be the answer: floating-point ones of two dimensions."""
+    scores = [
+        info.name
+        for info in outputs
+        if info.type.HasField("tensor_type")
+        and dtype_name(info.type.tensor_type.elem_type) in FLOATING
+        and len(info.type.tensor_type.shape.dim) in (0, 2, 4)
+    ]
+    if not scores:
+        return (
+            "none of them is a floating-point tensor [batch, classes]; export the model with "
+            "its scores of the classes"
+        )
+    return f"say which one is the answer, for instance answer={scores[0]!r}"
+
+
+def find_answer(proto: onnx.ModelProto) -> Answer:
+    """Describe an annotated model's one output: one class of several for each sample.
+
+    ModelError if it is not floating-point [batch, classes] of two or more, or each of its columns
+    is an answer of its own.
+    """
+    name = proto.graph.output[0].name
+    tensor, last = declared_types(proto).get(name), _last(Dataflow(proto.graph), name)
+    shape = tensor.shape if tensor else None
+    if last is not None and last.kind in _TREES:
+        raise ModelError(
+            f"output {name!r} is what {_named(last)} gives: all trees are one operator, so there "
+            "is nothing to cut, and no exit could save anything; serve the model as it is. "
+            "Pipelines that end with a neural network can be cut"
+        )
+    match shape:
+        case (str(batch), int(classes)) if batch == BATCH and classes >= 2:
+            if tensor is not None and tensor.is_floating:
+                return Answer(output=name, classes=classes, form=_form(proto, name, classes))
+    found = "unknown" if shape is None else f"[{', '.join(map(str, shape))}]"
+    kind = f" of {tensor.dtype}" if tensor else ""
+    raise ModelError(
+        f"output {name!r} has shape {found}{kind}, expected floating-point [batch, classes] with "
+        f"at least 2 classes: only classifiers are supported; {_remedy(shape, last)}"
+    )
+
+
+def _remedy(shape: tuple[int | str, ...] | None, last: Operator | None) -> str:
+    if last is not None and last.kind in _PICKING:
+        return f"it ends with {_named(last)}: end the model before that, at its scores of classes"
+    if shape is not None and len(shape) == 2 and shape[1] == 1:
+        if last is not None and last.kind == "Sigmoid":
+            return (
+                "one column p is an answer of two classes: end the model with both, as "
+                "torch.cat([1 - p, p], 1) does"
+            )
+        return (
+            "one column is no choice between classes; where it is the logit z of yes or no, end "
+            "the model with both, as torch.cat([0 * z, z], 1) does"
+        )
+    return "end the model at its logits"
+
+
+def _form(proto: onnx.ModelProto, output: str, classes: int) -> AnswerForm:
+    """What the numbers are, by the last operator that computes; ModelError if no classes."""
+    graph = Dataflow(proto.graph)
+    last = _last(graph, output)
+    if last is None:
+        return "logits"
+    if last.kind in {"Sigmoid", "HardSigmoid"}:
+        raise ModelError(
+            f"output {output!r} ends with {_named(last)}: each of its {classes} columns is a yes "
+            "or no of its own (multi-label), expected one class of several. Multi-label models are "
+            "not supported yet; if exactly one class is right for each sample, end the model "
+            "before the Sigmoid, at its logits"
+        )
+    logarithm = last.kind == "Log"
+    soft = _last(graph, last.proto.input[0]) if logarithm else last
+    form = _FORMS.get(soft.kind) if soft is not None else None
+    if soft is None or form is None or not _over_classes(proto, soft):
+        return "logits"
+    return "log-probabilities" if logarithm and form == "probabilities" else form
+
+
+def _last(graph: Dataflow, tensor: str) -> Operator | None:
+    """The last operator that computes something."""
+    op = graph.producers.get(tensor)
+    while op is not None and op.kind in _TRANSPARENT:
+        op = graph.producers.get(op.proto.input[0])
+    return op
+
+
+def _over_classes(proto: onnx.ModelProto, soft: Operator) -> bool:
+    """Whether a softmax goes over the classes: what comes after its axis has one element."""
+    axis = next((a.i for a in soft.proto.attribute if a.name == "axis"), -1)
+    types = declared_types(proto)
+    shape = types[soft.writes[0]].shape if soft.writes[0] in types else None
+    return shape is not None and all(size == 1 for size in shape[axis % len(shape) + 1 :])
+
+
+def _named(op: Operator) -> str:
+    return f"{op.name or op.writes[0]!r} ({op.kind})"

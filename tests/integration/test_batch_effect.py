@@ -1,0 +1,116 @@
+"""Dynamically quantised models: what batches do to their answers is taken from the promise."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tests import models
+from tests.bundles import compile_tiny
+
+from offramp.bundle import Bundle, ExitPolicy
+from offramp.bundle.batch_effect import BatchEffect
+from offramp.certify.binomial import upper_bound
+from offramp.compiler import policy
+from offramp.compiler.batch_effect import COMPARED_BATCH_SIZES
+from offramp.compiler.errors import VerificationError
+from offramp.engine.backends.onnxruntime import make_session
+
+SAMPLES = 3000
+
+
+def vectors(*, spread: float) -> dict[str, NDArray[Any]]:
+    """Eight kinds of vector; the larger the spread, the more of them lie between two answers."""
+    rng = np.random.default_rng(0)
+    kinds = np.random.default_rng(99).standard_normal((8, 16)) * 3
+    x = kinds[rng.integers(0, 8, SAMPLES)] + rng.standard_normal((SAMPLES, 16)) * spread
+    return {"x": x.astype(np.float32)}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, list[str]]:
+    folder, said = tmp_path_factory.mktemp("dynamic"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("offramp.compiler.batch_effect").addHandler(handler)
+    model = models.dynamically_quantised()
+    with pytest.MonkeyPatch.context() as patched:
+        certify = policy.certified_policy
+
+        def certified(*args: Any, **asked: Any) -> ExitPolicy:
+            said.append(f"certify {asked['max_disagreement']} {asked['confidence_level']}")
+            return certify(*args, **asked)
+
+        patched.setattr(policy, "certified_policy", certified)
+        bundle = compile_tiny(model, vectors(spread=0.3), folder, max_disagreement=0.05)
+    return Bundle.open(bundle.path), said
+
+
+def test_the_share_is_counted_and_taken_from_the_promise(compiled: tuple[Bundle, list[str]]):
+    bundle, said = compiled
+    effect = bundle.manifest.batch_effect
+    assert effect is not None
+    assert effect.operators == ("round0", "round1", "round2")
+    assert effect.batch_sizes == (1, 7, 64)
+    assert effect.samples == SAMPLES - bundle.manifest.calibration.certify_samples
+    spent = upper_bound(effect.end_differs, effect.samples, 0.975)
+    assert spent <= effect.spent(0.95) < spent + 1e-4
+    assert said[1:] == [f"certify {0.05 - effect.spent(0.95)} {1 - (1 - 0.95) / 2}"]
+    told = f"answers {effect.end_differs:,} of {effect.samples:,} samples otherwise"
+    assert told in said[0]
+    assert "3 operators round by the range of the whole batch" in said[0]
+    assert "which is taken from the promise (5.00% at 95%)" in said[0]
+    assert told in bundle.read("report.html").decode()
+
+
+def test_the_count_is_that_of_answers_in_batches_of_three_sizes(
+    compiled: tuple[Bundle, list[str]], tmp_path: Path
+):
+    bundle, _ = compiled
+    session = make_session(bundle.read("source.onnx"), 1)
+    x = vectors(spread=0.3)["x"]
+    answers = []
+    for size in COMPARED_BATCH_SIZES:
+        parts = [session.run(None, {"x": x[i : i + size]})[0] for i in range(0, len(x), size)]
+        answers.append(np.concatenate(parts).argmax(axis=1))
+    share = float(np.mean(np.ptp(answers, axis=0) > 0))
+    effect = bundle.manifest.batch_effect
+    assert effect is not None
+    # other samples lie in one batch here: shares of the same population
+    spread = 3 * np.sqrt(max(share, 1e-3) / SAMPLES)
+    assert abs(effect.end_differs / effect.samples - share) <= spread
+
+
+def test_a_promise_that_is_spent_without_exits_is_refused(tmp_path: Path):
+    with pytest.raises(VerificationError) as caught:
+        compile_tiny(
+            models.dynamically_quantised(), vectors(spread=3), tmp_path, max_disagreement=0.02
+        )
+    message = str(caught.value)
+    assert "it spends all of that without any exit" in message
+    assert "The first of the operators is 'round0' (DynamicQuantizeLinear)" in message
+    assert "Compile the float32 model instead" in message
+    assert "(2.00% at 95%)" in message
+
+
+def test_other_models_have_no_such_share(tmp_path: Path):
+    bundle = compile_tiny(models.mlp(), vectors(spread=0.3), tmp_path, epochs=1)
+    assert bundle.manifest.batch_effect is None
+    assert b"batch_effect" not in (bundle.path / "manifest.json").read_bytes()
+
+
+def test_what_is_left_is_told_in_hundredths_of_a_percent():
+    effect = BatchEffect(
+        operators=("a", "b"),
+        batch_sizes=(1, 7, 64),
+        samples=1000,
+        end_differs=3,
+        max_disagreement=0.01,
+        confidence_level=0.95,
+    )
+    assert effect.spent(0.95) == 0.0088
+    assert effect.left() == pytest.approx(0.0012)

@@ -1,0 +1,155 @@
+"""How a model ends: in which form it answers, and what to do where it is no classifier."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper
+from tests import models
+
+from offramp.compiler.errors import ModelError
+
+
+def ending(*kinds: str, classes: int = 4, axis: int = -1):
+    b = models.Builder()
+    x = b.linear(b.input("x", ["batch", 8]), 8, classes)
+    for kind in kinds[:-1]:
+        x = b.node(kind, x, **({"axis": axis} if "Softmax" in kind else {}))
+    b.node(kinds[-1], x, out="y", **({"axis": axis} if "Softmax" in kinds[-1] else {}))
+    b.output("y", ["batch", classes])
+    return b.build()
+
+
+@pytest.mark.parametrize("simplify", [True, False])
+@pytest.mark.parametrize(
+    ("kinds", "form"),
+    [
+        (("Softmax",), "probabilities"),
+        (("Softmax", "Identity"), "probabilities"),
+        (("LogSoftmax",), "log-probabilities"),
+        (("LogSoftmax", "Identity"), "log-probabilities"),
+        (("Softmax", "Log"), "log-probabilities"),
+        (("Softmax", "Relu"), "logits"),
+        (("Sigmoid", "Log"), "logits"),
+        (("Identity",), "logits"),
+    ],
+)
+def test_the_form_is_that_of_the_last_operator_that_computes(read, kinds, form, simplify):
+    assert read(ending(*kinds), simplify=simplify).answer.form == form
+
+
+def test_a_softmax_over_the_batch_is_no_probability_and_is_refused(read):
+    with pytest.raises(ModelError, match=r"depends on the other samples .* 'y' \(Softmax\)"):
+        read(ending("Softmax", axis=0))
+
+
+@pytest.mark.parametrize("kinds", [("Sigmoid",), ("Sigmoid", "Identity"), ("HardSigmoid",)])
+def test_yes_or_no_in_every_column_is_refused(read, kinds):
+    with pytest.raises(ModelError) as caught:
+        read(ending(*kinds, classes=5), simplify=False)
+
+    message = str(caught.value)
+    assert f"({kinds[0]}): each of its 5 columns is a yes or no of its own (multi-label)" in message
+    assert "Multi-label models are not supported yet" in message
+    assert "end the model before the Sigmoid, at its logits" in message
+
+
+def test_one_column_is_to_become_two(read):
+    with pytest.raises(ModelError, match=r"one column p .* torch\.cat\(\[1 - p, p\], 1\) does"):
+        read(ending("Sigmoid", classes=1))
+    with pytest.raises(
+        ModelError, match=r"one column is no .* torch\.cat\(\[0 \* z, z\], 1\) does"
+    ):
+        read(ending("Identity", classes=1))
+
+
+def test_a_class_that_is_picked_already(read):
+    b = models.Builder()
+    b.node("ArgMax", b.linear(b.input("x", ["batch", 8]), 8, 4), out="y", axis=1, keepdims=0)
+    b.output("y", ["batch"], TensorProto.INT64)
+
+    told = r"'y' has shape \[batch\] of int64.* ends with '.*y' \(ArgMax\): end the model"
+    with pytest.raises(ModelError, match=told):
+        read(b.build(), simplify=False)
+
+
+def trees(*, zipmap: bool = False):
+    """A stump as skl2onnx writes it: labels, and probabilities or maps of them."""
+    nodes = [
+        helper.make_node(
+            "TreeEnsembleClassifier",
+            ["x"],
+            ["label", "chances"],
+            name="forest",
+            domain="ai.onnx.ml",
+            nodes_treeids=[0, 0, 0],
+            nodes_nodeids=[0, 1, 2],
+            nodes_featureids=[1, 0, 0],
+            nodes_modes=["BRANCH_LEQ", "LEAF", "LEAF"],
+            nodes_values=[0.0, 0.0, 0.0],
+            nodes_truenodeids=[1, 0, 0],
+            nodes_falsenodeids=[2, 0, 0],
+            nodes_missing_value_tracks_true=[0, 0, 0],
+            nodes_hitrates=[1.0, 1.0, 1.0],
+            class_treeids=[0, 0],
+            class_nodeids=[1, 2],
+            class_ids=[0, 1],
+            class_weights=[1.0, 1.0],
+            classlabels_int64s=[0, 1],
+            post_transform="NONE",
+        )
+    ]
+    outputs = [helper.make_tensor_value_info("label", TensorProto.INT64, [None])]
+    if zipmap:
+        nodes.append(
+            helper.make_node(
+                "ZipMap", ["chances"], ["maps"], domain="ai.onnx.ml", classlabels_int64s=[0, 1]
+            )
+        )
+        kind = helper.make_map_type_proto(
+            TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, [])
+        )
+        outputs.append(helper.make_value_info("maps", helper.make_sequence_type_proto(kind)))
+    else:
+        outputs.append(helper.make_tensor_value_info("chances", TensorProto.FLOAT, [None, 2]))
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [None, 4])
+    imports = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 3)]
+    model = helper.make_model(helper.make_graph(nodes, "t", [x], outputs), opset_imports=imports)
+    model.ir_version = 8
+    return model
+
+
+def test_of_several_outputs_one_that_may_be_the_answer_is_suggested(read):
+    told = r"2 outputs \(label, chances\); say which one is the answer, .* answer='chances'"
+    with pytest.raises(ModelError, match=told):
+        read(trees())
+
+
+def test_outputs_none_of_which_may_be_the_answer(read):
+    with pytest.raises(ModelError, match=r"none of them is a floating-point tensor \[batch, cl"):
+        read(trees(zipmap=True))
+    with pytest.raises(
+        ModelError, match=r"'maps' is no tensor, but a sequence_type; .*'zipmap': F"
+    ):
+        read(trees(zipmap=True), answer="maps")
+
+
+def test_trees_have_nothing_to_cut(read):
+    with pytest.raises(ModelError) as caught:
+        read(trees(), answer="chances")
+
+    assert "'chances' is what 'forest' (TreeEnsembleClassifier) gives" in str(caught.value)
+    assert "one operator, so there is nothing to cut" in str(caught.value)
+
+
+def test_a_network_of_a_pipeline_is_read_whose_label_is_dropped(read):
+    b = models.Builder()
+    hidden = b.node("Relu", b.linear(b.input("x", ["batch", 8]), 8, 8))
+    b.node("Softmax", b.linear(hidden, 8, 3), out="chances", axis=-1)
+    b.node("ArgMax", "chances", out="label", axis=1, keepdims=0)
+    b.output("label", ["batch"], TensorProto.INT64)
+    b.output("chances", ["batch", 3])
+
+    model = read(b.build(), answer="chances")
+    assert (model.answer.output, model.answer.form) == ("chances", "probabilities")
+    assert np.prod([len(model.outputs), model.answer.classes]) == 3
