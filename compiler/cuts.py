@@ -8,11 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 import onnx
 
-from offramp.compiler.flow import HEAVY, SHAPE_KINDS, Flow, Gate, count_flops, trace
+from offramp.compiler.flow import (
+    HEAVY,
+    SHAPE_KINDS,
+    Flow,
+    Gate,
+    cheap_operators,
+    count_flops,
+    trace,
+)
 from offramp.compiler.graph import Dataflow, Operator
 from offramp.compiler.shapes import BATCH, TensorType, declared_types
 
@@ -72,14 +81,17 @@ class CutAnalysis:
     """Graph inputs whose data flow through the cut tensors."""
     total_flops: float
     """Of one sample, a multiply-add counting as two."""
+    rereads: bool = False
+    """Whether main inputs are read again after cut tensors, and hence taken along."""
 
 
 def find_cuts(model: SourceModel) -> CutAnalysis:
     """Find the cut points by dominance in the dataflow graph (Apparate 3.1, PAME 4.1).
 
-    Each graph input in turn is tried as the only main one, then all together; the choice that
-    gives most cut points wins, ties going to the one that leaves least work on the side. There may
-    be none: :func:`~offramp.compiler.slicing.choose_candidates` is what raises then.
+    Each graph input in turn is tried as the only main one, then all together, then all together
+    with leave to read them again. The choice that gives most cut points wins, ties going to one
+    that reads no main input again, then to that which leaves least work on the side. There may be
+    none: :func:`~offramp.compiler.slicing.choose_candidates` is what raises then.
     """
     analysis = GraphAnalysis.of(model.proto)
     flow, kept, rejected = analysis.best()
@@ -90,6 +102,7 @@ def find_cuts(model: SourceModel) -> CutAnalysis:
         rejected=tuple(sorted(rejected, key=lambda r: step_of.get(r.tensor, 0))),
         main_inputs=flow.main_inputs,
         total_flops=analysis.total,
+        rereads=flow.rereads,
     )
 
 
@@ -117,14 +130,34 @@ class GraphAnalysis:
         """Choose the main inputs; return their flow, the gates kept and the rejections."""
         inputs = self.graph.inputs
         choices = [(name,) for name in inputs] + ([inputs] if len(inputs) > 1 else [])
-        flows = [trace(self.graph, self.costs, c, free_shapes=free_shapes) for c in choices]
+        flows = [self.trace(c, free_shapes=free_shapes) for c in choices]
+        flows.append(self.trace(inputs, free_shapes=free_shapes, rereads=True))
         judged = [(flow, *self.judge(flow)) for flow in flows]
 
-        def merit(choice: tuple[Flow, list[Gate], list[Rejection]]) -> tuple[int, bool, float]:
+        def merit(choice: tuple[Flow, list[Gate], list[Rejection]]) -> tuple[float, ...]:
             flow, kept, _ = choice
-            return len(kept), len(flow.steps) > 0, -sum(self.costs[i] for i in flow.side_use)
+            side = sum(self.costs[i] for i in flow.side_use)
+            return len(kept), len(flow.steps) > 0, not flow.rereads, -side
 
         return max(judged, key=merit)
+
+    def trace(
+        self,
+        main_inputs: tuple[str, ...],
+        *,
+        free_shapes: frozenset[int] = frozenset(),
+        rereads: bool = False,
+    ) -> Flow:
+        """Follow the flow from some main inputs, which may be read again if ``rereads``."""
+        cheap = None
+        if rereads:
+            sizes = {
+                name: prod(size for size in tensor.shape or () if isinstance(size, int))
+                for name, tensor in self.types.items()
+                if name not in self.graph.variable
+            }
+            cheap = cheap_operators(self.graph, self.costs, sizes)
+        return trace(self.graph, self.costs, main_inputs, free_shapes=free_shapes, cheap=cheap)
 
     def judge(self, flow: Flow) -> tuple[list[Gate], list[Rejection]]:
         """Keep one gate per run of cheap steps, and say why the others fall."""
@@ -163,7 +196,7 @@ class GraphAnalysis:
     def shape_rejections(self, flow: Flow) -> Iterator[Rejection]:
         """Yield the cut points that are lost only because a shape crosses them."""
         inner = frozenset(op.index for op in self.graph.operators if op.kind in SHAPE_KINDS)
-        free = trace(self.graph, self.costs, flow.main_inputs, free_shapes=inner)
+        free = self.trace(flow.main_inputs, free_shapes=inner, rereads=flow.rereads)
         gates = {gate.tensor for gate in flow.gates}
         for gate in self.judge(free)[0]:
             if gate.tensor not in gates:

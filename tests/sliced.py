@@ -25,6 +25,8 @@ BUILDERS: dict[str, Callable[[], onnx.ModelProto]] = {
     "bert": models.bert_like,
     "bert with types": functools.partial(models.bert_like, token_types=True),
     "bert without mask": functools.partial(models.bert_like, mask=False),
+    "bert of padded ids": functools.partial(models.bert_like, padding=True),
+    "rotary": models.rotary,
     "towers": models.two_tower,
     "mlp": models.mlp,
     "dense": models.dense_net,

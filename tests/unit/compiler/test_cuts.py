@@ -25,6 +25,8 @@ LAYERS = ["layer0/attended", "layer0/out", "layer1/attended", "layer1/out", "lay
         (models.bert_like(), LAYERS),
         (models.bert_like(token_types=True), LAYERS),
         (models.bert_like(mask=False), LAYERS),
+        (models.bert_like(padding=True), LAYERS),
+        (models.rotary(), LAYERS),
         (models.mlp(), ["hidden0", "hidden1", "hidden2"]),
         (models.dense_net(), ["stem", "joined0", "joined1"]),
         (models.inception(), ["stem", "module0", "module1"]),
@@ -65,6 +67,49 @@ def test_mask_is_side_and_shrinks_away_after_its_last_use(read):
     assert [cut.side_inputs for cut in analysis.cuts] == [("attention_mask",)] * 4 + [()]
 
 
+def test_ids_that_a_mask_is_made_of_are_taken_along_to_its_last_use(read):
+    analysis = find_cuts(read(models.bert_like(padding=True)))
+
+    assert analysis.main_inputs == ("input_ids",)
+    assert {cut.side_inputs for cut in analysis.cuts} == {("input_ids",)}
+
+
+def test_what_rotary_embeddings_are_made_of_is_taken_along(read):
+    analysis = find_cuts(read(models.rotary()))
+
+    assert analysis.main_inputs == ("input_ids",)
+    sides = [cut.side_inputs for cut in analysis.cuts]
+    assert sides == [("input_ids", "position_ids")] * 4 + [()]
+
+
+def test_inputs_are_read_again_only_where_that_gives_more_cuts(read):
+    """The skip past the first block could carry the image along; other cuts need none of it."""
+    for proto in (models.residual_cnn(), models.bert_like(), models.two_tower()):
+        assert not find_cuts(read(proto)).rereads
+
+
+@pytest.mark.parametrize("what", ["table", "work"])
+def test_what_is_dear_is_not_computed_again(read, what):
+    """Ids embedded again in the end, or multiplied by a large weight, hold all cuts back."""
+    b = models.Builder()
+    ids = b.input("ids", ["batch", 8], TensorProto.INT64)
+    x = b.node("Gather", b.weight(50, 32), ids)
+    for i in range(3):
+        x = b.node("Relu", b.matmul(x, 32, 32), out=f"hidden{i}")
+    if what == "table":
+        again = b.node("Gather", b.weight(50, 32), ids)
+    else:
+        again = b.node("Unsqueeze", b.node("Cast", ids, to=TensorProto.FLOAT), b.constant([2]))
+        again = b.matmul(again, 1, 32)
+    x = b.node("ReduceMean", b.node("Add", x, again), axes=[1], keepdims=0)
+    b.linear(x, 32, 3, out="logits")
+    b.output("logits", ["batch", 3])
+
+    analysis = find_cuts(read(b.build()))
+
+    assert not {cut.tensor for cut in analysis.cuts} & {"hidden0", "hidden1"}
+
+
 def test_without_a_mask_shapes_are_anchored_to_the_ids(read):
     model = read(models.bert_like(mask=False))
     measured = {n.input[0] for n in model.proto.graph.node if n.op_type == "Shape"}
@@ -88,6 +133,24 @@ def test_shape_within_one_segment_is_left_alone(read):
 
     assert [n.input[0] for n in model.proto.graph.node if n.op_type == "Shape"] == ["last"]
     assert {cut.side_inputs for cut in find_cuts(model).cuts} == {()}
+
+
+def test_a_tensor_of_which_only_sizes_are_used_holds_no_cut_back(read):
+    """T5 measures a tensor of its first layer, for the position biases of all layers."""
+    b = models.Builder()
+    x = b.input("x", ["batch", "sequence", 8])
+    x = b.node("Relu", b.matmul(x, 8, 8), out="hidden0")
+    turned = b.node("Transpose", x, perm=[0, 2, 1])
+    size = b.node("Gather", b.node("Shape", turned), b.constant([2], np.int64))
+    bias = b.node("Cast", size, to=TensorProto.FLOAT)
+    for i in (1, 2, 3):
+        x = b.node("Relu", b.node("Div", b.matmul(x, 8, 8), bias), out=f"hidden{i}")
+    b.linear(b.node("ReduceMean", x, axes=[1], keepdims=0), 8, 3, out="logits")
+    b.output("logits", ["batch", 3])
+
+    cuts = [cut.tensor for cut in find_cuts(read(b.build())).cuts]
+
+    assert {"hidden0", "hidden1", "hidden2"} <= set(cuts)
 
 
 def test_rejections_name_what_bypasses(read):
