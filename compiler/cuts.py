@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import onnx
 
+from offramp.calibration.families import CutTensor, why_no_head
 from offramp.compiler.flow import (
     HEAVY,
     SHAPE_KINDS,
@@ -23,6 +24,7 @@ from offramp.compiler.flow import (
     trace,
 )
 from offramp.compiler.graph import Dataflow, Operator
+from offramp.compiler.layout import ChannelFinder
 from offramp.compiler.shapes import BATCH, TensorType, declared_types
 
 if TYPE_CHECKING:
@@ -56,6 +58,14 @@ class CutPoint:
     """Share of the model's FLOPs spent up to here, 0 to 1."""
     side_inputs: tuple[str, ...]
     """Graph inputs that later segments need beside the tensor, in the model's order."""
+    channels: int | None = None
+    """The dimension that holds the channels, where the operators around the tensor tell."""
+
+    def as_heads_see_it(self) -> CutTensor:
+        """Describe the tensor to what builds heads."""
+        return CutTensor(
+            name=self.tensor, dtype=self.dtype, shape=self.shape, channels=self.channels
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +122,7 @@ class GraphAnalysis:
 
     graph: Dataflow
     types: dict[str, TensorType]
+    layouts: ChannelFinder
     costs: tuple[float, ...]
     total: float
 
@@ -122,7 +133,9 @@ class GraphAnalysis:
         costs = count_flops(proto, graph)
         needed = graph.behind(graph.outputs, stop=frozenset())
         total = sum(costs[op.index] for op in needed)
-        return cls(graph=graph, types=declared_types(proto), costs=costs, total=total)
+        types = declared_types(proto)
+        layouts = ChannelFinder.of(proto, graph, types)
+        return cls(graph=graph, types=types, layouts=layouts, costs=costs, total=total)
 
     def best(
         self, *, free_shapes: frozenset[int] = frozenset()
@@ -191,6 +204,7 @@ class GraphAnalysis:
             operator=self.graph.producers[gate.tensor].kind,
             flops_share_before=1 - self._share_after(flow, gate),
             side_inputs=tuple(i for i in self.graph.inputs if i in gate.side_inputs),
+            channels=self.layouts.channels_of(gate.tensor),
         )
 
     def shape_rejections(self, flow: Flow) -> Iterator[Rejection]:
@@ -226,6 +240,11 @@ class GraphAnalysis:
         if len(tensor.shape) < 2 or tensor.shape[0] != BATCH:
             sizes = ", ".join(map(str, tensor.shape))
             return f"its shape is [{sizes}], and the first dimension has to be the batch"
+        found = self.layouts.channels_of(gate.tensor)
+        if lacks := why_no_head(
+            CutTensor(name=gate.tensor, dtype=tensor.dtype, shape=tensor.shape, channels=found)
+        ):
+            return lacks
         share = gate.side_flops / self.total if self.total else 0.0
         if share > MAX_SIDE_SHARE:
             names = ", ".join(f"`{name}`" for name in sorted(gate.side_inputs))
