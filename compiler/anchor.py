@@ -29,7 +29,7 @@ def anchor_shapes(proto: onnx.ModelProto) -> onnx.ModelProto:
     Of an annotated model with a single output, which is not changed. Shapes that cannot be
     expressed so stay, and :func:`~offramp.compiler.cuts.find_cuts` rejects the places they cross.
     """
-    analysis = GraphAnalysis.of(proto)
+    analysis = GraphAnalysis.of(proto, turns=True)
     vectors = {
         op.index: sizes
         for op in analysis.graph.operators

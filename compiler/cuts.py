@@ -40,6 +40,11 @@ _VIEWS = frozenset(
 )
 """The same values, rearranged: an exit rather sees them before, while there is a map to pool."""
 
+_RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
+"""These give a dimension of one or two directions; a view without it is tokens."""
+_TOKENS = 3
+"""Dimensions of [batch, tokens, width]."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutPoint:
@@ -125,9 +130,11 @@ class GraphAnalysis:
     layouts: ChannelFinder
     costs: tuple[float, ...]
     total: float
+    turns: bool = False
+    """Whether tensors are judged as they are with the batch in front, wherever it is."""
 
     @classmethod
-    def of(cls, proto: onnx.ModelProto) -> GraphAnalysis:
+    def of(cls, proto: onnx.ModelProto, *, turns: bool = False) -> GraphAnalysis:
         """Look at an annotated model with a single output."""
         graph = Dataflow(proto.graph)
         costs = count_flops(proto, graph)
@@ -135,7 +142,7 @@ class GraphAnalysis:
         total = sum(costs[op.index] for op in needed)
         types = declared_types(proto)
         layouts = ChannelFinder.of(proto, graph, types)
-        return cls(graph=graph, types=types, layouts=layouts, costs=costs, total=total)
+        return cls(graph=graph, types=types, layouts=layouts, costs=costs, total=total, turns=turns)
 
     def best(
         self, *, free_shapes: frozenset[int] = frozenset()
@@ -185,13 +192,20 @@ class GraphAnalysis:
             reasons = {gate.tensor: self._unfit(gate) for gate in run}
             fit = [gate for gate in run if not reasons[gate.tensor]]
             if fit:
-                # the last one that is not merely a view of the one before
-                solid = [g for g in fit if self.graph.producers[g.tensor].kind not in _VIEWS]
-                kept.append((solid or fit)[-1])
+                kept.append(self._best_of(fit))
             else:
                 rejected.append(self._rejection(run, reasons[run[-1].tensor]))
         rejected += [self._rejection(run, reason) for reason, run in ends.items()]
         return kept, rejected
+
+    def _best_of(self, fit: Sequence[Gate]) -> Gate:
+        """Choose the last that has its batch in front and is more than a view of another."""
+        in_front = [g for g in fit if (self.types[g.tensor].shape or ("",))[0] == BATCH] or fit
+        solid = [g for g in in_front if self.graph.producers[g.tensor].kind not in _VIEWS]
+        if solid and self.graph.producers[solid[-1].tensor].kind in _RECURRENT:
+            tokens = [g for g in in_front if len(self.types[g.tensor].shape or ()) == _TOKENS]
+            return (tokens or solid)[-1]
+        return (solid or in_front)[-1]
 
     def cut_point(self, index: int, flow: Flow, gate: Gate) -> CutPoint:
         """Describe a gate that was kept."""
@@ -237,13 +251,18 @@ class GraphAnalysis:
             return "its shape is not known to shape inference"
         if not tensor.is_floating:
             return f"its elements are {tensor.dtype}, not floating-point numbers"
-        if len(tensor.shape) < 2 or tensor.shape[0] != BATCH:
+        order = batch_first(tensor.shape)
+        if not order or (order[0] and not self.turns):
             sizes = ", ".join(map(str, tensor.shape))
             return f"its shape is [{sizes}], and the first dimension has to be the batch"
         found = self.layouts.channels_of(gate.tensor)
-        if lacks := why_no_head(
-            CutTensor(name=gate.tensor, dtype=tensor.dtype, shape=tensor.shape, channels=found)
-        ):
+        turned = CutTensor(
+            name=gate.tensor,
+            dtype=tensor.dtype,
+            shape=tuple(tensor.shape[axis] for axis in order),
+            channels=None if found is None else order.index(found),
+        )
+        if lacks := why_no_head(turned):
             return lacks
         share = gate.side_flops / self.total if self.total else 0.0
         if share > MAX_SIDE_SHARE:
@@ -278,6 +297,14 @@ class GraphAnalysis:
             places=len(inside),
             reason=f"inside a block: `{bypass}` also carries data past this place",
         )
+
+
+def batch_first(shape: Sequence[int | str]) -> tuple[int, ...]:
+    """Order the dimensions of a shape so that the batch is first; empty where there is none."""
+    if len(shape) < 2 or list(shape).count(BATCH) != 1:
+        return ()
+    front = list(shape).index(BATCH)
+    return (front, *(axis for axis in range(len(shape)) if axis != front))
 
 
 def _runs(flow: Flow) -> Iterator[list[Gate]]:

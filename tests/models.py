@@ -242,6 +242,42 @@ def _attention(b: Builder, x: str, bias: str | None, rows: str, width: int, head
     return b.matmul(mixed, width, width)
 
 
+def batch_second(*, layers: int = 3) -> onnx.ModelProto:
+    """Tokens [sequence, batch, width] inside, as torch's encoders have them by default.
+
+    Cut points: ``stem`` and ``layer{i}`` but the last, with the batch in front
+    (``/batch_first``).
+    """
+    b = Builder()
+    x = b.input("x", ["batch", "sequence", 8])
+    x = b.norm(b.matmul(b.node("Transpose", x, perm=[1, 0, 2]), 8, 8), 8, out="stem")
+    for i in range(layers):
+        inner = b.matmul(b.node("Relu", b.matmul(x, 8, 16)), 16, 8)
+        x = b.norm(b.node("Add", x, inner), 8, out=f"layer{i}")
+    x = b.node("ReduceMean", x, axes=[0], keepdims=0)
+    b.linear(x, 8, 3, out="logits")
+    b.output("logits", ["batch", 3])
+    return b.build()
+
+
+def recurrent(*, layers: int = 3, width: int = 8) -> onnx.ModelProto:
+    """Stacked LSTMs of one direction over token ids; the last step answers.
+
+    Cut points: ``states{i}/batch_first``, [batch, sequence, width], but the last.
+    """
+    b = Builder()
+    ids = b.input("input_ids", ["batch", "sequence"], TensorProto.INT64)
+    x = b.node("Transpose", b.node("Gather", b.weight(50, width), ids), perm=[1, 0, 2])
+    for i in range(layers):
+        weights = [b.weight(1, 4 * width, width) for _ in range(2)]
+        x = b.node("LSTM", x, *weights, hidden_size=width)
+        x = b.node("Squeeze", x, b.constant([1], np.int64), out=f"states{i}")
+    last = b.node("Gather", x, b.constant(-1, np.int64), axis=0)
+    b.linear(last, width, 3, out="logits")
+    b.output("logits", ["batch", 3])
+    return b.build()
+
+
 def two_tower(*, layers: int = 2) -> onnx.ModelProto:
     """Two heavy towers that meet: no exit before ``merged0``, as both are needed from there on."""
     b = Builder()

@@ -27,6 +27,11 @@ LAYERS = ["layer0/attended", "layer0/out", "layer1/attended", "layer1/out", "lay
         (models.bert_like(mask=False), LAYERS),
         (models.bert_like(padding=True), LAYERS),
         (models.rotary(), LAYERS),
+        (
+            models.batch_second(),
+            ["stem/batch_first", "layer0/batch_first", "layer1/batch_first"],
+        ),
+        (models.recurrent(), ["states0/batch_first", "states1/batch_first"]),
         (models.mlp(), ["hidden0", "hidden1", "hidden2"]),
         (models.dense_net(), ["stem", "joined0", "joined1"]),
         (models.inception(), ["stem", "module0", "module1"]),
@@ -194,7 +199,7 @@ def test_heavy_side_part_is_rejected(read):
     assert not {"left0", "left1", "left2"} & set(cuts)
 
 
-def test_batch_must_come_first(read):
+def test_the_batch_is_turned_to_the_front(read):
     """[sequence, batch, width] in the middle: rows could not leave along dimension 0."""
     b = models.Builder()
     x = b.input("x", ["batch", 4, 8])
@@ -204,10 +209,26 @@ def test_batch_must_come_first(read):
     b.linear(b.node("ReduceMean", x, axes=[1], keepdims=0), 8, 3, out="logits")
     b.output("logits", ["batch", 3])
 
-    analysis = find_cuts(read(b.build()))
+    cuts = find_cuts(read(b.build())).cuts
 
-    assert "turned" not in [cut.tensor for cut in analysis.cuts]
-    assert any("[4, batch, 8]" in place.reason for place in analysis.rejected)
+    assert [cut.tensor for cut in cuts][:2] == ["first", "turned/batch_first"]
+    assert {cut.shape for cut in cuts[:2]} == {("batch", 4, 8)}
+
+
+def test_a_batch_that_is_one_with_another_dimension_cannot_be_turned(read):
+    b = models.Builder()
+    x = b.input("x", ["batch", 4, 8])
+    x = b.node("Relu", b.matmul(x, 8, 8), out="first")
+    x = b.node("Reshape", x, b.constant([-1, 8], np.int64))
+    x = b.node("Relu", b.linear(x, 8, 8), out="rows")
+    x = b.node("Reshape", b.linear(x, 8, 8), b.constant([-1, 4, 8], np.int64))
+    b.linear(b.node("ReduceMean", x, axes=[1], keepdims=0), 8, 3, out="logits")
+    b.output("logits", ["batch", 3])
+
+    analysis = find_cuts(read(b.build(), simplify=False))
+
+    wanted = "its shape is [4*batch, 8], and the first dimension has to be the batch"
+    assert wanted in [place.reason for place in analysis.rejected]
 
 
 def test_symbolic_sizes_survive_reshapes_by_computed_vectors(read):
@@ -221,18 +242,18 @@ def test_a_place_is_rejected_for_what_its_last_tensor_lacks(read):
     """Three neighbours of two shapes: what could be cut last is what the remedy is about."""
     b = models.Builder()
     x = b.input("x", ["batch", 4, 8])
-    x = b.node("Transpose", b.node("Relu", b.matmul(x, 8, 8), out="first"), perm=[1, 0, 2])
-    x = b.node("Relu", b.matmul(x, 8, 8))
-    x = b.node("Transpose", x, perm=[2, 1, 0], out="turned")
-    x = b.node("Transpose", b.matmul(x, 4, 4), perm=[1, 0, 2], out="back")
-    b.linear(b.node("ReduceMean", x, axes=[1], keepdims=0), 4, 3, out="logits")
+    x = b.node("Relu", b.matmul(x, 8, 8), out="first")
+    x = b.node("Relu", b.linear(b.node("Reshape", x, b.constant([-1, 8])), 8, 8))
+    x = b.node("Reshape", x, b.constant([-1, 4]), out="halves")
+    x = b.node("Reshape", b.linear(x, 4, 4), b.constant([-1, 4, 8], np.int64))
+    b.linear(b.node("ReduceMean", x, axes=[1], keepdims=0), 8, 3, out="logits")
     b.output("logits", ["batch", 3])
 
-    analysis = find_cuts(read(b.build()))
+    analysis = find_cuts(read(b.build(), simplify=False))
 
     reasons = [(place.operator, place.places, place.reason) for place in analysis.rejected]
-    wanted = "its shape is [8, batch, 4], and the first dimension has to be the batch"
-    assert ("MatMul", 3, wanted) in reasons
+    wanted = "its shape is [8*batch, 4], and the first dimension has to be the batch"
+    assert ("Gemm", 3, wanted) in reasons
 
 
 def test_sizes_that_are_products_of_symbols_are_named(read):

@@ -27,6 +27,8 @@ BUILDERS = {
     "bert without mask": functools.partial(models.bert_like, mask=False),
     "bert of padded ids": functools.partial(models.bert_like, padding=True),
     "rotary": models.rotary,
+    "batch second": models.batch_second,
+    "recurrent": models.recurrent,
     "towers": models.two_tower,
     "dense": models.dense_net,
     "inception": models.inception,
