@@ -176,6 +176,11 @@ _SMALL = 64
 _MOST_WORK = 0.001
 """Share of the model's FLOPs up to which a product is cheap, as that of rotary embeddings is."""
 _PRODUCTS = frozenset({"MatMul", "Einsum"})
+_BROADCASTING = frozenset(
+    {"And", "Or", "Xor", "Where", "Add", "Sub", "Mul", "Div", "Max", "Min", "Pow"}
+    | {"Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual"}
+)
+"""Operators that may read a constant as large as what they give, such as a causal mask."""
 _RANDOM = frozenset({"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike",
                      "Multinomial", "Bernoulli", "Dropout"})  # fmt: skip
 
@@ -196,7 +201,8 @@ def cheap_operators(
             return False
         if op.kind in HEAVY and (op.kind not in _PRODUCTS or costs[op.index] > most_work):
             return False
-        return all(t in graph.variable or sizes.get(t, 0) <= most_weights for t in op.reads)
+        most = max(most_weights, costs[op.index] if op.kind in _BROADCASTING else 0.0)
+        return all(t in graph.variable or sizes.get(t, 0) <= most for t in op.reads)
 
     return frozenset(op.index for op in graph.operators if is_cheap(op))
 

@@ -93,6 +93,28 @@ def test_inputs_are_read_again_only_where_that_gives_more_cuts(read):
         assert not find_cuts(read(proto)).rereads
 
 
+def test_a_causal_mask_that_is_a_constant_is_there_again_in_later_segments(read):
+    """It is as large as what it is combined with, which is computed again as well."""
+    b = models.Builder()
+    ids = b.input("ids", ["batch", 32], TensorProto.INT64)
+    x = b.node("Gather", b.weight(50, 16), ids)
+    there = b.node("Greater", ids, b.constant(0, np.int64))
+    causal = b.constant(np.tril(np.ones((1, 32, 32), bool)))
+    kept = b.node("And", causal, b.node("Unsqueeze", there, b.constant([1], np.int64)))
+    low, zero = b.constant(-1e4, np.float32), b.constant(0.0, np.float32)
+    bias = b.node("Where", kept, zero, low)
+    for i in range(3):
+        scores = b.node("MatMul", b.matmul(x, 16, 16), b.node("Transpose", x, perm=[0, 2, 1]))
+        mixed = b.node("MatMul", b.node("Softmax", b.node("Add", scores, bias), axis=-1), x)
+        x = b.node("Add", x, b.matmul(mixed, 16, 16), out=f"layer{i}")
+    b.linear(b.node("ReduceMean", x, axes=[1], keepdims=0), 16, 3, out="logits")
+    b.output("logits", ["batch", 3])
+
+    cuts = [cut.tensor for cut in find_cuts(read(b.build())).cuts]
+
+    assert cuts[:2] == ["layer0", "layer1"]
+
+
 @pytest.mark.parametrize("what", ["table", "work"])
 def test_what_is_dear_is_not_computed_again(read, what):
     """Ids embedded again in the end, or multiplied by a large weight, hold all cuts back."""
