@@ -104,7 +104,7 @@ def last_beginning(segments: Sequence[Segment]) -> int:
 
 
 HeadKind: TypeAlias = Literal["grid", "first", "mean", "mean_max", "attention", "vector", "own"]
-"""How a head pools: average to a grid; first token; masked mean; first, mean and max joined;
+"""How a head pools: average a map to a grid; first token; masked mean; first, mean and max joined;
 learned attention queries; not at all. :mod:`offramp.calibration.families` has a class for each.
 ``own`` is no head: the answer of the quantised model itself, after its last segment."""
 
@@ -120,16 +120,20 @@ class Head:
     """Learned queries, for ``attention``."""
     hidden: int = 0
     """Width of the hidden layer; 0 is a linear head."""
+    axes: int = field(default=2, metadata=LEFT_OUT)
+    """Sides of the pooled map, for ``grid``: 1 of a signal, 2 of an image, 3 of a video."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "grid", "queries", "hidden", least=0)
+        check_numbers(self, "axes", least=1, most=3)
 
     def describe(self) -> str:
         """``4×4 grid, hidden 64``, for reports."""
         if self.kind == "own":
             return "the int8 model's own answer"
+        grid = "×".join([str(self.grid)] * self.axes)
         pooling = {
-            "grid": f"{self.grid}×{self.grid} grid",
+            "grid": f"{grid} grid" if self.axes > 1 else f"grid of {grid}",
             "first": "first token",
             "mean_max": "first+mean+max",
             "attention": f"attention, {self.queries} {'query' if self.queries == 1 else 'queries'}",

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,13 @@ FAR_BELOW = -1e9
 """Added to the scores of padding, so that a softmax or a maximum passes over it."""
 
 
+Form: TypeAlias = Literal["vector", "tokens", "map"]
+"""What a cut tensor is to heads: [batch, width]; [batch, tokens, width]; channels over one, two or
+three dimensions of a signal, an image or a video."""
+_RANKS = range(2, 6)
+"""Dimensions of the cut tensors that there are heads for, with the batch."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutTensor:
     """The tensor at a cut point, which the heads of an exit read."""
@@ -39,7 +46,12 @@ class CutTensor:
     name: str
     dtype: str
     shape: tuple[int | str, ...]
-    """First the batch; then channels and map, or tokens and width, or width."""
+    """First the batch; then channels and map, or map and channels, or tokens and width, or
+    width."""
+    channels: int | None = None
+    """The dimension that holds the channels, or a token's width. ``None``: as is usual for the
+    rank, which is the first after the batch for maps of two and three dimensions, else the
+    last."""
     mask: str | None = None
     """Graph input [batch, tokens] that says which tokens count, if there is one."""
     mask_dtype: str = "int64"
@@ -52,10 +64,32 @@ class CutTensor:
         return len(self.shape)
 
     @property
+    def channel_axis(self) -> int:
+        """The dimension that holds the channels, or a token's width."""
+        usual = 1 if self.rank > 3 else self.rank - 1
+        return usual if self.channels is None else self.channels
+
+    @property
+    def form(self) -> Form | None:
+        """What the tensor is to heads; ``None`` where there is no kind of head for it."""
+        if self.rank not in _RANKS or self.channel_axis not in (1, self.rank - 1):
+            return None
+        if self.rank == 2:
+            return "vector"
+        return "tokens" if self.rank == 3 and self.channel_axis == 2 else "map"
+
+    @property
     def width(self) -> int | None:
         """Channels, or size of a token or vector; ``None`` where it is symbolic."""
-        size = self.shape[1 if self.rank == 4 else -1]
+        size = self.shape[self.channel_axis]
         return size if isinstance(size, int) else None
+
+    @property
+    def sides(self) -> tuple[int | str, ...]:
+        """Sizes of a map: its height and width, say."""
+        return tuple(
+            size for axis, size in enumerate(self.shape) if axis not in (0, self.channel_axis)
+        )
 
 
 class GraphPart(Protocol):
@@ -83,8 +117,8 @@ class Pooling(ABC):
     """How heads of one kind make features of their cut tensor, in training and as served."""
 
     kind: ClassVar[HeadKind]
-    rank: ClassVar[int]
-    """Dimensions of the cut tensors that it reads, with the batch."""
+    form: ClassVar[Form]
+    """What cut tensors have to be to be read."""
     reads_mask: ClassVar[bool] = False
     """Whether the head reads the mask too, where the model has one."""
     averages: ClassVar[bool] = True
@@ -116,12 +150,13 @@ class Pooling(ABC):
 class _GridPooling(Pooling):
     """Averages of a map over the cells of a grid."""
 
-    kind, rank = "grid", 4
+    kind, form = "grid", "map"
 
     def heads(self, cut: CutTensor) -> Sequence[Head]:
         coarsest, finest = grids_of(cut)[0], grids_of(cut)[-1]
-        cheap = [] if coarsest == finest else [Head(kind="grid", grid=coarsest)]
-        return [*cheap, *(Head(kind="grid", grid=finest, hidden=h) for h in (0, HIDDEN))]
+        axes = len(cut.sides)
+        cheap = [] if coarsest == finest else [Head(kind="grid", grid=coarsest, axes=axes)]
+        return [*cheap, *(Head(kind="grid", grid=finest, axes=axes, hidden=h) for h in (0, HIDDEN))]
 
     def build(self, part: GraphPart, tensor: str, served: ServedHead) -> str:
         return part.add("Flatten", [pool_map(part, served.cut, tensor, served.head.grid)], axis=1)
@@ -130,7 +165,7 @@ class _GridPooling(Pooling):
 class _VectorPooling(Pooling):
     """The cut tensor itself, where it is a vector."""
 
-    kind, rank = "vector", 2
+    kind, form = "vector", "vector"
     tried = (Head(kind="vector"), Head(kind="vector", hidden=HIDDEN))
 
     def build(self, part: GraphPart, tensor: str, served: ServedHead) -> str:  # noqa: ARG002
@@ -140,7 +175,7 @@ class _VectorPooling(Pooling):
 class _FirstTokenPooling(Pooling):
     """The first token, which many encoders are trained to answer by."""
 
-    kind, rank = "first", 3
+    kind, form = "first", "tokens"
     tried = (Head(kind="first"),)
 
     def features(self, tokens: FloatArray, keep: FloatArray) -> FloatArray:  # noqa: ARG002
@@ -153,7 +188,7 @@ class _FirstTokenPooling(Pooling):
 class _MeanPooling(Pooling):
     """The mean of the tokens that are no padding."""
 
-    kind, rank, reads_mask = "mean", 3, True
+    kind, form, reads_mask = "mean", "tokens", True
     tried = (Head(kind="mean"),)
 
     def features(self, tokens: FloatArray, keep: FloatArray) -> FloatArray:
@@ -171,7 +206,7 @@ class _MeanMaxPooling(Pooling):
     is not that of the tokens.
     """
 
-    kind, rank, reads_mask, averages = "mean_max", 3, True, False
+    kind, form, reads_mask, averages = "mean_max", "tokens", True, False
 
     def features(self, tokens: FloatArray, keep: FloatArray) -> FloatArray:
         mean = POOLINGS["mean"].features(tokens, keep)
@@ -188,7 +223,7 @@ class _MeanMaxPooling(Pooling):
 class _AttentionPooling(Pooling):
     """Averages of the tokens, weighted by learned attention queries."""
 
-    kind, rank, reads_mask, learned = "attention", 3, True, True
+    kind, form, reads_mask, learned = "attention", "tokens", True, True
     tried = (
         *(Head(kind="attention", queries=queries) for queries in QUERIES),
         Head(kind="attention", queries=QUERIES[0], hidden=HIDDEN),
@@ -213,12 +248,28 @@ POOLINGS: Mapping[HeadKind, Pooling] = {pooling.kind: pooling() for pooling in _
 
 def family_of(cut: CutTensor) -> tuple[Head, ...]:
     """Give the heads to try; none where the tensor's shape has no known kind of head."""
-    kinds = (
-        []
-        if cut.width is None or cut.is_answer
-        else [p for p in POOLINGS.values() if p.rank == cut.rank]
-    )
+    if cut.is_answer or why_no_head(cut):
+        return ()
+    kinds = [pooling for pooling in POOLINGS.values() if pooling.form == cut.form]
     return tuple(head for pooling in kinds for head in pooling.heads(cut))
+
+
+def why_no_head(cut: CutTensor) -> str:
+    """Say what a head lacks in a cut tensor; empty where one can be built."""
+    if cut.rank not in _RANKS:
+        most = _RANKS.stop - 1
+        return f"it has {cut.rank} dimensions, and heads read {_RANKS.start} to {most}"
+    if cut.form is None:
+        return (
+            f"its channels are dimension {cut.channel_axis} of {cut.rank}, and heads read them as "
+            "the first after the batch, or as the last"
+        )
+    if cut.width is None:
+        return (
+            f"dimension {cut.channel_axis}, which holds its channels, has no fixed size that a "
+            "head could be trained for; export the model with that size fixed"
+        )
+    return ""
 
 
 def mask_of(cut: CutTensor, head: Head) -> str | None:
@@ -231,13 +282,14 @@ def grids_of(cut: CutTensor) -> tuple[int, ...]:
 
     Those between were chosen only at the very end of a model, where they net the same.
     """
-    height, width = cut.shape[2:]
+    sides = [side for side in cut.sides if isinstance(side, int)]
     assert cut.width is not None
-    if not isinstance(height, int) or not isinstance(width, int):
+    if len(sides) < len(cut.sides):
         return (1,)
-    side = min(height, width)
+    side = min(sides)
     finest = 7 if side % 7 == 0 else 8
-    fitting = [g for g in (1, 2, 4, finest) if g <= side and cut.width * g * g <= MAX_FEATURES]
+    most = MAX_FEATURES / cut.width
+    fitting = [g for g in (1, 2, 4, finest) if g <= side and g ** len(sides) <= most]
     return (1, fitting[-1]) if len(fitting) > 1 else (1,)
 
 
@@ -252,15 +304,17 @@ def pooling_window(size: int, grid: int) -> tuple[int, int]:
 
 
 def pool_map(part: GraphPart, cut: CutTensor, tensor: str, grid: int) -> str:
-    """Average-pool a map [n, channels, height, width] to [n, channels, grid, grid]."""
-    height, width = cut.shape[2:]
+    """Average-pool a map to [n, channels, grid, ...], with as many sides as the map has."""
+    if cut.channel_axis != 1:
+        order = [0, cut.rank - 1, *range(1, cut.rank - 1)]
+        tensor = part.add("Transpose", [tensor], perm=order)
     if grid == 1:
         return part.add("GlobalAveragePool", [tensor])
-    assert isinstance(height, int)
-    assert isinstance(width, int)
-    if height == width == grid:
+    sides = [side for side in cut.sides if isinstance(side, int)]
+    assert len(sides) == len(cut.sides)
+    if all(side == grid for side in sides):
         return tensor
-    windows = pooling_window(height, grid), pooling_window(width, grid)
+    windows = [pooling_window(side, grid) for side in sides]
     kernel, strides = ([window[i] for window in windows] for i in (0, 1))
     return part.add("AveragePool", [tensor], kernel_shape=kernel, strides=strides)
 

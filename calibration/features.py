@@ -47,7 +47,7 @@ class Recording:
     """The recorded features of every candidate exit, and the source model's answers."""
 
     features: tuple[Mapping[int, NDArray[np.float16]], ...]
-    """Per candidate, by grid: [n, channels · grid²]; by :data:`WHOLE`: [n, tokens, width] or
+    """Per candidate, by grid: [n, channels · grid^sides]; by :data:`WHOLE`: [n, tokens, width] or
     [n, width]."""
     masks: Mapping[str, NDArray[Any]]
     """The masks that heads use, by graph input: [n, tokens]."""
@@ -255,7 +255,7 @@ def _wide_tokens(outputs: tuple[Mapping[int, str], ...], cuts: Sequence[CutTenso
     return [
         candidate
         for candidate, (cut, names) in enumerate(zip(cuts, outputs, strict=True))
-        if cut.rank == 3
+        if cut.form == "tokens"
         and names
         and TOKEN_COMPONENTS < (cut.width or 0) <= LARGEST
         # of features that are no averages, such as a maximum, coordinates say nothing

@@ -176,7 +176,7 @@ class _FixedLearner(Learner):
     def _seen(self, recording: Recording) -> NDArray[np.floating]:
         """The features [n, inputs] before preconditioning."""
         recorded = recording.features[self._group.view.candidate][self._group.view.grid or WHOLE]
-        if self._pooling.rank != 3:
+        if self._pooling.form != "tokens":
             return recorded
         mask, parts = self._group.mask_in(recording), []
         for start in range(0, len(recorded), _POOLED):

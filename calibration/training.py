@@ -81,7 +81,7 @@ def train_heads(
         group = Group(
             view=view,
             heads=heads,
-            mask=cut.mask if cut.rank == 3 else None,
+            mask=cut.mask if cut.form == "tokens" else None,
             train=train,
             dropout=options.dropout,
             seed=options.seed,

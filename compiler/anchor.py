@@ -29,7 +29,7 @@ def anchor_shapes(proto: onnx.ModelProto) -> onnx.ModelProto:
     Of an annotated model with a single output, which is not changed. Shapes that cannot be
     expressed so stay, and :func:`~offramp.compiler.cuts.find_cuts` rejects the places they cross.
     """
-    analysis = GraphAnalysis.of(proto)
+    analysis = GraphAnalysis.of(proto, turns=True)
     vectors = {
         op.index: sizes
         for op in analysis.graph.operators
@@ -95,8 +95,7 @@ def _crossing(
     analysis: GraphAnalysis, flow: Flow, kept: Sequence[Gate], vectors: Mapping[int, object]
 ) -> list[Operator]:
     """Return the ``Shape`` operators whose value is used beyond a cut after their tensor."""
-    written = {t: i for i, op in enumerate(flow.steps) for t in op.writes}
-    written |= dict.fromkeys(analysis.graph.inputs, -1)
+    written = _places(analysis, flow)
     crossing: list[Operator] = []
     for index in vectors:
         op = analysis.graph.operators[index]
@@ -105,6 +104,16 @@ def _crossing(
             if cuts and flow.side_use[index] > cuts[0]:
                 crossing.append(op)
     return crossing
+
+
+def _places(analysis: GraphAnalysis, flow: Flow) -> dict[str, int]:
+    """Where in the flow main tensors are written, those too of which only sizes are used."""
+    written = {t: i for i, op in enumerate(flow.steps) for t in op.writes}
+    for op in analysis.graph.operators:
+        if op.kind not in SHAPE_KINDS and not written.keys() & op.writes:
+            behind = [written[t] for t in op.reads if t in written]
+            written.update(dict.fromkeys(op.writes if behind else (), max(behind, default=0)))
+    return written | dict.fromkeys(analysis.graph.inputs, -1)
 
 
 def _from_inputs(

@@ -25,7 +25,6 @@ from offramp.calibration.families import CutTensor
 from offramp.compiler.cuts import CutAnalysis, GraphAnalysis, find_cuts
 from offramp.compiler.errors import ModelError, VerificationError
 from offramp.compiler.export.nesting import rename_graph
-from offramp.compiler.flow import trace
 from offramp.compiler.graph import Dataflow, default_opset, refill
 from offramp.compiler.model import MIN_OPSET, SourceModel
 from offramp.compiler.options import CompileOptions
@@ -127,7 +126,7 @@ def _describe(proto: onnx.ModelProto, model: SourceModel) -> None:
 def _surviving(analysis: CutAnalysis, front: SourceModel) -> CutAnalysis:
     """Drop the cut points that are none in the quantised model."""
     looked_at = GraphAnalysis.of(front.proto)
-    flow = trace(looked_at.graph, looked_at.work.costs, analysis.main_inputs)
+    flow = looked_at.trace(analysis.main_inputs, rereads=analysis.rereads)
     gates = {gate.tensor: gate for gate in flow.gates}
     kept = [
         cut

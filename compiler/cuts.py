@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 import onnx
 
-from offramp.compiler.flow import SHAPE_KINDS, Flow, Gate, is_heavy, trace
+from offramp.calibration.families import CutTensor, why_no_head
+from offramp.compiler.flow import SHAPE_KINDS, Flow, Gate, cheap_operators, is_heavy, trace
 from offramp.compiler.graph import Dataflow, Operator
+from offramp.compiler.layout import ChannelFinder
 from offramp.compiler.shapes import BATCH, TensorType, declared_types
 from offramp.compiler.work import OperatorWork, work_of
 
@@ -29,6 +32,11 @@ _VIEWS = frozenset(
     {"Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Dropout", "Cast"}
 )
 """The same values, rearranged: an exit rather sees them before, while there is a map to pool."""
+
+_RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
+"""These give a dimension of one or two directions; a view without it is tokens."""
+_TOKENS = 3
+"""Dimensions of [batch, tokens, width]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +56,14 @@ class CutPoint:
     """Share of the model's FLOPs spent up to here, 0 to 1."""
     side_inputs: tuple[str, ...]
     """Graph inputs that later segments need beside the tensor, in the model's order."""
+    channels: int | None = None
+    """The dimension that holds the channels, where the operators around the tensor tell."""
+
+    def as_heads_see_it(self) -> CutTensor:
+        """Describe the tensor to what builds heads."""
+        return CutTensor(
+            name=self.tensor, dtype=self.dtype, shape=self.shape, channels=self.channels
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,14 +93,17 @@ class CutAnalysis:
     """Types of operators whose FLOPs are not known. Shares are of time then, which was measured."""
     total_s: float | None = None
     """Time of one run of all operators, alone, where that is what shares are of."""
+    rereads: bool = False
+    """Whether main inputs are read again after cut tensors, and hence taken along."""
 
 
 def find_cuts(model: SourceModel) -> CutAnalysis:
     """Find the cut points by dominance in the dataflow graph (Apparate 3.1, PAME 4.1).
 
-    Each graph input in turn is tried as the only main one, then all together; the choice that
-    gives most cut points wins, ties going to the one that leaves least work on the side. There may
-    be none: :func:`~offramp.compiler.placement.choose_candidates` is what raises then.
+    Each graph input in turn is tried as the only main one, then all together, then all together
+    with leave to read them again. The choice that gives most cut points wins, ties going to one
+    that reads no main input again, then to that which leaves least work on the side. There may be
+    none: :func:`~offramp.compiler.placement.choose_candidates` is what raises then.
     """
     analysis = GraphAnalysis.of(model.proto)
     flow, kept, rejected = analysis.best()
@@ -97,6 +116,7 @@ def find_cuts(model: SourceModel) -> CutAnalysis:
         total_flops=0.0 if analysis.work.measured else analysis.total,
         unknown_work=analysis.work.unknown,
         total_s=analysis.total if analysis.work.measured else None,
+        rereads=flow.rereads,
     )
 
 
@@ -106,18 +126,23 @@ class GraphAnalysis:
 
     graph: Dataflow
     types: dict[str, TensorType]
+    layouts: ChannelFinder
     work: OperatorWork
     total: float
     """Of the work of all operators, in its unit."""
+    turns: bool = False
+    """Whether tensors are judged as they are with the batch in front, wherever it is."""
 
     @classmethod
-    def of(cls, proto: onnx.ModelProto) -> GraphAnalysis:
+    def of(cls, proto: onnx.ModelProto, *, turns: bool = False) -> GraphAnalysis:
         """Look at an annotated model with a single output."""
         graph = Dataflow(proto.graph)
         work = work_of(proto, graph)
         needed = graph.behind(graph.outputs, stop=frozenset())
         total = sum(work.costs[op.index] for op in needed)
-        return cls(graph=graph, types=declared_types(proto), work=work, total=total)
+        types = declared_types(proto)
+        layouts = ChannelFinder.of(proto, graph, types)
+        return cls(graph=graph, types=types, layouts=layouts, work=work, total=total, turns=turns)
 
     def best(
         self, *, free_shapes: frozenset[int] = frozenset()
@@ -125,14 +150,34 @@ class GraphAnalysis:
         """Choose the main inputs; return their flow, the gates kept and the rejections."""
         inputs = self.graph.inputs
         choices = [(name,) for name in inputs] + ([inputs] if len(inputs) > 1 else [])
-        flows = [trace(self.graph, self.work.costs, c, free_shapes=free_shapes) for c in choices]
+        flows = [self.trace(c, free_shapes=free_shapes) for c in choices]
+        flows.append(self.trace(inputs, free_shapes=free_shapes, rereads=True))
         judged = [(flow, *self.judge(flow)) for flow in flows]
 
-        def merit(choice: tuple[Flow, list[Gate], list[Rejection]]) -> tuple[int, bool, float]:
+        def merit(choice: tuple[Flow, list[Gate], list[Rejection]]) -> tuple[float, ...]:
             flow, kept, _ = choice
-            return len(kept), len(flow.steps) > 0, -sum(self.work.costs[i] for i in flow.side_use)
+            side = sum(self.work.costs[i] for i in flow.side_use)
+            return len(kept), len(flow.steps) > 0, not flow.rereads, -side
 
         return max(judged, key=merit)
+
+    def trace(
+        self,
+        main_inputs: tuple[str, ...],
+        *,
+        free_shapes: frozenset[int] = frozenset(),
+        rereads: bool = False,
+    ) -> Flow:
+        """Follow the flow from some main inputs, which may be read again if ``rereads``."""
+        cheap = None
+        if rereads:
+            sizes = {
+                name: prod(size for size in tensor.shape or () if isinstance(size, int))
+                for name, tensor in self.types.items()
+                if name not in self.graph.variable
+            }
+            cheap = cheap_operators(self.graph, self.work.costs, sizes)
+        return trace(self.graph, self.work.costs, main_inputs, free_shapes=free_shapes, cheap=cheap)
 
     def judge(self, flow: Flow) -> tuple[list[Gate], list[Rejection]]:
         """Keep one gate per run of cheap steps, and say why the others fall."""
@@ -147,13 +192,20 @@ class GraphAnalysis:
             reasons = {gate.tensor: self._unfit(gate) for gate in run}
             fit = [gate for gate in run if not reasons[gate.tensor]]
             if fit:
-                # the last one that is not merely a view of the one before
-                solid = [g for g in fit if self.graph.producers[g.tensor].kind not in _VIEWS]
-                kept.append((solid or fit)[-1])
+                kept.append(self._best_of(fit))
             else:
                 rejected.append(self._rejection(run, reasons[run[-1].tensor]))
         rejected += [self._rejection(run, reason) for reason, run in ends.items()]
         return kept, rejected
+
+    def _best_of(self, fit: Sequence[Gate]) -> Gate:
+        """Choose the last that has its batch in front and is more than a view of another."""
+        in_front = [g for g in fit if (self.types[g.tensor].shape or ("",))[0] == BATCH] or fit
+        solid = [g for g in in_front if self.graph.producers[g.tensor].kind not in _VIEWS]
+        if solid and self.graph.producers[solid[-1].tensor].kind in _RECURRENT:
+            tokens = [g for g in in_front if len(self.types[g.tensor].shape or ()) == _TOKENS]
+            return (tokens or solid)[-1]
+        return (solid or in_front)[-1]
 
     def cut_point(self, index: int, flow: Flow, gate: Gate) -> CutPoint:
         """Describe a gate that was kept."""
@@ -166,6 +218,7 @@ class GraphAnalysis:
             operator=self.graph.producers[gate.tensor].kind,
             flops_share_before=1 - self._share_after(flow, gate),
             side_inputs=tuple(i for i in self.graph.inputs if i in gate.side_inputs),
+            channels=self.layouts.channels_of(gate.tensor),
         )
 
     def shape_rejections(self, flow: Flow) -> Iterator[Rejection]:
@@ -173,7 +226,7 @@ class GraphAnalysis:
         inner = frozenset(op.index for op in self.graph.operators if op.kind in SHAPE_KINDS)
         if not inner:
             return
-        free = trace(self.graph, self.work.costs, flow.main_inputs, free_shapes=inner)
+        free = self.trace(flow.main_inputs, free_shapes=inner, rereads=flow.rereads)
         gates = {gate.tensor for gate in flow.gates}
         for gate in self.judge(free)[0]:
             if gate.tensor not in gates:
@@ -211,9 +264,19 @@ class GraphAnalysis:
             return "its shape is not known to shape inference"
         if not tensor.is_floating:
             return f"its elements are {tensor.dtype}, not floating-point numbers"
-        if len(tensor.shape) < 2 or tensor.shape[0] != BATCH:
+        order = batch_first(tensor.shape)
+        if not order or (order[0] and not self.turns):
             sizes = ", ".join(map(str, tensor.shape))
             return f"its shape is [{sizes}], and the first dimension has to be the batch"
+        found = self.layouts.channels_of(gate.tensor)
+        turned = CutTensor(
+            name=gate.tensor,
+            dtype=tensor.dtype,
+            shape=tuple(tensor.shape[axis] for axis in order),
+            channels=None if found is None else order.index(found),
+        )
+        if lacks := why_no_head(turned):
+            return lacks
         share = gate.side_flops / self.total if self.total else 0.0
         if share > MAX_SIDE_SHARE:
             names = ", ".join(f"`{name}`" for name in sorted(gate.side_inputs))
@@ -247,6 +310,14 @@ class GraphAnalysis:
             places=len(inside),
             reason=f"inside a block: `{bypass}` also carries data past this place",
         )
+
+
+def batch_first(shape: Sequence[int | str]) -> tuple[int, ...]:
+    """Order the dimensions of a shape so that the batch is first; empty where there is none."""
+    if len(shape) < 2 or list(shape).count(BATCH) != 1:
+        return ()
+    front = list(shape).index(BATCH)
+    return (front, *(axis for axis in range(len(shape)) if axis != front))
 
 
 def _runs(flow: Flow) -> Iterator[list[Gate]]:

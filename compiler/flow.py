@@ -3,12 +3,14 @@
 Apparate (3.1) attaches ramps at cut vertices: no edge may start before a ramp and enter the
 model after it. Taken literally a transformer has none, since its attention mask enters every
 layer. So the graph inputs are divided: the *main* ones carry the data that is classified, and
-what is computed from the others alone is *side*, to be recomputed wherever it is needed.
+what is computed from the others alone is *side*, to be recomputed wherever it is needed. Many
+models read their main input again in every layer, for instance token ids that a mask is made of;
+so what is cheap to compute from main inputs may count as side too (:func:`cheap_operators`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -48,6 +50,8 @@ class Flow:
     """Main tensor to the index in ``steps`` of its last reader."""
     side_use: dict[int, int]
     """Index of a side operator to that of the last step which needs its value."""
+    rereads: bool
+    """Whether main inputs may be read again after a gate, and by side operators."""
     heavy_steps: tuple[int, ...]
     """Indices in ``steps`` of the operators that do the work."""
     flops_after: tuple[float, ...]
@@ -60,14 +64,17 @@ def trace(
     main_inputs: tuple[str, ...],
     *,
     free_shapes: frozenset[int] = frozenset(),
+    cheap: frozenset[int] | None = None,
 ) -> Flow:
     """Follow the main flow of a model with one output and find its gates, in linear time.
 
     ``costs`` are FLOPs per operator. ``free_shapes`` are the indices of ``Shape`` operators on
-    inner tensors whose value the graph inputs tell, and which hence carry nothing.
+    inner tensors whose value the graph inputs tell, and which hence carry nothing. With ``cheap``
+    operators, main inputs may be read again anywhere: what these compute from them is side.
     """
-    steps, main = _main_steps(graph, main_inputs, free_shapes)
-    last_use = {t: i for i, op in enumerate(steps) for t in op.reads if t in main}
+    split = _Division.of(graph, main_inputs, free_shapes, cheap)
+    steps, main = split.steps, split.main
+    last_use = {t: i for i, op in enumerate(steps) for t in split.carried(op)}
     sides = _SideSweep(graph, costs, main)
     passed = _gates(steps, main_inputs, graph.outputs, last_use)
     gates: list[Gate] = []
@@ -77,11 +84,12 @@ def trace(
             gates.append(Gate(tensor=passed[i], step=i, side_inputs=inputs, side_flops=flops))
         sides.add(steps[i], i)
     return Flow(
-        main_inputs=main_inputs,
+        main_inputs=tuple(name for name in main_inputs if name in last_use),
         steps=steps,
         gates=tuple(reversed(gates)),
         last_use=last_use,
         side_use=sides.last_step,
+        rereads=cheap is not None,
         heavy_steps=tuple(i for i, op in enumerate(steps) if is_heavy(op)),
         flops_after=_costs_after([costs[op.index] for op in steps]),
     )
@@ -93,49 +101,119 @@ def _costs_after(costs: Sequence[float]) -> tuple[float, ...]:
     return sums[-2::-1]
 
 
-def _main_steps(
-    graph: Dataflow, main_inputs: tuple[str, ...], free_shapes: frozenset[int]
-) -> tuple[tuple[Operator, ...], frozenset[str]]:
-    """Operators with a main operand that matter for the answer, and all main tensors."""
-    main = set(main_inputs)
-    forward: list[Operator] = []
-    for op in graph.operators:
-        sizes_only = op.kind in SHAPE_KINDS and (
-            op.index in free_shapes or op.reads[0] in graph.inputs
-        )
-        if not sizes_only and not main.isdisjoint(op.reads):
-            forward.append(op)
-            main.update(op.writes)
-    needed = set(graph.outputs)
-    steps: list[Operator] = []
-    for op in reversed(forward):
-        if not needed.isdisjoint(op.writes):
-            steps.append(op)
-            needed.update(op.reads)
-    return tuple(reversed(steps)), frozenset(main)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Division:
+    """The operators of the main flow, told from what is computed on the side."""
+
+    steps: tuple[Operator, ...]
+    """Those with a main operand, or the first to do work on an input, that matter in the end."""
+    main: frozenset[str]
+    """The tensors that they write, and the main inputs unless these may be read again."""
+    origins: Mapping[str, frozenset[str]]
+    """Main inputs that may be read again, and what is cheaply computed of them, by tensor."""
+
+    @classmethod
+    def of(
+        cls,
+        graph: Dataflow,
+        main_inputs: tuple[str, ...],
+        free_shapes: frozenset[int],
+        cheap: frozenset[int] | None,
+    ) -> _Division:
+        main = set(main_inputs) if cheap is None else set()
+        origins = {} if cheap is None else {name: frozenset([name]) for name in main_inputs}
+        forward: list[Operator] = []
+        for op in graph.operators:
+            if op.kind in SHAPE_KINDS and (op.index in free_shapes or op.reads[0] in graph.inputs):
+                continue
+            behind = [origins[t] for t in op.reads if t in origins]
+            if not main.isdisjoint(op.reads) or (behind and op.index not in (cheap or ())):
+                forward.append(op)
+                main.update(op.writes)
+            elif behind:
+                origins.update(dict.fromkeys(op.writes, frozenset().union(*behind)))
+        needed = set(graph.outputs)
+        steps: list[Operator] = []
+        for op in reversed(forward):
+            if not needed.isdisjoint(op.writes):
+                steps.append(op)
+                needed.update(op.reads)
+        return cls(steps=tuple(reversed(steps)), main=frozenset(main), origins=origins)
+
+    def carried(self, op: Operator) -> Iterator[str]:
+        """Yield what has to be there when a step begins: its main operands.
+
+        A step without any begins the flow: it is the main inputs behind its operands that have
+        to wait for it.
+        """
+        main = [t for t in op.reads if t in self.main]
+        yield from main
+        if not main:
+            yield from frozenset().union(*(self.origins.get(t, frozenset()) for t in op.reads))
 
 
 def _gates(
     steps: Sequence[Operator],
     main_inputs: tuple[str, ...],
     outputs: tuple[str, ...],
-    last_use: dict[str, int],
+    last_use: Mapping[str, int],
 ) -> dict[int, str]:
     """Steps after which a single main tensor is still to be read, and that tensor.
 
     Every operator here lies on a path to the answer, so it comes either before or after a
     tensor that all paths share, whatever the topological order: counting suffices.
     """
+    ends: dict[int, list[str]] = {}
+    for tensor, step in last_use.items():
+        ends.setdefault(step, []).append(tensor)
     waiting = {t for t in main_inputs if t in last_use}
     passed: dict[int, str] = {}
     for i, op in enumerate(steps):
-        waiting.difference_update([t for t in op.reads if last_use.get(t) == i])
+        waiting.difference_update(ends.get(i, ()))
         waiting.update(t for t in op.writes if t in last_use or t in outputs)
         if len(waiting) == 1:
             (tensor,) = waiting
             if tensor in op.writes:
                 passed[i] = tensor
     return passed
+
+
+_MOST_WEIGHTS = 0.01
+"""Share of the model's constants that an operator may read and still be recomputed."""
+_SMALL = 64
+"""Elements of a constant that is small in any model, such as axes, or a scalar."""
+_MOST_WORK = 0.001
+"""Share of the model's FLOPs up to which a product is cheap, as that of rotary embeddings is."""
+_PRODUCTS = frozenset({"MatMul", "Einsum"})
+_BROADCASTING = frozenset(
+    {"And", "Or", "Xor", "Where", "Add", "Sub", "Mul", "Div", "Max", "Min", "Pow"}
+    | {"Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual"}
+)
+"""Operators that may read a constant as large as what they give, such as a causal mask."""
+_RANDOM = frozenset({"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike",
+                     "Multinomial", "Bernoulli", "Dropout"})  # fmt: skip
+
+
+def cheap_operators(
+    graph: Dataflow, costs: Sequence[float], sizes: Mapping[str, int]
+) -> frozenset[int]:
+    """Indices of the operators that every segment may rather compute again than be given.
+
+    They do hardly any work, and read no weights but small constants: a table of embeddings is not
+    to be there twice. ``sizes`` are the elements of constant tensors by name.
+    """
+    weights = sum(sizes.get(name, 0) for name in graph.constants)
+    most_weights, most_work = max(_SMALL, _MOST_WEIGHTS * weights), _MOST_WORK * sum(costs)
+
+    def is_cheap(op: Operator) -> bool:
+        if op.has_body or op.kind in _RANDOM or op.proto.domain not in {"", "ai.onnx"}:
+            return False
+        if op.kind in HEAVY and (op.kind not in _PRODUCTS or costs[op.index] > most_work):
+            return False
+        most = max(most_weights, costs[op.index] if op.kind in _BROADCASTING else 0.0)
+        return all(t in graph.variable or sizes.get(t, 0) <= most for t in op.reads)
+
+    return frozenset(op.index for op in graph.operators if is_cheap(op))
 
 
 class _SideSweep:

@@ -92,7 +92,7 @@ def _value_info(name: str, dtype: str, shape: Sequence[int | str]) -> onnx.Value
 def build_pooling(
     cut: CutTensor, prefix: str, grids: Sequence[int], *, opset: int, ir_version: int
 ) -> tuple[bytes, dict[int, str]]:
-    """Build the graph that pools a map; gives it, and by grid its output [n, channels · grid²]."""
+    """Build the graph that pools a map; gives it, and by grid its output [n, features]."""
     assert cut.width is not None
     part = PartBuilder(prefix, opset, ir_version)
     tensor = _as_float32(part, cut)
@@ -100,7 +100,7 @@ def build_pooling(
         grid: part.add("Flatten", [pool_map(part, cut, tensor, grid)], f"grid{grid}", axis=1)
         for grid in grids
     }
-    outputs = [(names[g], "float32", ("batch", cut.width * g * g)) for g in grids]
+    outputs = [(names[g], "float32", ("batch", cut.width * g ** len(cut.sides))) for g in grids]
     return part.build([(cut.name, cut.dtype, cut.shape)], outputs), names
 
 
@@ -200,7 +200,7 @@ def attach_poolings(
     outputs: list[Mapping[int, str]] = []
     for index, (segment, cut) in enumerate(zip(segments, cuts, strict=False)):
         parts.append(segment)
-        if cut.rank != 4 or not family_of(cut):
+        if cut.form != "map" or not family_of(cut):
             outputs.append({WHOLE: cut.name} if family_of(cut) else {})
             continue
         prefix = f"offramp_pool_{index:02d}/"

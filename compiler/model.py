@@ -19,6 +19,7 @@ from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import default_opset
 from offramp.compiler.shapes import annotate, declared_types, dtype_name
 from offramp.compiler.source_file import load_source
+from offramp.compiler.turning import turn_batch_first
 
 _log = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ def _prepare(proto: onnx.ModelProto, *, answer: str | None, simplify: bool) -> o
         _check_some_input(proto)
     preparation.name_operators(proto)
     annotate(proto)
-    return anchor_shapes(proto)
+    return turn_batch_first(anchor_shapes(proto))
 
 
 def _modern(proto: onnx.ModelProto) -> onnx.ModelProto:

@@ -91,8 +91,8 @@ def cut_tensors(
 
 
 def _cut_tensor(point: CutPoint, mask: TensorSpec | None) -> CutTensor:
-    cut = CutTensor(name=point.tensor, dtype=point.dtype, shape=point.shape)
-    if mask is None or cut.rank != 3 or cut.shape[1] != mask.shape[1]:
+    cut = point.as_heads_see_it()
+    if mask is None or cut.form != "tokens" or cut.shape[1] != mask.shape[1]:
         return cut
     return replace(cut, mask=mask.name, mask_dtype=mask.dtype)
 

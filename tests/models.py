@@ -123,11 +123,18 @@ def vgg_chain(*, batch: int | str = "batch", classes: int = 4, opset: int = 13) 
 
 
 def bert_like(
-    *, layers: int = 3, mask: bool = True, token_types: bool = False, width: int = 16
+    *,
+    layers: int = 3,
+    mask: bool = True,
+    token_types: bool = False,
+    width: int = 16,
+    padding: bool = False,
 ) -> onnx.ModelProto:
     """A transformer encoder whose mask, and whose shape vector, cross every layer.
 
-    Cut points: ``layer{i}/attended`` and ``layer{i}/out``, all but the last ``out``.
+    Cut points: ``layer{i}/attended`` and ``layer{i}/out``, all but the last ``out``. With
+    ``padding`` the ids say themselves what to mask (0 is padding), and which token answers: the
+    last one that is none.
     """
     b = Builder()
     ids = b.input("input_ids", ["batch", "sequence"], TensorProto.INT64)
@@ -138,7 +145,9 @@ def bert_like(
     if token_types:
         types = b.input("token_type_ids", ["batch", "sequence"], TensorProto.INT64)
         x = b.node("Add", x, b.node("Gather", b.weight(2, width), types))
-    bias = _mask_bias(b) if mask else None
+    bias = _mask_bias(b) if mask and not padding else None
+    if padding:
+        bias = _padding_bias(b, ids)
     x = b.norm(x, width, out="embedded")
     rows = b.node("Slice", b.node("Shape", x), *(b.constant([i], np.int64) for i in (0, 2)))
     for i in range(layers):
@@ -146,7 +155,10 @@ def bert_like(
         x = b.norm(b.node("Add", x, attended), width, out=f"layer{i}/attended")
         inner = b.matmul(b.node("Relu", b.matmul(x, width, 2 * width)), 2 * width, width)
         x = b.norm(b.node("Add", x, inner), width, out=f"layer{i}/out")
-    first = b.node("Gather", x, b.constant(0, np.int64), axis=1)
+    if padding:
+        first = _last_token(b, x, ids)
+    else:
+        first = b.node("Gather", x, b.constant(0, np.int64), axis=1)
     b.linear(b.node("Tanh", b.linear(first, width, width)), width, 3, out="logits")
     b.output("logits", ["batch", 3])
     return b.build()
@@ -159,6 +171,59 @@ def _mask_bias(b: Builder) -> str:
     x = b.node("Cast", x, to=TensorProto.FLOAT)
     x = b.node("Sub", b.constant(1.0, np.float32), x)
     return b.node("Mul", x, b.constant(-10000.0, np.float32))
+
+
+def _padding_bias(b: Builder, ids: str) -> str:
+    """[batch, 1, 1, sequence]: 0 where there is a token, -10000 where there is padding."""
+    padding = b.node("Equal", ids, b.constant(0, np.int64))
+    low, zero = b.constant(-10000.0, np.float32), b.constant(0.0, np.float32)
+    return b.node("Unsqueeze", b.node("Where", padding, low, zero), b.constant([1, 2], np.int64))
+
+
+def _last_token(b: Builder, x: str, ids: str) -> str:
+    """[batch, width]: of the last token that is no padding."""
+    token = b.node("Not", b.node("Equal", ids, b.constant(0, np.int64)))
+    place = b.node("CumSum", b.node("Cast", token, to=TensorProto.INT64), b.constant(1, np.int64))
+    last = b.node("Unsqueeze", b.node("ArgMax", place, axis=1), b.constant([2], np.int64))
+    found = b.node("GatherND", x, b.node("Squeeze", last, b.constant([2], np.int64)), batch_dims=1)
+    return b.node("Identity", found)
+
+
+def rotary(*, layers: int = 3, width: int = 16) -> onnx.ModelProto:
+    """A Llama: rotary embeddings, a small product of position ids, are read in every layer.
+
+    Cut points: ``layer{i}/attended`` and ``layer{i}/out``, all but the last ``out``.
+    """
+    b = Builder()
+    ids = b.input("input_ids", ["batch", "sequence"], TensorProto.INT64)
+    places = b.input("position_ids", ["batch", "sequence"], TensorProto.INT64)
+    x = b.node("Gather", b.weight(50, width), ids)
+    bias = _padding_bias(b, ids)
+    places = b.node("Unsqueeze", b.node("Cast", places, to=TensorProto.FLOAT), b.constant([2]))
+    angles = b.node("MatMul", places, b.constant([[1.0, 0.1] * (width // 2)], np.float32))
+    turns = b.node("Cos", angles), b.node("Sin", angles)
+    for i in range(layers):
+        x = b.node("Add", x, _turned_attention(b, x, bias, turns, width), out=f"layer{i}/attended")
+        inner = b.matmul(b.node("Relu", b.matmul(x, width, 2 * width)), 2 * width, width)
+        x = b.node("Add", x, inner, out=f"layer{i}/out")
+    b.linear(b.node("ReduceMean", x, axes=[1], keepdims=0), width, 3, out="logits")
+    b.output("logits", ["batch", 3])
+    return b.build()
+
+
+def _turned_attention(b: Builder, x: str, bias: str, turns: tuple[str, str], width: int) -> str:
+    """Attention of one head whose queries and keys are turned by their positions."""
+    query, key = (
+        b.node(
+            "Add",
+            b.node("Mul", b.matmul(x, width, width), turns[0]),
+            b.node("Mul", b.matmul(x, width, width), turns[1]),
+        )
+        for _ in range(2)
+    )
+    scores = b.node("MatMul", query, b.node("Transpose", key, perm=[0, 2, 1]))
+    scores = b.node("Add", scores, b.node("Squeeze", bias, b.constant([1], np.int64)))
+    return b.matmul(b.node("MatMul", b.node("Softmax", scores, axis=-1), x), width, width)
 
 
 def _attention(b: Builder, x: str, bias: str | None, rows: str, width: int, heads: int = 2) -> str:
@@ -175,6 +240,42 @@ def _attention(b: Builder, x: str, bias: str | None, rows: str, width: int, head
     mixed = b.node("MatMul", b.node("Softmax", scores, axis=-1), value)
     mixed = b.node("Reshape", b.node("Transpose", mixed, perm=[0, 2, 1, 3]), joined)
     return b.matmul(mixed, width, width)
+
+
+def batch_second(*, layers: int = 3) -> onnx.ModelProto:
+    """Tokens [sequence, batch, width] inside, as torch's encoders have them by default.
+
+    Cut points: ``stem`` and ``layer{i}`` but the last, with the batch in front
+    (``/batch_first``).
+    """
+    b = Builder()
+    x = b.input("x", ["batch", "sequence", 8])
+    x = b.norm(b.matmul(b.node("Transpose", x, perm=[1, 0, 2]), 8, 8), 8, out="stem")
+    for i in range(layers):
+        inner = b.matmul(b.node("Relu", b.matmul(x, 8, 16)), 16, 8)
+        x = b.norm(b.node("Add", x, inner), 8, out=f"layer{i}")
+    x = b.node("ReduceMean", x, axes=[0], keepdims=0)
+    b.linear(x, 8, 3, out="logits")
+    b.output("logits", ["batch", 3])
+    return b.build()
+
+
+def recurrent(*, layers: int = 3, width: int = 8) -> onnx.ModelProto:
+    """Stacked LSTMs of one direction over token ids; the last step answers.
+
+    Cut points: ``states{i}/batch_first``, [batch, sequence, width], but the last.
+    """
+    b = Builder()
+    ids = b.input("input_ids", ["batch", "sequence"], TensorProto.INT64)
+    x = b.node("Transpose", b.node("Gather", b.weight(50, width), ids), perm=[1, 0, 2])
+    for i in range(layers):
+        weights = [b.weight(1, 4 * width, width) for _ in range(2)]
+        x = b.node("LSTM", x, *weights, hidden_size=width)
+        x = b.node("Squeeze", x, b.constant([1], np.int64), out=f"states{i}")
+    last = b.node("Gather", x, b.constant(-1, np.int64), axis=0)
+    b.linear(last, width, 3, out="logits")
+    b.output("logits", ["batch", 3])
+    return b.build()
 
 
 def two_tower(*, layers: int = 2) -> onnx.ModelProto:

@@ -113,7 +113,7 @@ class CutModel:
         segments = split(model, points)
         return cls(
             model=model,
-            cuts=tuple(CutTensor(name=p.tensor, dtype=p.dtype, shape=p.shape) for p in points),
+            cuts=tuple(point.as_heads_see_it() for point in points),
             segments=segments,
             graphs=tuple(segment.proto.SerializeToString() for segment in segments),
         )
@@ -240,9 +240,9 @@ def _exit(cut: CutTensor, index: int, after: int, *, replayed: bool) -> Exit:
 def _head(pieces: Pieces, exit_: Exit, exits: int) -> bytes:
     """The mean over tokens or pixels, a linear layer, and the largest probability."""
     cut, answer = pieces.cuts[exit_.after_segment], pieces.model.answer
-    width_axis, pooled_axes = {2: (1, []), 3: (2, [1]), 4: (1, [2, 3])}[cut.rank]
-    width = cut.shape[width_axis]
-    assert isinstance(width, int)
+    width = cut.width
+    assert width is not None
+    pooled_axes = [axis for axis in range(1, cut.rank) if axis != cut.channel_axis]
     stem, pooled = f"exit{exit_.index}", cut.name
     weight = np.random.default_rng(exit_.index).standard_normal((width, answer.classes))
     weights = {f"{stem}/weight": weight.astype(np.float32)}

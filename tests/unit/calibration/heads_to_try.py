@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,14 @@ COMPONENTS = 6
 MAP_HEADS = tuple(
     Head(kind="grid", grid=grid, hidden=hidden) for grid in (1, 2, 4, 7, SIDE) for hidden in (0, 5)
 )
+SHAPES = {
+    "map": (CHANNELS, SIDE, SIDE),
+    "map with channels last": (SIDE, SIDE, CHANNELS),
+    "signal": (CHANNELS, SIDE),
+    "video": (CHANNELS, SIDE, SIDE, SIDE),
+    "vector": (WIDTH,),
+}
+"""Of one sample; others are tokens."""
 TOKEN_HEADS = (
     Head(kind="first"),
     Head(kind="mean"),
@@ -80,15 +88,16 @@ class Problem:
 
 
 def problem(kind: str, *, samples: int = 180, dtype: str = "float32", seed: int = 0) -> Problem:
-    """Make a problem: ``map``, ``vector`` or ``tokens``, ``masked`` and ``projected`` or not.
+    """Make a problem: one of SHAPES, or ``tokens``, ``masked`` and ``projected`` or not.
 
     The values are of float16's precision, so that what heads are trained on is what they see.
     """
     rng = np.random.default_rng(seed)
-    shape = {"map": (CHANNELS, SIDE, SIDE), "vector": (WIDTH,)}.get(kind, (TOKENS, WIDTH))
+    shape = SHAPES.get(kind, (TOKENS, WIDTH))
+    channels = {"map with channels last": 3, "signal": 1}.get(kind)
     symbols = ("sequence", WIDTH) if "tokens" in kind else shape
     masked = {"mask": "mask", "mask_dtype": "int64"} if "masked" in kind else {}
-    cut = CutTensor(name="cut", dtype=dtype, shape=("batch", *symbols), **masked)
+    cut = CutTensor(name="cut", dtype=dtype, shape=("batch", *symbols), channels=channels, **masked)
     classes = rng.integers(0, CLASSES, samples)
     centres = rng.standard_normal((CLASSES, *shape)) * 2
     values = (centres[classes] + rng.standard_normal((samples, *shape)) + 1).astype(np.float16)
@@ -96,8 +105,11 @@ def problem(kind: str, *, samples: int = 180, dtype: str = "float32", seed: int 
     if masked:
         lengths = rng.integers(1, TOKENS + 1, samples)
         inputs["mask"] = (np.arange(TOKENS) < lengths[:, None]).astype(np.int64)
-    features, projections = _pooled(values) if kind == "map" else {WHOLE: values}, {}
-    heads = {"map": MAP_HEADS, "vector": VECTOR_HEADS}.get(kind, TOKEN_HEADS)
+    features, projections = {WHOLE: values}, {}
+    heads = VECTOR_HEADS if kind == "vector" else TOKEN_HEADS
+    if cut.form == "map":
+        heads = tuple(replace(head, axes=len(cut.sides)) for head in MAP_HEADS)
+        features = _pooled(np.moveaxis(values, cut.channel_axis, 1))
     if "projected" in kind:
         made = Preconditioner.fit(values.reshape(-1, WIDTH), components=COMPONENTS)
         coordinates = made.apply(values.reshape(-1, WIDTH)).reshape(samples, TOKENS, -1)
@@ -116,14 +128,15 @@ def problem(kind: str, *, samples: int = 180, dtype: str = "float32", seed: int 
 
 
 def _pooled(maps: NDArray[np.float16]) -> dict[int, NDArray[np.float16]]:
-    """Grids of a map of 14 × 14; its quarter overlaps (kernel 5, stride 3)."""
-    exact = maps.astype(np.float32)
+    """Grids of a map of 14 by 14, or more or fewer sides; its quarter overlaps (5 by 3)."""
     grids = {}
     for grid in (1, 2, 4, 7, SIDE):
         stride = SIDE // grid
         kernel = SIDE - (grid - 1) * stride
-        windows = np.lib.stride_tricks.sliding_window_view(exact, (kernel, kernel), axis=(2, 3))
-        pooled = windows[:, :, ::stride, ::stride].mean(axis=(-2, -1))
+        pooled = maps.astype(np.float32)
+        for axis in range(2, maps.ndim):
+            windows = np.lib.stride_tricks.sliding_window_view(pooled, kernel, axis=axis)
+            pooled = windows.mean(axis=-1).take(range(0, SIDE - kernel + 1, stride), axis=axis)
         grids[grid] = pooled.reshape(len(maps), -1).astype(np.float16)
     return grids
 

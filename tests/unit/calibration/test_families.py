@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnxruntime as ort
 import pytest
@@ -16,11 +18,12 @@ from offramp.calibration.families import (
     grids_of,
     mask_of,
     pooling_window,
+    why_no_head,
 )
 from offramp.compiler.heads import build_pooling
 
 
-def cut(*shape: int | str, **options: str) -> CutTensor:
+def cut(*shape: int | str, **options: Any) -> CutTensor:
     return CutTensor(name="cut", dtype="float32", shape=("batch", *shape), **options)
 
 
@@ -51,6 +54,38 @@ def test_maps_get_apparate_s_head_and_the_finest_grid_with_and_without_a_hidden_
     )
 
 
+def test_signals_and_videos_are_maps_with_another_number_of_sides() -> None:
+    assert family_of(cut(16, 64, channels=1))[-1] == Head(
+        kind="grid", grid=8, axes=1, hidden=HIDDEN
+    )
+    assert family_of(cut(16, 4, 8, 8))[-1] == Head(kind="grid", grid=4, axes=3, hidden=HIDDEN)
+    assert [head.describe() for head in family_of(cut(16, 64, channels=1))[:2]] == [
+        "grid of 1, linear",
+        "grid of 8, linear",
+    ]
+    assert family_of(cut(16, 4, 8, 8))[1].describe() == "4×4×4 grid, linear"
+
+
+def test_channels_may_come_last() -> None:
+    last = cut(14, 28, 16, channels=3)
+
+    assert (last.width, last.sides, grids_of(last)) == (16, (14, 28), (1, 7))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "reason"),
+    [
+        (cut("sequence", "width"), "dimension 2, which holds its channels, has no fixed size"),
+        (cut(4, 4, "channels", channels=3), "dimension 3, which holds its channels"),
+        (cut(2, 3, 4, 5, 6), "it has 6 dimensions, and heads read 2 to 5"),
+        (cut(4, 16, 4, channels=2), "its channels are dimension 2 of 4, and heads read them as"),
+    ],
+)
+def test_what_is_wrong_with_a_tensor_is_said(tensor: CutTensor, reason: str) -> None:
+    assert family_of(tensor) == ()
+    assert reason in why_no_head(tensor)
+
+
 def test_a_map_of_one_pixel_has_one_grid() -> None:
     assert family_of(cut(16, 1, 1)) == (
         Head(kind="grid", grid=1),
@@ -73,7 +108,7 @@ def test_vectors() -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [("width",), ("sequence", "width"), ("channels", 4, 4), (2, 3, 4, 5), ()]
+    "shape", [("width",), ("sequence", "width"), ("channels", 4, 4), (2, 3, 4, 5, 6), ()]
 )
 def test_no_head_fits_unknown_widths_and_other_ranks(shape: tuple[int | str, ...]) -> None:
     assert family_of(cut(*shape)) == ()

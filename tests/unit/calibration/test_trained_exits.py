@@ -20,6 +20,9 @@ from offramp.engine.exit_check import confidence_of
 
 KINDS = (
     "map",
+    "map with channels last",
+    "signal",
+    "video",
     "tokens",
     "masked tokens",
     "projected tokens",
@@ -169,7 +172,7 @@ def test_names_are_the_exits_own_so_that_graphs_can_be_joined() -> None:
 class LastToken(families.Pooling):
     """The last token: a kind of head that there is not, written as a new one would be."""
 
-    kind, rank = "last", 3
+    kind, form = "last", "tokens"
     tried = (Head(kind="last"), Head(kind="last", hidden=5))
 
     def features(self, tokens: np.ndarray, keep: np.ndarray) -> np.ndarray:

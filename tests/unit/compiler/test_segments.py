@@ -25,6 +25,10 @@ BUILDERS = {
     "vgg": models.vgg_chain,
     "bert": functools.partial(models.bert_like, token_types=True),
     "bert without mask": functools.partial(models.bert_like, mask=False),
+    "bert of padded ids": functools.partial(models.bert_like, padding=True),
+    "rotary": models.rotary,
+    "batch second": models.batch_second,
+    "recurrent": models.recurrent,
     "towers": models.two_tower,
     "dense": models.dense_net,
     "inception": models.inception,
@@ -113,6 +117,24 @@ def test_inputs_are_the_cut_tensor_then_side_inputs():
     assert segments[-1].inputs == ("layer2/attended",)
     for segment in segments:
         assert Dataflow(segment.proto.graph).inputs == segment.inputs
+
+
+def test_a_main_input_that_is_read_again_is_a_side_input_and_embedded_once():
+    model, analysis = analysed("bert of padded ids")
+    segments = split(model, analysis.cuts)
+
+    assert [s.inputs for s in segments[:3]] == [
+        ("input_ids",),
+        ("layer0/attended",),  # up to layer0/out: no attention
+        ("layer0/out", "input_ids"),
+    ]
+    tables = [
+        index
+        for index, segment in enumerate(segments)
+        for weight in segment.proto.graph.initializer
+        if list(weight.dims) in ([50, 16], [64, 16])
+    ]
+    assert tables == [0, 0]
 
 
 def test_batch_stays_symbolic_in_segments():
