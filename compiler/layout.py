@@ -111,19 +111,20 @@ class ChannelFinder:
             axis = next((a.i for a in op.proto.attribute if a.name == "axis"), -1)
             return axis in (-1, self._rank(tensor) - 1)
         if op.kind in _WEIGHTS:
-            weight = op.proto.input[_WEIGHTS[op.kind]]
-            return weight not in self.graph.variable and self._rank(weight) == 2
-        if op.kind == "Gather" and tensor in op.writes:  # an embedding
-            table = op.proto.input[0]
-            return table not in self.graph.variable and self._rank(table) == 2
-        return False
+            return self._is_matrix(op, _WEIGHTS[op.kind])
+        return op.kind == "Gather" and tensor in op.writes and self._is_matrix(op, 0)  # embedding
+
+    def _is_matrix(self, op: Operator, place: int) -> bool:
+        """Whether an operator's input at some place is a constant of two dimensions."""
+        names = op.proto.input[place : place + 1]
+        return any(name not in self.graph.variable and self._rank(name) == 2 for name in names)
 
     def _spared(self, op: Operator, last: int) -> Iterator[int]:
         """Yield the channels that a mean spares; or that it is over, to normalise by it."""
         attributes = {a.name: helper.get_attribute_value(a) for a in op.proto.attribute}
         given = op.proto.input[1] if len(op.proto.input) > 1 else ""
-        over = {a % (last + 1) for a in attributes.get("axes", self.axes.get(given, ()))}
-        followers = self.graph.consumers.get(op.writes[0], ())
+        over = {a % (last + 1 or 1) for a in attributes.get("axes", self.axes.get(given, ()))}
+        followers = [f for name in op.writes for f in self.graph.consumers.get(name, ())]
         if over == {last} and any(follower.kind in _NORMALISING for follower in followers):
             yield last
         elif 0 not in over and len(over) == last - 1:
@@ -135,15 +136,16 @@ class ChannelFinder:
         """Yield tensors with the same channels, and which dimension of the first one theirs are."""
         for op in self.graph.consumers.get(tensor, ()):
             if op.kind == "Transpose":
-                yield op.writes[0], tuple(axes[i] for i in self._order(op, len(axes)))
+                order = self._order(op, len(axes))
+                yield from self._alike(op.writes, tuple(axes[i] for i in order))
             elif op.kind in _TRANSPARENT:
                 yield from self._alike((*op.writes, *op.reads), axes)
-        op_before = self.graph.producers.get(tensor)
-        if op_before is not None and op_before.kind == "Transpose":
-            order = self._order(op_before, len(axes))
-            yield op_before.reads[0], tuple(axes[order.index(i)] for i in range(len(axes)))
-        elif op_before is not None and op_before.kind in _TRANSPARENT:
-            yield from self._alike(op_before.reads, axes)
+        writer = self.graph.producers.get(tensor)
+        if writer is not None and writer.kind == "Transpose":
+            order = self._order(writer, len(axes))
+            yield from self._alike(writer.reads, tuple(axes[order.index(i)] for i in sorted(order)))
+        elif writer is not None and writer.kind in _TRANSPARENT:
+            yield from self._alike(writer.reads, axes)
 
     def _alike(
         self, tensors: tuple[str, ...], axes: tuple[int, ...]
@@ -153,5 +155,7 @@ class ChannelFinder:
                 yield name, axes
 
     def _order(self, op: Operator, rank: int) -> list[int]:
-        given = next((list(a.ints) for a in op.proto.attribute if a.name == "perm"), None)
-        return list(reversed(range(rank))) if given is None else given
+        """Give a permutation; none where a file says what is no permutation of the dimensions."""
+        usual = list(reversed(range(rank)))
+        given = next((list(a.ints) for a in op.proto.attribute if a.name == "perm"), usual)
+        return given if sorted(given) == sorted(usual) else []

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from tests.unit.bundle.examples import replace_file, rewrite_manifest, sign, write
 
-from offramp.bundle import Bundle, BundleSchemaError
+from offramp.bundle import Bundle, BundleSchemaError, Head
+from offramp.bundle.serde import to_plain
 
 
 @pytest.mark.parametrize(
@@ -273,3 +274,13 @@ def test_records_with_and_without_labels_are_read(tmp_path: Path) -> None:
         root = write(tmp_path / str(label)).path
         replace_file(root, "records.npz", records(label=label))
         assert ("label" in Bundle.open(root).records()) == (label is not None)
+
+
+def test_sides_of_a_map_are_said_where_they_are_not_those_of_an_image() -> None:
+    """Older readers know no other maps, and older bundles say nothing of sides."""
+    image, video = Head(kind="grid", grid=4), Head(kind="grid", grid=2, axes=3)
+
+    assert "axes" not in to_plain(image)
+    assert to_plain(video)["axes"] == 3
+    with pytest.raises(ValueError, match="axes"):
+        Head(kind="grid", grid=2, axes=4)

@@ -132,3 +132,20 @@ def test_places_without_a_head_are_rejected_with_the_reason(read):
         "dimension 2, which holds its channels, has no fixed size that a head could be trained "
         "for; export the model with that size fixed"
     ) in [place.reason for place in found.rejected]
+
+
+def test_files_that_contradict_themselves_tell_nothing_and_break_nothing(read):
+    """A permutation of other dimensions, a product without its weight, a mean of a scalar."""
+    proto = read(convolutions(8, 8)).proto
+    for kind, inputs in (("Transpose", ["out0"]), ("MatMul", ["out0"]), ("ReduceMean", ["out0"])):
+        attributes = {"perm": [0, 7]} if kind == "Transpose" else {}
+        node = onnx.helper.make_node(kind, inputs, [f"{kind}/out"], name=kind, **attributes)
+        proto.graph.node.append(node)
+        proto.graph.node.append(
+            onnx.helper.make_node("ReduceMean", [f"{kind}/out"], [f"{kind}/end"], axes=[-1])
+        )
+    finder = ChannelFinder.of(proto, Dataflow(proto.graph), declared_types(proto))
+
+    assert finder.channels_of("out0") == 1
+    for name in ("Transpose/out", "MatMul/out", "ReduceMean/out"):
+        assert finder.channels_of(name) is None
