@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -191,7 +191,7 @@ def profile_heads(
     """
     if not heads:
         return []
-    tensors = _all_tensors([TimedGraph(s, threads) for s in segments], samples(batch_sizes[-1]))
+    tensors = _all_tensors((TimedGraph(s, threads) for s in segments), samples(batch_sizes[-1]))
     views = [_first(tensors, size) for size in batch_sizes]
     result: list[list[list[float]]] = []
     for nothing, per_exit in zip(empty, heads, strict=True):
@@ -212,7 +212,7 @@ def _first(tensors: Tensors, rows: int) -> dict[str, NDArray[Any]]:
     return {name: array[:rows] for name, array in tensors.items()}
 
 
-def _all_tensors(graphs: Sequence[TimedGraph], inputs: Tensors) -> dict[str, NDArray[Any]]:
+def _all_tensors(graphs: Iterable[TimedGraph], inputs: Tensors) -> dict[str, NDArray[Any]]:
     """Give the model's inputs and every cut tensor, by running the segments once."""
     tensors = dict(inputs)
     for graph in graphs:

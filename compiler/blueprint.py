@@ -71,7 +71,12 @@ def draw(
     draft = Draft.of(sliced, exits)
     graphs = {exit_.candidate: [exit_.graph] for exit_ in exits}
     times_ms = time_heads(
-        sliced, graphs, timer.samples, threads=options.threads, batch_sizes=times.batch_sizes
+        sliced,
+        graphs,
+        timer.samples,
+        threads=options.threads,
+        batch_sizes=times.batch_sizes,
+        progress=run.progress,
     )
     exits_ms = [tuple(head_ms) for (head_ms,) in times_ms]
     choice = PolicyChoice(

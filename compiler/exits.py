@@ -148,6 +148,7 @@ class _HeadSearch:
             self.samples,
             threads=self.options.threads,
             batch_sizes=[self.options.reference_batch_size],
+            progress=self.progress,
         )
         return {
             candidate: [self._judge(t, ms) for t, (ms,) in zip(tried, costs, strict=True)]
@@ -257,6 +258,7 @@ def time_heads(
     *,
     threads: int,
     batch_sizes: Sequence[int],
+    progress: Progress,
 ) -> list[list[list[float]]]:
     """Time exits by candidate, against a graph that reads the same tensor and does nothing.
 
@@ -264,14 +266,16 @@ def time_heads(
     """
     cuts, versions = sliced.cuts, sliced.versions
     empty = [build_empty(cuts[c], "offramp_empty/", **versions) for c in graphs]
-    return profile_heads(
-        list(graphs.values()),
-        empty,
-        sliced.graphs,
-        samples,
-        threads=threads,
-        batch_sizes=batch_sizes,
-    )
+    with progress.step("Profile the heads", len(graphs)) as advance:
+        return profile_heads(
+            list(graphs.values()),
+            empty,
+            sliced.graphs,
+            samples,
+            threads=threads,
+            batch_sizes=batch_sizes,
+            progress=advance,
+        )
 
 
 def _probabilities(answers: NDArray[np.float32], form: AnswerForm) -> NDArray[np.float32]:

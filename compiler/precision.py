@@ -213,6 +213,7 @@ def _own(
         plain.timer.samples,
         threads=options.threads,
         batch_sizes=[options.reference_batch_size],
+        progress=run.progress,
     )[0]
     cost = replace(alone(times, candidate, cost_ms, options), source_begins=len(sliced.cuts))
     score = HeadScore(
