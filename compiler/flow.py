@@ -269,19 +269,19 @@ def _numeric_shapes(proto: onnx.ModelProto, batch: int) -> _Shapes:
     """Shapes at the first of the stated sizes at which most of them are known.
 
     Not at batch 1, where inference cannot tell a batch from a dimension to be broadcast: costs
-    are linear in the batch and are extrapolated from 2 and 3.
+    are linear in the batch and are extrapolated from 2 and 3. A single size that inference has
+    lost counts as the size stated.
     """
     symbols = [s for s in symbolic_sizes(proto) if s != BATCH]
-    best: _Shapes = {}
+    most, best = -1, dict[str, tuple[int, ...]]()
     for size in (SYMBOLIC_SIZE, *_FALLBACK_SIZES) if symbols else (SYMBOLIC_SIZE,):
         found = concrete_shapes(proto, {BATCH: batch} | dict.fromkeys(symbols, size))
-        known = {
-            name: tuple(d or 0 for d in shape)
-            for name, (_, shape) in found.items()
-            if shape is not None and None not in shape
-        }
-        if len(known) > len(best):
-            best = known
+        shapes = {name: shape for name, (_, shape) in found.items() if shape is not None}
+        known = sum(None not in shape for shape in shapes.values())
+        if known > most:
+            lost = {name: shape for name, shape in shapes.items() if shape.count(None) <= 1}
+            sized = {n: tuple(size if d is None else d for d in s) for n, s in lost.items()}
+            most, best = known, sized
     return best
 
 
