@@ -2,8 +2,8 @@
 
 Writes into ``--output`` (default ``examples/fashion``):
 
-* ``fashion_resnet56.onnx``: input ``image`` uint8 [batch, 1, 28, 28], output
-  ``logits`` float32 [batch, 10]; the normalisation is part of the graph.
+* ``fashion_resnet56.onnx`` (the number is that of its layers): input ``image`` uint8
+  [batch, 1, 28, 28], output ``logits`` float32 [batch, 10]; the normalisation is part of the graph.
 * ``calibration.npz``: ``image`` and ``label`` of images that did not train the CNN.
 * ``test.npz``: 4,000 images of the official test set that are in neither of the others.
 * ``training.json``: how it was trained and what accuracy it reached.
@@ -12,6 +12,11 @@ Needs Debian's ``dataset-fashion-mnist`` (MIT, Zalando SE) and the extra ``compi
 Nobody has to run it to use Offramp; on two cores it takes about twenty minutes::
 
     python -m offramp.tools.zoo.fashion_resnet --output examples/fashion
+
+``--widths`` and ``--depth`` make another one of the same data. This makes a ResNet-18 of half the
+usual width, which has three times the weights in a third of the layers, into ``--output``::
+
+    python -m offramp.tools.zoo.fashion_resnet --widths 32 64 128 256 --depth 2 --epochs 6 …
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import argparse
 import gzip
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -55,10 +61,14 @@ class ResidualBlock(nn.Module):
 
 
 class FashionResNet(nn.Module):
-    """ResNet of ``6·depth + 2`` layers; takes uint8 images, gives logits."""
+    """ResNet of ``2·depth·len(widths) + 2`` layers; takes uint8 images, gives logits.
 
-    def __init__(self, depth: int, widths: tuple[int, int, int] = (16, 32, 64)) -> None:
+    ``depth`` blocks follow each other at each resolution, as wide as ``widths`` says of it.
+    """
+
+    def __init__(self, depth: int, widths: Sequence[int]) -> None:
         super().__init__()
+        self.layers = 2 * depth * len(widths) + 2
         self.stem = nn.Sequential(
             nn.Conv2d(1, widths[0], 3, 1, 1, bias=False), nn.BatchNorm2d(widths[0]), nn.ReLU()
         )
@@ -162,6 +172,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--depth", type=int, default=9, help="blocks per resolution (9: 56 layers)")
+    parser.add_argument(
+        "--widths", type=int, nargs="+", default=(16, 32, 64), help="channels at each resolution"
+    )
     parser.add_argument("--training-images", type=int, default=46_000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -176,7 +189,7 @@ def main() -> None:
     held_out = train_index[options.training_images :]
     trained = train_index[: options.training_images]
 
-    model = FashionResNet(options.depth)
+    model = FashionResNet(options.depth, options.widths)
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     started = time.monotonic()
     train(
@@ -193,8 +206,7 @@ def main() -> None:
     print(f"test accuracy {reached:.4f} on {len(test_images)} images")
 
     options.output.mkdir(parents=True, exist_ok=True)
-    layers = 6 * options.depth + 2
-    export(model, options.output / f"fashion_resnet{layers}.onnx")
+    export(model, options.output / f"fashion_resnet{model.layers}.onnx")
     tested, spare = test_index[:TEST_IMAGES], test_index[TEST_IMAGES:]
     mixed = order.permutation(len(held_out) + len(spare))
     np.savez_compressed(
@@ -206,7 +218,7 @@ def main() -> None:
         options.output / "test.npz", image=test_images[tested], label=test_labels[tested]
     )
     facts = {
-        "layers": layers,
+        "layers": model.layers,
         "epochs": options.epochs,
         "training_images": options.training_images,
         "calibration_images": len(mixed),
