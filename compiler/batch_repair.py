@@ -61,6 +61,7 @@ class _Repair(BatchEdits):
             "Squeeze": self._squeeze,
             "Resize": self._resize,
             "Gather": self._gather,
+            "GatherElements": self._elements,
             **dict.fromkeys(_STATES, self._states),
             **dict.fromkeys((*_ARITHMETIC, *_LOGIC, "PRelu", "MatMul"), self._broadcast),
             "Mul": self._offsets,
@@ -198,6 +199,12 @@ class _Repair(BatchEdits):
             if tensor not in self._places:
                 node.input[i] = self._fit(node, i, source, place.axis)
 
+    def _elements(self, node: onnx.NodeProto) -> None:
+        """Give data or indices that are constant as many rows as the other has."""
+        for i, other in ((0, node.input[1]), (1, node.input[0])):
+            if other in self._places and node.input[i] not in self._places:
+                node.input[i] = self._fit(node, i, other, self._places[other].axis)
+
     def _states(self, node: onnx.NodeProto) -> None:
         data = node.input[0]
         if data not in self._places or any(a.name == "layout" and a.i for a in node.attribute):
@@ -333,7 +340,22 @@ class _Repair(BatchEdits):
             del node.attribute[:]
             node.op_type = "Identity"
             return
-        raise ValueError(f"it picks rows {told.tolist()!s:.60} of the batch")
+        within = before[place.axis] // self.old
+        first = told[:1] if told.ndim and len(told) == self.old and place.slower == 1 else None
+        numbers = np.arange(self.old).reshape(-1, *[1] * (told.ndim - 1)) * within
+        if first is None or within == 1 or not np.array_equal(told, first + numbers):
+            raise ValueError(f"it picks rows {told.tolist()!s:.60} of the batch")
+        node.input[1] = self._picks(node, first, within)
+
+    def _picks(self, node: onnx.NodeProto, first: NDArray[np.generic], within: int) -> str:
+        """Pick the same of each row where rows follow each other, ``within`` elements each."""
+        name = f"{node.output[0]}/picks"
+        size, step = self.size_of(self.flow.inputs[0], 0, name), np.array(within, np.int64)
+        sizes = np.array([-1, *[1] * (first.ndim - 1)], np.int64)
+        rows = [self.numbers(size, name), self.constant(f"{name}/sizes", sizes)]
+        steps = [self.add("Reshape", rows, f"{name}/rows"), self.constant(f"{name}/step", step)]
+        picked = [self.add("Mul", steps, f"{name}/steps"), self.constant(f"{name}/first", first)]
+        return self.add("Add", picked, name)
 
 
 def _counts_rows(told: NDArray[np.generic]) -> bool:
