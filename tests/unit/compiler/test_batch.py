@@ -146,6 +146,15 @@ def flattened_mask(batch: int) -> onnx.ModelProto:
     return ended(b, b.node("Mul", x, picked), 32, batch)
 
 
+def looked_up_by_all(batch: int) -> onnx.ModelProto:
+    """The same, as torch's exporter writes it that is built on torch.export."""
+    b = models.Builder()
+    x, mask = b.input("x", [batch, 4, 8]), b.input("mask", [batch, 4])
+    at = np.stack(np.broadcast_arrays(np.arange(batch)[:, None, None], [[[3], [2], [0], [1]]]), -1)
+    picked = b.node("GatherND", mask, b.constant(at, np.int64))
+    return ended(b, b.node("Mul", x, picked), 32, batch)
+
+
 def looked_up(batch: int) -> onnx.ModelProto:
     """A constant row of types is looked up by positions, as RoBERTa does."""
     b = models.Builder()
@@ -181,6 +190,7 @@ MODELS: tuple[Make, ...] = (
     last_token,
     last_token_by_offset,
     flattened_mask,
+    looked_up_by_all,
     looked_up,
     open_tokens,
 )
