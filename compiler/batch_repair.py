@@ -9,14 +9,14 @@ the result computes the same is not believed but tried: rows are run against the
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from math import prod
+from typing import Any
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
 
 from offramp.compiler.batch_edits import BatchEdits
+from offramp.compiler.batch_place import BatchPlace, moved, scaled
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import Operator, refill
 from offramp.compiler.shape_trace import Shape
@@ -33,15 +33,6 @@ _ARITHMETIC = ("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Min", "Max", "Sum", "M
 _LOGIC = ("Where", "Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual", "And", "Or", "Xor")
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a tensor has its batch: an axis, and how much of that axis is slower than the batch."""
-
-    axis: int
-    slower: int = 1
-    """In ``[tokens * batch, width]`` the tokens; 1 in ``[batch * heads, tokens, width]``."""
-
-
 def repair(proto: onnx.ModelProto, batch: int) -> None:
     """Mend, in place, what holds the fixed batch size; ModelError names what cannot be mended."""
     _Repair(proto, batch).run()
@@ -52,7 +43,7 @@ class _Repair(BatchEdits):
         super().__init__(proto, batch)
         self._stated = declared_types(proto)
         self._dynamic = bool(symbolic_sizes(proto))
-        self._places = {name: _Place(0) for name in self.flow.inputs}
+        self._places = {name: BatchPlace(0) for name in self.flow.inputs}
         self._repairs: dict[str, Callable[[onnx.NodeProto], None]] = {
             "Reshape": self._reshape,
             "Expand": self._expand,
@@ -61,6 +52,8 @@ class _Repair(BatchEdits):
             "Squeeze": self._squeeze,
             "Resize": self._resize,
             "Gather": self._gather,
+            "GatherElements": self._elements,
+            "GatherND": self._gather_nd,
             **dict.fromkeys(_STATES, self._states),
             **dict.fromkeys((*_ARITHMETIC, *_LOGIC, "PRelu", "MatMul"), self._broadcast),
             "Mul": self._offsets,
@@ -103,12 +96,12 @@ class _Repair(BatchEdits):
                 if len(axes) == 1:
                     self._places[name] = self._inherited(axes[0], before, sources)
 
-    def _inherited(self, axis: int, shape: Shape, sources: list[str]) -> _Place:
+    def _inherited(self, axis: int, shape: Shape, sources: list[str]) -> BatchPlace:
         for source in sources:
             place, size = self._places[source], self.fixed.shape(source)
             if size is not None and size[place.axis] == shape[axis]:
-                return _Place(axis, place.slower)
-        return _Place(axis)
+                return BatchPlace(axis, place.slower)
+        return BatchPlace(axis)
 
     def _assume(self, name: str, source: str) -> None:
         """Believe what the model states of an operator that ONNX's inference does not know."""
@@ -132,12 +125,12 @@ class _Repair(BatchEdits):
         shape = self.fixed.shape(node.output[0])
         if place is None or before is None or shape is None:
             return
-        found = _moved(place, before, shape, self.old)
+        found = moved(place, before, shape, self.old)
         if found is None:
             raise ValueError(
                 f"it makes {list(shape)} of {list(before)}, where no dimension can hold the batch"
             )
-        wanted = _scaled(shape, found.axis, self.old, self.rows)
+        wanted = scaled(shape, found.axis, self.old, self.rows)
         self.freed.follow(node)
         if self.freed.shape(node.output[0]) != wanted:
             self._retarget(node, target, found.axis, shape)
@@ -198,6 +191,12 @@ class _Repair(BatchEdits):
             if tensor not in self._places:
                 node.input[i] = self._fit(node, i, source, place.axis)
 
+    def _elements(self, node: onnx.NodeProto) -> None:
+        """Give data or indices that are constant as many rows as the other has."""
+        for i, other in ((0, node.input[1]), (1, node.input[0])):
+            if other in self._places and node.input[i] not in self._places:
+                node.input[i] = self._fit(node, i, other, self._places[other].axis)
+
     def _states(self, node: onnx.NodeProto) -> None:
         data = node.input[0]
         if data not in self._places or any(a.name == "layout" and a.i for a in node.attribute):
@@ -250,7 +249,7 @@ class _Repair(BatchEdits):
             if counted and tensor not in self.flow.variable and "Gather" in picks:
                 name = f"{node.output[0]}/row{i}"
                 node.input[i] = self.numbers(self.size_of(self.flow.inputs[0], 0, name), name)
-                self._places[node.output[0]] = _Place(0)
+                self._places[node.output[0]] = BatchPlace(0)
                 return
         self._broadcast(node)
 
@@ -333,7 +332,38 @@ class _Repair(BatchEdits):
             del node.attribute[:]
             node.op_type = "Identity"
             return
-        raise ValueError(f"it picks rows {told.tolist()!s:.60} of the batch")
+        within = before[place.axis] // self.old
+        first = told[:1] if told.ndim and len(told) == self.old and place.slower == 1 else None
+        numbers = np.arange(self.old).reshape(-1, *[1] * (told.ndim - 1)) * within
+        if first is None or within == 1 or not np.array_equal(told, first + numbers):
+            raise ValueError(f"it picks rows {told.tolist()!s:.60} of the batch")
+        node.input[1] = self._picks(node, first, np.array(within))
+
+    def _gather_nd(self, node: onnx.NodeProto) -> None:
+        """Go on with the rows where constant indices pick the same of each row."""
+        data, indices = node.input
+        place, told = self._places.get(data), self.fixed.value(indices)
+        if place is None or indices in self._places or told is None or place.axis:
+            return
+        if not any(a.name == "batch_dims" and a.i for a in node.attribute):
+            step = np.eye(1, told.shape[-1], dtype=np.int64)[0]
+            rows = np.arange(self.old).reshape(-1, *[1] * (told.ndim - 1)) * step
+            if len(told) != self.old or not np.array_equal(told, told[:1] * (1 - step) + rows):
+                raise ValueError("it picks some rows of the batch by constant indices")
+            node.input[1] = self._picks(node, told[:1], step)
+
+    def _picks(self, node: onnx.NodeProto, first: NDArray[Any], step: NDArray[Any]) -> str:
+        """Pick the same of each row, where the next one is picked a ``step`` further."""
+        name = f"{node.output[0]}/picks"
+        size = self.size_of(self.flow.inputs[0], 0, name)
+        sizes = np.array([-1, *[1] * (first.ndim - 1)], np.int64)
+        rows = [self.numbers(size, name), self.constant(f"{name}/sizes", sizes)]
+        steps = [
+            self.add("Reshape", rows, f"{name}/rows"),
+            self.constant(f"{name}/step", step.astype(np.int64)),
+        ]
+        picked = [self.add("Mul", steps, f"{name}/steps"), self.constant(f"{name}/first", first)]
+        return self.add("Add", picked, name)
 
 
 def _counts_rows(told: NDArray[np.generic]) -> bool:
@@ -342,25 +372,3 @@ def _counts_rows(told: NDArray[np.generic]) -> bool:
 
 def _is_known(tensor: TensorType) -> bool:
     return tensor.shape is not None and all(isinstance(size, int) for size in tensor.shape)
-
-
-def _scaled(shape: Shape, axis: int, old: int, rows: int) -> Shape:
-    return (*shape[:axis], shape[axis] // old * rows, *shape[axis + 1 :])
-
-
-def _moved(place: _Place, before: Shape, after: Shape, batch: int) -> _Place | None:
-    """Find where a reshape, which keeps the order of elements, puts the batch.
-
-    ``before`` and ``after`` are shapes at ``batch`` rows. The batch goes where as much is slower
-    than it as before; alone in front of its axis if it can be.
-    """
-    slower = prod(before[: place.axis]) * place.slower
-    outer = [prod(after[:axis]) for axis in range(len(after))]
-    alone = [i for i, size in enumerate(after) if outer[i] == slower and size % batch == 0]
-    if alone and (alone[0] < len(after) - 1 or after[alone[0]] == batch):
-        return _Place(alone[0])
-    for axis, size in enumerate(after):  # rather into the rows than into the features
-        within, rest = divmod(slower, outer[axis])
-        if within > 1 and not rest and size % (within * batch) == 0:
-            return _Place(axis, within)
-    return _Place(alone[0]) if alone else None

@@ -136,6 +136,34 @@ def last_token_by_offset(batch: int) -> onnx.ModelProto:
     return b.build()
 
 
+def flattened_mask(batch: int) -> onnx.ModelProto:
+    """A mask is looked up by constant indices into what is flattened, as transformers do."""
+    b = models.Builder()
+    x, mask = b.input("x", [batch, 4, 8]), b.input("mask", [batch, 4])
+    flat = b.node("Reshape", mask, ints(b, -1))
+    at = np.arange(batch).reshape(-1, 1, 1) * 4 + np.arange(4)[::-1].reshape(1, 4, 1)
+    picked = b.node("Gather", flat, b.constant(at, np.int64), axis=0)
+    return ended(b, b.node("Mul", x, picked), 32, batch)
+
+
+def looked_up_by_all(batch: int) -> onnx.ModelProto:
+    """The same, as torch's exporter writes it that is built on torch.export."""
+    b = models.Builder()
+    x, mask = b.input("x", [batch, 4, 8]), b.input("mask", [batch, 4])
+    at = np.stack(np.broadcast_arrays(np.arange(batch)[:, None, None], [[[3], [2], [0], [1]]]), -1)
+    picked = b.node("GatherND", mask, b.constant(at, np.int64))
+    return ended(b, b.node("Mul", x, picked), 32, batch)
+
+
+def looked_up(batch: int) -> onnx.ModelProto:
+    """A constant row of types is looked up by positions, as RoBERTa does."""
+    b = models.Builder()
+    x, at = b.input("x", [batch, 4, 8]), b.input("at", [batch, 4], TensorProto.INT64)
+    types = b.constant(np.repeat([[0.5, 1, 2, 3]], batch, 0), np.float32)
+    kinds = b.node("GatherElements", types, at, axis=1)
+    return ended(b, b.node("Mul", x, b.node("Unsqueeze", kinds, ints(b, 2))), 32, batch)
+
+
 def open_tokens(batch: int) -> onnx.ModelProto:
     """The sequence is dynamic, the batch is a constant in a target that is computed."""
     b = models.Builder()
@@ -161,6 +189,9 @@ MODELS: tuple[Make, ...] = (
     resized,
     last_token,
     last_token_by_offset,
+    flattened_mask,
+    looked_up_by_all,
+    looked_up,
     open_tokens,
 )
 
