@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from offramp.compiler.cuts import find_cuts
 from offramp.compiler.errors import CompileError
 from offramp.compiler.model import read_model
-from offramp.compiler.runtime import random_inputs
 from offramp.compiler.placement import choose_candidates
+from offramp.compiler.runtime import random_inputs
 from offramp.compiler.slicing import split, verify
 from tests.zoo import images, pretrained, sequences
 
