@@ -17,6 +17,7 @@ from offramp.compiler.answer import find_answer, keep_answer
 from offramp.compiler.batch import free_batch
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import default_opset
+from offramp.compiler.runtime import runs_opset
 from offramp.compiler.shapes import annotate, declared_types, dtype_name
 from offramp.compiler.source_file import load_source
 from offramp.compiler.turning import turn_batch_first
@@ -25,6 +26,8 @@ _log = logging.getLogger(__name__)
 
 MIN_OPSET = 13
 """Older models are converted to this one, where ``axes`` are inputs and Softmax is per axis."""
+_MOST_OPSET = 99
+"""Where the search for the newest that can be run begins."""
 MIN_IR_VERSION = 8
 """Of the file format; since 4 initializers need not be graph inputs."""
 _MOST_DIMENSIONS = 8
@@ -121,6 +124,13 @@ def _modern(proto: onnx.ModelProto) -> onnx.ModelProto:
                 f"export the model again with opset_version={MIN_OPSET} or newer"
             ) from error
         _log.info("converted from opset %d to %d", opset, MIN_OPSET)
+    elif opset > MIN_OPSET and not runs_opset(opset):
+        newest = next(n for n in range(min(opset, _MOST_OPSET), 0, -1) if runs_opset(n))
+        raise ModelError(
+            f"opset {opset} is newer than the ONNX Runtime that is installed here takes (up to "
+            f"{newest}); export the model with opset_version={newest}, or install a newer "
+            "onnxruntime"
+        )
     proto.ir_version = max(proto.ir_version, MIN_IR_VERSION)
     return proto
 

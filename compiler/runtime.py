@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 from numpy.typing import NDArray
+from onnx import helper
 
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import Dataflow
@@ -102,6 +103,19 @@ def _translated() -> Iterator[None]:
         if not type(error).__module__.startswith("onnxruntime"):
             raise
         raise RuntimeError(str(error).splitlines()[0]) from error
+
+
+def runs_opset(opset: int) -> bool:
+    """Whether the ONNX Runtime that is installed takes models of an opset."""
+    kind = onnx.TensorProto.FLOAT
+    given, wanted = (helper.make_tensor_value_info(name, kind, [1]) for name in "xy")
+    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "x", [given], [wanted])
+    version = [helper.make_opsetid("", opset)]
+    try:
+        GraphRunner(helper.make_model(graph, opset_imports=version, ir_version=8))
+    except RuntimeError:
+        return False
+    return True
 
 
 def random_inputs(

@@ -15,7 +15,7 @@ from offramp.compiler.cuts import find_cuts
 from offramp.compiler.errors import ModelError, NoCutPointError
 from offramp.compiler.model import read_model
 from offramp.compiler.placement import choose_candidates
-from offramp.compiler.runtime import GraphRunner, relative_difference
+from offramp.compiler.runtime import GraphRunner, relative_difference, runs_opset
 
 
 def test_facts(tmp_path):
@@ -136,6 +136,18 @@ def test_file_that_the_checker_refuses(read):
 
     with pytest.raises(ModelError, match=r"the ONNX checker refuses it: .*nowhere"):
         read(proto)
+
+
+@pytest.mark.parametrize("beyond", [1, 10**9])
+def test_an_opset_that_onnx_runtime_does_not_take_yet_is_told_with_the_newest(read, beyond):
+    newest = max(n for n in range(13, 60) if runs_opset(n))
+    proto = models.mlp()
+    for version in proto.opset_import:
+        version.version = newest + beyond
+    with pytest.raises(ModelError) as caught:
+        read(proto)
+    assert f"opset {newest + beyond} is newer than the ONNX Runtime" in str(caught.value)
+    assert f"export the model with opset_version={newest}, or" in str(caught.value)
 
 
 def test_opset_too_old_to_convert(read):
