@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from offramp.compiler.model import SourceModel
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.placement import choose_candidates
 from offramp.compiler.rounding import rounding_of
-from offramp.compiler.rows import compare_batches
+from offramp.compiler.rows import compare_batches, scaled_by_batch
 from offramp.compiler.runtime import GraphRunner, relative_difference
 
 _log = logging.getLogger(__name__)
@@ -256,17 +256,24 @@ def verify(
     ``samples`` are arrays by graph input, repeated where they are fewer than a batch;
     ``tolerance`` is relative to the largest value of the source's answer.
 
+    Behind each cut some samples go on without the others too, as they do once those have left.
+
     Gives the largest difference found. VerificationError names the first segment that diverges,
     beyond ``tolerance`` or with a value that is no number; ModelError operators by which samples
-    change each other's answers.
+    change each other's answers, or a cut behind which they do.
     """
     answer, answers = model.answer.output, dict[int, NDArray[np.generic]]()
     fed = [{k: v[np.arange(size) % len(v)] for k, v in samples.items()} for size in batch_sizes]
     wanted = [values[answer] for values in _run_alone(model.proto, fed)]
     chained: list[dict[str, NDArray[np.generic]]] = [dict(feeds) for feeds in fed]
+    largest = int(np.argmax(batch_sizes))
+    left: list[_Survivors] = []
     for segment in segments:
-        found = _run_alone(segment.proto, chained)
-        chained = [values | more for values, more in zip(chained, found, strict=True)]
+        runner = GraphRunner(segment.proto)  # no other is loaded beside: each holds its weights
+        chained = [values | runner.run(values) for values in chained]
+        left = [survivors.through(runner) for survivors in left]
+        if segment is not segments[-1]:
+            left += _survivors(chained[largest], tuple(fed[largest]), segment)
     worst = 0.0
     for size, feeds, right, values in zip(batch_sizes, fed, wanted, chained, strict=True):
         difference = relative_difference(values[answer], right)
@@ -281,7 +288,59 @@ def verify(
         answers[size] = right
         worst = max(worst, difference)
     compare_batches(model.proto, samples, answers)
+    if not scaled_by_batch(model.proto):
+        for survivors in left:
+            survivors.check(wanted[largest], answer, rounding_of(model.proto).batches)
     return worst
+
+
+class _Survivors(NamedTuple):
+    """Samples of a batch that go on behind a cut when the others have left."""
+
+    rows: NDArray[np.intp]
+    cut: str
+    values: dict[str, NDArray[np.generic]]
+
+    def through(self, runner: GraphRunner) -> _Survivors:
+        """Run the next segment; ModelError if it does not take them."""
+        try:
+            return self._replace(values=self.values | runner.run(self.values))
+        except RuntimeError as error:
+            reason = str(error)
+            raise ModelError(f"{self._where()} cannot go on: {reason}; {_APART}") from error
+
+    def check(self, wanted: NDArray[np.generic], answer: str, tolerance: float) -> None:
+        """Compare with what the source model answers them in the whole batch."""
+        found, right = self.values[answer], wanted[self.rows]
+        same = found.shape == right.shape
+        difference = relative_difference(found, right) if same else float("inf")
+        if not difference <= tolerance:
+            raise ModelError(
+                f"{self._where()} are answered otherwise, by {difference:.1e} of the largest value "
+                f"({tolerance:.0e} allowed); {_APART}"
+            )
+
+    def _where(self) -> str:
+        rows = ", ".join(map(str, self.rows.tolist()))
+        return f"behind the cut `{self.cut}` samples {rows} of a batch, without the others,"
+
+
+_APART = (
+    "something that is computed again behind the cut depends on the whole batch, as its longest "
+    "sample does: let the model compute it for each sample by itself, or build exits elsewhere "
+    "(--exits)"
+)
+
+
+def _survivors(
+    values: Mapping[str, NDArray[np.generic]], inputs: Sequence[str], segment: SegmentModel
+) -> Iterator[_Survivors]:
+    """Choose samples that go on behind a segment: one alone and three, others at each cut."""
+    batch = len(values[segment.output])
+    for count in {1, min(3, batch - 1)} - {0} if batch > 1 else ():
+        rows = np.sort((segment.index + np.arange(count)) % batch)
+        kept = {name: values[name][rows] for name in (*inputs, segment.output)}
+        yield _Survivors(rows, segment.output, kept)
 
 
 def _run_alone(

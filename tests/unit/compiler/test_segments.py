@@ -11,10 +11,11 @@ import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from onnx import TensorProto
 from tests import models
 
-from offramp.compiler.cuts import CutAnalysis, find_cuts
-from offramp.compiler.errors import VerificationError
+from offramp.compiler.cuts import CutAnalysis, CutPoint, find_cuts
+from offramp.compiler.errors import ModelError, VerificationError
 from offramp.compiler.graph import Dataflow
 from offramp.compiler.model import SourceModel, read_model
 from offramp.compiler.runtime import GraphRunner, random_inputs, relative_difference
@@ -144,6 +145,60 @@ def test_batch_stays_symbolic_in_segments():
     for info in (*middle.input, *middle.output):
         dims = info.type.tensor_type.shape.dim
         assert [d.dim_param for d in dims][:2] == ["batch", "sequence"]
+
+
+def trimming(width: int = 256) -> onnx.ModelProto:
+    """Ids are cut to the longest sample of the batch, and looked at again in every layer.
+
+    Each answer is the same in any batch, but not if others leave in the middle: what is behind a
+    cut then trims to the longest of those that are left.
+    """
+    b = models.Builder()
+    ids = b.input("ids", ["batch", 12], TensorProto.INT64)
+    zero, one = b.constant([0], np.int64), b.constant([1], np.int64)
+    lengths = b.node(
+        "ReduceSum",
+        b.node("Cast", b.node("Greater", ids, zero), to=TensorProto.INT64),
+        one,
+        keepdims=0,
+    )
+    longest = b.node("ReduceMax", lengths, axes=[0], keepdims=1)
+    trimmed = b.node("Slice", ids, zero, longest, one)
+    x = b.node("Gather", b.weight(50, width), trimmed)
+    for i in range(3):
+        there = b.node("Cast", b.node("Greater", trimmed, zero), to=TensorProto.FLOAT)
+        mask = b.node("Unsqueeze", there, b.constant([2], np.int64))
+        work = b.node("Add", b.matmul(x, width, width), b.constant([0.5], np.float32))
+        x = b.node("Mul", work, mask, out=f"layer{i}")
+    b.linear(b.node("ReduceSum", x, one, keepdims=0), width, 3, out="logits")
+    b.output("logits", ["batch", 3])
+    return b.build()
+
+
+@pytest.mark.parametrize("short", [2, 1])
+def test_cuts_behind_which_samples_need_the_others_are_refused(read, short):
+    """With 2 tokens left the mask does not fit; with 1 it fits, and the answer is wrong."""
+    model = read(trimming())
+    cut = CutPoint(
+        index=0,
+        tensor="layer0",
+        dtype="float32",
+        shape=("batch", "?", 256),
+        operator="Mul",
+        flops_share_before=0.3,
+        side_inputs=("ids",),
+    )
+    segments = split(model, [cut])
+    ids = np.full((7, 12), 5)
+    ids[:6, short:] = 0
+    with pytest.raises(ModelError) as caught:
+        verify(model, segments, {"ids": ids})
+    said = str(caught.value)
+    assert "behind the cut `layer0` samples 0" in said
+    assert ("cannot go on" if short == 2 else "are answered otherwise") in said
+    assert "--exits" in said
+    # nobody needs the others where all are as long
+    assert verify(model, segments, {"ids": np.full((7, 12), 5)}) <= TOLERANCE
 
 
 def test_verification_names_the_first_segment_that_diverges():
