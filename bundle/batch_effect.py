@@ -56,7 +56,7 @@ class BatchEffect:
             f"In batches of {', '.join(sizes)} and {last} the model itself answers "
             f"{self.end_differs:,} of {self.samples:,} samples otherwise "
             f"({self.end_differs / self.samples:.2%}), as {len(self.operators)} operators round by "
-            f"the range of the whole batch: at most {spent:.2%} of all samples at "
+            f"the range of the whole batch: at most {spent:.2%} of samples in batches as these at "
             f"{half_risk(self.confidence_level):.2%} confidence, which is taken from the promise "
             f"({self.max_disagreement:.2%} at {self.confidence_level:.0%})"
         )

@@ -24,8 +24,8 @@ SCHEMA_VERSION = 1
 """Bumped whenever an older reader would misunderstand a newer bundle."""
 
 AnswerForm: TypeAlias = Literal["logits", "probabilities", "log-probabilities"]
-"""A softmax gives probabilities of both others: of log-probabilities, those that they are of."""
-"""Whether the model ends before or after its softmax."""
+"""How the model ends: before its softmax, behind it, or behind the logarithm of that. A softmax
+gives probabilities of both others: of log-probabilities, those that they are of."""
 
 BundlePrecision: TypeAlias = Literal["fp32", "int8"]
 """What the segments that exits follow compute in. ``int8`` is a cascade: the quantised model, cut

@@ -15,13 +15,19 @@ if TYPE_CHECKING:
 
 
 def describe_model(model: SourceModel, analysis: CutAnalysis) -> dict[str, Any]:
-    """Describe a model, its cut points, and the places where none are."""
+    """Describe a model, its cut points, and the places where none are.
+
+    Where the work of operators had to be measured, shares of FLOPs are shares of that time.
+    """
     return {
         "model": model.name,
         "opset": model.opset,
-        "gflops": analysis.total_flops / 1e9,
+        "gflops": None if analysis.total_s is not None else analysis.total_flops / 1e9,
+        "measured_s": analysis.total_s,
+        "unknown_work": list(analysis.unknown_work),
         "inputs": [to_plain(spec) for spec in model.inputs],
         "main_inputs": list(analysis.main_inputs),
+        "rereads": analysis.rereads,
         "answer": to_plain(model.answer),
         "cut_points": [asdict(cut) for cut in analysis.cuts],
         "rejected": [asdict(place) for place in analysis.rejected],

@@ -21,7 +21,7 @@ _DENSITY = 1.5
 """Exponent of the marks; 1 spaces candidates evenly."""
 
 
-_SHARES = re.compile(r"(?P<first>\d+(?:\.\d+)?)%(?:-(?P<last>\d+(?:\.\d+)?)%)?")
+_SHARES = re.compile(r"(?P<first>\d+(?:\.\d+)?) ?%(?: ?- ?(?P<last>\d+(?:\.\d+)?) ?%)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,8 @@ class ExitRule:
         return tuple(found)
 
     def _unknown(self, analysis: CutAnalysis) -> str:
+        if not analysis.cuts:
+            return f"no cut point {self.text!r}: the model has none"
         names = [cut.tensor for cut in analysis.cuts]
         near = difflib.get_close_matches(self.text, names, n=_SHOWN, cutoff=0.0)
         reasons = [r.reason for r in analysis.rejected if r.tensor == self.text]
@@ -69,6 +71,8 @@ class ExitRule:
 
 def _by_share(cuts: Sequence[CutPoint], first: str, last: str | None) -> list[CutPoint]:
     least = float(first) / 100
+    if least > 1:
+        return []
     if last is None:
         return [min(cuts, key=lambda cut: abs(cut.flops_share_before - least))]
     most = float(last) / 100

@@ -24,6 +24,7 @@ from offramp.compiler.report import numbers, words
 from offramp.engine.control.costs import CostModel
 from offramp.engine.plan import exit_label
 from offramp.engine.profile_check import predicted_savings
+from offramp.engine.whole_promise import end_evidence, whole_policy
 
 if TYPE_CHECKING:  # they import torch, which printing what was built does not take
     from offramp.compiler.profile import Profiled
@@ -32,7 +33,7 @@ if TYPE_CHECKING:  # they import torch, which printing what was built does not t
 
 def print_bundle(bundle: Bundle, console: Console) -> None:
     """Print what ``eecompile`` made of a model, in words."""
-    policy, manifest = bundle.policy, bundle.manifest
+    policy, manifest = whole_policy(bundle.policy, end_evidence(bundle)), bundle.manifest
     say = partial(console.print, highlight=False, soft_wrap=True)
     path = escape(str(bundle.path))
     built = f"[bold]{path}[/bold]: {len(manifest.exits)} exits built"

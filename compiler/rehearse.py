@@ -72,6 +72,12 @@ def rehearse_bundle(options: RehearseOptions, progress: Progress = SILENT) -> Re
             f"{bundle.path} has no exits to rehearse: none was worth building when it was "
             "compiled; compile the model again on the new data"
         )
+    if bundle.manifest.batch_effect is not None:
+        raise CompileError(
+            f"{bundle.path} is of a dynamically quantised model, and what such a model answers "
+            "otherwise in other batches was counted on the data that it was compiled with; compile "
+            "it again on the new data"
+        )
     target = options.target()
     settings, choice = _asked(bundle, options)
     dataset = read_dataset(options.data, bundle.manifest.inputs)

@@ -43,6 +43,7 @@ _OTHERWISE = "let it compute for each sample by itself"
 _REMEDIES = {
     "BatchNormalization": "it normalises by the batch, as in training; call model.eval() before "
     "the export",
+    "Random": "it draws at random; export the model for inference (model.eval())",
     "Reduce": "it reduces over the samples; let it reduce over other dimensions than the first",
 }
 
@@ -125,7 +126,7 @@ def _describe(mixing: list[Operator], difference: float, rows: int) -> str:
     """Say which operators mix rows, and what to do about it."""
     shown = [f"{op.name or op.writes[0]!r} ({op.kind})" for op in mixing[:_SHOWN]]
     rest = f" and {len(mixing) - _SHOWN} more" if len(mixing) > _SHOWN else ""
-    kind = "Reduce" if mixing[0].kind.startswith("Reduce") else mixing[0].kind
+    kind = next((k for k in _REMEDIES if mixing[0].kind.startswith(k)), "")
     apart = "" if difference == float("inf") else f", by {difference:.1e} of the largest value"
     return (
         f"the answer of a sample depends on the other samples of its batch (found among {rows} "

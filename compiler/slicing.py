@@ -79,7 +79,8 @@ def cut_tensors(
     model: SourceModel, analysis: CutAnalysis, points: Sequence[CutPoint], options: CompileOptions
 ) -> tuple[CutTensor, ...]:
     """Describe what exits at some cut points read; ModelError if ``--mask`` fits none of them."""
-    mask = find_mask(model.inputs, analysis.main_inputs, options.mask)
+    flows = () if analysis.rereads else analysis.main_inputs  # else all that may be read again
+    mask = find_mask(model.inputs, flows, options.mask)
     cuts = tuple(_cut_tensor(point, mask) for point in points)
     if options.mask is not None and not any(cut.mask for cut in cuts):
         shapes = "; ".join(f"{cut.name}: [{', '.join(map(str, cut.shape))}]" for cut in cuts)

@@ -78,6 +78,7 @@ class ControlLoop:
         self._executor = executor
         self._jobs = jobs or JobRunner()
         self._upgrades = upgrades or EngineUpgrades()
+        self._upgrades_failing = False
         self._period_s = period_s
         self._states = {
             name: _State(
@@ -118,9 +119,19 @@ class ControlLoop:
         """Give what a controller knows, as of the last look."""
         return self._states[model].status
 
+    def _step_upgrades(self) -> None:
+        try:
+            self._upgrades.step()
+        except Exception:  # control goes on, which matters more
+            if not self._upgrades_failing:
+                _log.exception("engines cannot be built beside serving")
+            self._upgrades_failing = True
+        else:
+            self._upgrades_failing = False
+
     def look(self) -> None:
         """Look at every model once; what the thread does all the time."""
-        self._upgrades.step()
+        self._step_upgrades()
         for name, state in self._states.items():
             try:
                 self._look_at(state)

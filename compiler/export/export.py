@@ -25,6 +25,7 @@ from offramp.compiler.progress import SILENT, Progress
 from offramp.compiler.source_file import MAX_BYTES
 from offramp.engine.errors import BackendError
 from offramp.engine.plan import Plan, make_plan
+from offramp.engine.whole_promise import end_evidence, whole_policy
 
 METADATA = "offramp."
 """What the keys of an exported file's metadata begin with."""
@@ -120,7 +121,8 @@ def make_model(bundle: Bundle, plan: Plan, names: Names, *, with_exits: bool) ->
 
 def _metadata(bundle: Bundle, plan: Plan, names: Names, *, with_exits: bool) -> dict[str, str]:
     """Describe the file in its own metadata; values are JSON where they are more than a word."""
-    manifest, promise = bundle.manifest, bundle.policy.promise
+    manifest = bundle.manifest
+    promise = whole_policy(bundle.policy, end_evidence(bundle)).promise
     exits = [
         {"exit": stage.exit, "after_segment": stage.last_segment, "threshold": stage.threshold}
         | {"threshold_input": name}

@@ -214,7 +214,7 @@ class _Nesting:
             return
         results = self._results(spec.index)
         shares = level.add("Cast", [results[_ANSWER]], "as_float", to=TensorProto.FLOAT)
-        if spec.form == "logits":
+        if spec.form != "probabilities":
             shares = level.add("Softmax", [shares], "probabilities", axis=-1)
         largest = self._row_max(level, shares, "largest")
         at_most_one = level.add("Min", [largest, level.weight("one", _scalar(1))], "at_most_one")

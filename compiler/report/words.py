@@ -10,6 +10,7 @@ from offramp.calibration.limits import BindingLimit
 from offramp.calibration.rehearsal import Rehearsed
 from offramp.compiler.report import numbers
 from offramp.compiler.report.figures import PolicyFigures
+from offramp.engine.whole_promise import whole_policy
 
 Fact: TypeAlias = tuple[str, str]
 """A name and what is so."""
@@ -42,15 +43,19 @@ def promise(found: PolicyFigures) -> tuple[str, str] | None:
     made = found.policy.promise
     if made is None or not found.active:
         return None
-    bound = numbers.plain_percent(made.max_disagreement)
+    effect = found.manifest.batch_effect
+    whole = whole_policy(found.policy, effect).promise or made
     promised = (
-        f"On inputs like the calibration data, at most {bound} of the answers differ from those "
-        f"of the unmodified model: certified with {numbers.plain_percent(made.confidence_level)} "
+        f"On inputs like the calibration data, at most "
+        f"{numbers.plain_percent(whole.max_disagreement)} of the answers differ from those of the "
+        f"unmodified model: certified with {numbers.plain_percent(whole.confidence_level)} "
         f"confidence on {numbers.plural(made.certify_samples, 'certify sample')} with "
         f"{numbers.plural(made.certify_errors, 'error')}."
     )
+    bound = numbers.plain_percent(made.max_disagreement)
+    unlike = "unmodified model's" if effect is None else "model's in a batch of the same size"
     tested = (
-        f"An error is an answer unlike the unmodified model's. Learn then Test: if more than "
+        f"An error is an answer unlike the {unlike}. Learn then Test: if more than "
         f"{bound} differed, so few errors would be seen with probability {made.p_value:.2g} at "
         f"most, below the {1 - made.confidence_level:.2g} allowed. Nothing is promised under "
         f"drift; that is watched while serving."

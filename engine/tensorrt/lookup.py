@@ -118,7 +118,8 @@ def open_store(bundle: Bundle, place: EnginePlace) -> EngineStore:
     whatever is built meanwhile: its policy is certified for that one.
     """
     built = place.served(bundle.path)
-    built = tuple(p for p in built if place.target(p).folder == bundle.arithmetic) or built
+    if bundle.arithmetic:
+        built = tuple(p for p in built if place.target(p).folder == bundle.arithmetic)
     if not built:
         known = list_targets(bundle.path)
         elsewhere = f" (it has some for {known[0].describe()})" if known else ""

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import io
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from rich.console import Console
 from tests import models
 from tests.bundles import compile_tiny
 
-from offramp.bundle import Bundle, ExitPolicy
+from offramp.bundle import ActiveExit, Bundle, ExitPolicy, Promise, write_bundle
 from offramp.bundle.batch_effect import BatchEffect
 from offramp.certify.binomial import upper_bound
+from offramp.certify.shared_risk import half_risk
 from offramp.compiler import policy
 from offramp.compiler.batch_effect import COMPARED_BATCH_SIZES
-from offramp.compiler.errors import VerificationError
+from offramp.compiler.bundle_check import VerifyOptions, verify_bundle
+from offramp.compiler.errors import CompileError, VerificationError
+from offramp.compiler.options import RehearseOptions
+from offramp.compiler.printing import print_bundle
+from offramp.compiler.rehearse import rehearse_bundle
 from offramp.engine.backends.onnxruntime import make_session
+from offramp.engine.whole_promise import whole_policy
 
 SAMPLES = 3000
 
@@ -65,6 +74,48 @@ def test_the_share_is_counted_and_taken_from_the_promise(compiled: tuple[Bundle,
     assert "3 operators round by the range of the whole batch" in said[0]
     assert "which is taken from the promise (5.00% at 95%)" in said[0]
     assert told in bundle.read("report.html").decode()
+
+
+def test_verify_judges_the_whole_promise_and_lets_the_end_vary(
+    compiled: tuple[Bundle, list[str]], tmp_path: Path
+):
+    """Who is left of a batch is rounded otherwise than in the whole one."""
+    made, data = compiled[0], tmp_path / "more.npz"
+    np.savez(data, **vectors(spread=0.3))
+    effect = made.manifest.batch_effect
+    assert effect is not None
+    exits = Promise(
+        max_disagreement=effect.left(),
+        confidence_level=half_risk(0.95),
+        certify_samples=1000,
+        certify_errors=3,
+        p_value=0.01,
+        predicted_savings=0.5,
+    )
+    late = (ActiveExit(exit=0, threshold=0.99),)
+    files = {entry.path: made.read(entry.path) for entry in made.manifest.files}
+    promised = replace(made.policy, active=late, promise=exits)
+    bundle = write_bundle(tmp_path / "promised.ee", made.manifest, promised, files)
+    found = verify_bundle(VerifyOptions(bundle=bundle.path, data=data))
+    whole = whole_policy(bundle.policy, effect).promise
+    assert whole is not None
+    assert (whole.max_disagreement, whole.confidence_level) == pytest.approx((0.05, 0.95))
+    assert found.at_most == upper_bound(found.disagreements, SAMPLES, whole.confidence_level)
+    assert found.verdict == "kept"
+    out = io.StringIO()
+    print_bundle(bundle, Console(file=out, width=300))
+    assert "unmodified model ≤ 5% on unseen data like the calibration set, with 95% confi" in (
+        out.getvalue()
+    )
+
+
+def test_what_was_counted_on_other_data_is_not_rehearsed(
+    compiled: tuple[Bundle, list[str]], tmp_path: Path
+):
+    bundle, _ = compiled
+    options = RehearseOptions(bundle=bundle.path, data=tmp_path / "x.npz")
+    with pytest.raises(CompileError, match=r"dynamically quantised model, .* compile it again"):
+        rehearse_bundle(options)
 
 
 def test_the_count_is_that_of_answers_in_batches_of_three_sizes(

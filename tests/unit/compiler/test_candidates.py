@@ -58,6 +58,7 @@ def test_the_users_list_wins_over_the_limit():
         ("24.9%", [1]),
         ("0%", [0]),
         ("100%", [3]),
+        ("25 %", [1]),
         ("20%-60%", [1, 2]),
         ("10%-100%", [0, 1, 2, 3]),
         ("block?", [0, 1, 2, 3]),
@@ -79,7 +80,7 @@ def test_a_tensors_name_wins_over_what_it_looks_like():
         assert [cut.index for cut in ExitRule(name).select(named)] == [2]
 
 
-@pytest.mark.parametrize("rule", ["95%-99%", "60%-20%", "x*", "4", "10%-", "-1", ""])
+@pytest.mark.parametrize("rule", ["95%-99%", "60%-20%", "120%", "x*", "4", "10%-", "-1", ""])
 def test_rules_that_name_nothing_say_what_there_is(rule: str):
     with pytest.raises(UnknownCutPointError) as caught:
         chosen(0.1, 0.3, 0.5, exits=[rule])

@@ -17,7 +17,12 @@ from offramp.engine.controllers import ramp_budget
 from offramp.engine.errors import BackendError
 from offramp.engine.options import ModelOptions
 from offramp.engine.plan import Mode, make_plan
-from offramp.engine.precision import require_fp32, warn_of_other_kernels, warn_of_saturation
+from offramp.engine.precision import (
+    is_rounded,
+    require_fp32,
+    warn_of_other_kernels,
+    warn_of_saturation,
+)
 
 
 def test_a_gpu_refuses_its_stages(tmp_path: Path) -> None:
@@ -122,3 +127,13 @@ def test_int8_in_another_runtime_is_warned_of(
     caplog.clear()
     warn_of_other_kernels("small", MANIFEST, backend, mode)
     assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "rounded"),
+    [({}, False), ({"verified_tolerance": 0.01}, True), ({"batch_effect": True}, True)],
+)
+def test_what_is_computed_in_less_than_float32(change: dict[str, object], rounded: bool) -> None:
+    """A model that is quantised itself, or of half precision, is of fp32 as a bundle."""
+    assert is_rounded(replace(MANIFEST, **change)) is rounded  # type: ignore[arg-type]
+    assert is_rounded(cascade_manifest())
