@@ -1,4 +1,4 @@
-"""What backends of the machine's cores share: batches of numpy arrays, and a slot for them.
+"""What backends of the machine's cores share: batches of numpy arrays, slots, and stages.
 
 A runtime loads a graph (:class:`LoadedGraph`); everything around it is the same for all of them.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from offramp.bundle import Bundle
 from offramp.engine.assembly import CONFIDENCE, with_confidence
 from offramp.engine.backends.base import Rows, StageResult, TensorBatch
 from offramp.engine.errors import BackendError
@@ -91,6 +92,50 @@ def load_stage(spec: StageSpec, runtime: str, load: Callable[[bytes], LoadedGrap
             "compile the model again"
         )
     return HostStage(spec, execute, added, spec.inputs, answered + computed, computed, passed)
+
+
+class HostBackend:
+    """A backend of the machine's cores: all but :meth:`load`, which a runtime has to give."""
+
+    name: ClassVar[str]
+    on_cpu = True
+    runtime_name: ClassVar[str]
+    """For messages."""
+
+    def __init__(self, *, version: str, threads: int) -> None:
+        """Take the runtime's version, and how many threads each stage has."""
+        self._version, self._threads = version, threads
+
+    @property
+    def runtime(self) -> str:
+        """Describe what executes: times measured with it hold for nothing else."""
+        return f"{self.runtime_name} {self._version}, {self._threads} threads"
+
+    def load(self, model: bytes) -> LoadedGraph:
+        """Load a serialised graph; raises whatever the runtime does."""
+        raise NotImplementedError
+
+    def as_computed(self, bundle: Bundle) -> Bundle:
+        """Give the bundle itself: its graphs are run as they are."""
+        return bundle
+
+    def sizes(self, most: int) -> Sequence[int]:
+        """List all sizes: memory is allocated, or kernels are chosen, the first time."""
+        return range(1, most + 1)
+
+    def missing(self, stage: HostStage) -> None:
+        """Say that nothing has to be built: graphs run as they are."""
+
+    def prepare(self, spec: StageSpec) -> HostStage:
+        """Load a stage, which gives a confidence too where that can be added."""
+        return load_stage(spec, self.runtime_name, self.load)
+
+    def open_slot(self) -> HostSlot:
+        """Open a slot; those of a CPU hold nothing."""
+        return HostSlot()
+
+    def close(self) -> None:
+        """Do nothing: graphs are freed with the last reference to them."""
 
 
 class HostSlot:

@@ -8,15 +8,12 @@ convolution layouts: extended only is 1.6 to 2 times slower on CNNs).
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import onnxruntime as ort
 
-from offramp.bundle import Bundle
-from offramp.engine.backends.host import Execute, HostSlot, HostStage, LoadedGraph, load_stage
+from offramp.engine.backends.host import Execute, HostBackend, LoadedGraph
 from offramp.engine.layouts import enter_blocked
 from offramp.engine.onnx_subset import has_half_precision
-from offramp.engine.plan import StageSpec
 
 
 def make_session(model: bytes, threads: int) -> ort.InferenceSession:
@@ -62,46 +59,20 @@ def _run_of(session: ort.InferenceSession) -> Execute:
     return run
 
 
-class OnnxRuntimeBackend:
+class OnnxRuntimeBackend(HostBackend):
     """Prepares stages as sessions of ``threads`` threads on the CPU: a backend."""
 
     name = "onnxruntime-cpu"
-    on_cpu = True
+    runtime_name = "ONNX Runtime"
 
     def __init__(self, *, threads: int = 1) -> None:
-        self._threads = threads
+        super().__init__(version=ort.__version__, threads=threads)
 
-    @property
-    def runtime(self) -> str:
-        """Describe what executes: times measured with it hold for nothing else."""
-        return f"ONNX Runtime {ort.__version__}, {self._threads} threads"
-
-    def as_computed(self, bundle: Bundle) -> Bundle:
-        """Give the bundle itself: it was certified as it is run here."""
-        return bundle
-
-    def sizes(self, most: int) -> Sequence[int]:
-        """List all sizes: memory is allocated the first time."""
-        return range(1, most + 1)
-
-    def missing(self, stage: HostStage) -> None:
-        """Say that nothing has to be built: graphs run as they are."""
-
-    def prepare(self, spec: StageSpec) -> HostStage:
-        """Load a stage as a session, which gives a confidence too where that can be added."""
-        return load_stage(spec, "ONNX Runtime", self._load)
-
-    def _load(self, model: bytes) -> LoadedGraph:
+    def load(self, model: bytes) -> LoadedGraph:
+        """Load a serialised graph as a session; raises ONNX Runtime's own exceptions."""
         session = make_session(model, self._threads)
         return LoadedGraph(
             read={tensor.name for tensor in session.get_inputs()},
             given={output.name for output in session.get_outputs()},  # names may be no UTF-8
             execute=_run_of(session),
         )
-
-    def open_slot(self) -> HostSlot:
-        """Open a slot; those of a CPU hold nothing."""
-        return HostSlot()
-
-    def close(self) -> None:
-        """Sessions are freed with the last reference to them."""

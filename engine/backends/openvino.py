@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
-from offramp.bundle import Bundle
-from offramp.engine.backends.host import HostSlot, HostStage, LoadedGraph, load_stage
+from offramp.engine.backends.host import HostBackend, LoadedGraph
 from offramp.engine.errors import BackendError
 from offramp.engine.onnx_subset import ModelProto
-from offramp.engine.plan import StageSpec
 
 if TYPE_CHECKING:
     import openvino
@@ -40,7 +38,7 @@ def require_openvino() -> str:
     return str(openvino.__version__).partition("-")[0]
 
 
-class OpenVinoBackend:
+class OpenVinoBackend(HostBackend):
     """Prepares stages as models that OpenVINO compiled for the CPU: a backend.
 
     ``streams`` is how many stages run at the same time, each in ``threads`` threads; more wait for
@@ -48,12 +46,11 @@ class OpenVinoBackend:
     """
 
     name = "openvino-cpu"
-    on_cpu = True
+    runtime_name = "OpenVINO"
 
     def __init__(self, *, threads: int = 1, streams: int = 1) -> None:
         """Take the cores; BackendError if OpenVINO is not here."""
-        self._threads = threads
-        self._version = require_openvino()
+        super().__init__(version=require_openvino(), threads=threads)
         import openvino  # noqa: PLC0415
 
         self._core = openvino.Core()
@@ -65,38 +62,11 @@ class OpenVinoBackend:
             "ENABLE_CPU_PINNING": False,  # threads are ours, and other work has its turn on them
         }
 
-    @property
-    def runtime(self) -> str:
-        """Describe what executes: times measured with it hold for nothing else."""
-        return f"OpenVINO {self._version}, {self._threads} threads"
-
-    def as_computed(self, bundle: Bundle) -> Bundle:
-        """Give the bundle itself: it was certified in float32."""
-        return bundle
-
-    def sizes(self, most: int) -> Sequence[int]:
-        """List all sizes: for each, primitives are chosen the first time."""
-        return range(1, most + 1)
-
-    def missing(self, stage: HostStage) -> None:
-        """Say that nothing has to be built: graphs run as they are."""
-
-    def prepare(self, spec: StageSpec) -> HostStage:
-        """Load a stage, which gives a confidence too where that can be added."""
-        return load_stage(spec, "OpenVINO", self.load)
-
     def load(self, model: bytes) -> LoadedGraph:
         """Load a serialised graph; raises whatever OpenVINO does."""
         compiled = self._core.compile_model(self._core.read_model(model), "CPU", self._settings)
         graph = _Graph(compiled, ModelProto.FromString(model).graph)
         return LoadedGraph(read=graph.read, given=graph.given, execute=graph.execute)
-
-    def open_slot(self) -> HostSlot:
-        """Open a slot; those of a CPU hold nothing."""
-        return HostSlot()
-
-    def close(self) -> None:
-        """Models are freed with the last reference to them."""
 
 
 class _Graph:
