@@ -6,7 +6,7 @@ sizes, beside the unmodified model in a plain session.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -21,19 +21,13 @@ from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
 from offramp.calibration.running import check_answers
 from offramp.certify import MODEL_END, binomial_cdf, upper_bound
 from offramp.compiler.errors import VerificationError
+from offramp.compiler.options import DEFAULT_CONFIDENCE_LEVEL
 from offramp.compiler.progress import SILENT, Progress
 from offramp.compiler.rounding import SINGLE
 from offramp.compiler.runtime import relative_difference
-from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
-from offramp.engine.pipeline import Pipeline
+from offramp.compiler.staged_answers import AnsweringStages, batches_of_many_sizes
 from offramp.engine.plan import Mode, make_plan
 from offramp.engine.whole_promise import end_evidence, whole_policy
-
-SIZES = (1, 7, 32, 2, 19, 64, 3, 11)
-"""Batches are cut from the data in these sizes, over and over."""
-
-DEFAULT_CONFIDENCE_LEVEL = 0.95
-"""Where nothing is promised."""
 
 Verdict: TypeAlias = Literal["kept", "contradicted", "nothing promised"]
 """What the data say of the promise."""
@@ -82,7 +76,9 @@ def verify_bundle(options: VerifyOptions, progress: Progress = SILENT) -> Bundle
     dataset = read_dataset(options.data, bundle.manifest.inputs)
     runs = _Runs(bundle, options)
     with progress.step("Answer all samples", len(dataset)) as advance:
-        found = [runs.answer(dataset, rows, advance) for rows in _batches(len(dataset))]
+        found = [
+            runs.answer(dataset, rows, advance) for rows in batches_of_many_sizes(len(dataset))
+        ]
     answer, exits, source = (np.concatenate(part) for part in zip(*found, strict=True))
     disagreements = int((answer != source).sum())
     places, counts = np.unique(exits, return_counts=True)
@@ -107,10 +103,7 @@ class _Runs:
 
     def __init__(self, bundle: Bundle, options: VerifyOptions) -> None:
         manifest = bundle.manifest
-        backend = OnnxRuntimeBackend(threads=options.threads)
-        self._pipeline = Pipeline(backend, make_plan(bundle, mode=Mode.LEAVE))
-        self._exits = [spec.answered_by for spec in self._pipeline.plan.stages]
-        self._slot = backend.open_slot()
+        self._stages = AnsweringStages(make_plan(bundle, mode=Mode.LEAVE), threads=options.threads)
         self._source = plain_session(bundle.read(manifest.source.file), options.threads)
         self._reads = [tensor.name for tensor in self._source.get_inputs()]
         self._output = manifest.answer.output
@@ -122,7 +115,7 @@ class _Runs:
 
     def answer(
         self, dataset: Dataset, rows: slice, advance: Callable[[int], None]
-    ) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
+    ) -> tuple[NDArray[np.intp], NDArray[np.int32], NDArray[np.intp]]:
         """Give the classes of a batch, where each row left, and the model's own classes."""
         tensors = dataset.take(rows)
         try:
@@ -133,14 +126,11 @@ class _Runs:
             reason = str(error).splitlines()[0]
             raise DataError(f"{self._data}: the model fails on {where}: {reason}") from error
         check_answers(whole, dataset.rows[rows])
-        given, exits = np.empty(len(whole), np.intp), np.empty(len(whole), np.intp)
-        for departure in self._pipeline.run(self._slot, tensors):
-            given[departure.rows] = departure.answer.argmax(axis=1)
-            exits[departure.rows] = self._exits[departure.stage]
-            if self._exits[departure.stage] == MODEL_END:
-                self._check_end(departure.answer, whole, rows.start, departure.rows)
+        given = self._stages.run(tensors)
+        if (ended := np.flatnonzero(given.exit == MODEL_END)).size:
+            self._check_end(given.answer[ended], whole, rows.start, ended)
         advance(len(whole))
-        return given, exits, whole.argmax(axis=1)
+        return given.answer.argmax(axis=1), given.exit, whole.argmax(axis=1)
 
     def _check_end(
         self, answer: NDArray[Any], whole: NDArray[Any], start: int, rows: NDArray[np.intp]
@@ -153,14 +143,6 @@ class _Runs:
                 f"({self._tolerance:.0e} allowed); compile the model again on this machine"
             )
         self.end_difference = max(self.end_difference, difference)
-
-
-def _batches(samples: int) -> Iterator[slice]:
-    start, turn = 0, 0
-    while start < samples:
-        size = SIZES[turn % len(SIZES)]
-        yield slice(start, min(start + size, samples))
-        start, turn = start + size, turn + 1
 
 
 def _made_of(bundle: Bundle) -> set[str]:

@@ -9,6 +9,9 @@ from typing import Literal, TypeAlias
 from offramp.bundle.bundle import check_target, check_writable
 from offramp.calibration.training_options import TrainingOptions
 
+DEFAULT_CONFIDENCE_LEVEL = 0.95
+"""Of a promise, where nothing else is asked for or promised."""
+
 Selection: TypeAlias = Literal["savings", "pame"]
 """How the exits in use are chosen among those that were built."""
 
@@ -38,7 +41,7 @@ class CompileOptions:
     whoever is sure enough at none runs through the unmodified model. Where that brings nothing on
     this machine it is fp32, with a warning; ``auto`` is the same without."""
     max_disagreement: float = 0.01
-    confidence_level: float = 0.95
+    confidence_level: float = DEFAULT_CONFIDENCE_LEVEL
     max_overhead: float | None = None
     """Share of the source model's time that exits (and the quantised model before the source, where
     there is one) may add for a sample that takes none

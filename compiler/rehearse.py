@@ -31,7 +31,7 @@ from offramp.calibration.rehearsal import (
 from offramp.calibration.selection import certifiable_errors
 from offramp.certify import samples_needed
 from offramp.compiler.errors import CompileError
-from offramp.compiler.options import RehearseOptions
+from offramp.compiler.options import DEFAULT_CONFIDENCE_LEVEL, RehearseOptions
 from offramp.compiler.packing import bundle_name, judged, rewrite
 from offramp.compiler.policy import FixedPath, PolicyChoice, record_exits
 from offramp.compiler.progress import SILENT, Progress
@@ -40,8 +40,6 @@ from offramp.engine.environment import cpu_features
 
 DEFAULT_BATCH = 32
 """Rows of a rehearsed batch, where they were profiled."""
-DEFAULT_CONFIDENCE_LEVEL = 0.95
-"""Of the promise, where the bundle makes none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

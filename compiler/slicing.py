@@ -270,9 +270,7 @@ def verify(
     largest = int(np.argmax(batch_sizes))
     left: list[_Survivors] = []
     for segment in segments:
-        runner = GraphRunner(segment.proto)  # no other is loaded beside: each holds its weights
-        chained = [values | runner.run(values) for values in chained]
-        left = [survivors.through(runner) for survivors in left]
+        chained, left = _through(segment, chained, left)
         if segment is not segments[-1]:
             left += _survivors(chained[largest], tuple(fed[largest]), segment)
     worst = 0.0
@@ -293,6 +291,17 @@ def verify(
         for survivors in left:
             survivors.check(wanted[largest], answer, rounding_of(model.proto).batches)
     return worst
+
+
+def _through(
+    segment: SegmentModel,
+    chained: Sequence[dict[str, NDArray[np.generic]]],
+    left: Sequence[_Survivors],
+) -> tuple[list[dict[str, NDArray[np.generic]]], list[_Survivors]]:
+    """Run a segment on batches and survivors; its session, with its weights, is gone behind."""
+    runner = GraphRunner(segment.proto)
+    passed = [values | runner.run(values) for values in chained]
+    return passed, [survivors.through(runner) for survivors in left]
 
 
 class _Survivors(NamedTuple):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,26 +16,14 @@ from offramp.compiler.errors import VerificationError
 from offramp.compiler.export.nesting import Names
 from offramp.compiler.graph import bodies
 from offramp.compiler.runtime import relative_difference
-from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
-from offramp.engine.pipeline import Pipeline
+from offramp.compiler.staged_answers import (
+    AnsweringStages,
+    GivenAnswers,
+    batches_of_many_sizes,
+)
 from offramp.engine.plan import Plan, exit_label
 
-BATCH_SIZES = (1, 7, 32, 2, 19, 64, 3, 11)
-"""Batches are cut from the data in these sizes, over and over."""
-
 Tensors = Mapping[str, NDArray[Any]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GivenAnswers:
-    """What a model answered for a batch of b rows, and at which exits."""
-
-    answer: NDArray[Any]
-    """[b, classes]."""
-    exit: NDArray[np.int32]
-    """[b]; :data:`~offramp.certify.MODEL_END` is the model's own answer."""
-    confidence: NDArray[np.float32]
-    """[b]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +57,10 @@ def verify(
             bundle does, or answers otherwise.
         BackendError: A stage of the bundle cannot be run.
     """
-    bundle = _Staged(plan)
+    bundle = AnsweringStages(plan)
     exported = {what: _Exported(model, plan, names) for what, model in models.items()}
     largest, exits = 0.0, []
-    for rows in _batches(len(dataset)):
+    for rows in batches_of_many_sizes(len(dataset)):
         tensors = dataset.take(rows)
         wanted = bundle.run(tensors)
         for what, model in exported.items():
@@ -88,26 +75,6 @@ def verify(
     found, counts = np.unique(np.concatenate(exits), return_counts=True)
     shares = {int(e): int(n) / len(dataset) for e, n in zip(found, counts, strict=True)}
     return Verified(samples=len(dataset), largest_difference=largest, exit_shares=shares)
-
-
-class _Staged:
-    """The bundle's stages, as the server runs them."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._pipeline = Pipeline(OnnxRuntimeBackend(threads=1), plan)
-        self._slot = self._pipeline.backend.open_slot()
-        self._exits = [s.answered_by for s in plan.stages]
-
-    def run(self, tensors: Tensors) -> GivenAnswers:
-        departures = list(self._pipeline.run(self._slot, tensors))
-        size, first = len(next(iter(tensors.values()))), departures[0].answer
-        answer = np.empty((size, *first.shape[1:]), first.dtype)
-        exit_, confidence = np.empty(size, np.int32), np.empty(size, np.float32)
-        for departure in departures:
-            answer[departure.rows] = departure.answer
-            exit_[departure.rows] = self._exits[departure.stage]
-            confidence[departure.rows] = departure.confidence
-        return GivenAnswers(answer=answer, exit=exit_, confidence=confidence)
 
 
 class _Exported:
@@ -140,14 +107,6 @@ class _Exported:
         if not rest:
             return np.asarray(answer)
         return GivenAnswers(answer=answer, exit=rest[0], confidence=rest[1])
-
-
-def _batches(samples: int) -> Iterator[slice]:
-    start, sizes = 0, itertools.cycle(BATCH_SIZES)
-    while start < samples:
-        stop = min(start + next(sizes), samples)
-        yield slice(start, stop)
-        start = stop
 
 
 def _compare_exits(

@@ -267,18 +267,17 @@ def _require_faster(options: _Options) -> None:
     """Refuse, where OpenVINO is not surely faster than ONNX Runtime for what will be served."""
     from offramp.engine.backends.cpu_choice import LEAST_GAIN, relative_time  # noqa: PLC0415
 
+    try:
+        for path in options.bundles:  # before whole bundles are read and runtimes are started
+            if is_rounded(read_manifest(path)):
+                raise BackendError(
+                    f"{path} is not all of float32, and certified with ONNX Runtime's kernels"
+                )
+        bundles = [Bundle.open(path) for path in options.bundles]
+    except BundleError as error:  # whoever opens it to serve it says the same
+        raise BackendError(str(error)) from error
     ours, other = _cpu(options), _openvino(options)
-    found = []
-    for path in options.bundles:
-        try:
-            bundle = Bundle.open(path)
-        except BundleError as error:  # whoever opens it to serve it says the same
-            raise BackendError(str(error)) from error
-        if is_rounded(bundle.manifest):
-            raise BackendError(
-                f"{path} is not all of float32, and certified with ONNX Runtime's kernels"
-            )
-        found.append(relative_time(bundle, ours, other, max_rows=options.max_rows))
+    found = [relative_time(b, ours, other, max_rows=options.max_rows) for b in bundles]
     ratio = fmean(ratio for ratio, _ in found)
     width = fmean(width for _, width in found)
     said = f"OpenVINO takes {ratio:.2f} ± {width:.2f} of ONNX Runtime's time here"
