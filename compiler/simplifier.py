@@ -47,7 +47,7 @@ def slim(
     nodes = proto.graph.node
     if weights is None and len(nodes) <= _SMALL_OPERATORS and not any(map(bodies, nodes)):
         return _slim(copied(proto), skipped)
-    with tempfile.TemporaryDirectory(dir=weights and weights.folder) as folder:
+    with tempfile.TemporaryDirectory(dir=None if weights is None else weights.folder) as folder:
         given, made = Path(folder, "model.onnx"), Path(folder, "simpler.onnx")
         given.write_bytes(proto.SerializeToString())
         command = [*COMMAND, str(given), str(made), ",".join(skipped)]

@@ -15,10 +15,7 @@ from numpy.typing import NDArray
 from offramp.bundle import Segment, TensorSpec
 from offramp.calibration.families import CutTensor
 from offramp.compiler.cuts import CutAnalysis, CutPoint, find_cuts
-from offramp.compiler.errors import (
-    ModelError,
-    VerificationError,
-)
+from offramp.compiler.errors import ModelError, VerificationError
 from offramp.compiler.graph import Dataflow, Operator, copied
 from offramp.compiler.model import SourceModel
 from offramp.compiler.options import CompileOptions
