@@ -186,8 +186,9 @@ def write_bundle(
     The manifest's ``files`` are filled in here; ``files`` has the content of every other file, by
     relative path; it may make a content every time that it is asked for it. ``overwrite`` replaces
     a bundle that is already there, and never anything else: that is a ``BundleExistsError``.
-    ``engines_of`` is a bundle of the same graphs, whose engines the new one gets too; without it, engines of the bundle that is replaced go with it. If the
-    file system refuses (``BundleWriteError``), what was at ``path`` is still there. When this
+    ``engines_of`` is a bundle of the same graphs, whose engines the new one gets too; without it,
+    engines of the bundle that is replaced go with it. If the file system refuses
+    (``BundleWriteError``), what was at ``path`` is still there. When this
     returns, the bundle is on the disk, and not only in the system's memory.
     """
     target = Path(path)
