@@ -36,6 +36,8 @@ NUMBER_DTYPES: Final = frozenset(np.dtype(code).name for code in "?bhilqBHILQefd
 """numpy's names of the element types that models may take and give."""
 _MOST_SAMPLE_BYTES: Final = 2**30
 """Of a sample's input: more is no sample, but a way to exhaust memory."""
+_NAMED: Final = 4
+"""Tensors that a message names at most."""
 _SHA256: Final = re.compile("[0-9a-f]{64}")
 
 
@@ -83,9 +85,11 @@ class Segment:
     index: int
     file: str
     inputs: tuple[str, ...]
-    """Tensors read: the previous cut tensor, then the graph inputs needed beside it."""
+    """Tensors read: cut tensors, then the graph inputs needed beside them."""
     output: str
     """The cut tensor, or the model's answer in the last segment."""
+    also: tuple[str, ...] = field(default=(), metadata=LEFT_OUT)
+    """Further tensors that it writes and that are carried on, where the cut is a set of tensors."""
     flops_share: float
     """Share of the source model's floating-point operations, 0 to 1 (of the time of its operators,
     where their number is not known); of a quantised segment, that of what it stands for."""
@@ -93,20 +97,41 @@ class Segment:
     def __post_init__(self) -> None:
         check_numbers(self, "flops_share", least=0, most=1 + 1e-6)
 
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """All tensors that it writes: of a set cut, those that no segment before it wrote."""
+        return (self.output, *self.also)
+
 
 def last_beginning(segments: Sequence[Segment]) -> int:
-    """Find the last segment that reads nothing of the one before it: what follows begins there.
+    """Find the last place where segments read nothing of those before: what follows begins there.
 
     That is 0, but in a cascade, where the source model is the last segment.
     """
-    anew = [b.index for a, b in pairwise(segments) if a.output not in b.inputs]
-    return max(anew, default=0)
+    first_written = {name: s.index for s in segments for name in s.outputs}
+    reaching = len(segments)
+    for segment in reversed(segments):
+        read = (first_written.get(name, segment.index) for name in segment.inputs)
+        reaching = min(reaching, segment.index, *read)
+        if reaching == segment.index:
+            return segment.index
+    return 0
 
 
-HeadKind: TypeAlias = Literal["grid", "first", "mean", "mean_max", "attention", "vector", "own"]
+def given_behind(segments: Sequence[Segment], first: int, last: int) -> tuple[str, ...]:
+    """List what the segments from ``first`` to ``last`` give to those behind, or their answer."""
+    read = {name for segment in segments[last + 1 :] for name in segment.inputs}
+    written = [name for segment in segments[first : last + 1] for name in segment.outputs]
+    return tuple(name for name in written if name in read) or (segments[last].output,)
+
+
+HeadKind: TypeAlias = Literal[
+    "grid", "first", "mean", "mean_max", "attention", "vector", "joined", "own"
+]
 """How a head pools: average a map to a grid; first token; masked mean; first, mean and max joined;
-learned attention queries; not at all. :mod:`offramp.calibration.families` has a class for each.
-``own`` is no head: the answer of the quantised model itself, after its last segment."""
+learned attention queries; not at all; each tensor of a cut set, joined.
+:mod:`offramp.calibration.families` has a class for each. ``own`` is no head: the answer of the
+quantised model itself, after its last segment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +158,7 @@ class Head:
             return "the int8 model's own answer"
         grid = "×".join([str(self.grid)] * self.axes)
         pooling = {
+            "joined": "all tensors",
             "grid": f"{grid} grid" if self.axes > 1 else f"grid of {grid}",
             "first": "first token",
             "mean_max": "first+mean+max",
@@ -359,29 +385,45 @@ def _check_precision(manifest: Manifest) -> None:
 
 
 def _check_chain(manifest: Manifest) -> None:
-    """Each segment reads what the one before it gives, and graph inputs; exits do likewise.
+    """Each segment reads what those before it give, and graph inputs; exits do likewise.
 
-    The source model in a cascade reads graph inputs alone.
+    What a segment gives is read by others, but by exits alone where the source model is next: in a
+    cascade it reads graph inputs.
     """
     graph_inputs = {tensor.name for tensor in manifest.inputs}
-    cut: str | None = None
+    anew = len(manifest.segments) - 1 if manifest.precision != "fp32" else 0
+    alive: list[tuple[str, ...]] = []
+    """By segment, the cut tensors that are there when it begins."""
+    given: tuple[str, ...] = ()
     for segment in manifest.segments:
-        if manifest.precision != "fp32" and segment is manifest.segments[-1]:
-            cut = None
-        _check_reads(f"segments[{segment.index}]", segment.inputs, cut, graph_inputs)
-        cut = segment.output
+        if segment.index == anew:
+            given = ()
+        alive.append(given)
+        _check_reads(f"segments[{segment.index}]", segment.inputs, given, graph_inputs)
+        given = (*given, *segment.outputs)
     for exit_ in manifest.exits:
-        cut = manifest.segments[exit_.after_segment].output
-        _check_reads(f"exits[{exit_.index}]", exit_.inputs, cut, graph_inputs)
-    given = [segment.output for segment in manifest.segments]
-    given += [name for exit_ in manifest.exits for name in (exit_.output, exit_.confidence)]
-    _check_unique("tensors", [*graph_inputs, *given])
+        behind = exit_.after_segment
+        given = (*alive[behind], *manifest.segments[behind].outputs)
+        _check_reads(f"exits[{exit_.index}]", exit_.inputs, given, graph_inputs)
+    read = {name for segment in manifest.segments for name in segment.inputs}
+    for before, after in pairwise(manifest.segments):
+        unread = [name for name in before.outputs if name not in read]
+        if unread and after.index != anew:
+            _refuse_reads(f"segments[{after.index}]", after.inputs, unread)
+    written = [name for segment in manifest.segments for name in segment.outputs]
+    written += [name for exit_ in manifest.exits for name in (exit_.output, exit_.confidence)]
+    _check_unique("tensors", [*graph_inputs, *written])
 
 
-def _check_reads(what: str, read: Sequence[str], cut: str | None, graph_inputs: set[str]) -> None:
-    missing = cut is not None and cut not in read
-    foreign = sorted(set(read) - graph_inputs - {cut})
-    if missing or foreign or not read:
-        expected = "graph inputs" if cut is None else f"{cut!r}, and graph inputs beside it"
-        raise ValueError(f"{what}: reads {list(read)!s:.200}, expected {expected}")
+def _check_reads(
+    what: str, read: Sequence[str], given: Sequence[str], graph_inputs: set[str]
+) -> None:
+    if set(read) - graph_inputs - set(given) or not read:
+        _refuse_reads(what, read, given)
     _check_unique(f"{what}.inputs", read)
+
+
+def _refuse_reads(what: str, read: Sequence[str], given: Sequence[str]) -> None:
+    cuts = " or ".join(map(repr, given[-_NAMED:]))
+    expected = f"{cuts:.100}, and graph inputs beside it" if given else "graph inputs"
+    raise ValueError(f"{what}: reads {list(read)!s:.200}, expected {expected}")

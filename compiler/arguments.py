@@ -48,6 +48,7 @@ def compile_parser() -> argparse.ArgumentParser:
                        "nearest; 10%%-60%%: all between)")  # fmt: skip
     exits.add_argument("--candidates", type=_positive, default=12, metavar="N",
                        help="most exits that are built, if --exits is not given")  # fmt: skip
+    _add_max_cut_tensors(exits)
     exits.add_argument("--max-overhead", type=_share, metavar="SHARE",
                        help="hard limit on the time that exits may add where none is taken, at the "
                        "reference batch size; not given, that time is a price in the savings "
@@ -91,10 +92,17 @@ def compile_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_max_cut_tensors(group: argparse._ActionsContainer) -> None:
+    group.add_argument("--max-cut-tensors", type=_positive, default=4, metavar="K",
+                       help="most tensors that a cut point has, where no single one carries "
+                       "everything, as in parallel branches")  # fmt: skip
+
+
 def inspect_parser() -> argparse.ArgumentParser:
     """Make the parser of ``eecompile inspect``."""
     parser = _parser("inspect", help_texts.INSPECT)
     _add_model(parser, "the model to slice, or a bundle")
+    _add_max_cut_tensors(parser)
     _add_json(parser)
     return parser
 

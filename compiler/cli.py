@@ -157,7 +157,7 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
 
     with console.status("reading and simplifying the model"):
         model = read_model(options.model, answer=options.answer, simplify=not options.no_simplify)
-        analysis = find_cuts(model)
+        analysis = find_cuts(model, max_tensors=options.max_cut_tensors)
     print_inspection(model, analysis, Console())
     _write_json(options.json, describe_model(model, analysis))
     return 0

@@ -265,7 +265,7 @@ def time_heads(
     In milliseconds, [candidates][heads of it][batch sizes].
     """
     cuts, versions = sliced.cuts, sliced.versions
-    empty = [build_empty(cuts[c], "offramp_empty/", **versions) for c in graphs]
+    empty = [build_empty(cuts[c].read, "offramp_empty/", **versions) for c in graphs]
     with progress.step("Profile the heads", len(graphs)) as advance:
         return profile_heads(
             list(graphs.values()),

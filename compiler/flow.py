@@ -18,24 +18,12 @@ from typing import TypeAlias
 
 import onnx
 
+from offramp.compiler.gates import Gate, SetSearch, arranged, gates_of
 from offramp.compiler.graph import Dataflow, Operator, is_standard
 from offramp.compiler.shapes import BATCH, concrete_shapes, symbolic_sizes
 
 SHAPE_KINDS = frozenset({"Shape", "Size"})
 """Operators that read sizes only: an edge into them carries no data."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gate:
-    """A main tensor that every path from the main inputs to the answer passes through."""
-
-    tensor: str
-    step: int
-    """Index in :attr:`Flow.steps` of the operator that writes it."""
-    side_inputs: frozenset[str]
-    """Graph inputs that the operators after it need besides the tensor."""
-    side_flops: float
-    """Cost of the side operators that the operators after it need."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +40,8 @@ class Flow:
     """Index of a side operator to that of the last step which needs its value."""
     rereads: bool
     """Whether main inputs may be read again after a gate, and by side operators."""
+    search: SetSearch | None
+    """How gates of several tensors were looked for, if they were."""
     heavy_steps: tuple[int, ...]
     """Indices in ``steps`` of the operators that do the work."""
     flops_after: tuple[float, ...]
@@ -65,24 +55,38 @@ def trace(
     *,
     free_shapes: frozenset[int] = frozenset(),
     cheap: frozenset[int] | None = None,
+    search: SetSearch | None = None,
 ) -> Flow:
     """Follow the main flow of a model with one output and find its gates, in linear time.
 
     ``costs`` are FLOPs per operator. ``free_shapes`` are the indices of ``Shape`` operators on
     inner tensors whose value the graph inputs tell, and which hence carry nothing. With ``cheap``
-    operators, main inputs may be read again anywhere: what these compute from them is side.
+    operators, main inputs may be read again anywhere: what these compute from them is side. With a
+    ``search``, gates may be sets of tensors, and steps are arranged for it.
     """
     split = _Division.of(graph, main_inputs, free_shapes, cheap)
-    steps, main = split.steps, split.main
-    last_use = {t: i for i, op in enumerate(steps) for t in split.carried(op)}
-    sides = _SideSweep(graph, costs, main)
-    passed = _gates(steps, main_inputs, graph.outputs, last_use)
+    steps = split.steps
+    reads = [tuple(split.carried(op)) for op in steps]
+    if search is not None:
+        places = arranged(steps, reads, costs, search)
+        steps, reads = tuple(steps[i] for i in places), [reads[i] for i in places]
+    sides = _SideSweep(graph, costs, split.main)
+    most = 1 if search is None else search.most_tensors
+    waiting = gates_of(steps, main_inputs, graph.outputs, reads, most)
     gates: list[Gate] = []
     for i in range(len(steps) - 1, -1, -1):
-        if i in passed:
-            inputs, flops = frozenset(sides.inputs), sides.flops
-            gates.append(Gate(tensor=passed[i], step=i, side_inputs=inputs, side_flops=flops))
+        if (here := waiting.get(i)) is not None:
+            gates.append(
+                Gate(
+                    tensors=here.tensors,
+                    step=i,
+                    alone=here.alone,
+                    side_inputs=here.inputs | sides.inputs,
+                    side_flops=sides.flops,
+                )
+            )
         sides.add(steps[i], i)
+    last_use = {t: i for i, read in enumerate(reads) for t in read}
     return Flow(
         main_inputs=tuple(name for name in main_inputs if name in last_use),
         steps=steps,
@@ -90,6 +94,7 @@ def trace(
         last_use=last_use,
         side_use=sides.last_step,
         rereads=cheap is not None,
+        search=search,
         heavy_steps=tuple(i for i, op in enumerate(steps) if is_heavy(op)),
         flops_after=_costs_after([costs[op.index] for op in steps]),
     )
@@ -150,32 +155,6 @@ class _Division:
         yield from main
         if not main:
             yield from frozenset().union(*(self.origins.get(t, frozenset()) for t in op.reads))
-
-
-def _gates(
-    steps: Sequence[Operator],
-    main_inputs: tuple[str, ...],
-    outputs: tuple[str, ...],
-    last_use: Mapping[str, int],
-) -> dict[int, str]:
-    """Steps after which a single main tensor is still to be read, and that tensor.
-
-    Every operator here lies on a path to the answer, so it comes either before or after a
-    tensor that all paths share, whatever the topological order: counting suffices.
-    """
-    ends: dict[int, list[str]] = {}
-    for tensor, step in last_use.items():
-        ends.setdefault(step, []).append(tensor)
-    waiting = {t for t in main_inputs if t in last_use}
-    passed: dict[int, str] = {}
-    for i, op in enumerate(steps):
-        waiting.difference_update(ends.get(i, ()))
-        waiting.update(t for t in op.writes if t in last_use or t in outputs)
-        if len(waiting) == 1:
-            (tensor,) = waiting
-            if tensor in op.writes:
-                passed[i] = tensor
-    return passed
 
 
 _MOST_WEIGHTS = 0.01

@@ -153,7 +153,7 @@ def _exit(index: int, built: BuiltExit, answer: str) -> Exit:
         index=index,
         after_segment=built.candidate,
         file=f"exits/{index:02d}.onnx",
-        inputs=(built.cut.name, mask) if mask else (built.cut.name,),
+        inputs=(*(tensor.name for tensor in built.cut.read), *([mask] if mask else [])),
         output=prefix + answer,
         confidence=prefix + CONFIDENCE,
         head=built.best.head,

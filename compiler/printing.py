@@ -17,7 +17,7 @@ from offramp.bundle.bundle import REPORT
 from offramp.calibration.rehearsal import Forecast
 from offramp.certify import MODEL_END
 from offramp.compiler.bundle_check import BundleCheck
-from offramp.compiler.cuts import CutAnalysis, CutPoint, Rejection
+from offramp.compiler.cut_points import CutAnalysis, CutPoint, Rejection
 from offramp.compiler.export.export import Exported
 from offramp.compiler.model import SourceModel
 from offramp.compiler.report import numbers, words
@@ -138,10 +138,12 @@ def _cut_table(cuts: Sequence[CutPoint], unit: str) -> Table:
     if along:
         table.add_column("taken along")
     for cut in cuts:
+        tensors = cut.as_heads_see_it().tensors
+        shapes = (f"[{', '.join(map(str, tensor.shape))}]" for tensor in tensors)
         table.add_row(
             str(cut.index),
-            escape(cut.tensor),
-            escape(f"[{', '.join(map(str, cut.shape))}]"),
+            escape("\n".join(cut.tensors)),
+            escape("\n".join(shapes)),
             cut.operator,
             f"{cut.flops_share_before:.1%}",
             *([escape(", ".join(cut.side_inputs))] if along else []),

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Segment, TensorSpec
 from offramp.calibration.families import CutTensor
-from offramp.compiler.cuts import CutAnalysis, CutPoint, find_cuts
+from offramp.compiler.cut_points import CutAnalysis, CutPoint
+from offramp.compiler.cuts import find_cuts
 from offramp.compiler.errors import (
     ModelError,
     VerificationError,
@@ -63,7 +64,7 @@ def slice_model(model: SourceModel, options: CompileOptions) -> Sliced:
 
     CompileError if there are no cut points, or the user named one or a mask that does not exist.
     """
-    analysis = find_cuts(model)
+    analysis = find_cuts(model, max_tensors=options.max_cut_tensors)
     if analysis.unknown_work:
         kinds = ", ".join(analysis.unknown_work)
         how = "measured as time" if analysis.total_s is not None else "what is known without them"
@@ -82,8 +83,9 @@ def cut_tensors(
     flows = () if analysis.rereads else analysis.main_inputs  # else all that may be read again
     mask = find_mask(model.inputs, flows, options.mask)
     cuts = tuple(_cut_tensor(point, mask) for point in points)
-    if options.mask is not None and not any(cut.mask for cut in cuts):
-        shapes = "; ".join(f"{cut.name}: [{', '.join(map(str, cut.shape))}]" for cut in cuts)
+    if options.mask is not None and not any(tensor.mask for cut in cuts for tensor in cut.tensors):
+        read = [tensor for cut in cuts for tensor in cut.tensors]
+        shapes = "; ".join(f"{cut.name}: [{', '.join(map(str, cut.shape))}]" for cut in read)
         raise ModelError(
             f"--mask {options.mask!r} fits no exit: none reads [batch, tokens, width] with as "
             f"many tokens as the mask; they read {shapes}"
@@ -93,7 +95,12 @@ def cut_tensors(
 
 def _cut_tensor(point: CutPoint, mask: TensorSpec | None) -> CutTensor:
     cut = point.as_heads_see_it()
-    if mask is None or cut.form != "tokens" or cut.shape[1] != mask.shape[1]:
+    beside = tuple(_masked(other, mask) for other in cut.beside)
+    return replace(_masked(cut, mask), beside=beside)
+
+
+def _masked(cut: CutTensor, mask: TensorSpec | None) -> CutTensor:
+    if mask is None or cut.own_form != "tokens" or cut.shape[1] != mask.shape[1]:
         return cut
     return replace(cut, mask=mask.name, mask_dtype=mask.dtype)
 
@@ -138,14 +145,21 @@ class SegmentModel:
     proto: onnx.ModelProto
     """With its weights, as long as it is not :meth:`without_weights`."""
     inputs: tuple[str, ...]
-    """Tensors read: the previous cut tensor, then the graph inputs needed beside it. The first
-    segment reads its main graph inputs, then those that others need too."""
+    """Tensors read: cut tensors, then the graph inputs needed beside them. The first segment reads
+    its main graph inputs, then those that others need too."""
     output: str
     """The cut tensor, or the model's answer in the last segment."""
+    also: tuple[str, ...] = ()
+    """Further tensors that it gives, where the cut is a set; those given before are carried on."""
     flops_share: float
     """Share of the model's FLOPs, 0 to 1; they add up to 1."""
     is_source: bool = False
     """Whether it is the whole source model, the last of a cascade."""
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """All tensors that it gives."""
+        return (self.output, *self.also)
 
     def without_weights(self) -> SegmentModel:
         """Give the segment with its nodes alone, as long as it is not the whole source model."""
@@ -164,6 +178,7 @@ class SegmentModel:
             file=SOURCE if self.is_source else f"segments/{self.index:02d}.onnx",
             inputs=self.inputs,
             output=self.output,
+            also=self.also,
             flops_share=self.flops_share,
         )
 
@@ -174,29 +189,40 @@ def split(model: SourceModel, cuts: Sequence[CutPoint]) -> tuple[SegmentModel, .
     Gives one segment more than there are cut points. Chained they compute what the model does,
     each taking the side inputs at its own, possibly shrunk, batch.
     """
-    ends = [cut.tensor for cut in cuts] + [model.answer.output]
+    ends = [*(cut.tensors for cut in cuts), (model.answer.output,)]
     shares = np.diff([0.0, *(cut.flops_share_before for cut in cuts), 1.0])
     shared = {name for cut in cuts for name in cut.side_inputs}
     source = _Source.of(model.proto)
     segments: list[SegmentModel] = []
+    starts: tuple[str, ...] = ()
     for index, (end, share) in enumerate(zip(ends, shares.tolist(), strict=True)):
-        start = ends[index - 1] if index else None
-        operators, inputs = _extent(source.flow, start, end, shared)
-        proto = source.extract(operators, inputs, end, f"{model.name}/{index}")
-        made = SegmentModel(index=index, proto=proto, inputs=inputs, output=end, flops_share=share)
-        segments.append(made)
+        given = tuple(tensor for tensor in end if tensor not in starts)
+        operators, inputs = _extent(source.flow, starts, given, shared)
+        proto = source.extract(operators, inputs, given, f"{model.name}/{index}")
+        output, *also = given
+        segments.append(
+            SegmentModel(
+                index=index,
+                proto=proto,
+                inputs=inputs,
+                output=output,
+                also=tuple(also),
+                flops_share=share,
+            )
+        )
+        starts = end
     return tuple(segments)
 
 
 def _extent(
-    graph: Dataflow, start: str | None, end: str, shared: set[str]
+    graph: Dataflow, starts: Sequence[str], ends: Sequence[str], shared: set[str]
 ) -> tuple[tuple[Operator, ...], tuple[str, ...]]:
-    """Find the operators from ``start`` to ``end``, and the tensors they read first."""
-    operators = graph.behind([end], stop=frozenset([start] if start else []))
+    """Find the operators from some tensors to others, and the tensors they read first."""
+    operators = graph.behind(ends, stop=frozenset(starts))
     read = {t for op in operators for t in op.reads}
     needed = [name for name in graph.inputs if name in read]
-    side = [name for name in needed if start or name in shared]
-    main = [start] if start else [name for name in needed if name not in shared]
+    side = [name for name in needed if starts or name in shared]
+    main = [name for name in starts or needed if name in read and name not in side]
     return operators, (*main, *side)
 
 
@@ -215,7 +241,11 @@ class _Source(NamedTuple):
         return cls(surgeon, Dataflow(proto.graph), nodes, surgeon.tensors())
 
     def extract(
-        self, operators: Sequence[Operator], inputs: tuple[str, ...], output: str, name: str
+        self,
+        operators: Sequence[Operator],
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        name: str,
     ) -> onnx.ModelProto:
         """Make a model of some operators, which graphsurgeon exports exactly as they are.
 
@@ -225,7 +255,7 @@ class _Source(NamedTuple):
         graph = gs.Graph(
             nodes=[self.nodes[op.name] for op in operators],
             inputs=[self.tensors[tensor] for tensor in inputs],
-            outputs=[self.tensors[output]],
+            outputs=[self.tensors[tensor] for tensor in outputs],
             name=name,
             opset=surgeon.opset,
             import_domains=surgeon.import_domains,
@@ -272,7 +302,7 @@ def verify(
     for segment in segments:
         chained, left = _through(segment, chained, left)
         if segment is not segments[-1]:
-            left += _survivors(chained[largest], tuple(fed[largest]), segment)
+            left += _survivors(chained[largest], segment)
     worst = 0.0
     for size, feeds, right, values in zip(batch_sizes, fed, wanted, chained, strict=True):
         difference = relative_difference(values[answer], right)
@@ -343,13 +373,16 @@ _APART = (
 
 
 def _survivors(
-    values: Mapping[str, NDArray[np.generic]], inputs: Sequence[str], segment: SegmentModel
+    values: Mapping[str, NDArray[np.generic]], segment: SegmentModel
 ) -> Iterator[_Survivors]:
-    """Choose samples that go on behind a segment: one alone and three, others at each cut."""
+    """Choose samples that go on behind a segment: one alone and three, others at each cut.
+
+    ``values`` are graph inputs and what segments gave so far.
+    """
     batch = len(values[segment.output])
     for count in {1, min(3, batch - 1)} - {0} if batch > 1 else ():
         rows = np.sort((segment.index + np.arange(count)) % batch)
-        kept = {name: values[name][rows] for name in (*inputs, segment.output)}
+        kept = {name: value[rows] for name, value in values.items()}
         yield _Survivors(rows, segment.output, kept)
 
 
@@ -371,12 +404,13 @@ def _diagnosis(
     """Name the first segment whose output differs from the same tensor in the source."""
     exposed = copied(model.proto)
     known = {info.name: info for info in model.proto.graph.value_info}
-    inner = [s.output for s in segments if s.output in known]
+    inner = [name for s in segments for name in s.outputs if name in known]
     exposed.graph.output.extend(known[name] for name in inner)
     wanted = GraphRunner(exposed).run(feeds)
     if not np.isfinite(wanted[model.answer.output]).all():
         return "the source model itself answers with values that are no numbers"
     for segment in segments:
-        if not relative_difference(chained[segment.output], wanted[segment.output]) <= tolerance:
-            return f"the first that diverges is segment {segment.index}, at `{segment.output}`"
+        for name in segment.outputs:
+            if not relative_difference(chained[name], wanted[name]) <= tolerance:
+                return f"the first that diverges is segment {segment.index}, at `{name}`"
     return "each segment is within tolerance alone, the differences add up"

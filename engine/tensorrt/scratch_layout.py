@@ -61,7 +61,8 @@ def _chained(engines: Sequence[LoadedEngine]) -> dict[LoadedEngine, str]:
         shared = [name for name in engine.outputs if name in follower.inputs]
         if len(shared) != 1 or engine.dtypes[shared[0]] != follower.dtypes[shared[0]]:
             raise BackendError(
-                f"engine {follower.entry.unit} does not go on where {engine.entry.unit} ends"
+                f"engine {follower.entry.unit} does not go on where {engine.entry.unit} ends, with "
+                "one tensor: build one engine for the whole stage (--parts stages)"
             )
         found[engine] = shared[0]
     return found
