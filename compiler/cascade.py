@@ -20,8 +20,8 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
+from offramp.calibration.cut_tensors import CutTensor
 from offramp.calibration.dataset import DataError
-from offramp.calibration.families import CutTensor
 from offramp.compiler.cut_points import CutAnalysis
 from offramp.compiler.cuts import GraphAnalysis, find_cuts
 from offramp.compiler.errors import ModelError, VerificationError

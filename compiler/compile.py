@@ -27,7 +27,8 @@ from offramp.compiler.packing import make_manifest, pack
 from offramp.compiler.policy import record_exits
 from offramp.compiler.precision import Quantise, choose_precision, on_copy
 from offramp.compiler.progress import SILENT, Progress
-from offramp.compiler.slicing import VERIFIED_SAMPLES, Sliced, slice_model, verify
+from offramp.compiler.slice_verification import VERIFIED_SAMPLES, verify
+from offramp.compiler.slicing import Sliced, slice_model
 from offramp.engine.plan import Mode, Plan, plan_stages
 
 _log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offramp.calibration.families import CutTensor
+from offramp.calibration.cut_tensors import CutTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

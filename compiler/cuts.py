@@ -6,6 +6,7 @@ residual blocks and not inside them. Where no single tensor does for much of the
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -203,13 +204,12 @@ class GraphAnalysis:
                 fit = [gate for gate in run if not self.fitness.unfit(gate)]
                 if fit and not self.fitness.useless(flow, run):
                     found.append(min(reversed(fit), key=self.fitness.size))
-        places = [
-            (self.fitness.share_after(flow, g), len(g.tensors), g.alone) for g in (*kept, *found)
-        ]
+        every = sorted([*kept, *found], key=attrgetter("step"))
+        done = [1 - self.fitness.share_after(flow, gate) for gate in every]
         for gate in found:
-            left, count = self.fitness.share_after(flow, gate), len(gate.tensors)
-            near = [(n, alone) for share, n, alone in places if abs(share - left) < NEAR]
-            if not any(alone or n < count for n, alone in near):
+            here = 1 - self.fitness.share_after(flow, gate)
+            near = every[bisect_right(done, here - NEAR) : bisect_left(done, here + NEAR)]
+            if not any(g.alone or len(g.tensors) < len(gate.tensors) for g in near):
                 yield gate
 
     def cut_point(self, index: int, flow: Flow, gate: Gate) -> CutPoint:
@@ -258,11 +258,12 @@ class GraphAnalysis:
         Of those that are cut at ``sets``, none.
         """
         previous = -1
+        cuts = [cut.step for cut in sets]
         for gate in flow.gates:
             if not gate.alone:
                 continue
             inside = flow.steps[previous + 1 : gate.step]
-            divided = any(previous < cut.step < gate.step for cut in sets)
+            divided = bisect_left(cuts, gate.step) > bisect_right(cuts, previous)
             if not divided and any(is_heavy(op) for op in inside):
                 yield self._bypassed(flow, previous, inside)
             previous = gate.step

@@ -8,7 +8,7 @@ from math import prod
 
 import onnx
 
-from offramp.calibration.families import CutTensor, why_no_head
+from offramp.calibration.cut_tensors import CutTensor, why_no_head
 from offramp.compiler.flow import SYMBOLIC_SIZE, Flow
 from offramp.compiler.gates import Gate
 from offramp.compiler.graph import Dataflow, Operator

@@ -36,7 +36,7 @@ class Gate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
+class Unread:
     """What is still to be read after a step."""
 
     tensors: tuple[str, ...]
@@ -69,7 +69,7 @@ def gates_of(
     outputs: Sequence[str],
     reads: Sequence[Sequence[str]],
     most_tensors: int,
-) -> dict[int, Waiting]:
+) -> dict[int, Unread]:
     """Find the steps after which few tensors are still to be read, and those tensors.
 
     ``reads`` are, by step, the main tensors and inputs that it waits for. Where a single tensor is
@@ -86,7 +86,7 @@ def gates_of(
     for tensor, step in last.items():
         ends.setdefault(step, []).append(tensor)
     written: dict[str, None] = {}
-    found: dict[int, Waiting] = {}
+    found: dict[int, Unread] = {}
     for i, op in enumerate(steps):
         unread.difference_update(reads[i])
         for tensor in ends.get(i, ()):
@@ -97,7 +97,7 @@ def gates_of(
         if not new or len(written) > most_tensors:
             continue
         others = [t for t in written if t != new[0]]
-        here = Waiting(tensors=(new[0], *others), inputs=frozenset(inputs))
+        here = Unread(tensors=(new[0], *others), inputs=frozenset(inputs))
         if here.alone or (most_tensors > 1 and not unread):
             found[i] = here
     return found
@@ -172,7 +172,8 @@ class _Arrangement:
             behind = sorted({r for t in written for r in self._readers.get(t, ())})
             for reader in behind:
                 self._missing[reader] -= 1
-            among = {r for t in self._reads[i] for r in self._readers[t]} | set(behind)
+            ending = (t for t in self._reads[i] if self._left[t] == 1)
+            among = {r for t in ending for r in self._readers[t]} | set(behind)
             ready += sorted((r for r in among if self._is_free(r)), reverse=True)
 
     def _is_free(self, step: int) -> bool:

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from offramp.bundle import Answer, Head
+from offramp.calibration.cut_tensors import CutTensor
 from offramp.calibration.families import (
     POOLINGS,
-    CutTensor,
     ServedHead,
     family_of,
     grids_of,

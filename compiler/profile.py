@@ -17,8 +17,8 @@ import onnx
 from offramp.bundle import NEVER, ActiveExit, Bundle, Exit, ExitPolicy, Profile, Spread
 from offramp.bundle.bundle import CERTIFY, REPORT
 from offramp.bundle.files import dump
+from offramp.calibration.cut_tensors import CutTensor
 from offramp.calibration.estimates import BackboneTimes
-from offramp.calibration.families import CutTensor
 from offramp.calibration.profiling import profile_backbone, profile_heads, profile_stages
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.rehearsal import REHEARSAL, Rehearsed

@@ -274,10 +274,11 @@ def carried_over(structure: ModelStructure, segment: int, then: int) -> tuple[st
     """
     readers = [s.inputs for s in structure.segments[then:]]
     readers += [e.inputs for e in structure.exits if e.after_segment >= then]
-    read = {name for inputs in readers for name in inputs}
+    read = dict.fromkeys(name for inputs in readers for name in inputs)
+    graph_inputs = {tensor.name for tensor in structure.inputs}
     written = [name for s in structure.segments[: segment + 1] for name in s.outputs]
-    there = [*written, *(tensor.name for tensor in structure.inputs)]
-    return tuple(name for name in there if name in read)
+    cuts = [name for name in written if name in read]
+    return (*cuts, *(name for name in read if name in graph_inputs))
 
 
 def _stage_inputs(segments: Sequence[Segment], exit_: Exit | None) -> tuple[str, ...]:

@@ -53,6 +53,11 @@ class Builder:
         self._nodes.append(helper.make_node(kind, inputs, [out], **attributes))
         return out
 
+    def nodes(self, kind: str, *inputs: str, outs: Sequence[str], **attributes: Any) -> list[str]:
+        """Add an operator with several outputs."""
+        self._nodes.append(helper.make_node(kind, inputs, outs, **attributes))
+        return list(outs)
+
     def conv(self, x: str, channels: tuple[int, int], *, kernel: int = 3, stride: int = 1) -> str:
         before, after = channels
         pads = [kernel // 2] * 4
@@ -278,19 +283,58 @@ def recurrent(*, layers: int = 3, width: int = 8) -> onnx.ModelProto:
     return b.build()
 
 
-def two_tower(*, layers: int = 2) -> onnx.ModelProto:
-    """Two heavy towers that meet: no exit before ``merged0``, as both are needed from there on."""
+def two_tower(*, layers: int = 2, merged: int = 2) -> onnx.ModelProto:
+    """Two towers that meet: no cut point of one tensor before, as both are needed from there on."""
     b = Builder()
     towers = []
     for side in ("left", "right"):
         x = b.input(side, ["batch", 16])
-        for _ in range(layers):
-            x = b.node("Relu", b.linear(x, 16, 16))
+        for i in range(layers):
+            x = b.node("Relu", b.linear(x, 16, 16), out=f"{side}{i}")
         towers.append(x)
     x = b.node("Concat", *towers, axis=1)
-    for i in range(layers):
+    for i in range(merged):
         x = b.node("Relu", b.linear(x, 32, 32), out=f"merged{i}")
     b.linear(x, 32, 3, out="logits")
+    b.output("logits", ["batch", 3])
+    return b.build()
+
+
+def text_cnn(*, widths: Sequence[int] = (3, 5, 7), channels: int = 24) -> onnx.ModelProto:
+    """Convolutions of several widths beside each other, written one after the other.
+
+    Cut points: ``pooled{i}`` of those that are done, and ``embedded``, but the last.
+    """
+    b = Builder()
+    ids = b.input("input_ids", ["batch", 12], TensorProto.INT64)
+    x = b.node("Transpose", b.node("Gather", b.weight(50, 16), ids), perm=[0, 2, 1], out="embedded")
+    done = []
+    for i, width in enumerate(widths):
+        kernel = b.weight(channels, 16, width)
+        y = b.node("Relu", b.node("Conv", x, kernel, pads=[width // 2] * 2))
+        done.append(b.node("ReduceMax", y, axes=[2], keepdims=0, out=f"pooled{i}"))
+    b.linear(b.node("Concat", *done, axis=1), channels * len(widths), 3, out="logits")
+    b.output("logits", ["batch", 3])
+    return b.build()
+
+
+def hidden_states(*, layers: int = 3, width: int = 16) -> onnx.ModelProto:
+    """Stacked LSTMs of which the last state of every layer answers, as ``nn.LSTM`` gives them.
+
+    Cut points: ``states{i}`` [sequence, batch, width] and all ``last{i}`` [1, batch, width] so far,
+    with the batch in front; after the last layer the latter alone.
+    """
+    b = Builder()
+    ids = b.input("input_ids", ["batch", 6], TensorProto.INT64)
+    x = b.node("Transpose", b.node("Gather", b.weight(50, width), ids), perm=[1, 0, 2])
+    every = []
+    for i in range(layers):
+        weights = [b.weight(1, 4 * width, width) for _ in range(2)]
+        y, last = b.nodes("LSTM", x, *weights, outs=[f"y{i}", f"last{i}"], hidden_size=width)
+        x = b.node("Squeeze", y, b.constant([1], np.int64), out=f"states{i}")
+        every.append(last)
+    joined = b.node("Concat", *every, axis=2)
+    b.linear(b.node("Squeeze", joined, b.constant([0], np.int64)), layers * width, 3, out="logits")
     b.output("logits", ["batch", 3])
     return b.build()
 

@@ -20,7 +20,8 @@ from offramp.compiler.errors import CompileError
 from offramp.compiler.model import read_model
 from offramp.compiler.placement import choose_candidates
 from offramp.compiler.runtime import random_inputs
-from offramp.compiler.slicing import split, verify
+from offramp.compiler.slice_verification import verify
+from offramp.compiler.slicing import split
 from tests.zoo import images, pretrained, sequences
 
 Exporter = Literal["dynamo", "torchscript"]

@@ -40,7 +40,7 @@ from offramp.bundle.bundle import RECORDS
 from offramp.bundle.files import dump
 from offramp.bundle.input_ranges import INPUT_RANGES
 from offramp.bundle.manifest import SCHEMA_VERSION, Calibration, Source
-from offramp.calibration.families import CutTensor
+from offramp.calibration.cut_tensors import CutTensor
 from offramp.compiler.cuts import find_cuts
 from offramp.compiler.model import SourceModel, read_model
 from offramp.compiler.placement import choose_candidates

@@ -11,15 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offramp.bundle import Head
-from offramp.calibration.families import (
-    HIDDEN,
-    CutTensor,
-    family_of,
-    grids_of,
-    mask_of,
-    pooling_window,
-    why_no_head,
-)
+from offramp.calibration.cut_tensors import CutTensor, why_no_head
+from offramp.calibration.families import HIDDEN, family_of, grids_of, mask_of, pooling_window
 from offramp.compiler.heads import build_pooling
 
 

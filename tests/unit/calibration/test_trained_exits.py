@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -178,7 +179,10 @@ class LastToken(families.Pooling):
     def features(self, tokens: np.ndarray, keep: np.ndarray) -> np.ndarray:
         return tokens[:, -1]
 
-    def build(self, part: families.GraphPart, tensor: str, served: families.ServedHead) -> str:
+    def build(
+        self, part: families.GraphPart, tensors: Sequence[str], served: families.ServedHead
+    ) -> str:
+        (tensor,) = tensors
         return part.add("Gather", [tensor, part.weight("last", np.array(-1, np.int64))], axis=1)
 
 

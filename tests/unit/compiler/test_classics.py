@@ -16,7 +16,8 @@ from onnx import numpy_helper
 from offramp.compiler.cuts import find_cuts
 from offramp.compiler.model import read_model
 from offramp.compiler.runtime import GraphRunner, random_inputs
-from offramp.compiler.slicing import split, verify
+from offramp.compiler.slice_verification import verify
+from offramp.compiler.slicing import split
 
 FOLDER = Path(onnx.__file__).parent / "backend/test/data/light"
 

@@ -20,7 +20,8 @@ from offramp.compiler.errors import ModelError, VerificationError
 from offramp.compiler.graph import Dataflow
 from offramp.compiler.model import SourceModel, read_model
 from offramp.compiler.runtime import GraphRunner, random_inputs, relative_difference
-from offramp.compiler.slicing import split, verify
+from offramp.compiler.slice_verification import verify
+from offramp.compiler.slicing import split
 
 BUILDERS = {
     "residual": models.residual_cnn,

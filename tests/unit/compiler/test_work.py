@@ -17,7 +17,8 @@ from offramp.compiler.model import SourceModel
 from offramp.compiler.printing import print_inspection
 from offramp.compiler.runtime import GraphRunner, random_inputs
 from offramp.compiler.shapes import declared_types
-from offramp.compiler.slicing import split, verify
+from offramp.compiler.slice_verification import verify
+from offramp.compiler.slicing import split
 from offramp.compiler.work import work_of
 
 Read = Callable[..., SourceModel]

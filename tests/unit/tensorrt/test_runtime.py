@@ -118,7 +118,8 @@ def build(
 
 
 def _model(bundle: Bundle) -> str:
-    return "bert" if len(bundle.manifest.inputs) > 1 else "residual"
+    inputs = [spec.name for spec in bundle.manifest.inputs]
+    return "bert" if len(inputs) > 1 else "text cnn" if inputs == ["input_ids"] else "residual"
 
 
 def half_plan(bundle: Bundle, mode: Mode = Mode.LEAVE) -> Plan:
@@ -161,7 +162,7 @@ def compare(device: FakeDriver, plan: Plan, *, model: str, graphs: bool = True) 
     backend.close()
 
 
-@pytest.mark.parametrize("bundle", ["residual", "bert"], indirect=True)
+@pytest.mark.parametrize("bundle", ["residual", "bert", "text cnn"], indirect=True)
 @pytest.mark.parametrize("mode", [Mode.LEAVE, Mode.OFF])
 def test_engines_of_stages_answer_as_onnx_runtime_does(
     fake: FakeRuntime, device: FakeDriver, bundle: Bundle, mode: Mode
@@ -187,6 +188,17 @@ def test_a_whole_model_may_be_a_chain(
 ) -> None:
     build(fake, bundle, ["segments"])
     compare(device, make_plan(bundle, mode=Mode.OFF), model=_model(bundle))
+
+
+@pytest.mark.parametrize("bundle", ["text cnn"], indirect=True)
+def test_a_chain_that_would_hand_on_several_tensors_is_refused(
+    fake: FakeRuntime, device: FakeDriver, bundle: Bundle
+) -> None:
+    build(fake, bundle, ["segments"])
+    backend = CudaBackend(TensorRTFactory(device), device, kernels=b"")
+    with pytest.raises(BackendError, match=r"with one tensor: build one engine .*--parts stages"):
+        Pipeline(backend, make_plan(bundle, mode=Mode.OFF))
+    backend.close()
 
 
 def test_exits_that_nobody_asks_are_left_aside(
@@ -578,7 +590,7 @@ def test_what_tensorrt_refuses_is_told_and_released(
     assert told.startswith("TensorRT could not load engine 00-00-exit0: the engine is of version")
 
 
-@pytest.mark.parametrize("bundle", ["residual", "bert"], indirect=True)
+@pytest.mark.parametrize("bundle", ["residual", "bert", "text cnn"], indirect=True)
 def test_the_self_check_passes(fake: FakeRuntime, device: FakeDriver, bundle: Bundle) -> None:
     build(fake, bundle, ["stages"])
     report = run_self_check(
