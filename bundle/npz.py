@@ -11,15 +11,21 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import struct
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
-from typing import IO, Any, BinaryIO, Final, TypeAlias
+from pathlib import Path
+from typing import IO, Any, BinaryIO, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
+
+from offramp.bundle.mapped import map_array
 
 PLAIN_KINDS: Final = "biufcSUmM"
 """The kinds of dtypes that numpy writes without pickles, and reads as they were."""
@@ -28,6 +34,10 @@ _MOST_SIZE: Final = 2**40
 """Of a dimension: an empty array may claim any, and numpy would write it again for ever."""
 _MOST_EXPANSION: Final = 1032
 """No byte of deflate stands for more (zlib's own technical notes)."""
+_ANY_SIZE: Final = 2**63
+_CHUNK: Final = 2**20
+_LOCAL_HEADER: Final = 30
+"""Bytes in front of a member's name in an archive."""
 _METHODS: Final = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _HEADERS: Final = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
@@ -59,6 +69,11 @@ class _Member:
     start: int
     """Bytes of the header."""
 
+    @property
+    def packed(self) -> bool:
+        """Whether it is compressed."""
+        return self.info.compress_type != zipfile.ZIP_STORED
+
 
 _Header: TypeAlias = tuple[tuple[int, ...], bool, np.dtype[Any]]
 
@@ -75,12 +90,95 @@ def read_npz(
     no others; without it any of numbers, strings and times are read. ``NpzError`` for everything
     that can be wrong with an archive.
     """
+    with _told(), zipfile.ZipFile(file) as archive:
+        members = _members(archive, max_bytes)
+        if expected is not None:
+            _check_forms(members, expected)
+        return {member.name: _read(archive, member) for member in members}
+
+
+class NpzBytes(NamedTuple):
+    """What the arrays of an archive take."""
+
+    arrays: int
+    """All of them."""
+    packed: int
+    """Those that are compressed."""
+
+
+def measure_npz(file: BinaryIO | IO[bytes]) -> NpzBytes:
+    """Count the bytes that the arrays of an archive take; ``NpzError`` as :func:`read_npz`."""
+    with _told(), zipfile.ZipFile(file) as archive:
+        members = _members(archive, _ANY_SIZE)
+    packed = sum(member.info.file_size for member in members if member.packed)
+    return NpzBytes(arrays=sum(member.info.file_size for member in members), packed=packed)
+
+
+def map_npz(
+    file: BinaryIO | IO[bytes], unpacked: BinaryIO | IO[bytes] | None
+) -> dict[str, NDArray[Any]]:
+    """Map the arrays of an archive into memory, by name; their checksums are compared first.
+
+    Arrays that are stored as they are lie in the archive itself, which must not be changed from now
+    on. Those that are compressed are written to ``unpacked``, a file with room for
+    :attr:`NpzBytes.packed`. ``NpzError`` as :func:`read_npz`.
+    """
+    with _told(), zipfile.ZipFile(file) as archive:
+        return {
+            member.name: _map_member(archive, member, file, unpacked)
+            for member in _members(archive, _ANY_SIZE)
+        }
+
+
+def _map_member(
+    archive: zipfile.ZipFile,
+    member: _Member,
+    file: BinaryIO | IO[bytes],
+    unpacked: BinaryIO | IO[bytes] | None,
+) -> NDArray[Any]:
+    place, start = file, 0
+    if member.packed:
+        assert unpacked is not None, "a file to unpack to, as NpzBytes.packed told"
+        place, start = unpacked, unpacked.tell()
+    with archive.open(member.info) as stored:
+        # To the last byte, with which the checksum is compared.
+        for chunk in iter(partial(stored.read, _CHUNK), b""):
+            if member.packed:
+                place.write(chunk)
+    if member.packed:
+        place.flush()
+    else:
+        start = _content_start(file, member.info)
+    return map_array(
+        place, member.dtype, member.shape, offset=start + member.start, fortran=member.fortran
+    )
+
+
+def _content_start(file: BinaryIO | IO[bytes], info: zipfile.ZipInfo) -> int:
+    """Find where in an archive a member's bytes begin: behind a header that zipfile has checked."""
+    file.seek(info.header_offset)
+    name_bytes, extra_bytes = struct.unpack("<HH", file.read(_LOCAL_HEADER)[26:])
+    return info.header_offset + _LOCAL_HEADER + int(name_bytes) + int(extra_bytes)
+
+
+def map_npy(path: str | os.PathLike[str]) -> NDArray[Any]:
+    """Map the array of a ``.npy`` file into memory.
+
+    ``NpzError`` for what is no array of numbers; OSError where it cannot be opened.
+    """
+    name = Path(path).name
+    with open_regular(path) as file, _told():
+        shape, fortran, dtype = _header(file, name)
+        start = file.tell()
+        _check_header(name, (shape, fortran, dtype), os.fstat(file.fileno()).st_size - start)
+        return map_array(file, dtype, shape, offset=start, fortran=fortran)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Turn whatever a damaged archive raises into an ``NpzError``."""
     try:
-        with zipfile.ZipFile(file) as archive:
-            members = _members(archive, max_bytes)
-            if expected is not None:
-                _check_forms(members, expected)
-            return {member.name: _read(archive, member) for member in members}
+        yield
     except NpzError:
         raise
     except MemoryError as error:
@@ -145,24 +243,35 @@ def _check_sizes(info: zipfile.ZipInfo) -> None:
 def _described(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Member:
     name = info.filename.removesuffix(".npy")
     with archive.open(info) as stored:
-        version = npy.read_magic(stored)
-        if version not in _HEADERS:
-            raise NpzError(f"{name!r} has a header of version {version}, expected 1.0 or 2.0")
-        header: _Header = _HEADERS[version](stored)
+        header = _header(stored, name)
         start = stored.tell()
+    _check_header(name, header, info.file_size - start)
     shape, fortran, dtype = header
+    return _Member(info=info, name=name, dtype=dtype, shape=shape, fortran=fortran, start=start)
+
+
+def _header(file: BinaryIO | IO[bytes], name: str) -> _Header:
+    """Read the header in front of an array."""
+    version = npy.read_magic(file)
+    if version not in _HEADERS:
+        raise NpzError(f"{name!r} has a header of version {version}, expected 1.0 or 2.0")
+    header: _Header = _HEADERS[version](file)
+    return header
+
+
+def _check_header(name: str, header: _Header, content_bytes: int) -> None:
+    """Refuse elements that are no numbers, and sizes that the bytes behind cannot have."""
+    shape, _, dtype = header
     if dtype.hasobject:
         raise NpzError(f"{name!r} holds Python objects (allow_pickle is off); save numbers")
     if dtype.kind not in PLAIN_KINDS or not dtype.itemsize:
         raise NpzError(f"{name!r} has elements of dtype {dtype}, expected numbers")
-    needed = prod(shape) * dtype.itemsize
     sizes_fit = all(0 <= size <= _MOST_SIZE for size in shape)
-    if not sizes_fit or start + needed != info.file_size:
+    if not sizes_fit or prod(shape) * dtype.itemsize != content_bytes:
         raise NpzError(
             f"{name!r} says that it is {dtype} {list(shape)!s:.100}, but it has "
-            f"{info.file_size - start:,} bytes"
+            f"{content_bytes:,} bytes"
         )
-    return _Member(info=info, name=name, dtype=dtype, shape=shape, fortran=fortran, start=start)
 
 
 def _check_forms(members: list[_Member], expected: Mapping[str, ArrayForm]) -> None:

@@ -1,4 +1,7 @@
-"""Data sets in npz files: one array per model input, and labels where there are any."""
+"""Data sets in npz files and folders: one array per model input, and labels where there are any.
+
+Those larger than :data:`HELD_BYTES` stay on the disk, and are read as far as is asked for.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,25 @@ import hashlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, BinaryIO, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import TensorSpec
-from offramp.bundle.npz import NpzError, open_regular, physical_memory_bytes, read_npz
+from offramp.bundle.mapped import copy_rows
+from offramp.bundle.npz import NpzError, map_npy, map_npz, measure_npz, open_regular, read_npz
+from offramp.calibration.scratch import Scratch, ScratchError
 from offramp.engine.validation import check_tensors
 
 LABEL_KEYS = ("label", "labels")
 """Names under which an npz may hold the true classes, int [n]."""
+HELD_BYTES: Final = 2**26
+"""Arrays of an archive that are held in memory, at most; larger ones stay on the disk."""
+_BLOCK_BYTES: Final = 2**24
+"""Of an array that is checked at once."""
 
 
 class DataError(Exception):
@@ -36,7 +46,7 @@ class TakenInputs(Mapping[str, NDArray[Any]]):
     rows: NDArray[np.intp]
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        return self.whole[name][self.rows]
+        return copy_rows(self.whole[name], self.rows)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.whole)
@@ -50,11 +60,11 @@ class Dataset:
     """Samples in the format that the model takes, with their labels where there are any."""
 
     inputs: Mapping[str, NDArray[Any]]
-    """By input name, first dimension n."""
+    """By input name, first dimension n; arrays in mapped files, where the data are large."""
     labels: NDArray[np.int64] | None
     """[n], only for reporting accuracy."""
     sha256: str
-    """Hash of the file, for the manifest."""
+    """Hash of the file, or of all that are in a folder, for the manifest."""
     taken: NDArray[np.intp] | None = None
     """[n]: the samples of the file that these are; ``None`` is all of them."""
 
@@ -83,22 +93,29 @@ class Dataset:
     def column(self, name: str, rows: slice | NDArray[np.intp]) -> NDArray[Any]:
         """Give one input of some samples."""
         if isinstance(self.inputs, TakenInputs):
-            return self.inputs.whole[name][self.inputs.rows[rows]]
-        return self.inputs[name][rows]
+            return copy_rows(self.inputs.whole[name], self.inputs.rows[rows])
+        return copy_rows(self.inputs[name], rows)
 
-    def batches(self, size: int = 1024) -> Iterator[dict[str, NDArray[Any]]]:
+    def batches(self, size: int = 64) -> Iterator[dict[str, NDArray[Any]]]:
         """Give the inputs of all samples, so many at a time."""
         for start in range(0, len(self), size):
             yield self.take(slice(start, start + size))
 
 
-def read_dataset(path: Path, specs: Sequence[TensorSpec]) -> Dataset:
-    """Read an npz file and check it against the model's inputs.
+def read_dataset(
+    path: Path, specs: Sequence[TensorSpec], *, scratch: Scratch | None = None
+) -> Dataset:
+    """Read an npz file, or a folder of npy files, and check it against the model's inputs.
 
-    A ``DataError`` where the file cannot be read, an array's name, dtype or shape is not what the
+    Large data are not read into memory, but mapped: the files must stay as they are until all is
+    done. What is compressed in a large npz is unpacked once, into a file without a name in
+    ``scratch`` (``None``: the system's folder for temporary files). In a folder, ``NAME.npy`` is
+    the array of the input ``NAME``, and ``label.npy`` holds the classes.
+
+    A ``DataError`` where a file cannot be read, an array's name, dtype or shape is not what the
     model takes, arrays have different lengths, or values are NaN or infinite.
     """
-    arrays = _load(path)
+    arrays, digest = _load_folder(path) if path.is_dir() else _load(path, scratch or Scratch())
     names = {spec.name for spec in specs}
     found = [key for key in LABEL_KEYS if key in arrays and key not in names]
     if len(found) > 1:
@@ -109,19 +126,21 @@ def read_dataset(path: Path, specs: Sequence[TensorSpec]) -> Dataset:
     _check_lengths(path, arrays, labels)
     for name, array in arrays.items():
         _check_finite(path, name, array)
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    truth = None if labels is None else labels.astype(np.int64)
+    truth = None if labels is None else np.array(labels, np.int64)
     return Dataset(inputs=arrays, labels=truth, sha256=digest)
 
 
-def _load(path: Path) -> dict[str, NDArray[Any]]:
+_ArraysAndHash = tuple[dict[str, NDArray[Any]], str]
+
+
+def _load(path: Path, scratch: Scratch) -> _ArraysAndHash:
     try:
         with open_regular(path) as file:
             if file.read(6) == b"\x93NUMPY":
                 raise DataError(f"{path} is a single array; save named ones with numpy.savez")
-            # What does not fit into memory would not be read, but end the process.
-            return read_npz(file, max_bytes=physical_memory_bytes())
+            arrays = _arrays(path, file, scratch)
+            file.seek(0)
+            return arrays, _hash(file)
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file") from error
     except (OSError, NpzError) as error:
@@ -130,6 +149,52 @@ def _load(path: Path) -> dict[str, NDArray[Any]]:
             f"{path} is not an npz file of plain arrays ({reason}); "
             "write one with numpy.savez_compressed(path, INPUT=array, label=classes)"
         ) from error
+
+
+def _arrays(path: Path, file: IO[bytes], scratch: Scratch) -> dict[str, NDArray[Any]]:
+    takes = measure_npz(file)
+    if takes.arrays <= HELD_BYTES:
+        return read_npz(file, max_bytes=HELD_BYTES)
+    if not takes.packed:
+        return map_npz(file, None)
+    remedy = "save it with numpy.savez, uncompressed: then it is read where it lies"
+    try:
+        unpacked = scratch.unnamed_file(takes.packed, f"the unpacked arrays of {path}", remedy)
+    except ScratchError as error:
+        raise DataError(str(error)) from error
+    with unpacked:  # what is mapped stays
+        return map_npz(file, unpacked)
+
+
+def _hash(file: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    for chunk in iter(lambda: file.read(2**20), b""):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _load_folder(path: Path) -> _ArraysAndHash:
+    """Map the arrays of a folder, and hash them with their names."""
+    arrays: dict[str, NDArray[Any]] = {}
+    digest = hashlib.sha256()
+    for file in sorted(path.rglob("*.npy")):
+        name = file.relative_to(path).with_suffix("").as_posix()
+        try:
+            arrays[name] = map_npy(file)
+            with open_regular(file) as opened:
+                of_file = _hash(opened)
+        except (OSError, NpzError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise DataError(
+                f"{file} is not a file of a plain array ({reason}); write it with numpy.save"
+            ) from error
+        digest.update(f"{name} {of_file}\n".encode())
+    if not arrays:
+        raise DataError(
+            f"{path} is a folder without .npy files; put one there for each input, called as it "
+            "is, such as image.npy, or give an npz file"
+        )
+    return arrays, digest.hexdigest()
 
 
 def _check_lengths(
@@ -150,12 +215,15 @@ def _check_lengths(
 def _check_finite(path: Path, name: str, array: NDArray[Any]) -> None:
     if array.dtype.kind != "f":
         return
-    bad = ~np.isfinite(array.reshape(len(array), -1)).all(axis=1)
-    if bad.any():
-        first = int(np.flatnonzero(bad)[0])
+    size = max(1, _BLOCK_BYTES * len(array) // max(array.nbytes, 1))
+    bad: list[int] = []
+    for start in range(0, len(array), size):
+        block = copy_rows(array, slice(start, start + size)).reshape(-1, prod(array.shape[1:]))
+        bad += (start + np.flatnonzero(~np.isfinite(block).all(axis=1))).tolist()
+    if bad:
         raise DataError(
-            f"{path}: input {name!r} has NaN or infinite values in {int(bad.sum())} of "
-            f"{len(array)} samples, first in sample {first}; remove or mend them"
+            f"{path}: input {name!r} has NaN or infinite values in {len(bad)} of "
+            f"{len(array)} samples, first in sample {bad[0]}; remove or mend them"
         )
 
 

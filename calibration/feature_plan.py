@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offramp.calibration.dataset import DataError
+from offramp.calibration.scratch import describe_bytes
 
 MOST_PASSES = 4
 """Over the data, to record features. Tuning, certifying and measuring take one more together."""
@@ -66,13 +67,6 @@ def plan_features(sizes: Sequence[int], counts: SampleCounts, limit_bytes: int) 
             "(--candidates), or give fewer or smaller samples"
         )
     return FeaturePlan(groups=groups, counts=kept, size_bytes=largest * kept.total)
-
-
-def describe_bytes(size: int) -> str:
-    """Name a size in the unit that fits."""
-    if size < GIB / 10:
-        return f"{size / 2**20:,.1f} MiB"
-    return f"{size / GIB:,.2f} GiB"
 
 
 def balanced_groups(sizes: Sequence[int], groups: int) -> tuple[tuple[int, ...], ...]:

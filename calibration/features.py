@@ -12,7 +12,7 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,12 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Answer
+from offramp.bundle.mapped import let_go
 from offramp.calibration.augmentation import MadeSamples
 from offramp.calibration.cut_tensors import CutTensor
 from offramp.calibration.dataset import DataError, Dataset
 from offramp.calibration.families import POOLINGS, family_of
-from offramp.calibration.preconditioning import LARGEST, Preconditioner
-from offramp.calibration.running import Graphs, check_answers, run_over
+from offramp.calibration.preconditioning import LARGEST, SAMPLES, Preconditioner
+from offramp.calibration.running import BATCH_SIZE, Graphs, check_answers, run_over
 
 _log = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ def record(
     *,
     made: MadeSamples | None = None,
     projections: Projections | None = None,
+    masks: Collection[str] = (),
     threads: int,
     directory: Path,
     progress: Callable[[int], None] = lambda _: None,
@@ -82,7 +84,8 @@ def record(
     """Run the source model with all poolings attached over a data set.
 
     ``model`` is the joined graph of segments and poolings, in a cascade the source model beside it;
-    ``outputs`` are, by candidate, its outputs by grid. ``made`` samples are recorded behind the
+    ``outputs`` are, by candidate, its outputs by grid; ``masks`` are the graph inputs that heads
+    read beside them. ``made`` samples are recorded behind the
     others; where the source model fails or has no finite answer, the sample that one was made of is
     there once more. (On a sample of the data set, that is a ``DataError``.) Files are put in
     ``directory``, which the caller removes; ``progress`` is called with the number of samples of
@@ -96,6 +99,7 @@ def record(
         answers=np.full((len(dataset) + made_rows, answer.classes), np.nan, np.float32),
         progress=progress,
     )
+    directory.mkdir(exist_ok=True)
     wanted = [answer.output, *store.names]
     for rows, (answered, *values) in run_over(model, wanted, dataset, threads=threads):
         check_answers(answered, dataset.rows[rows])
@@ -106,16 +110,19 @@ def record(
                 store.keep(len(dataset), rows, answered, values)
         except DataError as error:
             _log.warning("Heads train without some of the made samples: %s.", error)
-    masks = _masks(dataset, made)
+    read = {
+        name: _mask(directory / f"mask-{index}.npy", name, dataset, made)
+        for index, name in enumerate(masks)
+    }
     # In the place of what the model cannot answer stands, once more, the sample it was made of.
     bad = np.flatnonzero(~np.isfinite(store.answers).all(axis=1))
     if made is not None and len(bad):
-        arrays: list[NDArray[Any]] = [store.answers, *store.files.values(), *masks.values()]
+        arrays: list[NDArray[Any]] = [store.answers, *store.files.values(), *read.values()]
         for array in arrays:
             array[bad] = array[made.first[bad - len(dataset)]]
     return Recording(
         features=tuple({grid: store.files[name] for grid, name in e.items()} for e in outputs),
-        masks=masks,
+        masks=read,
         answers=store.answers,
         projections=projections or {},
     )
@@ -145,6 +152,7 @@ class _FeatureStore:
             self._make_files({n: (len(self.answers), *v.shape[1:]) for n, v in stored.items()})
         for name, value in stored.items():
             self.files[name][place] = np.clip(value, -_FLOAT16_MAX, _FLOAT16_MAX)
+            let_go(self.files[name])
         self.progress(len(answered))
 
     def _stored(self, name: str, value: NDArray[Any]) -> NDArray[Any]:
@@ -155,15 +163,9 @@ class _FeatureStore:
 
     def _make_files(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Make all files at their full size: a full disk shows now, not after hours."""
-        self.directory.mkdir(exist_ok=True)
         try:
             for index, (name, shape) in enumerate(shapes.items()):
-                place = self.directory / f"{index}.npy"
-                self.files[name] = np.lib.format.open_memmap(
-                    place, mode="w+", dtype=np.float16, shape=shape
-                )
-                _reserve(place)
-                _forget(place)
+                self.files[name] = _new_file(self.directory / f"{index}.npy", np.float16, shape)
         except OSError as error:
             size = sum(math.prod(shape) for shape in shapes.values()) * 2 / 2**20
             raise DataError(
@@ -171,6 +173,14 @@ class _FeatureStore:
                 f"{self.directory}: {error.strerror}; free the space, name a folder that has it by "
                 "--scratch, or bound them by --scratch-limit"
             ) from error
+
+
+def _new_file(path: Path, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
+    """Map a new file that has its room on the disk, and no name any more; OSError if it is full."""
+    mapped: NDArray[Any] = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+    _reserve(path)
+    _forget(path)
+    return mapped
 
 
 def _reserve(path: Path) -> None:
@@ -229,26 +239,60 @@ def fit_projections(
     dataset: Dataset,
     *,
     threads: int,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> Projections:
-    """Find the principal components of wide tokens; ``outputs`` are as :func:`record` gets them."""
+    """Find the principal components of wide tokens; ``outputs`` are as :func:`record` gets them.
+
+    ``progress`` is called with the number of samples of each finished batch, of
+    :func:`projected_samples`.
+    """
     wide = _wide_tokens(outputs, cuts)
     if not wide:
         return {}
-    step = -(-len(dataset) // _PROJECTED_SAMPLES)
-    part = dataset.subset(np.arange(0, len(dataset), step, dtype=np.intp))
+    part = dataset.subset(_projected_rows(len(dataset)))
     names = [outputs[candidate][WHOLE] for candidate in wide]
-    tokens: dict[int, list[NDArray[np.float32]]] = {candidate: [] for candidate in wide}
+    some = {candidate: _SomeTokens(part, cuts[candidate].mask) for candidate in wide}
     for rows, values in run_over(model, names, part, threads=threads):
         for candidate, value in zip(wide, values, strict=True):
-            mask = cuts[candidate].mask
-            counts = ... if mask is None else part.inputs[mask][rows] > 0
-            kept = value[counts].reshape(-1, value.shape[2])
-            tokens[candidate].append(kept.astype(np.float32))
+            some[candidate].add(rows, value)
+        progress(rows.stop - rows.start)
     fitted = {
-        candidate: Preconditioner.fit(np.concatenate(parts), components=TOKEN_COMPONENTS)
-        for candidate, parts in tokens.items()
+        candidate: Preconditioner.fit(np.concatenate(of.kept), components=TOKEN_COMPONENTS)
+        for candidate, of in some.items()
     }
     return {candidate: found for candidate, found in fitted.items() if found.matrix.ndim == 2}
+
+
+def projected_samples(
+    outputs: tuple[Mapping[int, str], ...], cuts: Sequence[CutTensor], samples: int
+) -> int:
+    """Count the samples of so many that :func:`fit_projections` runs; none without wide tokens."""
+    return len(_projected_rows(samples)) if _wide_tokens(outputs, cuts) else 0
+
+
+def _projected_rows(samples: int) -> NDArray[np.intp]:
+    return np.arange(0, samples, -(-samples // _PROJECTED_SAMPLES), dtype=np.intp)
+
+
+class _SomeTokens:
+    """Some of the tokens that count, at even distances: as many as components are fitted to."""
+
+    def __init__(self, samples: Dataset, mask: str | None) -> None:
+        self.kept: list[NDArray[np.float32]] = []
+        """Each [some, width]."""
+        self._counts = None if mask is None else samples.column(mask, slice(None)) > 0
+        self._samples, self._seen = len(samples), 0
+
+    def add(self, rows: slice, tokens: NDArray[Any]) -> None:
+        """Take some of the tokens [b, tokens, width] of a batch."""
+        width = tokens.shape[2]
+        if self._counts is None:
+            total, new = self._samples * tokens.shape[1], tokens.reshape(-1, width)
+        else:
+            total, new = int(self._counts.sum()), tokens[self._counts[rows]]
+        step = -(-total // SAMPLES)
+        self.kept.append(new[-self._seen % step :: step].astype(np.float32))
+        self._seen += len(new)
 
 
 def _wide_tokens(outputs: tuple[Mapping[int, str], ...], cuts: Sequence[CutTensor]) -> list[int]:
@@ -264,9 +308,16 @@ def _wide_tokens(outputs: tuple[Mapping[int, str], ...], cuts: Sequence[CutTenso
     ]
 
 
-def _masks(dataset: Dataset, made: MadeSamples | None) -> dict[str, NDArray[Any]]:
-    flat = [name for name, array in dataset.take(slice(1)).items() if array.ndim == 2]
-    masks = {name: dataset.inputs[name] for name in flat}
-    if made is None:
-        return masks
-    return {name: np.concatenate([mask, made.column(name)]) for name, mask in masks.items()}
+def _mask(path: Path, name: str, dataset: Dataset, made: MadeSamples | None) -> NDArray[Any]:
+    """Copy a mask [n, tokens] to a new file, those of made samples behind the others."""
+    total = len(dataset) + (0 if made is None else len(made))
+    first = dataset.column(name, slice(1))
+    mask = _new_file(path, first.dtype, (total, *first.shape[1:]))
+    start = 0
+    for part in (dataset,) if made is None else (dataset, made):
+        for begin in range(0, len(part), BATCH_SIZE):
+            found = part.column(name, slice(begin, begin + BATCH_SIZE))
+            mask[start : start + len(found)] = found
+            start += len(found)
+            let_go(mask)
+    return mask

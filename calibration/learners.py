@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from offramp.bundle.manifest import Head, HeadKind
+from offramp.bundle.mapped import copy_rows
 from offramp.calibration.families import FAR_BELOW, POOLINGS
 from offramp.calibration.features import WHOLE, Recording
 from offramp.calibration.preconditioning import Preconditioner, moments
@@ -164,11 +165,18 @@ class _FixedLearner(Learner):
         self._preconditioner = known[group.view]
         self.layers = group.layers([self._preconditioner.width] * len(group.heads), group.random())
 
-    def load(self, recording: Recording) -> Tensor:
-        return torch.from_numpy(self._preconditioner.apply(self._seen(recording)))
+    def load(self, recording: Recording) -> Tensor | NDArray[np.floating]:
+        seen = self._seen(recording)
+        # Features that are only scaled are many, and scaling them costs little: every time anew.
+        if self._preconditioner.matrix.ndim == 1:
+            return seen
+        return torch.from_numpy(self._preconditioner.apply(seen))
 
-    def pool(self, loaded: Tensor, rows: Tensor) -> list[Tensor]:
-        return [loaded[rows]] * len(self.layers)
+    def pool(self, loaded: Tensor | NDArray[np.floating], rows: Tensor) -> list[Tensor]:
+        if isinstance(loaded, Tensor):
+            return [loaded[rows]] * len(self.layers)
+        scaled = self._preconditioner.apply(copy_rows(loaded, rows.numpy()))
+        return [torch.from_numpy(scaled)] * len(self.layers)
 
     def folded(self, index: int) -> dict[str, FloatArray]:
         return self.layers[index].folded(self._preconditioner, *self._group.projection)
@@ -181,8 +189,8 @@ class _FixedLearner(Learner):
         mask, parts = self._group.mask_in(recording), []
         for start in range(0, len(recorded), _POOLED):
             rows = slice(start, start + _POOLED)
-            tokens = recorded[rows].astype(np.float32)
-            keep = np.ones(tokens.shape[:2]) if mask is None else mask[rows]
+            tokens = copy_rows(recorded, rows).astype(np.float32)
+            keep = np.ones(tokens.shape[:2]) if mask is None else copy_rows(mask, rows)
             parts.append(self._pooling.features(tokens, keep.astype(np.float32)[..., None]))
         return np.concatenate(parts)
 
@@ -245,5 +253,6 @@ def _uniform(shape: tuple[int, ...], random: torch.Generator, bound: float) -> T
 def _take(loaded: _Tokens, rows: Tensor) -> tuple[Tensor, Tensor | None]:
     """Give tokens and mask of some rows as float32; read in order, as they lie in a file."""
     (tokens, mask), places = loaded, rows.numpy()
-    values = torch.from_numpy(tokens[places]).float()
-    return values, None if mask is None else torch.from_numpy(mask[places].astype(np.float32))
+    values = torch.from_numpy(copy_rows(tokens, places)).float()
+    keep = None if mask is None else copy_rows(mask, places).astype(np.float32)
+    return values, None if keep is None else torch.from_numpy(keep)

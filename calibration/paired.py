@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import NEVER
 from offramp.engine.backends import Slot
+from offramp.engine.external_weights import name_weights
 from offramp.engine.pipeline import Departure, Pipeline
 from offramp.engine.plan import Plan
 
@@ -57,6 +58,7 @@ def plain_session(model: bytes | str, threads: int) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
+    name_weights(options)
     return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 

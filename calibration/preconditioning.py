@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from offramp.bundle.mapped import copy_rows
+
 FloatArray = NDArray[np.float32]
 
 COMPONENTS = 512
@@ -43,7 +45,7 @@ class Preconditioner:
         of time saved).
         """
         step = -(-len(features) // SAMPLES)
-        sample = features[::step].astype(np.float32)
+        sample = copy_rows(features, slice(None, None, step)).astype(np.float32)
         # A model may have NaN where it is masked; nothing can be learned from that.
         sample = sample[np.isfinite(sample).all(axis=1)]
         if not len(sample):
@@ -69,7 +71,7 @@ class Preconditioner:
         result = np.empty((len(features), self.width), np.float32)
         for start in range(0, len(features), SAMPLES):
             rows = slice(start, start + SAMPLES)
-            centred = features[rows].astype(np.float32) - self.mean
+            centred = copy_rows(features, rows).astype(np.float32) - self.mean
             result[rows] = centred * self.matrix if self.matrix.ndim == 1 else centred @ self.matrix
         return result
 

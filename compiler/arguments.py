@@ -210,6 +210,8 @@ def _add_model(parser: argparse.ArgumentParser, what: str = "the model to slice"
                         help="the output that exits imitate, if several")  # fmt: skip
     parser.add_argument("--no-simplify", action="store_true", help="do not run onnxslim on the "
                         "model")  # fmt: skip
+    parser.add_argument("--simplify-limit", type=_seconds, default=180.0, metavar="SECONDS",
+                        help="that onnxslim may take")  # fmt: skip
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
@@ -379,6 +381,13 @@ def _gib(text: str) -> float:
     value = float(text)
     if not 0 < value < _MOST_GIB:
         raise argparse.ArgumentTypeError(f"{text} is no number of GiB; give for instance 4")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds; give for instance 60")
     return value
 
 

@@ -7,7 +7,7 @@ compared by what they are predicted to save on the tuning split, and one is cert
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from offramp.calibration.estimates import BackboneTimes
 from offramp.calibration.profiling import BATCH_SIZES
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.rehearsal import RehearsalSettings
+from offramp.calibration.scratch import Scratch
 from offramp.calibration.selection import Candidates
 from offramp.compiler.exits import BuiltExit, time_heads
 from offramp.compiler.options import CompileOptions
@@ -34,6 +35,7 @@ class CompileRun:
     options: CompileOptions
     parts: DataSplit
     progress: Progress
+    scratch: Scratch = field(default_factory=Scratch)
     batch_effect: BatchEffect | None = None
     """Taken from what is asked for in ``options``, if it is anything."""
 

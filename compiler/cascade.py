@@ -78,6 +78,7 @@ def slice_cascade(plain: Sliced, copy: bytes, options: CompileOptions) -> Sliced
         segments=every,
         graphs=tuple(s.proto.SerializeToString() for s in every),
         front=front,
+        weights=plain.weights,
     )
 
 

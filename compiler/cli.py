@@ -96,10 +96,11 @@ def _read(kind: type[_Options], options: argparse.Namespace, **given: Any) -> _O
 
 
 def _compile(options: argparse.Namespace, console: Console) -> int:
+    from offramp.calibration.scratch import Scratch  # noqa: PLC0415
     from offramp.calibration.training_options import TrainingOptions  # noqa: PLC0415
     from offramp.compiler.compile import compile_model  # noqa: PLC0415
     from offramp.compiler.options import CompileOptions  # noqa: PLC0415
-    from offramp.compiler.printing import print_bundle  # noqa: PLC0415
+    from offramp.compiler.printing import print_bundle, print_use  # noqa: PLC0415
 
     output = options.output or _beside(options.model)
     engines = _engines_to_build(options, output)
@@ -113,9 +114,11 @@ def _compile(options: argparse.Namespace, console: Console) -> int:
         precision=arguments.bundle_precision(options),
         training=TrainingOptions(epochs=options.epochs, threads=threads, seed=options.seed),
     )
+    scratch = Scratch(asked.scratch)
     with TerminalProgress(console) as progress:
-        bundle = compile_model(asked, progress)
+        bundle = compile_model(asked, progress, scratch=scratch)
     print_bundle(bundle, Console())
+    print_use(scratch, Console())
     if engines is None:
         return 0
     return _build_and_print(engines, console, chooses=arguments.chooses_precision(options))
@@ -156,7 +159,12 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
     from offramp.compiler.printing import print_inspection  # noqa: PLC0415
 
     with console.status("reading and simplifying the model"):
-        model = read_model(options.model, answer=options.answer, simplify=not options.no_simplify)
+        model = read_model(
+            options.model,
+            answer=options.answer,
+            simplify=not options.no_simplify,
+            simplify_limit=options.simplify_limit,
+        )
         analysis = find_cuts(model, max_tensors=options.max_cut_tensors)
     print_inspection(model, analysis, Console())
     _write_json(options.json, describe_model(model, analysis))

@@ -14,6 +14,7 @@ from offramp.calibration.measuring import MEASURED_BATCH_SIZES, measure_policy, 
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.rehearsal import Rehearsed
 from offramp.calibration.running import BATCH_SIZE
+from offramp.calibration.scratch import Scratch
 from offramp.certify import samples_needed
 from offramp.compiler.batch_effect import left_for_exits, measure_batch_effect
 from offramp.compiler.blueprint import Blueprint, CompileRun, draw, timer_of
@@ -29,6 +30,7 @@ from offramp.compiler.precision import Quantise, choose_precision, on_copy
 from offramp.compiler.progress import SILENT, Progress
 from offramp.compiler.slice_verification import VERIFIED_SAMPLES, verify
 from offramp.compiler.slicing import Sliced, slice_model
+from offramp.compiler.weights import weight_file
 from offramp.engine.plan import Mode, Plan, plan_stages
 
 _log = logging.getLogger(__name__)
@@ -38,55 +40,81 @@ _COPIES = 2
 
 
 def compile_model(
-    options: CompileOptions, progress: Progress = SILENT, *, quantise: Quantise | None = None
+    options: CompileOptions,
+    progress: Progress = SILENT,
+    *,
+    quantise: Quantise | None = None,
+    scratch: Scratch | None = None,
 ) -> Bundle:
     """Compile a model into a bundle.
 
     ``quantise`` makes the copy that goes before the model, faster or not, where one is asked for;
-    without it the fastest kind on this machine is chosen.
+    without it the fastest kind on this machine is chosen. ``scratch``, of the folder that the
+    options name, counts what is taken there.
 
     Raises:
         CompileError: The model cannot be sliced.
         DataError: The calibration data does not fit the model, or is too little.
+        ScratchError: There is no room for temporary files.
         BundleExistsError: There is something at ``options.output`` already.
         BundleWriteError: Nothing can be written there, or the disk has too little space; that is
             found out before training, as far as it can be.
     """
+    scratch = scratch or Scratch(options.scratch)
     check_target(options.output, overwrite=options.overwrite)
     sweep(find_scratch(options.scratch))
     with progress.step("Read and simplify the model", 1):
-        model = read_model(options.model, answer=options.answer, simplify=options.simplify)
+        model = read_model(
+            options.model,
+            answer=options.answer,
+            simplify=options.simplify,
+            simplify_limit=options.simplify_limit,
+            scratch=scratch,
+        )
         give_back()
     check_space(options.output, _COPIES * weight_bytes(model.proto))
-    dataset = read_dataset(options.data, model.inputs)
+    with progress.step("Read the data", 1):
+        dataset = read_dataset(options.data, model.inputs, scratch=scratch)
     parts = split(
         dataset,
         certify_at_least=samples_needed(options.max_disagreement, options.confidence_level),
         seed=options.seed,
     )
-    with progress.step("Slice and verify", 1):
-        sliced = slice_model(model, options)
-        _verify(sliced, parts, options)
-        sliced = sliced.without_weights()
-        give_back()
-    effect = measure_batch_effect(model, parts, options, progress)
+    with weight_file(model.proto, scratch) as weights:
+        with progress.step("Slice and verify", 2) as advance:
+            sliced = slice_model(model, options).stored(weights)
+            del model  # from here on its weights are in the file alone
+            give_back()
+            advance(1)
+            _verify(sliced, parts, options)
+            sliced = sliced.without_weights()
+            give_back()
+        run = CompileRun(options=options, parts=parts, progress=progress, scratch=scratch)
+        return _compile_sliced(sliced, run, quantise)
+
+
+def _compile_sliced(sliced: Sliced, run: CompileRun, quantise: Quantise | None) -> Bundle:
+    """Find exits for a model in pieces, choose those in use, and write the bundle."""
+    parts, progress = run.parts, run.progress
+    effect = measure_batch_effect(sliced.model, parts, run.options, progress)
     if effect is not None:
-        options = left_for_exits(effect, options)
-    run = CompileRun(options=options, parts=parts, progress=progress, batch_effect=effect)
+        run = replace(run, options=left_for_exits(effect, run.options), batch_effect=effect)
+    options = run.options
     timer = timer_of(sliced, run)
     times = timer.backbone()
-    found = find_exits(sliced, parts, options, times, samples=timer.samples, progress=progress)
+    found = find_exits(
+        sliced, parts, options, times, samples=timer.samples, progress=progress, scratch=run.scratch
+    )
     chosen = draw(sliced, found.exits, run, timer=timer, times=times)
     if options.precision != "fp32" and quantise is not None:
-        chosen = on_copy(chosen, found.exits, quantise(model, parts.train), run)
+        copy = quantise(sliced.whole_model(), parts.train)
+        chosen = on_copy(chosen, found.exits, copy, run)
     elif options.precision != "fp32":
         chosen = choose_precision(chosen, found.exits, run)
-    return _certify_and_write(chosen, found, run, dataset.sha256)
+    return _certify_and_write(chosen, found, run)
 
 
-def _certify_and_write(
-    chosen: Blueprint, found: FoundExits, run: CompileRun, data_sha256: str
-) -> Bundle:
+def _certify_and_write(chosen: Blueprint, found: FoundExits, run: CompileRun) -> Bundle:
     """Look at the certify split, which decides what is promised, and write what comes of it."""
     options, parts, progress = run.options, run.parts, run.progress
     draft, choice, path = chosen.draft, chosen.choice, chosen.path
@@ -97,7 +125,9 @@ def _certify_and_write(
     rehearsed = None
     if path.rehearsal is not None:
         shipped = choice.forecast(policy, certify, path.rehearsal.settings)
-        rehearsed = Rehearsed(rehearsal=path.rehearsal, shipped=shipped, data_sha256=data_sha256)
+        rehearsed = Rehearsed(
+            rehearsal=path.rehearsal, shipped=shipped, data_sha256=parts.train.sha256
+        )
     measured = None
     if policy.active:
         stages = plan_stages(draft, draft.read, policy.active)
@@ -122,20 +152,23 @@ def _certify_and_write(
 
     manifest = make_manifest(chosen.sliced, draft, certify, parts, options, reason=chosen.reason)
     manifest = replace(manifest, batch_effect=run.batch_effect)
-    content = pack(
-        manifest,
-        policy,
-        chosen.sliced,
-        draft,
-        profile=choice.profile,
-        tune=chosen.tune,
-        certify=certify,
-        rehearsed=rehearsed,
-        limit=limit,
-        measured=measured,
-        ranges=InputRanges.over(chain(parts.train.batches(), parts.tune.batches())),
-    )
-    return write_bundle(options.output, manifest, policy, content, overwrite=options.overwrite)
+    with progress.step("Write the bundle", 2) as advance:
+        ranges = InputRanges.over(chain(parts.train.batches(), parts.tune.batches()))
+        advance(1)
+        content = pack(
+            manifest,
+            policy,
+            chosen.sliced,
+            draft,
+            profile=choice.profile,
+            tune=chosen.tune,
+            certify=certify,
+            rehearsed=rehearsed,
+            limit=limit,
+            measured=measured,
+            ranges=ranges,
+        )
+        return write_bundle(options.output, manifest, policy, content, overwrite=options.overwrite)
 
 
 def _limit(

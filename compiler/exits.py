@@ -25,6 +25,7 @@ from offramp.calibration.families import family_of
 from offramp.calibration.features import Recording
 from offramp.calibration.learners import Preconditioners, view_of
 from offramp.calibration.profiling import profile_heads
+from offramp.calibration.scratch import Scratch
 from offramp.calibration.selection import net_savings_alone
 from offramp.calibration.training import TrainedHead, count_steps, train_heads
 from offramp.calibration.training_options import TrainingOptions
@@ -84,18 +85,22 @@ def find_exits(
     *,
     samples: Samples,
     progress: Progress,
+    scratch: Scratch | None = None,
 ) -> FoundExits:
     """Record features, choose a head for every candidate, and train it.
 
     Exits that net nothing are left out. Candidates whose features do not fit on the disk together
-    take turns; DataError where even that is not enough.
+    take turns; DataError where even that is not enough. ``scratch`` counts what they take.
     """
     exits: list[BuiltExit] = []
-    with feature_folder(options.scratch) as directory:
-        recorder = FeatureRecorder.of(sliced, parts, options)
+    scratch = scratch or Scratch(options.scratch)
+    recorder = FeatureRecorder.of(sliced, parts, options)
+    with feature_folder(options.scratch) as directory, scratch.taking(recorder.size_bytes):
         recorder.check(directory)
+        projections = recorder.fit(progress)
         for number, group in enumerate(recorder.plan.groups):
-            train, tune = recorder.record(number, directory / str(number), progress)
+            place = directory / str(number)
+            train, tune = recorder.record(number, place, projections, progress)
             search = _HeadSearch(
                 sliced=sliced,
                 group=frozenset(group),
@@ -110,7 +115,7 @@ def find_exits(
             exits += search.build(search.screen(recorder.plan.counts.train))
             # Nothing may hold the features of this pass when the next one begins.
             del train, tune, search
-            shutil.rmtree(directory / str(number), ignore_errors=True)
+            shutil.rmtree(place, ignore_errors=True)
     worth = tuple(exit_ for exit_ in exits if exit_.best.net_savings > 0)
     return FoundExits(exits=worth, best=tuple(exit_.best for exit_ in exits))
 

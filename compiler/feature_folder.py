@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from offramp.calibration.dataset import DataError
-from offramp.calibration.feature_plan import describe_bytes
+from offramp.calibration.scratch import describe_bytes
 
 try:
     import fcntl

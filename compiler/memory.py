@@ -1,9 +1,15 @@
-"""Giving memory back that was used for a while: the next step of compiling needs its own."""
+"""Memory: giving back what was used for a while, and how much was used at most."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import sys
+from pathlib import Path
+
+_STATUS = Path("/proc/self/status")
+_most_together = 0
+"""With a process that was started, as far as was counted."""
 
 
 def give_back() -> None:
@@ -15,3 +21,39 @@ def give_back() -> None:
         return
     if trim is not None:
         trim(0)
+
+
+def peak_bytes() -> int | None:
+    """The most memory that this process has had, with processes that were counted beside it.
+
+    ``None`` where the system does not say.
+    """
+    own = _told("VmHWM")
+    if own is None:
+        try:
+            import resource  # noqa: PLC0415 - there is none on Windows
+        except ImportError:
+            return None
+        unit = 1 if sys.platform == "darwin" else 1024
+        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return max(own, _most_together)
+
+
+def count_process(its_peak_bytes: int) -> None:
+    """Count a process that has just ended, beside which this one had what it has now.
+
+    What the system says of ended children would not do: on Linux they begin with the figure of the
+    process that started them.
+    """
+    global _most_together  # noqa: PLW0603 - of the process, as its own peak is
+    _most_together = max(_most_together, (_told("VmRSS") or 0) + its_peak_bytes)
+
+
+def _told(name: str) -> int | None:
+    """What Linux says of this process, in bytes."""
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split() for line in lines if line.startswith(f"{name}:")]
+    return int(found[0][1]) * 1024 if found else None

@@ -11,6 +11,7 @@ import onnx
 from onnx import version_converter
 
 from offramp.bundle.manifest import NUMBER_DTYPES, Answer, TensorSpec
+from offramp.calibration.scratch import Scratch
 from offramp.compiler import preparation
 from offramp.compiler.anchor import anchor_shapes
 from offramp.compiler.answer import find_answer, keep_answer
@@ -19,6 +20,7 @@ from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import default_opset
 from offramp.compiler.runtime import runs_opset
 from offramp.compiler.shapes import annotate, declared_types, dtype_name
+from offramp.compiler.simplifier import LIMIT_S
 from offramp.compiler.source_file import load_source
 from offramp.compiler.turning import turn_batch_first
 
@@ -59,12 +61,18 @@ class SourceModel:
 
 
 def read_model(
-    path: str | os.PathLike[str], *, answer: str | None = None, simplify: bool = True
+    path: str | os.PathLike[str],
+    *,
+    answer: str | None = None,
+    simplify: bool = True,
+    simplify_limit: float = LIMIT_S,
+    scratch: Scratch | None = None,
 ) -> SourceModel:
     """Read a classifier and bring it into the form that slicing needs.
 
     External data are looked for beside the file; ``answer`` names the output to keep, where there
-    are several; ``simplify`` folds constants and fuses with onnxslim, if that computes the same.
+    are several; ``simplify`` folds constants and fuses with onnxslim, if that computes the same and
+    takes no longer than ``simplify_limit`` seconds. Files of a large model go to ``scratch``.
 
     Raises:
         ModelError: The file is missing, no ONNX model, or has a property that is not supported.
@@ -72,7 +80,8 @@ def read_model(
     path = Path(path)
     proto, digest = load_source(path)
     try:
-        proto = _prepare(proto, answer=answer, simplify=simplify)
+        limit_s = simplify_limit if simplify else None
+        proto = _prepare(proto, answer=answer, limit_s=limit_s, scratch=scratch)
         found = find_answer(proto)
         inputs = _specs(proto, [i.name for i in proto.graph.input])
         outputs = _specs(proto, [o.name for o in proto.graph.output])
@@ -94,16 +103,21 @@ def read_model(
     )
 
 
-def _prepare(proto: onnx.ModelProto, *, answer: str | None, simplify: bool) -> onnx.ModelProto:
-    """Bring a checked model into the form that :class:`SourceModel` describes."""
+def _prepare(
+    proto: onnx.ModelProto, *, answer: str | None, limit_s: float | None, scratch: Scratch | None
+) -> onnx.ModelProto:
+    """Bring a checked model into the form that :class:`SourceModel` describes.
+
+    ``limit_s`` is how long it may be simplified; ``None`` is not at all.
+    """
     proto = _modern(proto)
     preparation.unlist_initializers(proto)
     keep_answer(proto, answer)
     preparation.remove_unused(proto)
     _check_inputs(proto)
     free_batch(proto)
-    if simplify:
-        proto = preparation.simplified(proto)
+    if limit_s is not None:
+        proto = preparation.simplified(proto, limit_s=limit_s, scratch=scratch)
         _check_some_input(proto)
     preparation.name_operators(proto)
     annotate(proto)

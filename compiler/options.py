@@ -64,6 +64,8 @@ class CompileOptions:
     threads: int = 1
     """Of ONNX Runtime while profiling."""
     simplify: bool = True
+    simplify_limit: float = 180.0
+    """Seconds that simplifying may take; the model is compiled as it is where that does not do."""
     augment: Literal["auto", "off"] = "auto"
     """``auto``: heads train on made samples too, where a way to make them fits the inputs
     (:mod:`offramp.calibration.augmentation`)."""

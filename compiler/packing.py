@@ -107,8 +107,8 @@ def pack(
         manifest, policy, profile, certify, rehearsed, limit=limit, measured=measured
     )
     return {
-        manifest.source.file: sliced.model.proto.SerializeToString(),
-        **built.files,
+        manifest.source.file: sliced.whole(sliced.model.proto.SerializeToString()),
+        **{name: sliced.whole(graph) for name, graph in built.files.items()},
         "profiles/cpu.json": dump(profile),
         RECORDS: dump_records(tune, certify),
         REPORT: report.encode(),

@@ -71,7 +71,7 @@ def choose_precision(
         DataError: A copy fails on samples.
     """
     _say_what_the_cpu_has(cpu_features())
-    choice = fastest_kind(plain.sliced.model, run)
+    choice = fastest_kind(plain.sliced.whole_model(), run)
     if choice.kind is None:
         return _without(plain, choice.reason, run.options)
     wholes: dict[CpuPrecision, Blueprint] = {}
@@ -272,7 +272,7 @@ def _mixed(
         return None
     try:
         copy = quantise(
-            serialised(plain.sliced.model.proto),
+            serialised(plain.sliced.whole_model().proto),
             _ranges(run.parts),
             found.kind,
             threads=options.threads,

@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 
 import onnx
-import onnxslim
 
+from offramp.calibration.scratch import Scratch, ScratchError
 from offramp.compiler.errors import ModelError
-from offramp.compiler.graph import Dataflow, copied, refill
+from offramp.compiler.graph import Dataflow, refill
 from offramp.compiler.rounding import rounding_of
 from offramp.compiler.runtime import GraphRunner, random_inputs, relative_difference
+from offramp.compiler.simplifier import LIMIT_S, SimplifierError, slim
+from offramp.compiler.weights import weight_file_if_large
 
 _log = logging.getLogger(__name__)
 
@@ -56,12 +58,14 @@ def name_operators(proto: onnx.ModelProto) -> None:
         taken.add(node.name)
 
 
-def simplified(proto: onnx.ModelProto) -> onnx.ModelProto:
+def simplified(
+    proto: onnx.ModelProto, *, limit_s: float = LIMIT_S, scratch: Scratch | None = None
+) -> onnx.ModelProto:
     """Fold constants and fuse operators of a model with a symbolic batch; it is not changed.
 
     The raw graph of an export can hide most of its cut points. Where onnxslim fails, its result
-    differs on random inputs, or it would take too long, ``proto`` itself is returned, and a warning
-    logged.
+    differs on random inputs, or it takes longer than ``limit_s`` seconds, ``proto`` itself is
+    returned, and a warning logged. Files go to ``scratch``: ScratchError if they have no room.
     """
     operators = len(proto.graph.node)
     if operators > MOST_SIMPLIFIED:
@@ -76,25 +80,31 @@ def simplified(proto: onnx.ModelProto) -> onnx.ModelProto:
     # Tying compares every pair of small constants, which takes most of the time of large graphs.
     skipped = ["weight_tying"] if operators > _MOST_TIED else []
     try:
-        slim: onnx.ModelProto = onnxslim.slim(copied(proto), skip_optimizations=skipped)
-        onnx.checker.check_model(slim)
-        difference = _difference(proto, slim)
-    except ModelError:
+        with weight_file_if_large(proto, scratch or Scratch()) as weights:
+            light = proto if weights is None else weights.light(proto)
+            simpler = slim(light, skipped, weights=weights, limit_s=limit_s)
+            difference = _difference(light, simpler)
+            if weights is not None:
+                weights.fill(simpler)
+    except (ModelError, ScratchError):
         raise
-    except Exception as error:  # whatever a third party's optimiser raises
+    except SimplifierError as error:
+        _log.warning("not simplified: %s", error)
+        return proto
+    except Exception as error:  # whatever what it made is refused with
         _log.warning("not simplified: onnxslim fails: %s", error)
         return proto
     if not difference <= rounding_of(proto).batches:
         _log.warning("not simplified: onnxslim changes the outputs by %.1e", difference)
         return proto
-    return slim
+    return simpler
 
 
-def _difference(proto: onnx.ModelProto, slim: onnx.ModelProto) -> float:
+def _difference(proto: onnx.ModelProto, simpler: onnx.ModelProto) -> float:
     """Largest relative difference of any output; infinite if inputs or outputs changed."""
     feeds = random_inputs(proto, _BATCH)
     wanted = GraphRunner(proto).run(feeds)  # one after the other: each holds all weights
-    after = GraphRunner(slim)
+    after = GraphRunner(simpler)
     if set(after.inputs) - set(feeds) or tuple(wanted) != after.outputs:
         return float("inf")
     actual = after.run(feeds)

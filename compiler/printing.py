@@ -15,10 +15,12 @@ from rich.table import Column, Table
 from offramp.bundle import Bundle, ExitPolicy, Promise
 from offramp.bundle.bundle import REPORT
 from offramp.calibration.rehearsal import Forecast
+from offramp.calibration.scratch import Scratch, describe_bytes
 from offramp.certify import MODEL_END
 from offramp.compiler.bundle_check import BundleCheck
 from offramp.compiler.cut_points import CutAnalysis, CutPoint, Rejection
 from offramp.compiler.export.export import Exported
+from offramp.compiler.memory import peak_bytes
 from offramp.compiler.model import SourceModel
 from offramp.compiler.report import numbers, words
 from offramp.engine.control.costs import CostModel
@@ -58,6 +60,14 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
         say(f"[yellow]Disturbed while profiling[/yellow]: {escape(note)}")
     say(f"Report: {path}/{REPORT}")
     say(f"Serve:  eeserve {path}")
+
+
+def print_use(scratch: Scratch, console: Console) -> None:
+    """Print the most memory, and the most of the disk for what did not stay, that a run took."""
+    peak = peak_bytes()
+    memory = "" if peak is None else f"{describe_bytes(peak)} of memory and "
+    disk = f"{describe_bytes(scratch.peak_bytes)} of scratch in {escape(str(scratch.place))}"
+    console.print(f"Took:   at most {memory}{disk}", highlight=False, soft_wrap=True)
 
 
 def _promised(promise: Promise, like: str) -> str:

@@ -16,10 +16,17 @@ from offramp.calibration.feature_plan import (
     GIB,
     FeaturePlan,
     SampleCounts,
-    describe_bytes,
     plan_features,
 )
-from offramp.calibration.features import Recording, fit_projections, record, sample_sizes
+from offramp.calibration.features import (
+    Projections,
+    Recording,
+    fit_projections,
+    projected_samples,
+    record,
+    sample_sizes,
+)
+from offramp.calibration.scratch import describe_bytes
 from offramp.compiler.feature_folder import check_room
 from offramp.compiler.heads import attach_poolings
 from offramp.compiler.options import CompileOptions
@@ -72,22 +79,46 @@ class FeatureRecorder:
             plan=plan,
         )
 
+    @property
+    def masks(self) -> frozenset[str]:
+        """The graph inputs that heads may read beside cut tensors."""
+        return frozenset(cut.mask for cut in self.sliced.cuts if cut.mask)
+
+    @property
+    def size_bytes(self) -> int:
+        """What a pass takes on the disk at most: features, and masks."""
+        first = self.train.take(slice(1))
+        return self.plan.size_bytes + self.plan.counts.total * sum(
+            first[name].nbytes for name in self.masks
+        )
+
     def check(self, directory: Path) -> None:
         """Check that a pass has room in a folder; DataError if not."""
-        check_room(directory.parent, self.plan.size_bytes)
+        check_room(directory.parent, self.size_bytes)
+
+    def fit(self, progress: Progress) -> Projections:
+        """Find the components of tokens, of all candidates in one run over some samples."""
+        samples = projected_samples(self.outputs, self.sliced.cuts, len(self.train))
+        if not samples:
+            return {}
+        with progress.step("Find components of tokens", samples) as advance:
+            return fit_projections(
+                self.graph,
+                self.outputs,
+                self.sliced.cuts,
+                self.train,
+                threads=available_cores(),
+                progress=advance,
+            )
 
     def record(
-        self, number: int, directory: Path, progress: Progress
+        self, number: int, directory: Path, projections: Projections, progress: Progress
     ) -> tuple[Recording, Recording]:
         """Record what one pass is for, of the training samples and of those that tune."""
-        group, threads = self.plan.groups[number], available_cores()
+        group, passes = self.plan.groups[number], len(self.plan.groups)
         outputs = tuple(names if i in group else {} for i, names in enumerate(self.outputs))
-        projections = fit_projections(
-            self.graph, outputs, self.sliced.cuts, self.train, threads=threads
-        )
-        directory.mkdir()
-        passes = len(self.plan.groups)
         title = "Record features" + (f" ({number + 1} of {passes})" if passes > 1 else "")
+        directory.mkdir()
         with progress.step(title, self.plan.counts.total) as advance:
             train, tune = (
                 record(
@@ -96,8 +127,9 @@ class FeatureRecorder:
                     self.sliced.model.answer,
                     part,
                     made=more,
-                    projections=projections,
-                    threads=threads,
+                    projections={c: p for c, p in projections.items() if c in group},
+                    masks=self.masks,
+                    threads=available_cores(),
                     directory=directory / name,
                     progress=advance,
                 )

@@ -16,6 +16,7 @@ from onnx import helper
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import Dataflow
 from offramp.compiler.shapes import BATCH, declared_types, dtype_name
+from offramp.engine.external_weights import name_weights
 
 _SEQUENCE_SIZE = 16
 """Symbolic sizes of random inputs of up to three dimensions."""
@@ -48,6 +49,7 @@ class GraphRunner:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         # Q/DQ as it is written: fused int8 kernels saturate on some processors, not on others.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
+        name_weights(options)
         with _translated():
             self._session = ort.InferenceSession(
                 proto.SerializeToString(),

@@ -24,6 +24,7 @@ from offramp.compiler.model import SourceModel
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.placement import choose_candidates
 from offramp.compiler.rounding import rounding_of
+from offramp.compiler.weights import WeightFile
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +41,26 @@ class Sliced:
     """The segments, serialised."""
     front: SourceModel | None = None
     """In a cascade the quantised model, which all segments but the last are of."""
+    weights: WeightFile | None = None
+    """Where ``model``, ``segments`` and ``graphs`` have their weights, if not in themselves."""
+
+    def stored(self, weights: WeightFile) -> Sliced:
+        """Give the same, with all large weights in a file."""
+        model = replace(self.model, proto=weights.light(self.model.proto))
+        segments = tuple(replace(s, proto=weights.light(s.proto)) for s in self.segments)
+        graphs = tuple(s.proto.SerializeToString() for s in segments)
+        return replace(self, model=model, segments=segments, graphs=graphs, weights=weights)
+
+    def whole(self, graph: bytes) -> bytes:
+        """Give one of the graphs, or what was assembled of them, with its weights."""
+        return graph if self.weights is None else self.weights.whole(graph)
+
+    def whole_model(self) -> SourceModel:
+        """Give the source model with its weights."""
+        if self.weights is None:
+            return self.model
+        whole = self.whole(self.model.proto.SerializeToString())
+        return replace(self.model, proto=onnx.ModelProto.FromString(whole))
 
     @property
     def versions(self) -> dict[str, int]:

@@ -12,6 +12,7 @@ import functools
 import onnxruntime as ort
 
 from offramp.engine.backends.host import Execute, HostBackend, LoadedGraph
+from offramp.engine.external_weights import name_weights
 from offramp.engine.layouts import enter_blocked
 from offramp.engine.onnx_subset import has_half_precision
 
@@ -33,6 +34,7 @@ def make_session(model: bytes, threads: int) -> ort.InferenceSession:
     options.enable_mem_pattern = False
     # Every stage has a pool of its own; pools that spin after a run steal the next one's cores.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    name_weights(options)
     # Without the second attempt on what there is no other of, which it tells on standard output.
     return ort.InferenceSession(
         enter_blocked(model), options, providers=["CPUExecutionProvider"], enable_fallback=0

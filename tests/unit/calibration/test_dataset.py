@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 
 from offramp.bundle import TensorSpec
+from offramp.bundle.mapped import is_mapped
+from offramp.calibration import dataset
 from offramp.calibration.dataset import DataError, Dataset, TakenInputs, read_dataset
+from offramp.calibration.scratch import Scratch
 
 SPECS = (
     TensorSpec(name="input_ids", dtype="int64", shape=("batch", "sequence")),
@@ -129,8 +132,8 @@ def test_a_file_of_another_kind(tmp_path: Path, content: bytes) -> None:
         read_dataset(tmp_path / "d.npz", SPECS)
 
 
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="not an npz file"):
+def test_a_folder_without_arrays(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"is a folder without .npy files; put one there for each"):
         read_dataset(tmp_path, SPECS)
 
 
@@ -164,3 +167,123 @@ def test_parts_of_a_data_set_copy_nothing_until_they_are_asked() -> None:
     np.testing.assert_array_equal(part.column("x", np.array([1, 0, 1])), x[[7, 3, 7]])
     assert part.rows.tolist() == part.labels.tolist() == [3, 7]
     assert [len(b["x"]) for b in whole.batches(4)] == [4, 4, 2]
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_large_data_stay_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save, order: str
+) -> None:
+    path = tmp_path / "data.npz"
+    made = {name: np.array(array, order=order) for name, array in arrays(samples=50).items()}
+    save(path, **made, label=np.arange(50))
+    held = read_dataset(path, SPECS)
+    assert not any(is_mapped(array) for array in held.inputs.values())
+    monkeypatch.setattr(dataset, "HELD_BYTES", 0)
+    scratch = Scratch(tmp_path)
+    data = read_dataset(path, SPECS, scratch=scratch)
+    assert all(is_mapped(array) for array in data.inputs.values())
+    compressed = save is np.savez_compressed
+    headers = 3 * 128  # of label.npy and the others
+    content = sum(array.nbytes for array in made.values()) + 50 * 8
+    assert scratch.peak_bytes == (headers + content if compressed else 0)
+    assert [place.name for place in tmp_path.iterdir()] == ["data.npz"]
+    assert data.sha256 == held.sha256
+    assert data.labels is not None
+    assert data.labels.tolist() == list(range(50))
+    rows = np.array([3, 48, 7])
+    for part in (rows, slice(10, 13)):
+        for name, taken in data.take(part).items():
+            np.testing.assert_array_equal(taken, made[name][part])
+            assert not is_mapped(taken)
+            assert taken.flags.aligned
+            assert taken.flags.c_contiguous
+    inner = data.subset(rows)
+    np.testing.assert_array_equal(inner.take(slice(1, 3))["input_ids"], made["input_ids"][[48, 7]])
+    assert not is_mapped(inner.inputs["input_ids"])
+
+
+def test_large_data_are_checked_as_small_ones_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataset, "HELD_BYTES", 0)
+    monkeypatch.setattr(dataset, "_BLOCK_BYTES", 24)  # two samples
+    with pytest.raises(
+        DataError, match=r"'scores' has NaN .* in 2 of 4 samples, first in sample 2"
+    ):
+        read(tmp_path, scores=nan())
+    path = tmp_path / "data.npz"
+    read(tmp_path)
+    content = bytearray(path.read_bytes())
+    content[-400] ^= 1  # in the scores
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"not an npz file of plain arrays .*CRC-32"):
+        read_dataset(path, SPECS)
+
+
+def test_compressed_data_without_room_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataset, "HELD_BYTES", 0)
+    path = tmp_path / "data.npz"
+    np.savez_compressed(path, **arrays())
+    usage = type("Usage", (), {"free": 7})()
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    with pytest.raises(
+        DataError,
+        match=r"unpacked arrays of .* \(464 bytes\), but .* \(7 bytes\) free; .*savez, unc",
+    ):
+        read_dataset(path, SPECS)
+
+
+def test_a_folder_of_arrays(tmp_path: Path) -> None:
+    for name, array in arrays().items():
+        np.save(tmp_path / f"{name}.npy", array)
+    (tmp_path / "readme.txt").write_text("not read")
+    bare = read_dataset(tmp_path, SPECS)
+    assert bare.labels is None
+    np.save(tmp_path / "label.npy", np.array([0, 1, 2, 1], np.uint8))
+    data = read_dataset(tmp_path, SPECS)
+    for name, array in arrays().items():
+        assert is_mapped(data.inputs[name])
+        np.testing.assert_array_equal(data.inputs[name], array)
+    assert data.labels is not None
+    assert data.labels.tolist() == [0, 1, 2, 1]
+    assert data.sha256 != bare.sha256
+    assert data.sha256 == read_dataset(tmp_path, SPECS).sha256
+    np.save(tmp_path / "scores.npy", 2 * arrays()["scores"])
+    assert data.sha256 != read_dataset(tmp_path, SPECS).sha256
+
+
+def test_inputs_with_slashes_in_their_names_lie_in_folders(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    np.save(tmp_path / "in/x.npy", np.ones((3, 2), np.float32))
+    spec = TensorSpec(name="in/x", dtype="float32", shape=("batch", 2))
+    assert list(read_dataset(tmp_path, [spec]).inputs) == ["in/x"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "scores.npy is not a file of a plain array"),
+        (b"\x93NUMPY\x01\x00", "scores.npy is not a file of a plain array"),
+        (None, "input 'scores' is missing"),
+    ],
+)
+def test_a_folder_with_a_damaged_array(tmp_path: Path, content: bytes | None, message: str) -> None:
+    np.save(tmp_path / "input_ids.npy", arrays()["input_ids"])
+    if content is not None:
+        (tmp_path / "scores.npy").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read_dataset(tmp_path, SPECS)
+
+
+def test_a_folder_with_an_array_that_is_cut_short(tmp_path: Path) -> None:
+    for name, array in arrays().items():
+        np.save(tmp_path / f"{name}.npy", array)
+    place = tmp_path / "scores.npy"
+    place.write_bytes(place.read_bytes()[:-1])
+    with pytest.raises(
+        DataError, match=r"scores.npy' says that it is float32 \[4, 3\], but it has 47"
+    ):
+        read_dataset(tmp_path, SPECS)

@@ -34,8 +34,9 @@ def record_all(pieces: Sliced, folder: Path) -> tuple[Recording, Dataset, list[i
     steps: list[int] = []
     answer = pieces.model.answer
     recording = record(
-        graph, outputs, answer, data, threads=1, directory=folder / "f", progress=steps.append
-    )
+        graph, outputs, answer, data, masks={cut.mask for cut in pieces.cuts if cut.mask},
+        threads=1, directory=folder / "f", progress=steps.append,
+    )  # fmt: skip
     return recording, data, steps
 
 
@@ -167,7 +168,7 @@ def test_made_samples_come_behind_the_real_ones(tmp_path: Path) -> None:
     made = MadeSamples.draw(data, "splice", seed=3)
     steps: list[int] = []
     recording = record(
-        graph, outputs, pieces.model.answer, data, made=made, threads=1,
+        graph, outputs, pieces.model.answer, data, made=made, masks=["attention_mask"], threads=1,
         directory=tmp_path / "f", progress=steps.append,
     )  # fmt: skip
     whole = cut_values(pieces, data)[pieces.model.answer.output]
@@ -215,8 +216,8 @@ def test_made_samples_that_the_model_fails_on_are_done_without(
             MadeSamples, "take", lambda _, rows: {name: a[rows] for name, a in wrong.items()}
         )
         recording = record(
-            graph, outputs, pieces.model.answer, data, made=made, threads=1,
-            directory=tmp_path / "f",
+            graph, outputs, pieces.model.answer, data, made=made, masks=["attention_mask"],
+            threads=1, directory=tmp_path / "f",
         )  # fmt: skip
     assert "without some of the made samples" in caplog.text
     np.testing.assert_array_equal(recording.answers, np.tile(alone.answers, (2, 1)))

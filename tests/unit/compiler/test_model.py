@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -11,6 +13,7 @@ import pytest
 from onnx import TensorProto, helper
 from tests import models
 
+from offramp.calibration.scratch import Scratch
 from offramp.compiler.cuts import find_cuts
 from offramp.compiler.errors import ModelError, NoCutPointError
 from offramp.compiler.model import read_model
@@ -299,3 +302,55 @@ def test_operators_get_names_of_their_own(read):
 
     assert all(names)
     assert len(set(names)) == len(names)
+
+
+SLOW = (sys.executable, "-c", "import time; time.sleep(1e6)")
+"""In the place of onnxslim's process."""
+
+
+def test_a_simplifier_that_does_not_end_is_stopped_and_done_without(
+    read, tmp_path, monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr("offramp.compiler.simplifier._SMALL_OPERATORS", 0)
+    monkeypatch.setattr("offramp.compiler.simplifier.COMMAND", SLOW)
+    before = read(models.residual_cnn(), simplify=False)
+    monkeypatch.setattr("offramp.compiler.weights._SMALL_BYTES", 0)
+    scratch = Scratch(tmp_path / "scratch")
+    scratch.place.mkdir()
+    model = read(models.residual_cnn(), simplify_limit=0.25, scratch=scratch)
+    assert model.proto == before.proto
+    assert (
+        "not simplified: onnxslim did not end within the 0.25 s of --simplify-limit" in caplog.text
+    )
+    assert scratch.peak_bytes > 0
+    assert list(scratch.place.iterdir()) == []
+    running = [p for p in Path("/proc").glob("[0-9]*") if _command(p) == list(SLOW)]
+    assert running == []
+
+
+def _command(process: Path) -> list[str]:
+    try:
+        return (process / "cmdline").read_bytes().decode().split("\0")[:-1]
+    except OSError:
+        return []
+
+
+def test_a_simplifier_that_ends_badly_is_done_without(read, monkeypatch, caplog) -> None:
+    monkeypatch.setattr("offramp.compiler.simplifier._SMALL_OPERATORS", 0)
+    fails = (sys.executable, "-c", "import sys; sys.exit('a wheel came off')")
+    monkeypatch.setattr("offramp.compiler.simplifier.COMMAND", fails)
+    read(models.mlp())
+    assert "not simplified: onnxslim fails: a wheel came off" in caplog.text
+
+
+def test_a_model_is_simplified_the_same_in_a_process_of_its_own(read, monkeypatch, caplog) -> None:
+    proto = models.mlp()
+    for node in proto.graph.node:
+        node.input[:] = ["again" if name == "x" else name for name in node.input]
+    proto.graph.node.insert(0, helper.make_node("Identity", ["x"], ["again"]))
+    here = read(proto)
+    assert "Identity" not in {node.op_type for node in here.proto.graph.node}
+    monkeypatch.setattr("offramp.compiler.simplifier._SMALL_OPERATORS", 0)
+    monkeypatch.setattr("offramp.compiler.weights._SMALL_BYTES", 0)
+    assert read(proto).proto == here.proto
+    assert caplog.text == ""

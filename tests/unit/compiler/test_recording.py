@@ -6,13 +6,15 @@ import errno
 import os
 import shutil
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
+import onnx
 import pytest
+from tests.bundles import compile_tiny
 from tests.sliced import Sliced, dataset_of, sliced
 
-from offramp.calibration import profiling
+from offramp.calibration import features, profiling, running
 from offramp.calibration.dataset import DataError, DataSplit, split
 from offramp.calibration.estimates import BackboneTimes
 from offramp.calibration.feature_plan import GIB
@@ -23,6 +25,7 @@ from offramp.compiler.feature_folder import find_scratch
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.progress import SILENT
 from offramp.compiler.recording import FeatureRecorder
+from offramp.engine.backends.onnxruntime import make_session
 
 
 def options_for(folder: Path, **more: object) -> CompileOptions:
@@ -95,7 +98,7 @@ def test_a_recording_leaves_no_names_on_the_disk(tmp_path: Path) -> None:
     """So that nothing is left even if the process is killed."""
     pieces = sliced("bert")
     recorder = FeatureRecorder.of(pieces, parts_of(pieces, 120), options_for(tmp_path))
-    train, _ = recorder.record(0, tmp_path / "0", SILENT)
+    train, _ = recorder.record(0, tmp_path / "0", {}, SILENT)
     assert all(len(array) for of_exit in train.features for array in of_exit.values())
     assert [place for place in tmp_path.rglob("*") if place.is_file()] == []
 
@@ -104,7 +107,7 @@ def test_the_plan_knows_the_size_of_what_is_recorded(tmp_path: Path) -> None:
     for name in ("mlp", "bert", "residual"):
         pieces = sliced(name)
         recorder = FeatureRecorder.of(pieces, parts_of(pieces, 120), options_for(tmp_path))
-        recorded = recorder.record(0, tmp_path / name, SILENT)
+        recorded = recorder.record(0, tmp_path / name, {}, SILENT)
         arrays = [a for part in recorded for e in part.features for a in e.values()]
         assert recorder.plan.size_bytes == sum(array.nbytes for array in arrays)
 
@@ -140,3 +143,48 @@ def test_a_scratch_folder_that_is_none_is_refused_at_once(
     monkeypatch.setattr("tempfile.mkdtemp", full)
     with pytest.raises(DataError, match=f"^--scratch {tmp_path}: No space left on device; name a"):
         find_scratch(tmp_path)
+
+
+def test_the_source_model_runs_over_the_data_six_times_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With as many passes as features may take: each runs real samples, and those made of them."""
+    rows: list[int] = []
+
+    class Counting:
+        def __init__(self, graph: bytes, threads: int) -> None:
+            assert held_operators(graph) >= 0.9 * operators, "not the whole source model"
+            self._session = make_session(graph, threads)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._session, name)
+
+        def run(self, outputs: list[str], feeds: dict[str, Any]) -> list[Any]:
+            rows.append(len(next(iter(feeds.values()))))
+            return self._session.run(outputs, feeds)
+
+    pieces = sliced("bert")
+    operators = len(pieces.model.proto.graph.node)
+    monkeypatch.setattr(running, "make_session", Counting)
+    monkeypatch.setattr(features, "TOKEN_COMPONENTS", 5)  # so that components are looked for
+    monkeypatch.setattr(features, "_PROJECTED_SAMPLES", 20)
+    data = dataset_of(pieces, 800)
+    whole = FeatureRecorder.of(
+        pieces, split(data, certify_at_least=10, seed=0), options_for(tmp_path)
+    )
+    rows.clear()
+    bundle = compile_tiny(
+        pieces.model.proto,
+        dict(data.inputs),
+        tmp_path,
+        epochs=1,
+        scratch=tmp_path,
+        scratch_limit=0.4 * whole.plan.size_bytes / GIB,
+    )
+    assert bundle.manifest.calibration.train_samples > 0
+    passes = sum(rows) / len(data)
+    assert 5 < passes <= 6
+
+
+def held_operators(graph: bytes) -> int:
+    return len(onnx.ModelProto.FromString(graph).graph.node)
