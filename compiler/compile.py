@@ -14,7 +14,7 @@ from offramp.calibration.measuring import MEASURED_BATCH_SIZES, measure_policy, 
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.rehearsal import Rehearsed
 from offramp.calibration.running import BATCH_SIZE
-from offramp.calibration.scratch import Scratch
+from offramp.calibration.scratch import ScratchFolder
 from offramp.certify import samples_needed
 from offramp.compiler.batch_effect import left_for_exits, measure_batch_effect
 from offramp.compiler.blueprint import Blueprint, CompileRun, draw, timer_of
@@ -44,7 +44,7 @@ def compile_model(
     progress: Progress = SILENT,
     *,
     quantise: Quantise | None = None,
-    scratch: Scratch | None = None,
+    scratch: ScratchFolder | None = None,
 ) -> Bundle:
     """Compile a model into a bundle.
 
@@ -60,7 +60,7 @@ def compile_model(
         BundleWriteError: Nothing can be written there, or the disk has too little space; that is
             found out before training, as far as it can be.
     """
-    scratch = scratch or Scratch(options.scratch)
+    scratch = scratch or ScratchFolder(options.scratch)
     check_target(options.output, overwrite=options.overwrite)
     sweep(find_scratch(options.scratch))
     with progress.step("Read and simplify the model", 1):

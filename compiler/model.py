@@ -11,7 +11,7 @@ import onnx
 from onnx import version_converter
 
 from offramp.bundle.manifest import NUMBER_DTYPES, Answer, TensorSpec
-from offramp.calibration.scratch import Scratch
+from offramp.calibration.scratch import ScratchFolder
 from offramp.compiler import preparation
 from offramp.compiler.anchor import anchor_shapes
 from offramp.compiler.answer import find_answer, keep_answer
@@ -66,7 +66,7 @@ def read_model(
     answer: str | None = None,
     simplify: bool = True,
     simplify_limit: float = LIMIT_S,
-    scratch: Scratch | None = None,
+    scratch: ScratchFolder | None = None,
 ) -> SourceModel:
     """Read a classifier and bring it into the form that slicing needs.
 
@@ -104,7 +104,11 @@ def read_model(
 
 
 def _prepare(
-    proto: onnx.ModelProto, *, answer: str | None, limit_s: float | None, scratch: Scratch | None
+    proto: onnx.ModelProto,
+    *,
+    answer: str | None,
+    limit_s: float | None,
+    scratch: ScratchFolder | None,
 ) -> onnx.ModelProto:
     """Bring a checked model into the form that :class:`SourceModel` describes.
 

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import onnx
 import pytest
+from tests import models
 from tests.bundles import compile_tiny
-from tests.sliced import Sliced, dataset_of, sliced
+from tests.sliced import Sliced, dataset_of, slice_proto, sliced
 
 from offramp.calibration import features, profiling, running
 from offramp.calibration.dataset import DataError, DataSplit, split
 from offramp.calibration.estimates import BackboneTimes
-from offramp.calibration.feature_plan import GIB
+from offramp.calibration.feature_plan import GIB, MOST_PASSES
 from offramp.calibration.training_options import TrainingOptions
 from offramp.compiler.compile import compile_model
 from offramp.compiler.exits import FoundExits, find_exits
@@ -163,25 +164,27 @@ def test_the_source_model_runs_over_the_data_six_times_at_most(
             rows.append(len(next(iter(feeds.values()))))
             return self._session.run(outputs, feeds)
 
-    pieces = sliced("bert")
+    pieces = slice_proto(models.bert_like(), candidates=MOST_PASSES)
     operators = len(pieces.model.proto.graph.node)
     monkeypatch.setattr(running, "make_session", Counting)
     monkeypatch.setattr(features, "TOKEN_COMPONENTS", 5)  # so that components are looked for
     monkeypatch.setattr(features, "_PROJECTED_SAMPLES", 20)
     data = dataset_of(pieces, 800)
-    whole = FeatureRecorder.of(
-        pieces, split(data, certify_at_least=10, seed=0), options_for(tmp_path)
-    )
+    parts = split(data, certify_at_least=10, seed=0)
+    whole = FeatureRecorder.of(pieces, parts, options_for(tmp_path)).plan
+    limit = whole.size_bytes / MOST_PASSES / GIB
+    plan = FeatureRecorder.of(pieces, parts, options_for(tmp_path, scratch_limit=limit)).plan
+    assert (len(plan.groups), plan.counts) == (MOST_PASSES, whole.counts)
     rows.clear()
-    bundle = compile_tiny(
+    compile_tiny(
         pieces.model.proto,
         dict(data.inputs),
         tmp_path,
         epochs=1,
         scratch=tmp_path,
-        scratch_limit=0.4 * whole.plan.size_bytes / GIB,
+        scratch_limit=limit,
+        candidates=MOST_PASSES,
     )
-    assert bundle.manifest.calibration.train_samples > 0
     passes = sum(rows) / len(data)
     assert 5 < passes <= 6
 
