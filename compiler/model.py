@@ -15,6 +15,7 @@ from offramp.compiler import preparation
 from offramp.compiler.anchor import anchor_shapes
 from offramp.compiler.answer import find_answer, keep_answer
 from offramp.compiler.batch import free_batch
+from offramp.compiler.custom_ops import check_operators
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import default_opset
 from offramp.compiler.runtime import runs_opset
@@ -96,6 +97,7 @@ def read_model(
 
 def _prepare(proto: onnx.ModelProto, *, answer: str | None, simplify: bool) -> onnx.ModelProto:
     """Bring a checked model into the form that :class:`SourceModel` describes."""
+    check_operators(proto)
     proto = _modern(proto)
     preparation.unlist_initializers(proto)
     keep_answer(proto, answer)
