@@ -17,11 +17,12 @@ from offramp.calibration.running import BATCH_SIZE
 from offramp.certify import samples_needed
 from offramp.compiler.batch_effect import left_for_exits, measure_batch_effect
 from offramp.compiler.blueprint import Blueprint, CompileRun, draw, timer_of
+from offramp.compiler.errors import CompileError
 from offramp.compiler.exits import FoundExits, find_exits
 from offramp.compiler.feature_folder import find_scratch, sweep
 from offramp.compiler.graph import weight_bytes
 from offramp.compiler.memory import give_back
-from offramp.compiler.model import read_model
+from offramp.compiler.model import SourceModel, read_model
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.packing import make_manifest, pack
 from offramp.compiler.policy import record_exits
@@ -64,8 +65,7 @@ def compile_model(
         seed=options.seed,
     )
     with progress.step("Slice and verify", 1):
-        sliced = slice_model(model, options)
-        _verify(sliced, parts, options)
+        sliced = _slice(model, parts, options)
         sliced = sliced.without_weights()
         give_back()
     effect = measure_batch_effect(model, parts, options, progress)
@@ -164,6 +164,16 @@ def warn_of_violations(rehearsed: Rehearsed | None) -> None:
             100 * late,
             100 * tolerated,
         )
+
+
+def _slice(model: SourceModel, parts: DataSplit, options: CompileOptions) -> Sliced:
+    """Slice and verify; a CompileError names the model's file, as those of reading it do."""
+    try:
+        sliced = slice_model(model, options)
+        _verify(sliced, parts, options)
+    except CompileError as error:
+        raise type(error)(f"{options.model}: {error}") from error
+    return sliced
 
 
 def _verify(sliced: Sliced, parts: DataSplit, options: CompileOptions) -> None:

@@ -267,7 +267,10 @@ class GraphAnalysis:
         order = batch_first(tensor.shape)
         if not order or (order[0] and not self.turns):
             sizes = ", ".join(map(str, tensor.shape))
-            return f"its shape is [{sizes}], and the first dimension has to be the batch"
+            return (
+                f"its shape is [{sizes}], and the first dimension has to be the batch; let the "
+                "model keep it a dimension of its own there"
+            )
         found = self.layouts.channels_of(gate.tensor)
         turned = CutTensor(
             name=gate.tensor,
@@ -280,7 +283,11 @@ class GraphAnalysis:
         share = gate.side_flops / self.total if self.total else 0.0
         if share > MAX_SIDE_SHARE:
             names = ", ".join(f"`{name}`" for name in sorted(gate.side_inputs))
-            return f"{share:.0%} of the work would have to be done again after it, from {names}"
+            return (
+                f"{share:.0%} of the work would have to be done again after it, from {names}, at "
+                f"most {MAX_SIDE_SHARE:.0%} may be; let the model add what it computes of them "
+                "before this place"
+            )
         return ""
 
     def _rejection(self, run: Sequence[Gate], reason: str) -> Rejection:
@@ -304,11 +311,14 @@ class GraphAnalysis:
             t: before + 1 + i for i, op in enumerate(inside) for t in op.writes
         }
         bypass = max(born, key=lambda t: flow.last_use.get(t, -1) - born[t])
+        maker = self.graph.producers.get(bypass)
+        again = [t for t in flow.main_inputs if maker is not None and t in maker.reads]
+        origin = f", computed of the input `{again[0]}`," if again else ""
         return Rejection(
             tensor=first.writes[0],
             operator=first.kind,
             places=len(inside),
-            reason=f"inside a block: `{bypass}` also carries data past this place",
+            reason=f"inside a block: `{bypass}`{origin} also carries data past this place",
         )
 
 
