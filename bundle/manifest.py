@@ -17,6 +17,7 @@ import numpy as np
 
 from offramp.bundle.batch_effect import BatchEffect
 from offramp.bundle.cpu import CpuFeatures
+from offramp.bundle.custom_ops import OperatorLibrary
 from offramp.bundle.manifest_checks import (
     MOST_SAMPLE_BYTES,
     check_answer,
@@ -288,6 +289,8 @@ class Manifest:
     """Why the compiler chose this precision, where it was asked to look at others."""
     batch_effect: BatchEffect | None = field(default=None, metadata=LEFT_OUT)
     """What the model answers otherwise in other batches, where it is quantised dynamically."""
+    custom_ops: tuple[OperatorLibrary, ...] = field(default=(), metadata=LEFT_OUT)
+    """Libraries with operators of the graphs that ONNX Runtime does not have itself."""
 
     def __post_init__(self) -> None:
         if not self.segments:

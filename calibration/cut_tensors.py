@@ -88,11 +88,14 @@ def why_no_head(cut: CutTensor) -> str:
     """Say what a head lacks in a cut tensor; empty where one can be built."""
     if cut.rank not in _RANKS:
         most = _RANKS.stop - 1
-        return f"it has {cut.rank} dimensions, and heads read {_RANKS.start} to {most}"
+        return (
+            f"it has {cut.rank} dimensions, and heads read {_RANKS.start} to {most}; let the model "
+            "join some of them there, as a Reshape does"
+        )
     if cut.form is None:
         return (
             f"its channels are dimension {cut.channel_axis} of {cut.rank}, and heads read them as "
-            "the first after the batch, or as the last"
+            "the first after the batch, or as the last; let the model transpose it there"
         )
     if cut.width is None:
         return (

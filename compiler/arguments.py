@@ -196,9 +196,13 @@ def export_parser() -> argparse.ArgumentParser:
 def _parser(
     name: str, description: str, formatter: type[argparse.HelpFormatter] = argparse.HelpFormatter
 ) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog=f"eecompile {name}".strip(), description=description, formatter_class=formatter
     )
+    parser.add_argument("--custom-ops", type=Path, action="append", default=[], metavar="LIB.so",
+                        help="library with operators that ONNX Runtime does not have; may be "
+                        "repeated")  # fmt: skip
+    return parser
 
 
 _REPLACED = "write there; BUNDLE is replaced if not given"

@@ -65,8 +65,9 @@ class _Repair(BatchEdits):
                 self._follow(op)
             except ValueError as error:
                 raise ModelError(
-                    f"the batch size was fixed at {self.old}, and node {op.name!r} ({op.kind}, "
-                    f"which gives {op.writes[0]!r}) cannot take another: {error}; {REMEDY}"
+                    f"the batch size was fixed at {self.old}, and the operator{_named(op)} "
+                    f"({op.kind}, which gives {op.writes[0]!r}) cannot take another: {error}; "
+                    f"{REMEDY}"
                 ) from error
         refill(self.graph.node, self.nodes)
 
@@ -368,6 +369,10 @@ class _Repair(BatchEdits):
 
 def _counts_rows(told: NDArray[np.generic]) -> bool:
     return told.dtype == np.int64 and np.array_equal(told.ravel(), np.arange(told.size))
+
+
+def _named(op: Operator) -> str:
+    return f" {op.name!r}" if op.name else ""
 
 
 def _is_known(tensor: TensorType) -> bool:

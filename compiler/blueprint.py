@@ -35,7 +35,7 @@ class CompileRun:
     options: CompileOptions
     parts: DataSplit
     progress: Progress
-    scratch: ScratchFolder = field(default_factory=Scratch)
+    scratch: ScratchFolder = field(default_factory=ScratchFolder)
     batch_effect: BatchEffect | None = None
     """Taken from what is asked for in ``options``, if it is anything."""
 

@@ -8,6 +8,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -22,6 +23,7 @@ from offramp.compiler import arguments
 from offramp.compiler.errors import CompileError, EngineOptionsError, ModelError
 from offramp.compiler.interruption import Target, raising_signals, status_of
 from offramp.compiler.progress import TerminalProgress
+from offramp.engine.errors import BackendError
 from offramp.engine.options import available_cores
 
 if TYPE_CHECKING:
@@ -55,14 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"eecompile: {error}", file=sys.stderr)
         return 1
     try:
-        with raising_signals():
+        with raising_signals(), _libraries(options.custom_ops):
             return command.run(options, console)
     except ImportError as error:
         remedy = "compiling needs the extra `compile`: pip install '.[compile]'"
         where = "for the dot: Offramp's source folder or wheel"
         print(f"eecompile: {error}; {remedy} ({where})", file=sys.stderr)
         return 1
-    except (CompileError, DataError, BundleError, OSError) as error:
+    except (CompileError, DataError, BundleError, BackendError, OSError) as error:
         print(f"eecompile: {error}", file=sys.stderr)
         return 1
     except MemoryError as error:
@@ -73,6 +75,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         print(f"eecompile: {target.describe(error)}", file=sys.stderr)
         return status_of(error)
+
+
+def _libraries(paths: Sequence[Path]) -> AbstractContextManager[None]:
+    """Give the libraries of ``--custom-ops`` to whatever loads a graph meanwhile."""
+    if not paths:
+        return nullcontext()
+    from offramp.engine.backends.custom_ops import using_libraries  # noqa: PLC0415
+
+    return using_libraries(paths)
 
 
 def _target_of(options: argparse.Namespace) -> Path:
@@ -134,6 +145,11 @@ def _engines_to_build(options: argparse.Namespace, output: Path) -> BuildOptions
         if given:
             raise EngineOptionsError(f"{', '.join(given)} is for engines: add --backend tensorrt")
         return None
+    if options.custom_ops:
+        raise EngineOptionsError(
+            f"--custom-ops {options.custom_ops[0]}: TensorRT's engines cannot hold operators of a "
+            "library; leave --backend tensorrt out, and serve with --backend onnxruntime"
+        )
     engines = arguments.engine_options(options)
     build = BuildOptions(bundle=output, engines=engines, data=options.data, seed=options.seed)
     check_options(build)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 
 from offramp.bundle import Bundle, InputRanges, write_bundle
 from offramp.bundle.bundle import check_space, check_target
@@ -18,6 +21,7 @@ from offramp.calibration.scratch import ScratchFolder
 from offramp.certify import samples_needed
 from offramp.compiler.batch_effect import left_for_exits, measure_batch_effect
 from offramp.compiler.blueprint import Blueprint, CompileRun, draw, timer_of
+from offramp.compiler.errors import CompileError
 from offramp.compiler.exits import FoundExits, find_exits
 from offramp.compiler.feature_folder import find_scratch, sweep
 from offramp.compiler.graph import weight_bytes
@@ -82,11 +86,13 @@ def compile_model(
     )
     with weight_file(model.proto, scratch) as weights:
         with progress.step("Slice and verify", 2) as advance:
-            sliced = slice_model(model, options).stored(weights)
+            with _naming(options.model):
+                sliced = slice_model(model, options).stored(weights)
             del model  # from here on its weights are in the file alone
             give_back()
             advance(1)
-            _verify(sliced, parts, options)
+            with _naming(options.model):
+                _verify(sliced, parts, options)
             sliced = sliced.without_weights()
             give_back()
         run = CompileRun(options=options, parts=parts, progress=progress, scratch=scratch)
@@ -198,6 +204,15 @@ def warn_of_violations(rehearsed: Rehearsed | None) -> None:
             100 * late,
             100 * tolerated,
         )
+
+
+@contextmanager
+def _naming(model: Path) -> Iterator[None]:
+    """Have CompileErrors name the model's file, as those of reading it do."""
+    try:
+        yield
+    except CompileError as error:
+        raise type(error)(f"{model}: {error}") from error
 
 
 def _verify(sliced: Sliced, parts: DataSplit, options: CompileOptions) -> None:

@@ -275,11 +275,14 @@ class GraphAnalysis:
             t: before + 1 + i for i, op in enumerate(inside) for t in op.writes
         }
         bypass = max(born, key=lambda t: flow.last_use.get(t, -1) - born[t])
+        maker = self.graph.producers.get(bypass)
+        again = [t for t in flow.main_inputs if maker is not None and t in maker.reads]
+        origin = f", computed of the input `{again[0]}`," if again else ""
         return Rejection(
             tensor=first.writes[0],
             operator=first.kind,
             places=len(inside),
-            reason=f"inside a block: `{bypass}` also carries data past this place"
+            reason=f"inside a block: `{bypass}`{origin} also carries data past this place"
             + self._too_many(flow, born, before, len(inside)),
         )
 

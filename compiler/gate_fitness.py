@@ -144,7 +144,11 @@ class GateFitness:
         share = gate.side_flops / self.total if self.total else 0.0
         if share > MAX_SIDE_SHARE:
             names = ", ".join(f"`{name}`" for name in sorted(gate.side_inputs))
-            return f"{share:.0%} of the work would have to be done again after it, from {names}"
+            return (
+                f"{share:.0%} of the work would have to be done again after it, from {names}, at "
+                f"most {MAX_SIDE_SHARE:.0%} may be; let the model add what it computes of them "
+                "before this place"
+            )
         return ""
 
     def _no_floats(self, name: str) -> str:
@@ -158,7 +162,10 @@ class GateFitness:
         if order and (self.turns or not order[0]):
             return ""
         sizes = ", ".join(map(str, shape))
-        return f"its shape is [{sizes}], and the first dimension has to be the batch"
+        return (
+            f"its shape is [{sizes}], and the first dimension has to be the batch; let the model "
+            "keep it a dimension of its own there"
+        )
 
 
 def batch_first(shape: Sequence[int | str]) -> tuple[int, ...]:

@@ -31,6 +31,7 @@ from offramp.calibration.families import mask_of
 from offramp.calibration.limits import BindingLimit
 from offramp.calibration.records import ExitRecords, dump_records
 from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
+from offramp.compiler.custom_ops import libraries_of
 from offramp.compiler.exits import BuiltExit, exit_prefix
 from offramp.compiler.heads import CONFIDENCE
 from offramp.compiler.options import CompileOptions
@@ -85,6 +86,7 @@ def make_manifest(
         precision="fp32" if sliced.front is None else "int8",
         cpu=None if sliced.front is None else cpu_features(),
         precision_reason=reason,
+        custom_ops=libraries_of(model.proto),
     )
 
 

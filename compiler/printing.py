@@ -58,8 +58,11 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
         say(f"Precision {escape(words.precision(manifest))}")
     for note in bundle.profile().disturbed:
         say(f"[yellow]Disturbed while profiling[/yellow]: {escape(note)}")
+    for library in manifest.custom_ops:
+        say(f"Needs the library {escape(library.describe())}: --custom-ops takes it")
     say(f"Report: {path}/{REPORT}")
-    say(f"Serve:  eeserve {path}")
+    flags = "".join(f" --custom-ops {library.file}" for library in manifest.custom_ops)
+    say(f"Serve:  eeserve {path}{escape(flags)}")
 
 
 def print_use(scratch: ScratchFolder, console: Console) -> None:

@@ -30,6 +30,7 @@ from offramp.compiler.packing import bundle_name, rewrite
 from offramp.compiler.progress import SILENT, Progress
 from offramp.compiler.report import render_report
 from offramp.engine.assembly import assemble
+from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.deployment import zeros
 from offramp.engine.plan import ModelStructure, plan_stages
 from offramp.engine.profile_check import predicted_savings
@@ -52,7 +53,7 @@ class Profiled:
 
 def profile_bundle(options: ProfileOptions, progress: Progress = SILENT) -> Profiled:
     """Measure a bundle's profile on this machine, and write it; BundleError if that fails."""
-    bundle = Bundle.open(options.bundle)
+    bundle = open_runnable(options.bundle)
     target = options.target()
     before = bundle.profile()
     after = measure(bundle, options.threads or before.threads, before.batch_sizes, progress)

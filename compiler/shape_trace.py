@@ -16,6 +16,8 @@ from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from offramp.compiler.graph import bodies, constant_tensor, default_opset, is_standard
+from offramp.compiler.run_alone import OperandType, run_alone
+from offramp.engine.backends.custom_ops import libraries
 
 Shape: TypeAlias = "tuple[int, ...]"
 Value: TypeAlias = NDArray[Any]
@@ -50,6 +52,10 @@ class ShapeTrace:
         return (
             tuple(d.dim_value for d in dims) if all(d.HasField("dim_value") for d in dims) else None
         )
+
+    def type_of(self, name: str) -> onnx.TypeProto | None:
+        """Give a tensor's type if all of its shape is known."""
+        return None if self.shape(name) is None else self._types[name]
 
     def value(self, name: str) -> Value | None:
         """Give a small tensor's value, if it depends on nothing but shapes and constants."""
@@ -105,6 +111,7 @@ class ShapeTrace:
         try:
             schema = onnx.defs.get_schema(node.op_type, self._opset, node.domain)
         except onnx.defs.SchemaError:
+            self._try(node)
             return
         types = {name: self._types[name] for name in node.input if name in self._types}
         if bodies(node) or len(types) < len({name for name in node.input if name}):
@@ -121,6 +128,20 @@ class ShapeTrace:
         except (onnx.shape_inference.InferenceError, RuntimeError) as error:
             raise ValueError(" ".join(str(error).split())) from error
         self._types.update(found)
+
+    def _try(self, node: onnx.NodeProto) -> None:
+        """Run an operator of a library, whose shapes nobody knows."""
+        if not libraries() or bodies(node):
+            return
+        operands: dict[str, OperandType] = {}
+        for name in filter(None, node.input):
+            shape = self.shape(name)
+            if shape is None:
+                return
+            kind = self._types[name].tensor_type.elem_type
+            operands[name] = OperandType(kind, shape, self._values.get(name))
+        for name, found in run_alone(node, operands, self._opsets).items():
+            self._know(name, found.elem_type, found.shape)
 
     def _store(self, name: str, value: Value) -> None:
         kind = helper.np_dtype_to_tensor_dtype(value.dtype)
