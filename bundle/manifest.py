@@ -18,6 +18,7 @@ import numpy as np
 
 from offramp.bundle.batch_effect import BatchEffect
 from offramp.bundle.cpu import CpuFeatures
+from offramp.bundle.padding import Padding, check_paddings
 from offramp.bundle.serde import LEFT_OUT, check_numbers
 
 SCHEMA_VERSION = 1
@@ -259,6 +260,8 @@ class Manifest:
     """Why the compiler chose this precision, where it was asked to look at others."""
     batch_effect: BatchEffect | None = field(default=None, metadata=LEFT_OUT)
     """What the model answers otherwise in other batches, where it is quantised dynamically."""
+    paddings: tuple[Padding, ...] = field(default=(), metadata=LEFT_OUT)
+    """The symbolic sizes in which samples may be padded, so that they can share a batch."""
 
     def __post_init__(self) -> None:
         if not self.segments:
@@ -278,6 +281,7 @@ class Manifest:
         _check_unique("files", (entry.path for entry in self.files))
         _check_answer(self)
         _check_samples(self.inputs, self.calibration)
+        check_paddings(self.paddings, self.inputs)
         _check_precision(self)
         _check_chain(self)
 

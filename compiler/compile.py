@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 from itertools import chain
 
-from offramp.bundle import Bundle, InputRanges, write_bundle
+from offramp.bundle import Bundle, InputRanges, Padding, write_bundle
 from offramp.bundle.bundle import check_space, check_target
 from offramp.calibration import limits
 from offramp.calibration.dataset import DataError, DataSplit, read_dataset, split
@@ -24,6 +24,7 @@ from offramp.compiler.memory import give_back
 from offramp.compiler.model import read_model
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.packing import make_manifest, pack
+from offramp.compiler.padding import find_paddings, length_ranges, symbolic_sizes
 from offramp.compiler.policy import record_exits
 from offramp.compiler.precision import Quantise, choose_precision, on_copy
 from offramp.compiler.progress import SILENT, Progress
@@ -119,8 +120,11 @@ def _certify_and_write(
         _log.warning("The machine was disturbed while it was measured: %s.", note)
     warn_of_violations(rehearsed)
 
+    ranges = InputRanges.over(chain(parts.train.batches(), parts.tune.batches()))
+    paddings = _paddings(chosen, run, ranges)
+    seen = length_ranges(draft.inputs, paddings, (parts.train, parts.tune))
     manifest = make_manifest(chosen.sliced, draft, certify, parts, options, reason=chosen.reason)
-    manifest = replace(manifest, batch_effect=run.batch_effect)
+    manifest = replace(manifest, batch_effect=run.batch_effect, paddings=paddings)
     content = pack(
         manifest,
         policy,
@@ -132,9 +136,26 @@ def _certify_and_write(
         rehearsed=rehearsed,
         limit=limit,
         measured=measured,
-        ranges=InputRanges.over(chain(parts.train.batches(), parts.tune.batches())),
+        ranges=replace(ranges, lengths=seen),
     )
     return write_bundle(options.output, manifest, policy, content, overwrite=options.overwrite)
+
+
+def _paddings(chosen: Blueprint, run: CompileRun, ranges: InputRanges) -> tuple[Padding, ...]:
+    """Find where samples may be padded, with every exit that was built; where any size is free."""
+    draft = chosen.draft
+    if not symbolic_sizes(draft.inputs):
+        return ()
+    with run.progress.step("Try padding", 1):
+        return find_paddings(
+            chosen.sliced.model,
+            draft,
+            draft.read,
+            run.parts.train.take(slice(VERIFIED_SAMPLES)),
+            ranges,
+            mask=run.options.mask,
+            threads=run.options.threads,
+        )
 
 
 def _limit(
