@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 from numpy.typing import NDArray
 
 from offramp.bundle import (
@@ -27,7 +29,10 @@ from offramp.compiler.exits import BuiltExit, build_on
 from offramp.compiler.packing import Draft
 from offramp.compiler.padding import find_paddings
 from offramp.compiler.slicing import Sliced
+from offramp.engine.backends.onnxruntime import make_session
+from offramp.engine.plan import answering_graphs
 from offramp.tools.gpu.staged import plain_bundle
+from tests.sliced import sliced
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -57,6 +62,22 @@ def _built(pieces: Sliced, candidate: int, head: Head) -> BuiltExit:
         heads=(score,),
         best=score,
     )
+
+
+@functools.cache
+def _everything(name: str) -> ort.InferenceSession:
+    draft = draft_of(sliced(name))
+    (graph,) = answering_graphs(draft, draft.read)
+    return make_session(graph, 1)
+
+
+def answers(name: str, inputs: Arrays) -> Arrays:
+    """What source model and exits of a model of tests/sliced.py say, and how sure, by output."""
+    session = _everything(name)
+    names = [output.name for output in session.get_outputs()]
+    read = {tensor.name for tensor in session.get_inputs()}
+    values = session.run(names, {n: array for n, array in inputs.items() if n in read})
+    return dict(zip(names, values, strict=True))
 
 
 def sentences(samples: int, tokens: int, *, seed: int = 0, shortest: int = 2) -> Arrays:

@@ -2,49 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from tests import models
-from tests.padded import HEADS, Arrays, draft_of, paddings_of, sentences
+from tests.padded import HEADS, answers, paddings_of, sentences
 from tests.sliced import slice_proto, sliced
 
 from offramp.bundle import Head, LengthRange, Padding
 from offramp.calibration.dataset import Dataset
 from offramp.compiler.padding import length_ranges
 from offramp.compiler.rounding import SINGLE
-from offramp.engine.backends.onnxruntime import make_session
-from offramp.engine.plan import answering_graphs
 
 TOKENS = 12
 TABLE = 64
 """Positions that the models of tests/models.py know."""
-
-
-@functools.cache
-def everything(name: str) -> ort.InferenceSession:
-    """Source model and exits."""
-    draft = draft_of(sliced(name))
-    (graph,) = answering_graphs(draft, draft.read)
-    return make_session(graph, 1)
-
-
-def answers(name: str, inputs: Arrays) -> dict[str, NDArray[np.float32]]:
-    """What source model and exits say, and how sure they are, by output."""
-    session = everything(name)
-    names = [output.name for output in session.get_outputs()]
-    read = {tensor.name for tensor in session.get_inputs()}
-    values = session.run(names, {n: array for n, array in inputs.items() if n in read})
-    return dict(zip(names, values, strict=True))
 
 
 def test_a_masked_encoder_may_be_padded() -> None:
