@@ -32,7 +32,6 @@ from offramp.compiler.slicing import Sliced
 from offramp.engine.backends.onnxruntime import make_session
 from offramp.engine.plan import answering_graphs
 from offramp.tools.gpu.staged import plain_bundle
-from tests.sliced import sliced
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -65,15 +64,15 @@ def _built(pieces: Sliced, candidate: int, head: Head) -> BuiltExit:
 
 
 @functools.cache
-def _everything(name: str) -> ort.InferenceSession:
-    draft = draft_of(sliced(name))
-    (graph,) = answering_graphs(draft, draft.read)
+def _everything(path: Path) -> ort.InferenceSession:
+    bundle = Bundle.open(path)
+    (graph,) = answering_graphs(bundle.manifest, bundle.read)
     return make_session(graph, 1)
 
 
-def answers(name: str, inputs: Arrays) -> Arrays:
-    """What source model and exits of a model of tests/sliced.py say, and how sure, by output."""
-    session = _everything(name)
+def answers(bundle: Bundle, inputs: Arrays) -> Arrays:
+    """What source model and exits say of samples, and how sure they are, by output."""
+    session = _everything(bundle.path)
     names = [output.name for output in session.get_outputs()]
     read = {tensor.name for tensor in session.get_inputs()}
     values = session.run(names, {n: array for n, array in inputs.items() if n in read})

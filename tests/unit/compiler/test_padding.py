@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 from tests import models
-from tests.padded import HEADS, answers, paddings_of, sentences
+from tests.padded import HEADS, answers, padded_bundle, paddings_of, sentences
 from tests.sliced import slice_proto, sliced
 
-from offramp.bundle import Head, LengthRange, Padding
+from offramp.bundle import Bundle, Head, LengthRange, Padding
 from offramp.calibration.dataset import Dataset
 from offramp.compiler.padding import length_ranges
 from offramp.compiler.rounding import SINGLE
@@ -34,9 +34,16 @@ def test_a_masked_encoder_may_be_padded() -> None:
     assert 0 < found.difference <= SINGLE.batches
 
 
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return padded_bundle(sliced("bert"), tmp_path_factory.mktemp("bert"), sentences(40, TOKENS))
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(1, 4 * TOKENS), min_size=2, max_size=6), st.integers(0, 5))
-def test_what_is_padded_is_answered_as_alone_by_all_exits(lengths: list[int], seed: int) -> None:
+def test_what_is_padded_is_answered_as_alone_by_all_exits(
+    bert: Bundle, lengths: list[int], seed: int
+) -> None:
     """The claim itself, of lengths up to the longest that was tried, by an independent way."""
     rng = np.random.default_rng(seed)
     words = [rng.integers(1, 50, length) for length in lengths]
@@ -44,11 +51,11 @@ def test_what_is_padded_is_answered_as_alone_by_all_exits(lengths: list[int], se
     ids, mask = np.zeros((2, len(words), longest), np.int64)
     for row, sentence in enumerate(words):
         ids[row, : len(sentence)], mask[row, : len(sentence)] = sentence, 1
-    together = answers("bert", {"input_ids": ids, "attention_mask": mask})
+    together = answers(bert, {"input_ids": ids, "attention_mask": mask})
     assert len(together) == 2 * len(HEADS) + 1
     for row, sentence in enumerate(words):
         single = {"input_ids": sentence[None], "attention_mask": np.ones_like(sentence)[None]}
-        for name, alone in answers("bert", single).items():
+        for name, alone in answers(bert, single).items():
             # Sums over more positions, all but the first of which are exact zeros.
             allowed = SINGLE.batches * max(float(np.abs(together[name]).max()), 1e-3)
             assert np.abs(together[name][row] - alone[0]).max() <= allowed, name

@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.padded import Arrays, answers, padded_bundle, sentences
+from tests.loopback import MODEL, ask, check, serving
+from tests.padded import Arrays, padded_bundle, sentences
 from tests.sliced import sliced
 from tests.unit.engine.serving import until
 
 from offramp.bundle import Bundle, LengthRange
 from offramp.certify import MODEL_END
-from offramp.client import AsyncClient, InferResult, InvalidInputError, ServerError
-from offramp.compiler.rounding import SINGLE
-from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
-from offramp.engine.core import Engine
-from offramp.engine.options import EngineOptions, ModelOptions
+from offramp.client import InvalidInputError, ServerError
 from offramp.engine.plan import Mode
 from offramp.engine.scheduling import PolicyName
 from offramp.engine.statistics import ModelStatistics
-from offramp.server.endpoints import GrpcEndpoint
-from offramp.server.reception import Reception
 
 THRESHOLD, SHORTEST, LONGEST, TABLE = 0.97, 3, 24, 64
-MODEL = "bert"
 
 
 @pytest.fixture(scope="module")
@@ -46,46 +37,6 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 def sentence(rng: np.random.Generator, length: int, rows: int = 1) -> Arrays:
     ids = rng.integers(1, 50, (rows, length))
     return {"input_ids": ids, "attention_mask": np.ones_like(ids)}
-
-
-@asynccontextmanager
-async def serving(
-    bundle: Bundle, mode: Mode = Mode.LEAVE, **options: Any
-) -> AsyncIterator[tuple[Engine, AsyncClient]]:
-    """The bundle behind a real socket; what comes together waits for each other."""
-    settings = {"max_queue_delay_ms": 20.0, "controller": "static", **options}
-    how = EngineOptions(mode=mode, keep_state=False, defaults=ModelOptions(**settings))
-    engine = await Engine.open({MODEL: bundle.path}, how, backend=OnnxRuntimeBackend())
-    endpoint = GrpcEndpoint(engine, max_message_bytes=2**20, reception=Reception())
-    try:
-        port = await endpoint.start("127.0.0.1", 0)
-        await endpoint.serving()
-        async with AsyncClient(f"127.0.0.1:{port}") as client:
-            yield engine, client
-    finally:
-        await endpoint.stop(0.0)
-        await engine.close()
-
-
-async def ask(client: AsyncClient, requests: Sequence[Arrays]) -> list[InferResult]:
-    return await asyncio.gather(*(client.infer(MODEL, inputs) for inputs in requests))
-
-
-def check(bundle: Bundle, inputs: Arrays, result: InferResult) -> None:
-    """Each sample is answered by an exit that it may leave at, as that one answers it alone."""
-    for row, exit_ in enumerate(result.exits.tolist()):
-        alone = answers("bert", {name: array[row : row + 1] for name, array in inputs.items()})
-        ends = bundle.manifest.exits if exit_ == MODEL_END else bundle.manifest.exits[:exit_]
-        assert all(alone[e.confidence][0] < THRESHOLD + SINGLE.batches for e in ends)
-        name = "logits"
-        if exit_ != MODEL_END:
-            here = bundle.manifest.exits[exit_]
-            name, sure = here.output, alone[here.confidence][0]
-            assert sure >= THRESHOLD - SINGLE.batches
-            assert abs(sure - result.confidences[row]) <= SINGLE.batches
-        wanted = alone[name][0]
-        allowed = SINGLE.batches * max(1.0, float(np.abs(wanted).max()))
-        assert np.abs(result.outputs["logits"][row] - wanted).max() <= allowed
 
 
 def ran(statistics: ModelStatistics) -> int:
