@@ -130,6 +130,14 @@ class Bundle:
             raise BundleSchemaError(
                 f"{INPUT_RANGES}: names {sorted(unknown)}, no inputs of the model; {_MEND}"
             )
+        for length in ranges.lengths:
+            having = [i for i in self.manifest.inputs if length.size in i.shape[1:]]
+            masks = [i.name for i in having if i.shape[1:] == (length.size,)]
+            if not having or length.mask not in ("", *masks):
+                raise BundleSchemaError(
+                    f"{INPUT_RANGES}: lengths of {length.size!r:.50} by the mask "
+                    f"{length.mask!r:.50} are none of the model's inputs; {_MEND}"
+                )
         return ranges
 
     def records(self) -> dict[str, NDArray[Any]]:

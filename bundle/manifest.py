@@ -26,6 +26,7 @@ from offramp.bundle.manifest_checks import (
     check_samples,
     check_unique,
 )
+from offramp.bundle.padding import Padding, check_paddings
 from offramp.bundle.serde import LEFT_OUT, check_numbers
 
 SCHEMA_VERSION = 1
@@ -291,6 +292,8 @@ class Manifest:
     """What the model answers otherwise in other batches, where it is quantised dynamically."""
     custom_ops: tuple[OperatorLibrary, ...] = field(default=(), metadata=LEFT_OUT)
     """Libraries with operators of the graphs that ONNX Runtime does not have itself."""
+    paddings: tuple[Padding, ...] = field(default=(), metadata=LEFT_OUT)
+    """The symbolic sizes in which samples may be padded, so that they can share a batch."""
 
     def __post_init__(self) -> None:
         if not self.segments:
@@ -310,6 +313,7 @@ class Manifest:
         check_unique("files", (entry.path for entry in self.files))
         check_answer(self)
         check_samples(self.inputs, self.calibration)
+        check_paddings(self.paddings, self.inputs)
         check_precision(self)
         check_chain(self)
 

@@ -214,17 +214,17 @@ def family_of(cut: CutTensor) -> tuple[Head, ...]:
     return tuple(head for pooling in kinds for head in pooling.heads(cut))
 
 
-def masked_tensor(cut: CutTensor, head: Head) -> CutTensor | None:
-    """Give a tensor by whose mask a head reads it, if it does; others of a set have the same."""
+def masked_tensors(cut: CutTensor, head: Head) -> tuple[CutTensor, ...]:
+    """Give the tensors by whose masks a head reads them, one for each mask."""
     if head.kind == "own" or not POOLINGS[head.kind].reads_mask:
-        return None
-    return next((tensor for tensor in cut.read if tensor.mask), None)
+        return ()
+    by_mask = {tensor.mask: tensor for tensor in cut.read if tensor.mask}
+    return tuple(by_mask.values())
 
 
-def mask_of(cut: CutTensor, head: Head) -> str | None:
-    """Give the mask that a head reads beside its cut tensors, if it does."""
-    tensor = masked_tensor(cut, head)
-    return None if tensor is None else tensor.mask
+def masks_of(cut: CutTensor, head: Head) -> tuple[str, ...]:
+    """Give the masks that a head reads beside its cut tensors."""
+    return tuple(tensor.mask for tensor in masked_tensors(cut, head) if tensor.mask)
 
 
 def grids_of(cut: CutTensor, most_features: float = MAX_FEATURES) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-from offramp.bundle import Bundle, InputRanges, write_bundle
+from offramp.bundle import Bundle, InputRanges, Padding, write_bundle
 from offramp.bundle.bundle import check_space, check_target
 from offramp.calibration import limits
 from offramp.calibration.dataset import DataError, DataSplit, read_dataset, split
@@ -29,6 +29,7 @@ from offramp.compiler.memory import give_back
 from offramp.compiler.model import read_model
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.packing import make_manifest, pack
+from offramp.compiler.padding import find_paddings, length_ranges, symbolic_sizes
 from offramp.compiler.policy import record_exits
 from offramp.compiler.precision import Quantise, choose_precision, on_copy
 from offramp.compiler.progress import SILENT, Progress
@@ -156,11 +157,13 @@ def _certify_and_write(chosen: Blueprint, found: FoundExits, run: CompileRun) ->
         _log.warning("The machine was disturbed while it was measured: %s.", note)
     warn_of_violations(rehearsed)
 
-    manifest = make_manifest(chosen.sliced, draft, certify, parts, options, reason=chosen.reason)
-    manifest = replace(manifest, batch_effect=run.batch_effect)
-    with progress.step("Write the bundle", 2) as advance:
+    with progress.step("Look at the range of the data", 1):
         ranges = InputRanges.over(chain(parts.train.batches(), parts.tune.batches()))
-        advance(1)
+    paddings = _paddings(chosen, run, ranges)
+    seen = length_ranges(draft.inputs, paddings, (parts.train, parts.tune))
+    manifest = make_manifest(chosen.sliced, draft, certify, parts, options, reason=chosen.reason)
+    manifest = replace(manifest, batch_effect=run.batch_effect, paddings=paddings)
+    with progress.step("Write the bundle", 1):
         content = pack(
             manifest,
             policy,
@@ -172,9 +175,26 @@ def _certify_and_write(chosen: Blueprint, found: FoundExits, run: CompileRun) ->
             rehearsed=rehearsed,
             limit=limit,
             measured=measured,
-            ranges=ranges,
+            ranges=replace(ranges, lengths=seen),
         )
         return write_bundle(options.output, manifest, policy, content, overwrite=options.overwrite)
+
+
+def _paddings(chosen: Blueprint, run: CompileRun, ranges: InputRanges) -> tuple[Padding, ...]:
+    """Find where samples may be padded, with every exit that was built; where any size is free."""
+    draft = chosen.draft
+    if not symbolic_sizes(draft.inputs):
+        return ()
+    with run.progress.step("Try padding", 1):
+        return find_paddings(
+            chosen.sliced.model,
+            draft,
+            draft.read,
+            run.parts.train.take(slice(VERIFIED_SAMPLES)),
+            ranges,
+            mask=run.options.mask,
+            threads=run.options.threads,
+        )
 
 
 def _limit(

@@ -23,7 +23,7 @@ from offramp.calibration.families import (
     grids_of,
     join_tensors,
     joined_width,
-    masked_tensor,
+    masked_tensors,
     pool_map,
 )
 from offramp.calibration.features import WHOLE
@@ -112,16 +112,17 @@ def build_joining(
     """Build the graph that pools and joins a set of tensors; gives it, and its output."""
     part = PartBuilder(prefix, opset, ir_version)
     joined = join_tensors(part, [_as_float32(part, tensor) for tensor in cut.read], cut)
-    inputs = _described(cut.read, masked_tensor(cut, Head(kind="joined")))
+    inputs = _described(cut.read, masked_tensors(cut, Head(kind="joined")))
     graph = part.build(inputs, [(joined, "float32", ("batch", joined_width(cut)))])
     return graph, {WHOLE: joined}
 
 
-def _described(read: Sequence[CutTensor], masked: CutTensor | None = None) -> list[_Tensor]:
-    """Describe what a head reads: cut tensors, and the mask of one."""
+def _described(read: Sequence[CutTensor], masked: Sequence[CutTensor] = ()) -> list[_Tensor]:
+    """Describe what a head reads: cut tensors, and the masks of some."""
     inputs: list[_Tensor] = [(cut.name, cut.dtype, cut.shape) for cut in read]
-    if masked is not None and masked.mask is not None:
-        inputs.append((masked.mask, masked.mask_dtype, ("batch", masked.shape[1])))
+    for cut in masked:
+        assert cut.mask is not None
+        inputs.append((cut.mask, cut.mask_dtype, ("batch", cut.shape[1])))
     return inputs
 
 
@@ -156,7 +157,7 @@ def build_exit(
     if not names:
         onnx_type = helper.np_dtype_to_tensor_dtype(np.dtype(answer_dtype))
         part.add("Cast", [given], answer.output, to=onnx_type)
-    inputs = _described(cut.read, masked_tensor(cut, head))
+    inputs = _described(cut.read, masked_tensors(cut, head))
     answered = (prefix + answer.output, answer_dtype, ("batch", answer.classes))
     return part.build(inputs, [answered, (prefix + CONFIDENCE, "float32", ("batch",))])
 

@@ -54,6 +54,8 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
             say(line)
     if manifest.batch_effect is not None:
         say(escape(f"{manifest.batch_effect.describe()}."))
+    for padding in manifest.paddings:
+        say(escape(f"While serving {padding.describe()}."))
     if manifest.precision != "fp32" or manifest.precision_reason:
         say(f"Precision {escape(words.precision(manifest))}")
     for note in bundle.profile().disturbed:

@@ -99,8 +99,8 @@ def cut_tensors(
 ) -> tuple[CutTensor, ...]:
     """Describe what exits at some cut points read; ModelError if ``--mask`` fits none of them."""
     flows = () if analysis.rereads else analysis.main_inputs  # else all that may be read again
-    mask = find_mask(model.inputs, flows, options.mask)
-    cuts = tuple(_cut_tensor(point, mask) for point in points)
+    masks = find_masks(model.inputs, flows, options.mask)
+    cuts = tuple(_cut_tensor(point, masks) for point in points)
     if options.mask is not None and not any(tensor.mask for cut in cuts for tensor in cut.tensors):
         read = [tensor for cut in cuts for tensor in cut.tensors]
         shapes = "; ".join(f"{cut.name}: [{', '.join(map(str, cut.shape))}]" for cut in read)
@@ -111,25 +111,25 @@ def cut_tensors(
     return cuts
 
 
-def _cut_tensor(point: CutPoint, mask: TensorSpec | None) -> CutTensor:
+def _cut_tensor(point: CutPoint, masks: Mapping[int | str, TensorSpec]) -> CutTensor:
     cut = point.as_heads_see_it()
-    beside = tuple(_masked(other, mask) for other in cut.beside)
-    return replace(_masked(cut, mask), beside=beside)
+    beside = tuple(_masked(other, masks) for other in cut.beside)
+    return replace(_masked(cut, masks), beside=beside)
 
 
-def _masked(cut: CutTensor, mask: TensorSpec | None) -> CutTensor:
-    if mask is None or cut.own_form != "tokens" or cut.shape[1] != mask.shape[1]:
-        return cut
-    return replace(cut, mask=mask.name, mask_dtype=mask.dtype)
+def _masked(cut: CutTensor, masks: Mapping[int | str, TensorSpec]) -> CutTensor:
+    mask = masks.get(cut.shape[1]) if cut.own_form == "tokens" else None
+    return cut if mask is None else replace(cut, mask=mask.name, mask_dtype=mask.dtype)
 
 
-def find_mask(
+def find_masks(
     inputs: Sequence[TensorSpec], main_inputs: Sequence[str], named: str | None
-) -> TensorSpec | None:
-    """Find the mask [batch, tokens]: the one that the user named, or the one side input called so.
+) -> dict[int | str, TensorSpec]:
+    """Find masks [batch, tokens] by their number of tokens: at most one for each.
 
-    It is 1 where a token counts and 0 where it pads. ModelError if the input that was named is not
-    there, or is not [batch, tokens].
+    It is the one that the user named, and no other, or the one side input called so that has the
+    size. A mask is 1 where a token counts and 0 where it pads. ModelError if the input that was
+    named is not there, or is not [batch, tokens].
     """
     shaped = {spec.name: spec for spec in inputs if len(spec.shape) == 2}
     if named is not None:
@@ -138,9 +138,10 @@ def find_mask(
             raise ModelError(
                 f"--mask {named!r} is not an input of shape [batch, tokens]; inputs are {known}"
             )
-        return shaped[named]
-    found = [s for n, s in shaped.items() if "mask" in n.lower() and n not in main_inputs]
-    return found[0] if len(found) == 1 else None
+        return {shaped[named].shape[1]: shaped[named]}
+    called = [s for n, s in shaped.items() if "mask" in n.lower() and n not in main_inputs]
+    sizes = [spec.shape[1] for spec in called]
+    return {spec.shape[1]: spec for spec in called if sizes.count(spec.shape[1]) == 1}
 
 
 SOURCE = "source.onnx"

@@ -150,9 +150,11 @@ def bert_like(
     if token_types:
         types = b.input("token_type_ids", ["batch", "sequence"], TensorProto.INT64)
         x = b.node("Add", x, b.node("Gather", b.weight(2, width), types))
-    bias = _mask_bias(b) if mask and not padding else None
+    bias = None
     if padding:
         bias = _padding_bias(b, ids)
+    elif mask:
+        bias = _mask_bias(b, b.input("attention_mask", ["batch", "sequence"], TensorProto.INT64))
     x = b.norm(x, width, out="embedded")
     rows = b.node("Slice", b.node("Shape", x), *(b.constant([i], np.int64) for i in (0, 2)))
     for i in range(layers):
@@ -169,9 +171,8 @@ def bert_like(
     return b.build()
 
 
-def _mask_bias(b: Builder) -> str:
+def _mask_bias(b: Builder, mask: str) -> str:
     """[batch, 1, 1, sequence]: 0 where the mask is 1, -10000 where it is 0."""
-    mask = b.input("attention_mask", ["batch", "sequence"], TensorProto.INT64)
     x = b.node("Unsqueeze", mask, b.constant([1, 2], np.int64))
     x = b.node("Cast", x, to=TensorProto.FLOAT)
     x = b.node("Sub", b.constant(1.0, np.float32), x)
@@ -192,6 +193,41 @@ def _last_token(b: Builder, x: str, ids: str) -> str:
     last = b.node("Unsqueeze", b.node("ArgMax", place, axis=1), b.constant([2], np.int64))
     found = b.node("GatherND", x, b.node("Squeeze", last, b.constant([2], np.int64)), batch_dims=1)
     return b.node("Identity", found)
+
+
+def two_sequences(*, layers: int = 3, width: int = 16) -> onnx.ModelProto:
+    """Tokens that attend to each other, and to those of a second sequence of another length.
+
+    Cut points are behind the first layers, where less is left that reads the second sequence.
+    """
+    b = Builder()
+    ids, mask = (
+        b.input(name, ["batch", "sequence"], TensorProto.INT64)
+        for name in ("input_ids", "attention_mask")
+    )
+    others, other_mask = (
+        b.input(name, ["batch", "context"], TensorProto.INT64)
+        for name in ("context_ids", "context_mask")
+    )
+    x, context = (
+        b.norm(b.node("Gather", b.weight(50, width), read), width) for read in (ids, others)
+    )
+    rows = b.node("Slice", b.node("Shape", x), *(b.constant([i], np.int64) for i in (0, 2)))
+    bias = _mask_bias(b, mask)
+    far = b.node("Squeeze", _mask_bias(b, other_mask), b.constant([1], np.int64))
+    for i in range(layers):
+        attended = _attention(b, x, bias, rows, width)
+        x = b.norm(b.node("Add", x, attended), width, out=f"layer{i}/attended")
+        query, key, value = (b.matmul(read, width, width) for read in (x, context, context))
+        scores = b.node("MatMul", query, b.node("Transpose", key, perm=[0, 2, 1]))
+        mixed = b.node("MatMul", b.node("Softmax", b.node("Add", scores, far), axis=-1), value)
+        x = b.norm(b.node("Add", x, mixed), width, out=f"layer{i}/crossed")
+        inner = b.matmul(b.node("Relu", b.matmul(x, width, 2 * width)), 2 * width, width)
+        x = b.norm(b.node("Add", x, inner), width, out=f"layer{i}/out")
+    first = b.node("Gather", x, b.constant(0, np.int64), axis=1)
+    b.linear(b.node("Tanh", b.linear(first, width, width)), width, 3, out="logits")
+    b.output("logits", ["batch", 3])
+    return b.build()
 
 
 def rotary(*, layers: int = 3, width: int = 16) -> onnx.ModelProto:

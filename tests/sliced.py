@@ -26,6 +26,7 @@ BUILDERS: dict[str, Callable[[], onnx.ModelProto]] = {
     "bert with types": functools.partial(models.bert_like, token_types=True),
     "bert without mask": functools.partial(models.bert_like, mask=False),
     "bert of padded ids": functools.partial(models.bert_like, padding=True),
+    "two sequences": models.two_sequences,
     "rotary": models.rotary,
     "batch second": models.batch_second,
     "recurrent": models.recurrent,

@@ -145,6 +145,7 @@ def facts(found: PolicyFigures, rehearsed: Rehearsed | None) -> list[tuple[str, 
         ("Answer", f"{manifest.answer.output}, {manifest.answer.classes} {manifest.answer.form}"),
         ("Slicing verified to", f"{manifest.verified_tolerance:g} (relative)"),
         *([("Other batches", effect.describe())] if (effect := manifest.batch_effect) else []),
+        *(("Other lengths", padding.describe()) for padding in manifest.paddings),
     ]
     machine = [
         ("Profiled on", found.profile.device),

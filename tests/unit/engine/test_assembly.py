@@ -15,7 +15,7 @@ from tests.sliced import BUILDERS, Sliced, inputs_of, sliced
 from offramp.bundle import Answer, Head
 from offramp.bundle.manifest import given_behind
 from offramp.calibration.cut_tensors import CutTensor
-from offramp.calibration.families import joined_width, mask_of
+from offramp.calibration.families import joined_width, masks_of
 from offramp.compiler.heads import build_exit
 from offramp.compiler.runtime import relative_difference
 from offramp.engine.assembly import CONFIDENCE, assemble, with_confidence
@@ -148,7 +148,7 @@ def test_a_mask_is_read_by_exits_and_segments_through_one_input() -> None:
     pieces = sliced("bert")
     cut = pieces.cuts[0]
     exit_, answer = exit_of(cut, 0, 3)
-    assert mask_of(cut, Head(kind="mean")) == "attention_mask"
+    assert masks_of(cut, Head(kind="mean")) == ("attention_mask",)
     joined = onnx.load_from_string(assemble([pieces.graphs[0], exit_], [answer, cut.name]))
     assert [i.name for i in joined.graph.input].count("attention_mask") == 1
 
