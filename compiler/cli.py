@@ -19,7 +19,7 @@ from rich.logging import RichHandler
 from offramp.bundle import BundleError
 from offramp.bundle.serde import to_plain
 from offramp.calibration.dataset import DataError
-from offramp.compiler import arguments
+from offramp.compiler import arguments, engine_arguments
 from offramp.compiler.errors import CompileError, EngineOptionsError, ModelError
 from offramp.compiler.interruption import Target, raising_signals, status_of
 from offramp.compiler.progress import TerminalProgress
@@ -122,7 +122,7 @@ def _compile(options: argparse.Namespace, console: Console) -> int:
         output=output,
         exits=tuple(options.exits.split(",")) if options.exits else (),
         simplify=not options.no_simplify,
-        precision=arguments.bundle_precision(options),
+        precision=engine_arguments.bundle_precision(options),
         training=TrainingOptions(epochs=options.epochs, threads=threads, seed=options.seed),
     )
     scratch = ScratchFolder(asked.scratch)
@@ -132,7 +132,7 @@ def _compile(options: argparse.Namespace, console: Console) -> int:
     print_use(scratch, Console())
     if engines is None:
         return 0
-    return _build_and_print(engines, console, chooses=arguments.chooses_precision(options))
+    return _build_and_print(engines, console, chooses=engine_arguments.chooses_precision(options))
 
 
 def _engines_to_build(options: argparse.Namespace, output: Path) -> BuildOptions | None:
@@ -141,7 +141,7 @@ def _engines_to_build(options: argparse.Namespace, output: Path) -> BuildOptions
     from offramp.compiler.choosing import check_choice  # noqa: PLC0415
 
     if options.backend != "tensorrt":
-        given = arguments.given_engine_options(options)
+        given = engine_arguments.given_engine_options(options)
         if given:
             raise EngineOptionsError(f"{', '.join(given)} is for engines: add --backend tensorrt")
         return None
@@ -150,10 +150,10 @@ def _engines_to_build(options: argparse.Namespace, output: Path) -> BuildOptions
             f"--custom-ops {options.custom_ops[0]}: TensorRT's engines cannot hold operators of a "
             "library; leave --backend tensorrt out, and serve with --backend onnxruntime"
         )
-    engines = arguments.engine_options(options)
+    engines = engine_arguments.engine_options(options)
     build = BuildOptions(bundle=output, engines=engines, data=options.data, seed=options.seed)
     check_options(build)
-    if arguments.chooses_precision(options):
+    if engine_arguments.chooses_precision(options):
         check_choice(build)
     check_device(engines.device)
     return build
@@ -238,9 +238,9 @@ def _export(options: argparse.Namespace, console: Console) -> int:
 def _build(options: argparse.Namespace, console: Console) -> int:
     from offramp.compiler.build import BuildOptions  # noqa: PLC0415
 
-    engines = arguments.engine_options(options)
+    engines = engine_arguments.engine_options(options)
     asked = _read(BuildOptions, options, engines=engines)
-    return _build_and_print(asked, console, chooses=arguments.chooses_precision(options))
+    return _build_and_print(asked, console, chooses=engine_arguments.chooses_precision(options))
 
 
 def _build_and_print(options: BuildOptions, console: Console, *, chooses: bool) -> int:
