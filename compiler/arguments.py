@@ -10,6 +10,7 @@ from offramp.bundle.engines import PRECISIONS
 from offramp.compiler import help_texts
 from offramp.compiler.engine_arguments import add_engine_arguments
 
+_MOST_GIB = 2**20
 _SEEDS = 2**63
 """How many there are: torch takes no larger one, numpy no negative one."""
 

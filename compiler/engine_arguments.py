@@ -1,4 +1,4 @@
-"""The options of ``eecompile build``, which ``--backend tensorrt`` has too, and what they ask for."""
+"""The options of ``eecompile build``, most of which ``--backend tensorrt`` has too."""
 
 from __future__ import annotations
 
