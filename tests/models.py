@@ -375,14 +375,14 @@ def hidden_states(*, layers: int = 3, width: int = 16) -> onnx.ModelProto:
     return b.build()
 
 
-def mlp(*, layers: int = 3, width: int = 16) -> onnx.ModelProto:
+def mlp(*, layers: int = 3, width: int = 16, ending: str | None = None) -> onnx.ModelProto:
     """A plain chain of linear layers. Cut points: ``hidden{i}``."""
     b = Builder()
     x = b.input("x", ["batch", width])
     for i in range(layers):
         x = b.node("Relu", b.linear(x, width, width), out=f"hidden{i}")
-    b.linear(x, width, 3, out="logits")
-    b.output("logits", ["batch", 3])
+    logits = b.linear(x, width, 3, out="logits")
+    b.output(b.node(ending, logits, axis=-1, out="answer") if ending else logits, ["batch", 3])
     return b.build()
 
 

@@ -35,6 +35,7 @@ BUILDERS: dict[str, Callable[[], onnx.ModelProto]] = {
     "text cnn": models.text_cnn,
     "hidden states": models.hidden_states,
     "mlp": models.mlp,
+    "log probabilities": functools.partial(models.mlp, ending="LogSoftmax"),
     "dense": models.dense_net,
     "inception": models.inception,
     "conditional": models.conditional,

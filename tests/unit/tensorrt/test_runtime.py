@@ -48,6 +48,7 @@ from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, StageSpec, make_chained_plan, make_plan
 from offramp.engine.self_check import CheckVerdict, run_self_check
 from offramp.engine.tensorrt import messages
+from offramp.engine.tensorrt.lookup import EnginePlace, as_computed, open_store
 from offramp.testing.cuda_driver import FakeDriver
 
 BUCKETS = {"bert": ("sequence=8,20",)}
@@ -613,6 +614,22 @@ def test_of_several_precisions_the_least_is_served(
     with Bench(device, make_plan(bundle).stages[0]):
         assert len(fake.engines) == 2  # segments: those of fp16
     assert "engines are there in fp16, fp32; those in fp16 run" in caplog.text
+
+
+def test_a_bundle_that_is_served_keeps_its_precision(fake: FakeRuntime, bundle: Bundle) -> None:
+    """Its policy was certified for it, whatever is built meanwhile."""
+    build(fake, bundle, ["stages"])
+    there = target(fake)
+    place = EnginePlace(
+        gpu=there.gpu,
+        compute_capability=there.compute_capability,
+        tensorrt=there.tensorrt,
+        device="cuda:0",
+    )
+    served = as_computed(bundle, place)
+    build(fake, bundle, ["stages"], precision="fp16")
+    assert open_store(served, place).index.target.precision == "fp32"
+    assert open_store(bundle, place).index.target.precision == "fp16"  # who begins now
 
 
 def test_a_precision_may_be_asked_for(

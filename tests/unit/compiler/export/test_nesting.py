@@ -33,7 +33,7 @@ from offramp.engine.plan import make_plan
 
 MODELS = [
     "residual", "vgg", "bert", "bert with types", "towers", "text cnn", "hidden states", "mlp",
-    "dense", "conditional",
+    "log probabilities", "dense", "conditional",
 ]  # fmt: skip
 EXITS = 2
 
