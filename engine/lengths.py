@@ -2,10 +2,10 @@
 
 Where the compiler found that padding changes no answer by more than rounding, samples of nearly
 the same length share a bucket, and those of a batch are padded to the longest of them. A bucket
-spans :data:`STEP` lengths, so a sample is padded by fewer positions than that, however long it is:
-what a batch saves, one more run of the model that reads all weights again, is worth several
-positions, and a share of the length would not be bounded so. Under policies that merge what is
-left of several batches, a batch is padded to the end of its bucket: all of a bucket fit together.
+spans :data:`STEP` lengths: a sample that joins a batch is padded by fewer positions, and spares one
+more run of the model, which reads all weights again (of a MiniLM on two cores that took as long as
+some 20 positions; ``benchmarks/lengths.py``). Under policies that merge what is left of several
+batches, a batch is padded to the end of its bucket, so that all of a bucket fit together.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class LengthRules:
         """Give what requests must have in common to share a batch.
 
         A request with a sample of which nothing counts is not padded, as every position of it
-        does, and neither is one that is longer than what was tried.
+        does, and neither is one that is longer than what may be padded.
         """
         shapes = {name: array.shape[1:] for name, array in inputs.items()}
         for padding in self._paddings:

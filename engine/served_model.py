@@ -148,7 +148,7 @@ class ServedModel:
             control=control,
             guard=_guard(name, bundle) if control and not of_model.trust_inputs else None,
             evidence=end_evidence(bundle),
-            lengths=_length_rules(bundle, of_model),
+            lengths=_length_rules(name, bundle, of_model),
         )
 
     def probe(self, slot: Slot, deployment: Deployment) -> None:
@@ -173,11 +173,13 @@ def _guard(name: str, bundle: Bundle) -> InputGuard | None:
     return InputGuard(ranges)
 
 
-def _length_rules(bundle: Bundle, options: ModelOptions) -> LengthRules:
-    ranges = bundle.input_ranges()
+def _length_rules(name: str, bundle: Bundle, options: ModelOptions) -> LengthRules:
+    ranges, paddings = bundle.input_ranges(), bundle.manifest.paddings
+    for padding in paddings if options.padding else ():
+        _log.info("%s: %s", name, padding.describe())
     return LengthRules(
         bundle.manifest.inputs,
-        bundle.manifest.paddings,
+        paddings,
         ranges.lengths if ranges else (),
         pads=options.padding,
         whole_buckets=may_buffer(options.scheduling),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -13,10 +14,13 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 from tests import models
 from tests.padded import HEADS, answers, padded_bundle, paddings_of, sentences
+from tests.quantised import quantised
 from tests.sliced import slice_proto, sliced
 
 from offramp.bundle import Bundle, Head, LengthRange, Padding
 from offramp.calibration.dataset import Dataset
+from offramp.compiler.cascade import slice_cascade
+from offramp.compiler.options import CompileOptions
 from offramp.compiler.padding import length_ranges
 from offramp.compiler.rounding import SINGLE
 
@@ -171,6 +175,15 @@ def test_two_sequences_are_padded_each_by_its_own_mask() -> None:
     # Neither has a table of positions.
     assert (first.longest, first.limit) == (4 * TOKENS, None)
     assert (second.longest, second.limit) == (4 * 7, None)
+
+
+def test_a_cascade_is_tried_with_the_exits_of_its_quantised_copy() -> None:
+    plain, data = sliced("bert"), sentences(40, TOKENS)
+    copy = quantised(plain.model, Dataset(inputs=data, labels=None, sha256="0"))
+    place = Path("model.onnx")
+    options = CompileOptions(model=place, data=place, output=place, precision="int8", candidates=99)
+    (found,) = paddings_of(slice_cascade(plain, copy, options), data)
+    assert found.difference <= SINGLE.batches
 
 
 def test_what_is_added_is_what_calibration_saw() -> None:
