@@ -69,7 +69,8 @@ class ShapeTrace:
         """Take up a constant."""
         self._know(tensor.name, tensor.data_type, tensor.dims)
         if _is_followed(tensor.data_type, tensor.dims):
-            self._values[tensor.name] = numpy_helper.to_array(tensor)
+            with suppress(ValueError):  # a skeleton's larger ones have no content
+                self._values[tensor.name] = numpy_helper.to_array(tensor)
 
     def assume(self, name: str, elem_type: int, shape: Sequence[int]) -> None:
         """Take up a shape that :meth:`follow` cannot find."""

@@ -91,3 +91,18 @@ def test_an_operator_that_contradicts_its_types_is_a_value_error():
 
     with pytest.raises(ValueError, match="inconsistent type"):
         ShapeTrace(model).follow(model.graph.node[0])
+
+
+def test_a_table_whose_content_is_left_out_is_known_by_its_shape():
+    """As GPT-2's causal mask: inference over a skeleton has it without its values."""
+    table = onnx.TensorProto(name="causal", data_type=TensorProto.BOOL, dims=[1, 1, 64, 64])
+    b = Builder()
+    b.node("Identity", b.input("x", [2, 3]), out="y")
+    b.output("y", [2, 3])
+    model = b.build()
+    model.graph.initializer.append(table)
+
+    trace = ShapeTrace(model)
+
+    assert trace.shape("causal") == (1, 1, 64, 64)
+    assert trace.value("causal") is None
