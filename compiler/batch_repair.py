@@ -9,6 +9,7 @@ the result computes the same is not believed but tried: rows are run against the
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -132,7 +133,8 @@ class _Repair(BatchEdits):
                 f"it makes {list(shape)} of {list(before)}, where no dimension can hold the batch"
             )
         wanted = scaled(shape, found.axis, self.old, self.rows)
-        self.freed.follow(node)
+        with suppress(ValueError):  # other rows need not even divide by what the target states
+            self.freed.follow(node)
         if self.freed.shape(node.output[0]) != wanted:
             self._retarget(node, target, found.axis, shape)
         self._places[node.output[0]] = found

@@ -8,6 +8,7 @@ differs between the two runs is traced back to the symbol it came from.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
 from math import prod
@@ -17,6 +18,7 @@ import onnx
 
 from offramp.compiler.graph import bodies
 from offramp.compiler.runtime_shapes import infer_shapes
+from offramp.compiler.shape_trace import ShapeTrace
 
 ConcreteShape: TypeAlias = "tuple[int | None, ...] | None"
 """Sizes where inference found them; None as a whole where it did not even find the rank."""
@@ -146,7 +148,25 @@ def concrete_shapes(
             known = tensor.HasField("shape")
             dims = tuple(d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim)
             shapes[info.name] = (tensor.elem_type, dims if known else None)
-    return shapes
+    return shapes | _followed(skeleton, shapes)
+
+
+def _followed(
+    skeleton: onnx.ModelProto, shapes: Mapping[str, tuple[int, ConcreteShape]]
+) -> dict[str, tuple[int, ConcreteShape]]:
+    """Find sizes that inference has lost, by computing the values that they depend on.
+
+    Its data propagation ends at a ``Range`` or an ``Expand`` of sizes, and transformers make their
+    masks and positions of these.
+    """
+    lost = {name for name, (_, shape) in shapes.items() if shape is None or None in shape}
+    if not lost:
+        return {}
+    trace = ShapeTrace(skeleton)
+    for node in skeleton.graph.node:
+        with suppress(ValueError):  # what contradicts itself is told elsewhere
+            trace.follow(node)
+    return {name: (shapes[name][0], size) for name in lost if (size := trace.shape(name))}
 
 
 def _skeleton(proto: onnx.ModelProto) -> onnx.ModelProto:
