@@ -219,6 +219,7 @@ def two_sequences(*, layers: int = 3, width: int = 16) -> onnx.ModelProto:
         attended = _attention(b, x, bias, rows, width)
         x = b.norm(b.node("Add", x, attended), width, out=f"layer{i}/attended")
         query, key, value = (b.matmul(read, width, width) for read in (x, context, context))
+        query = b.node("Mul", query, b.constant(1 / width, np.float32))
         scores = b.node("MatMul", query, b.node("Transpose", key, perm=[0, 2, 1]))
         mixed = b.node("MatMul", b.node("Softmax", b.node("Add", scores, far), axis=-1), value)
         x = b.norm(b.node("Add", x, mixed), width, out=f"layer{i}/crossed")

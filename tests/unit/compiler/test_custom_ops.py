@@ -19,7 +19,8 @@ from offramp.compiler.errors import ModelError
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.run_alone import OperandType, run_alone
 from offramp.compiler.shapes import declared_types
-from offramp.compiler.slicing import slice_model, verify
+from offramp.compiler.slice_verification import verify
+from offramp.compiler.slicing import slice_model
 from offramp.engine.backends.custom_ops import libraries, using_libraries
 
 

@@ -23,7 +23,7 @@ from tests import models
 from tests.models import Builder
 from tests.unit.compiler.test_answer import ending, trees
 
-from offramp.compiler import preparation
+from offramp.compiler import preparation, simplifier, slice_verification
 from offramp.compiler.cli import main
 from offramp.compiler.source_file import MAX_BYTES
 
@@ -58,10 +58,10 @@ def error_of(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     return found[0]
 
 
-def inspecting(capfd: pytest.CaptureFixture[str], model: onnx.ModelProto) -> str:
+def inspecting(capfd: pytest.CaptureFixture[str], model: onnx.ModelProto, *arguments: str) -> str:
     """What ``eecompile inspect`` prints, in one line."""
     onnx.save(model, "model.onnx")
-    assert main(["inspect", "model.onnx"]) == 0
+    assert main(["inspect", "model.onnx", *arguments]) == 0
     return " ".join(capfd.readouterr().out.split())
 
 
@@ -151,7 +151,7 @@ def reading_again(*, joined: bool = False) -> onnx.ModelProto:
 
 
 def test_an_input_that_is_read_again_with_work(capfd) -> None:
-    told = compiling(capfd, reading_again(), x=samples(16))
+    told = compiling(capfd, reading_again(), "--max-cut-tensors", "1", x=samples(16))
     assert told.startswith("eecompile: model.onnx: the model has no cut point")
     assert re.search(
         r"inside a block: `\w+`, computed of the input `x`, also carries data past this place", told
@@ -161,7 +161,7 @@ def test_an_input_that_is_read_again_with_work(capfd) -> None:
 
 
 def test_the_remedy_of_joining_gives_a_cut_point(capfd) -> None:
-    told = inspecting(capfd, reading_again(joined=True))
+    told = inspecting(capfd, reading_again(joined=True), "--max-cut-tensors", "1")
     assert "cut points 2" in told
     assert "second/both [batch, 32] Concat" in told
 
@@ -175,7 +175,7 @@ def test_a_side_input_with_more_work_than_may_be_done_again(capfd) -> None:
         x = b.node("Add", x, side, out=f"block{i}") if i < 2 else x
     b.linear(x, 16, 4, out="logits")
     b.output("logits", ["batch", 4])
-    told = inspecting(capfd, b.build())
+    told = inspecting(capfd, b.build(), "--max-cut-tensors", "1")
     assert re.search(r"\d\d% of the work would have to be done again after it, from `y`, at", told)
     assert "at most 2% may be; let the model add what it computes of them before this" in told
 
@@ -288,9 +288,8 @@ def halved() -> onnx.ModelProto:
 
 
 def test_pieces_that_round_more_than_is_allowed(capfd, monkeypatch) -> None:
-    from offramp.compiler import slicing
 
-    monkeypatch.setattr(slicing, "relative_difference", lambda *_: 2.5e-2)
+    monkeypatch.setattr(slice_verification, "relative_difference", lambda *_: 2.5e-2)
     told = compiling(capfd, halved(), "--max-disagreement", "0.05", x=samples(16))
     assert told.startswith(
         "eecompile: model.onnx: chained segments differ from the source model by"
@@ -425,6 +424,6 @@ def test_what_onnxslim_says_when_it_fails(capfd, caplog, monkeypatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("a defect of its own")
 
-    monkeypatch.setattr(preparation.onnxslim, "slim", fail)
+    monkeypatch.setattr(simplifier.onnxslim, "slim", fail)
     inspecting(capfd, models.mlp())
     assert "not simplified: onnxslim fails: a defect of its own" in caplog.messages
