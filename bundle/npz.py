@@ -138,7 +138,7 @@ def _map_member(
 ) -> NDArray[Any]:
     place, start = file, 0
     if member.packed:
-        assert unpacked is not None, "a file to unpack to, as measure_npz told"
+        assert unpacked is not None, "there has to be a file to unpack to"
         place, start = unpacked, unpacked.tell()
     with archive.open(member.info) as stored:
         # To the last byte, with which the checksum is compared.

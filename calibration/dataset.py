@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from offramp.bundle import TensorSpec
 from offramp.bundle.mapped import copy_rows
 from offramp.bundle.npz import NpzError, map_npy, map_npz, measure_npz, open_regular, read_npz
-from offramp.calibration.scratch import ScratchError, ScratchFolder
+from offramp.calibration.scratch import ScratchError, ScratchSpace
 from offramp.engine.validation import check_tensors
 
 LABEL_KEYS = ("label", "labels")
@@ -103,7 +103,7 @@ class Dataset:
 
 
 def read_dataset(
-    path: Path, specs: Sequence[TensorSpec], *, scratch: ScratchFolder | None = None
+    path: Path, specs: Sequence[TensorSpec], *, scratch: ScratchSpace | None = None
 ) -> Dataset:
     """Read an npz file, or a folder of npy files, and check it against the model's inputs.
 
@@ -115,9 +115,7 @@ def read_dataset(
     A ``DataError`` where a file cannot be read, an array's name, dtype or shape is not what the
     model takes, arrays have different lengths, or values are NaN or infinite.
     """
-    arrays, digest = (
-        _load_folder(path) if path.is_dir() else _load(path, scratch or ScratchFolder())
-    )
+    arrays, digest = _load_folder(path) if path.is_dir() else _load(path, scratch or ScratchSpace())
     names = {spec.name for spec in specs}
     found = [key for key in LABEL_KEYS if key in arrays and key not in names]
     if len(found) > 1:
@@ -135,7 +133,7 @@ def read_dataset(
 _ArraysAndHash = tuple[dict[str, NDArray[Any]], str]
 
 
-def _load(path: Path, scratch: ScratchFolder) -> _ArraysAndHash:
+def _load(path: Path, scratch: ScratchSpace) -> _ArraysAndHash:
     try:
         with open_regular(path) as file:
             if file.read(6) == b"\x93NUMPY":
@@ -153,7 +151,7 @@ def _load(path: Path, scratch: ScratchFolder) -> _ArraysAndHash:
         ) from error
 
 
-def _arrays(path: Path, file: IO[bytes], scratch: ScratchFolder) -> dict[str, NDArray[Any]]:
+def _arrays(path: Path, file: IO[bytes], scratch: ScratchSpace) -> dict[str, NDArray[Any]]:
     takes = measure_npz(file)
     if takes.arrays <= HELD_BYTES:
         return read_npz(file, max_bytes=HELD_BYTES)

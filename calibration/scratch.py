@@ -19,7 +19,7 @@ class ScratchError(Exception):
 
 
 @dataclass(slots=True)
-class ScratchFolder:
+class ScratchSpace:
     """A folder for temporary files, and the bytes that are taken there."""
 
     folder: Path | None = None

@@ -17,7 +17,7 @@ from offramp.calibration.estimates import BackboneTimes
 from offramp.calibration.profiling import BATCH_SIZES
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.rehearsal import RehearsalSettings
-from offramp.calibration.scratch import ScratchFolder
+from offramp.calibration.scratch import ScratchSpace
 from offramp.calibration.selection import Candidates
 from offramp.compiler.exits import BuiltExit, time_heads
 from offramp.compiler.options import CompileOptions
@@ -35,7 +35,7 @@ class CompileRun:
     options: CompileOptions
     parts: DataSplit
     progress: Progress
-    scratch: ScratchFolder = field(default_factory=ScratchFolder)
+    scratch: ScratchSpace = field(default_factory=ScratchSpace)
     batch_effect: BatchEffect | None = None
     """Taken from what is asked for in ``options``, if it is anything."""
 

@@ -107,7 +107,7 @@ def _read(kind: type[_Options], options: argparse.Namespace, **given: Any) -> _O
 
 
 def _compile(options: argparse.Namespace, console: Console) -> int:
-    from offramp.calibration.scratch import ScratchFolder  # noqa: PLC0415
+    from offramp.calibration.scratch import ScratchSpace  # noqa: PLC0415
     from offramp.calibration.training_options import TrainingOptions  # noqa: PLC0415
     from offramp.compiler.compile import compile_model  # noqa: PLC0415
     from offramp.compiler.options import CompileOptions  # noqa: PLC0415
@@ -125,7 +125,7 @@ def _compile(options: argparse.Namespace, console: Console) -> int:
         precision=engine_arguments.bundle_precision(options),
         training=TrainingOptions(epochs=options.epochs, threads=threads, seed=options.seed),
     )
-    scratch = ScratchFolder(asked.scratch)
+    scratch = ScratchSpace(asked.scratch)
     with TerminalProgress(console) as progress:
         bundle = compile_model(asked, progress, scratch=scratch)
     print_bundle(bundle, Console())

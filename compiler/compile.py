@@ -17,7 +17,7 @@ from offramp.calibration.measuring import MEASURED_BATCH_SIZES, measure_policy, 
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.rehearsal import Rehearsed
 from offramp.calibration.running import BATCH_SIZE
-from offramp.calibration.scratch import ScratchFolder
+from offramp.calibration.scratch import ScratchSpace
 from offramp.certify import samples_needed
 from offramp.compiler.batch_effect import left_for_exits, measure_batch_effect
 from offramp.compiler.blueprint import Blueprint, CompileRun, draw, timer_of
@@ -49,7 +49,7 @@ def compile_model(
     progress: Progress = SILENT,
     *,
     quantise: Quantise | None = None,
-    scratch: ScratchFolder | None = None,
+    scratch: ScratchSpace | None = None,
 ) -> Bundle:
     """Compile a model into a bundle.
 
@@ -65,7 +65,7 @@ def compile_model(
         BundleWriteError: Nothing can be written there, or the disk has too little space; that is
             found out before training, as far as it can be.
     """
-    scratch = scratch or ScratchFolder(options.scratch)
+    scratch = scratch or ScratchSpace(options.scratch)
     check_target(options.output, overwrite=options.overwrite)
     sweep(find_scratch(options.scratch))
     with progress.step("Read and simplify the model", 1):

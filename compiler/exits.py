@@ -25,7 +25,7 @@ from offramp.calibration.families import family_of
 from offramp.calibration.features import Recording
 from offramp.calibration.learners import Preconditioners, view_of
 from offramp.calibration.profiling import profile_heads
-from offramp.calibration.scratch import ScratchFolder
+from offramp.calibration.scratch import ScratchSpace
 from offramp.calibration.selection import net_savings_alone
 from offramp.calibration.training import TrainedHead, count_steps, train_heads
 from offramp.calibration.training_options import TrainingOptions
@@ -85,7 +85,7 @@ def find_exits(
     *,
     samples: Samples,
     progress: Progress,
-    scratch: ScratchFolder | None = None,
+    scratch: ScratchSpace | None = None,
 ) -> FoundExits:
     """Record features, choose a head for every candidate, and train it.
 
@@ -93,7 +93,7 @@ def find_exits(
     take turns; DataError where even that is not enough. ``scratch`` counts what they take.
     """
     exits: list[BuiltExit] = []
-    scratch = scratch or ScratchFolder(options.scratch)
+    scratch = scratch or ScratchSpace(options.scratch)
     recorder = FeatureRecorder.of(sliced, parts, options)
     with feature_folder(options.scratch) as directory, scratch.taking(recorder.size_bytes):
         recorder.check(directory)

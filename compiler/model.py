@@ -11,7 +11,7 @@ import onnx
 from onnx import version_converter
 
 from offramp.bundle.manifest import NUMBER_DTYPES, Answer, TensorSpec
-from offramp.calibration.scratch import ScratchFolder
+from offramp.calibration.scratch import ScratchSpace
 from offramp.compiler import preparation
 from offramp.compiler.anchor import anchor_shapes
 from offramp.compiler.answer import find_answer, keep_answer
@@ -67,7 +67,7 @@ def read_model(
     answer: str | None = None,
     simplify: bool = True,
     simplify_limit: float = LIMIT_S,
-    scratch: ScratchFolder | None = None,
+    scratch: ScratchSpace | None = None,
 ) -> SourceModel:
     """Read a classifier and bring it into the form that slicing needs.
 
@@ -109,7 +109,7 @@ def _prepare(
     *,
     answer: str | None,
     limit_s: float | None,
-    scratch: ScratchFolder | None,
+    scratch: ScratchSpace | None,
 ) -> onnx.ModelProto:
     """Bring a checked model into the form that :class:`SourceModel` describes.
 

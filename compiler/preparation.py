@@ -9,7 +9,7 @@ import logging
 
 import onnx
 
-from offramp.calibration.scratch import ScratchError, ScratchFolder
+from offramp.calibration.scratch import ScratchError, ScratchSpace
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import Dataflow, refill
 from offramp.compiler.rounding import rounding_of
@@ -59,7 +59,7 @@ def name_operators(proto: onnx.ModelProto) -> None:
 
 
 def simplified(
-    proto: onnx.ModelProto, *, limit_s: float = LIMIT_S, scratch: ScratchFolder | None = None
+    proto: onnx.ModelProto, *, limit_s: float = LIMIT_S, scratch: ScratchSpace | None = None
 ) -> onnx.ModelProto:
     """Fold constants and fuse operators of a model with a symbolic batch; it is not changed.
 
@@ -80,7 +80,7 @@ def simplified(
     # Tying compares every pair of small constants, which takes most of the time of large graphs.
     skipped = ["weight_tying"] if operators > _MOST_TIED else []
     try:
-        with weight_file_if_large(proto, scratch or ScratchFolder()) as weights:
+        with weight_file_if_large(proto, scratch or ScratchSpace()) as weights:
             light = proto if weights is None else weights.light(proto)
             simpler = slim(light, skipped, weights=weights, limit_s=limit_s)
             difference = _difference(light, simpler)

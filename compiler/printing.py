@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from offramp.bundle import Bundle, ExitPolicy, Promise
 from offramp.bundle.bundle import REPORT
 from offramp.calibration.rehearsal import Forecast
-from offramp.calibration.scratch import ScratchFolder, describe_bytes
+from offramp.calibration.scratch import ScratchSpace, describe_bytes
 from offramp.certify import MODEL_END
 from offramp.compiler.bundle_check import BundleCheck
 from offramp.compiler.cut_points import CutAnalysis, CutPoint, Rejection
@@ -67,7 +67,7 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
     say(f"Serve:  eeserve {path}{escape(flags)}")
 
 
-def print_use(scratch: ScratchFolder, console: Console) -> None:
+def print_use(scratch: ScratchSpace, console: Console) -> None:
     """Print the most memory, and the most of the disk for what did not stay, that a run took."""
     peak = peak_bytes()
     memory = "" if peak is None else f"{describe_bytes(peak)} of memory and "

@@ -18,7 +18,7 @@ from typing import BinaryIO, Final
 import onnx
 from google.protobuf.message import Message
 
-from offramp.calibration.scratch import ScratchFolder
+from offramp.calibration.scratch import ScratchSpace
 from offramp.compiler.feature_folder import feature_folder
 from offramp.compiler.graph import weight_bytes
 from offramp.engine.external_weights import weights_in
@@ -38,7 +38,7 @@ class WeightFile:
 
     folder: Path
     file: BinaryIO
-    scratch: ScratchFolder
+    scratch: ScratchSpace
     _places: dict[bytes, int] = field(default_factory=dict)
     """Where the bytes of a weight begin, by their hash."""
 
@@ -89,7 +89,7 @@ class WeightFile:
 
 
 @contextmanager
-def weight_file(proto: onnx.ModelProto, scratch: ScratchFolder) -> Iterator[WeightFile]:
+def weight_file(proto: onnx.ModelProto, scratch: ScratchSpace) -> Iterator[WeightFile]:
     """Make a file for the weights of a model, which graphs find as long as the context lasts.
 
     ScratchError if the disk has no room for them.
@@ -110,7 +110,7 @@ def weight_file(proto: onnx.ModelProto, scratch: ScratchFolder) -> Iterator[Weig
 
 @contextmanager
 def weight_file_if_large(
-    proto: onnx.ModelProto, scratch: ScratchFolder
+    proto: onnx.ModelProto, scratch: ScratchSpace
 ) -> Iterator[WeightFile | None]:
     """Make a file as :func:`weight_file` does for a model whose weights are worth it."""
     if weight_bytes(proto) <= _SMALL_BYTES:

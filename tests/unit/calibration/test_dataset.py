@@ -13,7 +13,7 @@ from offramp.bundle import TensorSpec
 from offramp.bundle.mapped import is_mapped
 from offramp.calibration import dataset
 from offramp.calibration.dataset import DataError, Dataset, TakenInputs, read_dataset
-from offramp.calibration.scratch import ScratchFolder
+from offramp.calibration.scratch import ScratchSpace
 
 SPECS = (
     TensorSpec(name="input_ids", dtype="int64", shape=("batch", "sequence")),
@@ -180,7 +180,7 @@ def test_large_data_stay_on_the_disk(
     held = read_dataset(path, SPECS)
     assert not any(is_mapped(array) for array in held.inputs.values())
     monkeypatch.setattr(dataset, "HELD_BYTES", 0)
-    scratch = ScratchFolder(tmp_path)
+    scratch = ScratchSpace(tmp_path)
     data = read_dataset(path, SPECS, scratch=scratch)
     assert all(is_mapped(array) for array in data.inputs.values())
     compressed = save is np.savez_compressed

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from offramp.calibration.scratch import ScratchFolder
+from offramp.calibration.scratch import ScratchSpace
 from offramp.compiler import memory
 from offramp.compiler.memory import count_process, peak_bytes
 from offramp.compiler.printing import print_use
@@ -40,7 +40,7 @@ def test_a_process_counts_with_what_this_one_has_beside_it() -> None:
 
 
 def test_scratch_counts_the_most_at_once() -> None:
-    scratch = ScratchFolder()
+    scratch = ScratchSpace()
     scratch.take(5)
     with scratch.taking(10):
         pass
@@ -51,7 +51,7 @@ def test_scratch_counts_the_most_at_once() -> None:
 
 def test_what_a_run_took_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_most_together", 5 * 2**40)
-    scratch = ScratchFolder()
+    scratch = ScratchSpace()
     scratch.take(3 * 2**30)
     out = io.StringIO()
     print_use(scratch, Console(file=out))

@@ -13,7 +13,7 @@ import pytest
 from onnx import TensorProto, helper
 from tests import models
 
-from offramp.calibration.scratch import ScratchFolder
+from offramp.calibration.scratch import ScratchSpace
 from offramp.compiler.cuts import find_cuts
 from offramp.compiler.errors import ModelError, NoCutPointError
 from offramp.compiler.model import read_model
@@ -315,7 +315,7 @@ def test_a_simplifier_that_does_not_end_is_stopped_and_done_without(
     monkeypatch.setattr("offramp.compiler.simplifier.COMMAND", SLOW)
     before = read(models.residual_cnn(), simplify=False)
     monkeypatch.setattr("offramp.compiler.weights._SMALL_BYTES", 0)
-    scratch = ScratchFolder(tmp_path / "scratch")
+    scratch = ScratchSpace(tmp_path / "scratch")
     scratch.place.mkdir()
     model = read(models.residual_cnn(), simplify_limit=0.25, scratch=scratch)
     assert model.proto == before.proto

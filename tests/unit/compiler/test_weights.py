@@ -9,7 +9,7 @@ import onnx
 import pytest
 from tests.sliced import Sliced, sliced
 
-from offramp.calibration.scratch import ScratchError, ScratchFolder
+from offramp.calibration.scratch import ScratchError, ScratchSpace
 from offramp.compiler import weights
 from offramp.compiler.graph import weight_bytes
 from offramp.compiler.runtime import GraphRunner, random_inputs
@@ -33,7 +33,7 @@ def held(graph: bytes) -> int:
 def test_every_weight_is_kept_once_and_comes_back(name: str, tmp_path: Path) -> None:
     pieces: Sliced = sliced(name)
     source = pieces.model.proto.SerializeToString()
-    scratch = ScratchFolder(tmp_path)
+    scratch = ScratchSpace(tmp_path)
     with weight_file(pieces.model.proto, scratch) as file:
         stored = pieces.stored(file)
         assert held(source) > 10 * held(stored.model.proto.SerializeToString())
@@ -56,7 +56,7 @@ def test_sessions_find_the_weights_that_graphs_name(tmp_path: Path) -> None:
     answer = pieces.model.answer.output
     wanted = GraphRunner(pieces.model.proto).run(feeds)[answer]
     joined = make_session(assemble(pieces.graphs, [answer]), 1).run([answer], feeds)[0]
-    with weight_file(pieces.model.proto, ScratchFolder(tmp_path)) as file:
+    with weight_file(pieces.model.proto, ScratchSpace(tmp_path)) as file:
         stored = pieces.stored(file)
         np.testing.assert_array_equal(GraphRunner(stored.model.proto).run(feeds)[answer], wanted)
         graph = assemble(stored.graphs, [answer])
@@ -71,6 +71,6 @@ def test_weights_without_room_are_refused(tmp_path: Path, monkeypatch: pytest.Mo
     message = rf"the model's weights take .*, but {tmp_path} has .*\(7 bytes\) free; free the space"
     with (
         pytest.raises(ScratchError, match=message),
-        weight_file(sliced("mlp").model.proto, ScratchFolder(tmp_path)),
+        weight_file(sliced("mlp").model.proto, ScratchSpace(tmp_path)),
     ):
         pass
