@@ -7,11 +7,12 @@ import io
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections import ChainMap
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -191,19 +192,21 @@ def write_bundle(
     """Write a bundle to a temporary folder beside ``path``, then put it in place in one step.
 
     The manifest's ``files`` are filled in here; ``files`` has the content of every other file, by
-    relative path. ``overwrite`` replaces a bundle that is already there, and never anything else:
-    that is a ``BundleExistsError``. ``engines_of`` is a bundle of the same graphs, whose engines
-    the new one gets too; without it, engines of the bundle that is replaced go with it. If the
-    file system refuses (``BundleWriteError``), what was at ``path`` is still there. When this
-    returns, the bundle is on the disk, and not only in the system's memory.
+    relative path; it may make a content every time that it is asked for it. ``overwrite`` replaces
+    a bundle that is already there, and never anything else: that is a ``BundleExistsError``.
+    ``engines_of`` is a bundle of the same graphs, whose engines the new one gets too; without it,
+    engines of the bundle that is replaced go with it. If the file system refuses
+    (``BundleWriteError``), what was at ``path`` is still there. When this returns, the bundle is on
+    the disk, and not only in the system's memory.
     """
     target = Path(path)
     check_target(target, overwrite=overwrite)
-    contents = {**files, POLICY: dump(policy)}
+    own = {POLICY: dump(policy)}
+    contents = ChainMap(own, cast("MutableMapping[str, bytes]", files))  # which is not changed
     entries = tuple(entry_of(name, contents[name]) for name in sorted(contents))
     document = dump(replace(manifest, files=entries))
-    contents[MANIFEST] = document
-    contents[MANIFEST_HASH] = _hash_line(document)
+    own[MANIFEST] = document
+    own[MANIFEST_HASH] = _hash_line(document)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))

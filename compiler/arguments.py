@@ -24,8 +24,8 @@ def compile_parser() -> argparse.ArgumentParser:
     parser = _parser("", help_texts.COMPILE, _Formatter)
     _add_model(parser)
     parser.add_argument("--data", type=Path, required=True, metavar="NPZ",
-                        help="calibration data: an array per input; labels (optional) only for "
-                        "the report")  # fmt: skip
+                        help="calibration data: an array per input, in an npz or a folder of .npy "
+                        "files; labels (optional) only for the report")  # fmt: skip
     _add_target(parser, "MODEL.ee if not given", "a bundle that is there")
     _add_promise(parser, 0.01, 0.95)
     exits = parser.add_argument_group("exits")

@@ -158,6 +158,7 @@ def _certify_and_write(chosen: Blueprint, found: FoundExits, run: CompileRun) ->
     warn_of_violations(rehearsed)
 
     with progress.step("Look at the range of the data", 1):
+        give_back()
         ranges = InputRanges.over(chain(parts.train.batches(), parts.tune.batches()))
     paddings = _paddings(chosen, run, ranges)
     seen = length_ranges(draft.inputs, paddings, (parts.train, parts.tune))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -103,14 +103,15 @@ def pack(
     limit: BindingLimit | None = None,
     measured: Measured | None = None,
     ranges: InputRanges,
-) -> dict[str, bytes]:
-    """Give the content of every file but manifest and policy, by path."""
+) -> Mapping[str, bytes]:
+    """Give the content of every file but manifest and policy, by path.
+
+    Graphs get their weights when they are asked for: none is kept with them.
+    """
     report = render_report(
         manifest, policy, profile, certify, rehearsed, limit=limit, measured=measured
     )
-    return {
-        manifest.source.file: sliced.whole(sliced.model.proto.SerializeToString()),
-        **{name: sliced.whole(graph) for name, graph in built.files.items()},
+    small = {
         "profiles/cpu.json": dump(profile),
         RECORDS: dump_records(tune, certify),
         REPORT: report.encode(),
@@ -118,6 +119,26 @@ def pack(
         **({} if rehearsed is None else {REHEARSAL: rehearsed.dump()}),
         **({} if measured is None else {MEASURED: dump(measured)}),
     }
+    graphs = {**built.files, manifest.source.file: sliced.model.proto.SerializeToString()}
+    return _Contents(small=small, graphs=graphs, sliced=sliced)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Contents(Mapping[str, bytes]):
+    """The contents of files, of which graphs are made whole one at a time."""
+
+    small: Mapping[str, bytes]
+    graphs: Mapping[str, bytes]
+    sliced: Sliced
+
+    def __getitem__(self, name: str) -> bytes:
+        return self.sliced.whole(self.graphs[name]) if name in self.graphs else self.small[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self.graphs, *self.small))
+
+    def __len__(self) -> int:
+        return len(self.graphs) + len(self.small)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
