@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import onnx
 
 from offramp.calibration.families import CutTensor, why_no_head
-from offramp.compiler.flow import SHAPE_KINDS, Flow, Gate, cheap_operators, is_heavy, trace
+from offramp.compiler.flop_rules import is_heavy
+from offramp.compiler.flow import SHAPE_KINDS, Flow, Gate, cheap_operators, trace
 from offramp.compiler.graph import Dataflow, Operator
 from offramp.compiler.layout import ChannelFinder
 from offramp.compiler.shapes import BATCH, TensorType, declared_types
