@@ -17,13 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import onnx
 
 from offramp.compiler.cut_points import CutAnalysis, CutPoint, Rejection
-from offramp.compiler.flow import (
-    SHAPE_KINDS,
-    Flow,
-    cheap_operators,
-    is_heavy,
-    trace,
-)
+from offramp.compiler.flop_rules import is_heavy
+from offramp.compiler.flow import SHAPE_KINDS, Flow, cheap_operators, trace
 from offramp.compiler.gate_fitness import GateFitness
 from offramp.compiler.gates import Gate, SetSearch
 from offramp.compiler.graph import Dataflow, Operator

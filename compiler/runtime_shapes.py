@@ -13,6 +13,7 @@ import onnx
 import onnxruntime as ort
 from onnx import helper
 
+from offramp.compiler.bodies import BodyScope, SizedType
 from offramp.compiler.graph import is_standard, refill
 from offramp.compiler.shape_trace import ShapeTrace
 from offramp.engine.backends.custom_ops import libraries, load_session, session_options
@@ -38,10 +39,15 @@ def infer_shapes(skeleton: onnx.ModelProto, empty: frozenset[str]) -> onnx.Model
     ``empty`` are the initializers of ``skeleton`` that are there without their content.
     """
     inferred: onnx.ModelProto = onnx.shape_inference.infer_shapes(skeleton, data_prop=True)
-    if all(is_standard(node) for node in skeleton.graph.node):
+    nodes = skeleton.graph.node
+    if all(is_standard(node) and node.op_type != "Loop" for node in nodes):
         return inferred
     for _ in range(_ROUNDS):
-        found = _missing_shapes(inferred, empty) or _shapes_of_libraries(inferred, empty)
+        found = (
+            _shapes_of_loops(inferred)
+            or _missing_shapes(inferred, empty)
+            or _shapes_of_libraries(inferred, empty)
+        )
         if not found:
             break
         names = {info.name for info in found}
@@ -49,6 +55,43 @@ def infer_shapes(skeleton: onnx.ModelProto, empty: frozenset[str]) -> onnx.Model
         refill(inferred.graph.value_info, [*known, *found])
         inferred = onnx.shape_inference.infer_shapes(inferred, data_prop=True)
     return inferred
+
+
+def types_in(inferred: onnx.ModelProto) -> dict[str, SizedType]:
+    """Read the types of all tensors whose element type is known."""
+    graph = inferred.graph
+    types: dict[str, SizedType] = {t.name: (t.data_type, tuple(t.dims)) for t in graph.initializer}
+    for info in (*graph.input, *graph.value_info, *graph.output):
+        tensor = info.type.tensor_type
+        if tensor.elem_type:
+            known = tensor.HasField("shape")
+            dims = tuple(d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim)
+            types[info.name] = (tensor.elem_type, dims if known else None)
+    return types
+
+
+def _shapes_of_loops(inferred: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
+    """What loops carry, where the body keeps the shape that it begins with."""
+    loops = [node for node in inferred.graph.node if node.op_type == "Loop"]
+    types = types_in(inferred) if loops else {}
+    scope = BodyScope.of(inferred, types)
+    return [
+        helper.make_tensor_value_info(name, *told)
+        for node in loops
+        if any(None in _sizes(types, name) for name in node.output if name)
+        for name, told in scope.carried(node, _infer_body).items()
+        if None in _sizes(types, name) and told[1] is not None and None not in told[1]
+    ]
+
+
+def _sizes(types: dict[str, SizedType], name: str) -> tuple[int | None, ...]:
+    """Give a tensor's sizes; one that is unknown where its rank is."""
+    shape = types.get(name, (0, None))[1]
+    return (None,) if shape is None else shape
+
+
+def _infer_body(model: onnx.ModelProto) -> dict[str, SizedType]:
+    return types_in(infer_shapes(model, frozenset()))
 
 
 def _missing_shapes(inferred: onnx.ModelProto, empty: frozenset[str]) -> list[onnx.ValueInfoProto]:

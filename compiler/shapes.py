@@ -17,7 +17,7 @@ from typing import TypeAlias
 import onnx
 
 from offramp.compiler.graph import bodies
-from offramp.compiler.runtime_shapes import infer_shapes
+from offramp.compiler.runtime_shapes import infer_shapes, types_in
 from offramp.compiler.shape_trace import ShapeTrace
 
 ConcreteShape: TypeAlias = "tuple[int | None, ...] | None"
@@ -138,16 +138,7 @@ def concrete_shapes(
                 dim.dim_value = sizes[dim.dim_param]
     weights = skeleton.graph.initializer
     empty = frozenset(t.name for t in weights if prod(t.dims) > _SMALL_INITIALIZER)
-    inferred = infer_shapes(skeleton, empty).graph
-    shapes: dict[str, tuple[int, ConcreteShape]] = {
-        t.name: (t.data_type, tuple(t.dims)) for t in inferred.initializer
-    }
-    for info in (*inferred.input, *inferred.value_info, *inferred.output):
-        tensor = info.type.tensor_type
-        if tensor.elem_type:
-            known = tensor.HasField("shape")
-            dims = tuple(d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim)
-            shapes[info.name] = (tensor.elem_type, dims if known else None)
+    shapes = types_in(infer_shapes(skeleton, empty))
     return shapes | _followed(skeleton, shapes)
 
 
@@ -213,6 +204,9 @@ def forget_shapes(graph: onnx.GraphProto) -> None:
     for node in graph.node:
         for body in bodies(node):
             forget_shapes(body)
+            for info in body.input:  # ONNX Runtime needs the ranks
+                for dim in info.type.tensor_type.shape.dim:
+                    dim.Clear()
 
 
 def probe_sizes(proto: onnx.ModelProto, which: int = 0) -> dict[str, int]:
