@@ -16,7 +16,8 @@ from offramp.compiler.flow import count_flops
 from offramp.compiler.graph import Dataflow
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.shapes import concrete_shapes
-from offramp.compiler.slicing import slice_model, verify
+from offramp.compiler.slice_verification import verify
+from offramp.compiler.slicing import slice_model
 
 WIDTH = 16
 PRODUCT = 2 * WIDTH * WIDTH
