@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ _PACKAGES = (
     "torch", "onnxscript", "timm", "torchvision", "transformers", "onnx", "onnxruntime", "onnxslim"
 )  # fmt: skip
 
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _MOST = 240
 """Letters of a remark."""
 
@@ -100,7 +102,8 @@ def _row(outcome: Outcome) -> str:
         facts += [f"{outcome.worst:.0e}" if outcome.worst else "0", outcome.heads]
         facts.append("" if outcome.form == "logits" else outcome.form)
     else:
-        remark = " ".join(outcome.remark.replace("|", "/").split())
+        plain = _COLOURS.sub("", outcome.remark)  # torch's exporter writes for a terminal
+        remark = " ".join(plain.replace("|", "/").split())
         facts += ["–"] * 4 + [f"{remark[:_MOST]}…" if len(remark) > _MOST else remark]
     return f"| {' | '.join(facts)} |"
 
