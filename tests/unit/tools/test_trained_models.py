@@ -13,10 +13,10 @@ from offramp.certify import upper_bound
 from offramp.tools.bench.compare import NO_EXIT, OFFRAMP, SOURCE, Row
 
 
-def run_of(*, source: float, offramp: float, no_exit: float) -> list[Row]:
+def run_of(*, source: float, offramp: float, no_exit: float) -> dict[str, Row]:
     busy = {SOURCE: source, OFFRAMP: offramp, NO_EXIT: no_exit}
-    return [
-        Row(
+    return {
+        name: Row(
             system=name,
             batch_size=16,
             mean_ms=1.0,
@@ -29,7 +29,7 @@ def run_of(*, source: float, offramp: float, no_exit: float) -> list[Row]:
             exit_shares={"exit 0": 0.5, "final": 0.5},
         )
         for name, ms in busy.items()
-    ]
+    }
 
 
 def test_ratios_are_of_one_run_each_and_then_medians() -> None:
@@ -38,10 +38,11 @@ def test_ratios_are_of_one_run_each_and_then_medians() -> None:
         run_of(source=2.0, offramp=0.8, no_exit=2.0),  # a slow run: its ratio alone counts
         run_of(source=1.0, offramp=0.7, no_exit=1.2),
     ]
-    found = summarise(runs, 400)
-    assert found["busy"] == {"median": 0.5, "least": 0.4, "most": 0.7}
-    assert found["busy_nothing_exits"]["median"] == 1.1
-    assert found["source_ms"] == 16.0
+    found = summarise({"wall": runs, "cpu": runs[:1]}, 400)
+    assert found["wall"]["busy"] == {"median": 0.5, "least": 0.4, "most": 0.7}
+    assert found["wall"]["busy_nothing_exits"]["median"] == 1.1
+    assert found["wall"]["source_ms"] == 16.0
+    assert found["cpu"]["busy"]["most"] == 0.5
     assert found["disagreement_at_most"] == upper_bound(4, 400)
 
 
@@ -53,6 +54,7 @@ def test_a_bundle_is_measured_and_described(tmp_path: Path) -> None:
 
     assert {*figures} == {"1", "16"}
     assert figures["16"]["samples"] == 400
+    assert figures["16"]["wall"]["source_ms"] > 0 < figures["16"]["cpu"]["source_ms"]
     assert sum(figures["16"]["exit_shares"].values()) == pytest.approx(1.0)
     assert figures["16"]["exit_shares"] == figures["1"]["exit_shares"]
     told = exits_of(bundle)
