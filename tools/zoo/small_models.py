@@ -159,9 +159,8 @@ RECIPES = {
     "mobilenet": Recipe(
         make=MobileNet,
         read=read_images,
-        epochs=1,
-        learning_rate=4e-3,
-        batch_size=64,
+        epochs=3,
+        learning_rate=6e-3,
         change=augment,
         channels_last=True,
     ),
