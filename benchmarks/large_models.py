@@ -1,12 +1,12 @@
 """How the time of reading, cutting and slicing a model grows with its operators.
 
     python -m benchmarks.large_models [--sizes 1000,5000,20000] [--repeat 3]
-        [--json FILE]
+        [--json FILE] [--svg FILE]
 
 The models are residual networks of five operators a block, 16 values wide: nothing but graph. Times
 are seconds of CPU of this process, the least of the repetitions; reading is without and with
 onnxslim, which is not run on the largest. The last column is the growth of cutting and slicing: the
-exponent of the number of operators, from the size before (1 is linear).
+exponent of the number of operators, from the size before (1 is linear). ``--svg`` draws it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import onnx
 from benchmarks.common import make_parser
+from markupsafe import Markup
 from onnx import helper, numpy_helper
 from rich.table import Table
 
@@ -28,10 +29,15 @@ from offramp.compiler.cuts import find_cuts
 from offramp.compiler.model import read_model
 from offramp.compiler.placement import choose_candidates
 from offramp.compiler.preparation import MOST_SIMPLIFIED
+from offramp.compiler.report.svg import Scale, axes, drawing, element, path, text
 from offramp.compiler.slicing import split
 from offramp.tools.bench.output import describe_environment, wide_console, write_json
 
 WIDTH, CLASSES = 16, 10
+_STYLE = (
+    "text{font:13px system-ui,sans-serif;fill:#30475e}.grid{stroke:#dde5ec}.axis{stroke:#8899aa}"
+    "path{fill:none}.measured{stroke-width:2.5}.linear{stroke-dasharray:4 4}"
+)
 
 _Result = TypeVar("_Result")
 
@@ -41,6 +47,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--sizes", default="1000,2000,5000,10000,20000", metavar="A,B,…")
     parser.add_argument("--repeat", type=int, default=3, metavar="N")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw seconds by operators")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for operators in map(int, options.sizes.split(",")):
@@ -55,6 +62,8 @@ def main() -> None:
     for row in rows:
         table.add_row(*(_shown(row.get(name)) for name in rows[-1]))
     wide_console().print(table)
+    if options.svg is not None:
+        options.svg.write_text(plot(rows) + "\n")
     if options.json is not None:
         environment = describe_environment(seed=0, repeat=options.repeat)
         found = {"measured": "CPU seconds", "rows": rows, "environment": environment}
@@ -84,6 +93,35 @@ def measure(operators: int) -> dict[str, Any]:
         "slice_s": slice_s,
         "cut_and_slice_s": cut_s + slice_s,
     }
+
+
+def plot(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Draw the seconds of reading, and of cutting and slicing, by operators: SVG, log by log.
+
+    Dashed is what grows linearly from the first size.
+    """
+    sizes = [math.log10(row["operators"]) for row in rows]
+    lines = {"read": "#30475e", "cut and slice": "#5a9a59"}
+    seconds = {
+        name: [math.log10(max(row[f"{name.replace(' ', '_')}_s"], 1e-3)) for row in rows]
+        for name in lines
+    }
+    every = [value for values in seconds.values() for value in values]
+    x = Scale(low=min(sizes), high=max(sizes), start=60.0, end=500.0)
+    y = Scale(low=math.floor(min(every)), high=math.ceil(max(every)), start=250.0, end=20.0)
+    marks = [(float(tick), f"{10.0**tick:g} s") for tick in range(int(y.low), int(y.high) + 1)]
+    counts = [(size, f"{row['operators']:,}") for size, row in zip(sizes, rows, strict=True)]
+    drawn = [element("style", Markup(_STYLE)), axes(x, y, counts, marks)]
+    for name, colour in lines.items():
+        points = [(x(size), y(value)) for size, value in zip(sizes, seconds[name], strict=True)]
+        start = seconds[name][0]
+        ends = [(x(sizes[0]), y(start)), (x(sizes[-1]), y(start + sizes[-1] - sizes[0]))]
+        linear, measured = path(ends, "linear"), path(points, "measured")
+        drawn.append(element("g", linear, measured, stroke=colour))
+        drawn.append(text(x(sizes[-1]) + 8, points[-1][1] + 4, name))
+    drawn.append(text(60.0, 290.0, "operators of the model; seconds of CPU, MEASURED"))
+    picture = drawing(600.0, 300.0, "Seconds by operators, growing about linearly", *drawn)
+    return str(picture).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
 
 
 def timed(action: Callable[[], _Result]) -> tuple[_Result, float]:

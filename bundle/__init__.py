@@ -14,9 +14,10 @@ from offramp.bundle.errors import (
     BundleSchemaError,
     BundleWriteError,
 )
-from offramp.bundle.input_ranges import InputRange, InputRanges
+from offramp.bundle.input_ranges import InputRange, InputRanges, LengthRange
 from offramp.bundle.manifest import Answer, AnswerForm, Exit, Head, Manifest, Segment, TensorSpec
 from offramp.bundle.measured import Measured, MeasuredSize, Ratio
+from offramp.bundle.padding import Padding
 from offramp.bundle.policy import NEVER, ActiveExit, ExitPolicy, Promise
 from offramp.bundle.profile import Profile, Spread
 
@@ -39,9 +40,11 @@ __all__ = [
     "Head",
     "InputRange",
     "InputRanges",
+    "LengthRange",
     "Manifest",
     "Measured",
     "MeasuredSize",
+    "Padding",
     "Profile",
     "Promise",
     "Ratio",

@@ -131,6 +131,14 @@ class Bundle:
             raise BundleSchemaError(
                 f"{INPUT_RANGES}: names {sorted(unknown)}, no inputs of the model; {_MEND}"
             )
+        for length in ranges.lengths:
+            having = [i for i in self.manifest.inputs if length.size in i.shape[1:]]
+            masks = [i.name for i in having if i.shape[1:] == (length.size,)]
+            if not having or length.mask not in ("", *masks):
+                raise BundleSchemaError(
+                    f"{INPUT_RANGES}: lengths of {length.size!r:.50} by the mask "
+                    f"{length.mask!r:.50} are none of the model's inputs; {_MEND}"
+                )
         return ranges
 
     def records(self) -> dict[str, NDArray[Any]]:
@@ -188,8 +196,8 @@ def write_bundle(
     a bundle that is already there, and never anything else: that is a ``BundleExistsError``.
     ``engines_of`` is a bundle of the same graphs, whose engines the new one gets too; without it,
     engines of the bundle that is replaced go with it. If the file system refuses
-    (``BundleWriteError``), what was at ``path`` is still there. When this
-    returns, the bundle is on the disk, and not only in the system's memory.
+    (``BundleWriteError``), what was at ``path`` is still there. When this returns, the bundle is on
+    the disk, and not only in the system's memory.
     """
     target = Path(path)
     check_target(target, overwrite=overwrite)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle.serde import check_numbers
+from offramp.bundle.serde import LEFT_OUT, check_numbers
 
 INPUT_RANGES: Final = "input_ranges.json"
 """File of a bundle that holds :class:`InputRanges`; not in those of earlier versions."""
@@ -28,6 +28,22 @@ class InputRange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LengthRange:
+    """The least and the greatest length that samples had in a symbolic size."""
+
+    size: str
+    """The symbolic size."""
+    mask: str = field(default="", metadata=LEFT_OUT)
+    """Input [batch, size] whose ones are a sample's length; empty where that is the size itself."""
+    shortest: int
+    longest: int
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "shortest", least=0)
+        check_numbers(self, "longest", least=self.shortest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InputRanges:
     """The ranges of a model's inputs.
 
@@ -36,6 +52,8 @@ class InputRanges:
     """
 
     inputs: tuple[InputRange, ...]
+    lengths: tuple[LengthRange, ...] = field(default=(), metadata=LEFT_OUT)
+    """Of every symbolic size but the batch's."""
 
     @classmethod
     def of(cls, *parts: Mapping[str, NDArray[Any]]) -> Self:

@@ -8,9 +8,8 @@ segment and exit shares, so that a stage is the plain union of its parts
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from math import prod
 from typing import Final, Literal, TypeAlias
 
@@ -18,6 +17,16 @@ import numpy as np
 
 from offramp.bundle.batch_effect import BatchEffect
 from offramp.bundle.cpu import CpuFeatures
+from offramp.bundle.custom_ops import OperatorLibrary
+from offramp.bundle.manifest_checks import (
+    MOST_SAMPLE_BYTES,
+    check_answer,
+    check_chain,
+    check_precision,
+    check_samples,
+    check_unique,
+)
+from offramp.bundle.padding import Padding, check_paddings
 from offramp.bundle.serde import LEFT_OUT, check_numbers
 
 SCHEMA_VERSION = 1
@@ -34,8 +43,6 @@ BUNDLE_PRECISIONS: Final[tuple[BundlePrecision, ...]] = ("fp32", "int8")
 
 NUMBER_DTYPES: Final = frozenset(np.dtype(code).name for code in "?bhilqBHILQefd")
 """numpy's names of the element types that models may take and give."""
-_MOST_SAMPLE_BYTES: Final = 2**30
-"""Of a sample's input: more is no sample, but a way to exhaust memory."""
 _SHA256: Final = re.compile("[0-9a-f]{64}")
 
 
@@ -55,7 +62,7 @@ class TensorSpec:
         sizes = [size for size in self.shape if isinstance(size, int)]
         if any(size < 0 for size in sizes):
             raise ValueError(f"shape {list(self.shape)!s:.100} has a negative size")
-        if prod(sizes) * np.dtype(self.dtype).itemsize > _MOST_SAMPLE_BYTES:
+        if prod(sizes) * np.dtype(self.dtype).itemsize > MOST_SAMPLE_BYTES:
             raise ValueError(f"shape {list(self.shape)!s:.100} is of more than 1 GiB a sample")
 
     def describe(self) -> str:
@@ -83,9 +90,11 @@ class Segment:
     index: int
     file: str
     inputs: tuple[str, ...]
-    """Tensors read: the previous cut tensor, then the graph inputs needed beside it."""
+    """Tensors read: cut tensors, then the graph inputs needed beside them."""
     output: str
     """The cut tensor, or the model's answer in the last segment."""
+    also: tuple[str, ...] = field(default=(), metadata=LEFT_OUT)
+    """Further tensors that it writes and that are carried on, where the cut is a set of tensors."""
     flops_share: float
     """Share of the source model's floating-point operations, 0 to 1 (of the time of its operators,
     where their number is not known); of a quantised segment, that of what it stands for."""
@@ -93,20 +102,41 @@ class Segment:
     def __post_init__(self) -> None:
         check_numbers(self, "flops_share", least=0, most=1 + 1e-6)
 
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """All tensors that it writes: of a set cut, those that no segment before it wrote."""
+        return (self.output, *self.also)
+
 
 def last_beginning(segments: Sequence[Segment]) -> int:
-    """Find the last segment that reads nothing of the one before it: what follows begins there.
+    """Find the last place where segments read nothing of those before: what follows begins there.
 
     That is 0, but in a cascade, where the source model is the last segment.
     """
-    anew = [b.index for a, b in pairwise(segments) if a.output not in b.inputs]
-    return max(anew, default=0)
+    first_written = {name: s.index for s in segments for name in s.outputs}
+    reaching = len(segments)
+    for segment in reversed(segments):
+        read = (first_written.get(name, segment.index) for name in segment.inputs)
+        reaching = min(reaching, segment.index, *read)
+        if reaching == segment.index:
+            return segment.index
+    return 0
 
 
-HeadKind: TypeAlias = Literal["grid", "first", "mean", "mean_max", "attention", "vector", "own"]
+def given_behind(segments: Sequence[Segment], first: int, last: int) -> tuple[str, ...]:
+    """List what the segments from ``first`` to ``last`` give to those behind, or their answer."""
+    read = {name for segment in segments[last + 1 :] for name in segment.inputs}
+    written = [name for segment in segments[first : last + 1] for name in segment.outputs]
+    return tuple(name for name in written if name in read) or (segments[last].output,)
+
+
+HeadKind: TypeAlias = Literal[
+    "grid", "first", "mean", "mean_max", "attention", "vector", "joined", "own"
+]
 """How a head pools: average a map to a grid; first token; masked mean; first, mean and max joined;
-learned attention queries; not at all. :mod:`offramp.calibration.families` has a class for each.
-``own`` is no head: the answer of the quantised model itself, after its last segment."""
+learned attention queries; not at all; each tensor of a cut set, joined.
+:mod:`offramp.calibration.families` has a class for each. ``own`` is no head: the answer of the
+quantised model itself, after its last segment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +163,7 @@ class Head:
             return "the int8 model's own answer"
         grid = "×".join([str(self.grid)] * self.axes)
         pooling = {
+            "joined": "all tensors",
             "grid": f"{grid} grid" if self.axes > 1 else f"grid of {grid}",
             "first": "first token",
             "mean_max": "first+mean+max",
@@ -259,6 +290,10 @@ class Manifest:
     """Why the compiler chose this precision, where it was asked to look at others."""
     batch_effect: BatchEffect | None = field(default=None, metadata=LEFT_OUT)
     """What the model answers otherwise in other batches, where it is quantised dynamically."""
+    custom_ops: tuple[OperatorLibrary, ...] = field(default=(), metadata=LEFT_OUT)
+    """Libraries with operators of the graphs that ONNX Runtime does not have itself."""
+    paddings: tuple[Padding, ...] = field(default=(), metadata=LEFT_OUT)
+    """The symbolic sizes in which samples may be padded, so that they can share a batch."""
 
     def __post_init__(self) -> None:
         if not self.segments:
@@ -274,114 +309,15 @@ class Manifest:
         if self.answer.output != self.segments[-1].output:
             raise ValueError(f"answer: {self.answer.output!r} is not the last segment's output")
         check_numbers(self, "verified_tolerance", least=0)
-        _check_unique("inputs", (tensor.name for tensor in self.inputs))
-        _check_unique("files", (entry.path for entry in self.files))
-        _check_answer(self)
-        _check_samples(self.inputs, self.calibration)
-        _check_precision(self)
-        _check_chain(self)
+        check_unique("inputs", (tensor.name for tensor in self.inputs))
+        check_unique("files", (entry.path for entry in self.files))
+        check_answer(self)
+        check_samples(self.inputs, self.calibration)
+        check_paddings(self.paddings, self.inputs)
+        check_precision(self)
+        check_chain(self)
 
     @property
     def source_begins(self) -> int:
         """Index of the segment that the source model begins with: 0, or the last in a cascade."""
         return last_beginning(self.segments)
-
-
-def _check_unique(what: str, names: Iterable[str]) -> None:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            raise ValueError(f"{what}: {name!r:.100} is there twice")
-        seen.add(name)
-
-
-def _check_answer(manifest: Manifest) -> None:
-    """The answer is the one output: floating-point, [batch, classes]."""
-    answer, outputs = manifest.answer, manifest.outputs
-    if [output.name for output in outputs] != [answer.output]:
-        raise ValueError(
-            f"outputs: {[output.name for output in outputs]!s:.100} are not the answer "
-            f"{answer.output!r} alone"
-        )
-    (output,) = outputs
-    batch_and_classes = len(output.shape) == 2 and isinstance(output.shape[0], str)
-    if not batch_and_classes or output.shape[1] != answer.classes or output.dtype[0] != "f":
-        raise ValueError(
-            f"outputs: {output.describe()} is not floating-point [batch, {answer.classes}]"
-        )
-
-
-def _check_samples(inputs: Sequence[TensorSpec], calibration: Calibration) -> None:
-    """There is a shape of a sample for each input, which the input takes."""
-    shapes = calibration.sample_shapes
-    names = sorted(tensor.name for tensor in inputs)
-    if not names or sorted(shapes) != names:
-        raise ValueError(
-            f"calibration.sample_shapes: has {sorted(shapes)!s:.100}, expected the inputs {names}"
-        )
-    for tensor in inputs:
-        shape, (batch, *sizes) = shapes[tensor.name], tensor.shape or (None,)
-        fits = len(shape) == len(sizes) and all(
-            found >= 1 if isinstance(size, str) else found == size
-            for found, size in zip(shape, sizes, strict=True)
-        )
-        if not isinstance(batch, str) or not fits:
-            raise ValueError(
-                f"calibration.sample_shapes: {list(shape)!s:.100} is no sample of the input "
-                f"{tensor.describe()}"
-            )
-        if prod(shape) * np.dtype(tensor.dtype).itemsize > _MOST_SAMPLE_BYTES:
-            raise ValueError(f"calibration.sample_shapes: {list(shape)!s:.100} is above 1 GiB")
-
-
-def _check_precision(manifest: Manifest) -> None:
-    """The last segment and the last exit of a cascade, and of no other, are what they must be."""
-    is_cascade = manifest.precision != "fp32"
-    last = len(manifest.segments) - 1
-    own = [e.index for e in manifest.exits if e.head.kind == "own"]
-    if not is_cascade:
-        if own:
-            raise ValueError(f"exits[{own[0]}]: head 'own' is for precision int8, not for fp32")
-        return
-    if not last:
-        raise ValueError("segments: precision int8 needs a quantised one, and the source model")
-    if manifest.segments[last].file != manifest.source.file:
-        raise ValueError(
-            f"segments[{last}]: file {manifest.segments[last].file!r:.100}, expected the source "
-            f"model {manifest.source.file!r:.100}, which precision int8 ends with"
-        )
-    end = len(manifest.exits) - 1
-    if own != [end] or manifest.exits[end].after_segment != last - 1:
-        raise ValueError(
-            f"exits: precision int8 needs the quantised model's own answer, head 'own', as the "
-            f"last exit, after segment {last - 1}; found {own} of {len(manifest.exits)}"
-        )
-
-
-def _check_chain(manifest: Manifest) -> None:
-    """Each segment reads what the one before it gives, and graph inputs; exits do likewise.
-
-    The source model in a cascade reads graph inputs alone.
-    """
-    graph_inputs = {tensor.name for tensor in manifest.inputs}
-    cut: str | None = None
-    for segment in manifest.segments:
-        if manifest.precision != "fp32" and segment is manifest.segments[-1]:
-            cut = None
-        _check_reads(f"segments[{segment.index}]", segment.inputs, cut, graph_inputs)
-        cut = segment.output
-    for exit_ in manifest.exits:
-        cut = manifest.segments[exit_.after_segment].output
-        _check_reads(f"exits[{exit_.index}]", exit_.inputs, cut, graph_inputs)
-    given = [segment.output for segment in manifest.segments]
-    given += [name for exit_ in manifest.exits for name in (exit_.output, exit_.confidence)]
-    _check_unique("tensors", [*graph_inputs, *given])
-
-
-def _check_reads(what: str, read: Sequence[str], cut: str | None, graph_inputs: set[str]) -> None:
-    missing = cut is not None and cut not in read
-    foreign = sorted(set(read) - graph_inputs - {cut})
-    if missing or foreign or not read:
-        expected = "graph inputs" if cut is None else f"{cut!r}, and graph inputs beside it"
-        raise ValueError(f"{what}: reads {list(read)!s:.200}, expected {expected}")
-    _check_unique(f"{what}.inputs", read)

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle.manifest import Head, HeadKind
+from offramp.calibration.cut_tensors import CutTensor, Form
 
 FloatArray = NDArray[np.float32]
 
@@ -30,66 +30,6 @@ MAX_FEATURES = 2048
 of weights, and a batch of one waits for all of them to be read."""
 FAR_BELOW = -1e9
 """Added to the scores of padding, so that a softmax or a maximum passes over it."""
-
-
-Form: TypeAlias = Literal["vector", "tokens", "map"]
-"""What a cut tensor is to heads: [batch, width]; [batch, tokens, width]; channels over one, two or
-three dimensions of a signal, an image or a video."""
-_RANKS = range(2, 6)
-"""Dimensions of the cut tensors that there are heads for, with the batch."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CutTensor:
-    """The tensor at a cut point, which the heads of an exit read."""
-
-    name: str
-    dtype: str
-    shape: tuple[int | str, ...]
-    """First the batch; then channels and map, or map and channels, or tokens and width, or
-    width."""
-    channels: int | None = None
-    """The dimension that holds the channels, or a token's width. ``None``: as is usual for the
-    rank, which is the first after the batch for maps of two and three dimensions, else the
-    last."""
-    mask: str | None = None
-    """Graph input [batch, tokens] that says which tokens count, if there is one."""
-    mask_dtype: str = "int64"
-    is_answer: bool = False
-    """Whether it is the quantised model's own answer, which needs no head."""
-
-    @property
-    def rank(self) -> int:
-        """Number of dimensions, with the batch."""
-        return len(self.shape)
-
-    @property
-    def channel_axis(self) -> int:
-        """The dimension that holds the channels, or a token's width."""
-        usual = 1 if self.rank > 3 else self.rank - 1
-        return usual if self.channels is None else self.channels
-
-    @property
-    def form(self) -> Form | None:
-        """What the tensor is to heads; ``None`` where there is no kind of head for it."""
-        if self.rank not in _RANKS or self.channel_axis not in (1, self.rank - 1):
-            return None
-        if self.rank == 2:
-            return "vector"
-        return "tokens" if self.rank == 3 and self.channel_axis == 2 else "map"
-
-    @property
-    def width(self) -> int | None:
-        """Channels, or size of a token or vector; ``None`` where it is symbolic."""
-        size = self.shape[self.channel_axis]
-        return size if isinstance(size, int) else None
-
-    @property
-    def sides(self) -> tuple[int | str, ...]:
-        """Sizes of a map: its height and width, say."""
-        return tuple(
-            size for axis, size in enumerate(self.shape) if axis not in (0, self.channel_axis)
-        )
 
 
 class GraphPart(Protocol):
@@ -135,14 +75,18 @@ class Pooling(ABC):
         return self.tried
 
     @abstractmethod
-    def build(self, part: GraphPart, tensor: str, served: ServedHead) -> str:
-        """Add the operators that make features of a float32 tensor; gives their output's name."""
+    def build(self, part: GraphPart, tensors: Sequence[str], served: ServedHead) -> str:
+        """Add the operators that make features; gives their output's name.
+
+        ``tensors`` are those of :attr:`CutTensor.read` as float32.
+        """
 
     def features(self, tokens: FloatArray, keep: FloatArray) -> FloatArray:
         """Pool recorded tokens [n, tokens, width] to [n, features], as the served graph does.
 
-        ``keep`` [n, tokens, 1] is 1 where a token counts, and 0 where it is padding. Vectors and
-        grids are recorded as heads read them, and learned poolings are computed in training.
+        ``keep`` [n, tokens, 1] is 1 where a token counts, and 0 where it is padding. Vectors, grids
+        and what is joined are recorded as heads read them, and learned poolings are computed in
+        training.
         """
         raise NotImplementedError(f"{self.kind} heads are not trained on pooled tokens")
 
@@ -158,7 +102,8 @@ class _GridPooling(Pooling):
         cheap = [] if coarsest == finest else [Head(kind="grid", grid=coarsest, axes=axes)]
         return [*cheap, *(Head(kind="grid", grid=finest, axes=axes, hidden=h) for h in (0, HIDDEN))]
 
-    def build(self, part: GraphPart, tensor: str, served: ServedHead) -> str:
+    def build(self, part: GraphPart, tensors: Sequence[str], served: ServedHead) -> str:
+        (tensor,) = tensors
         return part.add("Flatten", [pool_map(part, served.cut, tensor, served.head.grid)], axis=1)
 
 
@@ -168,7 +113,8 @@ class _VectorPooling(Pooling):
     kind, form = "vector", "vector"
     tried = (Head(kind="vector"), Head(kind="vector", hidden=HIDDEN))
 
-    def build(self, part: GraphPart, tensor: str, served: ServedHead) -> str:  # noqa: ARG002
+    def build(self, part: GraphPart, tensors: Sequence[str], served: ServedHead) -> str:  # noqa: ARG002
+        (tensor,) = tensors
         return tensor
 
 
@@ -181,7 +127,8 @@ class _FirstTokenPooling(Pooling):
     def features(self, tokens: FloatArray, keep: FloatArray) -> FloatArray:  # noqa: ARG002
         return tokens[:, 0]
 
-    def build(self, part: GraphPart, tensor: str, served: ServedHead) -> str:  # noqa: ARG002
+    def build(self, part: GraphPart, tensors: Sequence[str], served: ServedHead) -> str:  # noqa: ARG002
+        (tensor,) = tensors
         return _first_token(part, tensor)
 
 
@@ -195,7 +142,8 @@ class _MeanPooling(Pooling):
         mean: FloatArray = (tokens * keep).sum(axis=1) / np.maximum(keep.sum(axis=1), 1)
         return mean
 
-    def build(self, part: GraphPart, tensor: str, served: ServedHead) -> str:
+    def build(self, part: GraphPart, tensors: Sequence[str], served: ServedHead) -> str:
+        (tensor,) = tensors
         return _masked_mean(part, tensor, _token_mask(part, served.cut))
 
 
@@ -213,7 +161,8 @@ class _MeanMaxPooling(Pooling):
         largest = (tokens + (1 - keep) * np.float32(FAR_BELOW)).max(axis=1)
         return np.concatenate([tokens[:, 0], mean, largest], axis=1)
 
-    def build(self, part: GraphPart, tensor: str, served: ServedHead) -> str:
+    def build(self, part: GraphPart, tensors: Sequence[str], served: ServedHead) -> str:
+        (tensor,) = tensors
         keep = _token_mask(part, served.cut)
         mean, first = _masked_mean(part, tensor, keep), _first_token(part, tensor)
         masked = tensor if keep is None else part.add("Add", [tensor, _padding_bias(part, keep)])
@@ -229,7 +178,8 @@ class _AttentionPooling(Pooling):
         Head(kind="attention", queries=QUERIES[0], hidden=HIDDEN),
     )
 
-    def build(self, part: GraphPart, tensor: str, served: ServedHead) -> str:
+    def build(self, part: GraphPart, tensors: Sequence[str], served: ServedHead) -> str:
+        (tensor,) = tensors
         keep = _token_mask(part, served.cut)
         queries = part.weight("queries", served.weights["queries"].T)
         scores = part.add("MatMul", [tensor, queries])
@@ -240,47 +190,48 @@ class _AttentionPooling(Pooling):
         return part.add("Flatten", [part.add("MatMul", [attention, tensor])], axis=1)
 
 
+class _JoinedPooling(Pooling):
+    """Averages of maps over a grid, masked means of tokens, and vectors, of a set of tensors."""
+
+    kind, form, reads_mask = "joined", "set", True
+    tried = (Head(kind="joined"), Head(kind="joined", hidden=HIDDEN))
+
+    def build(self, part: GraphPart, tensors: Sequence[str], served: ServedHead) -> str:
+        return join_tensors(part, tensors, served.cut)
+
+
 _KINDS = (_GridPooling, _VectorPooling, _FirstTokenPooling, _MeanPooling, _MeanMaxPooling,
-          _AttentionPooling)  # fmt: skip
+          _AttentionPooling, _JoinedPooling)  # fmt: skip
 POOLINGS: Mapping[HeadKind, Pooling] = {pooling.kind: pooling() for pooling in _KINDS}
 """Every kind of head by its name in the manifest, but ``own``; tried in this order."""
 
 
 def family_of(cut: CutTensor) -> tuple[Head, ...]:
     """Give the heads to try; none where the tensor's shape has no known kind of head."""
-    if cut.is_answer or why_no_head(cut):
+    if cut.is_answer or not cut.read:
         return ()
     kinds = [pooling for pooling in POOLINGS.values() if pooling.form == cut.form]
     return tuple(head for pooling in kinds for head in pooling.heads(cut))
 
 
-def why_no_head(cut: CutTensor) -> str:
-    """Say what a head lacks in a cut tensor; empty where one can be built."""
-    if cut.rank not in _RANKS:
-        most = _RANKS.stop - 1
-        return f"it has {cut.rank} dimensions, and heads read {_RANKS.start} to {most}"
-    if cut.form is None:
-        return (
-            f"its channels are dimension {cut.channel_axis} of {cut.rank}, and heads read them as "
-            "the first after the batch, or as the last"
-        )
-    if cut.width is None:
-        return (
-            f"dimension {cut.channel_axis}, which holds its channels, has no fixed size that a "
-            "head could be trained for; export the model with that size fixed"
-        )
-    return ""
+def masked_tensors(cut: CutTensor, head: Head) -> tuple[CutTensor, ...]:
+    """Give the tensors by whose masks a head reads them, one for each mask."""
+    if head.kind == "own" or not POOLINGS[head.kind].reads_mask:
+        return ()
+    by_mask = {tensor.mask: tensor for tensor in cut.read if tensor.mask}
+    return tuple(by_mask.values())
 
 
-def mask_of(cut: CutTensor, head: Head) -> str | None:
-    """Give the mask that a head reads beside its cut tensor, if it does."""
-    return cut.mask if head.kind != "own" and POOLINGS[head.kind].reads_mask else None
+def masks_of(cut: CutTensor, head: Head) -> tuple[str, ...]:
+    """Give the masks that a head reads beside its cut tensors."""
+    return tuple(tensor.mask for tensor in masked_tensors(cut, head) if tensor.mask)
 
 
-def grids_of(cut: CutTensor) -> tuple[int, ...]:
+def grids_of(cut: CutTensor, most_features: float = MAX_FEATURES) -> tuple[int, ...]:
     """Grids to pool a map to: all of it, and the finest of 2, 4 and its own seventh or eighth part.
 
-    Those between were chosen only at the very end of a model, where they net the same.
+    Of those with at most so many features. Grids between were chosen only at the very end of a
+    model, where they net the same.
     """
     sides = [side for side in cut.sides if isinstance(side, int)]
     assert cut.width is not None
@@ -288,9 +239,37 @@ def grids_of(cut: CutTensor) -> tuple[int, ...]:
         return (1,)
     side = min(sides)
     finest = 7 if side % 7 == 0 else 8
-    most = MAX_FEATURES / cut.width
+    most = most_features / cut.width
     fitting = [g for g in (1, 2, 4, finest) if g <= side and g ** len(sides) <= most]
     return (1, fitting[-1]) if len(fitting) > 1 else (1,)
+
+
+def join_tensors(part: GraphPart, tensors: Sequence[str], cut: CutTensor) -> str:
+    """Pool each tensor of a set, given as float32, and join them: [n, features]."""
+    pooled = []
+    for tensor, described in zip(tensors, cut.read, strict=True):
+        match described.own_form:
+            case "map":
+                grid = grids_of(described, MAX_FEATURES / len(tensors))[-1]
+                pooled.append(
+                    part.add("Flatten", [pool_map(part, described, tensor, grid)], axis=1)
+                )
+            case "tokens":
+                pooled.append(_masked_mean(part, tensor, _token_mask(part, described)))
+            case _:
+                pooled.append(tensor)
+    return part.add("Concat", pooled, axis=1) if len(pooled) > 1 else pooled[0]
+
+
+def joined_width(cut: CutTensor) -> int:
+    """Count the features that :func:`join_tensors` makes."""
+    read = cut.read
+    widths = [(t.width or 0) for t in read]
+    cells = [
+        grids_of(t, MAX_FEATURES / len(read))[-1] ** len(t.sides) if t.own_form == "map" else 1
+        for t in read
+    ]
+    return sum(width * count for width, count in zip(widths, cells, strict=True))
 
 
 def pooling_window(size: int, grid: int) -> tuple[int, int]:

@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from offramp.bundle import Answer
 from offramp.bundle.mapped import let_go
 from offramp.calibration.augmentation import MadeSamples
+from offramp.calibration.cut_tensors import CutTensor
 from offramp.calibration.dataset import DataError, Dataset
-from offramp.calibration.families import POOLINGS, CutTensor, family_of
+from offramp.calibration.families import POOLINGS, family_of
 from offramp.calibration.preconditioning import LARGEST, SAMPLES, Preconditioner
 from offramp.calibration.running import BATCH_SIZE, Graphs, check_answers, run_over
 

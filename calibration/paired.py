@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import NEVER
 from offramp.engine.backends import Slot
-from offramp.engine.external_weights import name_weights
+from offramp.engine.backends.custom_ops import load_session, session_options
 from offramp.engine.pipeline import Departure, Pipeline
 from offramp.engine.plan import Plan
 
@@ -55,11 +55,10 @@ def plain_session(model: bytes | str, threads: int) -> ort.InferenceSession:
 
     What is compared with the source model is loaded by the same lines as the source model.
     """
-    options = ort.SessionOptions()
+    options = session_options()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
-    name_weights(options)
-    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    return load_session(model, options)
 
 
 class PlainModel:

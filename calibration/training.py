@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from offramp.bundle import Head
-from offramp.calibration.families import CutTensor
+from offramp.calibration.cut_tensors import CutTensor
 from offramp.calibration.features import Recording
 from offramp.calibration.learners import Group, Learner, Preconditioners, View, learner_of, view_of
 from offramp.calibration.training_options import TrainingOptions

@@ -15,7 +15,8 @@ import onnx
 from onnx import helper, numpy_helper
 
 from offramp.compiler.cuts import GraphAnalysis
-from offramp.compiler.flow import SHAPE_KINDS, Flow, Gate
+from offramp.compiler.flow import SHAPE_KINDS, Flow
+from offramp.compiler.gates import Gate
 from offramp.compiler.graph import Operator, copied, refill
 from offramp.compiler.shapes import annotate
 

@@ -17,7 +17,7 @@ from offramp.compiler.shapes import BATCH, FLOATING, declared_types, dtype_name
 _log = logging.getLogger(__name__)
 
 _TRANSPARENT = frozenset(
-    {"Identity", "Flatten", "Reshape", "Squeeze", "Unsqueeze", "Cast", "Clip", "Dropout"}
+    {"Identity", "Flatten", "Reshape", "Squeeze", "Unsqueeze", "Cast", "Clip", "Dropout", "ZipMap"}
 )
 """Operators through which the last one that computes can still be seen."""
 _PICKING = frozenset({"ArgMax", "TopK", "Hardmax"})
@@ -35,6 +35,11 @@ def keep_answer(proto: onnx.ModelProto, answer: str | None) -> None:
     if not outputs:
         raise ModelError("no outputs, so there is no answer; export the model with its logits")
     if answer is None and len(outputs) > 1:
+        graph = Dataflow(proto.graph)
+        ends = {name: _last(graph, name) for name in outputs}
+        trees = {name: op for name, op in ends.items() if op is not None and op.kind in _TREES}
+        if len(trees) == len(outputs):
+            raise ModelError(_of_trees(*next(iter(trees.items()))))
         raise ModelError(
             f"{len(outputs)} outputs ({', '.join(outputs)}); {_likely(outputs.values())}"
         )
@@ -81,7 +86,10 @@ def _likely(outputs: Iterable[onnx.ValueInfoProto]) -> str:
             "none of them is a floating-point tensor [batch, classes]; export the model with "
             "its scores of the classes"
         )
-    return f"say which one is the answer, for instance answer={scores[0]!r}"
+    return (
+        f"say which one is the answer, for instance --answer {scores[0]} (from Python "
+        f"answer={scores[0]!r})"
+    )
 
 
 def find_answer(proto: onnx.ModelProto) -> Answer:
@@ -94,11 +102,7 @@ def find_answer(proto: onnx.ModelProto) -> Answer:
     tensor, last = declared_types(proto).get(name), _last(Dataflow(proto.graph), name)
     shape = tensor.shape if tensor else None
     if last is not None and last.kind in _TREES:
-        raise ModelError(
-            f"output {name!r} is what {_named(last)} gives: all trees are one operator, so there "
-            "is nothing to cut, and no exit could save anything; serve the model as it is. "
-            "Pipelines that end with a neural network can be cut"
-        )
+        raise ModelError(_of_trees(name, last))
     match shape:
         case (str(batch), int(classes)) if batch == BATCH and classes >= 2:
             if tensor is not None and tensor.is_floating:
@@ -108,6 +112,14 @@ def find_answer(proto: onnx.ModelProto) -> Answer:
     raise ModelError(
         f"output {name!r} has shape {found}{kind}, expected floating-point [batch, classes] with "
         f"at least 2 classes: only classifiers are supported; {_remedy(shape, last)}"
+    )
+
+
+def _of_trees(output: str, last: Operator) -> str:
+    return (
+        f"output {output!r} is what {_named(last)} gives: all trees are one operator, so there is "
+        "nothing to cut, and no exit could save anything; serve the model as it is. Pipelines that "
+        "end with a neural network can be cut"
     )
 
 
@@ -123,6 +135,11 @@ def _remedy(shape: tuple[int | str, ...] | None, last: Operator | None) -> str:
         return (
             "one column is no choice between classes; where it is the logit z of yes or no, end "
             "the model with both, as torch.cat([0 * z, z], 1) does"
+        )
+    if shape is not None and len(shape) > 2:
+        return (
+            "what it answers for each place of a map or sequence is no answer for the sample: pool "
+            "it, or end the model at the logits of one class a sample"
         )
     return "end the model at its logits"
 

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
 
 from offramp.bundle.engines import PRECISIONS
 from offramp.compiler import help_texts
-from offramp.compiler.engines.options import (
-    DEFAULT_BATCHES,
-    OPTIMIZATION_LEVELS,
-    EngineBuildOptions,
-    parse_batches,
-    parse_buckets,
-    parse_parts,
-    parse_units,
-)
-from offramp.compiler.errors import EngineOptionsError
-from offramp.compiler.options import AskedPrecision
+from offramp.compiler.engine_arguments import add_engine_arguments
 
-DEFAULT_DEVICE = "cuda:0"
-_GIB, _MOST_GIB = 2**30, 2**20
+_MOST_GIB = 2**20
 _SEEDS = 2**63
 """How many there are: torch takes no larger one, numpy no negative one."""
 
@@ -48,6 +35,7 @@ def compile_parser() -> argparse.ArgumentParser:
                        "nearest; 10%%-60%%: all between)")  # fmt: skip
     exits.add_argument("--candidates", type=_positive, default=12, metavar="N",
                        help="most exits that are built, if --exits is not given")  # fmt: skip
+    _add_max_cut_tensors(exits)
     exits.add_argument("--max-overhead", type=_share, metavar="SHARE",
                        help="hard limit on the time that exits may add where none is taken, at the "
                        "reference batch size; not given, that time is a price in the savings "
@@ -72,7 +60,7 @@ def compile_parser() -> argparse.ArgumentParser:
                    "the unmodified model answers the rest, under the same promise. With engines: "
                    "of their arithmetic; the bundle is of fp32 (default: fp32)",
                    also=["auto"])  # fmt: skip
-    _add_engine_arguments(engines)
+    add_engine_arguments(engines)
     tuning = parser.add_argument_group("measuring")
     tuning.add_argument("--reference-batch-size", type=_positive, default=8, metavar="N",
                         help="savings are predicted at this size")  # fmt: skip
@@ -91,10 +79,17 @@ def compile_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_max_cut_tensors(group: argparse._ActionsContainer) -> None:
+    group.add_argument("--max-cut-tensors", type=_positive, default=4, metavar="K",
+                       help="most tensors that a cut point has, where no single one carries "
+                       "everything, as in parallel branches")  # fmt: skip
+
+
 def inspect_parser() -> argparse.ArgumentParser:
     """Make the parser of ``eecompile inspect``."""
     parser = _parser("inspect", help_texts.INSPECT)
     _add_model(parser, "the model to slice, or a bundle")
+    _add_max_cut_tensors(parser)
     _add_json(parser)
     return parser
 
@@ -154,7 +149,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_precision(engines, "of the arithmetic inside; inputs, outputs and exits stay fp32; auto: "
                    "what saves most of those that --data certify, timed here (default: fp32)",
                    also=["auto"])  # fmt: skip
-    _add_engine_arguments(engines)
+    add_engine_arguments(engines)
     run = parser.add_argument_group("what is done")
     run.add_argument("--rebuild", action="store_true", help="build what still fits too")
     run.add_argument("--prune", action="store_true",
@@ -188,9 +183,13 @@ def export_parser() -> argparse.ArgumentParser:
 def _parser(
     name: str, description: str, formatter: type[argparse.HelpFormatter] = argparse.HelpFormatter
 ) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog=f"eecompile {name}".strip(), description=description, formatter_class=formatter
     )
+    parser.add_argument("--custom-ops", type=Path, action="append", default=[], metavar="LIB.so",
+                        help="library with operators that ONNX Runtime does not have; may be "
+                        "repeated")  # fmt: skip
+    return parser
 
 
 _REPLACED = "write there; BUNDLE is replaced if not given"
@@ -251,107 +250,6 @@ def _add_rehearsing(
 def _add_precision(group: argparse._ArgumentGroup, help_: str, *, also: Sequence[str] = ()) -> None:
     choices = (*also, *PRECISIONS)
     group.add_argument("--precision", choices=choices, default=argparse.SUPPRESS, help=help_)
-
-
-def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add what ``eecompile build`` and ``--backend tensorrt`` have in common.
-
-    What is not given is absent, so that it is seen what was given (:func:`given_engine_options`).
-    """
-    add = partial(group.add_argument, default=argparse.SUPPRESS)
-    add("--device", metavar="DEVICE",
-        help=f"the GPU to build on and for (default: {DEFAULT_DEVICE})")  # fmt: skip
-    add("--batch-profiles", metavar="A,B-C,…",
-        help="batch sizes that an engine takes, each range tuned for its upper "
-        f"end (default: {DEFAULT_BATCHES})")  # fmt: skip
-    add("--buckets", metavar="NAME=A,B,…", action="append",
-        help="upper ends of ranges of another symbolic size, such as "
-        "sequence=32,64,128; may be repeated (default: up to the size of the "
-        "calibration data)")  # fmt: skip
-    add("--parts", metavar="A,B",
-        help="what to build, of source, stages and segments (default: all)")  # fmt: skip
-    add("--units", metavar="NAME,NAME",
-        help="what to build instead, by the names of the table that a build prints, such as "
-        "00-01-exit1: the stages that end there if other exits come into use")  # fmt: skip
-    add("--workspace", type=float, metavar="GIB",
-        help="most memory of the GPU for scratch (default: all that is free)")  # fmt: skip
-    add("--optimization-level", type=int, metavar="N",
-        help="0 to 5: how long TensorRT looks for faster engines (default: 3)")  # fmt: skip
-    add("--accept-disagreement", action="store_true",
-        help="build although fp16 or int8 spends the bundle's promise without any exit, and serve "
-        "its policy as it is")  # fmt: skip
-
-
-_ENGINE_ARGUMENTS = ("device", "precision", "batch_profiles", "buckets", "parts", "units",
-                     "workspace", "optimization_level", "accept_disagreement")  # fmt: skip
-_AS_THERE = ("batch_profiles", "buckets", "workspace", "optimization_level")
-"""Of these the ones that ``--beside-serving`` takes from what was built."""
-
-
-def given_engine_options(options: argparse.Namespace) -> list[str]:
-    """Name the engine options that were given, as they are spelled.
-
-    A precision that is asked of a bundle is none.
-    """
-    given = [name for name in _ENGINE_ARGUMENTS if name in options]
-    if getattr(options, "precision", None) in get_args(AskedPrecision):
-        given.remove("precision")
-    return [f"--{name.replace('_', '-')}" for name in given]
-
-
-def chooses_precision(options: argparse.Namespace) -> bool:
-    """Whether engines of several precisions are to be tried."""
-    return getattr(options, "precision", None) == "auto"
-
-
-def bundle_precision(options: argparse.Namespace) -> AskedPrecision:
-    """Read the precision of the bundle: with engines, ``--precision`` is theirs."""
-    if options.backend == "tensorrt":
-        return "fp32"
-    precision: AskedPrecision = getattr(options, "precision", "fp32")
-    return precision
-
-
-def engine_options(options: argparse.Namespace) -> EngineBuildOptions:
-    """Read the engine options, and fill in the defaults; EngineOptionsError if malformed."""
-    given = {name: value for name, value in vars(options).items() if name in _ENGINE_ARGUMENTS}
-    if chooses_precision(options):
-        del given["precision"]  # of every build that is tried, another
-    _refuse_both(given, "units", ["parts"])
-    if getattr(options, "beside_serving", False):
-        _refuse_both({**given, "beside_serving": True}, "beside_serving", _AS_THERE)
-    readers: dict[str, tuple[str, Callable[[Any], Any]]] = {
-        "batch_profiles": ("batches", parse_batches),
-        "buckets": ("buckets", lambda texts: tuple(parse_buckets(texts).items())),
-        "parts": ("parts", parse_parts),
-        "units": ("units", parse_units),
-        "workspace": ("workspace_bytes", _bytes),
-        "optimization_level": ("optimization_level", _level),
-    }
-    for name, (field, read) in readers.items():
-        if name in given:
-            given[field] = read(given.pop(name))
-    return EngineBuildOptions(**given)
-
-
-def _refuse_both(given: Mapping[str, Any], one: str, others: Sequence[str]) -> None:
-    """Refuse an option together with those that say the same otherwise."""
-    both = [name for name in others if one in given and name in given]
-    if both:
-        first, second = (f"--{name.replace('_', '-')}" for name in (one, both[0]))
-        raise EngineOptionsError(f"{first} says what {second} does; give one of the two")
-
-
-def _bytes(gib: float) -> int:
-    if not 0 < gib < _MOST_GIB:
-        raise EngineOptionsError(f"--workspace {gib:g} is no number of GiB; give for instance 4")
-    return max(round(gib * _GIB), 1)
-
-
-def _level(level: int) -> int:
-    if level not in OPTIMIZATION_LEVELS:
-        raise EngineOptionsError(f"--optimization-level {level} is not in 0 to 5")
-    return level
 
 
 def seed(text: str) -> int:

@@ -9,6 +9,7 @@ the result computes the same is not believed but tried: rows are run against the
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -65,8 +66,9 @@ class _Repair(BatchEdits):
                 self._follow(op)
             except ValueError as error:
                 raise ModelError(
-                    f"the batch size was fixed at {self.old}, and node {op.name!r} ({op.kind}, "
-                    f"which gives {op.writes[0]!r}) cannot take another: {error}; {REMEDY}"
+                    f"the batch size was fixed at {self.old}, and the operator{_named(op)} "
+                    f"({op.kind}, which gives {op.writes[0]!r}) cannot take another: {error}; "
+                    f"{REMEDY}"
                 ) from error
         refill(self.graph.node, self.nodes)
 
@@ -131,7 +133,8 @@ class _Repair(BatchEdits):
                 f"it makes {list(shape)} of {list(before)}, where no dimension can hold the batch"
             )
         wanted = scaled(shape, found.axis, self.old, self.rows)
-        self.freed.follow(node)
+        with suppress(ValueError):  # other rows need not even divide by what the target states
+            self.freed.follow(node)
         if self.freed.shape(node.output[0]) != wanted:
             self._retarget(node, target, found.axis, shape)
         self._places[node.output[0]] = found
@@ -368,6 +371,10 @@ class _Repair(BatchEdits):
 
 def _counts_rows(told: NDArray[np.generic]) -> bool:
     return told.dtype == np.int64 and np.array_equal(told.ravel(), np.arange(told.size))
+
+
+def _named(op: Operator) -> str:
+    return f" {op.name!r}" if op.name else ""
 
 
 def _is_known(tensor: TensorType) -> bool:

@@ -88,7 +88,7 @@ def build_bundle(options: BuildOptions, reports: Reports = SILENT_REPORTS) -> Bu
     check_options(options)
     with _builder(options, reports) as builder:
         bundle = Bundle.open(options.bundle)
-        _check_precision(bundle)
+        _check_buildable(bundle)
         target = _target(bundle, builder, options)
         data = _read_data(bundle, options, reports)
         engines, sizes = _asked(bundle, target, options, reports)
@@ -127,12 +127,18 @@ def check_options(options: BuildOptions) -> None:
         )
 
 
-def _check_precision(bundle: Bundle) -> None:
+def _check_buildable(bundle: Bundle) -> None:
     if bundle.manifest.precision != "fp32":
         raise EngineOptionsError(
             f"{bundle.path} is of precision {bundle.manifest.precision}, which is for CPUs, and "
             "TensorRT engines are made of a float32 bundle: compile it with --precision fp32; "
             "engines of other precisions are built of that"
+        )
+    if bundle.manifest.custom_ops:
+        told = "; ".join(library.describe() for library in bundle.manifest.custom_ops)
+        raise EngineOptionsError(
+            f"{bundle.path} needs operators of a library, which TensorRT's engines cannot hold: "
+            f"{told}; serve it on the CPU with --backend onnxruntime"
         )
 
 

@@ -26,6 +26,7 @@ from offramp.compiler.progress import SILENT, Progress
 from offramp.compiler.rounding import SINGLE
 from offramp.compiler.runtime import relative_difference
 from offramp.compiler.staged_answers import AnsweringStages, batches_of_many_sizes
+from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.plan import Mode, make_plan
 from offramp.engine.whole_promise import end_evidence, whole_policy
 
@@ -72,7 +73,7 @@ def verify_bundle(options: VerifyOptions, progress: Progress = SILENT) -> Bundle
         DataError: The data do not fit the model, or it fails on them or answers NaN.
         VerificationError: Who reaches the model's end gets another answer than the model's.
     """
-    bundle = Bundle.open(options.bundle)
+    bundle = open_runnable(options.bundle)
     dataset = read_dataset(options.data, bundle.manifest.inputs)
     runs = _Runs(bundle, options)
     with progress.step("Answer all samples", len(dataset)) as advance:

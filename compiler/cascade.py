@@ -20,9 +20,10 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
+from offramp.calibration.cut_tensors import CutTensor
 from offramp.calibration.dataset import DataError
-from offramp.calibration.families import CutTensor
-from offramp.compiler.cuts import CutAnalysis, GraphAnalysis, find_cuts
+from offramp.compiler.cut_points import CutAnalysis
+from offramp.compiler.cuts import GraphAnalysis, find_cuts
 from offramp.compiler.errors import ModelError, VerificationError
 from offramp.compiler.export.nesting import rename_graph
 from offramp.compiler.graph import Dataflow, default_opset, refill
@@ -125,14 +126,15 @@ def _describe(proto: onnx.ModelProto, model: SourceModel) -> None:
 
 
 def _surviving(analysis: CutAnalysis, front: SourceModel) -> CutAnalysis:
-    """Drop the cut points that are none in the quantised model."""
+    """Drop the cut points that are none in the quantised model, and sets of tensors."""
     looked_at = GraphAnalysis.of(front.proto)
     flow = looked_at.trace(analysis.main_inputs, rereads=analysis.rereads)
     gates = {gate.tensor: gate for gate in flow.gates}
     kept = [
         cut
         for cut in analysis.cuts
-        if (gate := gates.get(PREFIX + cut.tensor)) is not None
+        if not cut.beside
+        and (gate := gates.get(PREFIX + cut.tensor)) is not None
         and gate.side_inputs <= set(cut.side_inputs)
         and (found := looked_at.types.get(gate.tensor)) is not None
         and found.dtype == cut.dtype

@@ -8,6 +8,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -18,10 +19,11 @@ from rich.logging import RichHandler
 from offramp.bundle import BundleError
 from offramp.bundle.serde import to_plain
 from offramp.calibration.dataset import DataError
-from offramp.compiler import arguments
+from offramp.compiler import arguments, engine_arguments
 from offramp.compiler.errors import CompileError, EngineOptionsError, ModelError
 from offramp.compiler.interruption import Target, raising_signals, status_of
 from offramp.compiler.progress import TerminalProgress
+from offramp.engine.errors import BackendError
 from offramp.engine.options import available_cores
 
 if TYPE_CHECKING:
@@ -55,14 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"eecompile: {error}", file=sys.stderr)
         return 1
     try:
-        with raising_signals():
+        with raising_signals(), _libraries(options.custom_ops):
             return command.run(options, console)
     except ImportError as error:
         remedy = "compiling needs the extra `compile`: pip install '.[compile]'"
         where = "for the dot: Offramp's source folder or wheel"
         print(f"eecompile: {error}; {remedy} ({where})", file=sys.stderr)
         return 1
-    except (CompileError, DataError, BundleError, OSError) as error:
+    except (CompileError, DataError, BundleError, BackendError, OSError) as error:
         print(f"eecompile: {error}", file=sys.stderr)
         return 1
     except MemoryError as error:
@@ -73,6 +75,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         print(f"eecompile: {target.describe(error)}", file=sys.stderr)
         return status_of(error)
+
+
+def _libraries(paths: Sequence[Path]) -> AbstractContextManager[None]:
+    """Give the libraries of ``--custom-ops`` to whatever loads a graph meanwhile."""
+    if not paths:
+        return nullcontext()
+    from offramp.engine.backends.custom_ops import using_libraries  # noqa: PLC0415
+
+    return using_libraries(paths)
 
 
 def _target_of(options: argparse.Namespace) -> Path:
@@ -111,7 +122,7 @@ def _compile(options: argparse.Namespace, console: Console) -> int:
         output=output,
         exits=tuple(options.exits.split(",")) if options.exits else (),
         simplify=not options.no_simplify,
-        precision=arguments.bundle_precision(options),
+        precision=engine_arguments.bundle_precision(options),
         training=TrainingOptions(epochs=options.epochs, threads=threads, seed=options.seed),
     )
     scratch = ScratchSpace(asked.scratch)
@@ -121,7 +132,7 @@ def _compile(options: argparse.Namespace, console: Console) -> int:
     print_use(scratch, Console())
     if engines is None:
         return 0
-    return _build_and_print(engines, console, chooses=arguments.chooses_precision(options))
+    return _build_and_print(engines, console, chooses=engine_arguments.chooses_precision(options))
 
 
 def _engines_to_build(options: argparse.Namespace, output: Path) -> BuildOptions | None:
@@ -130,14 +141,19 @@ def _engines_to_build(options: argparse.Namespace, output: Path) -> BuildOptions
     from offramp.compiler.choosing import check_choice  # noqa: PLC0415
 
     if options.backend != "tensorrt":
-        given = arguments.given_engine_options(options)
+        given = engine_arguments.given_engine_options(options)
         if given:
             raise EngineOptionsError(f"{', '.join(given)} is for engines: add --backend tensorrt")
         return None
-    engines = arguments.engine_options(options)
+    if options.custom_ops:
+        raise EngineOptionsError(
+            f"--custom-ops {options.custom_ops[0]}: TensorRT's engines cannot hold operators of a "
+            "library; leave --backend tensorrt out, and serve with --backend onnxruntime"
+        )
+    engines = engine_arguments.engine_options(options)
     build = BuildOptions(bundle=output, engines=engines, data=options.data, seed=options.seed)
     check_options(build)
-    if arguments.chooses_precision(options):
+    if engine_arguments.chooses_precision(options):
         check_choice(build)
     check_device(engines.device)
     return build
@@ -165,7 +181,7 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
             simplify=not options.no_simplify,
             simplify_limit=options.simplify_limit,
         )
-        analysis = find_cuts(model)
+        analysis = find_cuts(model, max_tensors=options.max_cut_tensors)
     print_inspection(model, analysis, Console())
     _write_json(options.json, describe_model(model, analysis))
     return 0
@@ -222,9 +238,9 @@ def _export(options: argparse.Namespace, console: Console) -> int:
 def _build(options: argparse.Namespace, console: Console) -> int:
     from offramp.compiler.build import BuildOptions  # noqa: PLC0415
 
-    engines = arguments.engine_options(options)
+    engines = engine_arguments.engine_options(options)
     asked = _read(BuildOptions, options, engines=engines)
-    return _build_and_print(asked, console, chooses=arguments.chooses_precision(options))
+    return _build_and_print(asked, console, chooses=engine_arguments.chooses_precision(options))
 
 
 def _build_and_print(options: BuildOptions, console: Console, *, chooses: bool) -> int:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 
-from offramp.bundle import Bundle, InputRanges, write_bundle
+from offramp.bundle import Bundle, InputRanges, Padding, write_bundle
 from offramp.bundle.bundle import check_space, check_target
 from offramp.calibration import limits
 from offramp.calibration.dataset import DataError, DataSplit, read_dataset, split
@@ -18,6 +21,7 @@ from offramp.calibration.scratch import ScratchSpace
 from offramp.certify import samples_needed
 from offramp.compiler.batch_effect import left_for_exits, measure_batch_effect
 from offramp.compiler.blueprint import Blueprint, CompileRun, draw, timer_of
+from offramp.compiler.errors import CompileError
 from offramp.compiler.exits import FoundExits, find_exits
 from offramp.compiler.feature_folder import find_scratch, sweep
 from offramp.compiler.graph import weight_bytes
@@ -25,10 +29,12 @@ from offramp.compiler.memory import give_back
 from offramp.compiler.model import read_model
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.packing import make_manifest, pack
+from offramp.compiler.padding import find_paddings, length_ranges, symbolic_sizes
 from offramp.compiler.policy import record_exits
 from offramp.compiler.precision import Quantise, choose_precision, on_copy
 from offramp.compiler.progress import SILENT, Progress
-from offramp.compiler.slicing import VERIFIED_SAMPLES, Sliced, slice_model, verify
+from offramp.compiler.slice_verification import VERIFIED_SAMPLES, verify
+from offramp.compiler.slicing import Sliced, slice_model
 from offramp.compiler.weights import weight_file
 from offramp.engine.plan import Mode, Plan, plan_stages
 
@@ -81,11 +87,13 @@ def compile_model(
     )
     with weight_file(model.proto, scratch) as weights:
         with progress.step("Slice and verify", 2) as advance:
-            sliced = slice_model(model, options).stored(weights)
+            with _naming(options.model):
+                sliced = slice_model(model, options).stored(weights)
             del model  # from here on its weights are in the file alone
             give_back()
             advance(1)
-            _verify(sliced, parts, options)
+            with _naming(options.model):
+                _verify(sliced, parts, options)
             sliced = sliced.without_weights()
             give_back()
         run = CompileRun(options=options, parts=parts, progress=progress, scratch=scratch)
@@ -149,12 +157,14 @@ def _certify_and_write(chosen: Blueprint, found: FoundExits, run: CompileRun) ->
         _log.warning("The machine was disturbed while it was measured: %s.", note)
     warn_of_violations(rehearsed)
 
-    manifest = make_manifest(chosen.sliced, draft, certify, parts, options, reason=chosen.reason)
-    manifest = replace(manifest, batch_effect=run.batch_effect)
-    with progress.step("Write the bundle", 2) as advance:
+    with progress.step("Look at the range of the data", 1):
         give_back()
         ranges = InputRanges.over(chain(parts.train.batches(), parts.tune.batches()))
-        advance(1)
+    paddings = _paddings(chosen, run, ranges)
+    seen = length_ranges(draft.inputs, paddings, (parts.train, parts.tune))
+    manifest = make_manifest(chosen.sliced, draft, certify, parts, options, reason=chosen.reason)
+    manifest = replace(manifest, batch_effect=run.batch_effect, paddings=paddings)
+    with progress.step("Write the bundle", 1):
         content = pack(
             manifest,
             policy,
@@ -166,9 +176,26 @@ def _certify_and_write(chosen: Blueprint, found: FoundExits, run: CompileRun) ->
             rehearsed=rehearsed,
             limit=limit,
             measured=measured,
-            ranges=ranges,
+            ranges=replace(ranges, lengths=seen),
         )
         return write_bundle(options.output, manifest, policy, content, overwrite=options.overwrite)
+
+
+def _paddings(chosen: Blueprint, run: CompileRun, ranges: InputRanges) -> tuple[Padding, ...]:
+    """Find where samples may be padded, with every exit that was built; where any size is free."""
+    draft = chosen.draft
+    if not symbolic_sizes(draft.inputs):
+        return ()
+    with run.progress.step("Try padding", 1):
+        return find_paddings(
+            chosen.sliced.model,
+            draft,
+            draft.read,
+            run.parts.train.take(slice(VERIFIED_SAMPLES)),
+            ranges,
+            mask=run.options.mask,
+            threads=run.options.threads,
+        )
 
 
 def _limit(
@@ -198,6 +225,15 @@ def warn_of_violations(rehearsed: Rehearsed | None) -> None:
             100 * late,
             100 * tolerated,
         )
+
+
+@contextmanager
+def _naming(model: Path) -> Iterator[None]:
+    """Have CompileErrors name the model's file, as those of reading it do."""
+    try:
+        yield
+    except CompileError as error:
+        raise type(error)(f"{model}: {error}") from error
 
 
 def _verify(sliced: Sliced, parts: DataSplit, options: CompileOptions) -> None:

@@ -1,111 +1,52 @@
 """Cut points: where an exit can be attached, and why not elsewhere.
 
 Apparate 3.1 and PAME 4.1: an exit belongs where one tensor carries everything onward, between
-residual blocks and not inside them.
+residual blocks and not inside them. Where no single tensor does for much of the work, a few do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
 
 import onnx
 
-from offramp.calibration.families import CutTensor, why_no_head
-from offramp.compiler.flow import SHAPE_KINDS, Flow, Gate, cheap_operators, is_heavy, trace
+from offramp.compiler.cut_points import CutAnalysis, CutPoint, Rejection
+from offramp.compiler.flop_rules import is_heavy
+from offramp.compiler.flow import SHAPE_KINDS, Flow, cheap_operators, trace
+from offramp.compiler.gate_fitness import GateFitness
+from offramp.compiler.gates import Gate, SetSearch
 from offramp.compiler.graph import Dataflow, Operator
-from offramp.compiler.layout import ChannelFinder
-from offramp.compiler.shapes import BATCH, TensorType, declared_types
-from offramp.compiler.work import OperatorWork, work_of
+from offramp.compiler.shapes import TensorType
+from offramp.compiler.work import OperatorWork
 
 if TYPE_CHECKING:
     from offramp.compiler.model import SourceModel
 
-MAX_SIDE_SHARE = 0.02
-"""Share of the model's FLOPs that a later segment may have to recompute on the side."""
-MIN_SHARE_LEFT = 0.005
-"""An exit that skips less than this share of the model's FLOPs saves nothing."""
-
-_VIEWS = frozenset(
-    {"Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Dropout", "Cast"}
-)
-"""The same values, rearranged: an exit rather sees them before, while there is a map to pool."""
-
-_RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
-"""These give a dimension of one or two directions; a view without it is tokens."""
-_TOKENS = 3
-"""Dimensions of [batch, tokens, width]."""
+MAX_CUT_TENSORS = 4
+"""Tensors that a cut point may have."""
+WIDE_STRETCH = 0.4
+"""Share of the model's FLOPs that has no single tensor to cut at before sets are looked for: in a
+block of a network of many they would only be more of the same, at a higher price."""
+NEAR = 0.1
+"""Share of the model's FLOPs between a set and a smaller one that is as good."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CutPoint:
-    """A tensor through which everything passes that the rest of the model needs."""
-
-    index: int
-    """Position among the cut points of the model, from 0."""
-    tensor: str
-    dtype: str
-    """numpy's name of the element type."""
-    shape: tuple[int | str, ...]
-    """Sizes; the first one is the batch."""
-    operator: str
-    """ONNX type of the operator that writes the tensor."""
-    flops_share_before: float
-    """Share of the model's FLOPs spent up to here, 0 to 1."""
-    side_inputs: tuple[str, ...]
-    """Graph inputs that later segments need beside the tensor, in the model's order."""
-    channels: int | None = None
-    """The dimension that holds the channels, where the operators around the tensor tell."""
-
-    def as_heads_see_it(self) -> CutTensor:
-        """Describe the tensor to what builds heads."""
-        return CutTensor(
-            name=self.tensor, dtype=self.dtype, shape=self.shape, channels=self.channels
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rejection:
-    """A place, or several alike, where no exit can be attached."""
-
-    tensor: str
-    """The tensor of the place, or the first of several."""
-    operator: str
-    """ONNX type of the operator that writes it."""
-    places: int
-    """How many tensors this stands for."""
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CutAnalysis:
-    """All cut points of a model in the order of its data flow, and what was rejected."""
-
-    cuts: tuple[CutPoint, ...]
-    rejected: tuple[Rejection, ...]
-    main_inputs: tuple[str, ...]
-    """Graph inputs whose data flow through the cut tensors."""
-    total_flops: float
-    """Of one sample, a multiply-add counting as two; 0 where that is not known."""
-    unknown_work: tuple[str, ...] = ()
-    """Types of operators whose FLOPs are not known. Shares are of time then, which was measured."""
-    total_s: float | None = None
-    """Time of one run of all operators, alone, where that is what shares are of."""
-    rereads: bool = False
-    """Whether main inputs are read again after cut tensors, and hence taken along."""
-
-
-def find_cuts(model: SourceModel) -> CutAnalysis:
+def find_cuts(model: SourceModel, *, max_tensors: int = MAX_CUT_TENSORS) -> CutAnalysis:
     """Find the cut points by dominance in the dataflow graph (Apparate 3.1, PAME 4.1).
 
     Each graph input in turn is tried as the only main one, then all together, then all together
     with leave to read them again. The choice that gives most cut points wins, ties going to one
-    that reads no main input again, then to that which leaves least work on the side. There may be
-    none: :func:`~offramp.compiler.placement.choose_candidates` is what raises then.
+    that reads no main input again, then to that which leaves least work on the side. Where much of
+    the work has none, sets of up to ``max_tensors`` are cut points too. There may be none:
+    :func:`~offramp.compiler.placement.choose_candidates` is what raises then.
     """
-    analysis = GraphAnalysis.of(model.proto)
+    analysis = GraphAnalysis.of(model.proto, max_tensors=max_tensors)
     flow, kept, rejected = analysis.best()
     rejected = [*rejected, *analysis.shape_rejections(flow)]
     step_of = {t: i for i, op in enumerate(flow.steps) for t in op.writes}
@@ -113,53 +54,93 @@ def find_cuts(model: SourceModel) -> CutAnalysis:
         cuts=tuple(analysis.cut_point(i, flow, gate) for i, gate in enumerate(kept)),
         rejected=tuple(sorted(rejected, key=lambda r: step_of.get(r.tensor, 0))),
         main_inputs=flow.main_inputs,
-        total_flops=0.0 if analysis.work.measured else analysis.total,
+        total_flops=0.0 if analysis.work.measured else analysis.fitness.total,
         unknown_work=analysis.work.unknown,
-        total_s=analysis.total if analysis.work.measured else None,
+        total_s=analysis.fitness.total if analysis.work.measured else None,
         rereads=flow.rereads,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphAnalysis:
-    """A model's graph, types and costs, and the judgement of its gates."""
+    """The ways that data may take through a model, and the gates on them that are cut points."""
 
-    graph: Dataflow
-    types: dict[str, TensorType]
-    layouts: ChannelFinder
-    work: OperatorWork
-    total: float
-    """Of the work of all operators, in its unit."""
-    turns: bool = False
-    """Whether tensors are judged as they are with the batch in front, wherever it is."""
+    fitness: GateFitness
+    max_tensors: int
 
     @classmethod
-    def of(cls, proto: onnx.ModelProto, *, turns: bool = False) -> GraphAnalysis:
-        """Look at an annotated model with a single output."""
-        graph = Dataflow(proto.graph)
-        work = work_of(proto, graph)
-        needed = graph.behind(graph.outputs, stop=frozenset())
-        total = sum(work.costs[op.index] for op in needed)
-        types = declared_types(proto)
-        layouts = ChannelFinder.of(proto, graph, types)
-        return cls(graph=graph, types=types, layouts=layouts, work=work, total=total, turns=turns)
+    def of(
+        cls,
+        proto: onnx.ModelProto,
+        *,
+        turns: bool = False,
+        max_tensors: int = MAX_CUT_TENSORS,
+    ) -> GraphAnalysis:
+        """Look at an annotated model with a single output.
 
-    def best(
-        self, *, free_shapes: frozenset[int] = frozenset()
-    ) -> tuple[Flow, list[Gate], list[Rejection]]:
+        With ``turns``, tensors are judged as they are with the batch in front, wherever it is.
+        """
+        return cls(fitness=GateFitness.of(proto, turns=turns), max_tensors=max_tensors)
+
+    @property
+    def graph(self) -> Dataflow:
+        """The model's operators."""
+        return self.fitness.graph
+
+    @property
+    def types(self) -> Mapping[str, TensorType]:
+        """Types of its tensors."""
+        return self.fitness.types
+
+    @property
+    def work(self) -> OperatorWork:
+        """What its operators cost."""
+        return self.fitness.work
+
+    def best(self, *, free_shapes: frozenset[int] = frozenset()) -> _Judged:
         """Choose the main inputs; return their flow, the gates kept and the rejections."""
         inputs = self.graph.inputs
         choices = [(name,) for name in inputs] + ([inputs] if len(inputs) > 1 else [])
-        flows = [self.trace(c, free_shapes=free_shapes) for c in choices]
-        flows.append(self.trace(inputs, free_shapes=free_shapes, rereads=True))
-        judged = [(flow, *self.judge(flow)) for flow in flows]
+        tries = [*((choice, False) for choice in choices), (inputs, True)]
+        judged: list[_Judged] = []
+        for main, rereads in tries:
+            flow = self.trace(main, free_shapes=free_shapes, rereads=rereads)
+            judged.append(_Judged(flow, *self.judge(flow)))
+        best = max(judged, key=self._merit)
+        if self.max_tensors == 1 or not any(self._wide_stretches(best.flow, best.kept)):
+            return best
+        as_good = [t for t, j in zip(tries, judged, strict=True) if len(j.kept) == len(best.kept)]
+        for main, rereads in as_good:
+            for interleaved in (False, True):
+                search = SetSearch(self.max_tensors, is_heavy, self.fitness.is_lazy, interleaved)
+                flow = self.trace(main, free_shapes=free_shapes, rereads=rereads, search=search)
+                judged.append(_Judged(flow, *self.judge(flow)))
+        return max(judged, key=self._merit)
 
-        def merit(choice: tuple[Flow, list[Gate], list[Rejection]]) -> tuple[float, ...]:
-            flow, kept, _ = choice
-            side = sum(self.work.costs[i] for i in flow.side_use)
-            return len(kept), len(flow.steps) > 0, not flow.rereads, -side
+    def _merit(self, choice: _Judged) -> tuple[float, ...]:
+        """Order choices: by cut points of one tensor, then by what sets add, then by price."""
+        flow, kept, _ = choice
+        alone = [gate for gate in kept if gate.alone]
+        side = sum(self.work.costs[i] for i in flow.side_use)
+        divided = self._widest(flow, alone) - self._widest(flow, kept)
+        size = sum(self.fitness.size(gate)[1] for gate in kept)
+        return (len(alone), len(flow.steps) > 0, round(divided, 1), not flow.rereads, -side, -size)
 
-        return max(judged, key=merit)
+    def _widest(self, flow: Flow, kept: Sequence[Gate]) -> float:
+        """Share of the work in the widest stretch without a gate."""
+        return max(share for *_, share in self._stretches(flow, kept))
+
+    def _stretches(self, flow: Flow, kept: Sequence[Gate]) -> Iterator[tuple[int, int, float]]:
+        """Yield the steps before and behind each stretch between gates, and its share of work."""
+        steps = [-1, *(gate.step for gate in kept), len(flow.steps)]
+        left = [1.0, *(self.fitness.share_after(flow, gate) for gate in kept), 0.0]
+        for (begin, end), (before, after) in zip(pairwise(steps), pairwise(left), strict=True):
+            yield begin, end, before - after
+
+    def _wide_stretches(self, flow: Flow, kept: Sequence[Gate]) -> Iterator[tuple[int, int]]:
+        for begin, end, share in self._stretches(flow, kept):
+            if share > WIDE_STRETCH:
+                yield begin, end
 
     def trace(
         self,
@@ -167,6 +148,7 @@ class GraphAnalysis:
         *,
         free_shapes: frozenset[int] = frozenset(),
         rereads: bool = False,
+        search: SetSearch | None = None,
     ) -> Flow:
         """Follow the flow from some main inputs, which may be read again if ``rereads``."""
         cheap = None
@@ -177,48 +159,67 @@ class GraphAnalysis:
                 if name not in self.graph.variable
             }
             cheap = cheap_operators(self.graph, self.work.costs, sizes)
-        return trace(self.graph, self.work.costs, main_inputs, free_shapes=free_shapes, cheap=cheap)
+        return trace(
+            self.graph,
+            self.work.costs,
+            main_inputs,
+            free_shapes=free_shapes,
+            cheap=cheap,
+            search=search,
+        )
 
     def judge(self, flow: Flow) -> tuple[list[Gate], list[Rejection]]:
         """Keep one gate per run of cheap steps, and say why the others fall."""
         kept: list[Gate] = []
-        rejected = list(self._inside_blocks(flow))
+        rejected: list[Rejection] = []
         ends: dict[str, list[Gate]] = {}
-        for run in _runs(flow):
-            reason = self._useless(flow, run)
+        for run in _runs(flow, [gate for gate in flow.gates if gate.alone]):
+            reason = self.fitness.useless(flow, run)
             if reason:
                 ends.setdefault(reason, []).extend(run)
                 continue
-            reasons = {gate.tensor: self._unfit(gate) for gate in run}
+            reasons = {gate.tensor: self.fitness.unfit(gate) for gate in run}
             fit = [gate for gate in run if not reasons[gate.tensor]]
             if fit:
-                kept.append(self._best_of(fit))
+                kept.append(self.fitness.best_of(fit))
             else:
                 rejected.append(self._rejection(run, reasons[run[-1].tensor]))
         rejected += [self._rejection(run, reason) for reason, run in ends.items()]
-        return kept, rejected
+        sets = list(self._sets(flow, kept))
+        rejected += self._inside_blocks(flow, sets)
+        return sorted([*kept, *sets], key=attrgetter("step")), rejected
 
-    def _best_of(self, fit: Sequence[Gate]) -> Gate:
-        """Choose the last that has its batch in front and is more than a view of another."""
-        in_front = [g for g in fit if (self.types[g.tensor].shape or ("",))[0] == BATCH] or fit
-        solid = [g for g in in_front if self.graph.producers[g.tensor].kind not in _VIEWS]
-        if solid and self.graph.producers[solid[-1].tensor].kind in _RECURRENT:
-            tokens = [g for g in in_front if len(self.types[g.tensor].shape or ()) == _TOKENS]
-            return (tokens or solid)[-1]
-        return (solid or in_front)[-1]
+    def _sets(self, flow: Flow, kept: Sequence[Gate]) -> Iterator[Gate]:
+        """Yield, in wide stretches, the smallest sets of tensors."""
+        several = [gate for gate in flow.gates if not gate.alone]
+        found: list[Gate] = []
+        for begin, end in self._wide_stretches(flow, kept) if several else ():
+            inside = [gate for gate in several if begin < gate.step < end]
+            for run in _runs(flow, inside):
+                fit = [gate for gate in run if not self.fitness.unfit(gate)]
+                if fit and not self.fitness.useless(flow, run):
+                    found.append(min(reversed(fit), key=self.fitness.size))
+        every = sorted([*kept, *found], key=attrgetter("step"))
+        done = [1 - self.fitness.share_after(flow, gate) for gate in every]
+        for gate in found:
+            here = 1 - self.fitness.share_after(flow, gate)
+            near = every[bisect_right(done, here - NEAR) : bisect_left(done, here + NEAR)]
+            if not any(g.alone or len(g.tensors) < len(gate.tensors) for g in near):
+                yield gate
 
     def cut_point(self, index: int, flow: Flow, gate: Gate) -> CutPoint:
         """Describe a gate that was kept."""
-        tensor = self.types[gate.tensor]
+        first, *others = map(self.fitness.cut_tensor, gate.tensors)
         return CutPoint(
             index=index,
-            tensor=gate.tensor,
-            dtype=tensor.dtype,
-            shape=tensor.shape or (),
+            tensor=first.name,
+            dtype=first.dtype,
+            shape=first.shape,
             operator=self.graph.producers[gate.tensor].kind,
-            flops_share_before=1 - self._share_after(flow, gate),
+            flops_share_before=1 - self.fitness.share_after(flow, gate),
             side_inputs=tuple(i for i in self.graph.inputs if i in gate.side_inputs),
-            channels=self.layouts.channels_of(gate.tensor),
+            channels=first.channels,
+            beside=tuple(others),
         )
 
     def shape_rejections(self, flow: Flow) -> Iterator[Rejection]:
@@ -226,7 +227,12 @@ class GraphAnalysis:
         inner = frozenset(op.index for op in self.graph.operators if op.kind in SHAPE_KINDS)
         if not inner:
             return
-        free = self.trace(flow.main_inputs, free_shapes=inner, rereads=flow.rereads)
+        free = self.trace(
+            flow.main_inputs,
+            free_shapes=inner,
+            rereads=flow.rereads,
+            search=flow.search,
+        )
         gates = {gate.tensor for gate in flow.gates}
         for gate in self.judge(free)[0]:
             if gate.tensor not in gates:
@@ -236,64 +242,24 @@ class GraphAnalysis:
                     "computed from the graph inputs; export the model with fixed sizes",
                 )
 
-    def _share_after(self, flow: Flow, gate: Gate) -> float:
-        return flow.flops_after[gate.step] / self.total if self.total else 0.0
-
-    def _useless(self, flow: Flow, run: Sequence[Gate]) -> str:
-        if not flow.heavy_steps or flow.heavy_steps[0] > run[-1].step:
-            return "no work is done yet, an exit here could know nothing"
-        if self._share_after(flow, run[-1]) < MIN_SHARE_LEFT:
-            return self._little_left()
-        return ""
-
-    def _little_left(self) -> str:
-        kinds = ", ".join(f"`{kind}`" for kind in self.work.unknown)
-        if not self.total:
-            what = f"of {kinds}, and it could not be measured" if kinds else "of its operators"
-            return f"how much work is left cannot be told: nothing is known {what}"
-        how = ""
-        if self.work.measured:
-            how = f"; it was measured as time, since the work of {kinds} is not known"
-        elif kinds:
-            how = f"; that of {kinds} is not known, could not be measured, and counts nothing"
-        return f"less than {MIN_SHARE_LEFT:.1%} of the work is left to save{how}"
-
-    def _unfit(self, gate: Gate) -> str:
-        tensor = self.types.get(gate.tensor)
-        if tensor is None or tensor.shape is None:
-            return "its shape is not known to shape inference"
-        if not tensor.is_floating:
-            return f"its elements are {tensor.dtype}, not floating-point numbers"
-        order = batch_first(tensor.shape)
-        if not order or (order[0] and not self.turns):
-            sizes = ", ".join(map(str, tensor.shape))
-            return f"its shape is [{sizes}], and the first dimension has to be the batch"
-        found = self.layouts.channels_of(gate.tensor)
-        turned = CutTensor(
-            name=gate.tensor,
-            dtype=tensor.dtype,
-            shape=tuple(tensor.shape[axis] for axis in order),
-            channels=None if found is None else order.index(found),
-        )
-        if lacks := why_no_head(turned):
-            return lacks
-        share = gate.side_flops / self.total if self.total else 0.0
-        if share > MAX_SIDE_SHARE:
-            names = ", ".join(f"`{name}`" for name in sorted(gate.side_inputs))
-            return f"{share:.0%} of the work would have to be done again after it, from {names}"
-        return ""
-
     def _rejection(self, run: Sequence[Gate], reason: str) -> Rejection:
         tensor = run[0].tensor
         kind = self.graph.producers[tensor].kind
         return Rejection(tensor=tensor, operator=kind, places=len(run), reason=reason)
 
-    def _inside_blocks(self, flow: Flow) -> Iterator[Rejection]:
-        """Yield one rejection for each stretch with work in it that something bypasses."""
+    def _inside_blocks(self, flow: Flow, sets: Sequence[Gate]) -> Iterator[Rejection]:
+        """Yield one rejection for each stretch with work in it that something bypasses.
+
+        Of those that are cut at ``sets``, none.
+        """
         previous = -1
+        cuts = [cut.step for cut in sets]
         for gate in flow.gates:
+            if not gate.alone:
+                continue
             inside = flow.steps[previous + 1 : gate.step]
-            if any(is_heavy(op) for op in inside):
+            divided = bisect_left(cuts, gate.step) > bisect_right(cuts, previous)
+            if not divided and any(is_heavy(op) for op in inside):
                 yield self._bypassed(flow, previous, inside)
             previous = gate.step
 
@@ -304,27 +270,49 @@ class GraphAnalysis:
             t: before + 1 + i for i, op in enumerate(inside) for t in op.writes
         }
         bypass = max(born, key=lambda t: flow.last_use.get(t, -1) - born[t])
+        maker = self.graph.producers.get(bypass)
+        again = [t for t in flow.main_inputs if maker is not None and t in maker.reads]
+        origin = f", computed of the input `{again[0]}`," if again else ""
         return Rejection(
             tensor=first.writes[0],
             operator=first.kind,
             places=len(inside),
-            reason=f"inside a block: `{bypass}` also carries data past this place",
+            reason=f"inside a block: `{bypass}`{origin} also carries data past this place"
+            + self._too_many(flow, born, before, len(inside)),
+        )
+
+    def _too_many(self, flow: Flow, born: Mapping[str, int], before: int, steps: int) -> str:
+        """Say, of a wide stretch, how many tensors a cut point in it would have at the least."""
+        after = flow.flops_after[before] if before >= 0 else self.fitness.total
+        if after - flow.flops_after[before + steps] <= WIDE_STRETCH * self.fitness.total:
+            return ""
+        waiting = [0] * steps
+        for tensor, step in born.items():
+            read = flow.last_use.get(tensor, step)
+            for i in range(max(step, before + 1), min(read, before + 1 + steps)):
+                waiting[i - before - 1] += 1
+        fewest = min(waiting)
+        if fewest <= self.max_tensors:
+            return ""
+        return (
+            f"; at least {fewest} tensors do, and a cut point has at most {self.max_tensors} "
+            "(--max-cut-tensors)"
         )
 
 
-def batch_first(shape: Sequence[int | str]) -> tuple[int, ...]:
-    """Order the dimensions of a shape so that the batch is first; empty where there is none."""
-    if len(shape) < 2 or list(shape).count(BATCH) != 1:
-        return ()
-    front = list(shape).index(BATCH)
-    return (front, *(axis for axis in range(len(shape)) if axis != front))
+class _Judged(NamedTuple):
+    """A flow, the gates of it that are cut points, and why others are none."""
+
+    flow: Flow
+    kept: list[Gate]
+    rejected: list[Rejection]
 
 
-def _runs(flow: Flow) -> Iterator[list[Gate]]:
+def _runs(flow: Flow, gates: Sequence[Gate]) -> Iterator[list[Gate]]:
     """Yield gates grouped so that only cheap steps lie between those of a group."""
     heavy = set(flow.heavy_steps)
     run: list[Gate] = []
-    for gate in flow.gates:
+    for gate in gates:
         if run and not heavy.isdisjoint(range(run[-1].step + 1, gate.step + 1)):
             yield run
             run = []

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from offramp.bundle import AnswerForm, Head
 from offramp.bundle.manifest import HeadScore
+from offramp.calibration.cut_tensors import CutTensor
 from offramp.calibration.dataset import DataSplit
 from offramp.calibration.estimates import BackboneTimes
-from offramp.calibration.families import CutTensor, family_of
+from offramp.calibration.families import family_of
 from offramp.calibration.features import Recording
 from offramp.calibration.learners import Preconditioners, view_of
 from offramp.calibration.profiling import profile_heads
@@ -270,7 +271,7 @@ def time_heads(
     In milliseconds, [candidates][heads of it][batch sizes].
     """
     cuts, versions = sliced.cuts, sliced.versions
-    empty = [build_empty(cuts[c], "offramp_empty/", **versions) for c in graphs]
+    empty = [build_empty(cuts[c].read, "offramp_empty/", **versions) for c in graphs]
     with progress.step("Profile the heads", len(graphs)) as advance:
         return profile_heads(
             list(graphs.values()),

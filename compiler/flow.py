@@ -10,32 +10,23 @@ so what is cheap to compute from main inputs may count as side too (:func:`cheap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
+import numpy as np
 import onnx
 
-from offramp.compiler.graph import Dataflow, Operator, is_standard
+from offramp.compiler.bodies import BodyScope, SizedType
+from offramp.compiler.flop_rules import HEAVY, RULES, is_heavy
+from offramp.compiler.gates import Gate, SetSearch, arranged, gates_of
+from offramp.compiler.graph import Dataflow, Operator
 from offramp.compiler.shapes import BATCH, concrete_shapes, symbolic_sizes
 
 SHAPE_KINDS = frozenset({"Shape", "Size"})
 """Operators that read sizes only: an edge into them carries no data."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gate:
-    """A main tensor that every path from the main inputs to the answer passes through."""
-
-    tensor: str
-    step: int
-    """Index in :attr:`Flow.steps` of the operator that writes it."""
-    side_inputs: frozenset[str]
-    """Graph inputs that the operators after it need besides the tensor."""
-    side_flops: float
-    """Cost of the side operators that the operators after it need."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +43,8 @@ class Flow:
     """Index of a side operator to that of the last step which needs its value."""
     rereads: bool
     """Whether main inputs may be read again after a gate, and by side operators."""
+    search: SetSearch | None
+    """How gates of several tensors were looked for, if they were."""
     heavy_steps: tuple[int, ...]
     """Indices in ``steps`` of the operators that do the work."""
     flops_after: tuple[float, ...]
@@ -65,24 +58,38 @@ def trace(
     *,
     free_shapes: frozenset[int] = frozenset(),
     cheap: frozenset[int] | None = None,
+    search: SetSearch | None = None,
 ) -> Flow:
     """Follow the main flow of a model with one output and find its gates, in linear time.
 
     ``costs`` are FLOPs per operator. ``free_shapes`` are the indices of ``Shape`` operators on
     inner tensors whose value the graph inputs tell, and which hence carry nothing. With ``cheap``
-    operators, main inputs may be read again anywhere: what these compute from them is side.
+    operators, main inputs may be read again anywhere: what these compute from them is side. With a
+    ``search``, gates may be sets of tensors, and steps are arranged for it.
     """
     split = _Division.of(graph, main_inputs, free_shapes, cheap)
-    steps, main = split.steps, split.main
-    last_use = {t: i for i, op in enumerate(steps) for t in split.carried(op)}
-    sides = _SideSweep(graph, costs, main)
-    passed = _gates(steps, main_inputs, graph.outputs, last_use)
+    steps = split.steps
+    reads = [tuple(split.carried(op)) for op in steps]
+    if search is not None:
+        places = arranged(steps, reads, costs, search)
+        steps, reads = tuple(steps[i] for i in places), [reads[i] for i in places]
+    sides = _SideSweep(graph, costs, split.main)
+    most = 1 if search is None else search.most_tensors
+    waiting = gates_of(steps, main_inputs, graph.outputs, reads, most)
     gates: list[Gate] = []
     for i in range(len(steps) - 1, -1, -1):
-        if i in passed:
-            inputs, flops = frozenset(sides.inputs), sides.flops
-            gates.append(Gate(tensor=passed[i], step=i, side_inputs=inputs, side_flops=flops))
+        if (here := waiting.get(i)) is not None:
+            gates.append(
+                Gate(
+                    tensors=here.tensors,
+                    step=i,
+                    alone=here.alone,
+                    side_inputs=here.inputs | sides.inputs,
+                    side_flops=sides.flops,
+                )
+            )
         sides.add(steps[i], i)
+    last_use = {t: i for i, read in enumerate(reads) for t in read}
     return Flow(
         main_inputs=tuple(name for name in main_inputs if name in last_use),
         steps=steps,
@@ -90,6 +97,7 @@ def trace(
         last_use=last_use,
         side_use=sides.last_step,
         rereads=cheap is not None,
+        search=search,
         heavy_steps=tuple(i for i, op in enumerate(steps) if is_heavy(op)),
         flops_after=_costs_after([costs[op.index] for op in steps]),
     )
@@ -150,32 +158,6 @@ class _Division:
         yield from main
         if not main:
             yield from frozenset().union(*(self.origins.get(t, frozenset()) for t in op.reads))
-
-
-def _gates(
-    steps: Sequence[Operator],
-    main_inputs: tuple[str, ...],
-    outputs: tuple[str, ...],
-    last_use: Mapping[str, int],
-) -> dict[int, str]:
-    """Steps after which a single main tensor is still to be read, and that tensor.
-
-    Every operator here lies on a path to the answer, so it comes either before or after a
-    tensor that all paths share, whatever the topological order: counting suffices.
-    """
-    ends: dict[int, list[str]] = {}
-    for tensor, step in last_use.items():
-        ends.setdefault(step, []).append(tensor)
-    waiting = {t for t in main_inputs if t in last_use}
-    passed: dict[int, str] = {}
-    for i, op in enumerate(steps):
-        waiting.difference_update(ends.get(i, ()))
-        waiting.update(t for t in op.writes if t in last_use or t in outputs)
-        if len(waiting) == 1:
-            (tensor,) = waiting
-            if tensor in op.writes:
-                passed[i] = tensor
-    return passed
 
 
 _MOST_WEIGHTS = 0.01
@@ -258,14 +240,32 @@ def count_flops(proto: onnx.ModelProto, graph: Dataflow) -> tuple[float, ...]:
     input counts nothing: a backend folds it when it loads the model. Operators without
     multiply-adds count one per element of their outputs.
     """
-    two, three = (_numeric_shapes(proto, batch) for batch in (2, 3))
-    return tuple(
-        0.0 if graph.is_constant(op) else 2 * _cost(op, two) - _cost(op, three)
-        for op in graph.operators
-    )
+    two, three = (_numeric_types(proto, batch) for batch in (2, 3))
+    costs = [_costs(proto, graph, types) for types in (two, three)]
+    return tuple(np.nan_to_num([2 * a - b for a, b in zip(*costs, strict=True)]).tolist())
 
 
-def _numeric_shapes(proto: onnx.ModelProto, batch: int) -> _Shapes:
+def _costs(
+    proto: onnx.ModelProto, graph: Dataflow, types: Mapping[str, SizedType]
+) -> Iterator[float]:
+    """Yield what operators cost, by index; NaN where that of a body is not known."""
+    shapes = {n: s for n, (_, s) in types.items() if s is not None and None not in s}
+    scope = BodyScope.of(proto, types)
+    for op in graph.operators:
+        if graph.is_constant(op):
+            yield 0.0
+        elif op.has_body:
+            yield scope.flops(op.proto, _body_cost)
+        else:
+            yield _cost(op, cast("_Shapes", shapes))
+
+
+def _body_cost(body: onnx.ModelProto) -> float:
+    """Cost of a body's operators, one turn of it."""
+    return sum(_costs(body, Dataflow(body.graph), concrete_shapes(body, {})))
+
+
+def _numeric_types(proto: onnx.ModelProto, batch: int) -> Mapping[str, SizedType]:
     """Shapes at the first of the stated sizes at which most of them are known.
 
     Not at batch 1, where inference cannot tell a batch from a dimension to be broadcast: costs
@@ -273,121 +273,24 @@ def _numeric_shapes(proto: onnx.ModelProto, batch: int) -> _Shapes:
     lost counts as the size stated.
     """
     symbols = [s for s in symbolic_sizes(proto) if s != BATCH]
-    most, best = -1, dict[str, tuple[int, ...]]()
+    most, best = -1, dict[str, SizedType]()
     for size in (SYMBOLIC_SIZE, *_FALLBACK_SIZES) if symbols else (SYMBOLIC_SIZE,):
         found = concrete_shapes(proto, {BATCH: batch} | dict.fromkeys(symbols, size))
-        shapes = {name: shape for name, (_, shape) in found.items() if shape is not None}
-        known = sum(None not in shape for shape in shapes.values())
+        shapes = {name: told for name, told in found.items() if told[1] is not None}
+        known = sum(None not in (shape or ()) for _, shape in shapes.values())
         if known > most:
-            lost = {name: shape for name, shape in shapes.items() if shape.count(None) <= 1}
-            sized = {n: tuple(size if d is None else d for d in s) for n, s in lost.items()}
-            most, best = known, sized
+            most, best = known, {n: (k, _sized(s or (), size)) for n, (k, s) in shapes.items()}
     return best
+
+
+def _sized(shape: tuple[int | None, ...], size: int) -> tuple[int | None, ...]:
+    return shape if shape.count(None) > 1 else tuple(size if d is None else d for d in shape)
 
 
 def _cost(op: Operator, shapes: _Shapes) -> float:
     written = float(sum(prod(shapes.get(t, ())) for t in op.writes if t in shapes))
-    rule = _RULES.get(op.kind)
+    rule = RULES.get(op.kind)
     if rule is None:
         return written
     operands = [shapes.get(t, ()) for t in op.proto.input]
     return max(written, float(rule(op, operands, written)))
-
-
-_Rule: TypeAlias = "Callable[[Operator, Sequence[tuple[int, ...]], float], float]"
-
-
-def _convolution(weight: int) -> _Rule:
-    """Every output element sums over a window of all input channels of its group."""
-    return lambda _, operands, written: 2 * written * prod(operands[weight][1:])
-
-
-def _transposed(_: Operator, operands: Sequence[tuple[int, ...]], __: float) -> float:
-    """Every input element is spread over a window of all output channels of its group."""
-    return 2.0 * prod(operands[0]) * prod(operands[1][1:])
-
-
-def _matmul(_: Operator, operands: Sequence[tuple[int, ...]], written: float) -> float:
-    return 2 * written * (operands[0][-1] if operands[0] else 1)
-
-
-def _gemm(op: Operator, operands: Sequence[tuple[int, ...]], written: float) -> float:
-    transposed = any(a.name == "transA" and a.i for a in op.proto.attribute)
-    return 2 * written * (operands[0][0 if transposed else -1] if operands[0] else 1)
-
-
-def _einsum(op: Operator, operands: Sequence[tuple[int, ...]], _: float) -> float:
-    equation = next(a.s.decode() for a in op.proto.attribute if a.name == "equation")
-    terms = equation.replace(" ", "").split("->")[0].split(",")
-    sizes = {
-        letter: size
-        for term, operand in zip(terms, operands, strict=False)
-        for letter, size in zip(reversed(term.replace(".", "")), reversed(operand), strict=False)
-    }
-    return 2.0 * prod(sizes.values())
-
-
-def _recurrent(_: Operator, operands: Sequence[tuple[int, ...]], __: float) -> float:
-    """Input and recurrent weights are applied once per step of the sequence."""
-    return 2.0 * prod(operands[0][:2]) * (prod(operands[1]) + prod(operands[2]))
-
-
-def _attention(_: Operator, operands: Sequence[tuple[int, ...]], __: float) -> float:
-    """Scores and weighted sum, for queries, keys, values as separate operands."""
-    query, key = operands[0], operands[1]
-    return 4.0 * prod(query) * (key[-2] if len(key) > 1 else 1)
-
-
-def _packed_attention(op: Operator, operands: Sequence[tuple[int, ...]], written: float) -> float:
-    """Projection to queries, keys and values by one weight, then attention; ONNX's has none."""
-    if not op.proto.domain:
-        return _attention(op, operands, written)
-    tokens, weight = operands[0], operands[1]
-    if len(tokens) < 3 or len(weight) < 2:
-        return 0.0
-    return 2.0 * prod(tokens) * weight[-1] + 4.0 * prod(tokens) * tokens[1]
-
-
-_RULES: Mapping[str, _Rule] = {
-    "Conv": _convolution(1),
-    "FusedConv": _convolution(1),
-    "ConvInteger": _convolution(1),
-    "QLinearConv": _convolution(3),
-    "DeformConv": _convolution(1),
-    "ConvTranspose": _transposed,
-    "MatMul": _matmul,
-    "FusedMatMul": _matmul,
-    "MatMulInteger": _matmul,
-    "QLinearMatMul": _matmul,
-    "MatMulIntegerToFloat": _matmul,
-    "DynamicQuantizeMatMul": _matmul,
-    "MatMulNBits": _matmul,
-    "Gemm": _gemm,
-    "FusedGemm": _gemm,
-    "QGemm": _gemm,
-    "Einsum": _einsum,
-    "LSTM": _recurrent,
-    "GRU": _recurrent,
-    "RNN": _recurrent,
-    "Attention": _packed_attention,
-    "MultiHeadAttention": _attention,
-    "GroupQueryAttention": _attention,
-}
-
-HEAVY = frozenset(_RULES)
-"""Operator types with multiply-adds; all others are cheap steps between them."""
-_CHEAP = frozenset(
-    {"BiasGelu", "DequantizeLinear", "EmbedLayerNormalization", "FastGelu", "Gelu", "QLinearAdd",
-     "QLinearAveragePool", "QLinearConcat", "QLinearGlobalAveragePool", "QLinearLeakyRelu",
-     "QLinearMul", "QLinearReduceMean", "QLinearSigmoid", "QLinearSoftmax", "QLinearWhere",
-     "QuantizeLinear", "QuickGelu", "RotaryEmbedding", "SimplifiedLayerNormalization",
-     "SkipLayerNormalization", "SkipSimplifiedLayerNormalization"}
-)  # fmt: skip
-"""Operators of ONNX Runtime's own that cost about one operation an element of their outputs."""
-
-
-def is_heavy(op: Operator) -> bool:
-    """Whether an operator does the work, or might: others are cheap steps between."""
-    if op.kind in HEAVY or op.has_body:
-        return True
-    return not is_standard(op.proto) and op.kind not in _CHEAP

@@ -152,11 +152,16 @@ def _numbers(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
 def captured_names(node: onnx.NodeProto) -> Iterator[str]:
     """Yield the outer tensors that the node's subgraphs read, such as those of ``If``."""
     for body in bodies(node):
-        local = {i.name for i in body.input} | set(_initializer_names(body))
-        for inner in body.node:
-            yield from (t for t in (*inner.input, *captured_names(inner)) if t not in local)
-            local.update(inner.output)
-        yield from (o.name for o in body.output if o.name not in local)
+        yield from captured_by(body)
+
+
+def captured_by(body: onnx.GraphProto) -> Iterator[str]:
+    """Yield the outer tensors that a subgraph reads."""
+    local = {i.name for i in body.input} | set(_initializer_names(body))
+    for inner in body.node:
+        yield from (t for t in (*inner.input, *captured_names(inner)) if t not in local)
+        local.update(inner.output)
+    yield from (o.name for o in body.output if o.name not in local)
 
 
 def _initializer_names(graph: onnx.GraphProto) -> Iterator[str]:

@@ -15,13 +15,15 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from offramp.bundle import Answer, Head
+from offramp.calibration.cut_tensors import CutTensor
 from offramp.calibration.families import (
     POOLINGS,
-    CutTensor,
     ServedHead,
     family_of,
     grids_of,
-    mask_of,
+    join_tensors,
+    joined_width,
+    masked_tensors,
     pool_map,
 )
 from offramp.calibration.features import WHOLE
@@ -104,6 +106,26 @@ def build_pooling(
     return part.build([(cut.name, cut.dtype, cut.shape)], outputs), names
 
 
+def build_joining(
+    cut: CutTensor, prefix: str, *, opset: int, ir_version: int
+) -> tuple[bytes, dict[int, str]]:
+    """Build the graph that pools and joins a set of tensors; gives it, and its output."""
+    part = PartBuilder(prefix, opset, ir_version)
+    joined = join_tensors(part, [_as_float32(part, tensor) for tensor in cut.read], cut)
+    inputs = _described(cut.read, masked_tensors(cut, Head(kind="joined")))
+    graph = part.build(inputs, [(joined, "float32", ("batch", joined_width(cut)))])
+    return graph, {WHOLE: joined}
+
+
+def _described(read: Sequence[CutTensor], masked: Sequence[CutTensor] = ()) -> list[_Tensor]:
+    """Describe what a head reads: cut tensors, and the masks of some."""
+    inputs: list[_Tensor] = [(cut.name, cut.dtype, cut.shape) for cut in read]
+    for cut in masked:
+        assert cut.mask is not None
+        inputs.append((cut.mask, cut.mask_dtype, ("batch", cut.shape[1])))
+    return inputs
+
+
 def build_exit(
     cut: CutTensor,
     head: Head,
@@ -122,8 +144,8 @@ def build_exit(
     ``{prefix}{answer.output}``; ``answer_dtype`` is numpy's name of its element type.
     """
     part = PartBuilder(prefix, opset, ir_version)
-    tensor = _as_float32(part, cut)
-    features = POOLINGS[head.kind].build(part, tensor, ServedHead(cut, head, weights))
+    read = [_as_float32(part, tensor) for tensor in cut.read]
+    features = POOLINGS[head.kind].build(part, read, ServedHead(cut, head, weights))
     # Whatever has the answer's type gets its name: a Cast to the same type would be carried out.
     names = {answer.form: answer.output} if answer_dtype == "float32" else {}
     logits = _layers(part, features, weights, names.get("logits", ""))
@@ -135,9 +157,7 @@ def build_exit(
     if not names:
         onnx_type = helper.np_dtype_to_tensor_dtype(np.dtype(answer_dtype))
         part.add("Cast", [given], answer.output, to=onnx_type)
-    inputs: list[_Tensor] = [(cut.name, cut.dtype, cut.shape)]
-    if (mask := mask_of(cut, head)) is not None:
-        inputs.append((mask, cut.mask_dtype, ("batch", cut.shape[1])))
+    inputs = _described(cut.read, masked_tensors(cut, head))
     answered = (prefix + answer.output, answer_dtype, ("batch", answer.classes))
     return part.build(inputs, [answered, (prefix + CONFIDENCE, "float32", ("batch",))])
 
@@ -162,11 +182,11 @@ def build_own(cut: CutTensor, answer: Answer, prefix: str, *, opset: int, ir_ver
     return part.build([(cut.name, cut.dtype, cut.shape)], [answered, confidence])
 
 
-def build_empty(cut: CutTensor, prefix: str, *, opset: int, ir_version: int) -> bytes:
-    """Build a graph that reads a cut tensor and does next to nothing, to be timed against."""
+def build_empty(read: Sequence[CutTensor], prefix: str, *, opset: int, ir_version: int) -> bytes:
+    """Build a graph that reads cut tensors and does next to nothing, to be timed against."""
     part = PartBuilder(prefix, opset, ir_version)
-    shape = part.add("Shape", [cut.name])
-    return part.build([(cut.name, cut.dtype, cut.shape)], [(shape, "int64", (cut.rank,))])
+    shapes = [(part.add("Shape", [cut.name]), "int64", (cut.rank,)) for cut in read]
+    return part.build(_described(read), shapes)
 
 
 def _as_float32(part: PartBuilder, cut: CutTensor) -> str:
@@ -200,11 +220,14 @@ def attach_poolings(
     outputs: list[Mapping[int, str]] = []
     for index, (segment, cut) in enumerate(zip(segments, cuts, strict=False)):
         parts.append(segment)
-        if cut.form != "map" or not family_of(cut):
+        if cut.form not in ("map", "set") or not family_of(cut):
             outputs.append({WHOLE: cut.name} if family_of(cut) else {})
             continue
         prefix = f"offramp_pool_{index:02d}/"
-        pooling, names = build_pooling(cut, prefix, grids_of(cut), **model.versions)
+        if cut.form == "set":
+            pooling, names = build_joining(cut, prefix, **model.versions)
+        else:
+            pooling, names = build_pooling(cut, prefix, grids_of(cut), **model.versions)
         parts.append(pooling)
         outputs.append(names)
     parts.extend(segments[len(cuts) :])

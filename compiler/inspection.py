@@ -10,7 +10,7 @@ from offramp.bundle.engines import list_targets
 from offramp.bundle.serde import to_plain
 
 if TYPE_CHECKING:
-    from offramp.compiler.cuts import CutAnalysis
+    from offramp.compiler.cut_points import CutAnalysis
     from offramp.compiler.model import SourceModel
 
 

@@ -16,6 +16,7 @@ from offramp.compiler import preparation
 from offramp.compiler.anchor import anchor_shapes
 from offramp.compiler.answer import find_answer, keep_answer
 from offramp.compiler.batch import free_batch
+from offramp.compiler.custom_ops import check_operators
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import default_opset
 from offramp.compiler.runtime import runs_opset
@@ -114,6 +115,7 @@ def _prepare(
 
     ``limit_s`` is how long it may be simplified; ``None`` is not at all.
     """
+    check_operators(proto)
     proto = _modern(proto)
     preparation.unlist_initializers(proto)
     keep_answer(proto, answer)

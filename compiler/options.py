@@ -36,6 +36,8 @@ class CompileOptions:
     ``candidates``."""
     candidates: int = 12
     """Most exits that are built."""
+    max_cut_tensors: int = 4
+    """Most tensors that a cut point has, where no single one carries everything."""
     precision: AskedPrecision = "fp32"
     """``int8``: exits follow a quantised copy of the model, whose own answer is the last of them;
     whoever is sure enough at none runs through the unmodified model. Where that brings nothing on

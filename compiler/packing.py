@@ -27,10 +27,11 @@ from offramp.bundle.input_ranges import INPUT_RANGES
 from offramp.bundle.manifest import SCHEMA_VERSION, Calibration, Source
 from offramp.bundle.measured import MEASURED
 from offramp.calibration.dataset import DataSplit
-from offramp.calibration.families import mask_of
+from offramp.calibration.families import masks_of
 from offramp.calibration.limits import BindingLimit
 from offramp.calibration.records import ExitRecords, dump_records
 from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
+from offramp.compiler.custom_ops import libraries_of
 from offramp.compiler.exits import BuiltExit, exit_prefix
 from offramp.compiler.heads import CONFIDENCE
 from offramp.compiler.options import CompileOptions
@@ -85,6 +86,7 @@ def make_manifest(
         precision="fp32" if sliced.front is None else "int8",
         cpu=None if sliced.front is None else cpu_features(),
         precision_reason=reason,
+        custom_ops=libraries_of(model.proto),
     )
 
 
@@ -169,12 +171,12 @@ class Draft:
 
 
 def _exit(index: int, built: BuiltExit, answer: str) -> Exit:
-    prefix, mask = exit_prefix(built.candidate), mask_of(built.cut, built.best.head)
+    prefix, masks = exit_prefix(built.candidate), masks_of(built.cut, built.best.head)
     return Exit(
         index=index,
         after_segment=built.candidate,
         file=f"exits/{index:02d}.onnx",
-        inputs=(built.cut.name, mask) if mask else (built.cut.name,),
+        inputs=(*(tensor.name for tensor in built.cut.read), *masks),
         output=prefix + answer,
         confidence=prefix + CONFIDENCE,
         head=built.best.head,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from offramp.compiler.errors import NoCutPointError, UnknownCutPointError
 
 if TYPE_CHECKING:  # it imports onnx
-    from offramp.compiler.cuts import CutAnalysis, CutPoint
+    from offramp.compiler.cut_points import CutAnalysis, CutPoint
 
 DEFAULT_LIMIT = 12
 """Exits to build at most; PAME 5.2 finds eleven blocks to be enough."""
@@ -129,9 +129,23 @@ def _thinned(cuts: Sequence[CutPoint], limit: int) -> tuple[CutPoint, ...]:
     return tuple(chosen)
 
 
+_JOIN = (
+    "Where two tensors carry data onward, let the model join them to one (Concat, then Split): "
+    "that is a cut point. "
+)
+
+
 def _why_none(analysis: CutAnalysis) -> str:
     reasons = [f"`{r.tensor}` ({r.operator}): {r.reason}" for r in analysis.rejected[:_SHOWN]]
     return (
         "the model has no cut point, a place where one tensor carries everything onward, with "
-        "work before and after it. " + ("Rejected: " + "; ".join(reasons) if reasons else "")
-    ).strip()
+        "work before and after it. "
+        + (f"Rejected: {'; '.join(reasons)}. " if reasons else "")
+        + (_JOIN if any("inside a block" in reason for reason in reasons) else "")
+        + f"eecompile inspect lists {_places(analysis)}"
+    )
+
+
+def _places(analysis: CutAnalysis) -> str:
+    places = sum(r.places for r in analysis.rejected)
+    return f"why of all {places:,} places" if places else "what there is"

@@ -35,7 +35,8 @@ from offramp.compiler.graph import serialised
 from offramp.compiler.heads import CONFIDENCE, build_own
 from offramp.compiler.model import SourceModel
 from offramp.compiler.options import CompileOptions
-from offramp.compiler.slicing import VERIFIED_SAMPLES, Sliced
+from offramp.compiler.slice_verification import VERIFIED_SAMPLES
+from offramp.compiler.slicing import Sliced
 from offramp.engine.assembly import assemble
 from offramp.engine.environment import cpu_features
 from offramp.engine.options import available_cores

@@ -18,7 +18,7 @@ from offramp.calibration.rehearsal import Forecast
 from offramp.calibration.scratch import ScratchSpace, describe_bytes
 from offramp.certify import MODEL_END
 from offramp.compiler.bundle_check import BundleCheck
-from offramp.compiler.cuts import CutAnalysis, CutPoint, Rejection
+from offramp.compiler.cut_points import CutAnalysis, CutPoint, Rejection
 from offramp.compiler.export.export import Exported
 from offramp.compiler.memory import peak_bytes
 from offramp.compiler.model import SourceModel
@@ -54,12 +54,17 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
             say(line)
     if manifest.batch_effect is not None:
         say(escape(f"{manifest.batch_effect.describe()}."))
+    for padding in manifest.paddings:
+        say(escape(f"While serving {padding.describe()}."))
     if manifest.precision != "fp32" or manifest.precision_reason:
         say(f"Precision {escape(words.precision(manifest))}")
     for note in bundle.profile().disturbed:
         say(f"[yellow]Disturbed while profiling[/yellow]: {escape(note)}")
+    for library in manifest.custom_ops:
+        say(f"Needs the library {escape(library.describe())}: --custom-ops takes it")
     say(f"Report: {path}/{REPORT}")
-    say(f"Serve:  eeserve {path}")
+    flags = "".join(f" --custom-ops {library.file}" for library in manifest.custom_ops)
+    say(f"Serve:  eeserve {path}{escape(flags)}")
 
 
 def print_use(scratch: ScratchSpace, console: Console) -> None:
@@ -148,10 +153,12 @@ def _cut_table(cuts: Sequence[CutPoint], unit: str) -> Table:
     if along:
         table.add_column("taken along")
     for cut in cuts:
+        tensors = cut.as_heads_see_it().tensors
+        shapes = (f"[{', '.join(map(str, tensor.shape))}]" for tensor in tensors)
         table.add_row(
             str(cut.index),
-            escape(cut.tensor),
-            escape(f"[{', '.join(map(str, cut.shape))}]"),
+            escape("\n".join(cut.tensors)),
+            escape("\n".join(shapes)),
             cut.operator,
             f"{cut.flops_share_before:.1%}",
             *([escape(", ".join(cut.side_inputs))] if along else []),

@@ -17,8 +17,8 @@ import onnx
 from offramp.bundle import NEVER, ActiveExit, Bundle, Exit, ExitPolicy, Profile, Spread
 from offramp.bundle.bundle import CERTIFY, REPORT
 from offramp.bundle.files import dump
+from offramp.calibration.cut_tensors import CutTensor
 from offramp.calibration.estimates import BackboneTimes
-from offramp.calibration.families import CutTensor
 from offramp.calibration.profiling import profile_backbone, profile_heads, profile_stages
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
@@ -30,6 +30,7 @@ from offramp.compiler.packing import bundle_name, rewrite
 from offramp.compiler.progress import SILENT, Progress
 from offramp.compiler.report import render_report
 from offramp.engine.assembly import assemble
+from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.deployment import zeros
 from offramp.engine.plan import ModelStructure, plan_stages
 from offramp.engine.profile_check import predicted_savings
@@ -52,7 +53,7 @@ class Profiled:
 
 def profile_bundle(options: ProfileOptions, progress: Progress = SILENT) -> Profiled:
     """Measure a bundle's profile on this machine, and write it; BundleError if that fails."""
-    bundle = Bundle.open(options.bundle)
+    bundle = open_runnable(options.bundle)
     target = options.target()
     before = bundle.profile()
     after = measure(bundle, options.threads or before.threads, before.batch_sizes, progress)
@@ -81,10 +82,11 @@ def measure(
     )
     times = timer.backbone()
     graphs = [bundle.read(exit_.file) for exit_ in manifest.exits]
+    given = [spec.name for spec in manifest.inputs]
     with progress.step("Profile the heads", len(graphs)) as advance:
         heads = profile_heads(
             [[graph] for graph in graphs],
-            [_empty(e, g) for e, g in zip(manifest.exits, graphs, strict=True)],
+            [_empty(e, g, given) for e, g in zip(manifest.exits, graphs, strict=True)],
             timer.segments,
             timer.samples,
             threads=threads,
@@ -167,16 +169,20 @@ class ProfileTimer:
         )
 
 
-def _empty(exit_: Exit, graph: bytes) -> bytes:
-    """Make a graph that reads what an exit reads and does next to nothing."""
+def _empty(exit_: Exit, graph: bytes, model_inputs: Sequence[str]) -> bytes:
+    """Make a graph that reads the cut tensors that an exit reads and does next to nothing."""
     model = onnx.load_from_string(graph)
-    (read,) = [i for i in model.graph.input if i.name == exit_.inputs[0]]
-    tensor = read.type.tensor_type
+    names = [name for name in exit_.inputs if name not in model_inputs]
+    read = [_described(info) for info in model.graph.input if info.name in names]
+    opset = default_opset(model)
+    return build_empty(read, "offramp_empty/", opset=opset, ir_version=model.ir_version)
+
+
+def _described(info: onnx.ValueInfoProto) -> CutTensor:
+    tensor = info.type.tensor_type
     shape = tuple(d.dim_param or d.dim_value or "?" for d in tensor.shape.dim)
     dtype = str(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
-    cut = CutTensor(name=read.name, dtype=dtype, shape=shape)
-    opset = default_opset(model)
-    return build_empty(cut, "offramp_empty/", opset=opset, ir_version=model.ir_version)
+    return CutTensor(name=info.name, dtype=dtype, shape=shape)
 
 
 def _write(bundle: Bundle, options: ProfileOptions, target: Path, profile: Profile) -> None:

@@ -36,6 +36,7 @@ from offramp.compiler.packing import bundle_name, judged, rewrite
 from offramp.compiler.policy import FixedPath, PolicyChoice, record_exits
 from offramp.compiler.progress import SILENT, Progress
 from offramp.compiler.report import render_report
+from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.environment import cpu_features
 
 DEFAULT_BATCH = 32
@@ -64,7 +65,7 @@ def rehearse_bundle(options: RehearseOptions, progress: Progress = SILENT) -> Re
         BundleError, CompileError: There is no bundle, it has no exits, or cannot be written.
         DataError: The data does not fit the model, or is too little.
     """
-    bundle = Bundle.open(options.bundle)
+    bundle = open_runnable(options.bundle)
     if not bundle.manifest.exits:
         raise CompileError(
             f"{bundle.path} has no exits to rehearse: none was worth building when it was "

@@ -44,7 +44,8 @@ _REMEDIES = {
     "BatchNormalization": "it normalises by the batch, as in training; call model.eval() before "
     "the export",
     "Random": "it draws at random; export the model for inference (model.eval())",
-    "Reduce": "it reduces over the samples; let it reduce over other dimensions than the first",
+    "Reduce": "it reduces over the samples; let it reduce over other dimensions than the first, "
+    "which has to be the batch in every input (recurrent networks: batch_first=True)",
 }
 
 
@@ -127,7 +128,9 @@ def _describe(mixing: list[Operator], difference: float, rows: int) -> str:
     shown = [f"{op.name or op.writes[0]!r} ({op.kind})" for op in mixing[:_SHOWN]]
     rest = f" and {len(mixing) - _SHOWN} more" if len(mixing) > _SHOWN else ""
     kind = next((k for k in _REMEDIES if mixing[0].kind.startswith(k)), "")
-    apart = "" if difference == float("inf") else f", by {difference:.1e} of the largest value"
+    apart = f", by {difference:.1e} of the largest value, allowed are {SINGLE.batches:.0e}"
+    if difference == float("inf"):
+        apart = ", the number of answers too"
     return (
         f"the answer of a sample depends on the other samples of its batch (found among {rows} "
         f"rows{apart}). It enters at {', '.join(shown)}{rest}: {_REMEDIES.get(kind, _OTHERWISE)}"

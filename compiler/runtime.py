@@ -16,7 +16,8 @@ from onnx import helper
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import Dataflow
 from offramp.compiler.shapes import BATCH, declared_types, dtype_name
-from offramp.engine.external_weights import name_weights
+from offramp.engine.backends.custom_ops import load_session, session_options
+from offramp.engine.errors import BackendError
 
 _SEQUENCE_SIZE = 16
 """Symbolic sizes of random inputs of up to three dimensions."""
@@ -36,7 +37,7 @@ class GraphRunner:
 
         With ``profile``, the beginning of a file's name, operators are timed as they are written.
         """
-        options = ort.SessionOptions()
+        options = session_options()
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
         options.log_severity_level = 4
         # An arena would keep what the largest batch took for as long as the session lives.
@@ -49,14 +50,8 @@ class GraphRunner:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         # Q/DQ as it is written: fused int8 kernels saturate on some processors, not on others.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
-        name_weights(options)
         with _translated():
-            self._session = ort.InferenceSession(
-                proto.SerializeToString(),
-                options,
-                providers=["CPUExecutionProvider"],
-                enable_fallback=0,  # the second attempt would be told on standard output
-            )
+            self._session = load_session(proto.SerializeToString(), options)
         self.inputs = tuple(i.name for i in self._session.get_inputs())
         self.outputs = tuple(o.name for o in self._session.get_outputs())
 
@@ -101,6 +96,8 @@ def _translated() -> Iterator[None]:
     """Turn ONNX Runtime's own exceptions into RuntimeError with their first line."""
     try:
         yield
+    except BackendError as error:
+        raise RuntimeError(str(error)) from error
     except Exception as error:
         if not type(error).__module__.startswith("onnxruntime"):
             raise

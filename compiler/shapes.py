@@ -8,6 +8,7 @@ differs between the two runs is traced back to the symbol it came from.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
 from math import prod
@@ -16,7 +17,8 @@ from typing import TypeAlias
 import onnx
 
 from offramp.compiler.graph import bodies
-from offramp.compiler.runtime_shapes import infer_shapes
+from offramp.compiler.runtime_shapes import infer_shapes, types_in
+from offramp.compiler.shape_trace import ShapeTrace
 
 ConcreteShape: TypeAlias = "tuple[int | None, ...] | None"
 """Sizes where inference found them; None as a whole where it did not even find the rank."""
@@ -136,17 +138,26 @@ def concrete_shapes(
                 dim.dim_value = sizes[dim.dim_param]
     weights = skeleton.graph.initializer
     empty = frozenset(t.name for t in weights if prod(t.dims) > _SMALL_INITIALIZER)
-    inferred = infer_shapes(skeleton, empty).graph
-    shapes: dict[str, tuple[int, ConcreteShape]] = {
-        t.name: (t.data_type, tuple(t.dims)) for t in inferred.initializer
-    }
-    for info in (*inferred.input, *inferred.value_info, *inferred.output):
-        tensor = info.type.tensor_type
-        if tensor.elem_type:
-            known = tensor.HasField("shape")
-            dims = tuple(d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim)
-            shapes[info.name] = (tensor.elem_type, dims if known else None)
-    return shapes
+    shapes = types_in(infer_shapes(skeleton, empty))
+    return shapes | _followed(skeleton, shapes)
+
+
+def _followed(
+    skeleton: onnx.ModelProto, shapes: Mapping[str, tuple[int, ConcreteShape]]
+) -> dict[str, tuple[int, ConcreteShape]]:
+    """Find sizes that inference has lost, by computing the values that they depend on.
+
+    Its data propagation ends at a ``Range`` or an ``Expand`` of sizes, and transformers make their
+    masks and positions of these.
+    """
+    lost = {name for name, (_, shape) in shapes.items() if shape is None or None in shape}
+    if not lost:
+        return {}
+    trace = ShapeTrace(skeleton)
+    for node in skeleton.graph.node:
+        with suppress(ValueError):  # what contradicts itself is told elsewhere
+            trace.follow(node)
+    return {name: (shapes[name][0], size) for name in lost if (size := trace.shape(name))}
 
 
 def _skeleton(proto: onnx.ModelProto) -> onnx.ModelProto:
@@ -193,6 +204,9 @@ def forget_shapes(graph: onnx.GraphProto) -> None:
     for node in graph.node:
         for body in bodies(node):
             forget_shapes(body)
+            for info in body.input:  # ONNX Runtime needs the ranks
+                for dim in info.type.tensor_type.shape.dim:
+                    dim.Clear()
 
 
 def probe_sizes(proto: onnx.ModelProto, which: int = 0) -> dict[str, int]:

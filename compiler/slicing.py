@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
-from numpy.typing import NDArray
 
 from offramp.bundle import Segment, TensorSpec
-from offramp.calibration.families import CutTensor
-from offramp.compiler.cuts import CutAnalysis, CutPoint, find_cuts
-from offramp.compiler.errors import ModelError, VerificationError
-from offramp.compiler.graph import Dataflow, Operator, copied
+from offramp.calibration.cut_tensors import CutTensor
+from offramp.compiler.cut_points import CutAnalysis, CutPoint
+from offramp.compiler.cuts import find_cuts
+from offramp.compiler.errors import (
+    ModelError,
+    VerificationError,
+)
+from offramp.compiler.graph import Dataflow, Operator
 from offramp.compiler.model import SourceModel
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.placement import choose_candidates
 from offramp.compiler.rounding import rounding_of
-from offramp.compiler.rows import compare_batches, scaled_by_batch
-from offramp.compiler.runtime import GraphRunner, relative_difference
 from offramp.compiler.weights import WeightFile
 
 _log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ def slice_model(model: SourceModel, options: CompileOptions) -> Sliced:
 
     CompileError if there are no cut points, or the user named one or a mask that does not exist.
     """
-    analysis = find_cuts(model)
+    analysis = find_cuts(model, max_tensors=options.max_cut_tensors)
     if analysis.unknown_work:
         kinds = ", ".join(analysis.unknown_work)
         how = "measured as time" if analysis.total_s is not None else "what is known without them"
@@ -98,10 +99,11 @@ def cut_tensors(
 ) -> tuple[CutTensor, ...]:
     """Describe what exits at some cut points read; ModelError if ``--mask`` fits none of them."""
     flows = () if analysis.rereads else analysis.main_inputs  # else all that may be read again
-    mask = find_mask(model.inputs, flows, options.mask)
-    cuts = tuple(_cut_tensor(point, mask) for point in points)
-    if options.mask is not None and not any(cut.mask for cut in cuts):
-        shapes = "; ".join(f"{cut.name}: [{', '.join(map(str, cut.shape))}]" for cut in cuts)
+    masks = find_masks(model.inputs, flows, options.mask)
+    cuts = tuple(_cut_tensor(point, masks) for point in points)
+    if options.mask is not None and not any(tensor.mask for cut in cuts for tensor in cut.tensors):
+        read = [tensor for cut in cuts for tensor in cut.tensors]
+        shapes = "; ".join(f"{cut.name}: [{', '.join(map(str, cut.shape))}]" for cut in read)
         raise ModelError(
             f"--mask {options.mask!r} fits no exit: none reads [batch, tokens, width] with as "
             f"many tokens as the mask; they read {shapes}"
@@ -109,20 +111,25 @@ def cut_tensors(
     return cuts
 
 
-def _cut_tensor(point: CutPoint, mask: TensorSpec | None) -> CutTensor:
+def _cut_tensor(point: CutPoint, masks: Mapping[int | str, TensorSpec]) -> CutTensor:
     cut = point.as_heads_see_it()
-    if mask is None or cut.form != "tokens" or cut.shape[1] != mask.shape[1]:
-        return cut
-    return replace(cut, mask=mask.name, mask_dtype=mask.dtype)
+    beside = tuple(_masked(other, masks) for other in cut.beside)
+    return replace(_masked(cut, masks), beside=beside)
 
 
-def find_mask(
+def _masked(cut: CutTensor, masks: Mapping[int | str, TensorSpec]) -> CutTensor:
+    mask = masks.get(cut.shape[1]) if cut.own_form == "tokens" else None
+    return cut if mask is None else replace(cut, mask=mask.name, mask_dtype=mask.dtype)
+
+
+def find_masks(
     inputs: Sequence[TensorSpec], main_inputs: Sequence[str], named: str | None
-) -> TensorSpec | None:
-    """Find the mask [batch, tokens]: the one that the user named, or the one side input called so.
+) -> dict[int | str, TensorSpec]:
+    """Find masks [batch, tokens] by their number of tokens: at most one for each.
 
-    It is 1 where a token counts and 0 where it pads. ModelError if the input that was named is not
-    there, or is not [batch, tokens].
+    It is the one that the user named, and no other, or the one side input called so that has the
+    size. A mask is 1 where a token counts and 0 where it pads. ModelError if the input that was
+    named is not there, or is not [batch, tokens].
     """
     shaped = {spec.name: spec for spec in inputs if len(spec.shape) == 2}
     if named is not None:
@@ -131,18 +138,14 @@ def find_mask(
             raise ModelError(
                 f"--mask {named!r} is not an input of shape [batch, tokens]; inputs are {known}"
             )
-        return shaped[named]
-    found = [s for n, s in shaped.items() if "mask" in n.lower() and n not in main_inputs]
-    return found[0] if len(found) == 1 else None
+        return {shaped[named].shape[1]: shaped[named]}
+    called = [s for n, s in shaped.items() if "mask" in n.lower() and n not in main_inputs]
+    sizes = [spec.shape[1] for spec in called]
+    return {spec.shape[1]: spec for spec in called if sizes.count(spec.shape[1]) == 1}
 
 
-VERIFIED_SAMPLES = 64
-"""Calibration samples that chained segments and what was cut must agree on."""
 SOURCE = "source.onnx"
 """The unmodified model's file in a bundle."""
-TOLERANCE = 1e-5
-"""Relative difference allowed between chained segments and source: float32 sums in another
-order, as layouts and fusions differ at the borders."""
 INT8_TOLERANCE = 0.05
 """The same for segments of a quantised model: where sums in another order round to another of 255
 steps, the answer moves by a step too."""
@@ -156,14 +159,21 @@ class SegmentModel:
     proto: onnx.ModelProto
     """With its weights, as long as it is not :meth:`without_weights`."""
     inputs: tuple[str, ...]
-    """Tensors read: the previous cut tensor, then the graph inputs needed beside it. The first
-    segment reads its main graph inputs, then those that others need too."""
+    """Tensors read: cut tensors, then the graph inputs needed beside them. The first segment reads
+    its main graph inputs, then those that others need too."""
     output: str
     """The cut tensor, or the model's answer in the last segment."""
+    also: tuple[str, ...] = ()
+    """Further tensors that it gives, where the cut is a set; those given before are carried on."""
     flops_share: float
     """Share of the model's FLOPs, 0 to 1; they add up to 1."""
     is_source: bool = False
     """Whether it is the whole source model, the last of a cascade."""
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """All tensors that it gives."""
+        return (self.output, *self.also)
 
     def without_weights(self) -> SegmentModel:
         """Give the segment with its nodes alone, as long as it is not the whole source model."""
@@ -182,6 +192,7 @@ class SegmentModel:
             file=SOURCE if self.is_source else f"segments/{self.index:02d}.onnx",
             inputs=self.inputs,
             output=self.output,
+            also=self.also,
             flops_share=self.flops_share,
         )
 
@@ -192,29 +203,40 @@ def split(model: SourceModel, cuts: Sequence[CutPoint]) -> tuple[SegmentModel, .
     Gives one segment more than there are cut points. Chained they compute what the model does,
     each taking the side inputs at its own, possibly shrunk, batch.
     """
-    ends = [cut.tensor for cut in cuts] + [model.answer.output]
+    ends = [*(cut.tensors for cut in cuts), (model.answer.output,)]
     shares = np.diff([0.0, *(cut.flops_share_before for cut in cuts), 1.0])
     shared = {name for cut in cuts for name in cut.side_inputs}
     source = _Source.of(model.proto)
     segments: list[SegmentModel] = []
+    starts: tuple[str, ...] = ()
     for index, (end, share) in enumerate(zip(ends, shares.tolist(), strict=True)):
-        start = ends[index - 1] if index else None
-        operators, inputs = _extent(source.flow, start, end, shared)
-        proto = source.extract(operators, inputs, end, f"{model.name}/{index}")
-        made = SegmentModel(index=index, proto=proto, inputs=inputs, output=end, flops_share=share)
-        segments.append(made)
+        given = tuple(tensor for tensor in end if tensor not in starts)
+        operators, inputs = _extent(source.flow, starts, given, shared)
+        proto = source.extract(operators, inputs, given, f"{model.name}/{index}")
+        output, *also = given
+        segments.append(
+            SegmentModel(
+                index=index,
+                proto=proto,
+                inputs=inputs,
+                output=output,
+                also=tuple(also),
+                flops_share=share,
+            )
+        )
+        starts = end
     return tuple(segments)
 
 
 def _extent(
-    graph: Dataflow, start: str | None, end: str, shared: set[str]
+    graph: Dataflow, starts: Sequence[str], ends: Sequence[str], shared: set[str]
 ) -> tuple[tuple[Operator, ...], tuple[str, ...]]:
-    """Find the operators from ``start`` to ``end``, and the tensors they read first."""
-    operators = graph.behind([end], stop=frozenset([start] if start else []))
+    """Find the operators from some tensors to others, and the tensors they read first."""
+    operators = graph.behind(ends, stop=frozenset(starts))
     read = {t for op in operators for t in op.reads}
     needed = [name for name in graph.inputs if name in read]
-    side = [name for name in needed if start or name in shared]
-    main = [start] if start else [name for name in needed if name not in shared]
+    side = [name for name in needed if starts or name in shared]
+    main = [name for name in starts or needed if name in read and name not in side]
     return operators, (*main, *side)
 
 
@@ -233,7 +255,11 @@ class _Source(NamedTuple):
         return cls(surgeon, Dataflow(proto.graph), nodes, surgeon.tensors())
 
     def extract(
-        self, operators: Sequence[Operator], inputs: tuple[str, ...], output: str, name: str
+        self,
+        operators: Sequence[Operator],
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        name: str,
     ) -> onnx.ModelProto:
         """Make a model of some operators, which graphsurgeon exports exactly as they are.
 
@@ -243,7 +269,7 @@ class _Source(NamedTuple):
         graph = gs.Graph(
             nodes=[self.nodes[op.name] for op in operators],
             inputs=[self.tensors[tensor] for tensor in inputs],
-            outputs=[self.tensors[output]],
+            outputs=[self.tensors[tensor] for tensor in outputs],
             name=name,
             opset=surgeon.opset,
             import_domains=surgeon.import_domains,
@@ -260,141 +286,3 @@ class _Source(NamedTuple):
             )
         onnx.checker.check_model(proto)
         return proto
-
-
-def verify(
-    model: SourceModel,
-    segments: Sequence[SegmentModel],
-    samples: Mapping[str, NDArray[np.generic]],
-    *,
-    tolerance: float = TOLERANCE,
-    batch_sizes: Sequence[int] = (1, 7),
-) -> float:
-    """Run the segments in a chain at some batch sizes, and compare with the source model.
-
-    ``samples`` are arrays by graph input, repeated where they are fewer than a batch;
-    ``tolerance`` is relative to the largest value of the source's answer.
-
-    Behind each cut some samples go on without the others too, as they do once those have left.
-
-    Gives the largest difference found. VerificationError names the first segment that diverges,
-    beyond ``tolerance`` or with a value that is no number; ModelError operators by which samples
-    change each other's answers, or a cut behind which they do.
-    """
-    answer, answers = model.answer.output, dict[int, NDArray[np.generic]]()
-    fed = [{k: v[np.arange(size) % len(v)] for k, v in samples.items()} for size in batch_sizes]
-    wanted = [values[answer] for values in _run_alone(model.proto, fed)]
-    chained: list[dict[str, NDArray[np.generic]]] = [dict(feeds) for feeds in fed]
-    largest = int(np.argmax(batch_sizes))
-    left: list[_Survivors] = []
-    for segment in segments:
-        chained, left = _through(segment, chained, left)
-        if segment is not segments[-1]:
-            left += _survivors(chained[largest], tuple(fed[largest]), segment)
-    worst = 0.0
-    for size, feeds, right, values in zip(batch_sizes, fed, wanted, chained, strict=True):
-        difference = relative_difference(values[answer], right)
-        if not difference <= tolerance:
-            raise VerificationError(
-                f"chained segments differ from the source model by {difference:.1e} of its "
-                f"largest value at batch {size}, allowed are {tolerance:.1e} of a model in "
-                f"{rounding_of(model.proto).name}; "
-                + _diagnosis(model, segments, feeds, values, tolerance)
-                + f". If only rounding differs, allow it with --tolerance {2 * difference:.0e}"
-            )
-        answers[size] = right
-        worst = max(worst, difference)
-    compare_batches(model.proto, samples, answers)
-    if not scaled_by_batch(model.proto):
-        for survivors in left:
-            survivors.check(wanted[largest], answer, rounding_of(model.proto).batches)
-    return worst
-
-
-def _through(
-    segment: SegmentModel,
-    chained: Sequence[dict[str, NDArray[np.generic]]],
-    left: Sequence[_Survivors],
-) -> tuple[list[dict[str, NDArray[np.generic]]], list[_Survivors]]:
-    """Run a segment on batches and survivors; its session, with its weights, is gone behind."""
-    runner = GraphRunner(segment.proto)
-    passed = [values | runner.run(values) for values in chained]
-    return passed, [survivors.through(runner) for survivors in left]
-
-
-class _Survivors(NamedTuple):
-    """Samples of a batch that go on behind a cut when the others have left."""
-
-    rows: NDArray[np.intp]
-    cut: str
-    values: dict[str, NDArray[np.generic]]
-
-    def through(self, runner: GraphRunner) -> _Survivors:
-        """Run the next segment; ModelError if it does not take them."""
-        try:
-            return self._replace(values=self.values | runner.run(self.values))
-        except RuntimeError as error:
-            reason = str(error)
-            raise ModelError(f"{self._where()} cannot go on: {reason}; {_APART}") from error
-
-    def check(self, wanted: NDArray[np.generic], answer: str, tolerance: float) -> None:
-        """Compare with what the source model answers them in the whole batch."""
-        found, right = self.values[answer], wanted[self.rows]
-        same = found.shape == right.shape
-        difference = relative_difference(found, right) if same else float("inf")
-        if not difference <= tolerance:
-            raise ModelError(
-                f"{self._where()} are answered otherwise, by {difference:.1e} of the largest value "
-                f"({tolerance:.0e} allowed); {_APART}"
-            )
-
-    def _where(self) -> str:
-        rows = ", ".join(map(str, self.rows.tolist()))
-        return f"behind the cut `{self.cut}` samples {rows} of a batch, without the others,"
-
-
-_APART = (
-    "something that is computed again behind the cut depends on the whole batch, as its longest "
-    "sample does: let the model compute it for each sample by itself, or build exits elsewhere "
-    "(--exits)"
-)
-
-
-def _survivors(
-    values: Mapping[str, NDArray[np.generic]], inputs: Sequence[str], segment: SegmentModel
-) -> Iterator[_Survivors]:
-    """Choose samples that go on behind a segment: one alone and three, others at each cut."""
-    batch = len(values[segment.output])
-    for count in {1, min(3, batch - 1)} - {0} if batch > 1 else ():
-        rows = np.sort((segment.index + np.arange(count)) % batch)
-        kept = {name: values[name][rows] for name in (*inputs, segment.output)}
-        yield _Survivors(rows, segment.output, kept)
-
-
-def _run_alone(
-    proto: onnx.ModelProto, fed: Sequence[Mapping[str, NDArray[np.generic]]]
-) -> list[dict[str, NDArray[np.generic]]]:
-    """Run a graph on some batches, with no other loaded beside: each holds its weights."""
-    runner = GraphRunner(proto)
-    return [runner.run(feeds) for feeds in fed]
-
-
-def _diagnosis(
-    model: SourceModel,
-    segments: Sequence[SegmentModel],
-    feeds: Mapping[str, NDArray[np.generic]],
-    chained: Mapping[str, NDArray[np.generic]],
-    tolerance: float,
-) -> str:
-    """Name the first segment whose output differs from the same tensor in the source."""
-    exposed = copied(model.proto)
-    known = {info.name: info for info in model.proto.graph.value_info}
-    inner = [s.output for s in segments if s.output in known]
-    exposed.graph.output.extend(known[name] for name in inner)
-    wanted = GraphRunner(exposed).run(feeds)
-    if not np.isfinite(wanted[model.answer.output]).all():
-        return "the source model itself answers with values that are no numbers"
-    for segment in segments:
-        if not relative_difference(chained[segment.output], wanted[segment.output]) <= tolerance:
-            return f"the first that diverges is segment {segment.index}, at `{segment.output}`"
-    return "each segment is within tolerance alone, the differences add up"

@@ -9,12 +9,14 @@ is between the two; where no cut is made, they cancel, and ONNX Runtime drops bo
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import onnx
 from onnx import helper
 
-from offramp.compiler.cuts import GraphAnalysis, batch_first
-from offramp.compiler.graph import bodies, copied, refill
+from offramp.compiler.cuts import GraphAnalysis
+from offramp.compiler.gate_fitness import batch_first
+from offramp.compiler.graph import bodies, captured_names, copied, refill
 from offramp.compiler.shapes import TensorType, annotate, declared_types
 
 FRONT = "/batch_first"
@@ -30,17 +32,28 @@ def turn_batch_first(proto: onnx.ModelProto) -> onnx.ModelProto:
     if not any(_is_behind(tensor) for tensor in declared_types(proto).values()):
         return proto
     analysis = GraphAnalysis.of(proto, turns=True)
-    orders: dict[str, tuple[int, ...]] = {}
-    for gate in analysis.best()[1]:
-        order = batch_first(analysis.types[gate.tensor].shape or ())
-        if order[0]:
-            orders[gate.tensor] = order
-    if not orders:
+    turns: dict[str, _Turn] = {}
+    for gate in analysis.best().kept:
+        for name in gate.tensors:
+            order = batch_first(analysis.types[name].shape or ())
+            if order[0]:
+                earlier = turns.get(name, _Turn(order, often=False))
+                turns[name] = earlier._replace(often=earlier.often or not gate.alone)
+    if not turns:
         return proto
     turned = copied(proto)
-    _insert(turned.graph, orders)
+    _insert(turned.graph, turns)
     annotate(turned)
     return turned
+
+
+class _Turn(NamedTuple):
+    """How a tensor is turned."""
+
+    order: tuple[int, ...]
+    """Its dimensions, the batch first."""
+    often: bool
+    """Whether every reader turns it back for itself: then it can be carried past other readers."""
 
 
 def _is_behind(tensor: TensorType) -> bool:
@@ -48,17 +61,25 @@ def _is_behind(tensor: TensorType) -> bool:
     return bool(order := batch_first(tensor.shape or ())) and order[0] > 0
 
 
-def _insert(graph: onnx.GraphProto, orders: Mapping[str, tuple[int, ...]]) -> None:
+def _insert(graph: onnx.GraphProto, turns: Mapping[str, _Turn]) -> None:
     nodes: list[onnx.NodeProto] = []
-    for node in graph.node:
-        _read_instead(node, {name: f"{name}{_BACK}" for name in orders})
+    for number, node in enumerate(graph.node):
+        read = dict.fromkeys(t for t in (*node.input, *captured_names(node)) if t in turns)
+        again = {name: f"{name}{_BACK}{number}" for name in read if turns[name].often}
+        nodes += [_back(name, output, turns[name]) for name, output in again.items()]
+        _read_instead(node, {name: again.get(name, f"{name}{_BACK}") for name in read})
         nodes.append(node)
         for name in node.output:
-            if (order := orders.get(name)) is not None:
-                nodes.append(_transpose(name, f"{name}{FRONT}", order))
-                back = tuple(order.index(axis) for axis in range(len(order)))
-                nodes.append(_transpose(f"{name}{FRONT}", f"{name}{_BACK}", back))
+            if (turn := turns.get(name)) is not None:
+                nodes.append(_transpose(name, f"{name}{FRONT}", turn.order))
+                if not turn.often:
+                    nodes.append(_back(name, f"{name}{_BACK}", turn))
     refill(graph.node, nodes)
+
+
+def _back(name: str, output: str, turn: _Turn) -> onnx.NodeProto:
+    back = tuple(turn.order.index(axis) for axis in range(len(turn.order)))
+    return _transpose(f"{name}{FRONT}", output, back)
 
 
 def _read_instead(node: onnx.NodeProto, renamed: Mapping[str, str]) -> None:

@@ -17,7 +17,8 @@ from pathlib import Path
 import onnx
 
 from offramp.compiler.errors import ModelError
-from offramp.compiler.flow import HEAVY, count_flops, is_heavy
+from offramp.compiler.flop_rules import HEAVY, is_heavy
+from offramp.compiler.flow import count_flops
 from offramp.compiler.graph import Dataflow, Operator
 from offramp.compiler.runtime import GraphRunner, random_inputs
 
@@ -67,9 +68,9 @@ def _unknown(graph: Dataflow, counted: Sequence[float]) -> tuple[str, ...]:
 
 
 def _is_unknown(op: Operator, counted: float) -> bool:
-    if op.kind in HEAVY:
-        return not counted  # its shapes are not known
-    return is_heavy(op) and not op.has_body
+    if op.kind in HEAVY or op.has_body:
+        return not counted  # its shapes are not known, or how often a body runs
+    return is_heavy(op)
 
 
 def _measure(proto: onnx.ModelProto) -> dict[str, float]:

@@ -212,13 +212,16 @@ class Engine:
             max_samples=options.max_queue_samples,
         ):
             raise BadInputError(f"{model}: {wrong}")
+        if wrong := served.lengths.wrong(inputs):
+            raise BadInputError(f"{model}: {wrong}")
         count = len(next(iter(inputs.values())))
         self._executor.admit(model, count, deadline_s - now_s, priority)
         request = Request(
             number=next(self._numbers),
             inputs=inputs,
             count=count,
-            batch_key=tuple(inputs[name].shape[1:] for name in sorted(inputs)),
+            batch_key=served.lengths.batch_key(inputs),
+            unseen=served.lengths.unseen(inputs),
             submitted_s=now_s,
             deadline_s=deadline_s,
             priority=priority,

@@ -29,7 +29,7 @@ from offramp.engine.errors import (
     OutOfServiceError,
     QueueFullError,
 )
-from offramp.engine.model_runtime import ModelRuntime, Pieces, gather
+from offramp.engine.model_runtime import ModelRuntime, Pieces
 from offramp.engine.request_table import CompletionQueue, Request, copy_of
 from offramp.engine.scheduling import (
     Assignment,
@@ -377,7 +377,7 @@ class Executor:
             model.start(run)
             with self._lock:
                 parts = model.requests_of(run, self._clock())
-            inputs = gather(parts)
+            inputs = model.gather(parts)
             model.check_inputs(run, inputs)
             return slot.upload(inputs)
         assert carry is not None

@@ -24,13 +24,19 @@ MARGIN: Final = 0.5
 
 
 class InputGuard:
-    """Tells samples that are like those of calibration, element by element, from others."""
+    """Tells samples that are like those of calibration, element by element, from others.
+
+    Where their lengths are counted by a mask, one that is shorter or longer than all of those is
+    not like them either, by however little.
+    """
 
     def __init__(self, ranges: InputRanges) -> None:
         self._bounds = {}
         for seen in ranges.inputs:
             margin = MARGIN * (seen.highest - seen.lowest)
             self._bounds[seen.name] = (seen.lowest - margin, seen.highest + margin)
+        # Lengths that were all the same tell nothing of what they may be, as constant inputs do.
+        self._lengths = [r for r in ranges.lengths if r.mask and r.shortest < r.longest]
 
     def in_range(self, inputs: Mapping[str, NDArray[Any]]) -> NDArray[np.bool_]:
         """[n]: whether every element of a sample is in range; inputs are [n, …]."""
@@ -40,4 +46,7 @@ class InputGuard:
             if rows.shape[1]:  # a NaN is neither at least nor at most anything
                 least, most = (ends.astype(np.float64) for ends in (rows.min(1), rows.max(1)))
                 found &= (least >= lowest) & (most <= highest)
+        for seen in self._lengths:
+            length = (inputs[seen.mask] == 1).sum(axis=1)
+            found &= (length >= seen.shortest) & (length <= seen.longest)
         return found

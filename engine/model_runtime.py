@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -96,7 +96,24 @@ class ModelRuntime:
                 raise DrainingError(f"{self.name}: stopped before the answer")
             parts.append((request, _as_index(run.rows[start:stop])))
             self.table.counters.queue_s.observe(now_s - request.submitted_s)
+        self._count_padding(run, parts)
         return parts
+
+    def gather(self, parts: Sequence[tuple[Request, slice | Rows]]) -> dict[str, NDArray[Any]]:
+        """Bring the inputs of a batch together: :meth:`requests_of` in order."""
+        taken = [
+            {name: array[rows] for name, array in request.inputs.items()} for request, rows in parts
+        ]
+        return self.model.lengths.join(taken, parts[0][0].batch_key)
+
+    def _count_padding(self, run: Run, parts: Sequence[tuple[Request, slice | Rows]]) -> None:
+        rules, counters = self.model.lengths, self.table.counters
+        if rules.pads:
+            rows = [stop - start for start, stop in _neighbours(run.requests)]
+            inputs = [request.inputs for request, _ in parts]
+            added = rules.added(inputs, rows, parts[0][0].batch_key)
+            counters.padded += added.samples
+            counters.padded_positions += added.positions
 
     def start(self, run: Run) -> None:
         """Record that the samples of a batch start; without the lock."""
@@ -244,17 +261,6 @@ class ModelRuntime:
     def _discard(self) -> None:
         for number in self.scheduler.take_discarded():
             self._buffered.pop(number, None)
-
-
-def gather(parts: list[tuple[Request, slice | Rows]]) -> dict[str, NDArray[Any]]:
-    """Bring the inputs of a batch together: :meth:`ModelRuntime.requests_of` in order."""
-    if len(parts) == 1:
-        request, rows = parts[0]
-        return {name: array[rows] for name, array in request.inputs.items()}
-    return {
-        name: np.concatenate([request.inputs[name][rows] for request, rows in parts])
-        for name in parts[0][0].inputs
-    }
 
 
 def _by_request(run: Run, rows: Rows) -> Iterator[Rows]:

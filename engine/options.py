@@ -37,6 +37,9 @@ class ModelOptions:
     that form batches by size (run-through, refill, rebatch, delay)."""
     max_queue_samples: int = 4096
     """Most samples that wait; more are refused."""
+    padding: bool = True
+    """Whether samples of different length are padded to share a batch, where the compiler found
+    that no answer changes by more than rounding."""
     slo_ms: float | None = None
     """Service level objective: the deadline of requests that bring none."""
     forced_exits: bool = True

@@ -67,8 +67,10 @@ class StageSpec:
     inputs: tuple[str, ...]
     """Tensors that the graph reads."""
     carried: tuple[str, ...]
-    """Tensors that later stages read: its cut tensor, and graph inputs that pass through. Where the
-    next stage begins anew, these alone."""
+    """Tensors that later stages read: cut tensors first, then graph inputs that pass through. Where
+    the next stage begins anew, these alone."""
+    given: tuple[str, ...] = ()
+    """Those of ``carried`` that the graph gives; others pass through."""
     answer: str | None
     """Name of the answer among the graph's outputs, if it gives one."""
     confidence: str | None = None
@@ -233,7 +235,8 @@ def _stages(
         answer = structure.answer.output if final else None
         segments = structure.segments[firsts[index] : last + 1]
         carried = () if final else carried_over(structure, last, firsts[index + 1])
-        given = [name for name in (segments[-1].output,) if final or name in carried]
+        written = [name for segment in segments for name in segment.outputs]
+        given = tuple(name for name in written if name in carried)
         before: Sequence[Segment] = ()
         behind: Sequence[Segment] = ()
         if is_cascade:  # others run on GPUs too, whose engines have float32 borders
@@ -245,9 +248,17 @@ def _stages(
             first_segment=firsts[index],
             last_segment=last,
             exit=exit_index,
-            load=partial(_assembled, (*before, *segments, *behind), exit_, given, read, inner),
+            load=partial(
+                _assembled,
+                (*before, *segments, *behind),
+                exit_,
+                (answer,) if answer else given,
+                read,
+                inner,
+            ),
             inputs=_stage_inputs(segments, exit_),
             carried=carried,
+            given=given,
             answer=exit_.output if exit_ else answer,
             confidence=exit_.confidence if exit_ else None,
             form=structure.answer.form,
@@ -258,22 +269,20 @@ def _stages(
 def carried_over(structure: ModelStructure, segment: int, then: int) -> tuple[str, ...]:
     """Tensors alive after a segment, if segment ``then`` is the next that runs.
 
-    The cut tensor, unless ``then`` begins anew, and graph inputs read by what follows.
+    Cut tensors and graph inputs that what follows reads: of the former there are none where
+    ``then`` begins anew.
     """
+    readers = [s.inputs for s in structure.segments[then:]]
+    readers += [e.inputs for e in structure.exits if e.after_segment >= then]
+    read = dict.fromkeys(name for inputs in readers for name in inputs)
     graph_inputs = {tensor.name for tensor in structure.inputs}
-    later: dict[str, None] = {}
-    if then == segment + 1 and last_beginning(structure.segments[: then + 1]) != then:
-        later[structure.segments[segment].output] = None
-    for follower in structure.segments[then:]:
-        later.update((name, None) for name in follower.inputs if name in graph_inputs)
-    for exit_ in structure.exits:
-        if exit_.after_segment >= then:
-            later.update((name, None) for name in exit_.inputs if name in graph_inputs)
-    return tuple(later)
+    written = [name for s in structure.segments[: segment + 1] for name in s.outputs]
+    cuts = [name for name in written if name in read]
+    return (*cuts, *(name for name in read if name in graph_inputs))
 
 
 def _stage_inputs(segments: Sequence[Segment], exit_: Exit | None) -> tuple[str, ...]:
-    inside = {segment.output for segment in segments}
+    inside = {name for segment in segments for name in segment.outputs}
     read = [name for segment in segments for name in segment.inputs]
     read += exit_.inputs if exit_ else ()
     return tuple(dict.fromkeys(name for name in read if name not in inside))

@@ -216,11 +216,16 @@ def scaled(
         compiled,
         source_ms=tuple(source_ms.tolist()),
         segments_ms=_rows(segments),
-        exits_ms=_rows(np.array(compiled.exits_ms) * source * added),
-        stages_ms=_rows(np.array(compiled.stages_ms) * source * added),
+        exits_ms=_rows(_table(compiled.exits_ms, sizes.size) * source * added),
+        stages_ms=_rows(_table(compiled.stages_ms, sizes.size) * source * added),
         spread=None,
         disturbed=(),
     )
+
+
+def _table(rows: Sequence[Sequence[float]], columns: int) -> FloatArray:
+    """Give a table as an array [rows, columns], of a bundle without exits too, which has no row."""
+    return np.array(rows, np.float64).reshape(-1, columns)
 
 
 def _rows(table: FloatArray) -> tuple[tuple[float, ...], ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from offramp.certify.decision import MODEL_END
 from offramp.engine.errors import BackendError, DeadlineExceededError, EngineError
+from offramp.engine.lengths import BatchKey
 from offramp.engine.scheduling import DropCause, Dropped
 from offramp.engine.statistics import Counters
 
@@ -66,7 +67,7 @@ class Request:
     number: int
     inputs: Mapping[str, NDArray[Any]]
     count: int
-    batch_key: Hashable
+    batch_key: BatchKey
     """Shapes of a sample: requests of equal keys may share a batch."""
     submitted_s: float
     deadline_s: float
@@ -94,6 +95,8 @@ class Request:
     """Why there will be no answer."""
     withdrawn: bool = False
     """Whether its caller left."""
+    unseen: int = 0
+    """Samples of a length that calibration never had."""
 
     def __post_init__(self) -> None:
         self.remaining = self.count
@@ -197,6 +200,7 @@ class RequestTable:
         self._open[request.number] = request
         self.counters.requests += 1
         self.counters.samples += request.count
+        self.counters.unseen_lengths += request.unseen
 
     def get(self, number: int) -> Request | None:
         """Find an open request by its number."""

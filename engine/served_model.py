@@ -21,12 +21,19 @@ from offramp.engine.device_profile import measure_profile
 from offramp.engine.environment import cpu_features
 from offramp.engine.errors import BackendError, OptionsError
 from offramp.engine.input_guard import InputGuard
+from offramp.engine.lengths import LengthRules
 from offramp.engine.options import EngineOptions, ModelOptions
 from offramp.engine.plan import Mode
 from offramp.engine.precision import warn_of_other_kernels, warn_of_saturation
 from offramp.engine.profile_check import profile_here, say_what_exits_bring
 from offramp.engine.recorder import Recorder
-from offramp.engine.scheduling import ModelScheduler, OperatingPoints, ParallelLimit, make_scheduler
+from offramp.engine.scheduling import (
+    ModelScheduler,
+    OperatingPoints,
+    ParallelLimit,
+    make_scheduler,
+    may_buffer,
+)
 from offramp.engine.state_file import StateFile
 from offramp.engine.whole_promise import EndEvidence, end_evidence, whole_status
 
@@ -79,6 +86,8 @@ class ServedModel:
     """``None`` trusts all inputs."""
     evidence: EndEvidence | None = None
     """Of the engines that are served, where they are of another precision."""
+    lengths: LengthRules = field(default_factory=LengthRules)
+    """Which samples of different length share a batch, and which are of new lengths."""
     loaded_s: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -139,6 +148,7 @@ class ServedModel:
             control=control,
             guard=_guard(name, bundle) if control and not of_model.trust_inputs else None,
             evidence=end_evidence(bundle),
+            lengths=_length_rules(name, bundle, of_model),
         )
 
     def probe(self, slot: Slot, deployment: Deployment) -> None:
@@ -161,6 +171,19 @@ def _guard(name: str, bundle: Bundle) -> InputGuard | None:
         _log.info("%s: an older bundle, without input ranges: all inputs are trusted", name)
         return None
     return InputGuard(ranges)
+
+
+def _length_rules(name: str, bundle: Bundle, options: ModelOptions) -> LengthRules:
+    ranges, paddings = bundle.input_ranges(), bundle.manifest.paddings
+    for padding in paddings if options.padding else ():
+        _log.info("%s: %s", name, padding.describe())
+    return LengthRules(
+        bundle.manifest.inputs,
+        paddings,
+        ranges.lengths if ranges else (),
+        pads=options.padding,
+        whole_buckets=may_buffer(options.scheduling),
+    )
 
 
 def _profile(name: str, bundle: Bundle, backend: Backend, options: EngineOptions) -> Profile:

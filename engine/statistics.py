@@ -103,6 +103,12 @@ class CountersSnapshot:
     """Samples whose feedback was lost: their batch failed, or nobody read it in time."""
     out_of_range: int = 0
     """Samples that no exit answered as their inputs are unlike those of calibration."""
+    unseen_lengths: int = 0
+    """Accepted samples of a length that calibration never had."""
+    padded: int = 0
+    """Samples that were padded to share a batch, each time that they were."""
+    padded_positions: int = 0
+    """Positions that were added to them."""
     queue_s: Histogram
     """Seconds from submission to first dispatch, per request part."""
     latency_s: Histogram
@@ -186,6 +192,8 @@ class Counters:
         self.samples = 0
         self.failed: Counter[str] = Counter()
         self.retried = 0
+        self.unseen_lengths = 0
+        self.padded = self.padded_positions = 0
         self.queue_s = HistogramCounter(HISTOGRAM_BOUNDS_S)
         self.latency_s = HistogramCounter(HISTOGRAM_BOUNDS_S)
 
@@ -220,6 +228,9 @@ class Counters:
             auditing=auditing,
             lost_feedback=lost_feedback,
             out_of_range=out_of_range,
+            unseen_lengths=self.unseen_lengths,
+            padded=self.padded,
+            padded_positions=self.padded_positions,
             queue_s=self.queue_s.snapshot(),
             latency_s=self.latency_s.snapshot(),
         )

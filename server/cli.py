@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 from offramp.bundle import BundleError
 from offramp.engine.core import Engine
@@ -26,14 +28,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return await Engine.open(arguments.models, arguments.engine)
 
     try:
-        if arguments.self_check:
-            from offramp.server.self_check import self_check  # noqa: PLC0415 - rarely asked for
+        with _libraries(arguments.custom_ops):
+            if arguments.self_check:
+                from offramp.server.self_check import self_check  # noqa: PLC0415 - rarely asked for
 
-            return self_check(arguments)
-        return serve(open_engine, arguments.server)
+                return self_check(arguments)
+            return serve(open_engine, arguments.server)
     except (BundleError, EngineError, StartError) as error:
         sys.stderr.write(f"eeserve: {error}\n")
         return EXIT_CANNOT_START
+
+
+def _libraries(paths: Sequence[Path]) -> AbstractContextManager[None]:
+    """Give the libraries of ``--custom-ops`` to whatever loads a graph meanwhile."""
+    if not paths:
+        return nullcontext()
+    from offramp.engine.backends.custom_ops import using_libraries  # noqa: PLC0415 - heavy
+
+    return using_libraries(paths)
 
 
 if __name__ == "__main__":

@@ -105,6 +105,12 @@ _COUNTERS: Final[_Readings] = {
     "offramp_requests": ("Requests accepted.", "requests"),
     "offramp_samples": ("Samples accepted.", "samples"),
     "offramp_retried": ("Samples of failed batches that were tried again.", "retried"),
+    "offramp_unseen_length_samples": (
+        "Samples of a length that the calibration data never had.",
+        "unseen_lengths",
+    ),
+    "offramp_padded_samples": ("Samples that were padded to share a batch.", "padded"),
+    "offramp_padded_positions": ("Positions that were added to them.", "padded_positions"),
 }
 _GAUGES: Final[_Readings] = {
     "offramp_queued_samples": ("Samples waiting now.", "queued"),

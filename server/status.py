@@ -232,6 +232,7 @@ def view_model(model: ModelInfo, statistics: ModelStatistics, *, ready: bool) ->
             ("answered", statistics.answered),
             ("queued", statistics.queued),
             ("in flight", statistics.in_flight),
+            *_lengths(statistics),
         ),
         failures=(
             (f"forced ({_forced_share(statistics)})", _forced(statistics)),
@@ -242,6 +243,15 @@ def view_model(model: ModelInfo, statistics: ModelStatistics, *, ready: bool) ->
         ),
         times=(("request", statistics.latency_s), ("queue", statistics.queue_s)),
     )
+
+
+def _lengths(statistics: ModelStatistics) -> Iterable[tuple[str, int]]:
+    """Count by lengths what there was of it: most models take one length."""
+    counts = {
+        "padded to share a batch": statistics.padded,
+        "of lengths unseen in calibration": statistics.unseen_lengths,
+    }
+    return ((label, count) for label, count in counts.items() if count)
 
 
 def describe_duration(seconds: float) -> str:

@@ -53,6 +53,11 @@ class Builder:
         self._nodes.append(helper.make_node(kind, inputs, [out], **attributes))
         return out
 
+    def nodes(self, kind: str, *inputs: str, outs: Sequence[str], **attributes: Any) -> list[str]:
+        """Add an operator with several outputs."""
+        self._nodes.append(helper.make_node(kind, inputs, outs, **attributes))
+        return list(outs)
+
     def conv(self, x: str, channels: tuple[int, int], *, kernel: int = 3, stride: int = 1) -> str:
         before, after = channels
         pads = [kernel // 2] * 4
@@ -145,9 +150,11 @@ def bert_like(
     if token_types:
         types = b.input("token_type_ids", ["batch", "sequence"], TensorProto.INT64)
         x = b.node("Add", x, b.node("Gather", b.weight(2, width), types))
-    bias = _mask_bias(b) if mask and not padding else None
+    bias = None
     if padding:
         bias = _padding_bias(b, ids)
+    elif mask:
+        bias = _mask_bias(b, b.input("attention_mask", ["batch", "sequence"], TensorProto.INT64))
     x = b.norm(x, width, out="embedded")
     rows = b.node("Slice", b.node("Shape", x), *(b.constant([i], np.int64) for i in (0, 2)))
     for i in range(layers):
@@ -164,9 +171,8 @@ def bert_like(
     return b.build()
 
 
-def _mask_bias(b: Builder) -> str:
+def _mask_bias(b: Builder, mask: str) -> str:
     """[batch, 1, 1, sequence]: 0 where the mask is 1, -10000 where it is 0."""
-    mask = b.input("attention_mask", ["batch", "sequence"], TensorProto.INT64)
     x = b.node("Unsqueeze", mask, b.constant([1, 2], np.int64))
     x = b.node("Cast", x, to=TensorProto.FLOAT)
     x = b.node("Sub", b.constant(1.0, np.float32), x)
@@ -187,6 +193,42 @@ def _last_token(b: Builder, x: str, ids: str) -> str:
     last = b.node("Unsqueeze", b.node("ArgMax", place, axis=1), b.constant([2], np.int64))
     found = b.node("GatherND", x, b.node("Squeeze", last, b.constant([2], np.int64)), batch_dims=1)
     return b.node("Identity", found)
+
+
+def two_sequences(*, layers: int = 3, width: int = 16) -> onnx.ModelProto:
+    """Tokens that attend to each other, and to those of a second sequence of another length.
+
+    Cut points are behind the first layers, where less is left that reads the second sequence.
+    """
+    b = Builder()
+    ids, mask = (
+        b.input(name, ["batch", "sequence"], TensorProto.INT64)
+        for name in ("input_ids", "attention_mask")
+    )
+    others, other_mask = (
+        b.input(name, ["batch", "context"], TensorProto.INT64)
+        for name in ("context_ids", "context_mask")
+    )
+    x, context = (
+        b.norm(b.node("Gather", b.weight(50, width), read), width) for read in (ids, others)
+    )
+    rows = b.node("Slice", b.node("Shape", x), *(b.constant([i], np.int64) for i in (0, 2)))
+    bias = _mask_bias(b, mask)
+    far = b.node("Squeeze", _mask_bias(b, other_mask), b.constant([1], np.int64))
+    for i in range(layers):
+        attended = _attention(b, x, bias, rows, width)
+        x = b.norm(b.node("Add", x, attended), width, out=f"layer{i}/attended")
+        query, key, value = (b.matmul(read, width, width) for read in (x, context, context))
+        query = b.node("Mul", query, b.constant(1 / width, np.float32))
+        scores = b.node("MatMul", query, b.node("Transpose", key, perm=[0, 2, 1]))
+        mixed = b.node("MatMul", b.node("Softmax", b.node("Add", scores, far), axis=-1), value)
+        x = b.norm(b.node("Add", x, mixed), width, out=f"layer{i}/crossed")
+        inner = b.matmul(b.node("Relu", b.matmul(x, width, 2 * width)), 2 * width, width)
+        x = b.norm(b.node("Add", x, inner), width, out=f"layer{i}/out")
+    first = b.node("Gather", x, b.constant(0, np.int64), axis=1)
+    b.linear(b.node("Tanh", b.linear(first, width, width)), width, 3, out="logits")
+    b.output("logits", ["batch", 3])
+    return b.build()
 
 
 def rotary(*, layers: int = 3, width: int = 16) -> onnx.ModelProto:
@@ -278,31 +320,70 @@ def recurrent(*, layers: int = 3, width: int = 8) -> onnx.ModelProto:
     return b.build()
 
 
-def two_tower(*, layers: int = 2) -> onnx.ModelProto:
-    """Two heavy towers that meet: no exit before ``merged0``, as both are needed from there on."""
+def two_tower(*, layers: int = 2, merged: int = 2) -> onnx.ModelProto:
+    """Two towers that meet: no cut point of one tensor before, as both are needed from there on."""
     b = Builder()
     towers = []
     for side in ("left", "right"):
         x = b.input(side, ["batch", 16])
-        for _ in range(layers):
-            x = b.node("Relu", b.linear(x, 16, 16))
+        for i in range(layers):
+            x = b.node("Relu", b.linear(x, 16, 16), out=f"{side}{i}")
         towers.append(x)
     x = b.node("Concat", *towers, axis=1)
-    for i in range(layers):
+    for i in range(merged):
         x = b.node("Relu", b.linear(x, 32, 32), out=f"merged{i}")
     b.linear(x, 32, 3, out="logits")
     b.output("logits", ["batch", 3])
     return b.build()
 
 
-def mlp(*, layers: int = 3, width: int = 16) -> onnx.ModelProto:
+def text_cnn(*, widths: Sequence[int] = (3, 5, 7), channels: int = 24) -> onnx.ModelProto:
+    """Convolutions of several widths beside each other, written one after the other.
+
+    Cut points: ``pooled{i}`` of those that are done, and ``embedded``, but the last.
+    """
+    b = Builder()
+    ids = b.input("input_ids", ["batch", 12], TensorProto.INT64)
+    x = b.node("Transpose", b.node("Gather", b.weight(50, 16), ids), perm=[0, 2, 1], out="embedded")
+    done = []
+    for i, width in enumerate(widths):
+        kernel = b.weight(channels, 16, width)
+        y = b.node("Relu", b.node("Conv", x, kernel, pads=[width // 2] * 2))
+        done.append(b.node("ReduceMax", y, axes=[2], keepdims=0, out=f"pooled{i}"))
+    b.linear(b.node("Concat", *done, axis=1), channels * len(widths), 3, out="logits")
+    b.output("logits", ["batch", 3])
+    return b.build()
+
+
+def hidden_states(*, layers: int = 3, width: int = 16) -> onnx.ModelProto:
+    """Stacked LSTMs of which the last state of every layer answers, as ``nn.LSTM`` gives them.
+
+    Cut points: ``states{i}`` [sequence, batch, width] and all ``last{i}`` [1, batch, width] so far,
+    with the batch in front; after the last layer the latter alone.
+    """
+    b = Builder()
+    ids = b.input("input_ids", ["batch", 6], TensorProto.INT64)
+    x = b.node("Transpose", b.node("Gather", b.weight(50, width), ids), perm=[1, 0, 2])
+    every = []
+    for i in range(layers):
+        weights = [b.weight(1, 4 * width, width) for _ in range(2)]
+        y, last = b.nodes("LSTM", x, *weights, outs=[f"y{i}", f"last{i}"], hidden_size=width)
+        x = b.node("Squeeze", y, b.constant([1], np.int64), out=f"states{i}")
+        every.append(last)
+    joined = b.node("Concat", *every, axis=2)
+    b.linear(b.node("Squeeze", joined, b.constant([0], np.int64)), layers * width, 3, out="logits")
+    b.output("logits", ["batch", 3])
+    return b.build()
+
+
+def mlp(*, layers: int = 3, width: int = 16, ending: str | None = None) -> onnx.ModelProto:
     """A plain chain of linear layers. Cut points: ``hidden{i}``."""
     b = Builder()
     x = b.input("x", ["batch", width])
     for i in range(layers):
         x = b.node("Relu", b.linear(x, width, width), out=f"hidden{i}")
-    b.linear(x, width, 3, out="logits")
-    b.output("logits", ["batch", 3])
+    logits = b.linear(x, width, 3, out="logits")
+    b.output(b.node(ending, logits, axis=-1, out="answer") if ending else logits, ["batch", 3])
     return b.build()
 
 

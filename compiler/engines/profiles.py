@@ -125,7 +125,7 @@ class ModelShapes:
     def __init__(self, bundle: Bundle) -> None:
         manifest = bundle.manifest
         self._inputs = manifest.inputs
-        self._cuts = tuple(segment.output for segment in manifest.segments)
+        self._cuts = tuple(name for s in manifest.segments for name in s.outputs)
         parts = [bundle.read(segment.file) for segment in manifest.segments]
         self._chain = onnx.load_from_string(assemble(parts, self._cuts))
         self._runner = GraphRunner(self._chain)

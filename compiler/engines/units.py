@@ -9,6 +9,7 @@ from typing import NamedTuple
 from offramp.bundle import Bundle, Manifest
 from offramp.bundle.engine_index import unit_name
 from offramp.bundle.engines import Precision
+from offramp.bundle.manifest import given_behind
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.quantization import Ranges, measure_ranges, quantize
 from offramp.compiler.engines.halving import halve
@@ -134,8 +135,9 @@ class UnitGraphs:
     def of(self, unit: Unit) -> bytes:
         """Give the serialised ONNX model of a unit.
 
-        Its outputs are the exit's answer and confidence, where there is an exit, then the last
-        segment's output. ModelError if TensorRT 8.6 cannot read an operator of it.
+        Its outputs are the exit's answer and confidence, where there is an exit, then what the
+        segments behind read of it, or the answer. ModelError if TensorRT 8.6 cannot read one of its
+        operators.
         """
         graph = self._with_exit(unit, self._in_precision(self._span(unit)))
         return lower(graph) if self._lowered else graph
@@ -145,7 +147,8 @@ class UnitGraphs:
         if unit == source_unit(manifest):
             return self._bundle.read(manifest.source.file)
         segments = manifest.segments[unit.first_segment : unit.last_segment + 1]
-        return assemble([self._bundle.read(s.file) for s in segments], [segments[-1].output])
+        given = given_behind(manifest.segments, unit.first_segment, unit.last_segment)
+        return assemble([self._bundle.read(s.file) for s in segments], given)
 
     def _in_precision(self, span: bytes) -> bytes:
         if self._precision == "int8":
@@ -158,5 +161,6 @@ class UnitGraphs:
             return span
         manifest = self._bundle.manifest
         exit_ = manifest.exits[unit.exit]
-        outputs = [exit_.output, exit_.confidence, manifest.segments[unit.last_segment].output]
+        given = given_behind(manifest.segments, unit.first_segment, unit.last_segment)
+        outputs = [exit_.output, exit_.confidence, *given]
         return assemble([span, self._bundle.read(exit_.file)], outputs)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from offramp.bundle import Bundle, Promise
 from offramp.bundle.bundle import CERTIFY
 from offramp.bundle.engines import Precision
+from offramp.bundle.manifest import given_behind
 from offramp.calibration.dataset import DataError, Dataset
 from offramp.calibration.quantization import RANGE_SAMPLES, Ranges
 from offramp.calibration.running import BATCH_SIZE, run_over
@@ -136,11 +137,12 @@ class Verifier:
         return allowed
 
     def _prefix(self, unit: Unit) -> GraphRunner | None:
-        before = self._bundle.manifest.segments[: unit.first_segment]
-        if not before:
+        segments = self._bundle.manifest.segments
+        if not unit.first_segment:
             return None
-        parts = [self._bundle.read(segment.file) for segment in before]
-        return GraphRunner(onnx.load_from_string(assemble(parts, [before[-1].output])))
+        parts = [self._bundle.read(s.file) for s in segments[: unit.first_segment]]
+        given = given_behind(segments, 0, unit.first_segment - 1)
+        return GraphRunner(onnx.load_from_string(assemble(parts, given)))
 
     def _feeds(self, point: Point) -> dict[str, NDArray[Any]]:
         """Inputs of the model at a point: samples where they are large enough, else random."""

@@ -23,6 +23,7 @@ from offramp.compiler.export.verification import Verified, verify
 from offramp.compiler.graph import serialised
 from offramp.compiler.progress import SILENT, Progress
 from offramp.compiler.source_file import MAX_BYTES
+from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.errors import BackendError
 from offramp.engine.plan import Plan, make_plan
 from offramp.engine.whole_promise import end_evidence, whole_policy
@@ -66,7 +67,7 @@ def export_bundle(options: ExportOptions, progress: Progress = SILENT) -> Export
         ExportError: No exit is active, no data are given, or the target may not be written.
         VerificationError: The file would not do what the bundle does; nothing is written.
     """
-    bundle = Bundle.open(options.bundle)
+    bundle = open_runnable(options.bundle)
     plan = make_plan(bundle)
     data = _check(bundle, plan, options)
     _check_opsets(options.bundle, plan)

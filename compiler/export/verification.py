@@ -21,6 +21,7 @@ from offramp.compiler.staged_answers import (
     GivenAnswers,
     batches_of_many_sizes,
 )
+from offramp.engine.backends.custom_ops import load_session, session_options
 from offramp.engine.plan import Plan, exit_label
 
 Tensors = Mapping[str, NDArray[Any]]
@@ -81,16 +82,14 @@ class _Exported:
     """An exported model in a session as ONNX Runtime makes it by default, on one thread."""
 
     def __init__(self, model: onnx.ModelProto, plan: Plan, names: Names) -> None:
-        options = ort.SessionOptions()
+        options = session_options()
         options.intra_op_num_threads = 1
         options.log_severity_level = 3
         if _has_half_precision(model.graph):
             # ONNX Runtime 1.30 and 1.31 crashed in blocked layouts of float16 convolutions.
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         try:
-            self._session = ort.InferenceSession(
-                model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-            )
+            self._session = load_session(model.SerializeToString(), options)
         except Exception as error:  # ONNX Runtime's own classes derive from Exception only
             raise VerificationError(f"ONNX Runtime cannot load the export: {error}") from error
         given = {output.name for output in self._session.get_outputs()}

@@ -145,6 +145,7 @@ def facts(found: PolicyFigures, rehearsed: Rehearsed | None) -> list[tuple[str, 
         ("Answer", f"{manifest.answer.output}, {manifest.answer.classes} {manifest.answer.form}"),
         ("Slicing verified to", f"{manifest.verified_tolerance:g} (relative)"),
         *([("Other batches", effect.describe())] if (effect := manifest.batch_effect) else []),
+        *(("Other lengths", padding.describe()) for padding in manifest.paddings),
     ]
     machine = [
         ("Profiled on", found.profile.device),
@@ -193,6 +194,10 @@ def _how_sure(found: PolicyFigures) -> list[Fact]:
 
 TOLERATED_DIFFERENCE = 0.05
 """Share of the model's time by which measured savings may differ from predicted ones unsaid."""
+
+_ALONE = 3
+"""Times its share of a full batch that a sample alone has to take to be named as a reason; the
+Fashion-MNIST example's takes 1.3 times its share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,6 +275,13 @@ def _reasons(judged: SavingsCheck) -> list[str]:
     """Give whatever may explain a difference, the surest first; never empty."""
     measured, at, profile = judged.measured, judged.at, judged.profile
     found = []
+    fewer = judged.savings < judged.predicted_savings
+    alone, full = (profile.source_ms[profile.column(size)] for size in (1, at.batch_size))
+    if fewer and alone * at.batch_size > _ALONE * full:
+        found.append(
+            f"a batch of 1 takes {alone / full:.0%} of the time of one of {at.batch_size} in this "
+            "model, so that a sample that leaves a batch saves less than its share"
+        )
     if profile.disturbed:
         found.append("the machine was disturbed while the parts were profiled")
     if measured.disturbed:
@@ -281,7 +293,7 @@ def _reasons(judged: SavingsCheck) -> list[str]:
         found.append(f"batch {at.batch_size} was not profiled, batch {other} stands for it")
     if measured.threads != profile.threads:
         found.append(f"{measured.threads} threads were measured, {profile.threads} profiled")
-    if not found and judged.savings < judged.predicted_savings and at.batch_size > 1:
+    if not found and fewer and at.batch_size > 1:
         smaller = "samples that go on do so in smaller batches, which take longer a sample than "
         found = [f"{smaller}the full ones that the prediction counts"]
     last = "the parts take another time together than they took when they were profiled"

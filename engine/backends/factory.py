@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from offramp.bundle import Bundle
 from offramp.bundle.bundle import read_manifest
+from offramp.bundle.custom_ops import OperatorLibrary
 from offramp.bundle.engines import EngineStore, Precision, list_targets
 from offramp.bundle.errors import BundleError
 from offramp.engine.backends.base import Backend
@@ -82,26 +83,29 @@ def make_backend(
         max_rows=max_rows,
         bundles=bundles,
     )
+    needed = _operator_libraries(bundles)
     if name == "auto":
-        return _best(options)
+        return _best(options, needed)
     if name not in _ENTRIES:
         raise BackendError(f"there is no backend {name!r}; choose one of {', '.join(BACKENDS)}")
+    _refuse_operators(name, needed)
     backend = _ENTRIES[name].make(options)
     _LOG.info("backend: %s (asked for by name)", backend.name)
     return backend
 
 
-def _best(options: _Options) -> Backend:
+def _best(options: _Options, needed: Sequence[OperatorLibrary]) -> Backend:
     reasons = []
     try:
         probe.find_device(options.device)
     except BackendError as error:  # the one reason against all that need a GPU
         reasons.append(str(error))
     has_gpu = not reasons
-    for entry in _ENTRIES.values():
+    for name, entry in _ENTRIES.items():
         if (entry.needs_gpu and not has_gpu) or not entry.is_candidate(options):
             continue
         try:
+            _refuse_operators(name, needed)
             entry.require(options)
             backend = entry.make(options)
         except BackendError as error:
@@ -233,6 +237,30 @@ def _cubins(device: probe.Device, bundles: Sequence[Path]) -> Iterator[bytes]:
         yield cubin
 
 
+def _operator_libraries(bundles: Sequence[Path]) -> list[OperatorLibrary]:
+    """List what bundles need; BackendError where one of the libraries was not given."""
+    found: list[OperatorLibrary] = []
+    for path in bundles:
+        with contextlib.suppress(BundleError):  # whoever opens it says what is wrong with it
+            manifest = read_manifest(path)
+            if manifest.custom_ops:
+                from offramp.engine.backends.custom_ops import require_libraries  # noqa: PLC0415
+
+                require_libraries(manifest, path)
+            found += manifest.custom_ops
+    return found
+
+
+def _refuse_operators(name: str, needed: Sequence[OperatorLibrary]) -> None:
+    """Refuse operators of libraries where a backend takes none: a BackendError."""
+    if needed and not _ENTRIES[name].custom_ops:
+        told = "; ".join(library.describe() for library in needed)
+        raise BackendError(
+            f"backend {name} takes no libraries of operators, and the model needs {told}: serve "
+            "it on the CPU with --backend onnxruntime"
+        )
+
+
 def _require_fp32(options: _Options) -> None:
     """Refuse bundles of a precision that is for CPUs, before one is loaded."""
     for path in options.bundles:
@@ -302,13 +330,15 @@ class _Entry(NamedTuple):
     """Whether ``auto`` looks at it, or passes it over without a word."""
     require: Callable[[_Options], None] = lambda _: None
     """What ``auto`` asks besides: raises a :class:`BackendError` if another serves better."""
+    custom_ops: bool = False
+    """Whether it takes libraries of operators."""
 
 
 _ENTRIES: Final[Mapping[str, _Entry]] = {
     "tensorrt": _Entry(_tensorrt, needs_gpu=True, require=_require_engines),
     "cuda": _Entry(_cuda, needs_gpu=True, require=_require_fp32),
     "openvino": _Entry(_openvino, is_candidate=_compares_openvino, require=_require_faster),
-    "onnxruntime": _Entry(_cpu),
+    "onnxruntime": _Entry(_cpu, custom_ops=True),
 }
 """By name, in the order in which ``auto`` tries them."""
 

@@ -11,15 +11,15 @@ import functools
 
 import onnxruntime as ort
 
+from offramp.engine.backends.custom_ops import load_session, session_options
 from offramp.engine.backends.host import Execute, HostBackend, LoadedGraph
-from offramp.engine.external_weights import name_weights
 from offramp.engine.layouts import enter_blocked
 from offramp.engine.onnx_subset import has_half_precision
 
 
 def make_session(model: bytes, threads: int) -> ort.InferenceSession:
     """Load a graph as Offramp runs it on the CPU."""
-    options = ort.SessionOptions()
+    options = session_options()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
@@ -34,11 +34,7 @@ def make_session(model: bytes, threads: int) -> ort.InferenceSession:
     options.enable_mem_pattern = False
     # Every stage has a pool of its own; pools that spin after a run steal the next one's cores.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    name_weights(options)
-    # Without the second attempt on what there is no other of, which it tells on standard output.
-    return ort.InferenceSession(
-        enter_blocked(model), options, providers=["CPUExecutionProvider"], enable_fallback=0
-    )
+    return load_session(enter_blocked(model), options)
 
 
 @functools.cache

@@ -121,7 +121,7 @@ class GraphShapes:
 def _measured(bundle: Bundle) -> dict[str, Shape]:
     manifest = bundle.manifest
     shapes = manifest.calibration.sample_shapes
-    cuts = [segment.output for segment in manifest.segments]
+    cuts = [name for segment in manifest.segments for name in segment.outputs]
     parts = [bundle.read(segment.file) for segment in manifest.segments]
     zeros = {
         spec.name: np.zeros((PROBED_ROWS, *shapes[spec.name]), spec.dtype)

@@ -172,8 +172,8 @@ class TensorRTStage:
     def _check(self, wanted: Sequence[str]) -> None:
         given = {info.name for info in self.outputs}
         through = {info.name for info in self.inputs} | set(self.spec.inputs)
-        cut = self.spec.carried[:1]
-        lacking = [n for n in wanted if n not in given and (n in cut or n not in self.spec.carried)]
+        passed = set(self.spec.carried) - set(self.spec.given)
+        lacking = [n for n in wanted if n not in given and n not in passed]
         foreign = through - set(self.spec.inputs) - set(self._graph_inputs())
         if lacking or foreign:
             names = ", ".join([*lacking, *sorted(foreign)])

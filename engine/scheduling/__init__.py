@@ -16,7 +16,13 @@ from offramp.engine.scheduling.base import (
     Wait,
 )
 from offramp.engine.scheduling.device import Assignment, DeviceScheduler
-from offramp.engine.scheduling.factory import POLICIES, PolicyName, make_policy, make_scheduler
+from offramp.engine.scheduling.factory import (
+    POLICIES,
+    PolicyName,
+    make_policy,
+    make_scheduler,
+    may_buffer,
+)
 from offramp.engine.scheduling.latency import Latencies, stage_seconds
 from offramp.engine.scheduling.parallel import ParallelLimit
 from offramp.engine.scheduling.points import (
@@ -52,6 +58,7 @@ __all__ = [
     "going_on",
     "make_policy",
     "make_scheduler",
+    "may_buffer",
     "operating_points",
     "stage_seconds",
 ]

@@ -12,7 +12,7 @@ from offramp.engine.scheduling.parallel import ParallelLimit
 from offramp.engine.scheduling.points import OperatingPoint, OperatingPoints
 from offramp.engine.scheduling.policies import batching, merging, slack, slackfit
 from offramp.engine.scheduling.policies.slack import Fixed, SlackPolicy
-from offramp.engine.scheduling.policy import Policy
+from offramp.engine.scheduling.policy import NeverBuffers, Policy
 from offramp.engine.scheduling.queue import SampleQueue
 from offramp.engine.scheduling.scheduler import ModelScheduler
 
@@ -70,6 +70,12 @@ def make_policy(
     if chosen.name == Fixed.name:
         return Fixed(points, max_batch_size, streams, point=_point_at(points, chosen))
     return _BY_NAME[chosen.name](points, max_batch_size, streams)
+
+
+def may_buffer(chosen: PolicyName) -> bool:
+    """Whether batches may wait at a split under a policy, and be merged with others."""
+    kind: object = Fixed if chosen.name == Fixed.name else _BY_NAME[chosen.name]
+    return not (isinstance(kind, type) and issubclass(kind, NeverBuffers))
 
 
 def make_scheduler(

@@ -15,6 +15,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle
+from offramp.engine.backends.custom_ops import load_session, session_options
 from offramp.engine.errors import BackendError
 from offramp.engine.onnx_subset import has_half_precision
 from offramp.engine.quantised_borders import carries_steps, give_steps
@@ -66,15 +67,13 @@ class ChainedReference:
 
 
 def _session(model: bytes, file: str, threads: int) -> ort.InferenceSession:
-    options = ort.SessionOptions()
+    options = session_options()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.log_severity_level = 4
     if has_half_precision(model):
         # ONNX Runtime 1.30 and 1.31 crashed in their blocked layouts of float16 convolutions.
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     try:
-        return ort.InferenceSession(
-            model, options, providers=["CPUExecutionProvider"], enable_fallback=0
-        )
+        return load_session(model, options)
     except Exception as error:  # ONNX Runtime's own classes derive from Exception only
         raise BackendError(f"ONNX Runtime cannot load {file}: {error}") from error

@@ -57,11 +57,15 @@ class ScratchLayout:
 def _chained(engines: Sequence[LoadedEngine]) -> dict[LoadedEngine, str]:
     """The output of each engine that the next one reads."""
     found = {}
+    earlier: set[str] = set()
     for engine, follower in itertools.pairwise(engines):
         shared = [name for name in engine.outputs if name in follower.inputs]
-        if len(shared) != 1 or engine.dtypes[shared[0]] != follower.dtypes[shared[0]]:
+        goes_on = len(shared) == 1 and earlier.isdisjoint(follower.inputs)
+        if not goes_on or engine.dtypes[shared[0]] != follower.dtypes[shared[0]]:
             raise BackendError(
-                f"engine {follower.entry.unit} does not go on where {engine.entry.unit} ends"
+                f"engine {follower.entry.unit} does not go on where {engine.entry.unit} ends, with "
+                "one tensor: build one engine for the whole stage (--parts stages)"
             )
         found[engine] = shared[0]
+        earlier.update(engine.outputs)
     return found

@@ -70,6 +70,15 @@ def add_models(parser: argparse.ArgumentParser) -> None:
         "here. What a model's table says goes before the command line, which goes before the "
         "tables [engine] and [defaults]",
     )
+    group.add_argument(
+        "--custom-ops",
+        metavar="LIB.so",
+        action="append",
+        default=[],
+        type=Path,
+        help="library with operators that ONNX Runtime does not have, for --backend onnxruntime; "
+        "may be repeated. It is code: nothing is loaded that is not named here",
+    )
 
 
 def name_models(bundles: Sequence[Path], named: Sequence[tuple[str, Path]]) -> dict[str, Path]:
@@ -201,6 +210,8 @@ class Arguments:
     """Whether to check, and serve nothing."""
     json: Path | None = None
     """Where the report of the check goes."""
+    custom_ops: tuple[Path, ...] = ()
+    """Libraries of operators, which the process loads."""
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
@@ -253,4 +264,5 @@ def _understand(given: argparse.Namespace) -> Arguments:
         log_format=given.log_format,
         self_check=given.self_check,
         json=given.json,
+        custom_ops=tuple(given.custom_ops),
     )

@@ -250,6 +250,14 @@ def add_scheduling(parser: argparse.ArgumentParser) -> None:
     )
     add("--max-queue-samples", "most samples that wait; more are refused", **_COUNT)
     group.add_argument(
+        "--no-padding",
+        dest="padding",
+        action="store_false",
+        default=argparse.SUPPRESS,
+        help="let only samples of equal length share a batch (default: those of nearly the same "
+        "are padded, where the compiler found that no answer changes by more than rounding)",
+    )
+    group.add_argument(
         "--forbid-forced-exits",
         dest="forced_exits",
         action="store_false",

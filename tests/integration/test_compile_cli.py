@@ -206,10 +206,10 @@ def test_no_folder_for_temporary_files_is_told_before_the_work(
 def test_an_interruption_after_the_writing_says_that_it_is_written(
     capfd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(*_: object) -> NoReturn:
+    def interrupt(*_: object, **__: object) -> NoReturn:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("offramp.compiler.compile.compile_model", lambda *_: write(Path()))
+    monkeypatch.setattr("offramp.compiler.compile.compile_model", lambda *_, **__: write(Path()))
     monkeypatch.setattr("offramp.compiler.printing.print_bundle", interrupt)
     arguments = ["model.onnx", "--data", "data.npz", "--output", "small.ee"]
     assert main(arguments) == 130

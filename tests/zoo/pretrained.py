@@ -37,7 +37,7 @@ _GPT = {"n_embd": 32, "n_layer": 3, "n_head": 2, "vocab_size": 50, "n_positions"
 _NAMED = {"num_labels": CLASSES, "pad_token_id": 0}
 _SWIN = {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4]}
 
-TEXTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+_TEXTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "BERT (transformers)": ("Bert", _TEXT),
     "DistilBERT": ("DistilBert", {**_DISTIL, **_NAMED}),
     "RoBERTa": ("Roberta", _TEXT),
@@ -71,7 +71,32 @@ IMAGES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
     "MobileViT": ("MobileViT", {"image_size": 64, "num_labels": CLASSES}),
+    "CLIP vision": ("CLIP", {"vision_config": _IMAGE, "num_labels": CLASSES}),
 }
+
+
+_WAVES = {
+    **_IMAGE,
+    "conv_dim": (16, 16, 16),
+    "conv_kernel": (10, 3, 3),
+    "conv_stride": (5, 2, 2),
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 2,
+    "classifier_proj_size": 16,
+}
+_WHISPER = {
+    "d_model": 32,
+    "encoder_layers": 3,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 64,
+    "num_mel_bins": 8,
+    "max_source_positions": 20,
+    "num_labels": CLASSES,
+    "vocab_size": 50,
+    "pad_token_id": 0,
+}
+_SPECTRUM = {**_IMAGE, "patch_size": 8, "max_length": 32, "num_mel_bins": 16}
+_T5 = {"vocab_size": 50, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 3, "num_heads": 2}
 
 
 class Answered(nn.Module):
@@ -86,17 +111,54 @@ class Answered(nn.Module):
         return self.model(**dict(given)).logits
 
 
-def text(kind: str, settings: Mapping[str, Any]) -> Callable[[], nn.Module]:
-    return lambda: Answered(
-        _made(kind, "ForSequenceClassification", settings), ("input_ids", "attention_mask")
-    )
+class Averaged(nn.Module):
+    """The mean of an encoder's tokens, as sentence transformers take it, and a linear layer."""
+
+    def __init__(self, model: nn.Module, width: int) -> None:
+        super().__init__()
+        self.model, self.head = model, nn.Linear(width, CLASSES)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        tokens = self.model(input_ids=ids, attention_mask=mask).last_hidden_state
+        kept = mask[..., None].to(tokens.dtype)
+        return self.head((tokens * kept).sum(1) / kept.sum(1).clamp(min=1e-9))
+
+
+def texts() -> dict[str, Callable[[], nn.Module]]:
+    """Classifiers of ids and a mask."""
+    named = {name: _text(*settings) for name, settings in _TEXTS.items()}
+    encoders = {
+        "MiniLM": lambda: Averaged(_made("BertModel", "Bert", _TEXT), 32),
+        "T5 encoder": lambda: Averaged(_made("T5EncoderModel", "T5", _T5), 32),
+    }
+    return named | encoders
+
+
+def _text(kind: str, settings: Mapping[str, Any]) -> Callable[[], nn.Module]:
+    made = f"{kind}ForSequenceClassification"
+    return lambda: Answered(_made(made, kind, settings), ("input_ids", "attention_mask"))
 
 
 def image(kind: str, settings: Mapping[str, Any]) -> Callable[[], nn.Module]:
-    return lambda: Answered(_made(kind, "ForImageClassification", settings), ("pixel_values",))
+    made = f"{kind}ForImageClassification"
+    return lambda: Answered(_made(made, kind, settings), ("pixel_values",))
 
 
-def _made(kind: str, task: str, settings: Mapping[str, Any]) -> nn.Module:
+def _audio(kind: str, task: str, settings: Mapping[str, Any], name: str) -> Callable[[], nn.Module]:
+    return lambda: Answered(_made(f"{kind}{task}", kind, settings), (name,))
+
+
+_SEQUENCE, _SOUND = "ForSequenceClassification", "ForAudioClassification"
+AUDIO: Mapping[str, tuple[Callable[[], nn.Module], int | tuple[int, ...]]] = {
+    "wav2vec 2.0": (_audio("Wav2Vec2", _SEQUENCE, _WAVES, "input_values"), 800),
+    "HuBERT": (_audio("Hubert", _SEQUENCE, _WAVES, "input_values"), 800),
+    "AST": (_audio("AST", _SOUND, _SPECTRUM, "input_values"), (32, 16)),
+    "Whisper encoder": (_audio("Whisper", _SOUND, _WHISPER, "input_features"), (8, 40)),
+}
+"""Classifiers of sound: samples of a signal, or the sizes of a spectrogram."""
+
+
+def _made(name: str, kind: str, settings: Mapping[str, Any]) -> nn.Module:
     import transformers
 
     config = getattr(transformers, f"{kind}Config")(**settings)
@@ -104,9 +166,4 @@ def _made(kind: str, task: str, settings: Mapping[str, Any]) -> nn.Module:
     if hasattr(config, "use_cache"):
         config.use_cache = False
     torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}{task}")(config)
-    if kind == "MobileViT":  # as it is initialised, its answers are of the order of 1e-41
-        for weight in model.parameters():
-            if weight.ndim > 1:
-                nn.init.kaiming_normal_(weight)
-    return model
+    return getattr(transformers, name)(config)

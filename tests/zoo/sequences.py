@@ -27,7 +27,18 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         q, k, v = (_heads(part) for part in self.inward(x).split(WIDTH, 2))
-        return self.outward(_merged(fn.scaled_dot_product_attention(q, k, v, attn_mask=bias)))
+        return self.outward(_merged(self._attend(q, k, v, bias)))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+        return fn.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
+class Written(Attention):
+    """The same written out, which torch exports to opsets before 14 too."""
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+        scores = q @ k.transpose(-1, -2) / 8**0.5
+        return (scores + bias).softmax(-1) @ v
 
 
 class Encoder(nn.Module):
@@ -37,7 +48,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.words, self.positions = nn.Embedding(50, WIDTH), nn.Embedding(64, WIDTH)
         self.register_buffer("ids", torch.arange(64).unsqueeze(0))
-        self.attend = nn.ModuleList(Attention() for _ in range(3))
+        self.attend = nn.ModuleList(Written() for _ in range(3))
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(3))
         self.feed = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.head = nn.Linear(WIDTH, CLASSES)

@@ -1,4 +1,4 @@
-"""Variants of models: a family, exported by one of torch's exporters, with a batch of some kind."""
+"""Variants of models: a family, exported in some way, with a batch of some kind."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.util
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,63 +15,16 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from offramp.compiler.cuts import find_cuts
-from offramp.compiler.errors import CompileError
-from offramp.compiler.model import read_model
-from offramp.compiler.placement import choose_candidates
-from offramp.compiler.runtime import random_inputs
-from offramp.compiler.slicing import split, verify
-from tests.zoo import images, pretrained, sequences
+from tests.zoo import ready
+from tests.zoo.conversions import CONVERSIONS, OPSETS, Arrays
+from tests.zoo.families import FAMILIES
 
-Exporter = Literal["dynamo", "torchscript"]
+Exporter = Literal["dynamo", "torchscript", "file"]
 Batch = Literal[1, 2, "dynamic"]
 
-BATCH_SIZES = (1, 7, 64)
-TOKENS = 16
-
-
-@dataclass(frozen=True)
-class Family:
-    """A topology: how it is made, and inputs of some rows for it."""
-
-    name: str
-    make: Callable[[], nn.Module]
-    inputs: Callable[[int], tuple[Tensor, ...]]
-    package: str | None = None
-
-
-def ids(rows: int) -> tuple[Tensor, ...]:
-    return (torch.randint(1, 50, (rows, TOKENS)),)
-
-
-def masked_ids(rows: int) -> tuple[Tensor, ...]:
-    return *ids(rows), torch.ones(rows, TOKENS, dtype=torch.int64)
-
-
-def normal(*sizes: int, count: int = 1) -> Callable[[int], tuple[Tensor, ...]]:
-    return lambda rows: tuple(torch.randn(rows, *sizes) for _ in range(count))
-
-
-def _families() -> Iterator[Family]:
-    for name, make in images.IMAGES.items():
-        yield Family(name, make, normal(3, 32, 32))
-    for name, make in sequences.MASKED_TEXTS.items():
-        yield Family(name, make, masked_ids)
-    for name, make in sequences.TEXTS.items():
-        yield Family(name, make, ids)
-    for name, (make, sizes) in sequences.OTHERS.items():
-        yield Family(name, make, normal(*sizes))
-    for name, make in sequences.PAIRS.items():
-        yield Family(name, make, normal(sequences.WIDTH, count=2))
-    for name, (kind, settings) in pretrained.IMAGES.items():
-        size = settings.get("image_size", 32)
-        make = pretrained.image(kind, settings)
-        yield Family(name, make, normal(3, size, size), "transformers")
-    for name, (kind, settings) in pretrained.TEXTS.items():
-        yield Family(name, pretrained.text(kind, settings), masked_ids, "transformers")
-
-
-FAMILIES = {family.name: family for family in _families()}
+ROWS = 64
+_MOST_OPSET = {"torchscript": 20, "dynamo": 25}
+"""The newest that torch's exporters write; newer ones are converted to."""
 
 
 @dataclass(frozen=True)
@@ -81,43 +34,155 @@ class Variant:
     family: str
     exporter: Exporter
     batch: Batch
+    length: bool = False
+    """Whether the length is dynamic too."""
+    changed: str = ""
+    """What was done to the file; see :mod:`tests.zoo.conversions`, and ``bf16``."""
 
     def __str__(self) -> str:
-        return f"{self.family}, {self.exporter}, {self.batch}"
+        return f"{self.family}, {self.how}, {self.size}"
+
+    @property
+    def how(self) -> str:
+        """Exporter, and what was done then."""
+        return f"{self.exporter}, {self.changed}" if self.changed else self.exporter
+
+    @property
+    def size(self) -> str:
+        """What is fixed, and what is not."""
+        return f"{self.batch}, length too" if self.length else str(self.batch)
 
     def missing(self) -> str | None:
         """The package that this machine lacks for it."""
+        family = FAMILIES.get(self.family)
         needed = [
-            FAMILIES[self.family].package,
+            family.package if family else None,
             "onnxscript" if self.exporter == "dynamo" else None,
         ]
         lacking = [name for name in needed if name and importlib.util.find_spec(name) is None]
         return lacking[0] if lacking else None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """A file, and inputs for it."""
+
+    path: Path
+    batch: int | None
+    """Rows that the file takes; ``None`` where it takes any."""
+    inputs: tuple[Arrays, ...]
+    """Samples; where the length is dynamic, samples of another length too."""
+
+
 def variants() -> list[Variant]:
-    exporters: tuple[Exporter, ...] = ("torchscript", "dynamo")
-    batches: tuple[Batch, ...] = (1, 2, "dynamic")
-    return [Variant(name, e, batch) for name in FAMILIES for e in exporters for batch in batches]
+    """All of them, a family's together."""
+    every = [*_exports(), *_changed()]
+    order = [*FAMILIES, *ready.FILES]
+    return sorted(every, key=lambda variant: order.index(variant.family))
 
 
-def export(variant: Variant, path: Path) -> None:
-    """Write the ONNX file as a user would who reads torch's documentation."""
-    family = FAMILIES[variant.family]
+def _exports() -> Iterator[Variant]:
+    for name, family in FAMILIES.items():
+        # the larger ones, and torch's newer exporter, take a while
+        small = family.package is None
+        fixed = {"torchscript": (1, 2) if small else (1,), "dynamo": (2,) if small else ()}
+        for exporter, sizes in fixed.items():
+            for batch in (*sizes, "dynamic"):
+                yield Variant(name, exporter, batch)
+            if family.dynamic:
+                yield Variant(name, exporter, "dynamic", length=True)
+    for name, file in ready.FILES.items():
+        yield Variant(name, "file", "dynamic" if file.batch is None else 1)
+
+
+def _changed() -> Iterator[Variant]:
+    for name in ("ResNet", "BERT", "LSTM"):
+        for version in OPSETS:
+            exporter = "torchscript" if version < 18 else "dynamo"
+            yield Variant(name, exporter, "dynamic", changed=f"opset {version}")
+        for done in ("QDQ int8", "QOperator int8", "dynamic int8", "fp16", "fp16 inside", "bf16"):
+            yield Variant(name, "torchscript", "dynamic", changed=done)
+        yield Variant(name, "torchscript", 1, changed="QDQ int8")
+        yield Variant(name, "dynamo", "dynamic", changed="external data")
+    for name in ("MobileNetV2", "ConvNeXt", "ViT", "GPT-2", "GRU"):
+        for done in ("QDQ int8", "QOperator int8", "fp16"):
+            yield Variant(name, "torchscript", "dynamic", changed=done)
+
+
+def export(variant: Variant, folder: Path) -> Exported:
+    """Write the ONNX file as a user would who reads its tool's documentation."""
+    path = folder / "model.onnx"
     torch.manual_seed(0)
+    if variant.exporter == "file":
+        file = ready.FILES[variant.family]
+        proto = file.make()
+        path.write_bytes(proto.SerializeToString())
+        return Exported(path=path, batch=file.batch, inputs=(file.inputs(proto),))
+    family = FAMILIES[variant.family]
     model = family.make().eval()
-    given = family.inputs(variant.batch if isinstance(variant.batch, int) else 2)
-    names = [f"input{i}" for i in range(len(given))]
+    if variant.changed == "bf16":
+        model = _Bfloat(model)
+    lengths = family.lengths if variant.length else family.lengths[:1]
+    _write(variant, model, path)
+    inputs = tuple(_arrays(family.inputs(ROWS, length)) for length in lengths)
+    if variant.changed in CONVERSIONS and not _written(variant):
+        with _silence():
+            CONVERSIONS[variant.changed](path, inputs[0])
+    fixed = variant.batch if isinstance(variant.batch, int) else None
+    return Exported(path=path, batch=fixed, inputs=inputs)
+
+
+def _arrays(given: dict[str, Tensor]) -> Arrays:
+    return {name: tensor.numpy() for name, tensor in given.items()}
+
+
+class _Bfloat(nn.Module):
+    """A model that computes in bfloat16, which numpy has not: inputs and answer are float32."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model.bfloat16()
+
+    def forward(self, *given: Tensor) -> Tensor:
+        rounded = [x.bfloat16() if x.is_floating_point() else x for x in given]
+        return self.model(*rounded).float()
+
+
+def _opset(variant: Variant) -> int | None:
+    return int(variant.changed.removeprefix("opset ")) if "opset" in variant.changed else None
+
+
+def _written(variant: Variant) -> bool:
+    """Whether the exporter itself writes the opset that is asked for."""
+    opset = _opset(variant)
+    return opset is not None and opset <= _MOST_OPSET[variant.exporter]
+
+
+def _write(variant: Variant, model: nn.Module, path: Path) -> None:
+    family = FAMILIES[variant.family]
+    given = family.inputs(variant.batch if isinstance(variant.batch, int) else 2, family.lengths[0])
+    sizes = {name: {0: "batch"} for name in given}
+    if variant.length:
+        for name, axis in family.dynamic.items():
+            sizes[name][axis] = "length"
     settings: dict[str, object] = {"dynamo": variant.exporter == "dynamo"}
+    if _written(variant):
+        settings["opset_version"] = _opset(variant)
     if variant.exporter == "dynamo":
         settings["external_data"] = False
     if variant.batch == "dynamic" and variant.exporter == "dynamo":
-        settings["dynamic_shapes"] = tuple({0: torch.export.Dim.DYNAMIC} for _ in given)
+        free = torch.export.Dim.DYNAMIC
+        settings["dynamic_shapes"] = tuple(dict.fromkeys(axes, free) for axes in sizes.values())
     elif variant.batch == "dynamic":
-        settings["dynamic_axes"] = {name: {0: "batch"} for name in [*names, "answer"]}
+        settings["dynamic_axes"] = {**sizes, "answer": {0: "batch"}}
     with _silence():
         torch.onnx.export(
-            model, given, path, input_names=names, output_names=["answer"], **settings
+            model,
+            tuple(given.values()),
+            path,
+            input_names=list(given),
+            output_names=["answer"],
+            **settings,
         )
 
 
@@ -131,47 +196,3 @@ def _silence() -> Iterator[None]:
             yield
         finally:
             logging.disable(logging.NOTSET)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of a variant."""
-
-    variant: Variant
-    cuts: int = 0
-    first: float = 0.0
-    """Share of the work before the first cut."""
-    last: float = 0.0
-    worst: float = 0.0
-    """Largest difference between chained segments and model, relative, at batches of 1, 7, 64."""
-    form: str = ""
-    remark: str = ""
-    """Why it is refused, or where no cut is."""
-
-    @property
-    def verified(self) -> bool:
-        return not self.remark
-
-
-def examine(variant: Variant, folder: Path) -> Outcome:
-    """Export, read (which compares rows alone, together and with the original), cut and verify."""
-    path = folder / "model.onnx"
-    export(variant, path)
-    try:
-        model = read_model(path)
-        analysis = find_cuts(model)
-        points = choose_candidates(analysis, limit=12)
-        segments = split(model, points)
-        samples = random_inputs(model.proto, max(BATCH_SIZES))
-        worst = verify(model, segments, samples, batch_sizes=BATCH_SIZES)
-    except CompileError as error:
-        return Outcome(variant, remark=str(error).removeprefix(f"{path}: "))
-    shares = [cut.flops_share_before for cut in analysis.cuts]
-    return Outcome(
-        variant,
-        cuts=len(shares),
-        first=min(shares),
-        last=max(shares),
-        worst=worst,
-        form=model.answer.form,
-    )

@@ -13,6 +13,7 @@ from rich.progress import Progress
 
 from offramp.bundle import Bundle
 from offramp.calibration.dataset import Dataset, read_dataset
+from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.control.costs import CostModel
 from offramp.tools.bench.adapt.contenders import KINDS, Workplace, contenders_of, make_contender
 from offramp.tools.bench.adapt.corruptions import KINDS as CORRUPTIONS
@@ -129,7 +130,7 @@ def run(options: argparse.Namespace) -> int:
     """Compare, and tell of it; gives the exit status."""
     check_outputs(options.json, options.html)
     kinds = contenders_of(_names(options.controllers))
-    bundle = Bundle.open(options.bundle)
+    bundle = open_runnable(options.bundle)
     workplace = _workplace(bundle, options)
     settings = _replay_settings(options)
     datasets = _datasets(bundle, options.data)

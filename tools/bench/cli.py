@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from offramp import __version__
 from offramp.bundle import BundleError
 from offramp.calibration.dataset import DataError
+from offramp.engine.backends.custom_ops import using_libraries
 from offramp.engine.errors import BackendError
 from offramp.tools.bench import adapt_command, compare_command, load_command, simulate_command
 
@@ -17,7 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``eebench``; gives the exit status."""
     options = _parser().parse_args(argv)
     try:
-        return int(options.run(options))
+        with using_libraries(options.custom_ops):
+            return int(options.run(options))
     except (BundleError, DataError, BackendError, OSError, ValueError) as error:
         print(f"eebench: {error}", file=sys.stderr)
         return 1
@@ -31,6 +34,15 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", help="what to do")
     for command in (compare_command, load_command, simulate_command, adapt_command):
         command.add_parser(commands)
+    for subparser in commands.choices.values():
+        subparser.add_argument(
+            "--custom-ops",
+            metavar="LIB.so",
+            action="append",
+            default=[],
+            type=Path,
+            help="library with operators that ONNX Runtime does not have; may be repeated",
+        )
     return parser
 
 

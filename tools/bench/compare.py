@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,7 @@ def compare(
     samples: int,
     others: Mapping[str, BatchRunner] | None = None,
     progress: Callable[[int], None] = lambda _: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[Row]:
     """Measure source model, bundle, and bundle with nothing exiting, or raise BackendError.
 
@@ -84,6 +86,8 @@ def compare(
         samples: How many of the data to use, at most.
         others: Further systems by name, measured along on the same samples.
         progress: Called with the number of samples of each batch.
+        clock: In seconds. ``time.thread_time``, on the CPU with one thread, counts none of the time
+            that other processes take.
     """
     bundle = backend.as_computed(bundle)
     plan = make_plan(bundle)
@@ -107,7 +111,7 @@ def compare(
         runners |= others or {}
         rows: list[Row] = []
         for size in batch_sizes:
-            systems = [ComparedSystem(name, runner) for name, runner in runners.items()]
+            systems = [ComparedSystem(name, runner, clock) for name, runner in runners.items()]
             used = measure_size(
                 systems,
                 dataset,

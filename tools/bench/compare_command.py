@@ -11,9 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from offramp.bundle import Bundle
 from offramp.calibration.dataset import read_dataset
 from offramp.engine.backends import BACKENDS, make_backend
+from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.backends.factory import CPU_RUNTIMES
 from offramp.engine.tensorrt.probe import parse_device
 from offramp.tools.bench import frontier_command
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
     console = Console()
     check_outputs(options.json)
     also = parse_also(options.also)
-    bundle = Bundle.open(options.bundle)
+    bundle = open_runnable(options.bundle)
     dataset = read_dataset(options.data, bundle.manifest.inputs)
     backend = make_backend(
         options.backend,

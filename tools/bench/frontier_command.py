@@ -11,9 +11,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from offramp.bundle import Bundle
 from offramp.calibration.dataset import read_dataset
 from offramp.engine.backends import Backend, make_backend
+from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.backends.factory import CPU
 from offramp.engine.tensorrt.probe import parse_device
 from offramp.tools.bench.arguments import shares
@@ -76,7 +76,7 @@ def check_unused(options: argparse.Namespace) -> None:
     """Refuse options of the frontier where it is not asked for: ValueError."""
     given = [name for name in _ONLY_HERE if getattr(options, name) is not None]
     if given:
-        bundle = Bundle.open(options.bundle)
+        bundle = open_runnable(options.bundle)
         raise ValueError(
             f"--{given[0]} is for the frontier, which compares two bundles. {how_to_make(bundle)}"
         )
@@ -86,10 +86,10 @@ def run(options: argparse.Namespace) -> int:
     """Certify, measure, and tell of it; gives the exit status."""
     asked = _Asked.of(options)
     check_outputs(options.json, options.html)
-    bundle = Bundle.open(options.bundle)
+    bundle = open_runnable(options.bundle)
     if not options.precision:
         raise ValueError(f"--precision needs another bundle of the model. {how_to_make(bundle)}")
-    pair = BundlePair.of(bundle, Bundle.open(options.precision))
+    pair = BundlePair.of(bundle, open_runnable(options.precision))
     dataset = read_dataset(options.data, bundle.manifest.inputs)
     total = samples_run(
         dataset, options.batch_sizes, rounds=options.rounds, samples=options.samples

@@ -12,8 +12,8 @@ from typing import Any, Final
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from offramp.bundle import Bundle
 from offramp.client import ModelMetadata
+from offramp.engine.backends.custom_ops import open_runnable
 from offramp.tools.bench.arguments import add_trace_arguments
 from offramp.tools.bench.load.generator import GeneratedLoad, generate
 from offramp.tools.bench.load.metrics_poll import MetricsPoll
@@ -173,7 +173,7 @@ def _find_reference(
 ) -> Reference:
     if path is None:
         return given_reference(data, metadata)
-    bundle, rows = Bundle.open(path), used_samples(shares)
+    bundle, rows = open_runnable(path), used_samples(shares)
     with _progress("Source model", len(rows)) as (bars, bar):
         return ask_source(
             bundle, data, rows, served=metadata, progress=lambda n: bars.advance(bar, n)

@@ -15,6 +15,8 @@ import onnx
 from offramp.tools.gpu.graphs import GraphMaker
 
 IDS, MASK = "input_ids", "attention_mask"
+SEQUENCE = "sequence"
+"""The symbolic size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,18 +30,21 @@ class BertSize:
     """Width between the two linear layers of a block."""
     vocabulary: int = 30522
     tokens: int = 128
-    """Length of every sequence."""
+    """Length of every sequence; where it is free, of the longest."""
     classes: int = 2
 
 
-def bert(size: BertSize, seed: int = 0) -> onnx.ModelProto:
-    """Make the model; its blocks end in ``layer3.out`` and the like, its answer is ``logits``."""
-    maker = _BertMaker(seed, size)
+def bert(size: BertSize, seed: int = 0, *, any_length: bool = False) -> onnx.ModelProto:
+    """Make the model; its blocks end in ``layer3.out`` and the like, its answer is ``logits``.
+
+    With ``any_length`` it takes shorter sequences, too: a symbolic size.
+    """
+    maker = _BertMaker(seed, size, any_length=any_length)
     value = maker.embedded()
     bias = maker.mask_bias()
     for layer in range(size.layers):
         value = maker.layer(value, bias, f"layer{layer}")
-    row = (size.tokens,)
+    row = (SEQUENCE if any_length else size.tokens,)
     return maker.model(
         "bert",
         {IDS: ("int64", row), MASK: ("int64", row)},
@@ -48,12 +53,13 @@ def bert(size: BertSize, seed: int = 0) -> onnx.ModelProto:
 
 
 class _BertMaker(GraphMaker):
-    def __init__(self, seed: int, size: BertSize) -> None:
+    def __init__(self, seed: int, size: BertSize, *, any_length: bool) -> None:
         super().__init__(seed)
-        self._size = size
+        self._size, self._any_length = size, any_length
         heads, depth = size.heads, size.width // size.heads
-        self.constant("split", np.array([0, size.tokens, heads, depth], np.int64))
-        self.constant("joined", np.array([0, size.tokens, size.width], np.int64))
+        tokens = -1 if any_length else size.tokens
+        self.constant("split", np.array([0, tokens, heads, depth], np.int64))
+        self.constant("joined", np.array([0, tokens, size.width], np.int64))
         for name, number in (("half", 0.5), ("one", 1.0), ("root2", math.sqrt(2)),
                              ("scale", 1 / math.sqrt(depth)), ("masked", -10000.0)):  # fmt: skip
             self.constant(name, np.array(number, np.float32))
@@ -63,6 +69,11 @@ class _BertMaker(GraphMaker):
         words = self.random("words", (size.vocabulary, size.width), 1.0)
         value = self.node("Gather", [words, IDS], "embedded.words")
         places = self.random("places", (1, size.tokens, size.width), 0.3)
+        if self._any_length:
+            second, zero = (self.constant(f"at{n}", np.array([n], np.int64)) for n in (1, 0))
+            shape = self.node("Shape", [IDS], "embedded.shape")
+            length = self.node("Gather", [shape, second], "embedded.length")
+            places = self.node("Slice", [places, zero, length, second], "embedded.places")
         return self._norm(self.node("Add", [value, places], "embedded.sum"), "embedded")
 
     def mask_bias(self) -> str:

@@ -15,6 +15,8 @@ OPSET = 17
 
 Shape = Sequence[int]
 """Of one row."""
+Sizes = Sequence[int | str]
+"""Of one row, some of them symbolic."""
 
 
 class GraphMaker:
@@ -45,7 +47,7 @@ class GraphMaker:
     def model(
         self,
         name: str,
-        inputs: Mapping[str, tuple[str, Shape]],
+        inputs: Mapping[str, tuple[str, Sizes]],
         outputs: Mapping[str, Shape],
     ) -> onnx.ModelProto:
         """Finish the graph.
@@ -68,6 +70,6 @@ class GraphMaker:
         return model
 
 
-def _info(name: str, dtype: str, shape: Shape) -> onnx.ValueInfoProto:
+def _info(name: str, dtype: str, shape: Sizes) -> onnx.ValueInfoProto:
     element: TensorProto.DataType = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     return helper.make_tensor_value_info(name, element, ["batch", *shape])

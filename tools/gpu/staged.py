@@ -40,7 +40,7 @@ from offramp.bundle.bundle import RECORDS
 from offramp.bundle.files import dump
 from offramp.bundle.input_ranges import INPUT_RANGES
 from offramp.bundle.manifest import SCHEMA_VERSION, Calibration, Source
-from offramp.calibration.families import CutTensor
+from offramp.calibration.cut_tensors import CutTensor
 from offramp.compiler.cuts import find_cuts
 from offramp.compiler.model import SourceModel, read_model
 from offramp.compiler.placement import choose_candidates
@@ -140,19 +140,71 @@ def plain_bundle(
         replayed: Whether confidences are taken from the further input :data:`REPLAY`.
         ranges: Inputs that exits may answer; without, that is any.
     """
-    segments = tuple(segment.described() for segment in pieces.segments)
     exits = tuple(
         _exit(pieces.cuts[after], index, after, replayed=replayed)
         for index, after in enumerate(exits_after)
     )
     source, inputs = pieces.model.proto, pieces.model.inputs
     shapes = {name: array.shape[1:] for name, array in samples.items()}
-    files = {s.file: g for s, g in zip(segments, pieces.graphs, strict=True)}
-    files |= {e.file: _head(pieces, e, len(exits)) for e in exits}
     if replayed:
         source = _with_replay(source, len(exits))
         inputs = (*inputs, TensorSpec(name=REPLAY, dtype="float32", shape=("batch", len(exits))))
         shapes[REPLAY] = (len(exits),)
+    return _write(
+        pieces,
+        path,
+        source=source,
+        inputs=inputs,
+        shapes=shapes,
+        exits={e: _head(pieces, e, len(exits)) for e in exits},
+        active=active,
+        ranges=ranges,
+    )
+
+
+def bundle_of(
+    pieces: Pieces,
+    path: Path,
+    samples: Mapping[str, NDArray[Any]],
+    *,
+    exits: Mapping[Exit, bytes],
+    active: Sequence[ActiveExit],
+) -> Bundle:
+    """Write a bundle with exits that were built elsewhere.
+
+    Args:
+        pieces: The model.
+        path: Where to; its stem is the bundle's name.
+        samples: Some inputs of the model, for their shapes.
+        exits: The exits in their order, and their graphs.
+        active: The policy.
+    """
+    return _write(
+        pieces,
+        path,
+        source=pieces.model.proto,
+        inputs=pieces.model.inputs,
+        shapes={name: array.shape[1:] for name, array in samples.items()},
+        exits=exits,
+        active=active,
+        ranges=None,
+    )
+
+
+def _write(
+    pieces: Pieces,
+    path: Path,
+    *,
+    source: onnx.ModelProto,
+    inputs: tuple[TensorSpec, ...],
+    shapes: dict[str, tuple[int, ...]],
+    exits: Mapping[Exit, bytes],
+    active: Sequence[ActiveExit],
+    ranges: InputRanges | None,
+) -> Bundle:
+    segments = tuple(segment.described() for segment in pieces.segments)
+    files = {s.file: g for s, g in zip(segments, pieces.graphs, strict=True)}
+    files |= {e.file: graph for e, graph in exits.items()}
     files["source.onnx"] = source.SerializeToString()
     files["profiles/cpu.json"] = dump(_made_up_profile(segments, len(exits)))
     if ranges is not None:
@@ -170,7 +222,7 @@ def plain_bundle(
         outputs=pieces.model.outputs,
         answer=pieces.model.answer,
         segments=segments,
-        exits=exits,
+        exits=tuple(exits),
         calibration=Calibration(
             data_sha256="1" * 64,
             train_samples=1,

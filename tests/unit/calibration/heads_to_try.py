@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Answer, AnswerForm, Head
-from offramp.calibration.families import CutTensor
+from offramp.calibration.cut_tensors import CutTensor
 from offramp.calibration.features import WHOLE, Projections, Recording
 from offramp.calibration.learners import Preconditioners
 from offramp.calibration.preconditioning import Preconditioner

@@ -11,15 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offramp.bundle import Head
-from offramp.calibration.families import (
-    HIDDEN,
-    CutTensor,
-    family_of,
-    grids_of,
-    mask_of,
-    pooling_window,
-    why_no_head,
-)
+from offramp.calibration.cut_tensors import CutTensor, why_no_head
+from offramp.calibration.families import HIDDEN, family_of, grids_of, masks_of, pooling_window
 from offramp.compiler.heads import build_pooling
 
 
@@ -116,9 +109,9 @@ def test_no_head_fits_unknown_widths_and_other_ranks(shape: tuple[int | str, ...
 
 def test_only_heads_that_pool_tokens_read_the_mask() -> None:
     tokens = cut("sequence", 32, mask="attention_mask")
-    readers = {head.kind for head in family_of(tokens) if mask_of(tokens, head)}
+    readers = {head.kind for head in family_of(tokens) if masks_of(tokens, head)}
     assert readers == {"mean", "attention"}
-    assert not any(mask_of(cut("sequence", 32), head) for head in family_of(tokens))
+    assert not any(masks_of(cut("sequence", 32), head) for head in family_of(tokens))
 
 
 @given(st.integers(1, 200).flatmap(lambda s: st.tuples(st.just(s), st.integers(1, s))))

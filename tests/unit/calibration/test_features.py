@@ -15,8 +15,9 @@ from offramp.bundle import Answer
 from offramp.bundle.bundle import CERTIFY, TUNE
 from offramp.calibration import features as features_module
 from offramp.calibration.augmentation import MadeSamples
+from offramp.calibration.cut_tensors import CutTensor
 from offramp.calibration.dataset import DataError, Dataset
-from offramp.calibration.families import CutTensor, grids_of
+from offramp.calibration.families import grids_of
 from offramp.calibration.features import WHOLE, Recording, fit_projections, record
 from offramp.calibration.records import dump_records, record_answers
 from offramp.compiler.heads import attach_poolings

@@ -116,7 +116,7 @@ def test_without_exits_there_is_no_border() -> None:
 
 def test_heads_are_timed_on_the_tensors_that_they_read() -> None:
     pieces = sliced("bert")
-    empty = [build_empty(cut, "empty/", opset=17, ir_version=8) for cut in pieces.cuts]
+    empty = [build_empty(cut.read, "empty/", opset=17, ir_version=8) for cut in pieces.cuts]
     heads = [[graph] * (1 + index % 2) for index, graph in enumerate(empty)]
     steps: list[int] = []
     costs = profile_heads(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from tests.unit.calibration.heads_to_try import TOKENS, Problem, answer, problem
 
 from offramp.bundle import AnswerForm, Head
 from offramp.calibration import families
-from offramp.calibration.families import mask_of
+from offramp.calibration.families import masks_of
 from offramp.calibration.training import TrainedHead
 from offramp.compiler.heads import build_exit
 from offramp.engine.exit_check import confidence_of
@@ -60,7 +61,7 @@ def run_exit(
         ir_version=10 if opset > 18 else 8,
     )
     session = ort.InferenceSession(model, providers=["CPUExecutionProvider"])
-    expected = ["cut"] + ["mask"] * (mask_of(made.cut, head.head) is not None)
+    expected = ["cut"] + ["mask"] * len(masks_of(made.cut, head.head))
     assert [i.name for i in session.get_inputs()] == expected
     rows = slice(len(made.answers) * 2 // 3, None)
     given = {"cut": made.values[rows], **{k: v[rows] for k, v in made.inputs.items()}}
@@ -178,7 +179,10 @@ class LastToken(families.Pooling):
     def features(self, tokens: np.ndarray, keep: np.ndarray) -> np.ndarray:
         return tokens[:, -1]
 
-    def build(self, part: families.GraphPart, tensor: str, served: families.ServedHead) -> str:
+    def build(
+        self, part: families.GraphPart, tensors: Sequence[str], served: families.ServedHead
+    ) -> str:
+        (tensor,) = tensors
         return part.add("Gather", [tensor, part.weight("last", np.array(-1, np.int64))], axis=1)
 
 

@@ -120,14 +120,24 @@ def trees(*, zipmap: bool = False):
 
 
 def test_of_several_outputs_one_that_may_be_the_answer_is_suggested(read):
+    b = models.Builder()
+    logits = b.linear(b.input("x", ["batch", 8]), 8, 4, out="chances")
+    b.node("ArgMax", logits, out="label", axis=1)
+    b.output("label", ["batch", 1], TensorProto.INT64)
+    b.output("chances", ["batch", 4])
     told = r"2 outputs \(label, chances\); say which one is the answer, .* answer='chances'"
     with pytest.raises(ModelError, match=told):
-        read(trees())
+        read(b.build())
 
 
 def test_outputs_none_of_which_may_be_the_answer(read):
+    b = models.Builder()
+    logits = b.linear(b.input("x", ["batch", 8]), 8, 4)
+    for name in ("best", "label"):
+        b.node("ArgMax", logits, out=name, axis=1)
+        b.output(name, ["batch", 1], TensorProto.INT64)
     with pytest.raises(ModelError, match=r"none of them is a floating-point tensor \[batch, cl"):
-        read(trees(zipmap=True))
+        read(b.build())
     with pytest.raises(
         ModelError, match=r"'maps' is no tensor, but a sequence_type; .*'zipmap': F"
     ):

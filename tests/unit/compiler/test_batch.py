@@ -177,6 +177,14 @@ def open_tokens(batch: int) -> onnx.ModelProto:
     return b.build()
 
 
+def odd_tokens(batch: int) -> onnx.ModelProto:
+    """Heads are joined again with the tokens open: seven rows are no multiple of the target."""
+    b = models.Builder()
+    x = b.matmul(b.input("x", [batch, 5, 8]), 8, 8)
+    x = b.node("Softmax", b.node("Reshape", x, ints(b, batch, 5, 2, -1)), axis=-1)
+    return ended(b, b.node("Reshape", x, ints(b, batch, -1, 8)), 40, batch)
+
+
 MODELS: tuple[Make, ...] = (
     zero_means_zero,
     attention,
@@ -193,6 +201,7 @@ MODELS: tuple[Make, ...] = (
     looked_up_by_all,
     looked_up,
     open_tokens,
+    odd_tokens,
 )
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from offramp.compiler import ExitRule
-from offramp.compiler.cuts import CutAnalysis, CutPoint, Rejection
+from offramp.compiler.cut_points import CutAnalysis, CutPoint, Rejection
 from offramp.compiler.errors import UnknownCutPointError
 from offramp.compiler.placement import choose_candidates
 

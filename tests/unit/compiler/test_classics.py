@@ -6,38 +6,15 @@ they are replaced by random ones.
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
+from tests.zoo.ready import FOLDER, with_random_weights
 
 from offramp.compiler.cuts import find_cuts
 from offramp.compiler.model import read_model
 from offramp.compiler.runtime import GraphRunner, random_inputs
-from offramp.compiler.slicing import split, verify
-
-FOLDER = Path(onnx.__file__).parent / "backend/test/data/light"
-
-
-def with_random_weights(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Put variance-preserving convolution and linear weights for the constant fills."""
-    rng = np.random.default_rng(0)
-    graph = proto.graph
-    shapes = {t.name: numpy_helper.to_array(t) for t in graph.initializer}
-    for node in [n for n in graph.node if n.op_type == "ConstantOfShape"]:
-        dims = shapes[node.input[0]]
-        if len(dims) < 2:
-            continue
-        values = rng.standard_normal(dims, np.float32) * np.sqrt(2 / np.prod(dims[1:]))
-        tensor = numpy_helper.from_array(values.astype(np.float32), node.output[0])
-        graph.node.remove(node)
-        graph.initializer.append(tensor)
-        graph.input.append(
-            onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
-        )
-    return proto
+from offramp.compiler.slice_verification import verify
+from offramp.compiler.slicing import split
 
 
 @pytest.mark.parametrize(

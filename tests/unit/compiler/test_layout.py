@@ -10,7 +10,8 @@ import pytest
 from tests.models import Builder
 
 from offramp.calibration.families import family_of
-from offramp.compiler.cuts import CutPoint, find_cuts
+from offramp.compiler.cut_points import CutPoint
+from offramp.compiler.cuts import find_cuts
 from offramp.compiler.graph import Dataflow
 from offramp.compiler.layout import ChannelFinder
 from offramp.compiler.shapes import declared_types

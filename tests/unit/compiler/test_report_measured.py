@@ -93,6 +93,7 @@ def test_little_difference_is_not_talked_about(predicted: float) -> None:
 
 PROFILED_BUSY = replace(judged(0.75), profile=replace(PROFILE, disturbed=("a",)))
 UNSURE = replace(judged(0.75), at=measured_size(4, 0.35, 0.06))
+FLAT = replace(judged(0.75), profile=replace(PROFILE, source_ms=(10.0, 20.0), disturbed=("a",)))
 SMALLER_BATCHES = "samples that go on do so in smaller batches, which take longer a sample"
 
 
@@ -105,6 +106,11 @@ SMALLER_BATCHES = "samples that go on do so in smaller batches, which take longe
             judged(0.75, disturbed=("a", "b"), threads=2),
             "10.0 points less",
             "the machine was disturbed while this was measured; 2 threads were measured, 1 prof",
+        ),
+        (
+            FLAT,
+            "10.0 points less",
+            "a batch of 1 takes 50% of the time of one of 8 in this model, so",
         ),
         (PROFILED_BUSY, "10.0 points less", "the machine was disturbed while the parts were prof"),
         (

@@ -14,7 +14,8 @@ from offramp.compiler.graph import refill
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.rounding import BFLOAT, HALF, SINGLE, STEPS, rounding_of
 from offramp.compiler.runtime import GraphRunner, random_inputs
-from offramp.compiler.slicing import choose_candidates, slice_model, split, verify
+from offramp.compiler.slice_verification import verify
+from offramp.compiler.slicing import choose_candidates, slice_model, split
 
 
 def halved(proto: onnx.ModelProto, *, keep_io: bool = False) -> onnx.ModelProto:

@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from onnx import TensorProto
 from tests import models
 
-from offramp.compiler.cuts import CutAnalysis, CutPoint, find_cuts
+from offramp.compiler.cut_points import CutAnalysis, CutPoint
+from offramp.compiler.cuts import find_cuts
 from offramp.compiler.errors import ModelError, VerificationError
 from offramp.compiler.graph import Dataflow
 from offramp.compiler.model import SourceModel, read_model
 from offramp.compiler.runtime import GraphRunner, random_inputs, relative_difference
-from offramp.compiler.slicing import split, verify
+from offramp.compiler.slice_verification import verify
+from offramp.compiler.slicing import split
 
 BUILDERS = {
     "residual": models.residual_cnn,

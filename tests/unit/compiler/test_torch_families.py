@@ -13,7 +13,8 @@ from offramp.calibration.families import family_of
 from offramp.compiler.cuts import find_cuts
 from offramp.compiler.model import read_model
 from offramp.compiler.runtime import GraphRunner, random_inputs, relative_difference
-from offramp.compiler.slicing import split, verify
+from offramp.compiler.slice_verification import verify
+from offramp.compiler.slicing import split
 from offramp.engine.assembly import assemble
 
 TOLERANCE = 1e-5

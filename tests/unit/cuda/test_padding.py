@@ -32,7 +32,7 @@ def test_the_most_is_the_last_size(most: int, sizes: tuple[int, ...]) -> None:
     assert padded_sizes(most) == sizes
 
 
-@pytest.fixture(scope="module", params=["mlp", "residual", "bert"])
+@pytest.fixture(scope="module", params=["mlp", "residual", "bert", "text cnn"])
 def bundle(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Bundle]:

@@ -13,7 +13,9 @@ from onnx import TensorProto, helper
 from tests.sliced import BUILDERS, Sliced, inputs_of, sliced
 
 from offramp.bundle import Answer, Head
-from offramp.calibration.families import CutTensor, mask_of
+from offramp.bundle.manifest import given_behind
+from offramp.calibration.cut_tensors import CutTensor
+from offramp.calibration.families import joined_width, masks_of
 from offramp.compiler.heads import build_exit
 from offramp.compiler.runtime import relative_difference
 from offramp.engine.assembly import CONFIDENCE, assemble, with_confidence
@@ -42,8 +44,9 @@ def stages(pieces: Sliced, borders: list[int]) -> list[bytes]:
     """The segments between borders, each span joined."""
     ends = [*borders, len(pieces.graphs)]
     starts = [0, *borders]
+    segments = [segment.described() for segment in pieces.segments]
     return [
-        assemble(pieces.graphs[start:end], [pieces.segments[end - 1].output])
+        assemble(pieces.graphs[start:end], given_behind(segments, start, end - 1))
         for start, end in zip(starts, ends, strict=True)
     ]
 
@@ -54,6 +57,8 @@ def exit_of(cut: CutTensor, index: int, classes: int) -> tuple[bytes, str]:
     assert cut.width is not None
     head = {4: Head(kind="grid", grid=2), 3: Head(kind="mean"), 2: Head(kind="vector")}[cut.rank]
     features = cut.width * max(head.grid, 1) ** 2
+    if cut.beside:
+        head, features = Head(kind="joined"), joined_width(cut)
     weights = {
         "weight": rng.standard_normal((features, classes)).astype(np.float32),
         "bias": rng.standard_normal(classes).astype(np.float32),
@@ -143,7 +148,7 @@ def test_a_mask_is_read_by_exits_and_segments_through_one_input() -> None:
     pieces = sliced("bert")
     cut = pieces.cuts[0]
     exit_, answer = exit_of(cut, 0, 3)
-    assert mask_of(cut, Head(kind="mean")) == "attention_mask"
+    assert masks_of(cut, Head(kind="mean")) == ("attention_mask",)
     joined = onnx.load_from_string(assemble([pieces.graphs[0], exit_], [answer, cut.name]))
     assert [i.name for i in joined.graph.input].count("attention_mask") == 1
 

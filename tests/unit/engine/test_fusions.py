@@ -18,7 +18,7 @@ from tests.models import Builder
 from tests.sliced import Sliced, slice_proto
 
 from offramp.bundle import Answer, Head
-from offramp.calibration.families import CutTensor
+from offramp.calibration.cut_tensors import CutTensor
 from offramp.compiler.heads import build_exit
 from offramp.engine.assembly import assemble
 from offramp.engine.layouts import enter_blocked

@@ -191,12 +191,13 @@ def answers(pipeline: Pipeline, slot: Any, inputs: dict[str, NDArray[Any]]) -> l
     return [found[row] for row in sorted(found)]
 
 
-@pytest.mark.parametrize("bundle", ["residual", "bert"], indirect=True)
+@pytest.mark.parametrize("bundle", ["residual", "bert", "text cnn"], indirect=True)
 @pytest.mark.parametrize("kind", ["leave", "off", "chained"])
 def test_answers_are_those_of_the_cpu(
     cuda: Cuda, device: FakeDriver, bundle: Bundle, kind: str
 ) -> None:
-    model = "bert" if len(bundle.manifest.inputs) > 1 else "residual"
+    names = [spec.name for spec in bundle.manifest.inputs]
+    model = "bert" if len(names) > 1 else "text cnn" if names == ["input_ids"] else "residual"
     inputs = inputs_of(sliced(model), 8)
     policy = half_leave(bundle, inputs)
     plan = {
@@ -209,7 +210,7 @@ def test_answers_are_those_of_the_cpu(
     slots = [backend.open_slot(), backend.open_slot()]
     for rows, length in ((8, None), (3, 12), (1, None), (3, 12)):
         given = {
-            n: np.ascontiguousarray(a[:rows, :length] if a.ndim == 2 else a[:rows])
+            n: np.ascontiguousarray(a[:rows, :length] if model == "bert" else a[:rows])
             for n, a in inputs.items()
         }
         expected = answers(theirs, OnnxRuntimeBackend().open_slot(), given)
@@ -415,7 +416,7 @@ def test_shapes_follow_other_lengths(tmp_path: Path) -> None:
         assert shapes.of(inputs)[stage.carried[0]] == (4, length, width)
 
 
-@pytest.mark.parametrize("bundle", ["residual", "bert"], indirect=True)
+@pytest.mark.parametrize("bundle", ["residual", "bert", "text cnn"], indirect=True)
 def test_the_self_check_passes(device: FakeDriver, bundle: Bundle, cuda: Cuda) -> None:
     report = run_self_check(
         {"m": bundle.path},

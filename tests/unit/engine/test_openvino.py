@@ -97,7 +97,7 @@ def test_answers_of_streams_do_not_mix() -> None:
                 np.testing.assert_array_equal(answer, value + k)
 
 
-@pytest.mark.parametrize("model", ["residual", "bert"])
+@pytest.mark.parametrize("model", ["residual", "bert", "text cnn"])
 def test_bundles_answer_as_with_onnx_runtime(model: str, tmp_path: Path) -> None:
     bundle = engine_bundle(model, tmp_path / "a.ee")
     inputs = inputs_of(sliced(model), 12)

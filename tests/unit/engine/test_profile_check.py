@@ -281,3 +281,11 @@ def test_a_machine_that_is_slow_in_int8(cascade: Bundle) -> None:
 def test_a_cascade_without_exits_says_nothing_of_its_quantised_model(cascade: Bundle) -> None:
     found = of_cascade(cascade, policy_of(), 1.0)
     assert np.array(found.segments_ms) == pytest.approx(np.array([[1.0], [1.0], [8.0]]))
+
+
+def test_a_bundle_without_exits_is_scaled_too(bundle: Bundle) -> None:
+    bare = replace(COMPILED, exits_ms=(), stages_ms=())
+    seen = [SeenTimes(batch_size=1, source_ms=8.0, stages=(1.0,))]
+    found = scaled(bare, make_plan(bundle, mode=Mode.OFF), seen)
+    assert (found.exits_ms, found.stages_ms) == ((), ())
+    assert found.source_ms == pytest.approx((8.0, 32.0))

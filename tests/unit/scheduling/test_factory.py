@@ -6,7 +6,13 @@ import pytest
 from tests.unit.scheduling.helpers import points_of, table
 
 from offramp.certify.decision import MODEL_END
-from offramp.engine.scheduling import POLICIES, OperatingPoints, PolicyName, make_policy
+from offramp.engine.scheduling import (
+    POLICIES,
+    OperatingPoints,
+    PolicyName,
+    make_policy,
+    may_buffer,
+)
 
 LATENCIES = table(first_s=1.0, more_s=0.5)
 
@@ -52,6 +58,12 @@ def test_fixed_says_where(text: str) -> None:
 def test_every_name_makes_its_policy(text: str) -> None:
     policy = make_policy(PolicyName.parse(text), points_of(LATENCIES), 4)
     assert policy.name == text.partition(":")[0]
+
+
+def test_some_policies_merge_what_waits_at_a_split() -> None:
+    names = [PolicyName.parse(name) for name in POLICIES if name != "fixed"]
+    merging = [name.name for name in (*names, PolicyName("fixed", 0)) if may_buffer(name)]
+    assert merging == ["refill", "rebatch"]
 
 
 def test_an_exit_that_is_not_in_use_cannot_be_fixed() -> None:

@@ -42,7 +42,7 @@ def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         "--policy fixed:2 --forbid-forced-exits --parallel-below 5 --backend onnxruntime "
         "--device cuda:1 --precision fp16 --no-cuda-graphs "
         "--max-disagreement 0.005 --confidence 0.99 --controller apparate --audit-budget 0.1 "
-        "--ramp-budget 0.25 --no-state "
+        "--ramp-budget 0.25 --no-state --no-padding "
         "--max-message-mib 128 --max-queue-mib 512 --max-concurrent-requests 99 --access-log "
         "--max-connections 9 --drain-delay-s 1 --shutdown-timeout-s 0 --log-level debug "
         "--log-format json"
@@ -57,7 +57,7 @@ def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
             scheduling=PolicyName("fixed", 2), max_batch_size=8, max_queue_delay_ms=1.5,
             max_queue_samples=64, slo_ms=250.0, forced_exits=False,
             max_disagreement=0.005, confidence=0.99, controller="apparate", audit_budget=0.1,
-            ramp_budget=0.25,
+            ramp_budget=0.25, padding=False,
         ),
     )  # fmt: skip
     assert isinstance(arguments.engine.mode, Mode)

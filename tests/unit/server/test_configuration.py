@@ -140,7 +140,7 @@ VALUES = {
     "engine_build_minutes": ("6", 6.0),
     "controller": ('"apparate"', "apparate"), "max_disagreement": ("0.02", 0.02),
     "confidence": ("0.99", 0.99), "audit_budget": ("0.1", 0.1), "ramp_budget": ("1", 1.0),
-    "trust_inputs": ("true", True),
+    "trust_inputs": ("true", True), "padding": ("false", False),
     "keep_state": ("false", False), "device": ('"cuda:1"', "cuda:1"), "graphs": ("false", False),
     "precision": ('"fp16"', "fp16"),
 }  # fmt: skip

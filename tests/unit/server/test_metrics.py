@@ -51,6 +51,9 @@ STATISTICS = ModelStatistics(
     answered=40,
     failed={"cancelled": 1, "expired": 2, "hopeless": 0, "backend_error": 0},
     retried=6,
+    unseen_lengths=7,
+    padded=13,
+    padded_positions=21,
     queued=1,
     in_flight=1,
     queue_s=Histogram(bounds=(0.1, 0.5), counts=(12, 0, 0), total=0.25),
@@ -94,6 +97,9 @@ def test_counters() -> None:
     assert values("offramp_samples_total") == {(): 45}
     assert values("offramp_forced_total") == {("exit 2",): 4, ("final",): 0}
     assert values("offramp_retried_total") == {(): 6}
+    assert values("offramp_unseen_length_samples_total") == {(): 7}
+    assert values("offramp_padded_samples_total") == {(): 13}
+    assert values("offramp_padded_positions_total") == {(): 21}
     assert values("offramp_failures_total") == {
         ("cancelled",): 1, ("expired",): 2, ("hopeless",): 0, ("backend_error",): 0,
         ("rejected",): 0, ("stopped",): 0,

@@ -107,6 +107,16 @@ def test_the_page_says_what_is_served() -> None:
         assert alarm not in text
 
 
+def test_lengths_are_counted_where_there_is_something_to_count() -> None:
+    assert dict(view_model(fake_model(), STATISTICS, ready=True).counts).keys() == {
+        "requests", "samples", "answered", "queued", "in flight",
+    }  # fmt: skip
+    now = dataclasses.replace(STATISTICS, padded=12, unseen_lengths=3)
+    counts = dict(view_model(fake_model(), now, ready=True).counts)
+    assert counts["padded to share a batch"] == 12
+    assert counts["of lengths unseen in calibration"] == 3
+
+
 def test_forced_exits_are_conspicuous() -> None:
     exits = (stage("exit 1", 0.93216, 750, forced=125), *EXITS[1:])
     text = text_of(Engine(now=dataclasses.replace(STATISTICS, stages=exits)))

@@ -48,6 +48,7 @@ from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, StageSpec, make_chained_plan, make_plan
 from offramp.engine.self_check import CheckVerdict, run_self_check
 from offramp.engine.tensorrt import messages
+from offramp.engine.tensorrt.lookup import EnginePlace, as_computed, open_store
 from offramp.testing.cuda_driver import FakeDriver
 
 BUCKETS = {"bert": ("sequence=8,20",)}
@@ -118,7 +119,8 @@ def build(
 
 
 def _model(bundle: Bundle) -> str:
-    return "bert" if len(bundle.manifest.inputs) > 1 else "residual"
+    inputs = [spec.name for spec in bundle.manifest.inputs]
+    return "bert" if len(inputs) > 1 else "text cnn" if inputs == ["input_ids"] else "residual"
 
 
 def half_plan(bundle: Bundle, mode: Mode = Mode.LEAVE) -> Plan:
@@ -161,7 +163,7 @@ def compare(device: FakeDriver, plan: Plan, *, model: str, graphs: bool = True) 
     backend.close()
 
 
-@pytest.mark.parametrize("bundle", ["residual", "bert"], indirect=True)
+@pytest.mark.parametrize("bundle", ["residual", "bert", "text cnn"], indirect=True)
 @pytest.mark.parametrize("mode", [Mode.LEAVE, Mode.OFF])
 def test_engines_of_stages_answer_as_onnx_runtime_does(
     fake: FakeRuntime, device: FakeDriver, bundle: Bundle, mode: Mode
@@ -187,6 +189,17 @@ def test_a_whole_model_may_be_a_chain(
 ) -> None:
     build(fake, bundle, ["segments"])
     compare(device, make_plan(bundle, mode=Mode.OFF), model=_model(bundle))
+
+
+@pytest.mark.parametrize("bundle", ["text cnn"], indirect=True)
+def test_a_chain_that_would_hand_on_several_tensors_is_refused(
+    fake: FakeRuntime, device: FakeDriver, bundle: Bundle
+) -> None:
+    build(fake, bundle, ["segments"])
+    backend = CudaBackend(TensorRTFactory(device), device, kernels=b"")
+    with pytest.raises(BackendError, match=r"with one tensor: build one engine .*--parts stages"):
+        Pipeline(backend, make_plan(bundle, mode=Mode.OFF))
+    backend.close()
 
 
 def test_exits_that_nobody_asks_are_left_aside(
@@ -578,7 +591,7 @@ def test_what_tensorrt_refuses_is_told_and_released(
     assert told.startswith("TensorRT could not load engine 00-00-exit0: the engine is of version")
 
 
-@pytest.mark.parametrize("bundle", ["residual", "bert"], indirect=True)
+@pytest.mark.parametrize("bundle", ["residual", "bert", "text cnn"], indirect=True)
 def test_the_self_check_passes(fake: FakeRuntime, device: FakeDriver, bundle: Bundle) -> None:
     build(fake, bundle, ["stages"])
     report = run_self_check(
@@ -601,6 +614,22 @@ def test_of_several_precisions_the_least_is_served(
     with Bench(device, make_plan(bundle).stages[0]):
         assert len(fake.engines) == 2  # segments: those of fp16
     assert "engines are there in fp16, fp32; those in fp16 run" in caplog.text
+
+
+def test_a_bundle_that_is_served_keeps_its_precision(fake: FakeRuntime, bundle: Bundle) -> None:
+    """Its policy was certified for it, whatever is built meanwhile."""
+    build(fake, bundle, ["stages"])
+    there = target(fake)
+    place = EnginePlace(
+        gpu=there.gpu,
+        compute_capability=there.compute_capability,
+        tensorrt=there.tensorrt,
+        device="cuda:0",
+    )
+    served = as_computed(bundle, place)
+    build(fake, bundle, ["stages"], precision="fp16")
+    assert open_store(served, place).index.target.precision == "fp32"
+    assert open_store(bundle, place).index.target.precision == "fp16"  # who begins now
 
 
 def test_a_precision_may_be_asked_for(

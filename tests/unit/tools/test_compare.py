@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -116,3 +117,14 @@ def test_the_table_says_what_it_compares_with() -> None:
     said = io.StringIO()
     print_rows(Console(file=said, width=200), [row], title="t", baseline="one engine of x")
     assert "×ratio to source (one engine of x)" in " ".join(said.getvalue().split())
+
+
+def test_another_clock_measures_all_systems(bundle: Bundle) -> None:
+    ticks = itertools.count()
+    backend = OnnxRuntimeBackend(threads=1)
+    rows = compare(
+        bundle, backend, dataset_of(sliced("mlp"), 32), **HOW, clock=lambda: float(next(ticks))
+    )
+    backend.close()
+    # started, one answer, all answered: two ticks of a second each, for a batch of the source model
+    assert [r.busy_ms_per_sample for r in rows if r.system == SOURCE] == [1000.0, 500.0]

@@ -32,7 +32,7 @@ TOLERANCES: dict[Precision, float] = {"fp32": 1e-5, "tf32": 1e-5, "fp16": 1e-2, 
 """As in test_halving and test_quantization."""
 
 
-@pytest.fixture(scope="module", params=["residual", "bert"])
+@pytest.fixture(scope="module", params=["residual", "bert", "text cnn"])
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return engine_bundle(request.param, tmp_path_factory.mktemp("b") / f"{request.param}.ee")
 

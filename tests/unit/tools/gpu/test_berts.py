@@ -27,6 +27,19 @@ def test_padding_changes_no_answer() -> None:
     assert np.abs(changed - plain).max() > 1e-3
 
 
+def test_of_any_length_it_answers_as_that_of_one() -> None:
+    proto = berts.bert(SIZE, any_length=True)
+    free = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    ids = np.random.default_rng(0).integers(0, SIZE.vocabulary, (2, SIZE.tokens))
+    (fixed,) = session().run(None, {berts.IDS: ids, berts.MASK: np.ones_like(ids)})
+    (found,) = free.run(None, {berts.IDS: ids, berts.MASK: np.ones_like(ids)})
+    np.testing.assert_allclose(found, fixed, atol=1e-6)
+    short = {berts.IDS: ids[:, :5], berts.MASK: np.ones_like(ids[:, :5])}
+    mask = (np.arange(SIZE.tokens) < 5) * np.ones_like(ids)
+    (masked,) = session().run(None, {berts.IDS: ids, berts.MASK: mask})
+    np.testing.assert_allclose(free.run(None, short)[0], masked, atol=1e-5)
+
+
 def test_a_layer_has_the_weights_that_devlin_gives_it() -> None:
     def weights(layers: int) -> int:
         size = berts.BertSize(layers=layers, vocabulary=10, tokens=4)

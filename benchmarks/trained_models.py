@@ -1,0 +1,229 @@
+"""What models trained for minutes gain with default flags: a ViT, a MobileNet, an MLP, a text one.
+
+    python -m benchmarks.trained_models --output demo/small [--only vit …] [--images DIR]
+        [--repeats 5] [--json FILE]
+
+Trains what is not in ``--output`` yet (:mod:`offramp.tools.zoo.small_models`, four to eight minutes
+each on a core), compiles each model as ``eecompile MODEL --data CALIBRATION`` does, without a
+further flag, in a process of its own (``--compiled`` keeps the bundles that are there), and
+measures the bundle as ``eebench compare`` does: in rounds that take turns with the unmodified
+model, on test data that neither training nor compiling saw. Measuring is repeated; ratios are
+medians of the repetitions, with the least and the largest. Each repetition is done twice: by the
+wall clock, and by the CPU time of the thread that computes, of which other processes take nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import make_parser
+from rich.table import Table
+
+from offramp.bundle import Bundle
+from offramp.calibration.dataset import Dataset, read_dataset
+from offramp.certify import upper_bound
+from offramp.compiler.cuts import find_cuts
+from offramp.compiler.model import read_model
+from offramp.engine.backends import make_backend
+from offramp.engine.plan import exit_label
+from offramp.tools.bench.compare import NO_EXIT, OFFRAMP, SOURCE, Row, compare, samples_run
+from offramp.tools.bench.output import (
+    check_outputs,
+    describe_environment,
+    wide_console,
+    write_json,
+)
+from offramp.tools.zoo import small_models
+
+BATCH_SIZES = (1, 16)
+ROUNDS = 5
+CLOCKS: Mapping[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.thread_time}
+_COMPILE = "import sys; from offramp.start import eecompile; sys.exit(eecompile())"
+
+
+def main() -> None:
+    """Train what is missing, compile, measure, print, and write if asked."""
+    parser = make_parser(__doc__)
+    small_models.add_arguments(parser)
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of the comparison")
+    parser.add_argument("--compiled", action="store_true", help="keep bundles that are there")
+    options = parser.parse_args()
+    check_outputs(options.json)
+    models = [examine(name, options) for name in options.only]
+    show(models)
+    environment = describe_environment(seed=options.seed, threads=1, repeats=options.repeats)
+    write_json(options.json, {"models": models, "environment": environment})
+
+
+def examine(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Train a model if it is not there, compile it, and measure it."""
+    folder = options.output / name
+    if not (folder / "training.json").exists():
+        small_models.make(name, options)
+    model, bundle = folder / f"{name}.onnx", folder / f"{name}.ee"
+    facts: dict[str, Any] = json.loads((folder / "training.json").read_text())
+    facts["cut_points"] = len(find_cuts(read_model(model)).cuts)
+    took = folder / "compile.json"
+    if not (options.compiled and bundle.exists()):
+        write_json(took, compile_by_default(model, folder / "calibration.npz", bundle))
+    facts["compile"] = json.loads(took.read_text())
+    made = Bundle.open(bundle)
+    facts["exits"] = exits_of(made)
+    dataset = read_dataset(folder / "test.npz", made.manifest.inputs)
+    return facts | measure(made, dataset, options.repeats)
+
+
+def compile_by_default(model: Path, data: Path, bundle: Path) -> dict[str, float]:
+    """Run ``eecompile`` in a process of its own; gives what it took."""
+    arguments = [str(model), "--data", str(data), "--output", str(bundle), "--overwrite"]
+    begun = time.monotonic()
+    process = subprocess.Popen([sys.executable, "-c", _COMPILE, *arguments])
+    _, status, used = os.wait4(process.pid, 0)  # gives the memory of this process alone
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != 0:
+        raise SystemExit(
+            f"eecompile {model} ended with {process.returncode}; what it printed says why"
+        )
+    return {
+        "seconds": round(time.monotonic() - begun, 1),
+        "cpu_seconds": round(used.ru_utime + used.ru_stime, 1),
+        "peak_mib": round(used.ru_maxrss / 1024),
+    }
+
+
+def exits_of(bundle: Bundle) -> dict[str, Any]:
+    """Which exits were built and are in use, and what is promised."""
+    policy, manifest = bundle.policy, bundle.manifest
+    active = {a.exit: a.threshold for a in policy.active}
+    promise = policy.promise
+    return {
+        "built": len(manifest.exits),
+        "in_use": {
+            exit_label(exit_.index): {
+                "after_segment": exit_.after_segment,
+                "head": exit_.head.describe(),
+                "agreement": exit_.agreement,
+                "threshold": active[exit_.index],
+            }
+            for exit_ in manifest.exits
+            if exit_.index in active
+        },
+        "predicted_savings": None if promise is None else promise.predicted_savings,
+        "certify_errors": None if promise is None else promise.certify_errors,
+        "certify_samples": None if promise is None else promise.certify_samples,
+        "disturbed": list(bundle.profile().disturbed),
+    }
+
+
+def measure(bundle: Bundle, dataset: Dataset, repeats: int) -> dict[str, Any]:
+    """Compare several times; gives figures by batch size, and where samples were answered."""
+    backend = make_backend("auto", threads=1, max_rows=max(BATCH_SIZES), bundles=(bundle.path,))
+    samples = len(dataset)
+    try:
+        runs = {
+            name: [
+                compare(
+                    bundle,
+                    backend,
+                    dataset,
+                    threads=1,
+                    batch_sizes=BATCH_SIZES,
+                    rounds=ROUNDS,
+                    samples=samples,
+                    clock=clock,
+                )
+                for _ in range(repeats)
+            ]
+            for name, clock in CLOCKS.items()
+        }
+    finally:
+        backend.close()
+    figures = {
+        str(size): summarise(
+            {name: [_of_size(run, size) for run in found] for name, found in runs.items()},
+            samples_run(dataset, [size], rounds=ROUNDS, samples=samples),
+        )
+        for size in BATCH_SIZES
+    }
+    return {"backend": backend.name, "batches": figures}
+
+
+def summarise(runs: Mapping[str, Sequence[Mapping[str, Row]]], samples: int) -> dict[str, Any]:
+    """Figures of repeated comparisons at one batch size, on so many samples each.
+
+    ``runs`` are, by clock, the rows of each repetition by system.
+    """
+    first = runs["wall"][0]
+    answered = first[OFFRAMP]
+    errors = round((1 - answered.agreement) * samples)
+    return {
+        **{name: _times(found) for name, found in runs.items()},
+        "samples": samples,
+        "agreement": answered.agreement,
+        "disagreement_at_most": upper_bound(errors, samples),
+        "source_accuracy": first[SOURCE].accuracy,
+        "accuracy": answered.accuracy,
+        "exit_shares": answered.exit_shares,
+    }
+
+
+def _times(runs: Sequence[Mapping[str, Row]]) -> dict[str, Any]:
+    source_ms = [run[SOURCE].busy_ms_per_sample for run in runs]
+
+    def ratios(system: str) -> dict[str, float]:
+        busy_ms = [run[system].busy_ms_per_sample for run in runs]
+        found = [busy / source for busy, source in zip(busy_ms, source_ms, strict=True)]
+        return {"median": statistics.median(found), "least": min(found), "most": max(found)}
+
+    return {
+        "source_ms": statistics.median(source_ms) * runs[0][SOURCE].batch_size,
+        "busy": ratios(OFFRAMP),
+        "busy_nothing_exits": ratios(NO_EXIT),
+    }
+
+
+def _of_size(rows: Sequence[Row], size: int) -> dict[str, Row]:
+    return {row.system: row for row in rows if row.batch_size == size}
+
+
+def show(models: Sequence[dict[str, Any]]) -> None:
+    """Print a line a model."""
+    columns = ("model", "weights", "cuts", "in use", "source, ms", "busy at 1", "busy at 16",
+               "wall clock", "agreement", "right", "compiled, s", "MiB")  # fmt: skip
+    table = Table(title="Busy time relative to the unmodified model, MEASURED in CPU time")
+    for title in columns:
+        table.add_column(title, justify="left" if title == "model" else "right")
+    for model in models:
+        one, many = (model["batches"][str(size)] for size in BATCH_SIZES)
+        table.add_row(
+            model["model"],
+            f"{model['parameters']:,}",
+            str(model["cut_points"]),
+            str(len(model["exits"]["in_use"])),
+            f"{many['cpu']['source_ms']:.3g}",
+            _ratio(one["cpu"]["busy"]),
+            _ratio(many["cpu"]["busy"]),
+            _ratio(many["wall"]["busy"]),
+            f"{many['agreement']:.2%}",
+            f"{model['test_accuracy']:.1%}",
+            str(model["compile"]["cpu_seconds"]),
+            str(model["compile"]["peak_mib"]),
+        )
+    wide_console(140).print(table)
+
+
+def _ratio(found: dict[str, float]) -> str:
+    return f"{found['median']:.2f} ({found['least']:.2f}–{found['most']:.2f})"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""What must hold of a manifest beyond each of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from math import prod
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from offramp.bundle.manifest import Calibration, Manifest, TensorSpec
+
+MOST_SAMPLE_BYTES: Final = 2**30
+"""Of a sample's input: more is no sample, but a way to exhaust memory."""
+_NAMED: Final = 4
+"""Tensors that a message names at most."""
+
+
+def check_unique(what: str, names: Iterable[str]) -> None:
+    """No name occurs twice; ``what`` says what they are names of."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(f"{what}: {name!r:.100} is there twice")
+        seen.add(name)
+
+
+def check_answer(manifest: Manifest) -> None:
+    """The answer is the one output: floating-point, [batch, classes]."""
+    answer, outputs = manifest.answer, manifest.outputs
+    if [output.name for output in outputs] != [answer.output]:
+        raise ValueError(
+            f"outputs: {[output.name for output in outputs]!s:.100} are not the answer "
+            f"{answer.output!r} alone"
+        )
+    (output,) = outputs
+    batch_and_classes = len(output.shape) == 2 and isinstance(output.shape[0], str)
+    if not batch_and_classes or output.shape[1] != answer.classes or output.dtype[0] != "f":
+        raise ValueError(
+            f"outputs: {output.describe()} is not floating-point [batch, {answer.classes}]"
+        )
+
+
+def check_samples(inputs: Sequence[TensorSpec], calibration: Calibration) -> None:
+    """There is a shape of a sample for each input, which the input takes."""
+    shapes = calibration.sample_shapes
+    names = sorted(tensor.name for tensor in inputs)
+    if not names or sorted(shapes) != names:
+        raise ValueError(
+            f"calibration.sample_shapes: has {sorted(shapes)!s:.100}, expected the inputs {names}"
+        )
+    for tensor in inputs:
+        shape, (batch, *sizes) = shapes[tensor.name], tensor.shape or (None,)
+        fits = len(shape) == len(sizes) and all(
+            found >= 1 if isinstance(size, str) else found == size
+            for found, size in zip(shape, sizes, strict=True)
+        )
+        if not isinstance(batch, str) or not fits:
+            raise ValueError(
+                f"calibration.sample_shapes: {list(shape)!s:.100} is no sample of the input "
+                f"{tensor.describe()}"
+            )
+        if prod(shape) * np.dtype(tensor.dtype).itemsize > MOST_SAMPLE_BYTES:
+            raise ValueError(f"calibration.sample_shapes: {list(shape)!s:.100} is above 1 GiB")
+
+
+def check_precision(manifest: Manifest) -> None:
+    """The last segment and the last exit of a cascade, and of no other, are what they must be."""
+    is_cascade = manifest.precision != "fp32"
+    last = len(manifest.segments) - 1
+    own = [e.index for e in manifest.exits if e.head.kind == "own"]
+    if not is_cascade:
+        if own:
+            raise ValueError(f"exits[{own[0]}]: head 'own' is for precision int8, not for fp32")
+        return
+    if not last:
+        raise ValueError("segments: precision int8 needs a quantised one, and the source model")
+    if manifest.segments[last].file != manifest.source.file:
+        raise ValueError(
+            f"segments[{last}]: file {manifest.segments[last].file!r:.100}, expected the source "
+            f"model {manifest.source.file!r:.100}, which precision int8 ends with"
+        )
+    end = len(manifest.exits) - 1
+    if own != [end] or manifest.exits[end].after_segment != last - 1:
+        raise ValueError(
+            f"exits: precision int8 needs the quantised model's own answer, head 'own', as the "
+            f"last exit, after segment {last - 1}; found {own} of {len(manifest.exits)}"
+        )
+
+
+def check_chain(manifest: Manifest) -> None:
+    """Each segment reads what those before it give, and graph inputs; exits do likewise.
+
+    What a segment gives is read by others, but by exits alone where the source model is next: in a
+    cascade it reads graph inputs.
+    """
+    graph_inputs = {tensor.name for tensor in manifest.inputs}
+    anew = len(manifest.segments) - 1 if manifest.precision != "fp32" else 0
+    alive: list[tuple[str, ...]] = []
+    """By segment, the cut tensors that are there when it begins."""
+    given: tuple[str, ...] = ()
+    for segment in manifest.segments:
+        if segment.index == anew:
+            given = ()
+        alive.append(given)
+        _check_reads(f"segments[{segment.index}]", segment.inputs, given, graph_inputs)
+        given = (*given, *segment.outputs)
+    for exit_ in manifest.exits:
+        behind = exit_.after_segment
+        given = (*alive[behind], *manifest.segments[behind].outputs)
+        _check_reads(f"exits[{exit_.index}]", exit_.inputs, given, graph_inputs)
+    read = {name for segment in manifest.segments for name in segment.inputs}
+    for before, after in pairwise(manifest.segments):
+        unread = [name for name in before.outputs if name not in read]
+        if unread and after.index != anew:
+            _refuse_reads(f"segments[{after.index}]", after.inputs, unread)
+    written = [name for segment in manifest.segments for name in segment.outputs]
+    written += [name for exit_ in manifest.exits for name in (exit_.output, exit_.confidence)]
+    check_unique("tensors", [*graph_inputs, *written])
+
+
+def _check_reads(
+    what: str, read: Sequence[str], given: Sequence[str], graph_inputs: set[str]
+) -> None:
+    if set(read) - graph_inputs - set(given) or not read:
+        _refuse_reads(what, read, given)
+    check_unique(f"{what}.inputs", read)
+
+
+def _refuse_reads(what: str, read: Sequence[str], given: Sequence[str]) -> None:
+    cuts = " or ".join(map(repr, given[-_NAMED:]))
+    expected = f"{cuts:.100}, and graph inputs beside it" if given else "graph inputs"
+    raise ValueError(f"{what}: reads {list(read)!s:.200}, expected {expected}")

@@ -1,0 +1,429 @@
+"""What ``eecompile`` says of models that it cannot compile, or not as one would like.
+
+Each message is one line that names the file, what in it is the limit, with both numbers where there
+are some, and the remedy.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper
+from tests import models
+from tests.models import Builder
+from tests.unit.compiler.test_answer import ending, trees
+
+from offramp.compiler import preparation, simplifier, slice_verification
+from offramp.compiler.cli import main
+from offramp.compiler.source_file import MAX_BYTES
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Warnings are not wrapped, so that their words can be looked for."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "1000")
+    yield
+
+
+def compiling(
+    capfd: pytest.CaptureFixture[str],
+    model: onnx.ModelProto,
+    *arguments: str,
+    **arrays: np.ndarray[Any, Any],
+) -> str:
+    """The one line of an error that ``eecompile model.onnx`` ends with, on samples of inputs."""
+    onnx.save(model, "model.onnx")
+    np.savez("data.npz", **arrays)
+    return error_of(capfd, "model.onnx", "--data", "data.npz", *arguments)
+
+
+def error_of(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 1
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "Traceback" not in err
+    found = [line for line in err.splitlines() if line.startswith("eecompile: ")]
+    assert len(found) == 1, err
+    return found[0]
+
+
+def inspecting(capfd: pytest.CaptureFixture[str], model: onnx.ModelProto, *arguments: str) -> str:
+    """What ``eecompile inspect`` prints, in one line."""
+    onnx.save(model, "model.onnx")
+    assert main(["inspect", "model.onnx", *arguments]) == 0
+    return " ".join(capfd.readouterr().out.split())
+
+
+def samples(*shape: int, count: int = 800) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.random.default_rng(0).standard_normal((count, *shape)).astype(np.float32)
+
+
+def test_samples_that_change_each_others_answers(capfd) -> None:
+    b = Builder()
+    hidden = b.linear(b.input("x", ["batch", 16]), 16, 16)
+    mean = b.node("ReduceMean", hidden, axes=[0], keepdims=1, out="mean")
+    b.linear(b.node("Sub", hidden, mean), 16, 4, out="logits")
+    b.output("logits", ["batch", 4])
+    told = compiling(capfd, b.build())
+    assert told.startswith(
+        "eecompile: model.onnx: the answer of a sample depends on the other samp"
+    )
+    assert re.search(r"found among 3 rows, by \d\.\de[+-]\d\d of the largest value, allowed", told)
+    assert "allowed are 1e-04). It enters at 'mean' (ReduceMean): it reduces over the sampl" in told
+    assert "let it reduce over other dimensions than the first, which has to be the batch" in told
+    assert "batch_first=True" in told
+
+
+def test_a_normalisation_that_was_exported_as_it_trains(capfd) -> None:
+    b = Builder()
+    hidden = b.linear(b.input("x", ["batch", 16]), 16, 16)
+    parts = [b.constant(np.full(16, v), np.float32) for v in (1.0, 0.0, 0.0, 1.0)]
+    b._nodes.append(
+        helper.make_node(
+            "BatchNormalization", [hidden, *parts], ["n", "m", "v"], name="bn", training_mode=1
+        )
+    )
+    b.linear("n", 16, 4, out="logits")
+    b.output("logits", ["batch", 4])
+    told = compiling(capfd, b.build())
+    assert "It enters at 'bn' (BatchNormalization)" in told
+    assert "call model.eval() before the export" in told
+
+
+def fixed(name: str = "") -> onnx.ModelProto:
+    """Two rows are joined to one, and taken apart again."""
+    b = Builder()
+    hidden = b.linear(b.input("x", [2, 16]), 16, 16)
+    joined = b.node("Reshape", hidden, b.constant([1, 32], np.int64))
+    product = b.node("MatMul", joined, b.weight(32, 32), out="product", name=name)
+    apart = b.node("Reshape", product, b.constant([2, 16], np.int64))
+    b.linear(apart, 16, 4, out="logits")
+    b.output("logits", [2, 4])
+    return b.build()
+
+
+@pytest.mark.parametrize(("name", "called"), [("", ""), ("/mix", " '/mix'")])
+def test_a_fixed_batch_that_cannot_be_freed(capfd, name: str, called: str) -> None:
+    told = compiling(capfd, fixed(name))
+    assert told.startswith("eecompile: model.onnx: the batch size was fixed at 2, and the operator")
+    assert f"and the operator{called} (MatMul, which gives 'product') cannot take another" in told
+    assert "export the model with a dynamic first dimension (torch.onnx.export: dynamic" in told
+
+
+def test_inputs_that_were_fixed_to_different_batches(capfd) -> None:
+    b = Builder()
+    joined = b.node("Concat", b.input("x", [2, 16]), b.input("y", [3, 16]), axis=0)
+    b.linear(joined, 16, 4, out="logits")
+    b.output("logits", [5, 4])
+    told = compiling(capfd, b.build())
+    assert "the inputs disagree about the batch size: {'x': 2, 'y': 3}" in told
+    assert "export the model with that dimension dynamic" in told
+
+
+def reading_again(*, joined: bool = False) -> onnx.ModelProto:
+    """Each layer reads the input again, and works on it as long as on what the last one gave."""
+    b = Builder()
+    x = b.input("x", ["batch", 16])
+    hidden = b.node("Relu", b.linear(x, 16, 16), out="first")
+    for name in ("second", "third"):
+        again = b.node("Tanh", b.linear(x, 16, 16))
+        hidden = b.node("Relu", b.node("Add", b.linear(hidden, 16, 16), again), out=name)
+        if joined:
+            both = b.node("Concat", hidden, x, axis=1, out=f"{name}/both")
+            hidden, x = (
+                b.node("Slice", both, *(b.constant([v], np.int64) for v in (start, start + 16, 1)))
+                for start in (0, 16)
+            )
+    b.node("Add", b.linear(hidden, 16, 4), b.linear(x, 16, 4), out="logits")
+    b.output("logits", ["batch", 4])
+    return b.build()
+
+
+def test_an_input_that_is_read_again_with_work(capfd) -> None:
+    told = compiling(capfd, reading_again(), "--max-cut-tensors", "1", x=samples(16))
+    assert told.startswith("eecompile: model.onnx: the model has no cut point")
+    assert re.search(
+        r"inside a block: `\w+`, computed of the input `x`, also carries data past this place", told
+    )
+    assert "let the model join them to one (Concat, then Split): that is a cut point" in told
+    assert re.search(r"eecompile inspect lists why of all \d+ places$", told)
+
+
+def test_the_remedy_of_joining_gives_a_cut_point(capfd) -> None:
+    told = inspecting(capfd, reading_again(joined=True), "--max-cut-tensors", "1")
+    assert "cut points 2" in told
+    assert "second/both [batch, 32] Concat" in told
+
+
+def test_a_side_input_with_more_work_than_may_be_done_again(capfd) -> None:
+    b = Builder()
+    x, y = b.input("x", ["batch", 16]), b.input("y", ["batch", 16])
+    mask, side = b.node("Sigmoid", y), b.node("Tanh", b.linear(y, 16, 16))
+    for i in range(4):
+        x = b.node("Relu", b.node("Mul", b.linear(x, 16, 16), mask), out=f"masked{i}")
+        x = b.node("Add", x, side, out=f"block{i}") if i < 2 else x
+    b.linear(x, 16, 4, out="logits")
+    b.output("logits", ["batch", 4])
+    told = inspecting(capfd, b.build(), "--max-cut-tensors", "1")
+    assert re.search(r"\d\d% of the work would have to be done again after it, from `y`, at", told)
+    assert "at most 2% may be; let the model add what it computes of them before this" in told
+
+
+def test_a_batch_that_is_not_in_front(capfd) -> None:
+    b = Builder()
+    hidden = b.matmul(b.input("x", ["time", "batch", 16]), 16, 16)
+    pooled = b.node("ReduceMean", hidden, axes=[0], keepdims=0, out="pooled")
+    b.linear(pooled, 16, 4, out="logits")
+    b.output("logits", ["batch", 4])
+    told = compiling(capfd, b.build())
+    assert "It enters at 'pooled' (ReduceMean): it reduces over the samples" in told
+    assert "the first, which has to be the batch in every input" in told
+    assert "batch_first=True" in told
+
+
+def test_a_batch_that_is_folded_into_another_dimension(capfd) -> None:
+    b = Builder()
+    folded = b.node("Reshape", b.input("x", ["batch", 32]), b.constant([-1, 8], np.int64))
+    hidden = b.node("Relu", b.matmul(folded, 8, 8))
+    apart = b.node("Reshape", b.matmul(hidden, 8, 4), b.constant([-1, 16], np.int64))
+    b.node("Softmax", apart, out="y", axis=1)
+    b.output("y", ["batch", 16])
+    told = compiling(capfd, b.build(), x=samples(32))
+    assert "its shape is [4*batch, 8], and the first dimension has to be the batch; let" in told
+    assert "let the model keep it a dimension of its own there" in told
+
+
+def test_a_disk_with_too_little_space_for_features(capfd, monkeypatch) -> None:
+    place = "offramp.compiler.feature_folder.shutil"
+    monkeypatch.setattr(place, SimpleNamespace(**{**vars(shutil), "disk_usage": _full_disk}))
+    told = compiling(
+        capfd, models.mlp(), "--max-disagreement", "0.05", "--scratch", ".", x=samples(16)
+    )
+    needed = re.search(r"features take ([\d.]+) MiB \(([\d,]+) bytes\), but (\S+) has", told)
+    assert needed is not None
+    assert int(needed[2].replace(",", "")) == pytest.approx(float(needed[1]) * 2**20, rel=0.6)
+    assert "has 0.0 MiB (1,000 bytes) free; free the space, name another folder by --scr" in told
+    assert "or bound them by --scratch-limit" in told
+
+
+def _full_disk(_path: object) -> SimpleNamespace:
+    return SimpleNamespace(free=1000)
+
+
+def test_a_limit_of_scratch_that_is_too_low(capfd) -> None:
+    arguments = ("--max-disagreement", "0.05", "--scratch-limit", "0.00001")
+    told = compiling(capfd, models.mlp(width=128), *arguments, x=samples(128))
+    assert re.search(
+        r"features of \d+ samples, the fewest to train and tune on, take [\d.]+ MiB", told
+    )
+    assert "at once in 4 passes, more than the 0.0 MiB of --scratch-limit; raise it" in told
+    assert "ask for fewer exits (--candidates), or give fewer or smaller samples" in told
+
+
+def test_columns_that_are_a_yes_or_no_each(capfd) -> None:
+    told = compiling(capfd, ending("Sigmoid", classes=5))
+    assert "model.onnx: output 'y' ends with 'Sigmoid:y' (Sigmoid)" in told
+    assert "each of its 5 columns is a yes or no of its own (multi-label)" in told
+    assert "end the model before the Sigmoid, at its logits" in told
+
+
+def test_log_probabilities_are_an_answer(capfd) -> None:
+    assert "4 classes, log-probabilities" in inspecting(capfd, ending("LogSoftmax"))
+
+
+def test_an_answer_for_every_place_of_a_map(capfd) -> None:
+    b = Builder()
+    b.node("Relu", b.conv(b.input("x", ["batch", 3, 8, 8]), (3, 5)), out="map")
+    b.output("map", ["batch", 5, 8, 8])
+    told = compiling(capfd, b.build())
+    assert "output 'map' has shape [batch, 5, 8, 8] of float32, expected floating-point" in told
+    assert "[batch, classes] with at least 2 classes: only classifiers are supported" in told
+    assert "pool it, or end the model at the logits of one class a sample" in told
+
+
+def inverting() -> onnx.ModelProto:
+    """Blocks of an operator of ONNX Runtime's own whose arithmetic nobody has told us."""
+    b = Builder()
+    x = b.input("x", ["batch", 16, 16])
+    for i in range(2):
+        x = b.matmul(b.node("Inverse", x, domain="com.microsoft", out=f"inverse{i}"), 16, 16)
+    b.linear(b.node("ReduceMean", x, axes=[1], keepdims=0), 16, 4, out="logits")
+    b.output("logits", ["batch", 4])
+    model = b.build()
+    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    return model
+
+
+def test_work_that_nobody_knows_is_measured_and_said_so(capfd, caplog) -> None:
+    told = inspecting(capfd, inverting())
+    assert re.search(r"[\d.]+ ms measured, as the FLOPs of Inverse are not known", told)
+    assert compiling(
+        capfd, inverting(), "--max-disagreement", "0.05", "--exits", "x", x=samples(16, 16)
+    )
+    assert "The work of Inverse is not known: shares of the work are measured as time." in (
+        caplog.messages
+    )
+
+
+def halved() -> onnx.ModelProto:
+    b = Builder()
+    x = b.node("Cast", b.input("x", ["batch", 16]), to=TensorProto.FLOAT16)
+    for i in range(3):
+        weight = b.constant(np.random.default_rng(i).standard_normal((16, 16)) / 4, np.float16)
+        x = b.node("Tanh", b.node("MatMul", x, weight), out=f"hidden{i}")
+    b.node("Cast", x, out="logits", to=TensorProto.FLOAT)
+    b.output("logits", ["batch", 16])
+    return b.build()
+
+
+def test_pieces_that_round_more_than_is_allowed(capfd, monkeypatch) -> None:
+
+    monkeypatch.setattr(slice_verification, "relative_difference", lambda *_: 2.5e-2)
+    told = compiling(capfd, halved(), "--max-disagreement", "0.05", x=samples(16))
+    assert told.startswith(
+        "eecompile: model.onnx: chained segments differ from the source model by"
+    )
+    assert (
+        "by 2.5e-02 of its largest value at batch 1, allowed are 1.0e-02 of a model in half" in told
+    )
+    assert "the first that diverges is segment 0, at `" in told
+    assert "If only rounding differs, allow it with --tolerance 5e-02" in told
+
+
+def test_operators_in_any_order_are_read(capfd) -> None:
+    model = models.mlp()
+    nodes = list(model.graph.node)[::-1]
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    assert "3 classes, logits" in inspecting(capfd, model)
+
+
+def test_operators_that_wait_for_each_other(capfd) -> None:
+    b = Builder()
+    x = b.linear(b.input("x", ["batch", 8]), 8, 4)
+    b.node("Add", x, "second", out="first")
+    b.node("Relu", "first", out="second")
+    b.output("second", ["batch", 4])
+    told = compiling(capfd, b.build())
+    assert told.startswith("eecompile: model.onnx: the ONNX checker refuses it: Nodes in a graph")
+    assert "must be topologically sorted" in told
+
+
+def test_tensors_of_more_dimensions_than_heads_read(capfd) -> None:
+    b = Builder()
+    six = b.constant([0, 2, 2, 2, 2, 4], np.int64)
+    hidden = b.matmul(b.node("Reshape", b.input("x", ["batch", 64]), six), 4, 4)
+    scores = b.matmul(b.node("Relu", hidden, out="six"), 4, 4)
+    b.node("ReduceMean", scores, axes=[1, 2, 3, 4], keepdims=0, out="logits")
+    b.output("logits", ["batch", 4])
+    told = compiling(capfd, b.build(), x=samples(64))
+    assert "it has 6 dimensions, and heads read 2 to 5; let the model join some of them" in told
+
+
+def test_channels_of_no_fixed_size(capfd) -> None:
+    b = Builder()
+    x = b.input("x", ["batch", 16, "features"])
+    for _ in range(2):
+        x = b.node("Relu", b.node("MatMul", b.weight(16, 16), x))
+    b.linear(b.node("ReduceMean", x, axes=[2], keepdims=0), 16, 4, out="logits")
+    b.output("logits", ["batch", 4])
+    told = compiling(capfd, b.build(), x=samples(16, 8))
+    assert "dimension 2, which holds its channels, has no fixed size that a head could be" in told
+    assert "export the model with that size fixed" in told
+
+
+@pytest.mark.parametrize(
+    ("zipmap", "arguments"), [(False, ()), (True, ()), (False, ("--answer", "chances"))]
+)
+def test_trees_are_one_operator(capfd, zipmap: bool, arguments: tuple[str, ...]) -> None:
+    told = compiling(capfd, trees(zipmap=zipmap), *arguments)
+    output = "chances" if arguments else "label"
+    assert f"model.onnx: output '{output}' is what 'forest' (TreeEnsembleClassifier) gives" in told
+    assert "all trees are one operator, so there is nothing to cut" in told
+    assert "serve the model as it is" in told
+
+
+def test_which_of_several_outputs_answers(capfd) -> None:
+    b = Builder()
+    hidden = b.node("Relu", b.linear(b.input("x", ["batch", 16]), 16, 16), out="features")
+    b.linear(hidden, 16, 4, out="scores")
+    b.output("features", ["batch", 16])
+    b.output("scores", ["batch", 4])
+    told = compiling(capfd, b.build())
+    assert "model.onnx: 2 outputs (features, scores); say which one is the answer" in told
+    assert "for instance --answer features" in told
+
+
+def test_an_opset_of_the_future(capfd) -> None:
+    model = models.mlp()
+    model.opset_import[0].version = 97
+    told = compiling(capfd, model)
+    newest = re.search(r"installed here takes \(up to (\d+)\)", told)
+    assert newest is not None
+    assert "model.onnx: opset 97 is newer than the ONNX Runtime that is installed" in told
+    assert f"export the model with opset_version={newest[1]}, or install a newer onnx" in told
+    assert int(newest[1]) >= 21, onnxruntime.__version__
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [
+        ("Sigmoid", "one column p is an answer of two classes: end the model with both, as torch"),
+        ("Sigmoid", "torch.cat([1 - p, p], 1) does"),
+        ("Identity", "where it is the logit z of yes or no, end the model with both, as torch.cat"),
+        ("Identity", "torch.cat([0 * z, z], 1) does"),
+    ],
+)
+def test_one_column(capfd, kind: str, remedy: str) -> None:
+    told = compiling(capfd, ending(kind, classes=1))
+    assert "output 'y' has shape [batch, 1] of float32" in told
+    assert "with at least 2 classes" in told
+    assert remedy in told
+
+
+def test_a_class_that_was_picked(capfd) -> None:
+    b = Builder()
+    scores = b.linear(b.input("x", ["batch", 16]), 16, 4)
+    b.node("ArgMax", scores, out="best", axis=1, keepdims=0)
+    b.output("best", ["batch"], TensorProto.INT64)
+    told = compiling(capfd, b.build())
+    assert "output 'best' has shape [batch] of int64" in told
+    assert "it ends with 'ArgMax:best' (ArgMax): end the model before that, at its scores" in told
+
+
+def test_a_file_above_the_limit_of_one_message(capfd) -> None:
+    with Path("model.onnx").open("wb") as file:
+        os.truncate(file.fileno(), 3 * 2**30)  # a hole, which takes no disk
+    assert MAX_BYTES < 3 * 2**30
+    np.savez("data.npz", x=samples(16))
+    told = error_of(capfd, "model.onnx", "--data", "data.npz")
+    assert "model.onnx: 3.0 GiB with its external data; models above 2 GiB are not" in told
+    assert "convert the weights to half precision" in told
+
+
+def test_more_operators_than_are_simplified(capfd, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(preparation, "MOST_SIMPLIFIED", 5)
+    inspecting(capfd, models.mlp())
+    (told,) = [text for text in caplog.messages if "not simplified" in text]
+    assert "the model has 7 operators, and onnxslim takes minutes beyond 5" in told
+    assert "run it before, as onnxslim MODEL.onnx SIMPLER.onnx" in told
+
+
+def test_what_onnxslim_says_when_it_fails(capfd, caplog, monkeypatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("a defect of its own")
+
+    monkeypatch.setattr(simplifier.onnxslim, "slim", fail)
+    inspecting(capfd, models.mlp())
+    assert "not simplified: onnxslim fails: a defect of its own" in caplog.messages
