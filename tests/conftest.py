@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -63,3 +65,16 @@ def bundle_path(fashion: Bundle) -> Path:
     """A real bundle with active exits."""
     assert fashion.policy.active
     return fashion.path
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    """Undo what a command that is run inside a test sets up: it would log for those behind it."""
+    loggers = [logging.getLogger(), logging.getLogger("offramp")]
+    before = [(each, each.level, each.propagate, list(each.handlers)) for each in loggers]
+    disabled = logging.root.manager.disable
+    yield
+    for each, level, propagate, handlers in before:
+        each.setLevel(level)
+        each.propagate, each.handlers = propagate, handlers
+    logging.disable(disabled)
