@@ -149,8 +149,8 @@ def test_a_wrong_file_is_one_line(refused: Any, tmp_path: Path) -> None:
     assert told == (
         f"eeserve: {file}: [models.fashion]: there is no key 'slo'; did you mean 'slo_ms'? "
         "(expected: path, policy, max_batch_size, max_queue_delay_ms, max_queue_samples, "
-        "padding, slo_ms, forced_exits, weight, controller, max_disagreement, confidence, audit_budget, "
-        "ramp_budget, trust_inputs)\n"
+        "padding, slo_ms, forced_exits, weight, controller, max_disagreement, confidence, "
+        "audit_budget, ramp_budget, trust_inputs)\n"
     )
 
 
