@@ -20,8 +20,10 @@ from offramp.bundle.measured import Measured, MeasuredSize, Ratio
 from offramp.bundle.padding import Padding
 from offramp.bundle.policy import NEVER, ActiveExit, ExitPolicy, Promise
 from offramp.bundle.profile import Profile, Spread
+from offramp.bundle.tasks import CLASSIFICATION, Task, TaskKind
 
 __all__ = [
+    "CLASSIFICATION",
     "NEVER",
     "ActiveExit",
     "Answer",
@@ -50,6 +52,8 @@ __all__ = [
     "Ratio",
     "Segment",
     "Spread",
+    "Task",
+    "TaskKind",
     "TensorSpec",
     "write_bundle",
 ]

@@ -28,13 +28,16 @@ from offramp.bundle.manifest_checks import (
 )
 from offramp.bundle.padding import Padding, check_paddings
 from offramp.bundle.serde import LEFT_OUT, check_numbers
+from offramp.bundle.tasks import CLASSIFICATION, Task, TaskKind
 
 SCHEMA_VERSION = 1
 """Bumped whenever an older reader would misunderstand a newer bundle."""
 
-AnswerForm: TypeAlias = Literal["logits", "probabilities", "log-probabilities"]
+AnswerForm: TypeAlias = Literal["logits", "probabilities", "log-probabilities", "classes", "values"]
 """How the model ends: before its softmax, behind it, or behind the logarithm of that. A softmax
-gives probabilities of both others: of log-probabilities, those that they are of."""
+gives probabilities of both others: of log-probabilities, those that they are of. (Of labels, which
+are a yes or no each, it is a sigmoid.) ``classes`` are numbers of classes, for each token or pixel;
+``values`` are what regression answers, and heat maps."""
 
 BundlePrecision: TypeAlias = Literal["fp32", "int8"]
 """What the segments that exits follow compute in. ``int8`` is a cascade: the quantised model, cut
@@ -70,17 +73,33 @@ class TensorSpec:
         return f"{self.name}: {self.dtype} [{', '.join(map(str, self.shape))}]"
 
 
+_SCORES: Final[tuple[AnswerForm, ...]] = ("logits", "probabilities", "log-probabilities")
+_FORMS: Final[dict[TaskKind, tuple[AnswerForm, ...]]] = {
+    "classification": _SCORES,
+    "multi-label": ("logits", "probabilities"),
+    "token-classification": (*_SCORES, "classes"),
+    "segmentation": (*_SCORES, "classes"),
+    "pose": ("values",),
+    "regression": ("values",),
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """The output that exits imitate and that agreement is judged by."""
 
     output: str
-    """Name of the model's output, shape [batch, classes]."""
+    """Name of the model's output; of classification its shape is [batch, classes]."""
     classes: int
+    """Classes, labels, key points or values, as the task has them."""
     form: AnswerForm
+    task: Task = field(default=CLASSIFICATION, metadata=LEFT_OUT)
 
     def __post_init__(self) -> None:
         check_numbers(self, "classes", least=1)
+        if self.form not in _FORMS[self.task.kind]:
+            known = ", ".join(_FORMS[self.task.kind])
+            raise ValueError(f"form {self.form!r} is none of {self.task.kind}: {known}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,11 +226,15 @@ class Exit:
     """Share of the certify split answered like the source model if all exit here."""
     accuracy: float | None = None
     """The same against the labels of the data, where there were any."""
+    share: float = field(default=1.0, metadata=LEFT_OUT)
+    """Of the answer's principal values, so many are at least as large as its confidence (PAME's
+    count threshold, 5.3); of one principal value, all."""
     trials: tuple[HeadScore, ...] = ()
     """The heads that were trained to the end; the chosen one is among them."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "agreement", "accuracy", least=0, most=1)
+        check_numbers(self, "share", above=0, most=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

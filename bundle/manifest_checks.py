@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 if TYPE_CHECKING:
-    from offramp.bundle.manifest import Calibration, Manifest, TensorSpec
+    from offramp.bundle.manifest import Answer, Calibration, Manifest, TensorSpec
 
 MOST_SAMPLE_BYTES: Final = 2**30
 """Of a sample's input: more is no sample, but a way to exhaust memory."""
@@ -28,7 +28,7 @@ def check_unique(what: str, names: Iterable[str]) -> None:
 
 
 def check_answer(manifest: Manifest) -> None:
-    """The answer is the one output: floating-point, [batch, classes]."""
+    """The answer is the one output, of the shape and type that its task has."""
     answer, outputs = manifest.answer, manifest.outputs
     if [output.name for output in outputs] != [answer.output]:
         raise ValueError(
@@ -36,11 +36,31 @@ def check_answer(manifest: Manifest) -> None:
             f"{answer.output!r} alone"
         )
     (output,) = outputs
-    batch_and_classes = len(output.shape) == 2 and isinstance(output.shape[0], str)
-    if not batch_and_classes or output.shape[1] != answer.classes or output.dtype[0] != "f":
-        raise ValueError(
-            f"outputs: {output.describe()} is not floating-point [batch, {answer.classes}]"
-        )
+    expected = shape_of(answer)
+    fits = (
+        len(output.shape) == len(expected)
+        and isinstance(output.shape[0], str)
+        and all(e is None or s == e for s, e in zip(output.shape[1:], expected[1:], strict=True))
+    )
+    is_number = output.dtype[0] in ("iu" if answer.form == "classes" else "f")
+    if not (fits and is_number):
+        sizes = ", ".join(str(e or "…") for e in expected[1:])
+        kind = "integer" if answer.form == "classes" else "floating-point"
+        raise ValueError(f"outputs: {output.describe()} is not {kind} [batch, {sizes}]")
+
+
+def shape_of(answer: Answer) -> tuple[int | None, ...]:
+    """List the sizes of a model's answer, as far as its task fixes them; first the batch."""
+    classes = () if answer.form == "classes" else (answer.classes,)
+    match answer.task.kind:
+        case "token-classification":
+            return (None, None, *classes)
+        case "segmentation":
+            return (None, *classes, None, None)
+        case "pose":
+            return (None, answer.classes, None, None)
+        case _:
+            return (None, answer.classes)
 
 
 def check_samples(inputs: Sequence[TensorSpec], calibration: Calibration) -> None:

@@ -29,6 +29,7 @@ from offramp.calibration.paired import (
 )
 from offramp.calibration.records import ExitRecords
 from offramp.certify import MODEL_END, first_exit
+from offramp.engine.agreement import Agreement, agreement_of
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Plan
@@ -97,7 +98,13 @@ def measure_policy(
             nothing_exits=StagedModel(Pipeline(backend, never_exiting(plan)), slot),
         )
         return measure_runners(
-            compared, dataset, stage, batch_sizes=batch_sizes, threads=threads, progress=progress
+            compared,
+            dataset,
+            stage,
+            agreement=agreement_of(answer),
+            batch_sizes=batch_sizes,
+            threads=threads,
+            progress=progress,
         )
     finally:
         slot.close()
@@ -116,6 +123,7 @@ def measure_runners(
     dataset: Dataset,
     stage: NDArray[np.int64],
     *,
+    agreement: Agreement,
     batch_sizes: Sequence[int],
     threads: int,
     budget: Budget | None = None,
@@ -135,13 +143,15 @@ def measure_runners(
         # found by running the batches, which costs less than every size that could occur.
         for rows in batches.reshape(-1, size):
             collections.deque(compared.bundle.run(dataset.take(rows)), maxlen=0)
-        systems = [ComparedSystem(name, r, clock) for name, r in compared._asdict().items()]
+        systems = [
+            ComparedSystem(name, r, agreement, clock) for name, r in compared._asdict().items()
+        ]
         _run(systems, dataset, batches)
         used |= set(batches.ravel().tolist())
         sizes.append(_measured_size(systems, size))
         rounds.append(_busy(systems))
-        source, bundle = (np.concatenate(s.prediction) for s in systems[:2])
-        agrees.append(source == bundle)
+        source, bundle = systems[:2]
+        agrees.append(bundle.codes(source) == source.codes(source))
         progress(1)
     load = MachineLoad(wall_s=clock() - started_s, own_cpu_s=cpu_clock() - started_cpu_s)
     return Measured(
@@ -198,7 +208,7 @@ def _measured_size(systems: Sequence[ComparedSystem], size: int) -> MeasuredSize
     return MeasuredSize(
         batch_size=size,
         rounds=busy.rounds,
-        samples=sum(map(len, systems[0].prediction)),
+        samples=systems[0].samples,
         mean=_ratio(_latency(systems, np.mean).ratios()[0]),
         median=_ratio(_latency(systems, np.median).ratios()[0]),
         busy=_ratio(busy),

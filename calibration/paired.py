@@ -15,6 +15,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from offramp.bundle import NEVER
+from offramp.engine.agreement import Agreement, Codes
 from offramp.engine.backends import Slot
 from offramp.engine.backends.custom_ops import load_session, session_options
 from offramp.engine.pipeline import Departure, Pipeline
@@ -85,14 +86,17 @@ class ComparedSystem:
 
     name: str
     runner: BatchRunner
+    agreement: Agreement
     clock: Callable[[], float] = time.perf_counter
     """Seconds."""
     latency_ms: list[list[NDArray[np.float64]]] = field(default_factory=list)
     """[rounds][batches]."""
     busy_ms: list[list[float]] = field(default_factory=list)
     """[rounds][batches]: from a batch's start until its last answer."""
-    prediction: list[NDArray[np.int64]] = field(default_factory=list)
-    """[batches]."""
+    said: list[NDArray[Any]] = field(default_factory=list)
+    """[batches]: answers, reduced to what they are compared by."""
+    masks: list[NDArray[Any]] = field(default_factory=list)
+    """[batches]: where the task has one."""
     stage: list[NDArray[np.int64]] = field(default_factory=list)
     """[batches]: where each row left."""
 
@@ -110,11 +114,27 @@ class ComparedSystem:
             departures.append(departure)
         self.busy_ms[-1].append((self.clock() - started) * 1e3)
         self.latency_ms[-1].append(latency * 1e3)
-        self.prediction.append(np.empty(size, np.int64))
         self.stage.append(np.empty(size, np.int64))
-        for departure in departures:
-            self.prediction[-1][departure.rows] = departure.answer.argmax(axis=1)
+        parts = [self.agreement.reduce(departure.answer) for departure in departures]
+        self.said.append(np.empty((size, *parts[0].shape[1:]), parts[0].dtype))
+        for departure, part in zip(departures, parts, strict=True):
+            self.said[-1][departure.rows] = part
             self.stage[-1][departure.rows] = departure.stage
+        if (mask := self.agreement.mask_in(tensors)) is not None:
+            self.masks.append(mask)
+
+    @property
+    def samples(self) -> int:
+        """Samples that were answered, each as often as it was."""
+        return sum(map(len, self.said))
+
+    def codes(self, source: ComparedSystem) -> Codes:
+        """[samples]: codes of the answers, which equal those of ``source`` where they agree."""
+        ends = np.concatenate(source.said)
+        if source is self:
+            return self.agreement.codes(ends)
+        mask = np.concatenate(self.masks) if self.masks else None
+        return self.agreement.codes_against(np.concatenate(self.said), ends, mask)
 
 
 def measure_in_turn(

@@ -15,6 +15,7 @@ from offramp.bundle import Answer, Bundle
 from offramp.bundle.bundle import CERTIFY, TUNE
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.running import BATCH_SIZE, Graphs, check_answers, run_over
+from offramp.engine.agreement import agreement_of
 from offramp.engine.exit_check import confidence_of
 
 
@@ -25,9 +26,10 @@ class ExitRecords:
     confidence: NDArray[np.float32]
     """[exits, samples]."""
     prediction: NDArray[np.int32]
-    """[exits, samples]."""
+    """[exits, samples]: codes of the answers (:mod:`offramp.engine.agreement`), of classification
+    the classes."""
     final_prediction: NDArray[np.int32]
-    """[samples], the source model's."""
+    """[samples], the source model's: what an exit's equals where their answers agree."""
     final_confidence: NDArray[np.float32]
     """[samples]."""
     labels: NDArray[np.int64] | None
@@ -95,15 +97,19 @@ def record_answers(
         final_confidence=np.empty(len(dataset), np.float32),
         labels=dataset.labels,
     )
+    agreement = agreement_of(answer)
     wanted = [*itertools.chain(*exit_outputs), answer.output]
     for rows, (*exits, final) in run_over(
         model, wanted, dataset, threads=threads, batch_size=batch_size
     ):
         check_answers(final, dataset.rows[rows])
-        records.final_prediction[rows] = final.argmax(axis=1)
-        records.final_confidence[rows] = confidence_of(final, answer.form)
+        ends = agreement.reduce(final)
+        mask = None if answer.task.mask is None else dataset.column(answer.task.mask, rows)
+        records.final_prediction[rows] = agreement.codes(ends)
+        records.final_confidence[rows] = confidence_of(final, answer.form, answer.task)
         for place, (values, confidence) in enumerate(zip(exits[::2], exits[1::2], strict=True)):
-            records.prediction[place, rows] = values.argmax(axis=1)
+            said = agreement.reduce(values)
+            records.prediction[place, rows] = agreement.codes_against(said, ends, mask)
             records.confidence[place, rows] = np.fmax(confidence, 0)  # NaN is no confidence
         progress(len(final))
     return records

@@ -85,11 +85,11 @@ def _first_failing(
 
 
 def check_answers(answers: NDArray[Any], sources: NDArray[np.intp]) -> None:
-    """Refuse answers [rows, classes] of the source model that are not finite: nothing can agree.
+    """Refuse answers [rows, …] of the source model that are not finite: nothing can agree.
 
     ``sources`` [rows] are the samples' places in the file.
     """
-    finite = np.isfinite(answers).all(axis=1)
+    finite = np.isfinite(answers).all(axis=tuple(range(1, answers.ndim)))
     if not finite.all():
         bad = sources[np.flatnonzero(~finite)[0]]
         raise DataError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,7 @@ from offramp.compiler.model import SourceModel
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.progress import Progress
 from offramp.compiler.rows import scaled_by_batch
+from offramp.engine.agreement import agreement_of
 from offramp.engine.options import available_cores
 
 _log = logging.getLogger(__name__)
@@ -46,11 +48,14 @@ def measure_batch_effect(
         return None
     samples = len(parts.train) + len(parts.tune)
     source, differs = serialised(model.proto), 0
+    agreement = agreement_of(model.answer)
     steps = samples * len(COMPARED_BATCH_SIZES)
     with progress.step("Compare batches of other sizes", steps) as advance:
         for part in (parts.train, parts.tune):
-            answers = [_answers(source, model, part, size) for size in COMPARED_BATCH_SIZES]
-            differs += int(np.count_nonzero(np.ptp(answers, axis=0)))
+            ends, *others = (_answers(source, model, part, size) for size in COMPARED_BATCH_SIZES)
+            mask = agreement.mask_in(part.inputs)
+            same = [agreement.agree(answers, ends, mask) for answers in others]
+            differs += int(np.count_nonzero(~np.all(same, axis=0)))
             advance(len(part) * len(COMPARED_BATCH_SIZES))
     effect = BatchEffect(
         operators=tuple(op.name for op in operators),
@@ -80,8 +85,9 @@ def left_for_exits(effect: BatchEffect, options: CompileOptions) -> CompileOptio
     )
 
 
-def _answers(source: bytes, model: SourceModel, part: Dataset, size: int) -> NDArray[np.int64]:
-    """[samples]: the classes that a model answers in batches of a size."""
+def _answers(source: bytes, model: SourceModel, part: Dataset, size: int) -> NDArray[Any]:
+    """[samples, …]: what a model answers in batches of a size, as far as it is compared."""
     outputs, threads = [model.answer.output], available_cores()
     batches = run_over(source, outputs, part, threads=threads, batch_size=size)
-    return np.concatenate([answer.argmax(axis=1) for _, (answer,) in batches])
+    reduce = agreement_of(model.answer).reduce
+    return np.concatenate([reduce(answer) for _, (answer,) in batches])

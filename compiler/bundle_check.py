@@ -26,6 +26,7 @@ from offramp.compiler.progress import SILENT, Progress
 from offramp.compiler.rounding import SINGLE
 from offramp.compiler.runtime import relative_difference
 from offramp.compiler.staged_answers import AnsweringStages, batches_of_many_sizes
+from offramp.engine.agreement import Codes, agreement_of
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.plan import Mode, make_plan
 from offramp.engine.whole_promise import end_evidence, whole_policy
@@ -108,6 +109,7 @@ class _Runs:
         self._source = plain_session(bundle.read(manifest.source.file), options.threads)
         self._reads = [tensor.name for tensor in self._source.get_inputs()]
         self._output = manifest.answer.output
+        self._agreement = agreement_of(manifest.answer)
         # Who is left of a batch is another batch than the whole one that the model is given.
         self._tolerance = max(manifest.verified_tolerance, SINGLE.batches)
         self._varies = manifest.batch_effect is not None
@@ -116,8 +118,8 @@ class _Runs:
 
     def answer(
         self, dataset: Dataset, rows: slice, advance: Callable[[int], None]
-    ) -> tuple[NDArray[np.intp], NDArray[np.int32], NDArray[np.intp]]:
-        """Give the classes of a batch, where each row left, and the model's own classes."""
+    ) -> tuple[Codes, NDArray[np.int32], Codes]:
+        """Give the codes of a batch's answers, where each row left, and the model's own codes."""
         tensors = dataset.take(rows)
         try:
             feed = {name: tensors[name] for name in self._reads}
@@ -131,7 +133,9 @@ class _Runs:
         if (ended := np.flatnonzero(given.exit == MODEL_END)).size:
             self._check_end(given.answer[ended], whole, rows.start, ended)
         advance(len(whole))
-        return given.answer.argmax(axis=1), given.exit, whole.argmax(axis=1)
+        ends, mask = self._agreement.reduce(whole), self._agreement.mask_in(tensors)
+        said = self._agreement.codes_against(self._agreement.reduce(given.answer), ends, mask)
+        return said, given.exit, self._agreement.codes(ends)
 
     def _check_end(
         self, answer: NDArray[Any], whole: NDArray[Any], start: int, rows: NDArray[np.intp]

@@ -183,7 +183,7 @@ class Engine:
             if early.kind is ResultKind.EARLY:
                 await followup
                 if request.final is not None and request.final.filled.any():
-                    yield StreamResult.second(served.answer.output, request)
+                    yield StreamResult.second(served.answer, request)
         finally:
             if not followup.done():
                 followup.cancel()

@@ -15,23 +15,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle import AnswerForm
+from offramp.bundle import CLASSIFICATION, AnswerForm, Task
 from offramp.certify import leaves
+from offramp.engine.principal_values import principal_values, sure_of
 
 _ZERO = np.float32(0)
 """``fmax`` with it takes the place of NaN."""
 _ONE = np.float32(1)
 
 
-def confidence_of(answer: NDArray[Any], form: AnswerForm) -> NDArray[np.float32]:
+def confidence_of(
+    answer: NDArray[Any], form: AnswerForm, task: Task = CLASSIFICATION
+) -> NDArray[np.float32]:
     """Give the largest probability of answers [b, classes], which are floating-point numbers.
 
-    [b], 0 to 1. Log-probabilities are taken as logits, whose softmax is their exponential. An
-    answer with NaN, or logits of +infinity, have confidence 0, so they never exit early;
-    probabilities above 1 count as 1, so that none reaches ``NEVER``.
+    [b], 0 to 1; of other tasks what as many principal values reach as have to agree
+    (:mod:`.principal_values`). Log-probabilities are taken as logits, whose softmax is their
+    exponential. An answer with NaN, or logits of +infinity, have confidence 0, so they never exit
+    early; probabilities above 1 count as 1, so that none reaches ``NEVER``.
     """
     # Runs between any two stages on arrays of a few dozen numbers, where what counts is the
     # number of numpy calls: bare ufuncs, no methods, no second pass over the data.
+    if task.kind != "classification":
+        return sure_of(principal_values(answer, form, task), task.share)
     if answer.dtype != np.float32:
         with np.errstate(over="ignore"):
             answer = answer.astype(np.float32)

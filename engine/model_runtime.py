@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from offramp.certify.decision import MODEL_END
 from offramp.engine.backends.base import Rows, TensorBatch
+from offramp.engine.comparison import answer_log
 from offramp.engine.deployment import Deployment
 from offramp.engine.errors import BackendError, DrainingError, EngineError
 from offramp.engine.pipeline import StageStep
@@ -49,6 +50,7 @@ class ModelRuntime:
         self.scheduler = scheduler
         self.table = RequestTable(name, Counters(), completions, clock)
         self._recorder = model.control.recorder if model.control else None
+        self._log = None if self._recorder is None else answer_log(model.answer, self._recorder)
         self._buffered: dict[int, Future[TensorBatch]] = {}
         """Tensors that wait at splits; each is there as soon as its stream has copied it."""
         self._deployments: dict[int, Deployment] = {}
@@ -124,6 +126,8 @@ class ModelRuntime:
 
     def check_inputs(self, run: Run, inputs: Mapping[str, NDArray[Any]]) -> None:
         """Leave samples out of the evidence whose inputs, [n, …], are out of range."""
+        if self._log is not None:
+            self._log.begin(run.sample_ids, inputs)
         if self._recorder is not None and self.model.guard is not None:
             in_range = self.model.guard.in_range(inputs)
             if not in_range.all():
@@ -142,14 +146,11 @@ class ModelRuntime:
     def observe(self, run: Run, step: StageStep) -> NDArray[np.bool_] | None:
         """Record what a stage said, without the lock; gives which rows run on once answered."""
         recorder, answer = self._recorder, step.result.answer
-        if recorder is None:
+        if recorder is None or self._log is None:
             return None
         if answer is not None:
-            exit_index, prediction = self._answered_by(run), answer.argmax(axis=1)
-            if exit_index == MODEL_END:
-                recorder.final(run.sample_ids, prediction)
-            else:
-                recorder.passed(run.sample_ids, exit_index, step.result.confidence, prediction)
+            exit_index = self._answered_by(run)
+            self._log.say(run.sample_ids, exit_index, answer, step.result.confidence)
         return recorder.runs_on(run.sample_ids)
 
     def conclude(
@@ -179,6 +180,8 @@ class ModelRuntime:
             leaves = ~runs_on
             leaves[transition.dropped] = False  # settled as lost
             self._recorder.finish(run.sample_ids[leaves])
+            if self._log is not None:
+                self._log.forget(run.sample_ids[leaves])
         # Released rows are answered. Those of them that survive run on for feedback.
         for rows in _by_request(run, transition.released):
             following = 0 if runs_on is None else int(np.count_nonzero(runs_on[rows]))
@@ -220,6 +223,8 @@ class ModelRuntime:
         for samples in self.scheduler.take_lost():
             if self._recorder is not None:
                 self._recorder.lose(samples.sample_ids)
+            if self._log is not None:
+                self._log.forget(samples.sample_ids)
             requests, counts = np.unique(samples.requests[samples.answered], return_counts=True)
             for number, count in zip(requests.tolist(), counts.tolist(), strict=True):
                 self.table.lose(number, count)

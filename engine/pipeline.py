@@ -36,7 +36,7 @@ class Departure(NamedTuple):
     rows: Rows
     """Row numbers in the batch as it was uploaded."""
     answer: NDArray[Any]
-    """[len(rows), classes]."""
+    """[len(rows), …], for instance classes."""
     confidence: NDArray[np.float32]
     """[len(rows)]."""
 
@@ -118,7 +118,9 @@ def _check_form(spec: StageSpec, result: StageResult, rows: int) -> None:
     shape, dtype = (rows, *answer.shape[1:]), str(answer.dtype)
     if spec.bundle is not None:
         (output,) = spec.bundle.manifest.outputs
-        shape, dtype = (rows, spec.bundle.manifest.answer.classes), output.dtype
+        sizes = zip(output.shape[1:], answer.shape[1:], strict=False)
+        fixed = (size if isinstance(size, int) else found for size, found in sizes)
+        shape, dtype = (rows, *fixed), output.dtype
     form = f"{dtype} {list(shape)} with confidences float32 {[rows]}"
     found = (
         f"{answer.dtype} {list(answer.shape)} with confidences "

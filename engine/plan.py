@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from offramp.bundle import (
+    CLASSIFICATION,
     ActiveExit,
     Answer,
     AnswerForm,
@@ -24,6 +25,7 @@ from offramp.bundle import (
     Exit,
     ExitPolicy,
     Segment,
+    Task,
     TensorSpec,
 )
 from offramp.bundle.manifest import last_beginning
@@ -76,6 +78,7 @@ class StageSpec:
     confidence: str | None = None
     """Name of the answer's confidence there; where there is none, the backend computes it."""
     form: AnswerForm
+    task: Task = CLASSIFICATION
     threshold: float
     """Least confidence to leave with, a float32 value (the policy's rounded up, so that none
     leaves below it); 0 in the last stage, where everything leaves."""
@@ -209,6 +212,7 @@ def _source_stage(bundle: Bundle) -> StageSpec:
         carried=(),
         answer=manifest.answer.output,
         form=manifest.answer.form,
+        task=manifest.answer.task,
         threshold=0.0,
         bundle=bundle,
     )
@@ -262,6 +266,7 @@ def _stages(
             answer=exit_.output if exit_ else answer,
             confidence=exit_.confidence if exit_ else None,
             form=structure.answer.form,
+            task=structure.answer.task,
             threshold=float(float32_at_least(np.array(threshold))),
         )
 

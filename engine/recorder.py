@@ -99,11 +99,18 @@ class Recorder:
         sample_ids: SampleIds,
         exit_index: int,
         confidence: NDArray[np.float32],
-        prediction: NDArray[np.int64],
+        prediction: NDArray[np.int32],
     ) -> None:
         """Record what an exit said of samples, whether it answered them or not."""
         slots, mine = self._own(sample_ids)
         self._confidence[exit_index, slots] = confidence[mine]
+        self._prediction[exit_index, slots] = prediction[mine]
+
+    def compared(
+        self, sample_ids: SampleIds, exit_index: int, prediction: NDArray[np.int32]
+    ) -> None:
+        """Record what samples that passed an exit were answered with, now that it is known."""
+        slots, mine = self._own(sample_ids)
         self._prediction[exit_index, slots] = prediction[mine]
 
     def answered(self, sample_ids: SampleIds, exit_index: int, forced: NDArray[np.bool_]) -> None:
@@ -112,7 +119,7 @@ class Recorder:
         self._answered_at[slots] = exit_index
         self._forced[slots] |= forced[mine]
 
-    def final(self, sample_ids: SampleIds, prediction: NDArray[np.int64]) -> None:
+    def final(self, sample_ids: SampleIds, prediction: NDArray[np.int32]) -> None:
         """Record what the model's end said of samples."""
         slots, mine = self._own(sample_ids)
         self._final[slots] = prediction[mine]

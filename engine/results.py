@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Answer, ExitPolicy, TensorSpec
 from offramp.certify.decision import MODEL_END
+from offramp.engine.agreement import agreement_of
 from offramp.engine.request_table import Request
 
 
@@ -51,7 +52,7 @@ class StreamResult(EngineResult):
     final: NDArray[np.bool_]
     """[n]: whether the sample's answer is the unmodified model's."""
     corrected: NDArray[np.bool_]
-    """[n]: whether the sample's class differs from the early answer's."""
+    """[n]: whether the model's own answer does not agree with the early one."""
 
     @classmethod
     def first(cls, output: str, request: Request) -> Self:
@@ -69,7 +70,7 @@ class StreamResult(EngineResult):
         )
 
     @classmethod
-    def second(cls, output: str, request: Request) -> Self:
+    def second(cls, answer: Answer, request: Request) -> Self:
         """Give the first answer, with the model's own answers where there are any."""
         first, final = request.first, request.final
         assert first.values is not None
@@ -78,10 +79,13 @@ class StreamResult(EngineResult):
         known = final.filled
         values, confidences = first.values.copy(), first.confidences.copy()
         values[known], confidences[known] = final.values[known], final.confidences[known]
-        corrected = values.argmax(axis=1) != first.values.argmax(axis=1)
+        agreement = agreement_of(answer)
+        mask = agreement.mask_in(request.inputs)
+        ends, said = agreement.reduce(values), agreement.reduce(first.values)
+        corrected = ~agreement.agree(said, ends, mask)
         return replace(
-            cls.first(output, request),
-            outputs={output: values},
+            cls.first(answer.output, request),
+            outputs={answer.output: values},
             exits=np.where(known, np.int32(MODEL_END), request.exits),
             confidences=confidences,
             kind=ResultKind.CORRECTION if corrected.any() else ResultKind.CONFIRMATION,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,7 @@ from offramp.compiler.engines.verification import (
 )
 from offramp.compiler.errors import VerificationError
 from offramp.compiler.runtime import GraphRunner
+from offramp.engine.agreement import agreement_of
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.initial import certified_on
 from offramp.engine.exit_check import confidence_of
@@ -126,6 +128,13 @@ def share_promise(
     ``source`` [certify samples] is what the float32 model answers. VerificationError if the end
     leaves nothing.
     """
+    task = bundle.manifest.answer.task
+    if task.is_relative:
+        raise VerificationError(
+            f"{precision}: answers of {task.kind} are near to each other, or not, and what the end "
+            "in another precision adds to that cannot be told from records; build with "
+            "--precision fp32, or add --accept-disagreement to serve it all the same"
+        )
     promise, calibration = bundle.policy.promise, bundle.manifest.calibration
     assert promise is not None, "there is nothing to certify"
     differs = int(np.count_nonzero(certify.final_prediction != source))
@@ -171,7 +180,10 @@ def _recorded(
         final_confidence=np.zeros(samples, np.float32),
         labels=dataset.labels,
     )
+    form, task = bundle.manifest.answer.form, bundle.manifest.answer.task
+    agreement = agreement_of(bundle.manifest.answer)
     for start, batch in batches_of(dataset):
+        said: dict[int, NDArray[Any]] = {}
         tensors, rows = batch, slice(start, start + len(next(iter(batch.values()))))
         for stage, runner in zip(stages, runners, strict=True):
             with failing_from(dataset, start):
@@ -180,10 +192,13 @@ def _recorded(
                 continue
             answer = tensors[stage.answer]
             if stage.final:
-                found.final_prediction[rows] = answer.argmax(axis=1)
-                found.final_confidence[rows] = confidence_of(answer, bundle.manifest.answer.form)
+                ends, mask = agreement.reduce(answer), agreement.mask_in(batch)
+                found.final_prediction[rows] = agreement.codes(ends)
+                found.final_confidence[rows] = confidence_of(answer, form, task)
+                for place, ours in said.items():
+                    found.prediction[place, rows] = agreement.codes_against(ours, ends, mask)
                 continue
             assert stage.confidence is not None
-            found.prediction[stage.answered_by, rows] = answer.argmax(axis=1)
+            said[stage.answered_by] = agreement.reduce(answer)
             found.confidence[stage.answered_by, rows] = np.fmax(tensors[stage.confidence], 0)
     return found

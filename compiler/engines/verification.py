@@ -33,6 +33,7 @@ from offramp.compiler.engines.profiles import ModelShapes, Point, SizedProfile, 
 from offramp.compiler.engines.units import Unit, UnitGraphs
 from offramp.compiler.errors import EngineBuildError, VerificationError
 from offramp.compiler.runtime import GraphRunner, random_inputs, relative_difference
+from offramp.engine.agreement import Agreement, agreement_of
 from offramp.engine.assembly import assemble
 from offramp.engine.exit_check import exits
 from offramp.engine.plan import Mode, StageSpec, make_plan
@@ -290,10 +291,13 @@ def measure_precision(
     def judged(unit: Unit) -> bytes:
         return rounded(graphs.of(unit))
 
-    wanted = _answers(plain.of, off, dataset, threads)
+    agreement = agreement_of(bundle.manifest.answer)
+    wanted = _answers(plain.of, off, dataset, agreement, threads)
+    mask = agreement.mask_in(dataset.inputs)
 
     def differs(graph_of: Callable[[Unit], bytes], stages: Sequence[StageSpec]) -> int:
-        return int(np.count_nonzero(_answers(graph_of, stages, dataset, threads) != wanted))
+        found = _answers(graph_of, stages, dataset, agreement, threads)
+        return int(np.count_nonzero(~agreement.agree(found, wanted, mask)))
 
     return PrecisionCheck(
         precision=precision,
@@ -307,16 +311,24 @@ def measure_precision(
 
 
 def _answers(
-    graph_of: Callable[[Unit], bytes], stages: Sequence[StageSpec], dataset: Dataset, threads: int
-) -> NDArray[np.intp]:
-    """Class that each sample is answered with."""
+    graph_of: Callable[[Unit], bytes],
+    stages: Sequence[StageSpec],
+    dataset: Dataset,
+    agreement: Agreement,
+    threads: int,
+) -> NDArray[Any]:
+    """[samples, …]: what each sample is answered with, as far as it is compared."""
     runners = stage_runners(graph_of, stages, threads)
-    classes = np.empty(len(dataset), np.intp)
+    said: NDArray[Any] | None = None
     for start, batch in batches_of(dataset):
         with failing_from(dataset, start):
             for rows, answer in _leaving(stages, runners, batch):
-                classes[start + rows] = answer.argmax(axis=1)
-    return classes
+                part = agreement.reduce(answer)
+                if said is None:
+                    said = np.empty((len(dataset), *part.shape[1:]), part.dtype)
+                said[start + rows] = part
+    assert said is not None, "a data set has samples"
+    return said
 
 
 def stage_runners(
@@ -373,6 +385,7 @@ def _is_certify_split(bundle: Bundle, judged: Dataset, threads: int) -> bool:
     said = said[:_RECOGNISED]
     first, source = judged.subset(np.arange(len(said))), bundle.read(manifest.source.file)
     batches = run_over(source, [manifest.answer.output], first, threads=threads)
-    found = [answer.argmax(axis=1) for _, (answer,) in batches]
+    agreement = agreement_of(manifest.answer)
+    found = [agreement.codes(agreement.reduce(answer)) for _, (answer,) in batches]
     # Another machine may round otherwise; a chance order of the samples differs far more often.
     return float((np.concatenate(found) == said).mean()) >= 0.99

@@ -74,7 +74,8 @@ def load_stage(spec: StageSpec, runtime: str, load: Callable[[bytes], LoadedGrap
     added = False
     try:
         model = spec.load()
-        if spec.answer and not spec.confidence and spec.form != "probabilities":
+        of_logits = spec.task.kind == "classification" and spec.form != "probabilities"
+        if spec.answer and not spec.confidence and of_logits:
             with_it = with_confidence(model, spec.answer)
             model, added = with_it or model, with_it is not None
         read, given, execute = load(model)
@@ -169,7 +170,7 @@ class HostSlot:
             confidence = np.fmax(confidence, _ZERO)  # in place of NaN
         elif spec.answer is not None:
             answer, *outputs = outputs
-            confidence = confidence_of(answer, spec.form)
+            confidence = confidence_of(answer, spec.form, spec.task)
         if not spec.carried:
             return StageResult(answer, confidence, None)
         carried = dict(zip(stage.computed, outputs))  # noqa: B905, as long as was asked for

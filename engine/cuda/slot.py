@@ -282,7 +282,9 @@ class CudaSlot:
             return StageResult(None, _EMPTY, carry)
         answer = run.answer.copy()
         if facts.check is None:
-            return StageResult(answer, confidence_of(answer, facts.spec.form), carry)
+            return StageResult(
+                answer, confidence_of(answer, facts.spec.form, facts.spec.task), carry
+            )
         return StageResult(answer, run.confidence.copy(), carry)
 
     def _say_uncaptured(self, facts: StageFacts, rows: int) -> None:

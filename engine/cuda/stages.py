@@ -49,13 +49,15 @@ def check_of(spec: StageSpec, dtype: np.dtype[Any], classes: int) -> StageCheck 
 
     A confidence that the graph computes is the largest of one probability: thresholds were tuned on
     these very numbers, so they are what is compared. ``None`` where the stage has no answer, or one
-    of a type that the kernels do not read.
+    of a type or task that the kernels do not read.
     """
     score_type = _SCORE_TYPES.get(dtype)
     if spec.answer is None or score_type is None:
         return None
     if spec.confidence is not None:
         kind, channels, scores = CheckKind.PROBABILITIES, 1, spec.confidence
+    elif spec.task.kind != "classification":
+        return None  # computed on the host
     else:
         kind = CheckKind.PROBABILITIES if spec.form == "probabilities" else CheckKind.LOGITS
         channels, scores = classes, spec.answer

@@ -33,6 +33,7 @@ from offramp.calibration.paired import (
     never_exiting,
     plain_session,
 )
+from offramp.engine.agreement import agreement_of
 from offramp.engine.backends import Backend
 from offramp.engine.backends.factory import CPU, CPU_RUNTIMES
 from offramp.engine.pipeline import Departure, Pipeline
@@ -110,8 +111,11 @@ def compare(
         }
         runners |= others or {}
         rows: list[Row] = []
+        agreement = agreement_of(bundle.manifest.answer)
         for size in batch_sizes:
-            systems = [ComparedSystem(name, runner, clock) for name, runner in runners.items()]
+            systems = [
+                ComparedSystem(name, runner, agreement, clock) for name, runner in runners.items()
+            ]
             used = measure_size(
                 systems,
                 dataset,
@@ -122,10 +126,9 @@ def compare(
                 progress=progress,
             )
             labels = None if dataset.labels is None else dataset.labels[:used]
-            truth = np.concatenate(systems[0].prediction)
             for system in systems:
                 plan = plans.get(system.name, plans[SOURCE])
-                rows.append(_row(system, plan, size, truth, labels))
+                rows.append(_row(system, systems[0], plan, size, labels))
         return rows
     finally:
         slot.close()
@@ -189,13 +192,13 @@ def measure_size(
 
 def _row(
     system: ComparedSystem,
+    source: ComparedSystem,
     plan: Plan,
     size: int,
-    truth: NDArray[np.int64],
     labels: NDArray[np.int64] | None,
 ) -> Row:
     per_round = [np.concatenate(batches) for batches in system.latency_ms]
-    prediction, stage = np.concatenate(system.prediction), np.concatenate(system.stage)
+    prediction, stage = system.codes(source), np.concatenate(system.stage)
 
     def over_rounds(statistic: Callable[[NDArray[np.float64]], Any]) -> float:
         return float(np.median([statistic(latencies) for latencies in per_round]))
@@ -208,7 +211,7 @@ def _row(
         p95_ms=over_rounds(lambda x: np.quantile(x, 0.95)),
         p99_ms=over_rounds(lambda x: np.quantile(x, 0.99)),
         busy_ms_per_sample=float(np.median([np.mean(b) for b in system.busy_ms])) / size,
-        agreement=float((prediction == truth).mean()),
+        agreement=float((prediction == source.codes(source)).mean()),
         accuracy=None if labels is None else float((prediction == labels).mean()),
         exit_shares={
             exit_label(spec.answered_by): float((stage == spec.index).mean())

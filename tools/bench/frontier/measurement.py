@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from offramp.bundle import Bundle, ExitPolicy, Ratio
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.paired import BatchRunner, ComparedSystem, PlainModel, StagedModel
+from offramp.engine.agreement import agreement_of
 from offramp.engine.assembly import assemble
 from offramp.engine.backends import Backend, Slot
 from offramp.engine.backends.base import Stage
@@ -223,6 +224,7 @@ class _Measuring:
         self._plans: dict[int, Plan] = {}
         """By place among the systems, of those that have a policy."""
         self._runners: dict[int, BatchRunner] = {}
+        self._agreement = agreement_of(pair.exits.manifest.answer)
         stages = {bundle.path: _SharedStages(backend) for bundle in pair.bundles}
         for place, system in enumerate(systems):
             bundle = pair.bundle_of(system.system)
@@ -250,7 +252,9 @@ class _Measuring:
         of_source = []
         started_s, started_cpu_s = time.perf_counter(), time.process_time()
         for size in batch_sizes:
-            compared = {p: ComparedSystem(str(p), r) for p, r in self._runners.items()}
+            compared = {
+                p: ComparedSystem(str(p), r, self._agreement) for p, r in self._runners.items()
+            }
             used = measure_size(
                 list(compared.values()),
                 dataset,
@@ -306,7 +310,7 @@ def _point(
     size: int,
     labels: NDArray[np.int64] | None,
 ) -> FrontierPoint:
-    prediction, truth = np.concatenate(system.prediction), np.concatenate(source.prediction)
+    prediction, truth = system.codes(source), source.codes(source)
     stage = np.concatenate(system.stage)
     ends = {} if plan is None else {exit_label(s.answered_by): s.index for s in plan.stages}
     busy_ms, busy_ms_source = _by_round(system.busy_ms), _by_round(source.busy_ms)

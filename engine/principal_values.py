@@ -1,0 +1,102 @@
+"""The principal values of an answer, and the one of them that says how sure it is (PAME 5.3).
+
+PAME lets a sample leave when at least n of its principal values reach the confidence threshold t.
+That is to say that the n-th largest of them reaches t: so this one number is the confidence, and
+all that decides and promises needs no second threshold. n is a share of the values, since tokens
+vary in number.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import AnswerForm, Task
+
+HIGHEST: Final = 5
+"""Values that are looked at of each heat map (PAME 5.3)."""
+MOST_PLACES: Final = 4096
+"""Pixels that are looked at, at most: of larger maps those on a coarser grid."""
+
+Values = NDArray[np.float32]
+
+
+def principal_values(answer: NDArray[Any], form: AnswerForm, task: Task) -> Values:
+    """Reduce answers [b, …] to their principal values [b, n], from 0 to 1; NaN counts as 0.
+
+    Of one class of several: the largest probability. Of labels: that of what was decided, yes or
+    no. Of tokens and pixels: the largest probability of each. Of heat maps: the highest values of
+    each. Numbers of classes, and values of a regression, say nothing: one value of 1.
+    """
+    count = len(answer)
+    match task.kind:
+        case "classification":
+            found = _largest(answer, form, axis=1)[:, None]
+        case "multi-label":
+            chance = _single(answer)
+            if form == "logits":
+                with np.errstate(over="ignore"):
+                    chance = np.reciprocal(1 + np.exp(-chance))
+            found = np.maximum(chance, 1 - chance)
+        case "token-classification" if form != "classes":
+            found = _largest(answer, form, axis=2)
+        case "segmentation" if form != "classes":
+            step = stride_of(answer.shape[2], answer.shape[3])
+            found = _largest(answer[:, :, ::step, ::step], form, axis=1).reshape(count, -1)
+        case "pose":
+            maps = _single(answer).reshape(*answer.shape[:2], math.prod(answer.shape[2:]))
+            maps = np.fmax(maps, np.float32(0))
+            found = np.sort(maps, axis=2)[:, :, -HIGHEST:].reshape(count, -1)
+        case _:
+            found = np.ones((count, 1), np.float32)
+    bounded: Values = np.minimum(np.fmax(found, np.float32(0)), np.float32(1))
+    return bounded
+
+
+def sure_of(principal: Values, share: float, mask: NDArray[Any] | None = None) -> Values:
+    """Take the value [b] that at least a share of the principal values [b, n] reach.
+
+    With a ``mask`` [b, n] only those count where it is not 0; of none the confidence is 0.
+    """
+    count, places = principal.shape
+    if mask is None:
+        counted = np.full(count, places)
+    else:
+        counted = np.count_nonzero(mask, axis=1)
+        principal = np.where(mask != 0, principal, np.float32(-1))
+    position = np.maximum(np.ceil(share * counted - ROUNDING).astype(np.intp) - 1, 0)
+    ordered = np.sort(principal, axis=1)[:, ::-1]
+    taken = np.take_along_axis(ordered, position[:, None], axis=1)[:, 0]
+    found: Values = np.fmax(taken, np.float32(0))
+    return found
+
+
+ROUNDING: Final = 1e-6
+"""That a share of a number of values may be above the whole number that it is."""
+
+
+def stride_of(height: int, width: int) -> int:
+    """Find the step of the grid of pixels that are looked at."""
+    step = 1
+    while math.ceil(height / step) * math.ceil(width / step) > MOST_PLACES:
+        step += 1
+    return step
+
+
+def _largest(scores: NDArray[Any], form: AnswerForm, *, axis: int) -> Values:
+    """Give the largest probability along an axis; of logits that of their softmax."""
+    scores = _single(scores)
+    largest: Values = scores.max(axis=axis)
+    if form == "probabilities":
+        return largest
+    with np.errstate(invalid="ignore", over="ignore"):
+        shifted = np.exp(scores - np.expand_dims(largest, axis))
+        return np.asarray(np.reciprocal(shifted.sum(axis=axis)), np.float32)
+
+
+def _single(values: NDArray[Any]) -> Values:
+    with np.errstate(over="ignore"):
+        return values.astype(np.float32, copy=False)
