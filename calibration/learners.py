@@ -55,6 +55,8 @@ class Group:
     mask: str | None
     """Graph input that says which tokens count, if there is one."""
     train: Recording
+    scores: int
+    """Of each head: for instance one for each class."""
     dropout: float
     seed: int
 
@@ -72,9 +74,8 @@ class Group:
 
     def layers(self, inputs: Sequence[int], random: torch.Generator) -> list[HeadLayers]:
         """Make every head's layers, on so many features each."""
-        classes = len(self.train.answers[0])
         return [
-            HeadLayers(head, size, classes, dropout=self.dropout, random=random)
+            HeadLayers(head, size, self.scores, dropout=self.dropout, random=random)
             for head, size in zip(self.heads, inputs, strict=True)
         ]
 

@@ -3,7 +3,8 @@
 Apparate 3.1: ramps are trained independently of each other on a frozen model. The targets are the
 source model's probabilities (self-distillation), so no labels are needed. Exits are dealt to
 threads, one core each: that keeps its pace beside a busy neighbour, where threads that share one
-matrix product wait for each other. Only this module and :mod:`.learners` name torch.
+matrix product wait for each other. Only this module, :mod:`.learners` and :mod:`.objectives` name
+torch.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from offramp.bundle import Head
 from offramp.calibration.cut_tensors import CutTensor
 from offramp.calibration.features import Recording
 from offramp.calibration.learners import Group, Learner, Preconditioners, View, learner_of, view_of
+from offramp.calibration.objectives import Objective
 from offramp.calibration.training_options import TrainingOptions
 
 _EVALUATED = 512
@@ -45,10 +46,10 @@ class TrainedHead:
     weights: Mapping[str, NDArray[np.float32]]
     """``weight`` [inputs, classes], ``bias`` [classes]; ``hidden_weight``, ``hidden_bias`` of
     the hidden layer; ``queries`` [queries, width]. Preconditioning is folded in."""
-    confidence: NDArray[np.float32]
-    """[tune samples]."""
-    prediction: NDArray[np.int32]
-    """[tune samples]."""
+    principal: NDArray[np.float32]
+    """[tune samples, principal values]."""
+    said: NDArray[np.generic]
+    """[tune samples, …]: what its answers are compared by."""
 
 
 def train_heads(
@@ -57,7 +58,7 @@ def train_heads(
     *,
     cuts: Sequence[CutTensor],
     families: Sequence[Sequence[Head]],
-    probabilities: NDArray[np.float32],
+    objective: Objective,
     options: TrainingOptions,
     known: Preconditioners | None = None,
     progress: Callable[[int], None] = lambda _: None,
@@ -65,7 +66,7 @@ def train_heads(
     """Train heads of every candidate; the same in every run, however many threads there are.
 
     ``cuts`` and ``families`` are, by candidate, its cut tensor and the heads to train, whose order
-    the result keeps. ``probabilities`` [train samples, classes] are the source model's. The
+    the result keeps. ``objective`` says what is learned of the source model's answers. The
     features ``tune`` are answered with the trained heads, and pick each head's best epoch.
     ``known`` preconditioners are used where there is one, and new ones added. ``progress`` is
     called with 1 after every step of :func:`count_steps`, from several threads.
@@ -73,7 +74,7 @@ def train_heads(
     torch.set_num_threads(1)
     known = {} if known is None else known
     stop = threading.Event()
-    targets = torch.from_numpy(probabilities)
+    targets = objective.targets(train.answers)
 
     def run(item: tuple[View, Sequence[Head]]) -> list[TrainedHead]:
         view, heads = item
@@ -83,12 +84,14 @@ def train_heads(
             heads=heads,
             mask=cut.mask if cut.form == "tokens" else None,
             train=train,
+            scores=objective.scores,
             dropout=options.dropout,
             seed=options.seed,
         )
         learner = learner_of(group, known)
-        _fit(learner, train, tune, targets=targets, options=options, progress=progress, stop=stop)
-        return _answered(learner, view.candidate, tune)
+        lesson = _Lesson(objective=objective, targets=targets, options=options)
+        _fit(learner, train, tune, lesson, progress=progress, stop=stop)
+        return _answered(learner, view.candidate, tune, objective)
 
     with ThreadPoolExecutor(options.threads) as pool:
         try:
@@ -98,6 +101,16 @@ def train_heads(
             raise
     trained = {(t.candidate, t.head): t for group in groups for t in group}
     return [trained[c, head] for c, family in enumerate(families) for head in family]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lesson:
+    """What a group of heads learns, and how."""
+
+    objective: Objective
+    targets: Tensor
+    """[train samples, …]."""
+    options: TrainingOptions
 
 
 def count_steps(families: Sequence[Sequence[Head]], options: TrainingOptions) -> int:
@@ -118,15 +131,15 @@ def _fit(
     learner: Learner,
     train: Recording,
     tune: Recording,
+    lesson: _Lesson,
     *,
-    targets: Tensor,
-    options: TrainingOptions,
     progress: Callable[[int], None],
     stop: threading.Event,
 ) -> None:
     """Train a group of heads, and leave each as it was after its best epoch."""
+    objective, targets, options = lesson.objective, lesson.targets, lesson.options
     loaded, judged = learner.load(train), learner.load(tune)
-    wanted = torch.from_numpy(tune.answers.argmax(axis=1))
+    wanted = objective.judged_by(tune.answers)
     shuffler = np.random.default_rng(options.seed)
     size = max(min(options.batch_size, len(targets) // _FEWEST_STEPS), _SMALLEST_BATCH)
     steps = options.epochs * math.ceil(len(targets) / size)
@@ -144,12 +157,12 @@ def _fit(
         for rows in torch.split(torch.from_numpy(shuffler.permutation(len(targets))), size):
             optimiser.zero_grad(set_to_none=True)
             logits = learner.logits(loaded, rows, training=True)
-            losses = [functional.cross_entropy(values, targets[rows]) for values in logits]
+            losses = [objective.loss(values, targets[rows]) for values in logits]
             torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
             optimiser.step()
             schedule.step()
         for index, values in enumerate(_logits(learner, judged, len(wanted))):
-            loss = functional.cross_entropy(values, wanted).item()
+            loss = objective.loss(values, wanted).item()
             if loss < best[index][0]:
                 best[index] = loss, [p.detach().clone() for p in learned[index]]
         progress(1)
@@ -176,18 +189,20 @@ def _logits(learner: Learner, loaded: Any, samples: int) -> list[Tensor]:
     return [torch.cat(parts) for parts in zip(*chunks, strict=True)]
 
 
-def _answered(learner: Learner, candidate: int, tune: Recording) -> list[TrainedHead]:
+def _answered(
+    learner: Learner, candidate: int, tune: Recording, objective: Objective
+) -> list[TrainedHead]:
     """Answer the tuning split with the trained heads."""
     trained = []
     for index, logits in enumerate(_logits(learner, learner.load(tune), len(tune.answers))):
-        confidence, prediction = logits.softmax(1).max(1)
+        reading = objective.read(logits)
         trained.append(
             TrainedHead(
                 candidate=candidate,
                 head=learner.layers[index].head,
-                weights=learner.folded(index),
-                confidence=confidence.numpy(),
-                prediction=prediction.numpy().astype(np.int32),
+                weights=objective.served(learner.folded(index)),
+                principal=reading.principal,
+                said=reading.said,
             )
         )
     return trained

@@ -9,10 +9,12 @@ from collections.abc import Iterable
 import onnx
 from onnx import helper
 
-from offramp.bundle.manifest import Answer, AnswerForm
+from offramp.bundle import Answer, AnswerForm, TaskKind
+from offramp.bundle.tasks import DENSE
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import Dataflow, Operator, refill
 from offramp.compiler.shapes import BATCH, FLOATING, declared_types, dtype_name
+from offramp.compiler.tasks import SIGMOIDS, AskedTask, describe_answer, find_kind
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +81,7 @@ def _likely(outputs: Iterable[onnx.ValueInfoProto]) -> str:
         for info in outputs
         if info.type.HasField("tensor_type")
         and dtype_name(info.type.tensor_type.elem_type) in FLOATING
-        and len(info.type.tensor_type.shape.dim) in (0, 2, 4)
+        and len(info.type.tensor_type.shape.dim) in (0, 2, 3, 4)
     ]
     if not scores:
         return (
@@ -92,17 +94,25 @@ def _likely(outputs: Iterable[onnx.ValueInfoProto]) -> str:
     )
 
 
-def find_answer(proto: onnx.ModelProto) -> Answer:
-    """Describe an annotated model's one output: one class of several for each sample.
+def find_answer(proto: onnx.ModelProto, asked: AskedTask = AskedTask()) -> Answer:  # noqa: B008
+    """Describe an annotated model's one output, of the task that is asked for or inferred.
 
-    ModelError if it is not floating-point [batch, classes] of two or more, or each of its columns
-    is an answer of its own.
+    ModelError if it is not what answers of the task are: of classification floating-point
+    [batch, classes] of two or more, of which one is right.
     """
     name = proto.graph.output[0].name
-    tensor, last = declared_types(proto).get(name), _last(Dataflow(proto.graph), name)
+    types = declared_types(proto)
+    tensor, last = types.get(name), _last(Dataflow(proto.graph), name)
     shape = tensor.shape if tensor else None
     if last is not None and last.kind in _TREES:
         raise ModelError(_of_trees(name, last))
+    kind = find_kind(asked, shape or (), last)
+    task = asked.settle(kind)
+    if kind != "classification" and tensor is not None:
+        picks = last is not None and last.kind == "ArgMax" and kind in DENSE
+        picked = types.get(last.proto.input[0]) if picks and last is not None else None
+        form = _form_of(proto, name, kind, picks=picks)
+        return describe_answer(name, tensor, task, form=form, picked=picked)
     match shape:
         case (str(batch), int(classes)) if batch == BATCH and classes >= 2:
             if tensor is not None and tensor.is_floating:
@@ -111,7 +121,7 @@ def find_answer(proto: onnx.ModelProto) -> Answer:
     kind = f" of {tensor.dtype}" if tensor else ""
     raise ModelError(
         f"output {name!r} has shape {found}{kind}, expected floating-point [batch, classes] with "
-        f"at least 2 classes: only classifiers are supported; {_remedy(shape, last)}"
+        f"at least 2 classes for --task classification; {_remedy(shape, last)}"
     )
 
 
@@ -127,19 +137,14 @@ def _remedy(shape: tuple[int | str, ...] | None, last: Operator | None) -> str:
     if last is not None and last.kind in _PICKING:
         return f"it ends with {_named(last)}: end the model before that, at its scores of classes"
     if shape is not None and len(shape) == 2 and shape[1] == 1:
-        if last is not None and last.kind == "Sigmoid":
-            return (
-                "one column p is an answer of two classes: end the model with both, as "
-                "torch.cat([1 - p, p], 1) does"
-            )
         return (
-            "one column is no choice between classes; where it is the logit z of yes or no, end "
-            "the model with both, as torch.cat([0 * z, z], 1) does"
+            "one column is no choice between classes; where it is the logit of yes or no, add "
+            "--task multi-label, and where it is a value, --task regression"
         )
     if shape is not None and len(shape) > 2:
         return (
-            "what it answers for each place of a map or sequence is no answer for the sample: pool "
-            "it, or end the model at the logits of one class a sample"
+            "what it answers for each place of a map or sequence is another task: leave --task "
+            "out, or pool it to the logits of one class a sample"
         )
     return "end the model at its logits"
 
@@ -150,11 +155,11 @@ def _form(proto: onnx.ModelProto, output: str, classes: int) -> AnswerForm:
     last = _last(graph, output)
     if last is None:
         return "logits"
-    if last.kind in {"Sigmoid", "HardSigmoid"}:
+    if last.kind in SIGMOIDS:
         raise ModelError(
             f"output {output!r} ends with {_named(last)}: each of its {classes} columns is a yes "
-            "or no of its own (multi-label), expected one class of several. Multi-label models are "
-            "not supported yet; if exactly one class is right for each sample, end the model "
+            "or no of its own (multi-label), expected one class of several. Leave --task out, or "
+            "name it multi-label; if exactly one class is right for each sample, end the model "
             "before the Sigmoid, at its logits"
         )
     logarithm = last.kind == "Log"
@@ -163,6 +168,34 @@ def _form(proto: onnx.ModelProto, output: str, classes: int) -> AnswerForm:
     if soft is None or form is None or not _over_classes(proto, soft):
         return "logits"
     return "log-probabilities" if logarithm and form == "probabilities" else form
+
+
+def _form_of(proto: onnx.ModelProto, output: str, kind: TaskKind, *, picks: bool) -> AnswerForm:
+    """Tell what the numbers of an answer of another task than classification are."""
+    if kind in ("pose", "regression"):
+        return "values"
+    if picks:
+        return "classes"
+    graph = Dataflow(proto.graph)
+    last = _last(graph, output)
+    if kind == "multi-label":
+        return "probabilities" if last is not None and last.kind in SIGMOIDS else "logits"
+    if last is None:
+        return "logits"
+    logarithm = last.kind == "Log"
+    soft = _last(graph, last.proto.input[0]) if logarithm else last
+    form = _FORMS.get(soft.kind) if soft is not None else None
+    if soft is None or form is None or not _along(proto, soft, 2 if "token" in kind else 1):
+        return "logits"
+    return "log-probabilities" if logarithm and form == "probabilities" else form
+
+
+def _along(proto: onnx.ModelProto, soft: Operator, wanted: int) -> bool:
+    """Whether a softmax goes along an axis."""
+    axis = next((a.i for a in soft.proto.attribute if a.name == "axis"), -1)
+    tensor = declared_types(proto).get(soft.writes[0])
+    shape = tensor.shape if tensor is not None else None
+    return shape is not None and axis % len(shape) == wanted
 
 
 def _last(graph: Dataflow, tensor: str) -> Operator | None:

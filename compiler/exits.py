@@ -11,12 +11,12 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle import AnswerForm, Head
+from offramp.bundle import Head
 from offramp.bundle.manifest import HeadScore
 from offramp.calibration.cut_tensors import CutTensor
 from offramp.calibration.dataset import DataSplit
@@ -24,6 +24,7 @@ from offramp.calibration.estimates import BackboneTimes
 from offramp.calibration.families import family_of
 from offramp.calibration.features import Recording
 from offramp.calibration.learners import Preconditioners, view_of
+from offramp.calibration.objectives import objective_of, truth_of
 from offramp.calibration.profiling import profile_heads
 from offramp.calibration.scratch import ScratchSpace
 from offramp.calibration.selection import net_savings_alone
@@ -35,12 +36,18 @@ from offramp.compiler.options import CompileOptions
 from offramp.compiler.progress import Progress
 from offramp.compiler.recording import FeatureRecorder
 from offramp.compiler.slicing import Sliced
+from offramp.engine.agreement import agreement_of
 from offramp.engine.control.costs import CostModel
+from offramp.engine.principal_values import sure_of
 
 SCREENING_SAMPLES = 6000
 """Most real samples of the short training that heads are chosen by."""
 SCREENING_VISITS = 12_000
 """Samples, counted with their repetitions, that the short training shows to a head."""
+
+COUNT_SHARES = (1.0, 0.99, 0.97, 0.95, 0.9, 0.8, 0.5)
+"""Of the principal values, that have to reach the threshold: the count thresholds that are tried
+(PAME 6.1 tries ten)."""
 
 Samples = Callable[[int], Mapping[str, NDArray[Any]]]
 """Gives model inputs of a batch size."""
@@ -61,6 +68,8 @@ class BuiltExit:
     """All heads that were trained to the end."""
     best: HeadScore
     """Of ``heads``, the one that nets most with no other exit beside it."""
+    share: float = 1.0
+    """Of the principal values of its answer, so many reach the confidence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +115,7 @@ def find_exits(
                 group=frozenset(group),
                 train=train,
                 tune=tune,
-                truth=tune.answers.argmax(axis=1),
+                truth=truth_of(sliced.model.answer, tune.answers),
                 options=options,
                 backbone=backbone,
                 samples=samples,
@@ -130,8 +139,8 @@ class _HeadSearch:
     train: Recording
     """Real samples first, then made ones."""
     tune: Recording
-    truth: NDArray[np.int64]
-    """[tune samples], the source model's predictions."""
+    truth: NDArray[np.generic]
+    """[tune samples, …]: what the source model's answers are compared by."""
     options: CompileOptions
     backbone: BackboneTimes
     samples: Samples
@@ -157,7 +166,7 @@ class _HeadSearch:
             progress=self.progress,
         )
         return {
-            candidate: [self._judge(t, ms) for t, (ms,) in zip(tried, costs, strict=True)]
+            candidate: [self._judge(t, ms).score for t, (ms,) in zip(tried, costs, strict=True)]
             for (candidate, tried), costs in zip(heads.items(), times, strict=True)
         }
 
@@ -178,15 +187,16 @@ class _HeadSearch:
             costs = {tried.head: tried.cost_ms for tried in briefly}
             ended = {t.head: t for t in trained if t.candidate == candidate}
             heads = [self._judge(t, costs[head]) for head, t in ended.items()]
-            best = max(heads, key=_net)
+            best = max(heads, key=lambda judged: judged.score.net_savings)
             exits.append(
                 BuiltExit(
                     candidate=candidate,
                     cut=self.sliced.cuts[candidate],
-                    graph=self._build(ended[best.head]),
-                    weights=ended[best.head].weights,
-                    heads=tuple(heads),
-                    best=best,
+                    graph=self._build(ended[best.score.head], best.share),
+                    weights=ended[best.score.head].weights,
+                    heads=tuple(judged.score for judged in heads),
+                    best=best.score,
+                    share=best.share,
                 )
             )
         return exits
@@ -204,7 +214,7 @@ class _HeadSearch:
                 self.tune,
                 cuts=self.sliced.cuts,
                 families=families,
-                probabilities=_probabilities(train.answers, self.sliced.model.answer.form),
+                objective=objective_of(self.sliced.model.answer, train.answers),
                 options=options,
                 known=self.preconditioners,
                 progress=advance,
@@ -213,23 +223,57 @@ class _HeadSearch:
     def _family(self, candidate: int) -> tuple[Head, ...]:
         return family_of(self.sliced.cuts[candidate]) if candidate in self.group else ()
 
-    def _build(self, trained: TrainedHead) -> bytes:
-        return build_on(self.sliced, trained.candidate, trained.head, trained.weights)
+    def _build(self, trained: TrainedHead, share: float = 1.0) -> bytes:
+        return build_on(self.sliced, trained.candidate, trained.head, trained.weights, share=share)
 
-    def _judge(self, trained: TrainedHead, cost_ms: float) -> HeadScore:
-        agrees = trained.prediction == self.truth
+    def _judge(self, trained: TrainedHead, cost_ms: float) -> JudgedHead:
+        agrees = agreement_of(self.sliced.model.answer).agree(trained.said, self.truth)
         cost = alone(self.backbone, trained.candidate, cost_ms, self.options)
-        bound = self.options.max_disagreement
-        return HeadScore(
-            head=trained.head,
-            agreement=float(agrees.mean()),
-            cost_ms=cost_ms,
-            net_savings=net_savings_alone(trained.confidence, agrees, cost, 0, bound),
-        )
+        return judge(trained.head, trained.principal, agrees, cost, self.options.max_disagreement)
+
+
+class JudgedHead(NamedTuple):
+    """A head, and the share of principal values with which it nets most."""
+
+    score: HeadScore
+    share: float
+
+
+def judge(
+    head: Head,
+    principal: NDArray[np.float32],
+    agrees: NDArray[np.bool_],
+    cost: CostModel,
+    max_disagreement: float,
+    mask: NDArray[Any] | None = None,
+) -> JudgedHead:
+    """Find the count threshold (PAME 5.3) with which an exit nets most, with no other beside it.
+
+    ``principal`` [samples, n] and ``agrees`` [samples] are of the tuning split; ``cost`` is of this
+    exit alone.
+    """
+    shares = COUNT_SHARES if principal.shape[1] > 1 else COUNT_SHARES[:1]
+    netted = [
+        net_savings_alone(sure_of(principal, share, mask), agrees, cost, 0, max_disagreement)
+        for share in shares
+    ]
+    best = int(np.argmax(netted))
+    score = HeadScore(
+        head=head,
+        agreement=float(agrees.mean()),
+        cost_ms=cost.exits_ms[0],
+        net_savings=netted[best],
+    )
+    return JudgedHead(score, shares[best])
 
 
 def build_on(
-    sliced: Sliced, candidate: int, head: Head, weights: Mapping[str, NDArray[np.float32]]
+    sliced: Sliced,
+    candidate: int,
+    head: Head,
+    weights: Mapping[str, NDArray[np.float32]],
+    *,
+    share: float = 1.0,
 ) -> bytes:
     """Build the exit of a trained head after one of the segments."""
     return build_exit(
@@ -239,6 +283,7 @@ def build_on(
         sliced.model.answer,
         exit_prefix(candidate),
         answer_dtype=sliced.model.outputs[0].dtype,
+        share=share,
         **sliced.versions,
     )
 
@@ -282,11 +327,3 @@ def time_heads(
             batch_sizes=batch_sizes,
             progress=advance,
         )
-
-
-def _probabilities(answers: NDArray[np.float32], form: AnswerForm) -> NDArray[np.float32]:
-    if form == "probabilities":
-        return answers
-    shifted = np.exp(answers - answers.max(axis=1, keepdims=True))
-    result: NDArray[np.float32] = shifted / shifted.sum(axis=1, keepdims=True)
-    return result

@@ -7,12 +7,10 @@ was trained on and what it is served with are computed by the same operators.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
-import onnx
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto
 
 from offramp.bundle import Answer, Head
 from offramp.calibration.cut_tensors import CutTensor
@@ -27,68 +25,10 @@ from offramp.calibration.families import (
     pool_map,
 )
 from offramp.calibration.features import WHOLE
+from offramp.compiler.endings import CONFIDENCE, end_classes, end_labels, end_values
 from offramp.compiler.model import SourceModel
+from offramp.compiler.parts import DescribedTensor, PartBuilder
 from offramp.engine.assembly import assemble
-
-CONFIDENCE = "confidence"
-"""Name of the output with the largest probability, after the exit's prefix."""
-_Tensor = tuple[str, str, Sequence[int | str]]
-"""Name, numpy's name of the element type, shape."""
-
-
-class PartBuilder:
-    """Collects nodes and weights under a prefix of their own, so that parts can be joined."""
-
-    def __init__(self, prefix: str, opset: int, ir_version: int) -> None:
-        self.prefix = prefix
-        self.opset = opset
-        self._ir_version = ir_version
-        self._nodes: list[onnx.NodeProto] = []
-        self._weights: list[onnx.TensorProto] = []
-
-    def add(self, op: str, inputs: Sequence[str], name: str = "", **attributes: Any) -> str:
-        """Add a node with one output; gives the output's name."""
-        output = self.prefix + (name or f"{op.lower()}_{len(self._nodes)}")
-        self._nodes.append(
-            helper.make_node(op, list(inputs), [output], name=f"{output}:{op}", **attributes)
-        )
-        return output
-
-    def weight(self, name: str, value: NDArray[Any]) -> str:
-        """Add an initializer; gives its name."""
-        full = f"{self.prefix}{name}_{len(self._weights)}"
-        self._weights.append(numpy_helper.from_array(np.asarray(value, order="C"), full))
-        return full
-
-    def reduce(self, op: str, tensor: str, axis: int, name: str = "") -> str:
-        """Add ReduceMax or ReduceMean; their axes became an input with opset 18."""
-        if self.opset >= 18:
-            axes = self.weight("axes", np.array([axis], np.int64))
-            return self.add(op, [tensor, axes], name, keepdims=0)
-        return self.add(op, [tensor], name, axes=[axis], keepdims=0)
-
-    def build(self, inputs: Sequence[_Tensor], outputs: Sequence[_Tensor]) -> bytes:
-        """Give the checked, serialised model."""
-        graph = helper.make_graph(
-            self._nodes,
-            self.prefix.rstrip("/"),
-            [_value_info(*tensor) for tensor in inputs],
-            [_value_info(*tensor) for tensor in outputs],
-            initializer=self._weights,
-        )
-        model = helper.make_model(
-            graph,
-            producer_name="offramp",
-            opset_imports=[helper.make_opsetid("", self.opset)],
-            ir_version=self._ir_version,
-        )
-        onnx.checker.check_model(model)
-        return model.SerializeToString()
-
-
-def _value_info(name: str, dtype: str, shape: Sequence[int | str]) -> onnx.ValueInfoProto:
-    element = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
-    return helper.make_tensor_value_info(name, element, list(shape))
 
 
 def build_pooling(
@@ -117,9 +57,11 @@ def build_joining(
     return graph, {WHOLE: joined}
 
 
-def _described(read: Sequence[CutTensor], masked: Sequence[CutTensor] = ()) -> list[_Tensor]:
+def _described(
+    read: Sequence[CutTensor], masked: Sequence[CutTensor] = ()
+) -> list[DescribedTensor]:
     """Describe what a head reads: cut tensors, and the masks of some."""
-    inputs: list[_Tensor] = [(cut.name, cut.dtype, cut.shape) for cut in read]
+    inputs: list[DescribedTensor] = [(cut.name, cut.dtype, cut.shape) for cut in read]
     for cut in masked:
         assert cut.mask is not None
         inputs.append((cut.mask, cut.mask_dtype, ("batch", cut.shape[1])))
@@ -134,29 +76,27 @@ def build_exit(
     prefix: str,
     *,
     answer_dtype: str,
+    share: float = 1.0,
     opset: int,
     ir_version: int,
 ) -> bytes:
     """Build an exit: pooling, trained head, the source model's post-processing, confidence.
 
-    The largest probability is computed in the graph too: a few operators there cost a tenth of as
-    many calls of numpy between two stages. The answer, in the source model's form, is named
-    ``{prefix}{answer.output}``; ``answer_dtype`` is numpy's name of its element type.
+    The answer, in the source model's form, is named ``{prefix}{answer.output}``; ``answer_dtype``
+    is numpy's name of its element type. A ``share`` of its principal values reach the confidence.
     """
     part = PartBuilder(prefix, opset, ir_version)
     read = [_as_float32(part, tensor) for tensor in cut.read]
     features = POOLINGS[head.kind].build(part, read, ServedHead(cut, head, weights))
-    # Whatever has the answer's type gets its name: a Cast to the same type would be carried out.
-    names = {answer.form: answer.output} if answer_dtype == "float32" else {}
-    logits = _layers(part, features, weights, names.get("logits", ""))
-    probabilities = part.add("Softmax", [logits], names.get("probabilities", ""), axis=-1)
-    part.reduce("ReduceMax", probabilities, 1, CONFIDENCE)
-    given = {"logits": logits, "probabilities": probabilities}.get(answer.form, "")
-    if answer.form == "log-probabilities":
-        given = part.add("LogSoftmax", [logits], names.get(answer.form, ""), axis=-1)
-    if not names:
-        onnx_type = helper.np_dtype_to_tensor_dtype(np.dtype(answer_dtype))
-        part.add("Cast", [given], answer.output, to=onnx_type)
+    kind = answer.task.kind
+    is_logits = answer.form == "logits" and answer_dtype == "float32"
+    scores = _layers(part, features, weights, answer.output if is_logits else "")
+    if kind == "multi-label":
+        end_labels(part, scores, answer, answer_dtype, share)
+    elif kind == "regression":
+        end_values(part, scores, answer, answer_dtype)
+    else:
+        end_classes(part, scores, answer, answer_dtype)
     inputs = _described(cut.read, masked_tensors(cut, head))
     answered = (prefix + answer.output, answer_dtype, ("batch", answer.classes))
     return part.build(inputs, [answered, (prefix + CONFIDENCE, "float32", ("batch",))])

@@ -23,6 +23,7 @@ from offramp.compiler.runtime import runs_opset
 from offramp.compiler.shapes import annotate, declared_types, dtype_name
 from offramp.compiler.simplifier import LIMIT_S
 from offramp.compiler.source_file import load_source
+from offramp.compiler.tasks import AskedTask
 from offramp.compiler.turning import turn_batch_first
 
 _log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ _MOST_DIMENSIONS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceModel:
-    """A classifier in the form that slicing needs.
+    """A model in the form that slicing needs.
 
     The batch dimension is symbolic, shapes are inferred, operators have unique names, no shape
     crosses a cut point that could be read off a graph input, and the answer is the one output.
@@ -65,14 +66,15 @@ def read_model(
     path: str | os.PathLike[str],
     *,
     answer: str | None = None,
+    task: AskedTask | None = None,
     simplify: bool = True,
     simplify_limit: float = LIMIT_S,
     scratch: ScratchSpace | None = None,
 ) -> SourceModel:
-    """Read a classifier and bring it into the form that slicing needs.
+    """Read a model and bring it into the form that slicing needs.
 
     External data are looked for beside the file; ``answer`` names the output to keep, where there
-    are several; ``simplify`` folds constants and fuses with onnxslim, if that computes the same and
+    are several; ``task`` is what is said of it, else it is inferred; ``simplify`` folds constants and fuses with onnxslim, if that computes the same and
     takes no longer than ``simplify_limit`` seconds. Files of a large model go to ``scratch``.
 
     Raises:
@@ -83,7 +85,7 @@ def read_model(
     try:
         limit_s = simplify_limit if simplify else None
         proto = _prepare(proto, answer=answer, limit_s=limit_s, scratch=scratch)
-        found = find_answer(proto)
+        found = find_answer(proto, task or AskedTask())
         inputs = _specs(proto, [i.name for i in proto.graph.input])
         outputs = _specs(proto, [o.name for o in proto.graph.output])
     except ModelError as error:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from offramp.bundle.bundle import check_target, check_writable
+from offramp.compiler.tasks import AskedTask
 from offramp.calibration.training_options import TrainingOptions
 
 DEFAULT_CONFIDENCE_LEVEL = 0.95
@@ -29,6 +30,8 @@ class CompileOptions:
     overwrite: bool = False
     answer: str | None = None
     """The output that exits imitate, where the model has several."""
+    task: AskedTask = field(default_factory=AskedTask)
+    """What answers are, and when they agree; inferred where nothing is said of it."""
     mask: str | None = None
     """The graph input that says which tokens count; found by name where not given."""
     exits: tuple[str, ...] = ()

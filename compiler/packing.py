@@ -32,8 +32,8 @@ from offramp.calibration.limits import BindingLimit
 from offramp.calibration.records import ExitRecords, dump_records
 from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
 from offramp.compiler.custom_ops import libraries_of
+from offramp.compiler.endings import CONFIDENCE
 from offramp.compiler.exits import BuiltExit, exit_prefix
-from offramp.compiler.heads import CONFIDENCE
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.report import render_report
 from offramp.compiler.slicing import SOURCE, Sliced
@@ -181,6 +181,7 @@ def _exit(index: int, built: BuiltExit, answer: str) -> Exit:
         confidence=prefix + CONFIDENCE,
         head=built.best.head,
         agreement=built.best.agreement,
+        share=built.share,
         trials=built.heads,
     )
 

@@ -29,10 +29,11 @@ from offramp.calibration.running import run_over
 from offramp.calibration.selection import net_savings_alone
 from offramp.compiler.blueprint import Blueprint, CompileRun, draw, timer_of
 from offramp.compiler.cascade import PREFIX, slice_cascade, verify_front
+from offramp.compiler.endings import CONFIDENCE
 from offramp.compiler.errors import CompileError
 from offramp.compiler.exits import BuiltExit, alone, build_on, exit_prefix, time_heads
 from offramp.compiler.graph import serialised
-from offramp.compiler.heads import CONFIDENCE, build_own
+from offramp.compiler.heads import build_own
 from offramp.compiler.model import SourceModel
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.slice_verification import VERIFIED_SAMPLES

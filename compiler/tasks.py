@@ -1,0 +1,124 @@
+"""Which task a model is for: asked by the user, or inferred from how its graph ends."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+import onnx
+
+from offramp.bundle import Answer, AnswerForm, Task, TaskKind
+from offramp.bundle.tasks import DENSE
+from offramp.compiler.errors import ModelError
+from offramp.compiler.graph import Operator
+from offramp.compiler.shapes import BATCH, TensorType
+
+_log = logging.getLogger(__name__)
+
+AskedKind: TypeAlias = TaskKind | Literal["auto"]
+SHARES: Final[dict[TaskKind, float]] = {"token-classification": 0.98, "segmentation": 0.99}
+"""Least shares of equal tokens and pixels, where none is asked for; of key points it is all."""
+WITHIN_SPREAD: Final = 0.1
+"""How far values may differ where nothing is asked for: as a share of their standard deviation."""
+WITHIN_MAP: Final = 0.05
+"""How far key points may be apart, as a share of the map's longer side."""
+SIGMOIDS: Final = frozenset({"Sigmoid", "HardSigmoid"})
+_INTEGERS: Final = frozenset({"int64", "int32", "uint8", "int8", "uint16", "int16", "uint32"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedTask:
+    """What the user says of the task; ``None`` is as the task has it."""
+
+    kind: AskedKind = "auto"
+    share: float | None = None
+    within: float | None = None
+
+    def settle(self, kind: TaskKind) -> Task:
+        """Give the task of a kind; ModelError where what is asked for says nothing of it."""
+        share, within = self.share, self.within
+        if share is not None and kind not in DENSE:
+            raise ModelError(
+                f"--agree-share {share:g} says nothing of {kind}, whose answers have no tokens, "
+                "pixels or key points; leave it out"
+            )
+        if within is not None and kind not in ("pose", "regression"):
+            raise ModelError(
+                f"--agree-within {within:g} says nothing of {kind}, where classes are equal or "
+                "not; leave it out"
+            )
+        return Task(
+            kind=kind,
+            share=SHARES.get(kind, 1.0) if share is None else share,
+            within=(WITHIN_MAP if kind == "pose" else 0.0) if within is None else within,
+        )
+
+
+def find_kind(asked: AskedTask, shape: tuple[int | str, ...], last: Operator | None) -> TaskKind:
+    """Infer the task from the shape of the answer and the operator that it ends with."""
+    if asked.kind != "auto":
+        return asked.kind
+    kind: TaskKind = "classification"
+    if len(shape) == 2 and last is not None and last.kind in SIGMOIDS:
+        kind = "multi-label"
+    elif len(shape) == 3:
+        kind = "segmentation" if last is not None and last.kind == "ArgMax" else kind
+        kind = "token-classification" if kind == "classification" else kind
+    elif len(shape) == 4:
+        kind = "segmentation"
+    if kind != "classification":
+        heat = "; heat maps are --task pose" if kind == "segmentation" else ""
+        how = f" and ends with {last.kind}" if last is not None else ""
+        sizes = ", ".join(map(str, shape))
+        _log.info("The answer [%s]%s: the task is %s%s.", sizes, how, kind, heat)
+    return kind
+
+
+def describe_answer(
+    name: str, tensor: TensorType, task: Task, *, form: AnswerForm, picked: TensorType | None
+) -> Answer:
+    """Describe an answer of another task than classification; ModelError if it does not fit.
+
+    ``picked`` is what a last ArgMax reads: where there is one, the answer is numbers of classes.
+    """
+    kind = task.kind
+    axis = 2 if kind == "token-classification" else 1
+    shape, dtype = tensor.shape or (), tensor.dtype
+    scores = (picked.shape or ()) if picked is not None else shape
+    dense = len(scores) == _RANKS[kind]
+    fits = dense and bool(shape) and shape[0] == BATCH
+    if picked is not None:
+        fits = fits and kind in _NUMBERED and shape == (*scores[:axis], *scores[axis + 1 :])
+        fits = fits and dtype in _INTEGERS
+    else:
+        fits = fits and tensor.is_floating
+    least = 2 if kind in _NUMBERED else 1
+    size = scores[axis] if dense else None
+    if not fits or not isinstance(size, int) or size < least:
+        sizes = ", ".join(map(str, shape)) if tensor.shape is not None else "unknown"
+        raise ModelError(
+            f"output {name!r} is {dtype} [{sizes}], expected {_EXPECTED[kind]} for --task {kind}, "
+            f"of a fixed number of at least {least}; name another --task, or end the model there"
+        )
+    return Answer(output=name, classes=size, form=form, task=task)
+
+
+_RANKS: Final[dict[TaskKind, int]] = {
+    "classification": 2,
+    "multi-label": 2,
+    "regression": 2,
+    "token-classification": 3,
+    "segmentation": 4,
+    "pose": 4,
+}
+"""Dimensions of an answer before its classes are picked."""
+_NUMBERED: Final = frozenset({"token-classification", "segmentation"})
+_EXPECTED: Final[dict[TaskKind, str]] = {
+    "classification": "floating-point [batch, classes]",
+    "multi-label": "floating-point [batch, labels]",
+    "token-classification": "floating-point [batch, tokens, classes]",
+    "segmentation": "floating-point [batch, classes, height, width]",
+    "pose": "floating-point heat maps [batch, key points, height, width]",
+    "regression": "floating-point [batch, values]",
+}
