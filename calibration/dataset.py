@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -16,11 +17,14 @@ from typing import IO, Any, BinaryIO, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle import TensorSpec
+from offramp.bundle import Answer, Manifest, TensorSpec
 from offramp.bundle.mapped import copy_rows
 from offramp.bundle.npz import NpzError, map_npy, map_npz, measure_npz, open_regular, read_npz
 from offramp.calibration.scratch import ScratchError, ScratchSpace
+from offramp.engine.agreement import agreement_of
 from offramp.engine.validation import check_tensors
+
+_log = logging.getLogger(__name__)
 
 LABEL_KEYS = ("label", "labels")
 """Names under which an npz may hold the true classes, int [n]."""
@@ -103,14 +107,19 @@ class Dataset:
 
 
 def read_dataset(
-    path: Path, specs: Sequence[TensorSpec], *, scratch: ScratchSpace | None = None
+    path: Path,
+    specs: Sequence[TensorSpec],
+    *,
+    answer: Answer | None = None,
+    scratch: ScratchSpace | None = None,
 ) -> Dataset:
     """Read an npz file, or a folder of npy files, and check it against the model's inputs.
 
     Large data are not read into memory, but mapped: the files must stay as they are until all is
     done. What is compressed in a large npz is unpacked once, into a file without a name in
     ``scratch`` (``None``: the system's folder for temporary files). In a folder, ``NAME.npy`` is
-    the array of the input ``NAME``, and ``label.npy`` holds the classes.
+    the array of the input ``NAME``, and ``label.npy`` holds the classes. Of models with other
+    answers than classes (``answer``) labels are sets of labels [n, labels], or are left aside.
 
     A ``DataError`` where a file cannot be read, an array's name, dtype or shape is not what the
     model takes, arrays have different lengths, or values are NaN or infinite.
@@ -123,10 +132,10 @@ def read_dataset(
     labels = arrays.pop(found[0]) if found else None
     if wrong := check_tensors(specs, arrays):
         raise DataError(f"{path}: {wrong}")
-    _check_lengths(path, arrays, labels)
+    truth = None if labels is None else _codes_of(path, labels, answer)
+    _check_lengths(path, arrays, truth)
     for name, array in arrays.items():
         _check_finite(path, name, array)
-    truth = None if labels is None else np.array(labels, np.int64)
     return Dataset(inputs=arrays, labels=truth, sha256=digest)
 
 
@@ -202,14 +211,33 @@ def _check_lengths(
 ) -> None:
     lengths = {name: len(array) for name, array in arrays.items()}
     if labels is not None:
-        if labels.ndim != 1 or labels.dtype.kind not in "iu":
-            raise DataError(
-                f"{path}: labels are {labels.dtype} {list(labels.shape)}, expected classes as "
-                "integers [n]"
-            )
         lengths["label"] = len(labels)
     if len(set(lengths.values())) != 1:
         raise DataError(f"{path}: arrays differ in length: {lengths}; every sample needs all")
+
+
+def read_samples(path: Path, manifest: Manifest) -> Dataset:
+    """Read samples for the model of a bundle, as :func:`read_dataset` does."""
+    return read_dataset(path, manifest.inputs, answer=manifest.answer)
+
+
+def _codes_of(path: Path, labels: NDArray[Any], answer: Answer | None) -> NDArray[np.int64] | None:
+    """Give labels as codes of answers, [n]; ``None`` where they are none of one class or label."""
+    kind = "classification" if answer is None else answer.task.kind
+    found = f"{path}: labels are {labels.dtype} {list(labels.shape)}"
+    if kind == "classification":
+        if labels.ndim != 1 or labels.dtype.kind not in "iu":
+            raise DataError(f"{found}, expected classes as integers [n]")
+        return np.array(labels, np.int64)
+    if kind == "multi-label" and answer is not None:
+        if labels.ndim != 2 or labels.shape[1] != answer.classes or labels.dtype.kind not in "biu":
+            raise DataError(
+                f"{found}, expected 0 or 1 for each label, integers [n, {answer.classes}]; leave "
+                "them out where there are none"
+            )
+        return agreement_of(answer).codes(np.asarray(labels) != 0).astype(np.int64)
+    _log.info("%s, and are left aside: accuracy is reported of classes and labels alone.", found)
+    return None
 
 
 def _check_finite(path: Path, name: str, array: NDArray[Any]) -> None:

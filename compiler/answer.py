@@ -11,10 +11,11 @@ from onnx import helper
 
 from offramp.bundle import Answer, AnswerForm, TaskKind
 from offramp.bundle.tasks import DENSE
+from offramp.compiler.asked_task import AskedTask
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import Dataflow, Operator, refill
 from offramp.compiler.shapes import BATCH, FLOATING, declared_types, dtype_name
-from offramp.compiler.tasks import SIGMOIDS, AskedTask, describe_answer, find_kind
+from offramp.compiler.tasks import SIGMOIDS, describe_answer, find_kind
 
 _log = logging.getLogger(__name__)
 
@@ -118,9 +119,9 @@ def find_answer(proto: onnx.ModelProto, asked: AskedTask = AskedTask()) -> Answe
             if tensor is not None and tensor.is_floating:
                 return Answer(output=name, classes=classes, form=_form(proto, name, classes))
     found = "unknown" if shape is None else f"[{', '.join(map(str, shape))}]"
-    kind = f" of {tensor.dtype}" if tensor else ""
+    of = f" of {tensor.dtype}" if tensor else ""
     raise ModelError(
-        f"output {name!r} has shape {found}{kind}, expected floating-point [batch, classes] with "
+        f"output {name!r} has shape {found}{of}, expected floating-point [batch, classes] with "
         f"at least 2 classes for --task classification; {_remedy(shape, last)}"
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from offramp.bundle.engines import PRECISIONS
+from offramp.bundle.tasks import TASK_KINDS
 from offramp.compiler import help_texts
 from offramp.compiler.engine_arguments import add_engine_arguments
 
@@ -28,6 +29,13 @@ def compile_parser() -> argparse.ArgumentParser:
                         "files; labels (optional) only for the report")  # fmt: skip
     _add_target(parser, "MODEL.ee if not given", "a bundle that is there")
     _add_promise(parser, 0.01, 0.95)
+    parser.add_argument("--agree-share", type=_part, metavar="X",
+                        help="an answer agrees if so many of its tokens, pixels or key points do "
+                        "(default: 0.98 of tokens, 0.99 of pixels, all key points)")  # fmt: skip
+    parser.add_argument("--agree-within", type=_distance, metavar="D",
+                        help="how far values of a regression may differ (default: 0.1 standard "
+                        "deviations of the model's answers), or key points be apart (0.05 of the "
+                        "map's longer side)")  # fmt: skip
     exits = parser.add_argument_group("exits")
     exits.add_argument("--exits", metavar="A,B,…",
                        help="cut points to build exits at: numbers or names as inspect lists them, "
@@ -199,6 +207,9 @@ def _add_model(parser: argparse.ArgumentParser, what: str = "the model to slice"
     parser.add_argument("model", type=Path, metavar="MODEL.onnx", help=what)
     parser.add_argument("--answer", metavar="NAME",
                         help="the output that exits imitate, if several")  # fmt: skip
+    parser.add_argument("--task", choices=["auto", *TASK_KINDS], default="auto",
+                        help="what the answer is, which says when two agree; auto: as its shape "
+                        "and last operator say")  # fmt: skip
     parser.add_argument("--no-simplify", action="store_true", help="do not run onnxslim on the "
                         "model")  # fmt: skip
     parser.add_argument("--simplify-limit", type=_seconds, default=180.0, metavar="SECONDS",
@@ -271,6 +282,20 @@ def _gib(text: str) -> float:
     value = float(text)
     if not 0 < value < _MOST_GIB:
         raise argparse.ArgumentTypeError(f"{text} is no number of GiB; give for instance 4")
+    return value
+
+
+def _part(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0, and at most 1")
+    return value
+
+
+def _distance(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no distance; give 0 or more")
     return value
 
 

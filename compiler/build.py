@@ -12,7 +12,7 @@ from typing import NamedTuple
 from offramp.bundle import Bundle, BundleError
 from offramp.bundle.engine_index import ROUNDED, model_digest
 from offramp.bundle.engines import EngineStore, EngineTarget, list_targets, prune_targets
-from offramp.calibration.dataset import Dataset, read_dataset
+from offramp.calibration.dataset import Dataset, read_samples
 from offramp.calibration.quantization import Ranges
 from offramp.compiler.engines.builder import EngineBuilder
 from offramp.compiler.engines.building import Building, EngineWork, PlannedEngine, explain
@@ -197,7 +197,7 @@ def _target(bundle: Bundle, builder: EngineBuilder | None, options: BuildOptions
 def _read_data(bundle: Bundle, options: BuildOptions, reports: Reports) -> _Data:
     if options.data is None:
         return _Data()
-    dataset = read_dataset(options.data, bundle.manifest.inputs)
+    dataset = read_samples(options.data, bundle.manifest)
     if options.engines.precision not in ROUNDED:
         return _Data(dataset)
     parts = part_data(bundle, dataset, seed=options.seed, threads=_threads())

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, Promise
-from offramp.calibration.dataset import DataError, Dataset, read_dataset
+from offramp.calibration.dataset import DataError, Dataset, read_samples
 from offramp.calibration.paired import plain_session
 from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
 from offramp.calibration.running import check_answers
@@ -75,7 +75,7 @@ def verify_bundle(options: VerifyOptions, progress: Progress = SILENT) -> Bundle
         VerificationError: Who reaches the model's end gets another answer than the model's.
     """
     bundle = open_runnable(options.bundle)
-    dataset = read_dataset(options.data, bundle.manifest.inputs)
+    dataset = read_samples(options.data, bundle.manifest)
     runs = _Runs(bundle, options)
     with progress.step("Answer all samples", len(dataset)) as advance:
         found = [

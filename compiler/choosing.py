@@ -26,7 +26,7 @@ from offramp.bundle.engines import (
     prune_targets,
     remove_targets,
 )
-from offramp.calibration.dataset import DataError, Dataset, read_dataset
+from offramp.calibration.dataset import DataError, Dataset, read_samples
 from offramp.certify import evaluate
 from offramp.compiler import build
 from offramp.compiler.build import SILENT_REPORTS, BuildOptions, Reports, build_bundle
@@ -74,7 +74,7 @@ def build_best(options: BuildOptions, reports: Reports = SILENT_REPORTS) -> Buil
     """
     check_choice(options)
     bundle = Bundle.open(options.bundle)
-    dataset = None if options.data is None else read_dataset(options.data, bundle.manifest.inputs)
+    dataset = None if options.data is None else read_samples(options.data, bundle.manifest)
     precisions, why = _possible(bundle, dataset, options)
     if why:
         reports.say(f"--precision auto: fp32 only: {why}")

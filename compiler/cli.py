@@ -170,6 +170,7 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
         print_bundle(bundle, Console())
         _write_json(options.json, describe_bundle(bundle))
         return 0
+    from offramp.compiler.asked_task import AskedTask  # noqa: PLC0415
     from offramp.compiler.cuts import find_cuts  # noqa: PLC0415
     from offramp.compiler.model import read_model  # noqa: PLC0415
     from offramp.compiler.printing import print_inspection  # noqa: PLC0415
@@ -178,6 +179,7 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
         model = read_model(
             options.model,
             answer=options.answer,
+            task=AskedTask(kind=options.task),
             simplify=not options.no_simplify,
             simplify_limit=options.simplify_limit,
         )

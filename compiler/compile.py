@@ -33,6 +33,7 @@ from offramp.compiler.padding import find_paddings, length_ranges, symbolic_size
 from offramp.compiler.policy import record_exits
 from offramp.compiler.precision import Quantise, choose_precision, on_copy
 from offramp.compiler.progress import SILENT, Progress
+from offramp.compiler.settling import settle_task
 from offramp.compiler.slice_verification import VERIFIED_SAMPLES, verify
 from offramp.compiler.slicing import Sliced, slice_model
 from offramp.compiler.weights import weight_file
@@ -72,7 +73,7 @@ def compile_model(
         model = read_model(
             options.model,
             answer=options.answer,
-            task=options.task,
+            task=options.asked_task,
             simplify=options.simplify,
             simplify_limit=options.simplify_limit,
             scratch=scratch,
@@ -80,12 +81,14 @@ def compile_model(
         give_back()
     check_space(options.output, _COPIES * weight_bytes(model.proto))
     with progress.step("Read the data", 1):
-        dataset = read_dataset(options.data, model.inputs, scratch=scratch)
+        dataset = read_dataset(options.data, model.inputs, answer=model.answer, scratch=scratch)
     parts = split(
         dataset,
         certify_at_least=samples_needed(options.max_disagreement, options.confidence_level),
         seed=options.seed,
     )
+    with _naming(options.model):
+        model = settle_task(model, parts.train, options)
     with weight_file(model.proto, scratch) as weights:
         with progress.step("Slice and verify", 2) as advance:
             with _naming(options.model):

@@ -229,7 +229,8 @@ class _HeadSearch:
     def _judge(self, trained: TrainedHead, cost_ms: float) -> JudgedHead:
         agrees = agreement_of(self.sliced.model.answer).agree(trained.said, self.truth)
         cost = alone(self.backbone, trained.candidate, cost_ms, self.options)
-        return judge(trained.head, trained.principal, agrees, cost, self.options.max_disagreement)
+        bound = self.options.max_disagreement
+        return judge(trained.head, trained.principal, agrees, cost, max_disagreement=bound)
 
 
 class JudgedHead(NamedTuple):
@@ -244,6 +245,7 @@ def judge(
     principal: NDArray[np.float32],
     agrees: NDArray[np.bool_],
     cost: CostModel,
+    *,
     max_disagreement: float,
     mask: NDArray[Any] | None = None,
 ) -> JudgedHead:

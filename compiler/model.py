@@ -15,6 +15,7 @@ from offramp.calibration.scratch import ScratchSpace
 from offramp.compiler import preparation
 from offramp.compiler.anchor import anchor_shapes
 from offramp.compiler.answer import find_answer, keep_answer
+from offramp.compiler.asked_task import AskedTask
 from offramp.compiler.batch import free_batch
 from offramp.compiler.custom_ops import check_operators
 from offramp.compiler.errors import ModelError
@@ -23,7 +24,6 @@ from offramp.compiler.runtime import runs_opset
 from offramp.compiler.shapes import annotate, declared_types, dtype_name
 from offramp.compiler.simplifier import LIMIT_S
 from offramp.compiler.source_file import load_source
-from offramp.compiler.tasks import AskedTask
 from offramp.compiler.turning import turn_batch_first
 
 _log = logging.getLogger(__name__)
@@ -74,8 +74,9 @@ def read_model(
     """Read a model and bring it into the form that slicing needs.
 
     External data are looked for beside the file; ``answer`` names the output to keep, where there
-    are several; ``task`` is what is said of it, else it is inferred; ``simplify`` folds constants and fuses with onnxslim, if that computes the same and
-    takes no longer than ``simplify_limit`` seconds. Files of a large model go to ``scratch``.
+    are several; ``task`` is what is said of it, else it is inferred; ``simplify`` folds constants
+    and fuses with onnxslim, if that computes the same and takes no longer than ``simplify_limit``
+    seconds. Files of a large model go to ``scratch``.
 
     Raises:
         ModelError: The file is missing, no ONNX model, or has a property that is not supported.

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from offramp.bundle.bundle import check_target, check_writable
-from offramp.compiler.tasks import AskedTask
 from offramp.calibration.training_options import TrainingOptions
+from offramp.compiler.asked_task import AskedKind, AskedTask
 
 DEFAULT_CONFIDENCE_LEVEL = 0.95
 """Of a promise, where nothing else is asked for or promised."""
@@ -30,8 +30,12 @@ class CompileOptions:
     overwrite: bool = False
     answer: str | None = None
     """The output that exits imitate, where the model has several."""
-    task: AskedTask = field(default_factory=AskedTask)
-    """What answers are, and when they agree; inferred where nothing is said of it."""
+    task: AskedKind = "auto"
+    """What answers are; ``auto`` infers it from the graph."""
+    agree_share: float | None = None
+    """Least share of tokens, pixels or key points that have to be equal for an answer to agree."""
+    agree_within: float | None = None
+    """How far values may differ, or key points be apart (as a share of the map's longer side)."""
     mask: str | None = None
     """The graph input that says which tokens count; found by name where not given."""
     exits: tuple[str, ...] = ()
@@ -78,6 +82,11 @@ class CompileOptions:
     """The folder that features are recorded in; ``None`` is the system's for temporary files."""
     scratch_limit: float = 4.0
     """GiB that features may take at once: the rest is recorded in later passes over the data."""
+
+    @property
+    def asked_task(self) -> AskedTask:
+        """What is said of the task."""
+        return AskedTask(kind=self.task, share=self.agree_share, within=self.agree_within)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

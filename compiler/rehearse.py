@@ -16,7 +16,7 @@ import numpy as np
 
 from offramp.bundle import Bundle, ExitPolicy, Manifest, Profile
 from offramp.bundle.bundle import RECORDS, REPORT
-from offramp.calibration.dataset import CERTIFY_SHARE, TUNE_SHARE, DataError, Dataset, read_dataset
+from offramp.calibration.dataset import CERTIFY_SHARE, TUNE_SHARE, DataError, Dataset, read_samples
 from offramp.calibration.records import ExitRecords, dump_records
 from offramp.calibration.rehearsal import (
     REHEARSAL,
@@ -79,7 +79,7 @@ def rehearse_bundle(options: RehearseOptions, progress: Progress = SILENT) -> Re
         )
     target = options.target()
     settings, choice = _asked(bundle, options)
-    dataset = read_dataset(options.data, bundle.manifest.inputs)
+    dataset = read_samples(options.data, bundle.manifest)
     for_tuning, for_certifying = _split(dataset, settings, choice)
     parts = {"Rehearse the exits": for_tuning, "Certify the policy": for_certifying}
     tune, certify = (

@@ -16,7 +16,7 @@ from offramp import __version__
 from offramp.bundle import Bundle
 from offramp.bundle.bundle import REPORT, check_writable
 from offramp.bundle.files import write_whole
-from offramp.calibration.dataset import read_dataset
+from offramp.calibration.dataset import read_samples
 from offramp.compiler.errors import ExportError
 from offramp.compiler.export.nesting import Names, nest
 from offramp.compiler.export.verification import Verified, verify
@@ -71,7 +71,7 @@ def export_bundle(options: ExportOptions, progress: Progress = SILENT) -> Export
     plan = make_plan(bundle)
     data = _check(bundle, plan, options)
     _check_opsets(options.bundle, plan)
-    dataset = read_dataset(data, bundle.manifest.inputs)
+    dataset = read_samples(data, bundle.manifest)
     names = Names.of(bundle.manifest, plan)
     explained = make_model(bundle, plan, names, with_exits=True)
     models = {"the export with exits": explained}

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from offramp.bundle import Bundle
-from offramp.calibration.dataset import Dataset, read_dataset
+from offramp.calibration.dataset import Dataset, read_samples
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.control.costs import CostModel
 from offramp.tools.bench.adapt.contenders import KINDS, Workplace, contenders_of, make_contender
@@ -233,8 +233,7 @@ def _datasets(bundle: Bundle, paths: list[Path]) -> dict[str, Dataset]:
     if len(set(names)) < len(names):
         names = [str(path) for path in paths]
     return {
-        name: read_dataset(path, bundle.manifest.inputs)
-        for name, path in zip(names, paths, strict=True)
+        name: read_samples(path, bundle.manifest) for name, path in zip(names, paths, strict=True)
     }
 
 

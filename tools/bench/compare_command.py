@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from offramp.calibration.dataset import read_dataset
+from offramp.calibration.dataset import read_samples
 from offramp.engine.backends import BACKENDS, make_backend
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.backends.factory import CPU_RUNTIMES
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     check_outputs(options.json)
     also = parse_also(options.also)
     bundle = open_runnable(options.bundle)
-    dataset = read_dataset(options.data, bundle.manifest.inputs)
+    dataset = read_samples(options.data, bundle.manifest)
     backend = make_backend(
         options.backend,
         threads=options.threads,

@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from offramp.calibration.dataset import read_dataset
+from offramp.calibration.dataset import read_samples
 from offramp.engine.backends import Backend, make_backend
 from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.backends.factory import CPU
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
     if not options.precision:
         raise ValueError(f"--precision needs another bundle of the model. {how_to_make(bundle)}")
     pair = BundlePair.of(bundle, open_runnable(options.precision))
-    dataset = read_dataset(options.data, bundle.manifest.inputs)
+    dataset = read_samples(options.data, bundle.manifest)
     total = samples_run(
         dataset, options.batch_sizes, rounds=options.rounds, samples=options.samples
     )
