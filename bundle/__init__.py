@@ -20,7 +20,7 @@ from offramp.bundle.measured import Measured, MeasuredSize, Ratio
 from offramp.bundle.padding import Padding
 from offramp.bundle.policy import NEVER, ActiveExit, ExitPolicy, Promise
 from offramp.bundle.profile import Profile, Spread
-from offramp.bundle.tasks import CLASSIFICATION, Task, TaskKind
+from offramp.bundle.tasks import CLASSIFICATION, AnswerTask, TaskKind
 
 __all__ = [
     "CLASSIFICATION",
@@ -52,7 +52,7 @@ __all__ = [
     "Ratio",
     "Segment",
     "Spread",
-    "Task",
+    "AnswerTask",
     "TaskKind",
     "TensorSpec",
     "write_bundle",

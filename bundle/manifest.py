@@ -28,7 +28,7 @@ from offramp.bundle.manifest_checks import (
 )
 from offramp.bundle.padding import Padding, check_paddings
 from offramp.bundle.serde import LEFT_OUT, check_numbers
-from offramp.bundle.tasks import CLASSIFICATION, Task, TaskKind
+from offramp.bundle.tasks import CLASSIFICATION, AnswerTask, TaskKind
 
 SCHEMA_VERSION = 1
 """Bumped whenever an older reader would misunderstand a newer bundle."""
@@ -93,7 +93,7 @@ class Answer:
     classes: int
     """Classes, labels, key points or values, as the task has them."""
     form: AnswerForm
-    task: Task = field(default=CLASSIFICATION, metadata=LEFT_OUT)
+    task: AnswerTask = field(default=CLASSIFICATION, metadata=LEFT_OUT)
 
     def __post_init__(self) -> None:
         check_numbers(self, "classes", least=1)

@@ -36,7 +36,7 @@ DENSE: Final[frozenset[TaskKind]] = frozenset({"token-classification", "segmenta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class AnswerTask:
     """The kind of a model's answers, and what of them has to be equal for one sample to agree."""
 
     kind: TaskKind = "classification"
@@ -88,4 +88,4 @@ class Task:
                 return f"all values differ by at most {self.within:g}"
 
 
-CLASSIFICATION: Final = Task()
+CLASSIFICATION: Final = AnswerTask()

@@ -23,7 +23,7 @@ from offramp.engine.agreement import HALF, agreement_of
 FloatArray = NDArray[np.float32]
 
 
-class Reading(NamedTuple):
+class ReadScores(NamedTuple):
     """The scores of a head, as answers to n samples."""
 
     principal: FloatArray
@@ -54,7 +54,7 @@ class Objective(ABC):
         """Give the mean loss of scores [n, scores]."""
 
     @abstractmethod
-    def read(self, scores: Tensor) -> Reading:
+    def read(self, scores: Tensor) -> ReadScores:
         """Read scores [n, scores] as answers."""
 
     def served(self, weights: dict[str, FloatArray]) -> Mapping[str, FloatArray]:
@@ -80,10 +80,10 @@ class ClassObjective(Objective):
         """Give the cross entropy."""
         return functional.cross_entropy(scores, targets)
 
-    def read(self, scores: Tensor) -> Reading:
+    def read(self, scores: Tensor) -> ReadScores:
         """Take the largest probability, and its class."""
         confidence, classes = scores.softmax(1).max(1)
-        return Reading(confidence.numpy()[:, None], classes.numpy())
+        return ReadScores(confidence.numpy()[:, None], classes.numpy())
 
 
 class LabelObjective(Objective):
@@ -102,10 +102,10 @@ class LabelObjective(Objective):
         """Give the binary cross entropy of all labels."""
         return functional.binary_cross_entropy_with_logits(scores, targets)
 
-    def read(self, scores: Tensor) -> Reading:
+    def read(self, scores: Tensor) -> ReadScores:
         """Take the probability of each decision."""
         chance = scores.sigmoid()
-        return Reading(torch.maximum(chance, 1 - chance).numpy(), (scores >= 0).numpy())
+        return ReadScores(torch.maximum(chance, 1 - chance).numpy(), (scores >= 0).numpy())
 
 
 class ValueObjective(Objective):
@@ -131,10 +131,10 @@ class ValueObjective(Objective):
         knows = functional.binary_cross_entropy_with_logits(sure, near)
         return functional.mse_loss(values, targets) + knows
 
-    def read(self, scores: Tensor) -> Reading:
+    def read(self, scores: Tensor) -> ReadScores:
         """Take the probability of being near enough."""
         values = scores[:, :-1].numpy() * self._spread + self._mean
-        return Reading(scores[:, -1:].sigmoid().numpy(), values.astype(np.float32))
+        return ReadScores(scores[:, -1:].sigmoid().numpy(), values.astype(np.float32))
 
     def served(self, weights: dict[str, FloatArray]) -> Mapping[str, FloatArray]:
         """Let the last layer give values in their own units."""

@@ -51,6 +51,12 @@ class TrainedHead:
     said: NDArray[np.generic]
     """[tune samples, …]: what its answers are compared by."""
 
+    @property
+    def confidence(self) -> NDArray[np.float32]:
+        """[tune samples]: what all principal values reach."""
+        smallest: NDArray[np.float32] = self.principal.min(axis=1)
+        return smallest
+
 
 def train_heads(
     train: Recording,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-from offramp.bundle import Task, TaskKind
+from offramp.bundle import AnswerTask, TaskKind
 from offramp.bundle.tasks import DENSE
 from offramp.compiler.errors import ModelError
 
@@ -26,7 +26,7 @@ class AskedTask:
     share: float | None = None
     within: float | None = None
 
-    def settle(self, kind: TaskKind) -> Task:
+    def settle(self, kind: TaskKind) -> AnswerTask:
         """Give the task of a kind; ModelError where what is asked for says nothing of it."""
         share, within = self.share, self.within
         if share is not None and kind not in DENSE:
@@ -39,7 +39,7 @@ class AskedTask:
                 f"--agree-within {within:g} says nothing of {kind}, where classes are equal or "
                 "not; leave it out"
             )
-        return Task(
+        return AnswerTask(
             kind=kind,
             share=SHARES.get(kind, 1.0) if share is None else share,
             within=(WITHIN_MAP if kind == "pose" else 0.0) if within is None else within,

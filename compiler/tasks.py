@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from offramp.bundle import Answer, AnswerForm, Task, TaskKind
+from offramp.bundle import Answer, AnswerForm, AnswerTask, TaskKind
 from offramp.compiler.asked_task import AskedTask
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import Operator
@@ -38,7 +38,7 @@ def find_kind(asked: AskedTask, shape: tuple[int | str, ...], last: Operator | N
 
 
 def describe_answer(
-    name: str, tensor: TensorType, task: Task, *, form: AnswerForm, picked: TensorType | None
+    name: str, tensor: TensorType, task: AnswerTask, *, form: AnswerForm, picked: TensorType | None
 ) -> Answer:
     """Describe an answer of another task than classification; ModelError if it does not fit.
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Answer
-from offramp.bundle.tasks import Task, TaskKind
+from offramp.bundle.tasks import AnswerTask, TaskKind
 
 Codes = NDArray[np.int32]
 AGREED: Final = 1
@@ -34,7 +34,7 @@ class Agreement(ABC):
     def __init__(self, answer: Answer) -> None:
         """Take what the manifest says of the answer."""
         self.answer = answer
-        self.task: Task = answer.task
+        self.task: AnswerTask = answer.task
 
     @abstractmethod
     def reduce(self, values: NDArray[Any]) -> NDArray[Any]:

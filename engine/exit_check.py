@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle import CLASSIFICATION, AnswerForm, Task
+from offramp.bundle import CLASSIFICATION, AnswerForm, AnswerTask
 from offramp.certify import leaves
 from offramp.engine.principal_values import principal_values, sure_of
 
@@ -25,7 +25,7 @@ _ONE = np.float32(1)
 
 
 def confidence_of(
-    answer: NDArray[Any], form: AnswerForm, task: Task = CLASSIFICATION
+    answer: NDArray[Any], form: AnswerForm, task: AnswerTask = CLASSIFICATION
 ) -> NDArray[np.float32]:
     """Give the largest probability of answers [b, classes], which are floating-point numbers.
 

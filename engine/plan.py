@@ -25,7 +25,7 @@ from offramp.bundle import (
     Exit,
     ExitPolicy,
     Segment,
-    Task,
+    AnswerTask,
     TensorSpec,
 )
 from offramp.bundle.manifest import last_beginning
@@ -78,7 +78,7 @@ class StageSpec:
     confidence: str | None = None
     """Name of the answer's confidence there; where there is none, the backend computes it."""
     form: AnswerForm
-    task: Task = CLASSIFICATION
+    task: AnswerTask = CLASSIFICATION
     threshold: float
     """Least confidence to leave with, a float32 value (the policy's rounded up, so that none
     leaves below it); 0 in the last stage, where everything leaves."""

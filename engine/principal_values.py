@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle import AnswerForm, Task
+from offramp.bundle import AnswerForm, AnswerTask
 
 HIGHEST: Final = 5
 """Values that are looked at of each heat map (PAME 5.3)."""
@@ -24,7 +24,7 @@ MOST_PLACES: Final = 4096
 Values = NDArray[np.float32]
 
 
-def principal_values(answer: NDArray[Any], form: AnswerForm, task: Task) -> Values:
+def principal_values(answer: NDArray[Any], form: AnswerForm, task: AnswerTask) -> Values:
     """Reduce answers [b, …] to their principal values [b, n], from 0 to 1; NaN counts as 0.
 
     Of one class of several: the largest probability. Of labels: that of what was decided, yes or

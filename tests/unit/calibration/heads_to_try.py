@@ -12,6 +12,7 @@ from offramp.bundle import Answer, AnswerForm, Head
 from offramp.calibration.cut_tensors import CutTensor
 from offramp.calibration.features import WHOLE, Projections, Recording
 from offramp.calibration.learners import Preconditioners
+from offramp.calibration.objectives import ClassObjective
 from offramp.calibration.preconditioning import Preconditioner
 from offramp.calibration.training import (
     TrainedHead,
@@ -47,6 +48,13 @@ TOKEN_HEADS = (
     Head(kind="attention", queries=1, hidden=5),
     Head(kind="attention", queries=4, hidden=5),
 )
+
+
+def objective(answers: NDArray[np.float32]) -> ClassObjective:
+    """What heads learn of probabilities [n, classes]."""
+    return ClassObjective(answer(), answers)
+
+
 VECTOR_HEADS = (Head(kind="vector"), Head(kind="vector", hidden=5))
 
 
@@ -81,7 +89,7 @@ class Problem:
             self.recording(slice(part, None)),
             cuts=[self.cut],
             families=[self.heads],
-            probabilities=self.answers[:part],
+            objective=objective(self.answers[:part]),
             options=TrainingOptions(**settings),
             known=known,
         )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.fakes import fake_plan
 
-from offramp.bundle import NEVER, ActiveExit, ExitPolicy, Measured
+from offramp.bundle import NEVER, ActiveExit, Answer, ExitPolicy, Measured
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.measuring import (
     Budget,
@@ -20,11 +20,14 @@ from offramp.calibration.measuring import (
 )
 from offramp.calibration.paired import StagedModel, never_exiting
 from offramp.calibration.records import ExitRecords
+from offramp.engine.agreement import agreement_of
 from offramp.engine.pipeline import Departure, Pipeline
 from offramp.testing.backend import SCRIPT, FakeBackend
 
 SOURCE_MS, FIRST_MS, SECOND_MS = 10.0, 2.0, 9.0
 """A row, in the source model and in both stages."""
+
+AGREEMENT = agreement_of(Answer(output="answer", classes=2, form="logits"))
 
 
 class Machine:
@@ -62,7 +65,14 @@ class Machine:
             nothing_exits=StagedModel(Pipeline(self.backend, never_exiting(plan)), slot),
         )
         settings = {"clock": self.clock, "cpu_clock": self.clock, "threads": 1, **settings}
-        return measure_runners(compared, self.data, self.stage, batch_sizes=batch_sizes, **settings)
+        return measure_runners(
+            compared,
+            self.data,
+            self.stage,
+            agreement=AGREEMENT,
+            batch_sizes=batch_sizes,
+            **settings,
+        )
 
 
 def test_ratios_are_those_of_the_machine() -> None:

@@ -75,7 +75,7 @@ def check(head: TrainedHead, answers: np.ndarray, form: AnswerForm) -> None:
     clear = np.sort(answers, axis=1)[:, -1] - np.sort(answers, axis=1)[:, -2] > TOLERANCE
     assert clear.mean() > 0.9  # the comparison means something
     predictions = answers.argmax(axis=1)
-    np.testing.assert_array_equal(predictions[clear], head.prediction[clear])
+    np.testing.assert_array_equal(predictions[clear], head.said[clear])
 
 
 @pytest.mark.parametrize("opset", [13, 17, 18, 21])
@@ -200,5 +200,5 @@ def test_a_new_kind_of_head_is_one_class(kind: str, monkeypatch: pytest.MonkeyPa
             ir_version=8,
         )
         served, confidence = ort.InferenceSession(graph).run(None, {"cut": made.values[part:]})
-        np.testing.assert_array_equal(served.argmax(axis=1), head.prediction)
+        np.testing.assert_array_equal(served.argmax(axis=1), head.said)
         np.testing.assert_allclose(confidence, head.confidence, rtol=0, atol=TOLERANCE)

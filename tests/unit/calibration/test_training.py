@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.unit.calibration.heads_to_try import CLASSES, Problem, problem
+from tests.unit.calibration.heads_to_try import CLASSES, Problem, objective, problem
 
 from offramp.bundle import Head
 from offramp.calibration.features import WHOLE
@@ -29,7 +29,7 @@ SLOW_MAP = pytest.param("map", marks=pytest.mark.slow)
 def test_a_separable_problem_is_learned_by_every_head(kind: str) -> None:
     made = problem(kind, samples=600)
     for head in made.train(epochs=20, learning_rate=1e-2):
-        agreement = (head.prediction == truth(made)).mean()
+        agreement = (head.said == truth(made)).mean()
         # class centres lie several deviations apart, but less so in a global average; padding
         # hides most tokens of some samples
         least = 0.8 if head.head.grid == 1 or kind == "masked tokens" else 0.95
@@ -50,9 +50,7 @@ def test_attention_finds_the_token_that_means_something() -> None:
     values[rows, places, CLASSES] = 4  # marks it
     made.features[WHOLE] = values.astype(np.float16)
     agreement = {
-        (head.head.kind, head.head.queries, head.head.hidden): (
-            head.prediction == truth(made)
-        ).mean()
+        (head.head.kind, head.head.queries, head.head.hidden): (head.said == truth(made)).mean()
         for head in made.train(epochs=25, learning_rate=3e-2, batch_size=64)
     }
     assert agreement["attention", 1, 0] > 0.9
@@ -104,7 +102,7 @@ def test_a_diverging_head_keeps_its_best_epoch() -> None:
     """A learning rate that ruins the epochs at its peak does not ruin the result."""
     made = problem("vector", samples=600)
     for head in made.train(epochs=40, learning_rate=3.0):
-        assert (head.prediction == truth(made)).mean() > 0.9, head.head
+        assert (head.said == truth(made)).mean() > 0.9, head.head
 
 
 def test_shapes_and_types() -> None:
@@ -114,9 +112,9 @@ def test_shapes_and_types() -> None:
         first = head.weights["hidden_weight" if head.head.hidden else "weight"]
         assert first.shape == (features, head.head.hidden or CLASSES)
         assert all(w.dtype == np.float32 for w in head.weights.values())
-        assert head.confidence.shape == head.prediction.shape == (20,)
+        assert head.confidence.shape == head.said.shape == (20,)
         assert head.confidence.dtype == np.float32
-        assert head.prediction.dtype == np.int32
+        assert head.said.dtype.kind == "i"
         assert ((head.confidence >= 1 / CLASSES - 1e-6) & (head.confidence <= 1)).all()
 
 
@@ -126,7 +124,7 @@ def test_features_that_never_vary_do_no_harm() -> None:
     values[:, 0], values[:, 1] = 0, 1234.5
     made.features[WHOLE] = values.astype(np.float16)
     for head in made.train(epochs=12, learning_rate=1e-2):
-        assert (head.prediction == truth(made)).mean() > 0.9
+        assert (head.said == truth(made)).mean() > 0.9
         assert all(np.isfinite(w).all() for w in head.weights.values())
 
 
@@ -161,7 +159,7 @@ def test_no_heads_to_train() -> None:
         recording,
         cuts=[made.cut],
         families=[()],
-        probabilities=made.answers,
+        objective=objective(made.answers),
         options=TrainingOptions(),
     )
     assert trained == []
@@ -178,7 +176,7 @@ def test_progress_adds_up(kind: str) -> None:
         recording,
         cuts=[made.cut],
         families=[made.heads],
-        probabilities=made.answers,
+        objective=objective(made.answers),
         options=options,
         progress=steps.append,
     )
