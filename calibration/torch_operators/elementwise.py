@@ -1,0 +1,198 @@
+"""Operators that look at each element for itself: arithmetic, comparisons, logic, activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import reduce
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from offramp.calibration.torch_operators.node import GraphNode, TorchOperator, operator, plain
+from offramp.calibration.torch_operators.tensors import DTYPES
+
+
+def _divide(x: Tensor, y: Tensor) -> Tensor:
+    return x / y if x.is_floating_point() else torch.div(x, y, rounding_mode="trunc")
+
+
+def _modulo(node: GraphNode, x: Tensor, y: Tensor) -> Tensor:
+    return torch.fmod(x, y) if node.get("fmod", 0) else torch.remainder(x, y)
+
+
+def _power(x: Tensor, exponent: Tensor) -> Tensor:
+    return torch.pow(x, exponent).to(x.dtype)
+
+
+def _shift(node: GraphNode, x: Tensor, by: Tensor) -> Tensor:
+    left = node.get("direction", "") == "LEFT"
+    return torch.bitwise_left_shift(x, by) if left else torch.bitwise_right_shift(x, by)
+
+
+def _folded(function: Callable[[Tensor, Tensor], Tensor]) -> TorchOperator:
+    """List a function of two tensors for an operator that takes any number of them."""
+    return operator(lambda _node, *inputs: reduce(function, inputs))
+
+
+def _mean(_node: GraphNode, *inputs: Tensor) -> Tensor:
+    return reduce(torch.add, inputs) / len(inputs)
+
+
+def _clip(
+    node: GraphNode, x: Tensor, low: Tensor | None = None, high: Tensor | None = None
+) -> Tensor:
+    """Bound from below, then from above; the bounds are attributes before opset 11."""
+    least = node.get("min", None) if low is None else low
+    most = node.get("max", None) if high is None else high
+    if least is not None:
+        x = torch.clamp(x, min=least)
+    return x if most is None else torch.clamp(x, max=most)
+
+
+def _is_infinite(node: GraphNode, x: Tensor) -> Tensor:
+    found = torch.isinf(x)
+    if not node.get("detect_negative", 1):
+        found &= x > 0
+    if not node.get("detect_positive", 1):
+        found &= x < 0
+    return found
+
+
+def _prelu(x: Tensor, slope: Tensor) -> Tensor:
+    return torch.where(x < 0, x * slope, x)
+
+
+def _celu(node: GraphNode, x: Tensor) -> Tensor:
+    return functional.celu(x, node.get("alpha", 1.0))
+
+
+def _elu(node: GraphNode, x: Tensor) -> Tensor:
+    return functional.elu(x, node.get("alpha", 1.0))
+
+
+def _selu(node: GraphNode, x: Tensor) -> Tensor:
+    alpha, gamma = node.get("alpha", 1.6732632423543772), node.get("gamma", 1.0507009873554805)
+    return gamma * functional.elu(x, alpha)
+
+
+def _gelu(node: GraphNode, x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate=node.get("approximate", "none"))
+
+
+def _hard_sigmoid(node: GraphNode, x: Tensor) -> Tensor:
+    return torch.clamp(node.get("alpha", 0.2) * x + node.get("beta", 0.5), 0, 1)
+
+
+def _hard_swish(x: Tensor) -> Tensor:
+    return x * torch.clamp(x / 6 + 0.5, 0, 1)
+
+
+def _leaky_relu(node: GraphNode, x: Tensor) -> Tensor:
+    return functional.leaky_relu(x, node.get("alpha", 0.01))
+
+
+def _shrink(node: GraphNode, x: Tensor) -> Tensor:
+    lambd, bias = node.get("lambd", 0.5), node.get("bias", 0.0)
+    low, high = x < -lambd, x > lambd
+    return torch.where(low, x + bias, torch.where(high, x - bias, torch.zeros_like(x))).to(x.dtype)
+
+
+def _swish(node: GraphNode, x: Tensor) -> Tensor:
+    return x * torch.sigmoid(node.get("alpha", 1.0) * x)
+
+
+def _thresholded_relu(node: GraphNode, x: Tensor) -> Tensor:
+    return torch.where(x > node.get("alpha", 1.0), x, torch.zeros_like(x))
+
+
+def _cast(node: GraphNode, x: Tensor) -> Tensor:
+    return x.to(DTYPES[node.get("to", 1)])
+
+
+def _cast_lacks(node: GraphNode) -> str | None:
+    return None if node.get("to", 1) in DTYPES else f"to data type {node.get('to', 1)}"
+
+
+def _cast_like(_node: GraphNode, x: Tensor, like: Tensor) -> Tensor:
+    return x.to(like.dtype)
+
+
+def _dropout(_node: GraphNode, x: Tensor, *_settings: Tensor | None) -> list[Tensor]:
+    """Drop nothing, whether or not the graph was exported for training."""
+    return [x, torch.ones_like(x, dtype=torch.bool)]
+
+
+ELEMENTWISE: Mapping[str, TorchOperator] = {
+    "Abs": plain(torch.abs),
+    "Acos": plain(torch.acos),
+    "Acosh": plain(torch.acosh),
+    "Add": plain(torch.add),
+    "And": plain(torch.logical_and),
+    "Asin": plain(torch.asin),
+    "Asinh": plain(torch.asinh),
+    "Atan": plain(torch.atan),
+    "Atanh": plain(torch.atanh),
+    "BitShift": operator(_shift),
+    "BitwiseAnd": plain(torch.bitwise_and),
+    "BitwiseNot": plain(torch.bitwise_not),
+    "BitwiseOr": plain(torch.bitwise_or),
+    "BitwiseXor": plain(torch.bitwise_xor),
+    "Cast": operator(_cast, lacks=_cast_lacks),
+    "CastLike": operator(_cast_like),
+    "Ceil": plain(torch.ceil),
+    "Celu": operator(_celu),
+    "Clip": operator(_clip, untrained=(1, 2)),
+    "Cos": plain(torch.cos),
+    "Cosh": plain(torch.cosh),
+    "Div": plain(_divide),
+    "Dropout": operator(_dropout, settings=(1, 2)),
+    "Elu": operator(_elu),
+    "Equal": plain(torch.eq),
+    "Erf": plain(torch.erf),
+    "Exp": plain(torch.exp),
+    "Floor": plain(torch.floor),
+    "Gelu": operator(_gelu),
+    "Greater": plain(torch.gt),
+    "GreaterOrEqual": plain(torch.ge),
+    "HardSigmoid": operator(_hard_sigmoid),
+    "HardSwish": plain(_hard_swish),
+    "Identity": plain(lambda x: x),
+    "IsInf": operator(_is_infinite),
+    "IsNaN": plain(torch.isnan),
+    "LeakyRelu": operator(_leaky_relu),
+    "Less": plain(torch.lt),
+    "LessOrEqual": plain(torch.le),
+    "Log": plain(torch.log),
+    "Max": _folded(torch.maximum),
+    "Mean": operator(_mean),
+    "Min": _folded(torch.minimum),
+    "Mish": plain(functional.mish),
+    "Mod": operator(_modulo),
+    "Mul": plain(torch.mul),
+    "Neg": plain(torch.neg),
+    "Not": plain(torch.logical_not),
+    "Or": plain(torch.logical_or),
+    "Pow": plain(_power, untrained=(1,)),
+    "PRelu": plain(_prelu),
+    "Reciprocal": plain(torch.reciprocal),
+    "Relu": plain(torch.relu),
+    "Round": plain(torch.round),
+    "Selu": operator(_selu),
+    "Shrink": operator(_shrink),
+    "Sigmoid": plain(torch.sigmoid),
+    "Sign": plain(torch.sign),
+    "Sin": plain(torch.sin),
+    "Sinh": plain(torch.sinh),
+    "Softplus": plain(functional.softplus),
+    "Softsign": plain(functional.softsign),
+    "Sqrt": plain(torch.sqrt),
+    "Sub": plain(torch.sub),
+    "Sum": _folded(torch.add),
+    "Swish": operator(_swish),
+    "Tan": plain(torch.tan),
+    "Tanh": plain(torch.tanh),
+    "ThresholdedRelu": operator(_thresholded_relu),
+    "Where": plain(torch.where),
+    "Xor": plain(torch.logical_xor),
+}

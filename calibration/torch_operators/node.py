@@ -1,0 +1,94 @@
+"""What a node of an ONNX graph is to its torch function, and how such a function is listed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypeVar, cast
+
+from torch import Tensor
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GraphNode:
+    """A node of a graph: an operator of some kind, with its attributes."""
+
+    kind: str
+    """ONNX operator type, for instance ``Conv``; with its domain in front where it is no
+    standard one."""
+    name: str
+    """May be empty."""
+    inputs: tuple[str, ...]
+    """Tensors that it reads; empty names stand for optional ones that are left out."""
+    outputs: tuple[str, ...]
+    """Tensors that it writes; empty names for those that nobody wants."""
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    """Numbers, texts, tuples of them, and constants as tensors."""
+    opset: int = 1
+    """Version of the standard operator set, which says where axes and bounds are found."""
+
+    def get(self, name: str, default: _T) -> _T:
+        """Give an attribute, or what holds where the node has none of that name."""
+        return cast("_T", self.attributes.get(name, default))
+
+    def reads(self, index: int) -> bool:
+        """Whether an optional input is there."""
+        return index < len(self.inputs) and bool(self.inputs[index])
+
+    def writes(self, index: int) -> bool:
+        """Whether an optional output is wanted."""
+        return index < len(self.outputs) and bool(self.outputs[index])
+
+
+Lacks: TypeAlias = Callable[[GraphNode], str | None]
+
+
+def _lacks_nothing(_node: GraphNode) -> str | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TorchOperator:
+    """An ONNX operator as a function on torch tensors, which keeps gradients."""
+
+    run: Callable[..., Tensor | Sequence[Tensor]]
+    """Takes the node and its inputs, ``None`` where one is left out; gives the outputs."""
+    settings: frozenset[int] = frozenset()
+    """Inputs that are read as numbers, such as sizes and axes: they stay in host memory."""
+    untrained: frozenset[int] = frozenset()
+    """Inputs that are computed with and yet are no weights: statistics, bounds, exponents."""
+    lacks: Lacks = _lacks_nothing
+    """Says what of a node, for instance a mode, there is no function for."""
+
+
+def operator(
+    run: Callable[..., Tensor | Sequence[Tensor]],
+    *,
+    settings: Sequence[int] = (),
+    untrained: Sequence[int] = (),
+    lacks: Lacks = _lacks_nothing,
+) -> TorchOperator:
+    """List a function that takes the node and the inputs."""
+    return TorchOperator(
+        run=run, settings=frozenset(settings), untrained=frozenset(untrained), lacks=lacks
+    )
+
+
+def plain(function: Callable[..., Tensor], *, untrained: Sequence[int] = ()) -> TorchOperator:
+    """List a function that takes the inputs alone: the operator has no attributes."""
+    return operator(lambda _node, *inputs: function(*inputs), untrained=untrained)
+
+
+def numbers(tensor: Tensor) -> list[int]:
+    """Read integers of a tensor of any shape."""
+    return [int(value) for value in tensor.flatten().tolist()]
+
+
+def axes_of(node: GraphNode, given: Tensor | None) -> list[int] | None:
+    """Give the axes that are an input of newer opsets and an attribute of older ones."""
+    if given is not None:
+        return numbers(given)
+    axes = node.get("axes", None)
+    return None if axes is None else list(axes)

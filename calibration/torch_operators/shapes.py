@@ -1,0 +1,221 @@
+"""Operators that change shapes and order: reshaping, slicing, joining, padding."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from offramp.calibration.torch_operators.node import (
+    GraphNode,
+    TorchOperator,
+    axes_of,
+    numbers,
+    operator,
+)
+
+
+def _shape(node: GraphNode, x: Tensor) -> Tensor:
+    sizes = list(x.shape)[node.get("start", 0) : node.get("end", x.ndim)]
+    return torch.tensor(sizes, dtype=torch.int64)
+
+
+def _size(_node: GraphNode, x: Tensor) -> Tensor:
+    return torch.tensor(x.numel(), dtype=torch.int64)
+
+
+def _reshape(node: GraphNode, x: Tensor, shape: Tensor) -> Tensor:
+    sizes = numbers(shape)
+    if not node.get("allowzero", 0):
+        sizes = [x.shape[i] if size == 0 else size for i, size in enumerate(sizes)]
+    return x.reshape(sizes)
+
+
+def _flatten(node: GraphNode, x: Tensor) -> Tensor:
+    axis = node.get("axis", 1)
+    axis += x.ndim if axis < 0 else 0
+    return x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
+
+
+def _squeeze(node: GraphNode, x: Tensor, axes: Tensor | None = None) -> Tensor:
+    found = axes_of(node, axes)
+    return x.squeeze() if found is None else x.squeeze(tuple(found))
+
+
+def _unsqueeze(node: GraphNode, x: Tensor, axes: Tensor | None = None) -> Tensor:
+    found = axes_of(node, axes) or []
+    rank = x.ndim + len(found)
+    for axis in sorted(axis % rank for axis in found):
+        x = x.unsqueeze(axis)
+    return x
+
+
+def _transpose(node: GraphNode, x: Tensor) -> Tensor:
+    return x.permute(node.get("perm", tuple(reversed(range(x.ndim)))))
+
+
+def _expand(_node: GraphNode, x: Tensor, shape: Tensor) -> Tensor:
+    return x.expand(torch.broadcast_shapes(x.shape, tuple(numbers(shape))))
+
+
+def _tile(_node: GraphNode, x: Tensor, repeats: Tensor) -> Tensor:
+    return x.repeat(numbers(repeats)) if x.ndim else x
+
+
+def _concat(node: GraphNode, *inputs: Tensor) -> Tensor:
+    return torch.cat(inputs, node.get("axis", 1))
+
+
+def _split(node: GraphNode, x: Tensor, split: Tensor | None = None) -> Sequence[Tensor]:
+    """Split by sizes, or into equal parts, the last of which may be smaller (opset 18)."""
+    axis = node.get("axis", 0)
+    sizes = list(node.get("split", ())) if split is None else numbers(split)
+    if sizes:
+        return torch.split(x, sizes, axis)
+    whole, parts = x.shape[axis], node.get("num_outputs", len(node.outputs))
+    part = -(-whole // parts)
+    starts = [min(part * i, whole) for i in range(parts + 1)]
+    return torch.split(x, [b - a for a, b in itertools.pairwise(starts)], axis)
+
+
+def _slice(
+    node: GraphNode,
+    x: Tensor,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
+    *rest: Tensor | None,
+) -> Tensor:
+    """Take slices; their bounds are attributes before opset 10."""
+    axes, steps = (*rest, *[None] * (2 - len(rest)))
+    first = list(node.get("starts", ())) if starts is None else numbers(starts)
+    last = list(node.get("ends", ())) if ends is None else numbers(ends)
+    along = axes_of(node, axes) or list(range(len(first)))
+    by = [1] * len(first) if steps is None else numbers(steps)
+    for start, end, axis, step in zip(first, last, along, by, strict=True):
+        taken = range(*slice(start, end, step).indices(x.shape[axis]))
+        if step > 0:
+            at = [slice(None)] * x.ndim
+            at[axis] = slice(taken.start, max(taken.stop, taken.start), step)
+            x = x[tuple(at)]
+        else:  # torch takes no negative steps
+            x = x.index_select(axis, torch.tensor(taken, dtype=torch.int64, device=x.device))
+    return x
+
+
+def _pad(
+    node: GraphNode,
+    x: Tensor,
+    pads: Tensor | None = None,
+    value: Tensor | None = None,
+    axes: Tensor | None = None,
+) -> Tensor:
+    """Pad or crop each axis at both ends; what is attributes before opset 11 is inputs since."""
+    amounts = list(node.get("pads", ())) if pads is None else numbers(pads)
+    along = list(range(x.ndim)) if axes is None else numbers(axes)
+    half = len(amounts) // 2
+    by_axis = {
+        axis % x.ndim: (begin, end)
+        for axis, begin, end in zip(along, amounts[:half], amounts[half:], strict=True)
+    }
+    mode = node.get("mode", "constant")
+    if mode == "constant":
+        fill = node.get("value", 0.0) if value is None else value.item()
+        ordered = [by_axis.get(axis, (0, 0)) for axis in reversed(range(x.ndim))]
+        return functional.pad(x, [amount for ends in ordered for amount in ends], value=fill)
+    for axis, (begin, end) in by_axis.items():
+        if begin or end:
+            places = torch.arange(-begin, x.shape[axis] + end, device=x.device)
+            x = x.index_select(axis, _PLACES[mode](places, x.shape[axis]))
+    return x
+
+
+def _reflected(places: Tensor, size: int) -> Tensor:
+    """Give the places that those outside of [0, size) mirror; the edge is not repeated."""
+    period = max(2 * (size - 1), 1)
+    places = places.remainder(period)
+    return torch.where(places < size, places, period - places)
+
+
+_PLACES = {
+    "reflect": _reflected,
+    "edge": lambda places, size: places.clamp(0, size - 1),
+    "wrap": lambda places, size: places.remainder(size),
+}
+
+
+def _depth_to_space(node: GraphNode, x: Tensor) -> Tensor:
+    n, c, h, w = x.shape
+    b = node.get("blocksize", 1)
+    if node.get("mode", "DCR") == "DCR":
+        x = x.reshape(n, b, b, c // b**2, h, w).permute(0, 3, 4, 1, 5, 2)
+    else:
+        x = x.reshape(n, c // b**2, b, b, h, w).permute(0, 1, 4, 2, 5, 3)
+    return x.reshape(n, c // b**2, h * b, w * b)
+
+
+def _space_to_depth(node: GraphNode, x: Tensor) -> Tensor:
+    n, c, h, w = x.shape
+    b = node.get("blocksize", 1)
+    places = (0, 3, 5, 1, 2, 4) if node.get("mode", "DCR") == "DCR" else (0, 1, 3, 5, 2, 4)
+    x = x.reshape(n, c, h // b, b, w // b, b).permute(places)
+    return x.reshape(n, c * b**2, h // b, w // b)
+
+
+def _constant(node: GraphNode) -> Tensor:
+    for name, dtype in _CONSTANTS.items():
+        if name in node.attributes:
+            return torch.tensor(node.attributes[name], dtype=dtype)
+    value: Tensor = node.attributes["value"]
+    return value
+
+
+_CONSTANTS = {
+    "value_float": torch.float32,
+    "value_floats": torch.float32,
+    "value_int": torch.int64,
+    "value_ints": torch.int64,
+}
+
+
+def _constant_lacks(node: GraphNode) -> str | None:
+    known = isinstance(node.get("value", None), Tensor) or not _CONSTANTS.keys().isdisjoint(
+        node.attributes
+    )
+    return None if known else "of texts or of a sparse tensor"
+
+
+def _constant_of_shape(node: GraphNode, shape: Tensor) -> Tensor:
+    value = node.get("value", torch.zeros(1))
+    return value.reshape(()).expand(numbers(shape)).clone()
+
+
+def _range(_node: GraphNode, start: Tensor, limit: Tensor, delta: Tensor) -> Tensor:
+    first, step = start.item(), delta.item()
+    count = max(math.ceil((limit.item() - first) / step), 0)
+    return (torch.arange(count) * step + first).to(start.dtype)
+
+
+SHAPES: Mapping[str, TorchOperator] = {
+    "Concat": operator(_concat),
+    "Constant": operator(_constant, lacks=_constant_lacks),
+    "ConstantOfShape": operator(_constant_of_shape, settings=(0,)),
+    "DepthToSpace": operator(_depth_to_space),
+    "Expand": operator(_expand, settings=(1,)),
+    "Flatten": operator(_flatten),
+    "Pad": operator(_pad, settings=(1, 2, 3)),
+    "Range": operator(_range, settings=(0, 1, 2)),
+    "Reshape": operator(_reshape, settings=(1,)),
+    "Shape": operator(_shape),
+    "Size": operator(_size),
+    "Slice": operator(_slice, settings=(1, 2, 3, 4)),
+    "SpaceToDepth": operator(_space_to_depth),
+    "Split": operator(_split, settings=(1,)),
+    "Squeeze": operator(_squeeze, settings=(1,)),
+    "Tile": operator(_tile, settings=(1,)),
+    "Transpose": operator(_transpose),
+    "Unsqueeze": operator(_unsqueeze, settings=(1,)),
+}
