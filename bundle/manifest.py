@@ -150,12 +150,13 @@ def given_behind(segments: Sequence[Segment], first: int, last: int) -> tuple[st
 
 
 HeadKind: TypeAlias = Literal[
-    "grid", "first", "mean", "mean_max", "attention", "vector", "joined", "own"
+    "grid", "first", "mean", "mean_max", "attention", "vector", "joined", "own", "bridge"
 ]
 """How a head pools: average a map to a grid; first token; masked mean; first, mean and max joined;
 learned attention queries; not at all; each tensor of a cut set, joined.
 :mod:`offramp.calibration.families` has a class for each. ``own`` is no head: the answer of the
-quantised model itself, after its last segment."""
+quantised model itself, after its last segment. ``bridge`` pools nothing: some blocks of the model,
+then its own head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +181,8 @@ class Head:
         """``4×4 grid, hidden 64``, for reports."""
         if self.kind == "own":
             return "the int8 model's own answer"
+        if self.kind == "bridge":
+            return "bridge"
         grid = "×".join([str(self.grid)] * self.axes)
         pooling = {
             "joined": "all tensors",

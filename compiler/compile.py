@@ -21,6 +21,7 @@ from offramp.calibration.scratch import ScratchSpace
 from offramp.certify import samples_needed
 from offramp.compiler.batch_effect import left_for_exits, measure_batch_effect
 from offramp.compiler.blueprint import Blueprint, CompileRun, draw, timer_of
+from offramp.compiler.bridged_exits import find_bridged_exits
 from offramp.compiler.errors import CompileError
 from offramp.compiler.exits import FoundExits, find_exits
 from offramp.compiler.feature_folder import find_scratch, sweep
@@ -113,9 +114,20 @@ def _compile_sliced(sliced: Sliced, run: CompileRun, quantise: Quantise | None) 
     options = run.options
     timer = timer_of(sliced, run)
     times = timer.backbone()
-    found = find_exits(
-        sliced, parts, options, times, samples=timer.samples, progress=progress, scratch=run.scratch
-    )
+    if sliced.model.answer.task.is_dense:
+        found = find_bridged_exits(
+            sliced, parts, options, times, samples=timer.samples, progress=progress
+        )
+    else:
+        found = find_exits(
+            sliced,
+            parts,
+            options,
+            times,
+            samples=timer.samples,
+            progress=progress,
+            scratch=run.scratch,
+        )
     chosen = draw(sliced, found.exits, run, timer=timer, times=times)
     if options.precision != "fp32" and quantise is not None:
         copy = quantise(sliced.whole_model(), parts.train)

@@ -64,13 +64,14 @@ def _in_its_type(part: PartBuilder, given: str, answer: Answer, dtype: str) -> N
 
 
 def add_principal(
-    part: PartBuilder, scores: str, answer: Answer, shape: tuple[int | str, ...], *, soft: bool
+    part: PartBuilder, scores: str, answer: Answer, shape: tuple[int | str, ...]
 ) -> tuple[str, int | None]:
     """Add the principal values [b, n] of a dense answer; gives them, and n where it is fixed.
 
     ``scores`` are float32 of ``shape``: [b, tokens, classes], [b, classes, height, width] or heat
-    maps [b, key points, height, width]; ``soft`` says that they are probabilities already.
+    maps [b, key points, height, width]: the answer, or what its classes are picked from.
     """
+    soft = answer.form == "probabilities"
     flat = part.weight("rows", np.array([0, -1], np.int64))
     match answer.task.kind:
         case "token-classification":

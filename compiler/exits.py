@@ -21,7 +21,7 @@ from offramp.bundle.manifest import HeadScore
 from offramp.calibration.cut_tensors import CutTensor
 from offramp.calibration.dataset import DataSplit
 from offramp.calibration.estimates import BackboneTimes
-from offramp.calibration.families import family_of
+from offramp.calibration.families import family_of, masks_of
 from offramp.calibration.features import Recording
 from offramp.calibration.learners import Preconditioners, view_of
 from offramp.calibration.objectives import objective_of, truth_of
@@ -62,6 +62,8 @@ class BuiltExit:
     """The segment that the exit follows."""
     cut: CutTensor
     graph: bytes
+    reads: tuple[str, ...]
+    """Tensors that the graph reads."""
     weights: Mapping[str, NDArray[np.float32]]
     """Of the trained head; none where it is a quantised model's own answer."""
     heads: tuple[HeadScore, ...]
@@ -192,6 +194,7 @@ class _HeadSearch:
                 BuiltExit(
                     candidate=candidate,
                     cut=self.sliced.cuts[candidate],
+                    reads=reads_of(self.sliced.cuts[candidate], best.score.head),
                     graph=self._build(ended[best.score.head], best.share),
                     weights=ended[best.score.head].weights,
                     heads=tuple(judged.score for judged in heads),
@@ -267,6 +270,11 @@ def judge(
         net_savings=netted[best],
     )
     return JudgedHead(score, shares[best])
+
+
+def reads_of(cut: CutTensor, head: Head) -> tuple[str, ...]:
+    """List what a pooled head reads: cut tensors, and the masks of some."""
+    return (*(tensor.name for tensor in cut.read), *masks_of(cut, head))
 
 
 def build_on(

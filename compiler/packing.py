@@ -27,7 +27,6 @@ from offramp.bundle.input_ranges import INPUT_RANGES
 from offramp.bundle.manifest import SCHEMA_VERSION, Calibration, Source
 from offramp.bundle.measured import MEASURED
 from offramp.calibration.dataset import DataSplit
-from offramp.calibration.families import masks_of
 from offramp.calibration.limits import BindingLimit
 from offramp.calibration.records import ExitRecords, dump_records
 from offramp.calibration.rehearsal import REHEARSAL, Rehearsed
@@ -171,12 +170,12 @@ class Draft:
 
 
 def _exit(index: int, built: BuiltExit, answer: str) -> Exit:
-    prefix, masks = exit_prefix(built.candidate), masks_of(built.cut, built.best.head)
+    prefix = exit_prefix(built.candidate)
     return Exit(
         index=index,
         after_segment=built.candidate,
         file=f"exits/{index:02d}.onnx",
-        inputs=(*(tensor.name for tensor in built.cut.read), *masks),
+        inputs=built.reads,
         output=prefix + answer,
         confidence=prefix + CONFIDENCE,
         head=built.best.head,

@@ -31,7 +31,7 @@ from offramp.compiler.blueprint import Blueprint, CompileRun, draw, timer_of
 from offramp.compiler.cascade import PREFIX, slice_cascade, verify_front
 from offramp.compiler.endings import CONFIDENCE
 from offramp.compiler.errors import CompileError
-from offramp.compiler.exits import BuiltExit, alone, build_on, exit_prefix, time_heads
+from offramp.compiler.exits import BuiltExit, alone, build_on, exit_prefix, reads_of, time_heads
 from offramp.compiler.graph import serialised
 from offramp.compiler.heads import build_own
 from offramp.compiler.model import SourceModel
@@ -225,7 +225,13 @@ def _own(
         net_savings=net_savings_alone(confidence, agrees, cost, 0, options.max_disagreement),
     )
     return BuiltExit(
-        candidate=candidate, cut=cut, graph=graph, weights={}, heads=(score,), best=score
+        candidate=candidate,
+        cut=cut,
+        graph=graph,
+        reads=reads_of(cut, Head(kind="own")),
+        weights={},
+        heads=(score,),
+        best=score,
     )
 
 

@@ -21,11 +21,11 @@ from offramp.bundle import (
     ActiveExit,
     Answer,
     AnswerForm,
+    AnswerTask,
     Bundle,
     Exit,
     ExitPolicy,
     Segment,
-    AnswerTask,
     TensorSpec,
 )
 from offramp.bundle.manifest import last_beginning

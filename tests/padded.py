@@ -25,7 +25,7 @@ from offramp.bundle import (
 from offramp.bundle.files import dump
 from offramp.bundle.input_ranges import INPUT_RANGES
 from offramp.bundle.manifest import HeadScore
-from offramp.compiler.exits import BuiltExit, build_on
+from offramp.compiler.exits import BuiltExit, build_on, reads_of
 from offramp.compiler.packing import Draft
 from offramp.compiler.padding import find_paddings
 from offramp.compiler.slicing import Sliced
@@ -57,6 +57,7 @@ def _built(pieces: Sliced, candidate: int, head: Head) -> BuiltExit:
         candidate=candidate,
         cut=cut,
         graph=build_on(pieces, candidate, head, weights),
+        reads=reads_of(cut, head),
         weights=weights,
         heads=(score,),
         best=score,

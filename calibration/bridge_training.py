@@ -1,0 +1,258 @@
+"""Train the bridges of all exits on the frozen model, each for itself (PAME 5.1, 5.2).
+
+Each batch runs through the source model, which gives the cut tensors that bridges read and the
+answer that they learn (self-distillation): nothing is recorded, since what dense answers are made
+of is large. Weights begin as the model's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from offramp.bundle import Answer
+from offramp.calibration.dataset import Dataset
+from offramp.calibration.running import Graphs, run_over
+from offramp.calibration.torch_graph import TorchGraph
+from offramp.calibration.training_options import TrainingOptions
+from offramp.engine.agreement import agreement_of
+from offramp.engine.principal_values import principal_values
+
+_WARM_UP = 0.1
+"""Share of the steps in which the learning rate rises."""
+_LEAST = 1e-12
+"""Of a probability whose logarithm is taken."""
+BATCH = 16
+"""Samples of a step."""
+_JUDGED = 64
+"""Samples that are answered at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BridgeToTrain:
+    """A bridge as an ONNX graph."""
+
+    proto: onnx.ModelProto
+    answer: str
+    """Its answer among the graph's outputs."""
+    scores: str
+    """What says how sure it is: the answer itself, or what its classes are picked from."""
+    reads: tuple[str, ...]
+    """Tensors of the model that it reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedBridge:
+    """A bridge with what it learned, and how it answers the tuning split."""
+
+    proto: onnx.ModelProto
+    principal: NDArray[np.float32]
+    """[tune samples, principal values]."""
+    agrees: NDArray[np.bool_]
+    """[tune samples]: whether its answer agrees with the model's."""
+    losses: Sequence[float]
+    """By epoch, on the tuning split; the first is before training."""
+
+
+class DenseObjective:
+    """What bridges learn of the model's answers, place by place."""
+
+    def __init__(self, answer: Answer) -> None:
+        """Take what the manifest says of the answer."""
+        self._answer = answer
+        self._agreement = agreement_of(answer)
+        self._axis = 2 if answer.task.kind == "token-classification" else 1
+
+    def loss(self, scores: Tensor, taught: Tensor, mask: Tensor | None) -> Tensor:
+        """Give the mean loss of a place; ``taught`` are the model's answers [b, …]."""
+        answer, axis = self._answer, self._axis
+        if answer.form == "values":
+            scale = taught.std().clamp_min(1e-6)
+            return functional.mse_loss(scores / scale, taught / scale)
+        if answer.form == "classes":
+            return functional.cross_entropy(scores.movedim(axis, 1), taught.long())
+        if answer.task.kind in ("classification", "multi-label"):
+            return self._of_samples(scores, taught)
+        chances = taught if answer.form == "probabilities" else taught.softmax(axis)
+        if answer.form == "probabilities":
+            logarithms = scores.clamp_min(_LEAST).log()
+        else:
+            logarithms = scores.log_softmax(axis)
+        each = -(chances * logarithms).sum(axis)
+        if mask is None:
+            return each.mean()
+        counts = (mask != 0).float()
+        return (each * counts).sum() / counts.sum().clamp_min(1)
+
+    def _of_samples(self, scores: Tensor, taught: Tensor) -> Tensor:
+        soft = self._answer.form == "probabilities"
+        if self._answer.task.kind == "multi-label":
+            if soft:
+                return functional.binary_cross_entropy(scores.clamp(_LEAST, 1 - 1e-7), taught)
+            return functional.binary_cross_entropy_with_logits(scores, taught.sigmoid())
+        if soft:
+            return -(taught * scores.clamp_min(_LEAST).log()).sum(1).mean()
+        return functional.cross_entropy(scores, taught.softmax(1))
+
+    def read(
+        self, found: Mapping[str, Tensor], bridge: BridgeToTrain, ends: NDArray[Any], mask: Any
+    ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+        """Give principal values [b, n] of a bridge's answers, and whether they agree."""
+        answer = self._answer
+        scores = found[bridge.scores].numpy()
+        form = "logits" if answer.form == "classes" else answer.form
+        principal = principal_values(scores, form, answer.task)
+        said = self._agreement.reduce(found[bridge.answer].numpy())
+        return principal, self._agreement.agree(said, self._agreement.reduce(ends), mask)
+
+
+def train_bridges(
+    source: Graphs,
+    bridges: Sequence[BridgeToTrain],
+    answer: Answer,
+    train: Dataset,
+    tune: Dataset,
+    *,
+    options: TrainingOptions,
+    progress: Callable[[int], None] = lambda _: None,
+) -> list[TrainedBridge]:
+    """Train all bridges side by side; the same in every run.
+
+    ``source`` gives the answer and whatever bridges read that is no graph input. ``progress`` is
+    called with the samples of each batch, of :func:`count_samples`.
+
+    Raises:
+        UntrainableError: A bridge has an operator that cannot be trained.
+        DataError: The model fails on a sample.
+    """
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(options.seed)
+    run = _Run(source, bridges, answer)
+    modules = [TorchGraph(b.proto, outputs=_outputs(b)) for b in bridges]
+    learned = [[p for p in module.parameters() if p.requires_grad] for module in modules]
+    steps = options.epochs * math.ceil(len(train) / BATCH)
+    optimiser = torch.optim.AdamW(
+        [p for parameters in learned for p in parameters],
+        lr=options.learning_rate / 4,
+        weight_decay=options.weight_decay,
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate(step / steps))
+    shuffler = np.random.default_rng(options.seed)
+    found = run.judge(bridges, modules, tune)
+    kept = [_weights(module) for module in modules]
+    for _ in range(options.epochs):
+        order = train.subset(shuffler.permutation(len(train)))
+        for feeds, taught, mask in run.batches(order, BATCH):
+            optimiser.zero_grad(set_to_none=True)
+            losses = [
+                run.objective.loss(module(feeds)[bridge.scores], taught, mask)
+                for bridge, module in zip(bridges, modules, strict=True)
+            ]
+            torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+            for parameters in learned:
+                torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimiser.step()
+            schedule.step()
+            progress(len(taught))
+        for place, now in enumerate(run.judge(bridges, modules, tune)):
+            told = [*found[place].losses, *now.losses]
+            if now.losses[0] < min(found[place].losses):
+                found[place], kept[place] = now, _weights(modules[place])
+            found[place] = replace(found[place], losses=told)
+    trained = []
+    for of, module, bridge, weights in zip(found, modules, bridges, kept, strict=True):
+        with torch.no_grad():
+            for name, weight in module.weights.items():
+                weight.copy_(weights[name])
+        trained.append(replace(of, proto=module.write_back(bridge.proto)))
+    return trained
+
+
+def count_samples(train: int, options: TrainingOptions) -> int:
+    """Count what :func:`train_bridges` reports as progress."""
+    return options.epochs * train
+
+
+def _outputs(bridge: BridgeToTrain) -> list[str]:
+    return list(dict.fromkeys((bridge.scores, bridge.answer)))
+
+
+def _weights(module: TorchGraph) -> dict[str, Tensor]:
+    return {name: weight.detach().clone() for name, weight in module.weights.items()}
+
+
+class _Run:
+    """The source model, and what bridges need of it."""
+
+    def __init__(self, source: Graphs, bridges: Sequence[BridgeToTrain], answer: Answer) -> None:
+        self._source, self._answer = source, answer
+        self.objective = DenseObjective(answer)
+        self._read = sorted({name for bridge in bridges for name in bridge.reads})
+
+    def batches(
+        self, dataset: Dataset, size: int
+    ) -> Iterator[tuple[dict[str, Tensor], Tensor, Tensor | None]]:
+        """Give feeds of bridges, the model's answers, and the mask of each batch."""
+        inputs = [name for name in self._read if name in dataset.inputs]
+        wanted = [name for name in self._read if name not in dataset.inputs]
+        outputs = [self._answer.output, *wanted]
+        mask_name = self._answer.task.mask
+        for rows, (taught, *values) in run_over(
+            self._source, outputs, dataset, threads=1, batch_size=size
+        ):
+            feeds = {n: _tensor(v) for n, v in zip(wanted, values, strict=True)}
+            feeds |= {name: _tensor(dataset.column(name, rows)) for name in inputs}
+            mask = None if mask_name is None else _tensor(dataset.column(mask_name, rows))
+            yield feeds, _tensor(taught), mask
+
+    @torch.no_grad()
+    def judge(
+        self, bridges: Sequence[BridgeToTrain], modules: Sequence[TorchGraph], tune: Dataset
+    ) -> list[TrainedBridge]:
+        """Answer the tuning split by all bridges."""
+        read: list[list[_ReadBatch]] = [[] for _ in bridges]
+        for feeds, taught, mask in self.batches(tune, _JUDGED):
+            ends, counts = taught.numpy(), None if mask is None else mask.numpy()
+            for of, bridge, module in zip(read, bridges, modules, strict=True):
+                found = module(feeds)
+                values, same = self.objective.read(found, bridge, ends, counts)
+                loss = self.objective.loss(found[bridge.scores], taught, mask).item()
+                of.append(_ReadBatch(values, same, loss * len(taught)))
+        return [
+            TrainedBridge(
+                proto=bridge.proto,
+                principal=np.concatenate([batch.principal for batch in of]),
+                agrees=np.concatenate([batch.agrees for batch in of]),
+                losses=[sum(batch.loss for batch in of) / len(tune)],
+            )
+            for bridge, of in zip(bridges, read, strict=True)
+        ]
+
+
+class _ReadBatch(NamedTuple):
+    """What a bridge answered to a batch."""
+
+    principal: NDArray[np.float32]
+    agrees: NDArray[np.bool_]
+    loss: float
+    """Summed over the samples."""
+
+
+def _tensor(values: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values))
+
+
+def _rate(progress: float) -> float:
+    """Give the factor on the learning rate after a share of the steps."""
+    if progress < _WARM_UP:
+        return (progress + 1e-3) / _WARM_UP
+    return 0.5 * (1 + math.cos(math.pi * min((progress - _WARM_UP) / (1 - _WARM_UP), 1)))

@@ -1,0 +1,173 @@
+"""Exits whose heads are bridges: built, trained, timed, and judged as pooled heads are.
+
+Where an answer has places, nothing that pools could answer, so these are all exits that there are.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from onnx import TensorProto
+
+from offramp.bundle import Head
+from offramp.calibration.bridge_training import (
+    BridgeToTrain,
+    TrainedBridge,
+    count_samples,
+    train_bridges,
+)
+from offramp.calibration.dataset import Dataset, DataSplit
+from offramp.calibration.estimates import BackboneTimes
+from offramp.compiler.bridges import Bridge, build_bridge
+from offramp.compiler.cuts import find_cuts
+from offramp.compiler.endings import CONFIDENCE, add_confidence, add_principal
+from offramp.compiler.exits import (
+    BuiltExit,
+    FoundExits,
+    Samples,
+    alone,
+    exit_prefix,
+    judge,
+    time_heads,
+)
+from offramp.compiler.options import CompileOptions
+from offramp.compiler.parts import DescribedTensor, PartBuilder
+from offramp.compiler.progress import Progress
+from offramp.compiler.slicing import Sliced
+from offramp.engine.assembly import assemble
+
+BRIDGE = Head(kind="bridge")
+
+
+def find_bridged_exits(
+    sliced: Sliced,
+    parts: DataSplit,
+    options: CompileOptions,
+    backbone: BackboneTimes,
+    *,
+    samples: Samples,
+    progress: Progress,
+) -> FoundExits:
+    """Train a bridge for every candidate, and keep those that net anything.
+
+    UntrainableError if a bridge has an operator that cannot be trained; DataError if the model
+    fails on a sample.
+    """
+    bridges = bridges_of(sliced, options)
+    names = {name for bridge in bridges for name in bridge.reads}
+    given = {name for segment in sliced.segments[:-1] for name in segment.outputs}
+    source = assemble(sliced.graphs, [sliced.model.answer.output, *sorted(names & given)])
+    steps = count_samples(len(parts.train), options.training)
+    with progress.step(f"Train {len(bridges)} bridges", steps) as advance:
+        trained = train_bridges(
+            source,
+            [_to_train(bridge) for bridge in bridges],
+            sliced.model.answer,
+            parts.train,
+            parts.tune,
+            options=options.training,
+            progress=advance,
+        )
+    graphs = {
+        bridge.candidate: [_served(sliced, bridge, of, 1.0)]
+        for bridge, of in zip(bridges, trained, strict=True)
+    }
+    times = time_heads(
+        sliced,
+        graphs,
+        samples,
+        threads=options.threads,
+        batch_sizes=[options.reference_batch_size],
+        progress=progress,
+    )
+    exits = [
+        _built(
+            sliced,
+            bridge,
+            of,
+            backbone=backbone,
+            cost_ms=cost_ms,
+            tune=parts.tune,
+            options=options,
+        )
+        for bridge, of, ((cost_ms,),) in zip(bridges, trained, times, strict=True)
+    ]
+    worth = tuple(exit_ for exit_ in exits if exit_.best.net_savings > 0)
+    return FoundExits(exits=worth, best=tuple(exit_.best for exit_ in exits))
+
+
+def bridges_of(sliced: Sliced, options: CompileOptions) -> list[Bridge]:
+    """Build the bridges of all candidates, untrained."""
+    model = sliced.whole_model()
+    points = find_cuts(model, max_tensors=options.max_cut_tensors).cuts
+    places = {point.tensors: place for place, point in enumerate(points)}
+    return [
+        build_bridge(
+            model.proto,
+            model.answer,
+            model.inputs,
+            points,
+            places[tuple(tensor.name for tensor in cut.tensors)],
+            candidate=candidate,
+            prefix=exit_prefix(candidate),
+        )
+        for candidate, cut in enumerate(sliced.cuts)
+    ]
+
+
+def _to_train(bridge: Bridge) -> BridgeToTrain:
+    return BridgeToTrain(
+        proto=bridge.proto, answer=bridge.answer, scores=bridge.scores, reads=bridge.reads
+    )
+
+
+def _built(
+    sliced: Sliced,
+    bridge: Bridge,
+    of: TrainedBridge,
+    *,
+    backbone: BackboneTimes,
+    cost_ms: float,
+    tune: Dataset,
+    options: CompileOptions,
+) -> BuiltExit:
+    mask = sliced.model.answer.task.mask
+    judged = judge(
+        BRIDGE,
+        of.principal,
+        of.agrees,
+        alone(backbone, bridge.candidate, cost_ms, options),
+        max_disagreement=options.max_disagreement,
+        mask=None if mask is None else tune.column(mask, slice(None)),
+    )
+    return BuiltExit(
+        candidate=bridge.candidate,
+        cut=sliced.cuts[bridge.candidate],
+        graph=_served(sliced, bridge, of, judged.share),
+        reads=bridge.reads,
+        weights={},
+        heads=(judged.score,),
+        best=judged.score,
+        share=judged.share,
+    )
+
+
+def _served(sliced: Sliced, bridge: Bridge, of: TrainedBridge, share: float) -> bytes:
+    """Give a trained bridge as an exit's graph, with the confidence of its answers."""
+    answer, prefix = sliced.model.answer, exit_prefix(bridge.candidate)
+    part = PartBuilder(prefix, **sliced.model.versions)
+    shape, dtype = bridge.scores_type.shape or (), bridge.scores_type.dtype
+    single = dtype == "float32"
+    scores = bridge.scores if single else part.add("Cast", [bridge.scores], to=TensorProto.FLOAT)
+    inputs: list[DescribedTensor] = [(bridge.scores, dtype, shape)]
+    principal, places = add_principal(part, scores, answer, shape)
+    mask = None
+    if answer.task.mask is not None:
+        spec = next(spec for spec in sliced.model.inputs if spec.name == answer.task.mask)
+        inputs.append((spec.name, spec.dtype, spec.shape))
+        zero = part.weight("nothing", np.array(0, spec.dtype))
+        counts = part.add("Not", [part.add("Equal", [spec.name, zero])])
+        mask = part.add("Cast", [counts], to=TensorProto.FLOAT)
+    add_confidence(part, principal, share, places=places, mask=mask)
+    confidence = prefix + CONFIDENCE
+    end = part.build(inputs, [(confidence, "float32", ("batch",))])
+    return assemble([of.proto.SerializeToString(), end], [bridge.answer, confidence])
