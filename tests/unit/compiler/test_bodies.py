@@ -115,6 +115,22 @@ def test_a_loop_that_nobody_can_count_is_measured(read) -> None:
     assert analysis.total_s is not None
 
 
+def test_bodies_that_only_give_constants_are_known_to_do_no_work(read) -> None:
+    b, x = begun()
+    largest = b.node("ReduceMax", b.input("dose", ["batch", 1]), keepdims=0)
+    large = b.node("Greater", largest, b.constant(1e9, np.float32))
+    scale = b.node("If", large, then_branch=giving("one", 1), else_branch=giving("two", 2))
+    analysis = find_cuts(read(finished(b, b.node("Mul", x, scale, out="scaled")), simplify=False))
+    assert analysis.unknown_work == ()
+    assert analysis.total_flops > 0
+
+
+def giving(name: str, value: float) -> onnx.GraphProto:
+    constant = onnx.numpy_helper.from_array(np.array(value, np.float32))
+    nodes = [helper.make_node("Constant", [], [name], value=constant)]
+    return helper.make_graph(nodes, name, [], [helper.make_tensor_value_info(name, 1, [])])
+
+
 def test_what_a_body_reads_of_outside_counts_as_read() -> None:
     graph = Dataflow(looped(5).graph)
     (loop,) = [op for op in graph.operators if op.kind == "Loop"]
