@@ -318,8 +318,8 @@ def _masks(
         }
     except OSError as error:
         raise DataError(
-            f"the masks of the samples, in {directory}: {error.strerror}; free the space, or name a "
-            "folder that has it by --scratch"
+            f"the masks of the samples, in {directory}: {error.strerror}; free the space, or name "
+            "a folder that has it by --scratch"
         ) from error
 
 

@@ -65,7 +65,7 @@ def test_a_scalar_that_inference_has_lost_is_known():
     """Its axes are computed; it has no dimension, which is not the same as no shape."""
     b = Builder()
     x = b.input("x", ["batch", 4, 8])
-    axes = b.node("Range", b.constant(0, np.int64), b.constant(3, np.int64), b.constant(1, np.int64))
+    axes = b.node("Range", *(b.constant(number, np.int64) for number in (0, 3, 1)))
     most = b.node("ReduceSum", x, axes, keepdims=0, out="most")
     y = b.node("Div", b.node("ReduceMean", x, axes=[1], keepdims=0), most, out="scaled")
     b.linear(y, 8, 3, out="logits")
