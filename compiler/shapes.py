@@ -158,9 +158,7 @@ def _followed(
         with suppress(ValueError):  # what contradicts itself is told elsewhere
             trace.follow(node)
     return {
-        name: (shapes[name][0], shape)
-        for name in lost
-        if (shape := trace.shape(name)) is not None
+        name: (shapes[name][0], shape) for name in lost if (shape := trace.shape(name)) is not None
     }
 
 
