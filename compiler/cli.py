@@ -188,6 +188,7 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
             answer=options.answer,
             simplify=not options.no_simplify,
             simplify_limit=options.simplify_limit,
+            max_cut_tensors=options.max_cut_tensors,
         )
         analysis = find_cuts(model, max_tensors=options.max_cut_tensors)
     print_inspection(model, analysis, Console())
