@@ -76,15 +76,10 @@ def read_model(
     """Read a model and bring it into the form that slicing needs.
 
     External data are looked for beside the file; ``answer`` names the output to keep, where there
-<<<<<<< HEAD
     are several; ``task`` is what is said of it, else it is inferred; ``simplify`` folds constants
     and fuses with onnxslim, if that computes the same and takes no longer than ``simplify_limit``
-    seconds. Files of a large model go to ``scratch``.
-=======
-    are several; ``simplify`` folds constants and fuses with onnxslim, if that computes the same and
-    takes no longer than ``simplify_limit`` seconds. Files of a large model go to ``scratch``. Cut
-    points of up to ``max_cut_tensors`` tensors are prepared.
->>>>>>> main
+    seconds. Files of a large model go to ``scratch``. Cut points of up to ``max_cut_tensors``
+    tensors are prepared.
 
     Raises:
         ModelError: The file is missing, no ONNX model, or has a property that is not supported.
