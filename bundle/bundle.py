@@ -328,7 +328,8 @@ def _names_under(root: Path) -> set[str]:
 
 def _check_records(records: Mapping[str, NDArray[Any]], manifest: Manifest) -> None:
     """Refuse records that are not of this model's exits and classes: ValueError."""
-    exits, samples, classes = len(manifest.exits), len(records["split"]), manifest.answer.classes
+    exits, samples, answer = len(manifest.exits), len(records["split"]), manifest.answer
+    bound = answer.task.code_bound(answer.classes)
     for name, array in records.items():
         shape = (exits, samples) if _RECORD_FORMS[name].ndim == 2 else (samples,)
         if array.shape != shape:
@@ -337,8 +338,8 @@ def _check_records(records: Mapping[str, NDArray[Any]], manifest: Manifest) -> N
         if not ((records[name] >= 0) & (records[name] <= 1)).all():
             raise ValueError(f"{name!r} has values that are not in [0, 1]")
     for name in ("prediction", "final_prediction"):
-        if not ((records[name] >= 0) & (records[name] < classes)).all():
-            raise ValueError(f"{name!r} has values that are none of the {classes} classes")
+        if not ((records[name] >= 0) & (records[name] < bound)).all():
+            raise ValueError(f"{name!r} has values that are none of the {bound} codes of answers")
     if not np.isin(records["split"], (TUNE, CERTIFY)).all():
         raise ValueError(f"'split' has values besides {TUNE} (tune) and {CERTIFY} (certify)")
     for which, purpose in ((TUNE, "tune"), (CERTIFY, "certify")):

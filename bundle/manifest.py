@@ -72,6 +72,14 @@ class TensorSpec:
         return f"{self.name}: {self.dtype} [{', '.join(map(str, self.shape))}]"
 
 
+_COUNTED: Final[dict[TaskKind, str]] = {
+    "classification": "classes",
+    "multi-label": "labels",
+    "token-classification": "classes",
+    "segmentation": "classes",
+    "pose": "key points",
+    "regression": "values",
+}
 _SCORES: Final[tuple[AnswerForm, ...]] = ("logits", "probabilities", "log-probabilities")
 _FORMS: Final[dict[TaskKind, tuple[AnswerForm, ...]]] = {
     "classification": _SCORES,
@@ -99,6 +107,13 @@ class Answer:
         if self.form not in _FORMS[self.task.kind]:
             known = ", ".join(_FORMS[self.task.kind])
             raise ValueError(f"form {self.form!r} is none of {self.task.kind}: {known}")
+
+    def describe(self) -> str:
+        """``10 classes, logits``, for people."""
+        what = _COUNTED[self.task.kind]
+        if self.task.is_dense:
+            what += f" ({self.task.kind})"
+        return f"{self.classes} {what}" + (f", {self.form}" if self.form != "values" else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

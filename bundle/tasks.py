@@ -35,6 +35,10 @@ DENSE: Final[frozenset[TaskKind]] = frozenset({"token-classification", "segmenta
 """Tasks whose answer has places: tokens, pixels, or key points."""
 
 
+WHOLE_SETS: Final = 31
+"""Labels whose sets have a number each; sets of more are told apart by a checksum."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerTask:
     """The kind of a model's answers, and what of them has to be equal for one sample to agree."""
@@ -68,6 +72,14 @@ class AnswerTask:
     def is_relative(self) -> bool:
         """Whether answers agree when they are near, so that equality says too little."""
         return self.is_dense or self.kind == "regression"
+
+    def code_bound(self, classes: int) -> int:
+        """Find the number that all codes of answers are below, of so many classes or labels."""
+        if self.is_relative:
+            return 2
+        if self.kind == "classification":
+            return classes
+        return 2 ** min(classes, WHOLE_SETS)
 
     def describe(self) -> str:
         """Say when an answer agrees, as in ``it agrees if …``."""

@@ -121,7 +121,7 @@ def print_inspection(model: SourceModel, analysis: CutAnalysis, console: Console
         "model": f"{model.name} (opset {model.opset}, {_work(analysis)})",
         "inputs": "\n".join(spec.describe() for spec in model.inputs),
         "main": ", ".join(analysis.main_inputs),
-        "answer": f"{model.answer.output}: {model.answer.classes} classes, {model.answer.form}",
+        "answer": f"{model.answer.output}: {model.answer.describe()}",
         "cut points": str(len(analysis.cuts)),
     }
     for title, text in rows.items():
@@ -320,7 +320,7 @@ def print_check(check: BundleCheck, path: Path, console: Console) -> None:
         )
     share = check.disagreements / check.samples
     say(
-        f"{check.disagreements:,} answers ({share:.2%}) are of another class than the unmodified "
+        f"{check.disagreements:,} answers ({share:.2%}) do not agree with the unmodified "
         f"model's; on data like these at most {check.at_most:.2%}."
     )
     if check.accuracy is not None:

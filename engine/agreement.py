@@ -17,15 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Answer
-from offramp.bundle.tasks import AnswerTask, TaskKind
+from offramp.bundle.tasks import WHOLE_SETS, AnswerTask, TaskKind
 
 Codes = NDArray[np.int32]
 AGREED: Final = 1
 DIFFERED: Final = 0
 HALF: Final = 0.5
 """The probability from which on a label is given."""
-_WHOLE_SETS: Final = 31
-"""Labels whose sets have a number each; sets of more are told apart by a checksum."""
 
 
 class Agreement(ABC):
@@ -106,7 +104,7 @@ class LabelAgreement(Equality):
 
     def codes(self, ends: NDArray[Any]) -> Codes:
         """Give each set its number."""
-        if ends.shape[1] <= _WHOLE_SETS:
+        if ends.shape[1] <= WHOLE_SETS:
             powers = np.left_shift(1, np.arange(ends.shape[1]), dtype=np.int64)
             numbers: Codes = (ends * powers).sum(axis=1).astype(np.int32)
             return numbers

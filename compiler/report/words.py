@@ -45,10 +45,14 @@ def promise(found: PolicyFigures) -> tuple[str, str] | None:
         return None
     effect = found.manifest.batch_effect
     whole = whole_policy(found.policy, effect).promise or made
+    task = found.manifest.answer.task
+    unlike_model = "differ from those of the unmodified model"
+    if task.kind != "classification":
+        unlike_model = f"do not agree with the unmodified model's (they do where {task.describe()})"
     promised = (
         f"On inputs like the calibration data, at most "
-        f"{numbers.plain_percent(whole.max_disagreement)} of the answers differ from those of the "
-        f"unmodified model: certified with {numbers.plain_percent(whole.confidence_level)} "
+        f"{numbers.plain_percent(whole.max_disagreement)} of the answers {unlike_model}: "
+        f"certified with {numbers.plain_percent(whole.confidence_level)} "
         f"confidence on {numbers.plural(made.certify_samples, 'certify sample')} with "
         f"{numbers.plural(made.certify_errors, 'error')}."
     )
@@ -142,7 +146,8 @@ def facts(found: PolicyFigures, rehearsed: Rehearsed | None) -> list[tuple[str, 
         *([("Precision", precision(manifest))] if begins or manifest.precision_reason else []),
         *(("Input", tensor.describe()) for tensor in manifest.inputs),
         *(("Output", tensor.describe()) for tensor in manifest.outputs),
-        ("Answer", f"{manifest.answer.output}, {manifest.answer.classes} {manifest.answer.form}"),
+        ("Answer", f"{manifest.answer.output}, {manifest.answer.describe()}"),
+        ("Agreement", f"where {manifest.answer.task.describe()}"),
         ("Slicing verified to", f"{manifest.verified_tolerance:g} (relative)"),
         *([("Other batches", effect.describe())] if (effect := manifest.batch_effect) else []),
         *(("Other lengths", padding.describe()) for padding in manifest.paddings),

@@ -7,6 +7,7 @@ import pytest
 from onnx import TensorProto, helper
 from tests import models
 
+from offramp.compiler.asked_task import AskedTask
 from offramp.compiler.errors import ModelError
 
 
@@ -44,23 +45,82 @@ def test_a_softmax_over_the_batch_is_no_probability_and_is_refused(read):
 
 
 @pytest.mark.parametrize("kinds", [("Sigmoid",), ("Sigmoid", "Identity"), ("HardSigmoid",)])
-def test_yes_or_no_in_every_column_is_refused(read, kinds):
-    with pytest.raises(ModelError) as caught:
-        read(ending(*kinds, classes=5), simplify=False)
+def test_a_yes_or_no_in_every_column_is_a_set_of_labels(read, kinds):
+    answer = read(ending(*kinds, classes=5), simplify=False).answer
+    assert (answer.task.kind, answer.classes, answer.form) == ("multi-label", 5, "probabilities")
 
+    with pytest.raises(ModelError) as caught:
+        read(ending(*kinds, classes=5), simplify=False, task=AskedTask(kind="classification"))
     message = str(caught.value)
     assert f"({kinds[0]}): each of its 5 columns is a yes or no of its own (multi-label)" in message
-    assert "Multi-label models are not supported yet" in message
     assert "end the model before the Sigmoid, at its logits" in message
 
 
-def test_one_column_is_to_become_two(read):
-    with pytest.raises(ModelError, match=r"one column p .* torch\.cat\(\[1 - p, p\], 1\) does"):
-        read(ending("Sigmoid", classes=1))
-    with pytest.raises(
-        ModelError, match=r"one column is no .* torch\.cat\(\[0 \* z, z\], 1\) does"
-    ):
+def test_one_column_is_a_label_or_has_to_be_told(read):
+    assert read(ending("Sigmoid", classes=1)).answer.classes == 1
+    with pytest.raises(ModelError, match=r"one column is no .* --task multi-label.*regression"):
         read(ending("Identity", classes=1))
+    answer = read(ending("Identity", classes=1), task=AskedTask(kind="regression")).answer
+    assert (answer.task.kind, answer.form) == ("regression", "values")
+
+
+def dense(shape, *, kind="Identity", dtype=TensorProto.FLOAT, **attributes):
+    """A model that answers for every place of a map or sequence."""
+    b = models.Builder()
+    sizes = shape if kind != "ArgMax" else [shape[0], 5, *shape[1:]]
+    x = b.node("Relu", b.input("x", sizes))
+    b.node(kind, x, out="y", **attributes)
+    b.output("y", shape, dtype)
+    return b.build()
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (dense(["batch", 5, 8, 8]), ("segmentation", 5, "logits")),
+        (dense(["batch", 5, 8, 8], kind="Softmax", axis=1), ("segmentation", 5, "probabilities")),
+        (dense(["batch", 5, 8, 8], kind="Softmax", axis=3), ("segmentation", 5, "logits")),
+        (dense(["batch", "tokens", 7]), ("token-classification", 7, "logits")),
+        (
+            dense(["batch", "tokens", 7], kind="LogSoftmax", axis=-1),
+            ("token-classification", 7, "log-probabilities"),
+        ),
+        (
+            dense(["batch", 8, 8], kind="ArgMax", dtype=TensorProto.INT64, axis=1, keepdims=0),
+            ("segmentation", 5, "classes"),
+        ),
+    ],
+    ids=str,
+)
+def test_the_task_is_inferred_from_the_shape_and_the_end(read, model, expected):
+    answer = read(model, simplify=False).answer
+    assert (answer.task.kind, answer.classes, answer.form) == expected
+
+
+def test_a_task_may_be_asked_for_with_its_own_terms(read):
+    asked = AskedTask(kind="pose", share=0.8, within=0.1)
+    task = read(dense(["batch", 5, 8, 8]), task=asked).answer.task
+    assert (task.kind, task.share, task.within) == ("pose", 0.8, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "shape", "told"),
+    [
+        (AskedTask(kind="pose"), ["batch", 5], r"is float32 \[batch, 5\], expected .*heat maps"),
+        (
+            AskedTask(kind="multi-label"),
+            ["batch", 5, 8],
+            r"expected floating-point \[batch, labels",
+        ),
+        (AskedTask(kind="segmentation"), ["batch", "c", 8, 8], "a fixed number of at least 2"),
+        (AskedTask(kind="regression", share=0.5), ["batch", 5], "--agree-share 0.5 says nothing"),
+        (AskedTask(within=0.1), ["batch", "t", 5], "--agree-within 0.1 says nothing of token"),
+        (AskedTask(kind="classification"), ["batch", 5, 8, 8], "leave --task out, or pool it"),
+    ],
+)
+def test_a_task_that_does_not_fit_is_named_with_what_it_takes(read, asked, shape, told):
+    with pytest.raises(ModelError, match=told):
+        read(dense(shape), task=asked, simplify=False)
 
 
 def test_a_class_that_is_picked_already(read):
