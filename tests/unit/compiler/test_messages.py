@@ -205,7 +205,7 @@ def test_a_batch_that_is_folded_into_another_dimension(capfd) -> None:
 
 
 def test_a_disk_with_too_little_space_for_features(capfd, monkeypatch) -> None:
-    place = "offramp.compiler.feature_folder.shutil"
+    place = "offramp.calibration.scratch.shutil"
     monkeypatch.setattr(place, SimpleNamespace(**{**vars(shutil), "disk_usage": _full_disk}))
     told = compiling(
         capfd, models.mlp(), "--max-disagreement", "0.05", "--scratch", ".", x=samples(16)
