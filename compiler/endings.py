@@ -75,9 +75,8 @@ def add_principal(
     flat = part.weight("rows", np.array([0, -1], np.int64))
     match answer.task.kind:
         case "token-classification":
-            chance = scores if soft else part.add("Softmax", [scores], axis=2)
             tokens = shape[1]
-            largest = part.reduce("ReduceMax", chance, 2)
+            largest = _largest(part, scores, 2, soft=soft)
             return _bounded(part, largest), tokens if isinstance(tokens, int) else None
         case "segmentation":
             height, width = shape[2:]
@@ -87,8 +86,7 @@ def add_principal(
                 count = math.ceil(height / step) * math.ceil(width / step)
                 if step > 1:
                     scores = part.add("Slice", [scores, *_every(part, step)])
-            chance = scores if soft else part.add("Softmax", [scores], axis=1)
-            largest = part.reduce("ReduceMax", chance, 1)
+            largest = _largest(part, scores, 1, soft=soft)
             return _bounded(part, part.add("Reshape", [largest, flat])), count
         case "pose":
             maps = part.weight("maps", np.array([0, 0, -1], np.int64))
@@ -99,6 +97,23 @@ def add_principal(
             return _bounded(part, part.add("Reshape", [values, flat])), count
         case kind:
             raise ValueError(f"answers of {kind} have no places")
+
+
+def _largest(part: PartBuilder, scores: str, axis: int, *, soft: bool) -> str:
+    """Add the largest probability along an axis.
+
+    Of logits it is exp(0) / sum exp(x − max): ONNX Runtime's Softmax is slow along any axis but the
+    last, and took a fifth of a small bridge.
+    """
+    axes = part.weight("axes", np.array([axis], np.int64))
+    if soft:
+        return part.reduce("ReduceMax", scores, axis)
+    if part.opset >= 18:
+        largest = part.add("ReduceMax", [scores, axes], keepdims=1)
+    else:
+        largest = part.add("ReduceMax", [scores], axes=[axis], keepdims=1)
+    shares = part.add("Exp", [part.add("Sub", [scores, largest])])
+    return part.add("Reciprocal", [part.add("ReduceSum", [shares, axes], keepdims=0)])
 
 
 def add_confidence(
@@ -115,10 +130,13 @@ def add_confidence(
     flat = part.weight("flat", np.array([-1], np.int64))
     if mask is None and places is not None:
         taken = max(math.ceil(share * places - ROUNDING), 1)
-        count = part.weight("count", np.array([taken], np.int64))
-        largest, _ = part.add_all("TopK", [principal, count], ["", ""], axis=1)
-        last = part.weight("last", np.array([taken - 1], np.int64))
-        return part.add("Reshape", [part.add("Gather", [largest, last], axis=1), flat], CONFIDENCE)
+        from_below = places - taken + 1
+        # The fewer are sorted, the better: nearly all of the values have to be reached.
+        largest, wanted = (1, taken) if taken <= from_below else (0, from_below)
+        count = part.weight("count", np.array([wanted], np.int64))
+        ordered, _ = part.add_all("TopK", [principal, count], ["", ""], axis=1, largest=largest)
+        last = part.weight("last", np.array([wanted - 1], np.int64))
+        return part.add("Reshape", [part.add("Gather", [ordered, last], axis=1), flat], CONFIDENCE)
     size = part.add("Shape", [principal])
     width = part.add("Gather", [size, part.weight("second", np.array([1], np.int64))], axis=0)
     one = part.weight("one", np.array(1, np.float32))
