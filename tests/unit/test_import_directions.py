@@ -64,6 +64,11 @@ FILES = {path: read(path) for package in TOP for path in (ROOT / package).rglob(
 MODULES = {module_name(path): imported for path, imported in FILES.items()}
 
 
+def names_within(modules: set[str]) -> set[str]:
+    """Full names, as imports have them, of all that is imported from some modules."""
+    return {name for found in MODULES.values() for name in found if is_within(name, *modules)}
+
+
 def importers_of(*names: str) -> set[str]:
     return {
         module
@@ -166,12 +171,18 @@ def test_only_the_network_side_names_grpc() -> None:
 def test_only_training_names_torch() -> None:
     named = {m for m in importers_of("torch") if not is_within(m, "offramp.tools.zoo")}
     training = {"offramp.calibration.training", "offramp.calibration.learners"}
-    assert named == training  # the zoo trains example models
+    graph = {"offramp.calibration.torch_graph"}
+    operators = {m for m in MODULES if is_within(m, "offramp.calibration.torch_operators")}
+    tables = {"offramp.calibration.torch_operators", "offramp.calibration.torch_operators.table"}
+    assert named == training | graph | (operators - tables)  # the zoo trains example models
+    readers = {m for m in MODULES if m not in operators and MODULES[m] & names_within(operators)}
+    assert readers == graph, "operators are for the graph alone"
 
 
 def test_building_engines_and_measuring_gpus_needs_no_torch() -> None:
     """An engine is built where it is served, and torch is not needed there."""
     modules = "compiler.build compiler.cli compiler.printing compiler.tensorrt tools.gpu.benchmark"
+    modules += " calibration.errors"
     code = "import sys; sys.modules['torch'] = None; import " + ", ".join(
         f"offramp.{module}" for module in modules.split()
     )
