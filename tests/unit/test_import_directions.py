@@ -64,11 +64,6 @@ FILES = {path: read(path) for package in TOP for path in (ROOT / package).rglob(
 MODULES = {module_name(path): imported for path, imported in FILES.items()}
 
 
-def names_within(modules: set[str]) -> set[str]:
-    """Full names, as imports have them, of all that is imported from some modules."""
-    return {name for found in MODULES.values() for name in found if is_within(name, *modules)}
-
-
 def importers_of(*names: str) -> set[str]:
     return {
         module
@@ -175,7 +170,7 @@ def test_only_training_names_torch() -> None:
     operators = {m for m in MODULES if is_within(m, "offramp.calibration.torch_operators")}
     tables = {"offramp.calibration.torch_operators", "offramp.calibration.torch_operators.table"}
     assert named == training | graph | (operators - tables)  # the zoo trains example models
-    readers = {m for m in MODULES if m not in operators and MODULES[m] & names_within(operators)}
+    readers = importers_of("offramp.calibration.torch_operators") - operators
     assert readers == graph, "operators are for the graph alone"
 
 
