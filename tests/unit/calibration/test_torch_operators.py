@@ -32,6 +32,8 @@ DROPS = {
     "test_training_dropout_mask",
 }
 """Cases that drop something, which we do not."""
+MENDED = {"test_averagepool_3d_dilations_large_count_include_pad_is_1_ceil_mode_is_True"}
+"""Cases whose outputs are wrong in onnx 1.17, and right today."""
 EXPANDED = "functions"
 FOUR_DIGITS = {"AveragePool", "GridSample"}
 """Kinds some of whose cases have outputs written down by hand."""
@@ -52,7 +54,7 @@ def cases() -> dict[str, list[Any]]:
         collected = collect_testcases(None)
     found: dict[str, list[Any]] = {}
     for case in collected:
-        if case.name not in DROPS and case.model is not None:
+        if case.name not in DROPS | MENDED and case.model is not None:
             nodes = case.model.graph.node
             found.setdefault(nodes[0].op_type if len(nodes) == 1 else EXPANDED, []).append(case)
     return found
@@ -203,6 +205,8 @@ def test_pools_have_the_windows_that_onnx_runtime_has(kind: str, ceil: int) -> N
     x = {"x": normal(2, 3, 9, 8)}
     more = {"count_include_pad": 1} if "counting" in kind else {}
     for windows in padded_windows():
+        if more and "auto_pad" in windows:
+            continue  # ONNX Runtime 1.21 counts otherwise than newer ones
         attributes = {**windows, **more, "ceil_mode": ceil}
         model = graph_of(kind.rpartition(" ")[2], x, 19, **attributes)
         error = difference(in_torch(TorchGraph(model), x), in_runtime(model, x))
