@@ -79,7 +79,7 @@ class AnswerTask:
             return 2
         if self.kind == "classification":
             return classes
-        return 2 ** min(classes, WHOLE_SETS)
+        return 1 << min(classes, WHOLE_SETS)
 
     def describe(self) -> str:
         """Say when an answer agrees, as in ``it agrees if …``."""

@@ -132,10 +132,14 @@ def add_confidence(
         taken = max(math.ceil(share * places - ROUNDING), 1)
         from_below = places - taken + 1
         # The fewer are sorted, the better: nearly all of the values have to be reached.
-        largest, wanted = (1, taken) if taken <= from_below else (0, from_below)
-        count = part.weight("count", np.array([wanted], np.int64))
-        ordered, _ = part.add_all("TopK", [principal, count], ["", ""], axis=1, largest=largest)
-        last = part.weight("last", np.array([wanted - 1], np.int64))
+        from_above = taken <= from_below
+        sorted_ = taken if from_above else from_below
+        count = part.weight("count", np.array([sorted_], np.int64))
+        names = ["", ""]
+        ordered, _ = part.add_all(
+            "TopK", [principal, count], names, axis=1, largest=int(from_above)
+        )
+        last = part.weight("last", np.array([sorted_ - 1], np.int64))
         return part.add("Reshape", [part.add("Gather", [ordered, last], axis=1), flat], CONFIDENCE)
     size = part.add("Shape", [principal])
     width = part.add("Gather", [size, part.weight("second", np.array([1], np.int64))], axis=0)
