@@ -118,6 +118,7 @@ def weight_file(proto: onnx.ModelProto, scratch: ScratchSpace) -> Iterator[Weigh
     ScratchError if the disk has no room for them.
     """
     size = weight_bytes(proto)
+    del proto  # else it would live, with all weights, as long as the context
     scratch.check_room(size, "the model's weights", "compile a smaller model")
     taken = scratch.taken_bytes
     with (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -130,6 +131,13 @@ def test_sessions_find_the_weights_that_graphs_name(tmp_path: Path) -> None:
         np.testing.assert_array_equal(make_session(graph, 1).run([answer], feeds)[0], chained)
     with pytest.raises(RuntimeError):  # the file is gone, and names lead nowhere
         GraphRunner(stored.model.proto)
+
+
+def test_the_model_itself_is_not_kept(tmp_path: Path) -> None:
+    model = rich_model()
+    before = sys.getrefcount(model)
+    with weight_file(model, ScratchSpace(tmp_path)):
+        assert sys.getrefcount(model) == before
 
 
 def test_weights_without_room_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
