@@ -257,7 +257,7 @@ def _is_wider(
     ONNX's inference does not refuse that: it may even find an output of one element.
     """
     told = {a.name: a for a in node.attribute}
-    window = told["kernel_shape"].ints if "kernel_shape" in told else ()
+    window = tuple(told["kernel_shape"].ints) if "kernel_shape" in told else ()
     window = window or next((weights[n][2:] for n in node.input[1:] if n in weights), ())
     if shape is None or len(shape) != len(window) + 2:
         return False

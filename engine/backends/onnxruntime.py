@@ -24,6 +24,9 @@ ONE_NODE: Final = (
     b"b\x0f\n\x01y\x12\n\n\x08\x08\x01\x12\x04\n\x02\x08\x01B\x04\n\x00\x10\r"
 )
 """An ONNX model, y = Abs(x) of one float32; the package onnx is not there to make it."""
+_ONE_NUMBER: Final = {"x": np.zeros(1, np.float32)}
+_USES_IT: Final = ("session.use_env_allocators", "1")
+"""Configures a session to use the process's arena."""
 
 
 def make_session(model: bytes, threads: int) -> ort.InferenceSession:
@@ -38,7 +41,8 @@ def make_session(model: bytes, threads: int) -> ort.InferenceSession:
     # Stages share one arena, so that a stage writes where the one before it has just read. With an
     # arena each, every stage starts on cold memory (5 % of a small CNN at a batch of one with three
     # exits; 2.6 % shared), and memory patterns would give each its own block of the arena again.
-    _use_shared_arena(options)
+    _share_arena()
+    options.add_session_config_entry(*_USES_IT)
     options.enable_mem_pattern = False
     # Every stage has a pool of its own; pools that spin after a run steal the next one's cores.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
@@ -52,30 +56,26 @@ def shrink_arena() -> None:
     """
     run = ort.RunOptions()
     run.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
-    _arena_probe().run(None, {"x": np.zeros(1, np.float32)}, run)
+    _share_arena().run(None, _ONE_NUMBER, run)
 
 
 @functools.cache
-def _arena_probe() -> ort.InferenceSession:
-    """Make a session for the sake of its runs' options: arenas shrink at the end of a run."""
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
-    _use_shared_arena(options)
-    return ort.InferenceSession(ONE_NODE, options, providers=["CPUExecutionProvider"])
+def _share_arena() -> ort.InferenceSession:
+    """Register the process's arena for sessions that ask for it; done once, before the first.
 
-
-def _use_shared_arena(options: ort.SessionOptions) -> None:
-    _share_arena()
-    options.add_session_config_entry("session.use_env_allocators", "1")
-
-
-@functools.cache
-def _share_arena() -> None:
-    """Register the process's arena for sessions that ask for it; done once, before the first."""
+    Gives a session that has it and does next to nothing: arenas shrink at the end of a run. They
+    keep their first piece for ever, so that session is the first to run, and the piece is small.
+    """
     memory = ort.OrtMemoryInfo(
         "Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT
     )
     ort.create_and_register_allocator(memory, None)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.add_session_config_entry(*_USES_IT)
+    session = ort.InferenceSession(ONE_NODE, options, providers=["CPUExecutionProvider"])
+    session.run(None, _ONE_NUMBER)
+    return session
 
 
 def _run_of(session: ort.InferenceSession) -> Execute:

@@ -90,7 +90,7 @@ def test_a_model_of_sound_is_read_and_cut(
     (tmp_path / "sound.onnx").write_bytes(of_sound(batch=batch))
     model = read_model(tmp_path / "sound.onnx")
     assert caplog.messages == []
-    assert [point.name for point in find_cuts(model).points][:2] == ["r0", "r1"]
+    assert find_cuts(model).cuts[0].tensor == "r0"
     sound = np.random.default_rng(1).standard_normal((2, 4000)).astype(np.float32)
     apart = [GraphRunner(_proto()).run({"audio": row[None]})["logits"] for row in sound]
     found = GraphRunner(model.proto).run({"audio": sound})["logits"]
