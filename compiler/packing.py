@@ -213,11 +213,12 @@ def rewrite(
     """
     stale = (POLICY, MEASURED, *changed)
     names = [entry.path for entry in bundle.manifest.files if entry.path not in stale]
+    kept = {name: map(bundle.read, [name]) for name in names}  # read when it is written
     return write_bundle(
         target,
         manifest,
         policy,
-        {**{name: bundle.read(name) for name in names}, **changed},
+        {**kept, **changed},
         overwrite=overwrite,
         engines_of=bundle.path,
     )
