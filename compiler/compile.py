@@ -75,6 +75,7 @@ def compile_model(
             simplify=options.simplify,
             simplify_limit=options.simplify_limit,
             scratch=scratch,
+            max_cut_tensors=options.max_cut_tensors,
         )
     check_space(options.output, _COPIES * weight_bytes(model.proto))
     with progress.step("Read the data", 1):
