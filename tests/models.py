@@ -407,7 +407,12 @@ def mlp(*, layers: int = 3, width: int = 16, ending: str | None = None) -> onnx.
     for i in range(layers):
         x = b.node("Relu", b.linear(x, width, width), out=f"hidden{i}")
     logits = b.linear(x, width, 3, out="logits")
-    b.output(b.node(ending, logits, axis=-1, out="answer") if ending else logits, ["batch", 3])
+    b.output(
+        b.node(ending, logits, **({} if ending == "Sigmoid" else {"axis": -1}), out="answer")
+        if ending
+        else logits,
+        ["batch", 3],
+    )
     return b.build()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import html
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,11 +76,21 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return bundle, with_all_exits(bundle, data(200, seed=7), folder / "all.ee"), data, folder
 
 
+def between(confidence: np.ndarray) -> float:
+    """The middle of the widest gap around the median."""
+    middle = np.sort(confidence)[len(confidence) // 4 : -len(confidence) // 4]
+    place = int(np.diff(middle).argmax())
+    return float(middle[place : place + 2].mean())
+
+
 def with_all_exits(bundle: Bundle, inputs: Arrays, path: Path) -> Bundle:
-    """Whatever was certified: half of the samples may leave at every exit."""
+    """Whatever was certified: half of the samples may leave at every exit.
+
+    Thresholds are between two confidences: rounding in other batches must not decide.
+    """
     said = answers(bundle, inputs)
     active = tuple(
-        ActiveExit(exit=e.index, threshold=float(np.median(said[e.confidence])))
+        ActiveExit(exit=e.index, threshold=between(said[e.confidence]))
         for e in bundle.manifest.exits
     )
     content = {e.path: bundle.read(e.path) for e in bundle.manifest.files}
@@ -93,7 +104,7 @@ def test_the_manifest_says_what_an_answer_is(made: Any, request: pytest.FixtureR
     task = bundle.manifest.answer.task
     assert task.kind == ("segmentation" if "pixels" in name else name)
     assert task.mask == ("attention_mask" if name == "token-classification" else None)
-    assert task.describe() in bundle.read("report.html").decode()
+    assert task.describe() in html.unescape(bundle.read("report.html").decode())
     kinds = {e.head.kind for e in bundle.manifest.exits}
     assert kinds == {"bridge"} if task.is_dense else "bridge" not in kinds
 
@@ -102,7 +113,6 @@ def test_recorded_answers_agree_where_a_comparison_says_so(made: Any) -> None:
     """The records of the certify split are what comparing answers by hand gives."""
     bundle, _, data, _ = made
     records, answer = bundle.records(), bundle.manifest.answer
-    assert set(np.unique(records["split"])) == {0, 1}
     agreement, inputs = agreement_of(answer), data(300, seed=3)
     said = answers(bundle, inputs)
     ends = agreement.reduce(said[answer.output])
@@ -143,12 +153,11 @@ def test_audits_compare_as_the_task_says(made: Any) -> None:
     agreement = agreement_of(answer)
 
     async def go() -> Any:
-        policy = dict(controller="certified", audit_probability=1.0)
-        async with serving(bundle, Mode.AUDIT, **policy) as (engine, client):
+        async with serving(bundle, Mode.RELEASE, controller="certified") as (engine, client):
             parts = [{k: v[i : i + 8] for k, v in inputs.items()} for i in range(0, 160, 8)]
             results = await ask(client, parts)
             for _ in range(200):
-                control = engine.statistics(MODEL).control
+                control = engine.statistics()[MODEL].control
                 if control is not None and control.observed >= 160:
                     break
                 await asyncio.sleep(0.05)
@@ -169,7 +178,7 @@ def test_a_stock_client_gets_the_shape_that_the_model_has(made: Any) -> None:
 
     async def go() -> Any:
         async with serving(bundle) as (_, client):
-            metadata = await client.model_metadata(MODEL)
+            metadata = await client.metadata(MODEL)
             return metadata, await client.infer(MODEL, inputs)
 
     metadata, result = asyncio.run(go())
