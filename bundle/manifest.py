@@ -78,9 +78,17 @@ class Answer:
     """Name of the model's output, shape [batch, classes]."""
     classes: int
     form: AnswerForm
+    tokens: tuple[int, ...] = field(default=(), metadata=LEFT_OUT)
+    """Ids of the tokens that the classes are, in their order, where the model is a decoder that
+    was reduced to them."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "classes", least=1)
+        if self.tokens and len(self.tokens) != self.classes:
+            raise ValueError(
+                f"answer.tokens: {len(self.tokens)} ids, expected one for each of the "
+                f"{self.classes} classes"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -178,6 +178,7 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
         model = read_model(
             options.model,
             answer=options.answer,
+            answer_tokens=options.answer_tokens,
             simplify=not options.no_simplify,
             simplify_limit=options.simplify_limit,
         )

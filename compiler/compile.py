@@ -72,6 +72,7 @@ def compile_model(
         model = read_model(
             options.model,
             answer=options.answer,
+            answer_tokens=options.answer_tokens,
             simplify=options.simplify,
             simplify_limit=options.simplify_limit,
             scratch=scratch,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
@@ -15,6 +16,7 @@ from offramp.calibration.scratch import ScratchSpace
 from offramp.compiler import preparation
 from offramp.compiler.anchor import anchor_shapes
 from offramp.compiler.answer import find_answer, keep_answer
+from offramp.compiler.answer_tokens import answer_with_tokens
 from offramp.compiler.batch import free_batch
 from offramp.compiler.custom_ops import check_operators
 from offramp.compiler.errors import ModelError
@@ -65,6 +67,7 @@ def read_model(
     path: str | os.PathLike[str],
     *,
     answer: str | None = None,
+    answer_tokens: Sequence[int] = (),
     simplify: bool = True,
     simplify_limit: float = LIMIT_S,
     scratch: ScratchSpace | None = None,
@@ -72,7 +75,8 @@ def read_model(
     """Read a classifier and bring it into the form that slicing needs.
 
     External data are looked for beside the file; ``answer`` names the output to keep, where there
-    are several; ``simplify`` folds constants and fuses with onnxslim, if that computes the same and
+    are several; ``answer_tokens`` are the tokens that a decoder [batch, tokens, vocabulary] answers
+    with (:mod:`offramp.compiler.answer_tokens`); ``simplify`` folds constants and fuses with onnxslim, if that computes the same and
     takes no longer than ``simplify_limit`` seconds. Files of a large model go to ``scratch``.
 
     Raises:
@@ -82,8 +86,10 @@ def read_model(
     proto, digest = load_source(path)
     try:
         limit_s = simplify_limit if simplify else None
-        proto = _prepare(proto, answer=answer, limit_s=limit_s, scratch=scratch)
-        found = find_answer(proto)
+        proto = _prepare(
+            proto, answer=answer, answer_tokens=answer_tokens, limit_s=limit_s, scratch=scratch
+        )
+        found = replace(find_answer(proto), tokens=tuple(answer_tokens))
         inputs = _specs(proto, [i.name for i in proto.graph.input])
         outputs = _specs(proto, [o.name for o in proto.graph.output])
     except ModelError as error:
@@ -108,6 +114,7 @@ def _prepare(
     proto: onnx.ModelProto,
     *,
     answer: str | None,
+    answer_tokens: Sequence[int],
     limit_s: float | None,
     scratch: ScratchSpace | None,
 ) -> onnx.ModelProto:
@@ -118,6 +125,8 @@ def _prepare(
     check_operators(proto)
     proto = _modern(proto)
     preparation.unlist_initializers(proto)
+    if answer_tokens:
+        answer_with_tokens(proto, answer_tokens, answer)
     keep_answer(proto, answer)
     preparation.remove_unused(proto)
     _check_inputs(proto)

@@ -29,6 +29,9 @@ class CompileOptions:
     overwrite: bool = False
     answer: str | None = None
     """The output that exits imitate, where the model has several."""
+    answer_tokens: tuple[int, ...] = ()
+    """Ids of the tokens that a decoder [batch, tokens, vocabulary] answers with, as classes; the
+    model is reduced to their logits behind the last token of the prompt."""
     mask: str | None = None
     """The graph input that says which tokens count; found by name where not given."""
     exits: tuple[str, ...] = ()

@@ -1,0 +1,175 @@
+"""Operators that compute each token of a sequence by itself, as norms and projections do.
+
+What is asked of one token alone can be computed of that token alone behind them; operators that mix
+tokens, as attention does, have to have all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import helper
+
+from offramp.compiler.graph import Dataflow, Operator
+from offramp.compiler.shapes import TensorType
+
+Size: TypeAlias = "int | str"
+Rows: TypeAlias = Literal["tokens", "flat"]
+"""How a tensor holds tokens: [batch, tokens, width], or [batch · tokens, width]."""
+
+ELEMENTWISE = frozenset(
+    "Abs Add And BiasGelu Cast Clip Div Dropout Elu Equal Erf Exp FastGelu Floor Gelu Greater "
+    "GreaterOrEqual HardSigmoid HardSwish Identity LeakyRelu Less LessOrEqual Log Max Min Mish Mul "
+    "Neg Not Or Pow QuickGelu Reciprocal Relu Round Selu Sigmoid Sign Softplus Softsign Sqrt Sub "
+    "Sum Tanh Where".split()
+)
+_REDUCTIONS = frozenset("ReduceL2 ReduceMax ReduceMean ReduceMin ReduceSum ReduceSumSquare".split())
+_NORMS = frozenset("LayerNormalization RMSNormalization SimplifiedLayerNormalization".split())
+_SKIP_NORMS = frozenset("SkipLayerNormalization SkipSimplifiedLayerNormalization".split())
+_LAST_AXIS = frozenset("Concat LogSoftmax Softmax Split".split())
+_ALL = 2**31 - 1
+"""From this end on a slice takes everything."""
+
+
+class RowWise:
+    """Which operators of a graph compute tokens one by one.
+
+    ``rows`` are the sizes of batch and tokens, ``values`` the constants that are small.
+    """
+
+    def __init__(
+        self,
+        flow: Dataflow,
+        types: Mapping[str, TensorType],
+        rows: tuple[Size, Size],
+        values: Mapping[str, NDArray[Any]],
+    ) -> None:
+        self._flow, self._types, self._rows, self._values = flow, types, rows, values
+        batch, tokens = rows
+        self._flat: set[Size] = {f"{batch}*{tokens}", f"{tokens}*{batch}"}
+        if batch == 1:
+            self._flat.add(tokens)
+        if isinstance(batch, int) and isinstance(tokens, int):
+            self._flat.add(batch * tokens)
+
+    def rows_of(self, tensor: str) -> Rows | None:
+        """How a tensor holds tokens, if it does."""
+        shape = self._shape(tensor)
+        if tensor not in self._flow.variable or shape is None:
+            return None
+        if len(shape) == 3 and shape[:2] == self._rows:
+            return "tokens"
+        return "flat" if len(shape) == 2 and shape[0] in self._flat else None
+
+    def width(self, tensor: str) -> Size | None:
+        """Size of a token in a tensor."""
+        shape = self._shape(tensor)
+        return shape[-1] if shape else None
+
+    def behind(self, output: str) -> frozenset[str]:
+        """Name the first tensors of the operators before an output that may see one token alone.
+
+        They compute tokens one by one, and nobody else reads what they give.
+        """
+        flow, found = self._flow, dict[str, Operator]()
+        for op in reversed(flow.operators):
+            readers = [r.writes[0] for t in op.writes for r in flow.consumers.get(t, ())]
+            read_inside = all(reader in found for reader in readers)
+            last = output in op.writes
+            if (last or readers) and read_inside and self._is_one_by_one(op):
+                found[op.writes[0]] = op
+        while lost := [name for name, op in found.items() if not self._fits(op, found, output)]:
+            for name in lost:
+                del found[name]
+        return frozenset(found)
+
+    def _fits(self, op: Operator, found: Mapping[str, Operator], output: str) -> bool:
+        """Whether all readers are found too, and so is what makes flat tokens flat."""
+        for tensor in op.writes:
+            readers = self._flow.consumers.get(tensor, ())
+            if tensor != output and any(reader.writes[0] not in found for reader in readers):
+                return False
+        flat = [t for t in op.reads if self.rows_of(t) == "flat"]
+        return all(t in self._flow.producers and self._makes(t) in found for t in flat)
+
+    def _makes(self, tensor: str) -> str:
+        return self._flow.producers[tensor].writes[0]
+
+    def _shape(self, tensor: str) -> tuple[Size, ...] | None:
+        found = self._types.get(tensor)
+        return None if found is None else found.shape
+
+    def _is_one_by_one(self, op: Operator) -> bool:
+        forms = {self.rows_of(tensor) for tensor in op.writes}
+        if len(forms) != 1 or None in forms or op.has_body:
+            return False
+        if op.kind in ELEMENTWISE:
+            return self._is_plain(op)
+        if op.kind == "MatMul":
+            return self._is_matrix(op.proto.input[1]) and self._has_rows(op)
+        if op.kind == "Gemm":
+            turned = any(a.name == "transA" and a.i for a in op.proto.attribute)
+            return forms == {"flat"} and not turned and self._has_rows(op)
+        if op.kind in _REDUCTIONS:
+            return self._over_width(op) and self._has_rows(op)
+        if op.kind in _NORMS:
+            return self._axis(op, -1) and self._has_rows(op)
+        if op.kind in _SKIP_NORMS:
+            return self._is_plain(op)
+        if op.kind in _LAST_AXIS:
+            default = -1 if op.kind in {"LogSoftmax", "Softmax"} else 0
+            return self._axis(op, default) and self._is_plain(op)
+        if op.kind == "Reshape":
+            return isinstance(self.width(op.writes[0]), int) and self._has_rows(op)
+        return op.kind == "Slice" and self._takes_all(op) and self._has_rows(op)
+
+    def _has_rows(self, op: Operator) -> bool:
+        """Whether what is computed is tokens, and all else constant (or a target of Reshape)."""
+        first, *others = op.reads
+        fixed = op.kind == "Reshape" or self._flow.variable.isdisjoint(others)
+        return self.rows_of(first) is not None and fixed
+
+    def _is_plain(self, op: Operator) -> bool:
+        """Whether all that is read is tokens in the same form, or the same for every token."""
+        form = self.rows_of(op.writes[0])
+        return all(
+            self.rows_of(t) == form if t in self._flow.variable else self._same_for_all(t)
+            for t in op.reads
+        )
+
+    def _same_for_all(self, constant: str) -> bool:
+        shape = self._shape(constant)
+        if shape is None and constant in self._values:
+            shape = self._values[constant].shape
+        return shape is not None and all(size == 1 for size in shape[:-1])
+
+    def _is_matrix(self, tensor: str) -> bool:
+        shape = self._shape(tensor)
+        return tensor not in self._flow.variable and shape is not None and len(shape) == 2
+
+    def _axis(self, op: Operator, default: int) -> bool:
+        shape = self._shape(op.writes[0])
+        axis = next((a.i for a in op.proto.attribute if a.name == "axis"), default)
+        return shape is not None and axis in {-1, len(shape) - 1}
+
+    def _over_width(self, op: Operator) -> bool:
+        given = {a.name: helper.get_attribute_value(a) for a in op.proto.attribute}
+        axes = given.get("axes")
+        if axes is None and len(op.proto.input) > 1:
+            value = self._values.get(op.proto.input[1])
+            axes = None if value is None else value.tolist()
+        shape = self._shape(op.proto.input[0])
+        last = shape is not None and axes is not None and list(axes) in ([-1], [len(shape) - 1])
+        return last and given.get("keepdims", 1) == 1
+
+    def _takes_all(self, op: Operator) -> bool:
+        """Whether a slice leaves nothing away, as of the last 0 tokens: all of them."""
+        values = [self._values.get(name) for name in op.proto.input[1:] if name]
+        if any(value is None for value in values):
+            return False
+        starts, ends, *rest = [value for value in values if value is not None]
+        steps = rest[1] if len(rest) > 1 else np.ones(1)
+        return bool(np.all(starts == 0) and np.all(ends >= _ALL) and np.all(steps == 1))
