@@ -139,9 +139,9 @@ def given_behind(segments: Sequence[Segment], first: int, last: int) -> tuple[st
 
 
 HeadKind: TypeAlias = Literal[
-    "grid", "first", "mean", "mean_max", "attention", "vector", "joined", "own"
+    "grid", "first", "last", "mean", "mean_max", "attention", "vector", "joined", "own"
 ]
-"""How a head pools: average a map to a grid; first token; masked mean; first, mean and max joined;
+"""How a head pools: average a map to a grid; first token; last one that counts; masked mean; first, mean and max joined;
 learned attention queries; not at all; each tensor of a cut set, joined.
 :mod:`offramp.calibration.families` has a class for each. ``own`` is no head: the answer of the
 quantised model itself, after its last segment."""
@@ -174,6 +174,7 @@ class Head:
             "joined": "all tensors",
             "grid": f"{grid} grid" if self.axes > 1 else f"grid of {grid}",
             "first": "first token",
+            "last": "last token",
             "mean_max": "first+mean+max",
             "attention": f"attention, {self.queries} {'query' if self.queries == 1 else 'queries'}",
         }.get(self.kind, self.kind)
