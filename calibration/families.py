@@ -332,7 +332,9 @@ def last_token(part: GraphPart, tokens: str, mask: str | None, name: str = "") -
     Without a mask that is the one at the end; where the mask is nowhere 1, the first.
     """
     if mask is None:
-        return part.add("Gather", [tokens, part.weight("end", np.array(-1, np.int64))], name, axis=1)
+        return part.add(
+            "Gather", [tokens, part.weight("end", np.array(-1, np.int64))], name, axis=1
+        )
     one, zero = (part.weight(f"{n}", np.array(n, np.int64)) for n in (1, 0))
     length = part.add("Gather", [part.add("Shape", [mask]), one])
     places = part.add("Cast", [part.add("Range", [zero, length, one])], to=1)

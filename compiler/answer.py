@@ -21,6 +21,8 @@ _TRANSPARENT = frozenset(
 )
 """Operators through which the last one that computes can still be seen."""
 _PICKING = frozenset({"ArgMax", "TopK", "Hardmax"})
+_PROJECTIONS = frozenset({"Add", "Gemm", "MatMul", "Mul"})
+"""Operators that a decoder's logits may come of."""
 _TREES = frozenset({"TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor"})
 _FORMS: dict[str, AnswerForm] = {"Softmax": "probabilities", "LogSoftmax": "log-probabilities"}
 
@@ -135,6 +137,12 @@ def _remedy(shape: tuple[int | str, ...] | None, last: Operator | None) -> str:
         return (
             "one column is no choice between classes; where it is the logit z of yes or no, end "
             "the model with both, as torch.cat([0 * z, z], 1) does"
+        )
+    if shape is not None and len(shape) == 3 and last is not None and last.kind in _PROJECTIONS:
+        return (
+            "a decoder [batch, tokens, vocabulary] answers with one of some tokens where "
+            "--answer-tokens names them; else pool the places, or end the model at the logits of "
+            "one class a sample"
         )
     if shape is not None and len(shape) > 2:
         return (

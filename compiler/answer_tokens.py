@@ -310,9 +310,7 @@ class _Reduction:
         forget_shapes(graph)
         kind = graph.output[0].type.tensor_type.elem_type
         batch = self._sizes[0]
-        refill(
-            graph.output, [helper.make_tensor_value_info(self._output, kind, [batch, answers])]
-        )
+        refill(graph.output, [helper.make_tensor_value_info(self._output, kind, [batch, answers])])
         sort_operators(graph)
 
     def _small_values(self) -> dict[str, NDArray[Any]]:
@@ -327,4 +325,3 @@ class _Reduction:
     def _add(self, kind: str, inputs: list[str], output: str, **attributes: Any) -> str:
         self._nodes.append(helper.make_node(kind, inputs, [output], name=output, **attributes))
         return output
-

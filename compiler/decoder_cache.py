@@ -7,7 +7,7 @@ a ``Concat`` of past and new is the new, and the sizes that are measured of the 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -159,7 +159,7 @@ class _Emptied:
         self._graph.initializer.append(numpy_helper.from_array(np.array(values, np.int64), name))
         return name
 
-    def _add(self, kind: str, inputs: list[str], output: str, **attributes: object) -> str:
+    def _add(self, kind: str, inputs: list[str], output: str, **attributes: Any) -> str:
         self.nodes.append(helper.make_node(kind, inputs, [output], name=output, **attributes))
         return output
 

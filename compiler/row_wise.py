@@ -6,7 +6,7 @@ tokens, as attention does, have to have all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -74,26 +74,44 @@ class RowWise:
 
         They compute tokens one by one, and nobody else reads what they give.
         """
-        flow, found = self._flow, dict[str, Operator]()
-        for op in reversed(flow.operators):
-            readers = [r.writes[0] for t in op.writes for r in flow.consumers.get(t, ())]
-            read_inside = all(reader in found for reader in readers)
-            last = output in op.writes
-            if (last or readers) and read_inside and self._is_one_by_one(op):
-                found[op.writes[0]] = op
-        while lost := [name for name, op in found.items() if not self._fits(op, found, output)]:
-            for name in lost:
-                del found[name]
+        flow = self._flow
+        found = {op.writes[0]: op for op in flow.operators if self._is_one_by_one(op)}
+        needed = {op.writes[0] for op in flow.behind([output], stop=frozenset())}
+        found = {name: op for name, op in found.items() if name in needed}
+        lost = set(found)
+        while lost:
+            targets = self._targets(found)
+            lost = {n for n, op in found.items() if not self._fits(op, found, targets, output)}
+            found = {name: op for name, op in found.items() if name not in lost}
         return frozenset(found)
 
-    def _fits(self, op: Operator, found: Mapping[str, Operator], output: str) -> bool:
+    def _fits(
+        self, op: Operator, found: Mapping[str, Operator], targets: Set[str], output: str
+    ) -> bool:
         """Whether all readers are found too, and so is what makes flat tokens flat."""
         for tensor in op.writes:
-            readers = self._flow.consumers.get(tensor, ())
-            if tensor != output and any(reader.writes[0] not in found for reader in readers):
+            readers = {reader.writes[0] for reader in self._flow.consumers.get(tensor, ())}
+            if tensor != output and not readers <= found.keys() | targets:
                 return False
         flat = [t for t in op.reads if self.rows_of(t) == "flat"]
         return all(t in self._flow.producers and self._makes(t) in found for t in flat)
+
+    def _targets(self, found: Mapping[str, Operator]) -> set[str]:
+        """Name the operators that only compute targets of those found: a target is known anew."""
+        targets: set[str] = set()
+        for op in reversed(self._flow.operators):
+            readers = [(reader, t) for t in op.writes for reader in self._flow.consumers.get(t, ())]
+            if readers and all(
+                reader.writes[0] in targets
+                or (
+                    reader.kind == "Reshape"
+                    and reader.writes[0] in found
+                    and reader.proto.input[0] != tensor
+                )
+                for reader, tensor in readers
+            ):
+                targets.add(op.writes[0])
+        return targets
 
     def _makes(self, tensor: str) -> str:
         return self._flow.producers[tensor].writes[0]

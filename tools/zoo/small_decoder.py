@@ -44,6 +44,8 @@ _SHORTEST = 12
 """Words that a prompt is cropped to at least, while training."""
 _LM_SHARE, _LM_WEIGHT = 8, 0.2
 """One place in so many has its next word predicted while training, with this weight."""
+_FORGOTTEN = 0.15
+"""Share of the words that are made unknown while training."""
 _MASKED = -10_000.0
 _BATCH = 32
 
@@ -89,12 +91,13 @@ class SmallDecoder(nn.Module):
         heads: int = 4,
     ) -> None:
         super().__init__()
+        self.heads, self.size = heads, width // heads
         self.words, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(tokens, width)
         for table in (self.words, self.positions):
             nn.init.normal_(table.weight, std=0.02)
         self.blocks = nn.ModuleList(CausalBlock(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
-        self.dropout = nn.Dropout(0.1)
+        self.dropout = nn.Dropout(0.2)
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, past: Cache | None = None
@@ -158,9 +161,9 @@ def export(model: SmallDecoder, path: Path, *, cache: bool = False) -> None:
         "logits": {0: "batch", 1: "sequence"},
     }
     past: list[Tensor] = []
-    for number, block in enumerate(model.blocks if cache else ()):
+    for number in range(len(model.blocks) if cache else 0):
         for kind in ("key", "value"):
-            past.append(torch.zeros(2, block.heads, before, block.size))
+            past.append(torch.zeros(2, model.heads, before, model.size))
             names.append(f"past_key_values.{number}.{kind}")
             outputs.append(f"present.{number}.{kind}")
             axes[names[-1]] = {0: "batch", 2: "past"}
@@ -191,7 +194,7 @@ def read_prompts(seed: int) -> tuple[Parts, str]:
 def drawn_reviews(count: int, seed: int) -> tuple[list[list[str]], NDArray[np.uint8]]:
     """Draw texts in which words praise or blame, and ``not`` turns the next such word around."""
     rng = np.random.default_rng(seed)
-    texts, labels = [], []
+    texts, labels = list[list[str]](), list[bool]()
     while len(texts) < count:
         kinds = rng.choice(4, rng.integers(_SHORTEST, WORDS + 1), p=[0.7, 0.12, 0.12, 0.06])
         numbers = rng.zipf(1.3, len(kinds)) % 500
@@ -268,6 +271,8 @@ def _loss(
     words = ids[:, :length]
     words = words.masked_fill(words == QUESTION, PADDING)
     lengths = (words != PADDING).sum(1)
+    forgotten = torch.rand(words.shape, generator=generator) < _FORGOTTEN
+    words = words.masked_fill(forgotten & (words != PADDING), UNKNOWN)
     prompts = functional.pad(words, (0, 1))
     rows = torch.arange(len(prompts))
     prompts[rows, lengths] = QUESTION
@@ -334,7 +339,7 @@ def make(options: argparse.Namespace) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what training asks for."""
     parser.add_argument("--output", type=Path, required=True, help="folder to write into")
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=12, help="that training may take at most")
     parser.add_argument("--cache", action="store_true", help="export with past_key_values.*")
     parser.add_argument("--threads", type=int, default=1, help="of torch while it trains")
