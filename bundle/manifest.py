@@ -141,8 +141,8 @@ def given_behind(segments: Sequence[Segment], first: int, last: int) -> tuple[st
 HeadKind: TypeAlias = Literal[
     "grid", "first", "last", "mean", "mean_max", "attention", "vector", "joined", "own"
 ]
-"""How a head pools: average a map to a grid; first token; last one that counts; masked mean; first, mean and max joined;
-learned attention queries; not at all; each tensor of a cut set, joined.
+"""How a head pools: average a map to a grid; first token; last one that counts; masked mean; first,
+mean and max joined; learned attention queries; not at all; each tensor of a cut set, joined.
 :mod:`offramp.calibration.families` has a class for each. ``own`` is no head: the answer of the
 quantised model itself, after its last segment."""
 

@@ -1,8 +1,8 @@
 """Decoders that answer with one token: the model is reduced to some tokens behind the last one.
 
 A decoder [batch, tokens, vocabulary] that is asked for yes or no needs neither its cache, nor the
-other places, nor the other words. Checking an exit against 128,000 words at every layer is what made
-exits of Llama lose at batch 1 (E3, 5.1.3); against two it is nothing. The reduced model's answer is
+other places, nor the other words. Checking exits against 128,000 words at every layer is what made
+those of Llama lose at batch 1 (E3, 5.1.3); against two it is nothing. The reduced model's answer is
 [batch, answers], equal to those columns of the source at the last real token, which is tried.
 """
 

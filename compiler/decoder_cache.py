@@ -33,7 +33,9 @@ _FUSED = frozenset(
     }
 )
 """Operators of ONNX Runtime that hold a cache inside, and whose masks are no graph inputs."""
-_PASSING = frozenset({"Cast", "Identity", "Transpose", "Squeeze", "Unsqueeze", "Gather", "Slice"})
+_PASSING = frozenset(
+    {"Cast", "Identity", "Transpose", "Squeeze", "Unsqueeze", "Gather", "Slice", "Split"}
+)
 """Operators that give an empty tensor where the first one they read is empty."""
 _PLAIN = (
     "export the decoder without this fusion: plain ONNX as torch.onnx.export or optimum-cli gives "
@@ -134,8 +136,6 @@ class _Emptied:
                 node = helper.make_node("Identity", left, node.output, name=node.name)
             else:
                 node.input[:] = left
-        elif op.kind == "Split" and first in self._empty:
-            self._empty.update(op.writes)
         elif op.kind in _PASSING and first in self._empty:
             self._empty.update(op.writes)
         elif op.kind == "Shape" and first in self._past and not node.attribute:
@@ -173,8 +173,8 @@ def read_past(info: onnx.ValueInfoProto) -> Past:
     if len(free) != 1:
         shape = ", ".join(d.dim_param or str(d.dim_value) for d in dims)
         raise ModelError(
-            f"input {info.name!r} has shape [{shape}], expected one symbolic size beside the batch: "
-            "the length of the past; export the decoder with that dimension dynamic alone"
+            f"input {info.name!r} has shape [{shape}], expected one symbolic size beside the "
+            "batch: the length of the past; export the decoder with that dimension dynamic alone"
         )
     sizes = tuple(0 if i == free[0] else max(d.dim_value, 1) for i, d in enumerate(dims))
     return Past(sizes, batch_axis)

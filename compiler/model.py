@@ -76,8 +76,9 @@ def read_model(
 
     External data are looked for beside the file; ``answer`` names the output to keep, where there
     are several; ``answer_tokens`` are the tokens that a decoder [batch, tokens, vocabulary] answers
-    with (:mod:`offramp.compiler.answer_tokens`); ``simplify`` folds constants and fuses with onnxslim, if that computes the same and
-    takes no longer than ``simplify_limit`` seconds. Files of a large model go to ``scratch``.
+    with (:mod:`offramp.compiler.answer_tokens`); ``simplify`` folds constants and fuses with
+    onnxslim, if that computes the same and takes no longer than ``simplify_limit`` seconds. Files
+    of a large model go to ``scratch``.
 
     Raises:
         ModelError: The file is missing, no ONNX model, or has a property that is not supported.

@@ -1,4 +1,4 @@
-"""Made prompts of a decoder, by which its reduced form is compared with the model it was given as."""
+"""Made prompts of a decoder, by which its reduced form is compared with the model as given."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
+from offramp.bundle import TensorSpec
+from offramp.calibration.dataset import DataError, Dataset
 from offramp.compiler.decoder_cache import is_cache, read_past
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import Dataflow
@@ -22,6 +24,10 @@ _PROMPTS = 6
 """Prompts of a batch."""
 _NAMED = 4
 """Tokens that a message names at most."""
+_LOOKED_AT = 1000
+"""Samples whose ends are looked at."""
+_A_RUN = 3
+"""So many times the same token at the end is padding, and no prompt's own."""
 
 
 class PromptInputs(NamedTuple):
@@ -61,6 +67,30 @@ def find_prompts(proto: onnx.ModelProto) -> PromptInputs:
             "export a decoder that takes input_ids"
         )
     return PromptInputs((ids or embedded)[0], masks[0] if masks else None)
+
+
+def check_lengths(inputs: Sequence[TensorSpec], data: Dataset) -> None:
+    """Refuse prompts that end with padding, by a DataError, where no input is a mask.
+
+    The last position answers then, whatever stands there. Padding is taken to be a token that many
+    times in a row, and differently often, ends the first samples.
+    """
+    if any("mask" in spec.name.lower() and len(spec.shape) == 2 for spec in inputs):
+        return
+    specs = [s for s in inputs if len(s.shape) == 2 and "position" not in s.name.lower()]
+    for spec in specs:
+        ids = data.column(spec.name, slice(_LOOKED_AT))
+        ends = np.argmax(ids[:, ::-1] != ids[:, -1:], axis=1)
+        ends[(ids == ids[:, -1:]).all(axis=1)] = ids.shape[1]
+        padded = ends >= _A_RUN
+        for token in np.unique(ids[padded, -1]):
+            runs = np.unique(ends[padded & (ids[:, -1] == token)])
+            if len(runs) > 1:
+                raise DataError(
+                    f"prompts differ in length: `{spec.name}` ends with the token {token} "
+                    f"{runs[0]} to {runs[-1]} times, and no input is a mask that says which tokens count; "
+                    "export the decoder with attention_mask, or give prompts of one length"
+                )
 
 
 def make_prompts(proto: onnx.ModelProto, inputs: PromptInputs) -> list[PromptBatch]:

