@@ -1,6 +1,6 @@
 """A decoder's cache is taken out: a prompt is read at once, and nothing is generated behind it.
 
-Exports for generation take the keys and values of earlier tokens (``past_key_values.*``) and give
+Exports that write text take the keys and values of earlier tokens (``past_key_values.*``) and give
 those of all (``present.*``). With a past of length 0 the first are empty and the second not needed:
 a ``Concat`` of past and new is the new, and the sizes that are measured of the past are known.
 """

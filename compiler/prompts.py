@@ -88,8 +88,8 @@ def check_lengths(inputs: Sequence[TensorSpec], data: Dataset) -> None:
             if len(runs) > 1:
                 raise DataError(
                     f"prompts differ in length: `{spec.name}` ends with the token {token} "
-                    f"{runs[0]} to {runs[-1]} times, and no input is a mask that says which tokens count; "
-                    "export the decoder with attention_mask, or give prompts of one length"
+                    f"{runs[0]} to {runs[-1]} times, and no input is a mask that says which tokens "
+                    "count; export the decoder with attention_mask, or give prompts of one length"
                 )
 
 

@@ -45,8 +45,6 @@ _SHORTEST = 12
 """Words that a prompt is cropped to at least, while training."""
 _LM_SHARE, _LM_WEIGHT = 8, 0.2
 """One place in so many has its next word predicted while training, with this weight."""
-_FORGOTTEN = 0.15
-"""Share of the words that are made unknown while training."""
 _MASKED = -10_000.0
 _BATCH = 32
 
@@ -98,7 +96,7 @@ class SmallDecoder(nn.Module):
             nn.init.normal_(table.weight, std=0.02)
         self.blocks = nn.ModuleList(CausalBlock(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
-        self.dropout = nn.Dropout(0.2)
+        self.dropout = nn.Dropout(0.1)
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, past: Cache | None = None
@@ -170,7 +168,8 @@ def export(model: SmallDecoder, path: Path, *, cache: bool = False) -> None:
             axes[names[-1]] = {0: "batch", 2: "past"}
             axes[outputs[-1]] = {0: "batch", 2: "past + sequence"}
     torch.onnx.export(
-        ExportedDecoder(model.eval(), cache=cache),
+        # The exporter sets back what was not in its mode before.
+        ExportedDecoder(model, cache=cache).eval(),
         (ids, mask, *past),
         str(path),
         input_names=names,
@@ -272,8 +271,6 @@ def _loss(
     words = ids[:, :length]
     words = words.masked_fill(words == QUESTION, PADDING)
     lengths = (words != PADDING).sum(1)
-    forgotten = torch.rand(words.shape, generator=generator) < _FORGOTTEN
-    words = words.masked_fill(forgotten & (words != PADDING), UNKNOWN)
     prompts = functional.pad(words, (0, 1))
     rows = torch.arange(len(prompts))
     prompts[rows, lengths] = QUESTION
@@ -340,7 +337,7 @@ def make(options: argparse.Namespace) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what training asks for."""
     parser.add_argument("--output", type=Path, required=True, help="folder to write into")
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--minutes", type=float, default=12, help="that training may take at most")
     parser.add_argument("--cache", action="store_true", help="export with past_key_values.*")
     parser.add_argument("--threads", type=int, default=1, help="of torch while it trains")
