@@ -39,7 +39,6 @@ gives probabilities of both others: of log-probabilities, those that they are of
 BundlePrecision: TypeAlias = Literal["fp32", "int8"]
 """What the segments that exits follow compute in. ``int8`` is a cascade: the quantised model, cut
 into segments, then the unmodified one as the last segment, which begins anew."""
-BUNDLE_PRECISIONS: Final[tuple[BundlePrecision, ...]] = ("fp32", "int8")
 
 NUMBER_DTYPES: Final = frozenset(np.dtype(code).name for code in "?bhilqBHILQefd")
 """numpy's names of the element types that models may take and give."""

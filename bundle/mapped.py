@@ -52,9 +52,10 @@ def copy_rows(array: NDArray[Any], rows: slice | NDArray[np.intp]) -> NDArray[An
     found = array[rows]
     if not is_mapped(array):
         return found
-    found = np.array(found, order="C", subok=False)
+    # An index copies already, a slice does not.
+    copied = np.array(found, order="C") if is_mapped(found) else np.ascontiguousarray(found)
     let_go(array)
-    return found
+    return copied
 
 
 def _mapping(array: NDArray[Any]) -> mmap.mmap | None:

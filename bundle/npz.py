@@ -202,14 +202,6 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     raise OSError(errno.EINVAL, "a pipe or a device, expected a regular file", str(path))
 
 
-def physical_memory_bytes() -> int:
-    """The memory of this machine; without an answer of the system, an amount none has."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return 2**50
-
-
 def _members(archive: zipfile.ZipFile, max_bytes: int) -> list[_Member]:
     infos = archive.infolist()
     if len(infos) > _MOST_MEMBERS:

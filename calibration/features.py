@@ -102,6 +102,7 @@ def record(
         progress=progress,
     )
     directory.mkdir(exist_ok=True)
+    read = _masks(directory, masks, dataset, made)
     wanted = [answer.output, *store.names]
     for rows, (answered, *values) in run_over(model, wanted, dataset, threads=threads):
         check_answers(answered, dataset.rows[rows])
@@ -112,10 +113,6 @@ def record(
                 store.keep(len(dataset), rows, answered, values)
         except DataError as error:
             _log.warning("Heads train without some of the made samples: %s.", error)
-    read = {
-        name: _mask(directory / f"mask-{index}.npy", name, dataset, made)
-        for index, name in enumerate(masks)
-    }
     # In the place of what the model cannot answer stands, once more, the sample it was made of.
     bad = np.flatnonzero(~np.isfinite(store.answers).all(axis=1))
     if made is not None and len(bad):
@@ -283,7 +280,9 @@ class _SomeTokens:
     def __init__(self, samples: Dataset, mask: str | None) -> None:
         self.kept: list[NDArray[np.float32]] = []
         """Each [some, width]."""
-        self._counts = None if mask is None else samples.column(mask, slice(None)) > 0
+        counts = None if mask is None else samples.column(mask, slice(None)) > 0
+        # A mask by which none counts is of another kind: of 0 and minus infinity, say.
+        self._counts = counts if counts is not None and counts.any() else None
         self._samples, self._seen = len(samples), 0
 
     def add(self, rows: slice, tokens: NDArray[Any]) -> None:
@@ -309,6 +308,22 @@ def _wide_tokens(outputs: tuple[Mapping[int, str], ...], cuts: Sequence[CutTenso
         # of features that are no averages, such as a maximum, coordinates say nothing
         and all(POOLINGS[head.kind].averages for head in family_of(cut))
     ]
+
+
+def _masks(
+    directory: Path, names: Collection[str], dataset: Dataset, made: MadeSamples | None
+) -> dict[str, NDArray[Any]]:
+    """Copy masks to files, by name; DataError if they have no room."""
+    try:
+        return {
+            name: _mask(directory / f"mask-{index}.npy", name, dataset, made)
+            for index, name in enumerate(names)
+        }
+    except OSError as error:
+        raise DataError(
+            f"the masks of the samples, in {directory}: {error.strerror}; free the space, or name "
+            "a folder that has it by --scratch"
+        ) from error
 
 
 def _mask(path: Path, name: str, dataset: Dataset, made: MadeSamples | None) -> NDArray[Any]:

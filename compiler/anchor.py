@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from offramp.compiler.cuts import GraphAnalysis
+from offramp.compiler.cuts import MAX_CUT_TENSORS, GraphAnalysis
 from offramp.compiler.flow import SHAPE_KINDS, Flow
 from offramp.compiler.gates import Gate
 from offramp.compiler.graph import Operator, copied, refill
@@ -24,13 +24,13 @@ _Source = tuple[str, int]
 """A graph input and one of its axes."""
 
 
-def anchor_shapes(proto: onnx.ModelProto) -> onnx.ModelProto:
+def anchor_shapes(proto: onnx.ModelProto, *, max_tensors: int = MAX_CUT_TENSORS) -> onnx.ModelProto:
     """Express shapes that cross a cut point by those of graph inputs.
 
     Of an annotated model with a single output, which is not changed. Shapes that cannot be
     expressed so stay, and :func:`~offramp.compiler.cuts.find_cuts` rejects the places they cross.
     """
-    analysis = GraphAnalysis.of(proto, turns=True)
+    analysis = GraphAnalysis.of(proto, turns=True, max_tensors=max_tensors)
     vectors = {
         op.index: sizes
         for op in analysis.graph.operators

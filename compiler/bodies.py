@@ -24,6 +24,8 @@ Infer: TypeAlias = "Callable[[onnx.ModelProto], Mapping[str, SizedType]]"
 
 _CARRIED = 2
 """Where a ``Loop``'s carried values begin, after trip count and condition."""
+_SMALL = 64
+"""Elements of a constant that may be a trip count, or a shape that a body reads."""
 
 
 class BodyScope(NamedTuple):
@@ -146,4 +148,4 @@ def _info(name: str, told: SizedType) -> onnx.ValueInfoProto:
 
 
 def _is_small(tensor: onnx.TensorProto) -> bool:
-    return int(np.prod(tensor.dims, dtype=np.int64)) <= 1
+    return int(np.prod(tensor.dims, dtype=np.int64)) <= _SMALL

@@ -19,6 +19,7 @@ from rich.logging import RichHandler
 from offramp.bundle import BundleError
 from offramp.bundle.serde import to_plain
 from offramp.calibration.dataset import DataError
+from offramp.calibration.scratch import ScratchError
 from offramp.compiler import arguments, engine_arguments
 from offramp.compiler.errors import CompileError, EngineOptionsError, ModelError
 from offramp.compiler.interruption import Target, raising_signals, status_of
@@ -64,7 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = "for the dot: Offramp's source folder or wheel"
         print(f"eecompile: {error}; {remedy} ({where})", file=sys.stderr)
         return 1
-    except (CompileError, DataError, BundleError, BackendError, OSError) as error:
+    except (
+        CompileError,
+        DataError,
+        ScratchError,
+        BundleError,
+        BackendError,
+        OSError,
+    ) as error:
         print(f"eecompile: {error}", file=sys.stderr)
         return 1
     except MemoryError as error:
@@ -181,6 +189,7 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
             answer_tokens=options.answer_tokens,
             simplify=not options.no_simplify,
             simplify_limit=options.simplify_limit,
+            max_cut_tensors=options.max_cut_tensors,
         )
         analysis = find_cuts(model, max_tensors=options.max_cut_tensors)
     print_inspection(model, analysis, Console())

@@ -77,6 +77,7 @@ def compile_model(
             simplify=options.simplify,
             simplify_limit=options.simplify_limit,
             scratch=scratch,
+            max_cut_tensors=options.max_cut_tensors,
         )
         give_back()
     check_space(options.output, _COPIES * weight_bytes(model.proto))

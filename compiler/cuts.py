@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
@@ -286,12 +286,14 @@ class GraphAnalysis:
         after = flow.flops_after[before] if before >= 0 else self.fitness.total
         if after - flow.flops_after[before + steps] <= WIDE_STRETCH * self.fitness.total:
             return ""
-        waiting = [0] * steps
+        begin, changes = before + 1, [0] * (steps + 1)
         for tensor, step in born.items():
-            read = flow.last_use.get(tensor, step)
-            for i in range(max(step, before + 1), min(read, before + 1 + steps)):
-                waiting[i - before - 1] += 1
-        fewest = min(waiting)
+            first = max(step - begin, 0)
+            last = min(flow.last_use.get(tensor, step) - begin, steps)
+            if first < last:
+                changes[first] += 1
+                changes[last] -= 1
+        fewest = min(accumulate(changes[:steps]))
         if fewest <= self.max_tensors:
             return ""
         return (

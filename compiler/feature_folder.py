@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from offramp.calibration.dataset import DataError
-from offramp.calibration.scratch import describe_bytes
+from offramp.calibration.scratch import ScratchError, ScratchSpace
 
 try:
     import fcntl
@@ -55,13 +55,10 @@ def find_scratch(named: Path | None) -> Path:
 
 def check_room(folder: Path, size_bytes: int) -> None:
     """Check that features have room in a folder; DataError if not."""
-    free = shutil.disk_usage(folder).free
-    if size_bytes > free:
-        raise DataError(
-            f"features take {describe_bytes(size_bytes)} ({size_bytes:,} bytes), but {folder} has "
-            f"{describe_bytes(free)} ({free:,} bytes) free; free the space, name another folder by "
-            "--scratch, or bound them by --scratch-limit"
-        )
+    try:
+        ScratchSpace(folder).check_room(size_bytes, "features", "bound them by --scratch-limit")
+    except ScratchError as error:
+        raise DataError(str(error)) from error
 
 
 def sweep(scratch: Path | None = None) -> None:

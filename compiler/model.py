@@ -19,6 +19,7 @@ from offramp.compiler.answer import find_answer, keep_answer
 from offramp.compiler.answer_tokens import answer_with_tokens
 from offramp.compiler.batch import free_batch
 from offramp.compiler.custom_ops import check_operators
+from offramp.compiler.cuts import MAX_CUT_TENSORS
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import default_opset
 from offramp.compiler.runtime import runs_opset
@@ -71,6 +72,7 @@ def read_model(
     simplify: bool = True,
     simplify_limit: float = LIMIT_S,
     scratch: ScratchSpace | None = None,
+    max_cut_tensors: int = MAX_CUT_TENSORS,
 ) -> SourceModel:
     """Read a classifier and bring it into the form that slicing needs.
 
@@ -78,7 +80,7 @@ def read_model(
     are several; ``answer_tokens`` are the tokens that a decoder [batch, tokens, vocabulary] answers
     with (:mod:`offramp.compiler.answer_tokens`); ``simplify`` folds constants and fuses with
     onnxslim, if that computes the same and takes no longer than ``simplify_limit`` seconds. Files
-    of a large model go to ``scratch``.
+    of a large model go to ``scratch``. Cut points of up to ``max_cut_tensors`` tensors are prepared.
 
     Raises:
         ModelError: The file is missing, no ONNX model, or has a property that is not supported.
@@ -89,6 +91,9 @@ def read_model(
         limit_s = simplify_limit if simplify else None
         proto = _prepare(
             proto, answer=answer, answer_tokens=answer_tokens, limit_s=limit_s, scratch=scratch
+        )
+        proto = turn_batch_first(
+            anchor_shapes(proto, max_tensors=max_cut_tensors), max_tensors=max_cut_tensors
         )
         found = replace(find_answer(proto), tokens=tuple(answer_tokens))
         inputs = _specs(proto, [i.name for i in proto.graph.input])
@@ -119,7 +124,7 @@ def _prepare(
     limit_s: float | None,
     scratch: ScratchSpace | None,
 ) -> onnx.ModelProto:
-    """Bring a checked model into the form that :class:`SourceModel` describes.
+    """Bring a checked model into the form that :class:`SourceModel` describes, but for its cuts.
 
     ``limit_s`` is how long it may be simplified; ``None`` is not at all.
     """
@@ -137,7 +142,7 @@ def _prepare(
         _check_some_input(proto)
     preparation.name_operators(proto)
     annotate(proto)
-    return turn_batch_first(anchor_shapes(proto))
+    return proto
 
 
 def _modern(proto: onnx.ModelProto) -> onnx.ModelProto:

@@ -38,6 +38,8 @@ _FAR_SAMPLES = 4
 """Of those, that are padded far beyond what the data has."""
 _FAR = 4
 """So many times as long as the data."""
+_COUNTED = 1024
+"""Samples whose lengths are counted at once: the data may be larger than memory."""
 _PROBED = 1100
 """Size by which position tables of up to 1,024 show their end; longer data is not prolonged."""
 
@@ -107,8 +109,8 @@ def _lengths(
     inputs: Sequence[TensorSpec], size: str, mask: str, part: Dataset
 ) -> NDArray[np.int64]:
     if mask:
-        ones: NDArray[np.int64] = (part.inputs[mask] == 1).sum(axis=1)
-        return ones
+        rows = (slice(start, start + _COUNTED) for start in range(0, len(part), _COUNTED))
+        return np.concatenate([(part.column(mask, some) == 1).sum(axis=1) for some in rows])
     spec = next(spec for spec in inputs if size in spec.shape[1:])
     return np.array([part.column(spec.name, slice(1)).shape[spec.shape.index(size, 1)]])
 

@@ -157,7 +157,9 @@ def _followed(
     for node in skeleton.graph.node:
         with suppress(ValueError):  # what contradicts itself is told elsewhere
             trace.follow(node)
-    return {name: (shapes[name][0], size) for name in lost if (size := trace.shape(name))}
+    return {
+        name: (shapes[name][0], shape) for name in lost if (shape := trace.shape(name)) is not None
+    }
 
 
 def _skeleton(proto: onnx.ModelProto) -> onnx.ModelProto:

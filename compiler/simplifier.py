@@ -19,10 +19,12 @@ from onnx.external_data_helper import load_external_data_for_model
 from offramp.compiler.graph import bodies, copied
 from offramp.compiler.memory import count_process, peak_bytes
 from offramp.compiler.weights import WeightFile
+from offramp.engine.job_runner import environment_of_child
 
 LIMIT_S: Final = 180.0
 """Seconds that simplifying may take, if nothing else is asked for."""
-COMMAND: Final = (sys.executable, "-m", "offramp.compiler.simplifier")
+# -P: what lies in the working directory is not imported unless it is here, too.
+COMMAND: Final = (sys.executable, "-P", "-m", "offramp.compiler.simplifier")
 _SMALL_OPERATORS = 300
 """Of a model that is simplified in less time than a process takes to start."""
 
@@ -59,7 +61,12 @@ def _run(command: Sequence[str], limit_s: float, folder: Path | None) -> None:
     try:
         # Whatever ends this call ends the process too.
         done = subprocess.run(  # noqa: S603
-            command, timeout=limit_s, cwd=folder, capture_output=True, check=False
+            command,
+            timeout=limit_s,
+            cwd=folder,
+            env=environment_of_child(),
+            capture_output=True,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise SimplifierError(

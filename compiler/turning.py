@@ -14,7 +14,7 @@ from typing import NamedTuple
 import onnx
 from onnx import helper
 
-from offramp.compiler.cuts import GraphAnalysis
+from offramp.compiler.cuts import MAX_CUT_TENSORS, GraphAnalysis
 from offramp.compiler.gate_fitness import batch_first
 from offramp.compiler.graph import bodies, captured_names, copied, refill
 from offramp.compiler.shapes import TensorType, annotate, declared_types
@@ -24,14 +24,16 @@ FRONT = "/batch_first"
 _BACK = "/as_before"
 
 
-def turn_batch_first(proto: onnx.ModelProto) -> onnx.ModelProto:
+def turn_batch_first(
+    proto: onnx.ModelProto, *, max_tensors: int = MAX_CUT_TENSORS
+) -> onnx.ModelProto:
     """Transpose the tensors that could be cut points if their batch were in front, and back.
 
     Of an annotated model with a single output, which is not changed and computes the same.
     """
     if not any(_is_behind(tensor) for tensor in declared_types(proto).values()):
         return proto
-    analysis = GraphAnalysis.of(proto, turns=True)
+    analysis = GraphAnalysis.of(proto, turns=True, max_tensors=max_tensors)
     turns: dict[str, _Turn] = {}
     for gate in analysis.best().kept:
         for name in gate.tensors:

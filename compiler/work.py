@@ -19,7 +19,7 @@ import onnx
 from offramp.compiler.errors import ModelError
 from offramp.compiler.flop_rules import HEAVY, is_heavy
 from offramp.compiler.flow import count_flops
-from offramp.compiler.graph import Dataflow, Operator
+from offramp.compiler.graph import Dataflow, Operator, bodies
 from offramp.compiler.runtime import GraphRunner, random_inputs
 
 _BATCH = 2
@@ -69,8 +69,15 @@ def _unknown(graph: Dataflow, counted: Sequence[float]) -> tuple[str, ...]:
 
 def _is_unknown(op: Operator, counted: float) -> bool:
     if op.kind in HEAVY or op.has_body:
-        return not counted  # its shapes are not known, or how often a body runs
+        # Its shapes are not known, or how often a body runs.
+        return not counted and not _only_constants(op)
     return is_heavy(op)
+
+
+def _only_constants(op: Operator) -> bool:
+    """Whether it has bodies that compute nothing, such as those that choose between scales."""
+    inside = [node for body in bodies(op.proto) for node in body.node]
+    return op.has_body and all(node.op_type == "Constant" for node in inside)
 
 
 def _measure(proto: onnx.ModelProto) -> dict[str, float]:

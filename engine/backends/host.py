@@ -62,7 +62,7 @@ class HostStage:
     computed: tuple[str, ...]
     """Carried tensors that the graph gives."""
     passed: tuple[str, ...]
-    """Carried graph inputs, which the graph does not give."""
+    """Carried tensors that it does not give: graph inputs, and what earlier stages gave."""
 
 
 def load_stage(spec: StageSpec, runtime: str, load: Callable[[bytes], LoadedGraph]) -> HostStage:

@@ -174,6 +174,22 @@ def test_a_disk_without_room_for_a_bundle_is_told_before_the_work(
     assert "has 0 MiB left; free the space or choose another --output" in line
 
 
+def test_a_scratch_folder_without_room_for_the_weights_is_told_before_the_work(
+    capfd, untrained: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, usage = tmp_path / "scratch", shutil.disk_usage(".")
+    folder.mkdir()
+
+    def free(place: Path) -> object:
+        return usage._replace(free=1000) if Path(place) == folder else usage
+
+    monkeypatch.setattr("shutil.disk_usage", free)
+    line = compiling(capfd, "--scratch", str(folder))
+    assert "the model's weights take" in line
+    assert f"but {folder} has" in line
+    assert "(1,000 bytes) free; free the space, name another folder by --scratch" in line
+
+
 def test_a_disk_without_room_for_features_is_told_before_the_work(
     capfd, untrained: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -151,6 +154,42 @@ def test_wide_tokens_are_stored_as_coordinates(
         np.testing.assert_allclose(stored, wanted, rtol=2**-9, atol=2e-3)
         kept = plain[data.inputs["attention_mask"] > 0]  # padding says nothing of what varies
         np.testing.assert_allclose(projections[candidate].mean, kept.mean(0), rtol=0, atol=1e-4)
+
+
+def test_where_no_token_counts_components_are_those_of_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A mask of another kind, which is added to scores: 0 where a token counts."""
+    monkeypatch.setattr(features_module, "TOKEN_COMPONENTS", 5)
+    pieces = sliced("bert")
+    graph, outputs = attach_poolings(pieces.model, pieces.graphs, pieces.cuts)
+    data = dataset_of(pieces, 20)
+    none = np.zeros_like(data.inputs["attention_mask"])
+    data = replace(data, inputs={**data.inputs, "attention_mask": none})
+    projections = fit_projections(graph, outputs, pieces.cuts, data, threads=1)
+    for candidate, cut in enumerate(pieces.cuts):
+        plain = cut_values(pieces, data)[cut.name]
+        wanted = plain.reshape(-1, plain.shape[2]).mean(0)
+        np.testing.assert_allclose(projections[candidate].mean, wanted, rtol=0, atol=1e-4)
+
+
+def test_masks_without_room_are_told_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path) -> None:
+        if path.name.startswith("mask"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(features_module, "_reserve", full)
+    pieces, steps = sliced("bert"), list[int]()
+    graph, outputs = attach_poolings(pieces.model, pieces.graphs, pieces.cuts)
+    message = "No space left on device; free the space, or name a folder that has it by"
+    with pytest.raises(DataError, match=message):
+        record(
+            graph, outputs, pieces.model.answer, dataset_of(pieces, 70), masks=["attention_mask"],
+            threads=1, directory=tmp_path / "f", progress=steps.append,
+        )  # fmt: skip
+    assert steps == []
 
 
 def test_narrow_tokens_and_maps_are_stored_as_they_are() -> None:

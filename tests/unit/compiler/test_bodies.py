@@ -15,7 +15,7 @@ from offramp.compiler.cuts import find_cuts
 from offramp.compiler.flow import count_flops
 from offramp.compiler.graph import Dataflow
 from offramp.compiler.options import CompileOptions
-from offramp.compiler.shapes import concrete_shapes
+from offramp.compiler.shapes import concrete_shapes, declared_types
 from offramp.compiler.slice_verification import verify
 from offramp.compiler.slicing import slice_model
 
@@ -113,6 +113,44 @@ def test_a_loop_that_nobody_can_count_is_measured(read) -> None:
     analysis = find_cuts(read(looped(None), simplify=False))
     assert analysis.unknown_work == ("Loop",)
     assert analysis.total_s is not None
+
+
+def test_shapes_from_outside_of_a_body_are_read_there(read) -> None:
+    """Exporters and optimisers put what is constant beside the other weights."""
+    b, x = begun()
+    apart, back = b.constant([-1, 4, WIDTH // 4], np.int64), b.constant([-1, WIDTH], np.int64)
+    nodes = [
+        helper.make_node("Reshape", ["h", apart], ["heads"]),
+        helper.make_node("MatMul", ["heads", b.weight(WIDTH // 4, WIDTH // 4)], ["product"]),
+        helper.make_node("Reshape", ["product", back], ["next"]),
+        helper.make_node("Identity", ["on"], ["go"]),
+    ]
+    inputs = [info("i", TensorProto.INT64, []), info("on", TensorProto.BOOL, []),
+              info("h", shape=[None, WIDTH])]  # fmt: skip
+    outputs = [info("go", TensorProto.BOOL, []), info("next")]
+    body = helper.make_graph(nodes, "body", inputs, outputs)
+    trips, go = b.constant(5, np.int64), b.constant(True, np.bool_)
+    proto = finished(b, b.node("Loop", trips, go, x, body=body, out="loop"))
+    model = read(proto, simplify=False).proto
+    # two reshapes write a row each; the condition is one operation a turn
+    assert work_of_body(model) == pytest.approx(5 * (PRODUCT / 4 + 2 * WIDTH), abs=10)
+    assert declared_types(model)["loop"].shape == ("batch", WIDTH)
+
+
+def test_bodies_that_only_give_constants_are_known_to_do_no_work(read) -> None:
+    b, x = begun()
+    largest = b.node("ReduceMax", b.input("dose", ["batch", 1]), keepdims=0)
+    large = b.node("Greater", largest, b.constant(1e9, np.float32))
+    scale = b.node("If", large, then_branch=giving("one", 1), else_branch=giving("two", 2))
+    analysis = find_cuts(read(finished(b, b.node("Mul", x, scale, out="scaled")), simplify=False))
+    assert analysis.unknown_work == ()
+    assert analysis.total_flops > 0
+
+
+def giving(name: str, value: float) -> onnx.GraphProto:
+    constant = onnx.numpy_helper.from_array(np.array(value, np.float32))
+    nodes = [helper.make_node("Constant", [], [name], value=constant)]
+    return helper.make_graph(nodes, name, [], [helper.make_tensor_value_info(name, 1, [])])
 
 
 def test_what_a_body_reads_of_outside_counts_as_read() -> None:

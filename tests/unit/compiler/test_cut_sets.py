@@ -79,6 +79,14 @@ def test_a_cut_point_has_no_more_tensors_than_allowed(read: Read, most: int, cut
     assert len(find_cuts(read(models.text_cnn()), max_tensors=most).cuts) == cuts
 
 
+def test_states_that_many_tensors_carry_are_turned_where_so_many_are_allowed(read: Read) -> None:
+    proto = models.hidden_states(layers=6)
+    found = find_cuts(read(proto, max_cut_tensors=8), max_tensors=8)
+    assert [len(cut.tensors) for cut in found.cuts] == [2, 3, 4, 5, 6, 6]
+    alone = read(proto, max_cut_tensors=1).proto
+    assert not any(node.output[0].endswith("/batch_first") for node in alone.graph.node)
+
+
 def test_what_would_take_too_many_tensors_says_so(read: Read) -> None:
     model = read(models.text_cnn())
     (reason,) = (r.reason for r in find_cuts(model, max_tensors=1).rejected if "block" in r.reason)

@@ -205,7 +205,7 @@ def test_a_batch_that_is_folded_into_another_dimension(capfd) -> None:
 
 
 def test_a_disk_with_too_little_space_for_features(capfd, monkeypatch) -> None:
-    place = "offramp.compiler.feature_folder.shutil"
+    place = "offramp.calibration.scratch.shutil"
     monkeypatch.setattr(place, SimpleNamespace(**{**vars(shutil), "disk_usage": _full_disk}))
     told = compiling(
         capfd, models.mlp(), "--max-disagreement", "0.05", "--scratch", ".", x=samples(16)
@@ -213,12 +213,12 @@ def test_a_disk_with_too_little_space_for_features(capfd, monkeypatch) -> None:
     needed = re.search(r"features take ([\d.]+) MiB \(([\d,]+) bytes\), but (\S+) has", told)
     assert needed is not None
     assert int(needed[2].replace(",", "")) == pytest.approx(float(needed[1]) * 2**20, rel=0.6)
-    assert "has 0.0 MiB (1,000 bytes) free; free the space, name another folder by --scr" in told
+    assert "has 0.0 MiB (10,000 bytes) free; free the space, name another folder by --sc" in told
     assert "or bound them by --scratch-limit" in told
 
 
 def _full_disk(_path: object) -> SimpleNamespace:
-    return SimpleNamespace(free=1000)
+    return SimpleNamespace(free=10_000)
 
 
 def test_a_limit_of_scratch_that_is_too_low(capfd) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from tests.padded import HEADS, answers, padded_bundle, paddings_of, sentences
 from tests.quantised import quantised
 from tests.sliced import slice_proto, sliced
 
-from offramp.bundle import Bundle, Head, LengthRange, Padding
+from offramp.bundle import Bundle, Head, LengthRange, Padding, TensorSpec
 from offramp.calibration.dataset import Dataset
 from offramp.compiler.cascade import slice_cascade
 from offramp.compiler.options import CompileOptions
@@ -216,3 +217,23 @@ def test_a_length_is_what_counts_where_samples_may_be_padded_else_the_size() -> 
     )
     images = sliced("residual").model.inputs
     assert length_ranges(images, (), halves) == ()
+
+
+def test_lengths_are_counted_without_all_masks_in_memory() -> None:
+    mask = np.ones((20_000, 100), np.int64)
+    mask[777, 5:] = 0
+    whole = Dataset(inputs={"attention_mask": mask}, labels=None, sha256="0")
+    part = whole.subset(np.arange(1, 20_000))
+    specs = (TensorSpec(name="attention_mask", dtype="int64", shape=("batch", "sequence")),)
+    fills = {"attention_mask": 0.0}
+    padding = Padding(
+        size="sequence", mask="attention_mask", fills=fills, longest=100, difference=0.0
+    )
+    tracemalloc.start()
+    try:
+        (found,) = length_ranges(specs, (padding,), [part])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (found.shortest, found.longest) == (5, 100)
+    assert peak < mask.nbytes / 4

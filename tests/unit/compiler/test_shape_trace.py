@@ -11,7 +11,7 @@ from tests.models import Builder
 from offramp.compiler import shape_trace
 from offramp.compiler.cuts import find_cuts
 from offramp.compiler.shape_trace import ShapeTrace
-from offramp.compiler.shapes import infer_types
+from offramp.compiler.shapes import concrete_shapes, infer_types
 
 TOKENS, WIDTH = 4, 16
 ONE = numpy_helper.from_array(np.array([1], np.int64))
@@ -59,6 +59,19 @@ def test_a_mask_that_is_picked_by_range_leaves_a_cut_behind_every_layer(read):
 
     assert [cut.tensor for cut in cuts] == ["layer0", "layer1", "layer2"]
     assert "mask" in cuts[0].side_inputs
+
+
+def test_a_scalar_that_inference_has_lost_is_known():
+    """Its axes are computed; it has no dimension, which is not the same as no shape."""
+    b = Builder()
+    x = b.input("x", ["batch", 4, 8])
+    axes = b.node("Range", *(b.constant(number, np.int64) for number in (0, 3, 1)))
+    most = b.node("ReduceSum", x, axes, keepdims=0, out="most")
+    y = b.node("Div", b.node("ReduceMean", x, axes=[1], keepdims=0), most, out="scaled")
+    b.linear(y, 8, 3, out="logits")
+    b.output("logits", ["batch", 3])
+    found = concrete_shapes(b.build(), {"batch": 3})
+    assert (found["most"][1], found["scaled"][1]) == ((), (3, 8))
 
 
 def test_what_would_be_large_is_not_computed(monkeypatch: pytest.MonkeyPatch):
