@@ -80,7 +80,8 @@ def read_model(
     are several; ``answer_tokens`` are the tokens that a decoder [batch, tokens, vocabulary] answers
     with (:mod:`offramp.compiler.answer_tokens`); ``simplify`` folds constants and fuses with
     onnxslim, if that computes the same and takes no longer than ``simplify_limit`` seconds. Files
-    of a large model go to ``scratch``. Cut points of up to ``max_cut_tensors`` tensors are prepared.
+    of a large model go to ``scratch``. Cut points of up to ``max_cut_tensors`` tensors are
+    prepared.
 
     Raises:
         ModelError: The file is missing, no ONNX model, or has a property that is not supported.
