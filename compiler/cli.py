@@ -188,6 +188,7 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
             options.model,
             answer=options.answer,
             task=AskedTask(kind=options.task),
+            answer_tokens=options.answer_tokens,
             simplify=not options.no_simplify,
             simplify_limit=options.simplify_limit,
             max_cut_tensors=options.max_cut_tensors,

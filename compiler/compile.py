@@ -34,6 +34,7 @@ from offramp.compiler.padding import find_paddings, length_ranges, symbolic_size
 from offramp.compiler.policy import record_exits
 from offramp.compiler.precision import Quantise, choose_precision, on_copy
 from offramp.compiler.progress import SILENT, Progress
+from offramp.compiler.prompts import check_lengths
 from offramp.compiler.settling import settle_task
 from offramp.compiler.slice_verification import VERIFIED_SAMPLES, verify
 from offramp.compiler.slicing import Sliced, slice_model
@@ -75,6 +76,7 @@ def compile_model(
             options.model,
             answer=options.answer,
             task=options.asked_task,
+            answer_tokens=options.answer_tokens,
             simplify=options.simplify,
             simplify_limit=options.simplify_limit,
             scratch=scratch,
@@ -83,6 +85,8 @@ def compile_model(
     check_space(options.output, _COPIES * weight_bytes(model.proto))
     with progress.step("Read the data", 1):
         dataset = read_dataset(options.data, model.inputs, answer=model.answer, scratch=scratch)
+        if options.answer_tokens:
+            check_lengths(model.inputs, dataset)
     parts = split(
         dataset,
         certify_at_least=samples_needed(options.max_disagreement, options.confidence_level),

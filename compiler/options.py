@@ -36,6 +36,9 @@ class CompileOptions:
     """Least share of tokens, pixels or key points that have to be equal for an answer to agree."""
     agree_within: float | None = None
     """How far values may differ, or key points be apart (as a share of the map's longer side)."""
+    answer_tokens: tuple[int, ...] = ()
+    """Ids of the tokens that a decoder [batch, tokens, vocabulary] answers with, as classes; the
+    model is reduced to their logits behind the last token of the prompt."""
     mask: str | None = None
     """The graph input that says which tokens count; found by name where not given."""
     exits: tuple[str, ...] = ()

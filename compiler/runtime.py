@@ -142,7 +142,7 @@ def random_inputs(
         shape = types[name].shape or ()
         sized = tuple(d if isinstance(d, int) else sizes[d] for d in shape)
         dtype = np.dtype(dtype_name(types[name].elem_type))
-        feeds[name] = _random(rng, sized, dtype, _table_size(proto, graph, name))
+        feeds[name] = _random(rng, sized, dtype, table_size(proto, graph, name))
     return feeds
 
 
@@ -173,13 +173,13 @@ def _random(
     return values.astype(dtype)
 
 
-def _table_size(proto: onnx.ModelProto, graph: Dataflow, name: str) -> int:
-    """Rows of the table that the input indexes, seen through ``Cast``; 0 if it does not."""
+def table_size(proto: onnx.ModelProto, graph: Dataflow, name: str) -> int:
+    """Count the rows of the table that an input indexes, also through ``Cast``; 0 of none."""
     tables = {t.name: t.dims[0] for t in proto.graph.initializer if t.dims}
     for op in graph.consumers.get(name, ()):
         if op.kind == "Gather" and op.proto.input[1] == name and op.proto.input[0] in tables:
             return tables[op.proto.input[0]]
-        if op.kind == "Cast" and (rows := _table_size(proto, graph, op.writes[0])):
+        if op.kind == "Cast" and (rows := table_size(proto, graph, op.writes[0])):
             return rows
     return 0
 

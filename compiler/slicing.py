@@ -103,7 +103,8 @@ def cut_tensors(
     """Describe what exits at some cut points read; ModelError if ``--mask`` fits none of them."""
     flows = () if analysis.rereads else analysis.main_inputs  # else all that may be read again
     masks = find_masks(model.inputs, flows, options.mask)
-    cuts = tuple(_cut_tensor(point, masks) for point in points)
+    last = bool(model.answer.tokens)
+    cuts = tuple(_cut_tensor(point, masks, answers_last=last) for point in points)
     if options.mask is not None and not any(tensor.mask for cut in cuts for tensor in cut.tensors):
         read = [tensor for cut in cuts for tensor in cut.tensors]
         shapes = "; ".join(f"{cut.name}: [{', '.join(map(str, cut.shape))}]" for cut in read)
@@ -114,10 +115,14 @@ def cut_tensors(
     return cuts
 
 
-def _cut_tensor(point: CutPoint, masks: Mapping[int | str, TensorSpec]) -> CutTensor:
+def _cut_tensor(
+    point: CutPoint, masks: Mapping[int | str, TensorSpec], *, answers_last: bool
+) -> CutTensor:
     cut = point.as_heads_see_it()
-    beside = tuple(_masked(other, masks) for other in cut.beside)
-    return replace(_masked(cut, masks), beside=beside)
+    beside = tuple(
+        replace(_masked(other, masks), answers_last=answers_last) for other in cut.beside
+    )
+    return replace(_masked(cut, masks), answers_last=answers_last, beside=beside)
 
 
 def _masked(cut: CutTensor, masks: Mapping[int | str, TensorSpec]) -> CutTensor:
