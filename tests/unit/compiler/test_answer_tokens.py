@@ -31,7 +31,8 @@ from offramp.bundle import Head
 from offramp.bundle.manifest import Answer
 from offramp.bundle.serde import from_plain, to_plain
 from offramp.calibration.dataset import DataError, Dataset
-from offramp.compiler import answer_tokens
+from offramp.compiler import answer, answer_tokens
+from offramp.compiler.asked_task import AskedTask
 from offramp.compiler.cli import main
 from offramp.compiler.cuts import find_cuts
 from offramp.compiler.errors import ModelError
@@ -311,6 +312,10 @@ def test_inspect_takes_the_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "'yes,no' is not ids of tokens; give for instance 2152,9693" in capsys.readouterr().err
 
 
-def test_without_the_flag_the_error_names_it(read: Read) -> None:
-    with pytest.raises(ModelError, match="--answer-tokens"):
+def test_without_the_flag_the_error_names_it(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = "40 numbers for each token: a decoder .* --answer-tokens names them; .*--task token"
+    monkeypatch.setattr(answer, "_MOST_TAGS", 39)
+    with pytest.raises(ModelError, match=told):
         read(decoder(), simplify=False)
+    asked = AskedTask(kind="token-classification")
+    assert read(decoder(), simplify=False, task=asked).answer.classes == 40
