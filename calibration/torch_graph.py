@@ -22,7 +22,7 @@ from offramp.calibration.torch_operators.tensors import DTYPES, attributes_of, t
 
 _LEAST_OPSET = 7
 """Broadcasting came with it."""
-_REMEDY = "train the heads alone (--train heads)"
+_REMEDY = "leave out --heads bridges, or export it without them"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

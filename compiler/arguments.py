@@ -41,6 +41,10 @@ def compile_parser() -> argparse.ArgumentParser:
                        help="cut points to build exits at: numbers or names as inspect lists them, "
                        "patterns of names (*/Add*), shares of the work before them (25%%: the "
                        "nearest; 10%%-60%%: all between)")  # fmt: skip
+    exits.add_argument("--heads", choices=["auto", "pooled", "bridges"], default="auto",
+                       help="pooled: heads that pool; bridges: some of the model's own blocks, "
+                       "then its own head (PAME); auto: bridges where answers have "
+                       "places")  # fmt: skip
     exits.add_argument("--candidates", type=_positive, default=12, metavar="N",
                        help="most exits that are built, if --exits is not given")  # fmt: skip
     _add_max_cut_tensors(exits)

@@ -19,6 +19,7 @@ from rich.logging import RichHandler
 from offramp.bundle import BundleError
 from offramp.bundle.serde import to_plain
 from offramp.calibration.dataset import DataError
+from offramp.calibration.errors import UntrainableError
 from offramp.calibration.scratch import ScratchError
 from offramp.compiler import arguments, engine_arguments
 from offramp.compiler.errors import CompileError, EngineOptionsError, ModelError
@@ -68,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (
         CompileError,
         DataError,
+        UntrainableError,
         ScratchError,
         BundleError,
         BackendError,

@@ -117,7 +117,7 @@ def _compile_sliced(sliced: Sliced, run: CompileRun, quantise: Quantise | None) 
     options = run.options
     timer = timer_of(sliced, run)
     times = timer.backbone()
-    if sliced.model.answer.task.is_dense:
+    if options.heads == "bridges" or sliced.model.answer.task.is_dense:
         found = find_bridged_exits(
             sliced, parts, options, times, samples=timer.samples, progress=progress
         )

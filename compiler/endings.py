@@ -66,14 +66,23 @@ def _in_its_type(part: PartBuilder, given: str, answer: Answer, dtype: str) -> N
 def add_principal(
     part: PartBuilder, scores: str, answer: Answer, shape: tuple[int | str, ...]
 ) -> tuple[str, int | None]:
-    """Add the principal values [b, n] of a dense answer; gives them, and n where it is fixed.
+    """Add the principal values [b, n] of an answer; gives them, and n where it is fixed.
 
-    ``scores`` are float32 of ``shape``: [b, tokens, classes], [b, classes, height, width] or heat
-    maps [b, key points, height, width]: the answer, or what its classes are picked from.
+    ``scores`` are float32 of ``shape``: [b, classes], [b, labels], [b, tokens, classes], [b,
+    classes, height, width] or heat maps [b, key points, height, width]: the answer, or what its
+    classes are picked from.
     """
     soft = answer.form == "probabilities"
     flat = part.weight("rows", np.array([0, -1], np.int64))
     match answer.task.kind:
+        case "classification":
+            largest = _largest(part, scores, 1, soft=soft)
+            column = part.weight("column", np.array([-1, 1], np.int64))
+            return _bounded(part, part.add("Reshape", [largest, column])), 1
+        case "multi-label":
+            chance = scores if soft else part.add("Sigmoid", [scores])
+            other = part.add("Sub", [part.weight("one", np.array(1, np.float32)), chance])
+            return _bounded(part, part.add("Max", [chance, other])), answer.classes
         case "token-classification":
             tokens = shape[1]
             largest = _largest(part, scores, 2, soft=soft)
@@ -96,7 +105,7 @@ def add_principal(
             count = answer.classes * HIGHEST
             return _bounded(part, part.add("Reshape", [values, flat])), count
         case kind:
-            raise ValueError(f"answers of {kind} have no places")
+            raise ValueError(f"answers of {kind} do not say how sure they are")
 
 
 def _largest(part: PartBuilder, scores: str, axis: int, *, soft: bool) -> str:

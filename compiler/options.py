@@ -20,6 +20,9 @@ AskedPrecision: TypeAlias = Literal["fp32", "int8", "auto"]
 """What ``eecompile --precision`` takes for bundles."""
 
 
+HeadFamily: TypeAlias = Literal["auto", "pooled", "bridges"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileOptions:
     """One run of ``eecompile``."""
@@ -44,6 +47,9 @@ class CompileOptions:
     exits: tuple[str, ...] = ()
     """Cut points to build exits at (:class:`offramp.compiler.ExitRule`); empty chooses
     ``candidates``."""
+    heads: HeadFamily = "auto"
+    """``pooled``: heads that pool their cut tensor; ``bridges``: the model's own blocks and head
+    (PAME 5.1); ``auto``: bridges where answers have places, else pooled ones."""
     candidates: int = 12
     """Most exits that are built."""
     max_cut_tensors: int = 4
