@@ -7,7 +7,6 @@ segment and exit shares, so that a stage is the plain union of its parts
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -27,7 +26,7 @@ from offramp.bundle.manifest_checks import (
     check_unique,
 )
 from offramp.bundle.padding import Padding, check_paddings
-from offramp.bundle.serde import LEFT_OUT, check_numbers
+from offramp.bundle.serde import LEFT_OUT, check_hash, check_numbers
 
 SCHEMA_VERSION = 1
 """Bumped whenever an older reader would misunderstand a newer bundle."""
@@ -42,7 +41,6 @@ into segments, then the unmodified one as the last segment, which begins anew.""
 
 NUMBER_DTYPES: Final = frozenset(np.dtype(code).name for code in "?bhilqBHILQefd")
 """numpy's names of the element types that models may take and give."""
-_SHA256: Final = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,8 +263,7 @@ class FileEntry:
 
     def __post_init__(self) -> None:
         check_numbers(self, "size_bytes", least=0)
-        if not _SHA256.fullmatch(self.sha256):
-            raise ValueError(f"sha256 {self.sha256!r:.80} is not 64 hexadecimal digits")
+        check_hash(self.sha256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

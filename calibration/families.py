@@ -197,7 +197,7 @@ class _AttentionPooling(Pooling):
     kind, form, reads_mask, learned = "attention", "tokens", True, True
     tried = (
         *(Head(kind="attention", queries=queries) for queries in QUERIES),
-        Head(kind="attention", queries=QUERIES[0], hidden=HIDDEN),
+        *(Head(kind="attention", queries=queries, hidden=HIDDEN) for queries in QUERIES),
     )
 
     def build(self, part: GraphPart, tensors: Sequence[str], served: ServedHead) -> str:

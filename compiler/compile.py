@@ -25,7 +25,7 @@ from offramp.compiler.errors import CompileError
 from offramp.compiler.exits import FoundExits, find_exits
 from offramp.compiler.feature_folder import find_scratch, sweep
 from offramp.compiler.graph import weight_bytes
-from offramp.compiler.memory import give_back
+from offramp.compiler.memory import GivingBack, give_back
 from offramp.compiler.model import read_model
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.packing import make_manifest, pack
@@ -66,7 +66,7 @@ def compile_model(
         BundleWriteError: Nothing can be written there, or the disk has too little space; that is
             found out before training, as far as it can be.
     """
-    scratch = scratch or ScratchSpace(options.scratch)
+    scratch, progress = scratch or ScratchSpace(options.scratch), GivingBack(progress)
     check_target(options.output, overwrite=options.overwrite)
     sweep(find_scratch(options.scratch))
     with progress.step("Read and simplify the model", 1):
@@ -79,7 +79,6 @@ def compile_model(
             scratch=scratch,
             max_cut_tensors=options.max_cut_tensors,
         )
-        give_back()
     check_space(options.output, _COPIES * weight_bytes(model.proto))
     with progress.step("Read the data", 1):
         dataset = read_dataset(options.data, model.inputs, scratch=scratch)
@@ -100,7 +99,6 @@ def compile_model(
             with _naming(options.model):
                 _verify(sliced, parts, options)
             sliced = sliced.without_weights()
-            give_back()
         run = CompileRun(options=options, parts=parts, progress=progress, scratch=scratch)
         return _compile_sliced(sliced, run, quantise)
 
@@ -163,7 +161,6 @@ def _certify_and_write(chosen: Blueprint, found: FoundExits, run: CompileRun) ->
     warn_of_violations(rehearsed)
 
     with progress.step("Look at the range of the data", 1):
-        give_back()
         ranges = InputRanges.over(chain(parts.train.batches(), parts.tune.batches()))
     paddings = _paddings(chosen, run, ranges)
     seen = length_ranges(draft.inputs, paddings, (parts.train, parts.tune))

@@ -22,7 +22,7 @@ from offramp.bundle import (
     write_bundle,
 )
 from offramp.bundle.bundle import POLICY, RECORDS, REPORT
-from offramp.bundle.files import dump
+from offramp.bundle.files import FileContent, dump
 from offramp.bundle.input_ranges import INPUT_RANGES
 from offramp.bundle.manifest import SCHEMA_VERSION, Calibration, Source
 from offramp.bundle.measured import MEASURED
@@ -103,10 +103,10 @@ def pack(
     limit: BindingLimit | None = None,
     measured: Measured | None = None,
     ranges: InputRanges,
-) -> Mapping[str, bytes]:
+) -> Mapping[str, FileContent]:
     """Give the content of every file but manifest and policy, by path.
 
-    Graphs get their weights when they are asked for: none is kept with them.
+    Graphs are given in pieces, and get their weights piece by piece.
     """
     report = render_report(
         manifest, policy, profile, certify, rehearsed, limit=limit, measured=measured
@@ -124,15 +124,15 @@ def pack(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Contents(Mapping[str, bytes]):
-    """The contents of files, of which graphs are made whole one at a time."""
+class _Contents(Mapping[str, FileContent]):
+    """The contents of files, of which graphs get their weights as they are written."""
 
     small: Mapping[str, bytes]
     graphs: Mapping[str, bytes]
     sliced: Sliced
 
-    def __getitem__(self, name: str) -> bytes:
-        return self.sliced.whole(self.graphs[name]) if name in self.graphs else self.small[name]
+    def __getitem__(self, name: str) -> FileContent:
+        return self.sliced.pieces(self.graphs[name]) if name in self.graphs else self.small[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter((*self.graphs, *self.small))
@@ -213,11 +213,12 @@ def rewrite(
     """
     stale = (POLICY, MEASURED, *changed)
     names = [entry.path for entry in bundle.manifest.files if entry.path not in stale]
+    kept = {name: map(bundle.read, [name]) for name in names}  # read when it is written
     return write_bundle(
         target,
         manifest,
         policy,
-        {**{name: bundle.read(name) for name in names}, **changed},
+        {**kept, **changed},
         overwrite=overwrite,
         engines_of=bundle.path,
     )

@@ -12,6 +12,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from offramp.bundle import Segment, TensorSpec
+from offramp.bundle.files import FileContent
 from offramp.calibration.cut_tensors import CutTensor
 from offramp.compiler.cut_points import CutAnalysis, CutPoint
 from offramp.compiler.cuts import find_cuts
@@ -51,16 +52,18 @@ class Sliced:
         graphs = tuple(s.proto.SerializeToString() for s in segments)
         return replace(self, model=model, segments=segments, graphs=graphs, weights=weights)
 
-    def whole(self, graph: bytes) -> bytes:
-        """Give one of the graphs, or what was assembled of them, with its weights."""
-        return graph if self.weights is None else self.weights.whole(graph)
+    def pieces(self, graph: bytes) -> FileContent:
+        """Give one of the graphs, or what was assembled of them, with its weights, in pieces."""
+        return graph if self.weights is None else self.weights.pieces(graph)
 
     def whole_model(self) -> SourceModel:
         """Give the source model with its weights."""
         if self.weights is None:
             return self.model
-        whole = self.whole(self.model.proto.SerializeToString())
-        return replace(self.model, proto=onnx.ModelProto.FromString(whole))
+        proto = onnx.ModelProto()
+        proto.CopyFrom(self.model.proto)
+        self.weights.fill(proto)
+        return replace(self.model, proto=proto)
 
     @property
     def versions(self) -> dict[str, int]:

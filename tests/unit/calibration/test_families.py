@@ -95,6 +95,7 @@ def test_tokens_get_pooled_and_attended() -> None:
         Head(kind="attention", queries=1),
         Head(kind="attention", queries=4),
         Head(kind="attention", queries=1, hidden=HIDDEN),
+        Head(kind="attention", queries=4, hidden=HIDDEN),
     )
 
 
