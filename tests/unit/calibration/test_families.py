@@ -107,6 +107,7 @@ def test_models_that_answer_by_their_last_token_are_asked_there_and_not_at_the_f
         Head(kind="attention", queries=1),
         Head(kind="attention", queries=4),
         Head(kind="attention", queries=1, hidden=HIDDEN),
+        Head(kind="attention", queries=4, hidden=HIDDEN),
     )
     assert Head(kind="last").describe() == "last token, linear"
     assert family_of(cut(32, answers_last=True)) == family_of(cut(32))
