@@ -189,7 +189,7 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
         model = read_model(
             options.model,
             answer=options.answer,
-            task=AskedTask(kind=options.task),
+            task=AskedTask(kind=options.task, class_map=options.class_map),
             answer_tokens=options.answer_tokens,
             simplify=not options.no_simplify,
             simplify_limit=options.simplify_limit,

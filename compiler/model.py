@@ -19,6 +19,7 @@ from offramp.compiler.answer import find_answer, keep_answer
 from offramp.compiler.answer_tokens import answer_with_tokens
 from offramp.compiler.asked_task import AskedTask
 from offramp.compiler.batch import free_batch
+from offramp.compiler.class_map import answer_with_classes
 from offramp.compiler.custom_ops import check_operators
 from offramp.compiler.cuts import MAX_CUT_TENSORS
 from offramp.compiler.errors import ModelError
@@ -89,16 +90,22 @@ def read_model(
         ModelError: The file is missing, no ONNX model, or has a property that is not supported.
     """
     path = Path(path)
+    asked = task or AskedTask()
     proto, digest = load_source(path)
     try:
         limit_s = simplify_limit if simplify else None
         proto = _prepare(
-            proto, answer=answer, answer_tokens=answer_tokens, limit_s=limit_s, scratch=scratch
+            proto,
+            answer=answer,
+            answer_tokens=answer_tokens,
+            class_map=asked.class_map,
+            limit_s=limit_s,
+            scratch=scratch,
         )
         proto = turn_batch_first(
             anchor_shapes(proto, max_tensors=max_cut_tensors), max_tensors=max_cut_tensors
         )
-        found = replace(find_answer(proto, task or AskedTask()), tokens=tuple(answer_tokens))
+        found = replace(find_answer(proto, asked), tokens=tuple(answer_tokens))
         inputs = _specs(proto, [i.name for i in proto.graph.input])
         outputs = _specs(proto, [o.name for o in proto.graph.output])
     except ModelError as error:
@@ -124,6 +131,7 @@ def _prepare(
     *,
     answer: str | None,
     answer_tokens: Sequence[int],
+    class_map: bool,
     limit_s: float | None,
     scratch: ScratchSpace | None,
 ) -> onnx.ModelProto:
@@ -137,6 +145,8 @@ def _prepare(
     if answer_tokens:
         answer_with_tokens(proto, answer_tokens, answer)
     keep_answer(proto, answer)
+    if class_map:
+        answer_with_classes(proto)
     preparation.remove_unused(proto)
     _check_inputs(proto)
     free_batch(proto)

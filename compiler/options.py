@@ -39,6 +39,8 @@ class CompileOptions:
     """Least share of tokens, pixels or key points that have to be equal for an answer to agree."""
     agree_within: float | None = None
     """How far values may differ, or key points be apart (as a share of the map's longer side)."""
+    class_map: bool = False
+    """Answer with the classes of pixels or tokens, in a byte each, in place of their scores."""
     answer_tokens: tuple[int, ...] = ()
     """Ids of the tokens that a decoder [batch, tokens, vocabulary] answers with, as classes; the
     model is reduced to their logits behind the last token of the prompt."""
@@ -95,7 +97,12 @@ class CompileOptions:
     @property
     def asked_task(self) -> AskedTask:
         """What is said of the task."""
-        return AskedTask(kind=self.task, share=self.agree_share, within=self.agree_within)
+        return AskedTask(
+            kind=self.task,
+            share=self.agree_share,
+            within=self.agree_within,
+            class_map=self.class_map,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,6 +51,11 @@ CASES: dict[str, Case] = {
     "classes of pixels": (
         functools.partial(models.residual_cnn, dense="ArgMax"), images, {"agree_share": 0.9}
     ),
+    "a byte a pixel": (
+        functools.partial(models.residual_cnn, dense="Softmax"),
+        images,
+        {"agree_share": 0.9, "class_map": True},
+    ),
     "pose": (
         functools.partial(models.residual_cnn, dense="logits"),
         images,
@@ -103,7 +108,7 @@ def test_the_manifest_says_what_an_answer_is(made: Any, request: pytest.FixtureR
     bundle, *_ = made
     (name,) = (p for p in CASES if f"[{p}]" in request.node.name)
     task = bundle.manifest.answer.task
-    assert task.kind == ("segmentation" if "pixels" in name else name)
+    assert task.kind == ("segmentation" if "pixel" in name else name)
     assert task.mask == ("attention_mask" if name == "token-classification" else None)
     assert (name == "classification") or task.describe() in html.unescape(
         bundle.read("report.html").decode()
