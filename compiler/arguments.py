@@ -215,8 +215,8 @@ def _add_model(parser: argparse.ArgumentParser, what: str = "the model to slice"
                         help="what the answer is, which says when two agree; auto: as its shape "
                         "and last operator say")  # fmt: skip
     parser.add_argument("--class-map", action="store_true",
-                        help="answer with the classes of pixels or tokens, in a byte each, in place "
-                        "of their scores")  # fmt: skip
+                        help="answer with the classes of pixels or tokens, in a byte each, "
+                        "in place of their scores")  # fmt: skip
     parser.add_argument("--answer-tokens", type=_tokens, default=(), metavar="ID,ID,…",
                         help="of a decoder [batch, tokens, vocabulary]: the tokens that it answers "
                         "with, behind the last one of the prompt, such as those of yes and "

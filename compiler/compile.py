@@ -22,6 +22,7 @@ from offramp.certify import samples_needed
 from offramp.compiler.batch_effect import left_for_exits, measure_batch_effect
 from offramp.compiler.blueprint import Blueprint, CompileRun, draw, timer_of
 from offramp.compiler.bridged_exits import find_bridged_exits
+from offramp.compiler.early_maps import early_maps
 from offramp.compiler.errors import CompileError
 from offramp.compiler.exits import FoundExits, find_exits
 from offramp.compiler.feature_folder import find_scratch, sweep
@@ -195,6 +196,7 @@ def _certify_and_write(chosen: Blueprint, found: FoundExits, run: CompileRun) ->
             limit=limit,
             measured=measured,
             ranges=replace(ranges, lengths=seen),
+            maps=early_maps(draft, policy, chosen.timer.source, parts.certify),
         )
         return write_bundle(options.output, manifest, policy, content, overwrite=options.overwrite)
 

@@ -35,6 +35,7 @@ from offramp.compiler.endings import CONFIDENCE
 from offramp.compiler.exits import BuiltExit, exit_prefix
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.report import render_report
+from offramp.compiler.report.pictures import EarlyMap
 from offramp.compiler.slicing import SOURCE, Sliced
 from offramp.engine.environment import cpu_features, package_version
 
@@ -102,13 +103,14 @@ def pack(
     limit: BindingLimit | None = None,
     measured: Measured | None = None,
     ranges: InputRanges,
+    maps: Sequence[EarlyMap] = (),
 ) -> Mapping[str, FileContent]:
     """Give the content of every file but manifest and policy, by path.
 
     Graphs are given in pieces, and get their weights piece by piece.
     """
     report = render_report(
-        manifest, policy, profile, certify, rehearsed, limit=limit, measured=measured
+        manifest, policy, profile, certify, rehearsed, limit=limit, measured=measured, maps=maps
     )
     small = {
         "profiles/cpu.json": dump(profile),

@@ -113,6 +113,8 @@ def test_the_manifest_says_what_an_answer_is(made: Any, request: pytest.FixtureR
     assert (name == "classification") or task.describe() in html.unescape(
         bundle.read("report.html").decode()
     )
+    early = task.kind == "segmentation" and bundle.policy.active
+    assert ("A few answers to look at" in bundle.read("report.html").decode()) == bool(early)
     kinds = {e.head.kind for e in bundle.manifest.exits}
     assert (
         kinds == {"bridge"} if task.is_dense or name == "classification" else "bridge" not in kinds
