@@ -82,9 +82,12 @@ def examine(name: str, options: argparse.Namespace) -> dict[str, Any]:
     return facts | measure(made, dataset, options.repeats)
 
 
-def compile_by_default(model: Path, data: Path, bundle: Path, *further: str) -> dict[str, float]:
-    """Run ``eecompile`` in a process of its own, with further flags; gives what it took."""
-    arguments = [str(model), "--data", str(data), "--output", str(bundle), "--overwrite", *further]
+def compile_by_default(model: Path, data: Path, bundle: Path, *flags: str) -> dict[str, float]:
+    """Run ``eecompile`` in a process of its own; gives what it took.
+
+    ``flags`` say what the model is, such as ``--answer-tokens``, not how it is compiled.
+    """
+    arguments = [str(model), "--data", str(data), "--output", str(bundle), "--overwrite", *flags]
     begun = time.monotonic()
     process = subprocess.Popen([sys.executable, "-c", _COMPILE, *arguments])
     _, status, used = os.wait4(process.pid, 0)  # gives the memory of this process alone

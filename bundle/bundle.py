@@ -7,12 +7,11 @@ import io
 import os
 import shutil
 import tempfile
-from collections import ChainMap
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,13 +25,15 @@ from offramp.bundle.errors import (
     BundleWriteError,
 )
 from offramp.bundle.files import (
+    FileContent,
+    check_file,
     dump,
-    entry_of,
     inside,
     parse_json,
     parse_versioned,
     read_checked,
     read_regular,
+    write_described,
 )
 from offramp.bundle.input_ranges import INPUT_RANGES, InputRanges
 from offramp.bundle.manifest import SCHEMA_VERSION, Manifest
@@ -184,7 +185,7 @@ def write_bundle(
     path: str | os.PathLike[str],
     manifest: Manifest,
     policy: ExitPolicy,
-    files: Mapping[str, bytes],
+    files: Mapping[str, FileContent],
     *,
     overwrite: bool = False,
     engines_of: Path | None = None,
@@ -192,7 +193,8 @@ def write_bundle(
     """Write a bundle to a temporary folder beside ``path``, then put it in place in one step.
 
     The manifest's ``files`` are filled in here; ``files`` has the content of every other file, by
-    relative path; it may make a content every time that it is asked for it. ``overwrite`` replaces
+    relative path, and is asked for each once: of a content that is made then, in pieces, no more
+    than a piece need be in memory. ``overwrite`` replaces
     a bundle that is already there, and never anything else: that is a ``BundleExistsError``.
     ``engines_of`` is a bundle of the same graphs, whose engines the new one gets too; without it,
     engines of the bundle that is replaced go with it. If the file system refuses
@@ -201,20 +203,20 @@ def write_bundle(
     """
     target = Path(path)
     check_target(target, overwrite=overwrite)
-    own = {POLICY: dump(policy)}
-    contents = ChainMap(own, cast("MutableMapping[str, bytes]", files))  # which is not changed
-    entries = tuple(entry_of(name, contents[name]) for name in sorted(contents))
-    document = dump(replace(manifest, files=entries))
-    own[MANIFEST] = document
-    own[MANIFEST_HASH] = _hash_line(document)
+    said = dump(policy)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
-            for name, content in contents.items():
+            entries = []
+            for name in sorted({POLICY, *files}):
                 place = inside(scratch, name, mend=_MEND)
                 place.parent.mkdir(parents=True, exist_ok=True)
-                place.write_bytes(content)
+                content = said if name == POLICY else files[name]
+                entries.append(write_described(place, name, content))
+            document = dump(replace(manifest, files=tuple(entries)))
+            (scratch / MANIFEST).write_bytes(document)
+            (scratch / MANIFEST_HASH).write_bytes(_hash_line(document))
             scratch.chmod(0o755)
             opened = Bundle.open(scratch)
             if engines_of is not None:
@@ -303,7 +305,7 @@ def _hash_line(document: bytes) -> bytes:
 
 def _check_files(root: Path, manifest: Manifest) -> None:
     for entry in manifest.files:
-        _read_checked(root, entry)
+        check_file(root, entry, listing="manifest", mend=_MEND)
     listed = {entry.path for entry in manifest.files} | {MANIFEST, MANIFEST_HASH}
     foreign = sorted(_names_under(root) - listed)
     if foreign:

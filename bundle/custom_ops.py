@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from typing import Final
 
-_SHA256: Final = re.compile("[0-9a-f]{64}")
+from offramp.bundle.serde import check_hash
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +25,7 @@ class OperatorLibrary:
     def __post_init__(self) -> None:
         if not self.file or "/" in self.file or "\\" in self.file:
             raise ValueError(f"file {self.file!r:.100} is not a file's name without folders")
-        if not _SHA256.fullmatch(self.sha256):
-            raise ValueError(f"sha256 {self.sha256!r:.80} is not 64 hexadecimal digits")
+        check_hash(self.sha256)
         if not self.operators:
             raise ValueError("operators: a library is only named for operators that it has")
 

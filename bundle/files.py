@@ -8,8 +8,9 @@ import json
 import os
 import stat
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from offramp.bundle.errors import BundleIntegrityError, BundleSchemaError
 from offramp.bundle.manifest import FileEntry
@@ -18,6 +19,10 @@ from offramp.bundle.serde import to_plain
 
 MAX_JSON_BYTES: Final = 2**26
 """Of a JSON file: read, it takes some ten times as much memory."""
+_PIECE_BYTES: Final = 2**20
+
+FileContent: TypeAlias = bytes | Iterable[bytes]
+"""What a file has, or will have: whole, or in pieces one after another."""
 
 
 def read_checked(root: Path, entry: FileEntry, *, listing: str, mend: str) -> bytes:
@@ -25,15 +30,28 @@ def read_checked(root: Path, entry: FileEntry, *, listing: str, mend: str) -> by
 
     Messages name ``listing``, the file that has the entry, and the remedy ``mend``.
     """
-    place = root / entry.path
     content = read_regular(root, entry.path, mend=mend, most_bytes=entry.size_bytes)
-    if len(content) != entry.size_bytes:
-        raise BundleIntegrityError(
-            f"{place} has {len(content)} bytes, the {listing} says {entry.size_bytes}; {mend}"
-        )
-    if hashlib.sha256(content).hexdigest() != entry.sha256:
-        raise BundleIntegrityError(f"{place} was altered (SHA-256 differs); {mend}")
+    _compare(root, entry_of(entry.path, content), entry, listing=listing, mend=mend)
     return content
+
+
+def check_file(root: Path, entry: FileEntry, *, listing: str, mend: str) -> None:
+    """Check a file as :func:`read_checked` does, piece by piece, and keep none of it."""
+    place = _regular(root, entry.path, mend=mend, most_bytes=entry.size_bytes)
+    with _reading(place, mend=mend), place.open("rb") as file:
+        found = _described(entry.path, iter(lambda: file.read(_PIECE_BYTES), b""))
+    _compare(root, found, entry, listing=listing, mend=mend)
+
+
+def _compare(root: Path, found: FileEntry, entry: FileEntry, *, listing: str, mend: str) -> None:
+    """Refuse a file that is not what its entry says."""
+    place = root / entry.path
+    if found.size_bytes != entry.size_bytes:
+        raise BundleIntegrityError(
+            f"{place} has {found.size_bytes} bytes, the {listing} says {entry.size_bytes}; {mend}"
+        )
+    if found.sha256 != entry.sha256:
+        raise BundleIntegrityError(f"{place} was altered (SHA-256 differs); {mend}")
 
 
 def read_regular(root: Path, name: str, *, mend: str, most_bytes: int = MAX_JSON_BYTES) -> bytes:
@@ -41,16 +59,29 @@ def read_regular(root: Path, name: str, *, mend: str, most_bytes: int = MAX_JSON
 
     ``most_bytes`` are read; without it, as many as a JSON file may have.
     """
-    place = inside(root, name, mend=mend)
-    try:
-        found = place.stat()
-        if not stat.S_ISREG(found.st_mode):
-            raise BundleIntegrityError(f"{place} is not a regular file; {mend}")
-        if found.st_size > most_bytes:
-            raise BundleIntegrityError(
-                f"{place} has {found.st_size} bytes, at most {most_bytes} are expected; {mend}"
-            )
+    place = _regular(root, name, mend=mend, most_bytes=most_bytes)
+    with _reading(place, mend=mend):
         return place.read_bytes()
+
+
+def _regular(root: Path, name: str, *, mend: str, most_bytes: int) -> Path:
+    """Give the place of a regular file that is not too large."""
+    place = inside(root, name, mend=mend)
+    with _reading(place, mend=mend):
+        found = place.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise BundleIntegrityError(f"{place} is not a regular file; {mend}")
+    if found.st_size > most_bytes:
+        raise BundleIntegrityError(
+            f"{place} has {found.st_size} bytes, at most {most_bytes} are expected; {mend}"
+        )
+    return place
+
+
+@contextlib.contextmanager
+def _reading(place: Path, *, mend: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise BundleIntegrityError(f"{place}: {error.strerror}; {mend}") from error
 
@@ -91,10 +122,33 @@ def write_whole(path: Path, content: bytes, *, durable: bool = True, mode: int =
         scratch.unlink(missing_ok=True)
 
 
-def entry_of(name: str, content: bytes) -> FileEntry:
+def write_described(place: Path, name: str, content: FileContent) -> FileEntry:
+    """Write a file, piece by piece; describes what was written under its ``name``."""
+    with place.open("wb") as file:
+
+        def written() -> Iterator[bytes]:
+            for piece in _pieces(content):
+                file.write(piece)
+                yield piece
+
+        return _described(name, written())
+
+
+def entry_of(name: str, content: FileContent) -> FileEntry:
     """Describe a file by its content."""
-    digest = hashlib.sha256(content).hexdigest()
-    return FileEntry(path=name, size_bytes=len(content), sha256=digest)
+    return _described(name, _pieces(content))
+
+
+def _described(name: str, pieces: Iterable[bytes]) -> FileEntry:
+    digest, size = hashlib.sha256(), 0
+    for piece in pieces:
+        digest.update(piece)
+        size += len(piece)
+    return FileEntry(path=name, size_bytes=size, sha256=digest.hexdigest())
+
+
+def _pieces(content: FileContent) -> Iterable[bytes]:
+    return (content,) if isinstance(content, bytes) else content
 
 
 def dump(value: object) -> bytes:

@@ -7,7 +7,6 @@ segment and exit shares, so that a stage is the plain union of its parts
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -27,7 +26,7 @@ from offramp.bundle.manifest_checks import (
     check_unique,
 )
 from offramp.bundle.padding import Padding, check_paddings
-from offramp.bundle.serde import LEFT_OUT, check_numbers
+from offramp.bundle.serde import LEFT_OUT, check_hash, check_numbers
 from offramp.bundle.tasks import CLASSIFICATION, AnswerTask, TaskKind
 
 SCHEMA_VERSION = 1
@@ -45,7 +44,6 @@ into segments, then the unmodified one as the last segment, which begins anew.""
 
 NUMBER_DTYPES: Final = frozenset(np.dtype(code).name for code in "?bhilqBHILQefd")
 """numpy's names of the element types that models may take and give."""
-_SHA256: Final = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,12 +99,20 @@ class Answer:
     """Classes, labels, key points or values, as the task has them."""
     form: AnswerForm
     task: AnswerTask = field(default=CLASSIFICATION, metadata=LEFT_OUT)
+    tokens: tuple[int, ...] = field(default=(), metadata=LEFT_OUT)
+    """Ids of the tokens that the classes are, in their order, where the model is a decoder that
+    was reduced to them."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "classes", least=1)
         if self.form not in _FORMS[self.task.kind]:
             known = ", ".join(_FORMS[self.task.kind])
             raise ValueError(f"form {self.form!r} is none of {self.task.kind}: {known}")
+        if self.tokens and len(self.tokens) != self.classes:
+            raise ValueError(
+                f"answer.tokens: {len(self.tokens)} ids, expected one for each of the "
+                f"{self.classes} classes"
+            )
 
     def describe(self) -> str:
         """``10 classes, logits``, for people."""
@@ -164,10 +170,10 @@ def given_behind(segments: Sequence[Segment], first: int, last: int) -> tuple[st
 
 
 HeadKind: TypeAlias = Literal[
-    "grid", "first", "mean", "mean_max", "attention", "vector", "joined", "own", "bridge"
+    "grid", "first", "last", "mean", "mean_max", "attention", "vector", "joined", "own", "bridge"
 ]
-"""How a head pools: average a map to a grid; first token; masked mean; first, mean and max joined;
-learned attention queries; not at all; each tensor of a cut set, joined.
+"""How a head pools: average a map to a grid; first token; last one that counts; masked mean; first,
+mean and max joined; learned attention queries; not at all; each tensor of a cut set, joined.
 :mod:`offramp.calibration.families` has a class for each. ``own`` is no head: the answer of the
 quantised model itself, after its last segment. ``bridge`` pools nothing: some blocks of the model,
 then its own head."""
@@ -202,6 +208,7 @@ class Head:
             "joined": "all tensors",
             "grid": f"{grid} grid" if self.axes > 1 else f"grid of {grid}",
             "first": "first token",
+            "last": "last token",
             "mean_max": "first+mean+max",
             "attention": f"attention, {self.queries} {'query' if self.queries == 1 else 'queries'}",
         }.get(self.kind, self.kind)
@@ -297,8 +304,7 @@ class FileEntry:
 
     def __post_init__(self) -> None:
         check_numbers(self, "size_bytes", least=0)
-        if not _SHA256.fullmatch(self.sha256):
-            raise ValueError(f"sha256 {self.sha256!r:.80} is not 64 hexadecimal digits")
+        check_hash(self.sha256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

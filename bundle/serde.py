@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import reprlib
 import sys
 import types
@@ -23,6 +24,7 @@ _T = TypeVar("_T")
 
 _MOST_INTEGER: Final = 2**53
 """Beyond it JSON readers differ, and numpy has no room soon."""
+_SHA256: Final = re.compile("[0-9a-f]{64}")
 _UNPRINTABLE: Final = frozenset({"Cc", "Cs"})
 """Control characters, which forge lines of a log, and half characters, which no encoding has."""
 
@@ -171,6 +173,12 @@ def check_numbers(
                     f"{name} has {number!r:.50}, expected "
                     f"{_range(least=least, most=most, above=above, below=below)}"
                 )
+
+
+def check_hash(sha256: str) -> None:
+    """Refuse what is no SHA-256 in hexadecimal digits, small ones: ValueError."""
+    if not _SHA256.fullmatch(sha256):
+        raise ValueError(f"sha256 {sha256!r:.80} is not 64 hexadecimal digits")
 
 
 def _numbers(value: Any) -> Iterator[float]:

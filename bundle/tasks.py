@@ -8,7 +8,7 @@ own, yes or no. What that means is the task's. How sure an answer is, PAME 5.3 r
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, get_args
 
 from offramp.bundle.serde import LEFT_OUT, check_numbers
 
@@ -23,14 +23,7 @@ TaskKind: TypeAlias = Literal[
 """By shape of the answer: [batch, classes]; [batch, labels]; [batch, tokens, classes]; [batch,
 classes, height, width], or the classes of the pixels alone; [batch, key points, height, width];
 [batch, values]."""
-TASK_KINDS: Final[tuple[TaskKind, ...]] = (
-    "classification",
-    "multi-label",
-    "token-classification",
-    "segmentation",
-    "pose",
-    "regression",
-)
+TASK_KINDS: Final[tuple[TaskKind, ...]] = get_args(TaskKind)
 DENSE: Final[frozenset[TaskKind]] = frozenset({"token-classification", "segmentation", "pose"})
 """Tasks whose answer has places: tokens, pixels, or key points."""
 
@@ -79,7 +72,7 @@ class AnswerTask:
             return 2
         if self.kind == "classification":
             return classes
-        return 2 ** min(classes, WHOLE_SETS)
+        return 1 << min(classes, WHOLE_SETS)
 
     def describe(self) -> str:
         """Say when an answer agrees, as in ``it agrees if …``."""

@@ -73,13 +73,11 @@ class DenseObjective:
         self._axis = 2 if answer.task.kind == "token-classification" else 1
 
     def loss(self, scores: Tensor, taught: Tensor, mask: Tensor | None) -> Tensor:
-        """Give the mean loss of a place; ``taught`` are the model's answers [b, …]."""
+        """Give the mean loss of a place; ``taught`` are the model's own scores [b, …]."""
         answer, axis = self._answer, self._axis
         if answer.form == "values":
             scale = taught.std().clamp_min(1e-6)
             return functional.mse_loss(scores / scale, taught / scale)
-        if answer.form == "classes":
-            return functional.cross_entropy(scores.movedim(axis, 1), taught.long())
         if answer.task.kind in ("classification", "multi-label"):
             return self._of_samples(scores, taught)
         chances = taught if answer.form == "probabilities" else taught.softmax(axis)
@@ -119,15 +117,17 @@ def train_bridges(
     source: Graphs,
     bridges: Sequence[BridgeToTrain],
     answer: Answer,
+    *,
+    taught: str,
     train: Dataset,
     tune: Dataset,
-    *,
     options: TrainingOptions,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[TrainedBridge]:
     """Train all bridges side by side; the same in every run.
 
-    ``source`` gives the answer and whatever bridges read that is no graph input. ``progress`` is
+    ``source`` gives the answer, ``taught`` (the answer, or the scores that its classes are picked
+    from), and whatever bridges read that is no graph input. ``progress`` is
     called with the samples of each batch, of :func:`count_samples`.
 
     Raises:
@@ -136,7 +136,7 @@ def train_bridges(
     """
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
-    run = _Run(source, bridges, answer)
+    run = _Run(source, bridges, answer, taught)
     modules = [TorchGraph(b.proto, outputs=_outputs(b)) for b in bridges]
     learned = [[p for p in module.parameters() if p.requires_grad] for module in modules]
     steps = options.epochs * math.ceil(len(train) / BATCH)
@@ -151,10 +151,10 @@ def train_bridges(
     kept = [_weights(module) for module in modules]
     for _ in range(options.epochs):
         order = train.subset(shuffler.permutation(len(train)))
-        for feeds, taught, mask in run.batches(order, BATCH):
+        for batch in run.batches(order, BATCH):
             optimiser.zero_grad(set_to_none=True)
             losses = [
-                run.objective.loss(module(feeds)[bridge.scores], taught, mask)
+                run.objective.loss(module(batch.feeds)[bridge.scores], batch.taught, batch.mask)
                 for bridge, module in zip(bridges, modules, strict=True)
             ]
             torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
@@ -162,7 +162,7 @@ def train_bridges(
                 torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimiser.step()
             schedule.step()
-            progress(len(taught))
+            progress(len(batch.taught))
         for place, now in enumerate(run.judge(bridges, modules, tune)):
             told = [*found[place].losses, *now.losses]
             if now.losses[0] < min(found[place].losses):
@@ -190,29 +190,41 @@ def _weights(module: TorchGraph) -> dict[str, Tensor]:
     return {name: weight.detach().clone() for name, weight in module.weights.items()}
 
 
+class _TaughtBatch(NamedTuple):
+    """What bridges read and learn of b samples."""
+
+    feeds: dict[str, Tensor]
+    """What bridges read, by name."""
+    ends: NDArray[Any]
+    """[b, …]: the model's answers."""
+    taught: Tensor
+    """[b, …]: the scores that they are, or are picked from."""
+    mask: Tensor | None
+
+
 class _Run:
     """The source model, and what bridges need of it."""
 
-    def __init__(self, source: Graphs, bridges: Sequence[BridgeToTrain], answer: Answer) -> None:
-        self._source, self._answer = source, answer
+    def __init__(
+        self, source: Graphs, bridges: Sequence[BridgeToTrain], answer: Answer, taught: str
+    ) -> None:
+        self._source, self._answer, self._taught = source, answer, taught
         self.objective = DenseObjective(answer)
         self._read = sorted({name for bridge in bridges for name in bridge.reads})
 
-    def batches(
-        self, dataset: Dataset, size: int
-    ) -> Iterator[tuple[dict[str, Tensor], Tensor, Tensor | None]]:
-        """Give feeds of bridges, the model's answers, and the mask of each batch."""
+    def batches(self, dataset: Dataset, size: int) -> Iterator[_TaughtBatch]:
+        """Run the source model over some samples."""
         inputs = [name for name in self._read if name in dataset.inputs]
         wanted = [name for name in self._read if name not in dataset.inputs]
-        outputs = [self._answer.output, *wanted]
+        outputs = list(dict.fromkeys([self._answer.output, self._taught, *wanted]))
         mask_name = self._answer.task.mask
-        for rows, (taught, *values) in run_over(
-            self._source, outputs, dataset, threads=1, batch_size=size
-        ):
-            feeds = {n: _tensor(v) for n, v in zip(wanted, values, strict=True)}
+        for rows, values in run_over(self._source, outputs, dataset, threads=1, batch_size=size):
+            found = dict(zip(outputs, values, strict=True))
+            feeds = {name: _tensor(found[name]) for name in wanted}
             feeds |= {name: _tensor(dataset.column(name, rows)) for name in inputs}
             mask = None if mask_name is None else _tensor(dataset.column(mask_name, rows))
-            yield feeds, _tensor(taught), mask
+            taught = _tensor(found[self._taught])
+            yield _TaughtBatch(feeds, found[self._answer.output], taught, mask)
 
     @torch.no_grad()
     def judge(
@@ -220,8 +232,8 @@ class _Run:
     ) -> list[TrainedBridge]:
         """Answer the tuning split by all bridges."""
         read: list[list[_ReadBatch]] = [[] for _ in bridges]
-        for feeds, taught, mask in self.batches(tune, _JUDGED):
-            ends, counts = taught.numpy(), None if mask is None else mask.numpy()
+        for feeds, ends, taught, mask in self.batches(tune, _JUDGED):
+            counts = None if mask is None else mask.numpy()
             for of, bridge, module in zip(read, bridges, modules, strict=True):
                 found = module(feeds)
                 values, same = self.objective.read(found, bridge, ends, counts)

@@ -30,6 +30,9 @@ class CutTensor:
     mask: str | None = None
     """Graph input [batch, tokens] that says which tokens count, if there is one."""
     mask_dtype: str = "int64"
+    answers_last: bool = False
+    """Whether the model answers by its last token that counts, as decoders do: the first one of
+    them sees no other."""
     is_answer: bool = False
     """Whether it is the quantised model's own answer, which needs no head."""
     beside: tuple[CutTensor, ...] = ()

@@ -64,6 +64,8 @@ class Pooling(ABC):
     averages: ClassVar[bool] = True
     """Whether features are averages of what is recorded. Only then may tokens be recorded as
     principal components: an average of coordinates is the coordinate of the average."""
+    recorded: ClassVar[bool] = False
+    """Whether its features are recorded by themselves, beside the tokens."""
     learned: ClassVar[bool] = False
     """Whether the pooling itself has weights, so that training computes it at every step."""
 
@@ -122,7 +124,9 @@ class _FirstTokenPooling(Pooling):
     """The first token, which many encoders are trained to answer by."""
 
     kind, form = "first", "tokens"
-    tried = (Head(kind="first"),)
+
+    def heads(self, cut: CutTensor) -> Sequence[Head]:
+        return () if cut.answers_last else (Head(kind="first"),)
 
     def features(self, tokens: FloatArray, keep: FloatArray) -> FloatArray:  # noqa: ARG002
         return tokens[:, 0]
@@ -130,6 +134,24 @@ class _FirstTokenPooling(Pooling):
     def build(self, part: GraphPart, tensors: Sequence[str], served: ServedHead) -> str:  # noqa: ARG002
         (tensor,) = tensors
         return _first_token(part, tensor)
+
+
+class _LastTokenPooling(Pooling):
+    """The last token that counts, by which decoders answer: it is the one that sees all others.
+
+    Only tried on these. It is recorded by itself: among the principal components of all tokens, few
+    tell what the last one answers.
+    """
+
+    kind, form, reads_mask, recorded = "last", "tokens", True, True
+
+    def heads(self, cut: CutTensor) -> Sequence[Head]:
+        hidden = (0, HIDDEN) if cut.answers_last else ()
+        return [Head(kind="last", hidden=width) for width in hidden]
+
+    def build(self, part: GraphPart, tensors: Sequence[str], served: ServedHead) -> str:
+        (tensor,) = tensors
+        return last_token(part, tensor, served.cut.mask)
 
 
 class _MeanPooling(Pooling):
@@ -175,7 +197,7 @@ class _AttentionPooling(Pooling):
     kind, form, reads_mask, learned = "attention", "tokens", True, True
     tried = (
         *(Head(kind="attention", queries=queries) for queries in QUERIES),
-        Head(kind="attention", queries=QUERIES[0], hidden=HIDDEN),
+        *(Head(kind="attention", queries=queries, hidden=HIDDEN) for queries in QUERIES),
     )
 
     def build(self, part: GraphPart, tensors: Sequence[str], served: ServedHead) -> str:
@@ -200,8 +222,8 @@ class _JoinedPooling(Pooling):
         return join_tensors(part, tensors, served.cut)
 
 
-_KINDS = (_GridPooling, _VectorPooling, _FirstTokenPooling, _MeanPooling, _MeanMaxPooling,
-          _AttentionPooling, _JoinedPooling)  # fmt: skip
+_KINDS = (_GridPooling, _VectorPooling, _FirstTokenPooling, _LastTokenPooling, _MeanPooling,
+          _MeanMaxPooling, _AttentionPooling, _JoinedPooling)  # fmt: skip
 POOLINGS: Mapping[HeadKind, Pooling] = {pooling.kind: pooling() for pooling in _KINDS}
 """Every kind of head by its name in the manifest, but ``own``; tried in this order."""
 
@@ -254,6 +276,8 @@ def join_tensors(part: GraphPart, tensors: Sequence[str], cut: CutTensor) -> str
                 pooled.append(
                     part.add("Flatten", [pool_map(part, described, tensor, grid)], axis=1)
                 )
+            case "tokens" if described.answers_last:
+                pooled.append(last_token(part, tensor, described.mask))
             case "tokens":
                 pooled.append(_masked_mean(part, tensor, _token_mask(part, described)))
             case _:
@@ -300,6 +324,25 @@ def pool_map(part: GraphPart, cut: CutTensor, tensor: str, grid: int) -> str:
 
 def _first_token(part: GraphPart, tokens: str) -> str:
     return part.add("Gather", [tokens, part.weight("first", np.array(0, np.int64))], axis=1)
+
+
+def last_token(part: GraphPart, tokens: str, mask: str | None, name: str = "") -> str:
+    """Pool tokens [n, tokens, width] to the last one where the mask is 1: [n, width].
+
+    Without a mask that is the one at the end; where the mask is nowhere 1, the first.
+    """
+    if mask is None:
+        return part.add(
+            "Gather", [tokens, part.weight("end", np.array(-1, np.int64))], name, axis=1
+        )
+    one, zero = (part.weight(f"{n}", np.array(n, np.int64)) for n in (1, 0))
+    length = part.add("Gather", [part.add("Shape", [mask]), one])
+    places = part.add("Cast", [part.add("Range", [zero, length, one])], to=1)
+    # In single precision, as not every runtime reduces integers; it is exact up to 16 million.
+    counted = part.add("Mul", [part.add("Cast", [mask], to=1), places])
+    place = part.add("Cast", [part.reduce("ReduceMax", counted, 1)], to=7)  # INT64
+    index = part.add("Unsqueeze", [place, part.weight("axis", np.array([1], np.int64))])
+    return part.add("GatherND", [tokens, index], name, batch_dims=1)
 
 
 def _token_mask(part: GraphPart, cut: CutTensor) -> str | None:

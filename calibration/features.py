@@ -35,6 +35,8 @@ _FLOAT16_MAX = 65504.0
 
 WHOLE = 0
 """The key, in place of a grid, of a tensor that is recorded as it is."""
+LAST = -1
+"""The key of tokens' last one that counts."""
 TOKEN_COMPONENTS = 128
 """Principal components of tokens that are stored, at most."""
 _PROJECTED_SAMPLES = 256
@@ -50,7 +52,7 @@ class Recording:
 
     features: tuple[Mapping[int, NDArray[np.float16]], ...]
     """Per candidate, by grid: [n, channels · grid^sides]; by :data:`WHOLE`: [n, tokens, width] or
-    [n, width]."""
+    [n, width]; by :data:`LAST`: [n, width]."""
     masks: Mapping[str, NDArray[Any]]
     """The masks that heads use, by graph input: [n, tokens]."""
     answers: NDArray[np.float32]
@@ -219,12 +221,13 @@ def sample_sizes(
     (_, values), *_ = run_over(model, names, first, threads=threads)
     shapes = {name: value.shape[1:] for name, value in zip(names, values, strict=True)}
 
-    def values_of(candidate: int, shape: tuple[int, ...]) -> int:
-        return math.prod((*shape[:-1], TOKEN_COMPONENTS) if candidate in wide else shape)
+    def values_of(candidate: int, key: int, shape: tuple[int, ...]) -> int:
+        projected = candidate in wide and key == WHOLE
+        return math.prod((*shape[:-1], TOKEN_COMPONENTS) if projected else shape)
 
     itemsize = np.dtype(np.float16).itemsize
     return [
-        itemsize * sum(values_of(candidate, shapes[name]) for name in e.values())
+        itemsize * sum(values_of(candidate, key, shapes[name]) for key, name in e.items())
         for candidate, e in enumerate(outputs)
     ]
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from offramp.bundle.manifest import Head, HeadKind
 from offramp.bundle.mapped import copy_rows
 from offramp.calibration.families import FAR_BELOW, POOLINGS
-from offramp.calibration.features import WHOLE, Recording
+from offramp.calibration.features import LAST, WHOLE, Recording
 from offramp.calibration.preconditioning import Preconditioner, moments
 
 FloatArray = NDArray[np.float32]
@@ -161,6 +161,7 @@ class _FixedLearner(Learner):
         self._group = group
         self._pooling = POOLINGS[group.view.kind]
         assert self._pooling.averages or not group.projection
+        self._projection = () if self._pooling.recorded else group.projection
         if group.view not in known:
             known[group.view] = Preconditioner.fit(self._seen(group.train))
         self._preconditioner = known[group.view]
@@ -180,12 +181,13 @@ class _FixedLearner(Learner):
         return [torch.from_numpy(scaled)] * len(self.layers)
 
     def folded(self, index: int) -> dict[str, FloatArray]:
-        return self.layers[index].folded(self._preconditioner, *self._group.projection)
+        return self.layers[index].folded(self._preconditioner, *self._projection)
 
     def _seen(self, recording: Recording) -> NDArray[np.floating]:
         """The features [n, inputs] before preconditioning."""
-        recorded = recording.features[self._group.view.candidate][self._group.view.grid or WHOLE]
-        if self._pooling.form != "tokens":
+        key = LAST if self._pooling.recorded else self._group.view.grid or WHOLE
+        recorded = recording.features[self._group.view.candidate][key]
+        if self._pooling.form != "tokens" or self._pooling.recorded:
             return recorded
         mask, parts = self._group.mask_in(recording), []
         for start in range(0, len(recorded), _POOLED):

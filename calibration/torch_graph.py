@@ -22,7 +22,7 @@ from offramp.calibration.torch_operators.tensors import DTYPES, attributes_of, t
 
 _LEAST_OPSET = 7
 """Broadcasting came with it."""
-_REMEDY = "train the heads alone (--train heads)"
+_REMEDY = "leave out --heads bridges, or export it without them"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -213,13 +213,37 @@ def _check_names(asked: Iterable[str], there: Sequence[str]) -> None:
 
 
 def _needed(nodes: Sequence[GraphNode], outputs: Iterable[str]) -> list[GraphNode]:
-    """Give the nodes that outputs need, in their order, which is a topological one."""
-    wanted, found = set(outputs), []
-    for node in reversed(nodes):
-        if not wanted.isdisjoint(node.outputs):
-            wanted.update(name for name in node.inputs if name)
-            found.append(node)
-    return found[::-1]
+    """Give the nodes that outputs need, in the file's order.
+
+    Where a file is not sorted, as converters leave some, a node comes behind those it reads from.
+    """
+    producers = {name: i for i, node in enumerate(nodes) for name in node.outputs if name}
+    before = [[producers[x] for x in node.inputs if x in producers] for node in nodes]
+    pending = [producers[name] for name in outputs if name in producers]
+    needed: set[int] = set()
+    while pending:
+        index = pending.pop()
+        if index not in needed:
+            needed.add(index)
+            pending.extend(before[index])
+    placed: dict[int, GraphNode] = {}
+    opened: set[int] = set()
+    for first in sorted(needed):
+        pending = [first]
+        while pending:
+            index = pending[-1]
+            missing = [i for i in before[index] if i not in placed]
+            if not missing:
+                placed[index] = nodes[pending.pop()]
+            elif index in opened:
+                raise UntrainableError(
+                    f"the model cannot be trained: {_described(nodes[index])} needs its own output;"
+                    f" expected a graph without circles"
+                )
+            else:
+                opened.add(index)
+                pending.extend(missing)
+    return list(placed.values())
 
 
 def _check_operators(nodes: Iterable[GraphNode], opset: int) -> None:
@@ -243,14 +267,19 @@ def _check_operators(nodes: Iterable[GraphNode], opset: int) -> None:
         )
 
 
-def _uses(nodes: Iterable[GraphNode]) -> dict[str, frozenset[str]]:
+def _uses(nodes: Sequence[GraphNode]) -> dict[str, frozenset[str]]:
     """Say by tensor what operators take it for: ``setting``, ``untrained`` or ``weight``."""
     found: dict[str, set[str]] = {}
-    for node in nodes:
+    for node in reversed(nodes):
         operator = OPERATORS[node.kind]
         for index, name in enumerate(node.inputs):
-            use = "untrained" if index in operator.untrained else "weight"
-            found.setdefault(name, set()).add("setting" if index in operator.settings else use)
+            uses = found.setdefault(name, set())
+            if node.kind == "Identity":  # exporters write it behind weights that are alike
+                uses |= found.get(node.outputs[0], {"weight"})
+            elif index in operator.settings:
+                uses.add("setting")
+            else:
+                uses.add("untrained" if index in operator.untrained else "weight")
     return {name: frozenset(uses) for name, uses in found.items()}
 
 

@@ -25,7 +25,8 @@ class Observations:
     confidence: Float32Array
     """float32[K, n] in [0, 1]; NaN where the sample did not pass the exit, or it was not in use."""
     prediction: NDArray[np.int32]
-    """int32[K, n]: the exit's answer; :data:`UNKNOWN` where ``confidence`` is NaN."""
+    """int32[K, n]: the code of the exit's answer; :data:`UNKNOWN` where ``confidence`` is NaN, or
+    where only the model's end, which was not heard, could tell."""
     answered_at: IntArray
     """int64[n]: the exit that answered; :data:`MODEL_END` if none did."""
     final: NDArray[np.int32]

@@ -24,6 +24,10 @@ _TRANSPARENT = frozenset(
 )
 """Operators through which the last one that computes can still be seen."""
 _PICKING = frozenset({"ArgMax", "TopK", "Hardmax"})
+_MOST_TAGS = 512
+"""Classes of tokens, unless the task was asked for: more are a vocabulary."""
+_PROJECTIONS = frozenset({"Add", "Gemm", "MatMul", "Mul"})
+"""Operators that a decoder's logits may come of."""
 _TREES = frozenset({"TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor"})
 _FORMS: dict[str, AnswerForm] = {"Softmax": "probabilities", "LogSoftmax": "log-probabilities"}
 
@@ -113,6 +117,8 @@ def find_answer(proto: onnx.ModelProto, asked: AskedTask = AskedTask()) -> Answe
         picks = last is not None and last.kind == "ArgMax" and kind in DENSE
         picked = types.get(last.proto.input[0]) if picks and last is not None else None
         form = _form_of(proto, name, kind, picks=picks)
+        if kind == "token-classification" and asked.kind == "auto":
+            _check_tags(name, shape)
         return describe_answer(name, tensor, task, form=form, picked=picked)
     match shape:
         case (str(batch), int(classes)) if batch == BATCH and classes >= 2:
@@ -124,6 +130,17 @@ def find_answer(proto: onnx.ModelProto, asked: AskedTask = AskedTask()) -> Answe
         f"output {name!r} has shape {found}{of}, expected floating-point [batch, classes] with "
         f"at least 2 classes for --task classification; {_remedy(shape, last)}"
     )
+
+
+def _check_tags(output: str, shape: tuple[int | str, ...] | None) -> None:
+    """Refuse to take a vocabulary for the classes of tokens, unless it was asked for."""
+    size = shape[2] if shape is not None and len(shape) == 3 else None
+    if isinstance(size, int) and size > _MOST_TAGS:
+        raise ModelError(
+            f"output {output!r} has {size:,} numbers for each token: a decoder [batch, tokens, "
+            "vocabulary] answers with one of some tokens where --answer-tokens names them; where "
+            "these are classes of tokens, add --task token-classification"
+        )
 
 
 def _of_trees(output: str, last: Operator) -> str:
@@ -141,6 +158,12 @@ def _remedy(shape: tuple[int | str, ...] | None, last: Operator | None) -> str:
         return (
             "one column is no choice between classes; where it is the logit of yes or no, add "
             "--task multi-label, and where it is a value, --task regression"
+        )
+    if shape is not None and len(shape) == 3 and last is not None and last.kind in _PROJECTIONS:
+        return (
+            "a decoder [batch, tokens, vocabulary] answers with one of some tokens where "
+            "--answer-tokens names them; else pool the places, or end the model at the logits of "
+            "one class a sample"
         )
     if shape is not None and len(shape) > 2:
         return (

@@ -41,6 +41,10 @@ def compile_parser() -> argparse.ArgumentParser:
                        help="cut points to build exits at: numbers or names as inspect lists them, "
                        "patterns of names (*/Add*), shares of the work before them (25%%: the "
                        "nearest; 10%%-60%%: all between)")  # fmt: skip
+    exits.add_argument("--heads", choices=["auto", "pooled", "bridges"], default="auto",
+                       help="pooled: heads that pool; bridges: some of the model's own blocks, "
+                       "then its own head (PAME); auto: bridges where answers have "
+                       "places")  # fmt: skip
     exits.add_argument("--candidates", type=_positive, default=12, metavar="N",
                        help="most exits that are built, if --exits is not given")  # fmt: skip
     _add_max_cut_tensors(exits)
@@ -210,6 +214,13 @@ def _add_model(parser: argparse.ArgumentParser, what: str = "the model to slice"
     parser.add_argument("--task", choices=["auto", *TASK_KINDS], default="auto",
                         help="what the answer is, which says when two agree; auto: as its shape "
                         "and last operator say")  # fmt: skip
+    parser.add_argument("--class-map", action="store_true",
+                        help="answer with the classes of pixels or tokens, in a byte each, "
+                        "in place of their scores")  # fmt: skip
+    parser.add_argument("--answer-tokens", type=_tokens, default=(), metavar="ID,ID,…",
+                        help="of a decoder [batch, tokens, vocabulary]: the tokens that it answers "
+                        "with, behind the last one of the prompt, such as those of yes and "
+                        "no")  # fmt: skip
     parser.add_argument("--no-simplify", action="store_true", help="do not run onnxslim on the "
                         "model")  # fmt: skip
     parser.add_argument("--simplify-limit", type=_seconds, default=180.0, metavar="SECONDS",
@@ -269,6 +280,15 @@ def seed(text: str) -> int:
     if not 0 <= value < _SEEDS:
         raise argparse.ArgumentTypeError(f"{text} is not in 0 to {_SEEDS - 1}")
     return value
+
+
+def _tokens(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(token) for token in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not ids of tokens; give for instance 2152,9693"
+        ) from error
 
 
 def _positive(text: str) -> int:

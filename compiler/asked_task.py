@@ -25,6 +25,8 @@ class AskedTask:
     kind: AskedKind = "auto"
     share: float | None = None
     within: float | None = None
+    class_map: bool = False
+    """Answer with the classes of pixels or tokens in place of their scores."""
 
     def settle(self, kind: TaskKind) -> AnswerTask:
         """Give the task of a kind; ModelError where what is asked for says nothing of it."""

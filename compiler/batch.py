@@ -10,7 +10,12 @@ from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import copied
 from offramp.compiler.rounding import rounding_of
 from offramp.compiler.rows import check_rows
-from offramp.compiler.runtime import GraphRunner, random_inputs, relative_difference
+from offramp.compiler.runtime import (
+    GraphRunner,
+    describe_shapes,
+    random_inputs,
+    relative_difference,
+)
 from offramp.compiler.shapes import BATCH, annotate, forget_shapes
 
 
@@ -72,9 +77,16 @@ def _check_freed(original: onnx.ModelProto, freed: onnx.ModelProto, old: int) ->
     rows = 3 * old
     feeds = random_inputs(freed, rows)
     before = GraphRunner(original)
-    parts = [slice(start, start + old) for start in range(0, rows, old)]
+    parts = [{k: v[i : i + old] for k, v in feeds.items()} for i in range(0, rows, old)]
     try:
-        wanted = [before.run({k: v[part] for k, v in feeds.items()}) for part in parts]
+        wanted = [before.run(part) for part in parts]
+    except RuntimeError as error:
+        raise ModelError(
+            f"the model as it is fails on random inputs ({describe_shapes(parts[0])}), which tell "
+            f"whether its batch of {old} can be made dynamic; export it with a dynamic first "
+            f"dimension, or with all other sizes fixed. ONNX Runtime says: {error}"
+        ) from error
+    try:
         found = GraphRunner(freed).run(feeds)
     except RuntimeError as error:
         raise ModelError(f"{remedy}. ONNX Runtime says: {error}") from error

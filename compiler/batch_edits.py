@@ -23,7 +23,7 @@ class BatchEdits:
     """
 
     def __init__(self, proto: onnx.ModelProto, batch: int) -> None:
-        sizes = probe_sizes(proto)
+        sizes, _ = probe_sizes(proto)
         self.graph = proto.graph
         self.flow = Dataflow(proto.graph)
         self.old, self.rows = batch, sizes[BATCH]

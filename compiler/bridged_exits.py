@@ -6,6 +6,7 @@ Where an answer has places, nothing that pools could answer, so these are all ex
 from __future__ import annotations
 
 import numpy as np
+import onnx
 from onnx import TensorProto
 
 from offramp.bundle import Head
@@ -55,15 +56,18 @@ def find_bridged_exits(
     bridges = bridges_of(sliced, options)
     names = {name for bridge in bridges for name in bridge.reads}
     given = {name for segment in sliced.segments[:-1] for name in segment.outputs}
-    source = assemble(sliced.graphs, [sliced.model.answer.output, *sorted(names & given)])
+    taught = bridges[0].scores_of if bridges else sliced.model.answer.output
+    wanted = dict.fromkeys([sliced.model.answer.output, taught, *sorted(names & given)])
+    source = assemble([*sliced.graphs[:-1], _giving(sliced.graphs[-1], taught)], [*wanted])
     steps = count_samples(len(parts.train), options.training)
     with progress.step(f"Train {len(bridges)} bridges", steps) as advance:
         trained = train_bridges(
             source,
             [_to_train(bridge) for bridge in bridges],
             sliced.model.answer,
-            parts.train,
-            parts.tune,
+            taught=taught,
+            train=parts.train,
+            tune=parts.tune,
             options=options.training,
             progress=advance,
         )
@@ -112,6 +116,14 @@ def bridges_of(sliced: Sliced, options: CompileOptions) -> list[Bridge]:
         )
         for candidate, cut in enumerate(sliced.cuts)
     ]
+
+
+def _giving(segment: bytes, tensor: str) -> bytes:
+    """Let a segment give one of its inner tensors too."""
+    model = onnx.ModelProto.FromString(segment)
+    if tensor not in {output.name for output in model.graph.output}:
+        model.graph.output.append(onnx.ValueInfoProto(name=tensor))
+    return model.SerializeToString()
 
 
 def _to_train(bridge: Bridge) -> BridgeToTrain:

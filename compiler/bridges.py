@@ -33,6 +33,8 @@ class Bridge:
     """Name of its answer."""
     scores: str
     """Name of what says how sure it is: the answer itself, or what its classes are picked from."""
+    scores_of: str
+    """Name of the model's own tensor that ``scores`` stand for."""
     scores_type: TensorType
     kept: int
     """Blocks of the model that it goes through, the head not counted."""
@@ -115,6 +117,7 @@ def build_bridge(
         proto=model,
         answer=renamed(answer.output),
         scores=renamed(scores),
+        scores_of=scores,
         scores_type=types[scores],
         kept=kept,
         dropped=dropped,

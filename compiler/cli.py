@@ -19,6 +19,7 @@ from rich.logging import RichHandler
 from offramp.bundle import BundleError
 from offramp.bundle.serde import to_plain
 from offramp.calibration.dataset import DataError
+from offramp.calibration.errors import UntrainableError
 from offramp.calibration.scratch import ScratchError
 from offramp.compiler import arguments, engine_arguments
 from offramp.compiler.errors import CompileError, EngineOptionsError, ModelError
@@ -68,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (
         CompileError,
         DataError,
+        UntrainableError,
         ScratchError,
         BundleError,
         BackendError,
@@ -187,7 +189,8 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
         model = read_model(
             options.model,
             answer=options.answer,
-            task=AskedTask(kind=options.task),
+            task=AskedTask(kind=options.task, class_map=options.class_map),
+            answer_tokens=options.answer_tokens,
             simplify=not options.no_simplify,
             simplify_limit=options.simplify_limit,
             max_cut_tensors=options.max_cut_tensors,

@@ -22,11 +22,12 @@ from offramp.certify import samples_needed
 from offramp.compiler.batch_effect import left_for_exits, measure_batch_effect
 from offramp.compiler.blueprint import Blueprint, CompileRun, draw, timer_of
 from offramp.compiler.bridged_exits import find_bridged_exits
+from offramp.compiler.early_maps import early_maps
 from offramp.compiler.errors import CompileError
 from offramp.compiler.exits import FoundExits, find_exits
 from offramp.compiler.feature_folder import find_scratch, sweep
 from offramp.compiler.graph import weight_bytes
-from offramp.compiler.memory import give_back
+from offramp.compiler.memory import GivingBack, give_back
 from offramp.compiler.model import read_model
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.packing import make_manifest, pack
@@ -34,6 +35,7 @@ from offramp.compiler.padding import find_paddings, length_ranges, symbolic_size
 from offramp.compiler.policy import record_exits
 from offramp.compiler.precision import Quantise, choose_precision, on_copy
 from offramp.compiler.progress import SILENT, Progress
+from offramp.compiler.prompts import check_lengths
 from offramp.compiler.settling import settle_task
 from offramp.compiler.slice_verification import VERIFIED_SAMPLES, verify
 from offramp.compiler.slicing import Sliced, slice_model
@@ -67,7 +69,7 @@ def compile_model(
         BundleWriteError: Nothing can be written there, or the disk has too little space; that is
             found out before training, as far as it can be.
     """
-    scratch = scratch or ScratchSpace(options.scratch)
+    scratch, progress = scratch or ScratchSpace(options.scratch), GivingBack(progress)
     check_target(options.output, overwrite=options.overwrite)
     sweep(find_scratch(options.scratch))
     with progress.step("Read and simplify the model", 1):
@@ -75,15 +77,17 @@ def compile_model(
             options.model,
             answer=options.answer,
             task=options.asked_task,
+            answer_tokens=options.answer_tokens,
             simplify=options.simplify,
             simplify_limit=options.simplify_limit,
             scratch=scratch,
             max_cut_tensors=options.max_cut_tensors,
         )
-        give_back()
     check_space(options.output, _COPIES * weight_bytes(model.proto))
     with progress.step("Read the data", 1):
         dataset = read_dataset(options.data, model.inputs, answer=model.answer, scratch=scratch)
+        if options.answer_tokens:
+            check_lengths(model.inputs, dataset)
     parts = split(
         dataset,
         certify_at_least=samples_needed(options.max_disagreement, options.confidence_level),
@@ -101,7 +105,6 @@ def compile_model(
             with _naming(options.model):
                 _verify(sliced, parts, options)
             sliced = sliced.without_weights()
-            give_back()
         run = CompileRun(options=options, parts=parts, progress=progress, scratch=scratch)
         return _compile_sliced(sliced, run, quantise)
 
@@ -115,7 +118,7 @@ def _compile_sliced(sliced: Sliced, run: CompileRun, quantise: Quantise | None) 
     options = run.options
     timer = timer_of(sliced, run)
     times = timer.backbone()
-    if sliced.model.answer.task.is_dense:
+    if options.heads == "bridges" or sliced.model.answer.task.is_dense:
         found = find_bridged_exits(
             sliced, parts, options, times, samples=timer.samples, progress=progress
         )
@@ -175,7 +178,6 @@ def _certify_and_write(chosen: Blueprint, found: FoundExits, run: CompileRun) ->
     warn_of_violations(rehearsed)
 
     with progress.step("Look at the range of the data", 1):
-        give_back()
         ranges = InputRanges.over(chain(parts.train.batches(), parts.tune.batches()))
     paddings = _paddings(chosen, run, ranges)
     seen = length_ranges(draft.inputs, paddings, (parts.train, parts.tune))
@@ -194,6 +196,7 @@ def _certify_and_write(chosen: Blueprint, found: FoundExits, run: CompileRun) ->
             limit=limit,
             measured=measured,
             ranges=replace(ranges, lengths=seen),
+            maps=early_maps(draft, policy, chosen.timer.source, parts.certify),
         )
         return write_bundle(options.output, manifest, policy, content, overwrite=options.overwrite)
 

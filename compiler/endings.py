@@ -66,14 +66,23 @@ def _in_its_type(part: PartBuilder, given: str, answer: Answer, dtype: str) -> N
 def add_principal(
     part: PartBuilder, scores: str, answer: Answer, shape: tuple[int | str, ...]
 ) -> tuple[str, int | None]:
-    """Add the principal values [b, n] of a dense answer; gives them, and n where it is fixed.
+    """Add the principal values [b, n] of an answer; gives them, and n where it is fixed.
 
-    ``scores`` are float32 of ``shape``: [b, tokens, classes], [b, classes, height, width] or heat
-    maps [b, key points, height, width]: the answer, or what its classes are picked from.
+    ``scores`` are float32 of ``shape``: [b, classes], [b, labels], [b, tokens, classes], [b,
+    classes, height, width] or heat maps [b, key points, height, width]: the answer, or what its
+    classes are picked from.
     """
     soft = answer.form == "probabilities"
     flat = part.weight("rows", np.array([0, -1], np.int64))
     match answer.task.kind:
+        case "classification":
+            largest = _largest(part, scores, 1, soft=soft)
+            column = part.weight("column", np.array([-1, 1], np.int64))
+            return _bounded(part, part.add("Reshape", [largest, column])), 1
+        case "multi-label":
+            chance = scores if soft else part.add("Sigmoid", [scores])
+            other = part.add("Sub", [part.weight("one", np.array(1, np.float32)), chance])
+            return _bounded(part, part.add("Max", [chance, other])), answer.classes
         case "token-classification":
             tokens = shape[1]
             largest = _largest(part, scores, 2, soft=soft)
@@ -96,7 +105,7 @@ def add_principal(
             count = answer.classes * HIGHEST
             return _bounded(part, part.add("Reshape", [values, flat])), count
         case kind:
-            raise ValueError(f"answers of {kind} have no places")
+            raise ValueError(f"answers of {kind} do not say how sure they are")
 
 
 def _largest(part: PartBuilder, scores: str, axis: int, *, soft: bool) -> str:
@@ -132,10 +141,14 @@ def add_confidence(
         taken = max(math.ceil(share * places - ROUNDING), 1)
         from_below = places - taken + 1
         # The fewer are sorted, the better: nearly all of the values have to be reached.
-        largest, wanted = (1, taken) if taken <= from_below else (0, from_below)
-        count = part.weight("count", np.array([wanted], np.int64))
-        ordered, _ = part.add_all("TopK", [principal, count], ["", ""], axis=1, largest=largest)
-        last = part.weight("last", np.array([wanted - 1], np.int64))
+        from_above = taken <= from_below
+        sorted_ = taken if from_above else from_below
+        count = part.weight("count", np.array([sorted_], np.int64))
+        names = ["", ""]
+        ordered, _ = part.add_all(
+            "TopK", [principal, count], names, axis=1, largest=int(from_above)
+        )
+        last = part.weight("last", np.array([sorted_ - 1], np.int64))
         return part.add("Reshape", [part.add("Gather", [ordered, last], axis=1), flat], CONFIDENCE)
     size = part.add("Shape", [principal])
     width = part.add("Gather", [size, part.weight("second", np.array([1], np.int64))], axis=0)

@@ -21,10 +21,11 @@ from offramp.calibration.families import (
     grids_of,
     join_tensors,
     joined_width,
+    last_token,
     masked_tensors,
     pool_map,
 )
-from offramp.calibration.features import WHOLE
+from offramp.calibration.features import LAST, WHOLE
 from offramp.compiler.endings import CONFIDENCE, end_classes, end_labels, end_values
 from offramp.compiler.model import SourceModel
 from offramp.compiler.parts import DescribedTensor, PartBuilder
@@ -44,6 +45,17 @@ def build_pooling(
     }
     outputs = [(names[g], "float32", ("batch", cut.width * g ** len(cut.sides))) for g in grids]
     return part.build([(cut.name, cut.dtype, cut.shape)], outputs), names
+
+
+def build_last(
+    cut: CutTensor, prefix: str, *, opset: int, ir_version: int
+) -> tuple[bytes, dict[int, str]]:
+    """Build the graph that gives tokens' last one that counts; gives it, and its output."""
+    assert cut.width is not None
+    part = PartBuilder(prefix, opset, ir_version)
+    last = last_token(part, _as_float32(part, cut), cut.mask, "last")
+    inputs = _described([cut], [cut] if cut.mask else [])
+    return part.build(inputs, [(last, "float32", ("batch", cut.width))]), {LAST: last}
 
 
 def build_joining(
@@ -154,22 +166,24 @@ def attach_poolings(
     """Join segments and poolings into one graph: what features are recorded with.
 
     Gives the model, whose first output is the answer, and per candidate the names of its outputs
-    by grid (``WHOLE`` for tensors that are recorded as they are; none where no head fits).
+    by grid (``WHOLE`` for tensors that are recorded as they are, ``LAST`` for the last token; none
+    where no head fits).
     """
     parts: list[bytes] = []
     outputs: list[Mapping[int, str]] = []
     for index, (segment, cut) in enumerate(zip(segments, cuts, strict=False)):
         parts.append(segment)
-        if cut.form not in ("map", "set") or not family_of(cut):
-            outputs.append({WHOLE: cut.name} if family_of(cut) else {})
-            continue
-        prefix = f"offramp_pool_{index:02d}/"
-        if cut.form == "set":
-            pooling, names = build_joining(cut, prefix, **model.versions)
-        else:
-            pooling, names = build_pooling(cut, prefix, grids_of(cut), **model.versions)
-        parts.append(pooling)
-        outputs.append(names)
+        kinds = {head.kind for head in family_of(cut)}
+        whole = {WHOLE: cut.name} if kinds and cut.form in ("tokens", "vector") else {}
+        prefix, pooled = f"offramp_pool_{index:02d}/", dict[int, str]()
+        if "joined" in kinds:
+            pooling, pooled = build_joining(cut, prefix, **model.versions)
+        elif "grid" in kinds:
+            pooling, pooled = build_pooling(cut, prefix, grids_of(cut), **model.versions)
+        elif "last" in kinds:
+            pooling, pooled = build_last(cut, prefix, **model.versions)
+        parts += [pooling] if pooled else []
+        outputs.append(whole | pooled)
     parts.extend(segments[len(cuts) :])
     wanted = [model.answer.output, *(name for e in outputs for name in e.values())]
     return assemble(parts, wanted), tuple(outputs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 COMPILE: Final = """\
-Make a multi-exit bundle of an ONNX classifier: slice it at its cut points, train exits on
+Make a multi-exit bundle of an ONNX model: slice it at its cut points, train exits on
 calibration data, and certify a policy under which disagreement with the unmodified model stays
 within --max-disagreement.
 

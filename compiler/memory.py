@@ -5,7 +5,12 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from offramp.compiler.progress import Advance, Progress
+from offramp.engine.backends.onnxruntime import shrink_arena
 
 _STATUS = Path("/proc/self/status")
 _most_together = 0
@@ -13,14 +18,30 @@ _most_together = 0
 
 
 def give_back() -> None:
-    """Free what nothing refers to, and have the allocator give the system what is free."""
+    """Free what nothing refers to, and have all allocators give the system what is free."""
     gc.collect()
+    shrink_arena()
     try:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl and macOS have none
     except (OSError, TypeError):  # Windows
         return
     if trim is not None:
         trim(0)
+
+
+class GivingBack:
+    """Progress whose steps begin without the memory that those before them no longer need."""
+
+    def __init__(self, progress: Progress) -> None:
+        """Report to ``progress``."""
+        self._progress = progress
+
+    @contextmanager
+    def step(self, title: str, total: int) -> Iterator[Advance]:
+        """Begin a step."""
+        give_back()
+        with self._progress.step(title, total) as advance:
+            yield advance
 
 
 def peak_bytes() -> int | None:

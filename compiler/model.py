@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
@@ -15,8 +16,10 @@ from offramp.calibration.scratch import ScratchSpace
 from offramp.compiler import preparation
 from offramp.compiler.anchor import anchor_shapes
 from offramp.compiler.answer import find_answer, keep_answer
+from offramp.compiler.answer_tokens import answer_with_tokens
 from offramp.compiler.asked_task import AskedTask
 from offramp.compiler.batch import free_batch
+from offramp.compiler.class_map import answer_with_classes
 from offramp.compiler.custom_ops import check_operators
 from offramp.compiler.cuts import MAX_CUT_TENSORS
 from offramp.compiler.errors import ModelError
@@ -67,6 +70,7 @@ def read_model(
     path: str | os.PathLike[str],
     *,
     answer: str | None = None,
+    answer_tokens: Sequence[int] = (),
     task: AskedTask | None = None,
     simplify: bool = True,
     simplify_limit: float = LIMIT_S,
@@ -76,23 +80,32 @@ def read_model(
     """Read a model and bring it into the form that slicing needs.
 
     External data are looked for beside the file; ``answer`` names the output to keep, where there
-    are several; ``task`` is what is said of it, else it is inferred; ``simplify`` folds constants
-    and fuses with onnxslim, if that computes the same and takes no longer than ``simplify_limit``
-    seconds. Files of a large model go to ``scratch``. Cut points of up to ``max_cut_tensors``
-    tensors are prepared.
+    are several; ``task`` is what is said of it, else it is inferred; ``answer_tokens`` are the
+    tokens that a decoder [batch, tokens, vocabulary] answers with
+    (:mod:`offramp.compiler.answer_tokens`); ``simplify`` folds constants and fuses with onnxslim,
+    if that computes the same and takes no longer than ``simplify_limit`` seconds. Files of a large
+    model go to ``scratch``. Cut points of up to ``max_cut_tensors`` tensors are prepared.
 
     Raises:
         ModelError: The file is missing, no ONNX model, or has a property that is not supported.
     """
     path = Path(path)
+    asked = task or AskedTask()
     proto, digest = load_source(path)
     try:
         limit_s = simplify_limit if simplify else None
-        proto = _prepare(proto, answer=answer, limit_s=limit_s, scratch=scratch)
+        proto = _prepare(
+            proto,
+            answer=answer,
+            answer_tokens=answer_tokens,
+            class_map=asked.class_map,
+            limit_s=limit_s,
+            scratch=scratch,
+        )
         proto = turn_batch_first(
             anchor_shapes(proto, max_tensors=max_cut_tensors), max_tensors=max_cut_tensors
         )
-        found = find_answer(proto, task or AskedTask())
+        found = replace(find_answer(proto, asked), tokens=tuple(answer_tokens))
         inputs = _specs(proto, [i.name for i in proto.graph.input])
         outputs = _specs(proto, [o.name for o in proto.graph.output])
     except ModelError as error:
@@ -117,6 +130,8 @@ def _prepare(
     proto: onnx.ModelProto,
     *,
     answer: str | None,
+    answer_tokens: Sequence[int],
+    class_map: bool,
     limit_s: float | None,
     scratch: ScratchSpace | None,
 ) -> onnx.ModelProto:
@@ -127,7 +142,11 @@ def _prepare(
     check_operators(proto)
     proto = _modern(proto)
     preparation.unlist_initializers(proto)
+    if answer_tokens:
+        answer_with_tokens(proto, answer_tokens, answer)
     keep_answer(proto, answer)
+    if class_map:
+        answer_with_classes(proto)
     preparation.remove_unused(proto)
     _check_inputs(proto)
     free_batch(proto)

@@ -20,6 +20,9 @@ AskedPrecision: TypeAlias = Literal["fp32", "int8", "auto"]
 """What ``eecompile --precision`` takes for bundles."""
 
 
+HeadFamily: TypeAlias = Literal["auto", "pooled", "bridges"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileOptions:
     """One run of ``eecompile``."""
@@ -36,11 +39,19 @@ class CompileOptions:
     """Least share of tokens, pixels or key points that have to be equal for an answer to agree."""
     agree_within: float | None = None
     """How far values may differ, or key points be apart (as a share of the map's longer side)."""
+    class_map: bool = False
+    """Answer with the classes of pixels or tokens, in a byte each, in place of their scores."""
+    answer_tokens: tuple[int, ...] = ()
+    """Ids of the tokens that a decoder [batch, tokens, vocabulary] answers with, as classes; the
+    model is reduced to their logits behind the last token of the prompt."""
     mask: str | None = None
     """The graph input that says which tokens count; found by name where not given."""
     exits: tuple[str, ...] = ()
     """Cut points to build exits at (:class:`offramp.compiler.ExitRule`); empty chooses
     ``candidates``."""
+    heads: HeadFamily = "auto"
+    """``pooled``: heads that pool their cut tensor; ``bridges``: the model's own blocks and head
+    (PAME 5.1); ``auto``: bridges where answers have places, else pooled ones."""
     candidates: int = 12
     """Most exits that are built."""
     max_cut_tensors: int = 4
@@ -86,7 +97,12 @@ class CompileOptions:
     @property
     def asked_task(self) -> AskedTask:
         """What is said of the task."""
-        return AskedTask(kind=self.task, share=self.agree_share, within=self.agree_within)
+        return AskedTask(
+            kind=self.task,
+            share=self.agree_share,
+            within=self.agree_within,
+            class_map=self.class_map,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from offramp.bundle import (
     write_bundle,
 )
 from offramp.bundle.bundle import POLICY, RECORDS, REPORT
-from offramp.bundle.files import dump
+from offramp.bundle.files import FileContent, dump
 from offramp.bundle.input_ranges import INPUT_RANGES
 from offramp.bundle.manifest import SCHEMA_VERSION, Calibration, Source
 from offramp.bundle.measured import MEASURED
@@ -35,6 +35,7 @@ from offramp.compiler.endings import CONFIDENCE
 from offramp.compiler.exits import BuiltExit, exit_prefix
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.report import render_report
+from offramp.compiler.report.pictures import EarlyMap
 from offramp.compiler.slicing import SOURCE, Sliced
 from offramp.engine.environment import cpu_features, package_version
 
@@ -102,13 +103,14 @@ def pack(
     limit: BindingLimit | None = None,
     measured: Measured | None = None,
     ranges: InputRanges,
-) -> Mapping[str, bytes]:
+    maps: Sequence[EarlyMap] = (),
+) -> Mapping[str, FileContent]:
     """Give the content of every file but manifest and policy, by path.
 
-    Graphs get their weights when they are asked for: none is kept with them.
+    Graphs are given in pieces, and get their weights piece by piece.
     """
     report = render_report(
-        manifest, policy, profile, certify, rehearsed, limit=limit, measured=measured
+        manifest, policy, profile, certify, rehearsed, limit=limit, measured=measured, maps=maps
     )
     small = {
         "profiles/cpu.json": dump(profile),
@@ -123,15 +125,15 @@ def pack(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Contents(Mapping[str, bytes]):
-    """The contents of files, of which graphs are made whole one at a time."""
+class _Contents(Mapping[str, FileContent]):
+    """The contents of files, of which graphs get their weights as they are written."""
 
     small: Mapping[str, bytes]
     graphs: Mapping[str, bytes]
     sliced: Sliced
 
-    def __getitem__(self, name: str) -> bytes:
-        return self.sliced.whole(self.graphs[name]) if name in self.graphs else self.small[name]
+    def __getitem__(self, name: str) -> FileContent:
+        return self.sliced.pieces(self.graphs[name]) if name in self.graphs else self.small[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter((*self.graphs, *self.small))
@@ -213,11 +215,12 @@ def rewrite(
     """
     stale = (POLICY, MEASURED, *changed)
     names = [entry.path for entry in bundle.manifest.files if entry.path not in stale]
+    kept = {name: map(bundle.read, [name]) for name in names}  # read when it is written
     return write_bundle(
         target,
         manifest,
         policy,
-        {**{name: bundle.read(name) for name in names}, **changed},
+        {**kept, **changed},
         overwrite=overwrite,
         engines_of=bundle.path,
     )

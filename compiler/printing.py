@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from offramp.bundle import Bundle, ExitPolicy, Promise
+from offramp.bundle import Answer, Bundle, ExitPolicy, Promise
 from offramp.bundle.bundle import REPORT
 from offramp.calibration.rehearsal import Forecast
 from offramp.calibration.scratch import ScratchSpace, describe_bytes
@@ -121,7 +121,7 @@ def print_inspection(model: SourceModel, analysis: CutAnalysis, console: Console
         "model": f"{model.name} (opset {model.opset}, {_work(analysis)})",
         "inputs": "\n".join(spec.describe() for spec in model.inputs),
         "main": ", ".join(analysis.main_inputs),
-        "answer": f"{model.answer.output}: {model.answer.describe()}",
+        "answer": _described(model.answer),
         "cut points": str(len(analysis.cuts)),
     }
     for title, text in rows.items():
@@ -131,6 +131,12 @@ def print_inspection(model: SourceModel, analysis: CutAnalysis, console: Console
         console.print(_cut_table(analysis.cuts, "time" if analysis.total_s else "FLOPs"))
     if analysis.rejected:
         console.print(_rejected_table(analysis.rejected))
+
+
+def _described(answer: Answer) -> str:
+    """``logits: 2 classes, logits``, and of a decoder the tokens that the classes are."""
+    tokens = f", of the tokens {', '.join(map(str, answer.tokens))}" if answer.tokens else ""
+    return f"{answer.output}: {answer.describe()}{tokens}"
 
 
 def _work(analysis: CutAnalysis) -> str:

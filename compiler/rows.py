@@ -21,7 +21,12 @@ from onnx import helper
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import Dataflow, Operator, copied
 from offramp.compiler.rounding import SINGLE, rounding_of
-from offramp.compiler.runtime import GraphRunner, random_inputs, relative_difference
+from offramp.compiler.runtime import (
+    GraphRunner,
+    describe_shapes,
+    random_inputs,
+    relative_difference,
+)
 from offramp.compiler.shapes import infer_types
 
 _log = logging.getLogger(__name__)
@@ -75,7 +80,11 @@ def check_rows(proto: onnx.ModelProto, feeds: Arrays | None = None) -> None:
         runner = GraphRunner(proto)
         alone = [runner.run(_row(feeds, i)) for i in range(rows)]
     except RuntimeError as error:
-        _log.warning("rows alone and together are not compared yet: random inputs fail: %s", error)
+        _log.warning(
+            "rows alone and together are not compared yet: random inputs (%s) fail: %s",
+            describe_shapes({name: array[:1] for name, array in feeds.items()}),
+            error,
+        )
         return
     try:
         together = runner.run(feeds)

@@ -15,14 +15,21 @@ from onnx import helper
 
 from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import Dataflow
-from offramp.compiler.shapes import BATCH, declared_types, dtype_name
+from offramp.compiler.shapes import (
+    BATCH,
+    declared_types,
+    dtype_name,
+    first_long_enough,
+    symbolic_sizes,
+)
 from offramp.engine.backends.custom_ops import load_session, session_options
 from offramp.engine.errors import BackendError
 
-_SEQUENCE_SIZE = 16
-"""Symbolic sizes of random inputs of up to three dimensions."""
-_IMAGE_SIZE = 64
-"""Symbolic sizes of random inputs of four dimensions and more."""
+_SEQUENCE_SIZES = (16, 64, 400, 1600, 6400, 25_600)
+"""Symbolic sizes of random inputs of up to three dimensions: the first that windows leave
+something of."""
+_IMAGE_SIZES = (64, 64, 400, 800, 1600, 3200)
+"""The same for those of four dimensions and more."""
 LIMIT_S, LIMIT_PER_ROW_S = 60.0, 10.0
 """Time that a run may take: a file from elsewhere may hold a loop that never ends."""
 
@@ -123,20 +130,34 @@ def random_inputs(
     """Make inputs that a model accepts, by name, of a batch size.
 
     Floating-point inputs are normal; integers that index a table stay inside it; other integers
-    are 0 or 1 with a 1 in front, as a mask is that hides no sample wholly.
+    are 0 or 1 with a 1 in front, as a mask is that hides no sample wholly. Symbolic sizes are 16,
+    of images 64, or more where convolutions and poolings have wider windows.
     """
     rng = np.random.default_rng(seed)
     graph = Dataflow(proto.graph)
     types = declared_types(proto)
-    sizes: dict[str, int] = {BATCH: batch}
+    sizes = _random_sizes(proto, batch)
     feeds: dict[str, NDArray[np.generic]] = {}
     for name in graph.inputs:
         shape = types[name].shape or ()
-        default = _SEQUENCE_SIZE if len(shape) <= 3 else _IMAGE_SIZE
-        sized = tuple(d if isinstance(d, int) else sizes.setdefault(d, default) for d in shape)
+        sized = tuple(d if isinstance(d, int) else sizes[d] for d in shape)
         dtype = np.dtype(dtype_name(types[name].elem_type))
-        feeds[name] = _random(rng, sized, dtype, _table_size(proto, graph, name))
+        feeds[name] = _random(rng, sized, dtype, table_size(proto, graph, name))
     return feeds
+
+
+def _random_sizes(proto: onnx.ModelProto, batch: int) -> dict[str, int]:
+    ranks = symbolic_sizes(proto)
+    tried = [
+        {s: image if rank > 3 else sequence for s, rank in ranks.items()} | {BATCH: batch}
+        for sequence, image in zip(_SEQUENCE_SIZES, _IMAGE_SIZES, strict=True)
+    ]
+    return tried[first_long_enough(proto, tried)]
+
+
+def describe_shapes(feeds: Mapping[str, NDArray[np.generic]]) -> str:
+    """``audio [3, 1600]``, for messages."""
+    return ", ".join(f"{name} {list(array.shape)}" for name, array in feeds.items())
 
 
 def _random(
@@ -152,13 +173,13 @@ def _random(
     return values.astype(dtype)
 
 
-def _table_size(proto: onnx.ModelProto, graph: Dataflow, name: str) -> int:
-    """Rows of the table that the input indexes, seen through ``Cast``; 0 if it does not."""
+def table_size(proto: onnx.ModelProto, graph: Dataflow, name: str) -> int:
+    """Count the rows of the table that an input indexes, also through ``Cast``; 0 of none."""
     tables = {t.name: t.dims[0] for t in proto.graph.initializer if t.dims}
     for op in graph.consumers.get(name, ()):
         if op.kind == "Gather" and op.proto.input[1] == name and op.proto.input[0] in tables:
             return tables[op.proto.input[0]]
-        if op.kind == "Cast" and (rows := _table_size(proto, graph, op.writes[0])):
+        if op.kind == "Cast" and (rows := table_size(proto, graph, op.writes[0])):
             return rows
     return 0
 

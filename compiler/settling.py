@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from offramp.bundle import AnswerTask
 from offramp.calibration.dataset import DataError, Dataset
 from offramp.calibration.running import run_over
 from offramp.compiler.asked_task import WITHIN_SPREAD
@@ -19,6 +20,7 @@ from offramp.engine.options import available_cores
 
 _log = logging.getLogger(__name__)
 
+_ROUNDING = 1e-6
 _SPREAD_SAMPLES = 1024
 """That the spread of values is measured on, at most."""
 
@@ -30,11 +32,7 @@ def settle_task(model: SourceModel, train: Dataset, options: CompileOptions) -> 
     a sample, or its values do not vary.
     """
     task = model.answer.task
-    if options.precision != "fp32" and task.kind != "classification":
-        raise ModelError(
-            f"--precision {options.precision} is for classification; the task is {task.kind}, so "
-            "leave it out"
-        )
+    _check_asked(task, options)
     if task.kind == "token-classification":
         (output,) = model.outputs
         mask = find_masks(model.inputs, (), options.mask).get(output.shape[1])
@@ -48,13 +46,35 @@ def settle_task(model: SourceModel, train: Dataset, options: CompileOptions) -> 
     return replace(model, answer=replace(model.answer, task=task))
 
 
+def _check_asked(task: AnswerTask, options: CompileOptions) -> None:
+    """Refuse options that a task does not have."""
+    kind, precision = task.kind, options.precision
+    if precision != "fp32" and kind != "classification":
+        raise ModelError(
+            f"--precision {precision} is for classification; the task is {kind}, so leave it out"
+        )
+    if precision != "fp32" and options.heads == "bridges":
+        raise ModelError(f"--heads bridges is for float32, not for --precision {precision}")
+    if kind == "regression" and options.heads == "bridges":
+        raise ModelError(
+            "--heads bridges: values say nothing of how sure they are, and a bridge ends as the "
+            "model does; leave it out"
+        )
+    if task.is_dense and options.heads == "pooled":
+        raise ModelError(
+            f"--heads pooled: answers of {kind} have places, which nothing that pools answers "
+            "for; leave it out"
+        )
+
+
 def _spread(model: SourceModel, train: Dataset) -> float:
     """Measure the standard deviation of the model's values, the mean over all of them."""
     some = train.subset(np.arange(min(len(train), _SPREAD_SAMPLES), dtype=np.intp))
     source, outputs = serialised(model.proto), [model.answer.output]
     batches = run_over(source, outputs, some, threads=available_cores())
-    found = float(np.concatenate([answer for _, (answer,) in batches]).std(axis=0).mean())
-    if not found > 0:
+    answers = np.concatenate([answer for _, (answer,) in batches])
+    found = float(answers.std(axis=0).mean())
+    if not found > _ROUNDING * np.abs(answers).max():
         raise DataError(
             f"the model answers {len(some)} samples all alike, so there is nothing to measure "
             "nearness by; give --agree-within, or other data"

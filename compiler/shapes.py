@@ -7,7 +7,7 @@ differs between the two runs is traced back to the symbol it came from.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
@@ -36,6 +36,12 @@ _SMALL_PROBES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53)
 """For sequences: below the 64 or 77 positions that some models have tables for."""
 _LARGE_PROBES = (131, 137, 139, 149, 151, 157, 163, 167, 173, 179, 181, 191)
 """For images: large enough to survive five strides."""
+_PROBE_SCALES = (1, 8, 64, 512, 4096)
+"""By which probes are multiplied where a model's windows are wider: a second of sound, say."""
+_WINDOWED = frozenset(
+    {"Conv", "ConvInteger", "FusedConv", "QLinearConv", "AveragePool", "LpPool", "MaxPool"}
+)
+"""Operators that refuse what is shorter than their window."""
 _SMALL_INITIALIZER = 1024
 """Elements up to which an initializer may be a shape that inference wants to read."""
 
@@ -106,7 +112,7 @@ def declared_types(proto: onnx.ModelProto) -> dict[str, TensorType]:
 
 def infer_types(proto: onnx.ModelProto) -> dict[str, TensorType]:
     """Infer the types of all tensors whose element type can be known."""
-    probes = [probe_sizes(proto, which) for which in (0, 1)]
+    probes = probe_sizes(proto)
     first, second = (concrete_shapes(proto, sizes) for sizes in probes)
     labels = dict(_labels(*probes))
     return {
@@ -211,15 +217,61 @@ def forget_shapes(graph: onnx.GraphProto) -> None:
                     dim.Clear()
 
 
-def probe_sizes(proto: onnx.ModelProto, which: int = 0) -> dict[str, int]:
-    """Give each symbol a prime of its own; ``which`` chooses between two sets of primes."""
+def probe_sizes(proto: onnx.ModelProto) -> tuple[dict[str, int], dict[str, int]]:
+    """Give each symbol a prime of its own, twice; multiplied where windows are wider."""
     symbols = symbolic_sizes(proto)
+    scaled = [_primes(symbols, 0, scale) for scale in _PROBE_SCALES]
+    scale = _PROBE_SCALES[first_long_enough(proto, scaled)]
+    return _primes(symbols, 0, scale), _primes(symbols, 1, scale)
+
+
+def _primes(symbols: Mapping[str, int], which: int, scale: int) -> dict[str, int]:
     small, large = iter(_SMALL_PROBES[which::2]), iter(_LARGE_PROBES[which::2])
     sizes = {BATCH: _BATCH_PROBES[which]}
     for symbol, rank in symbols.items():
         if symbol != BATCH:
-            sizes[symbol] = next(large if rank > 3 else small, 1)
+            sizes[symbol] = scale * next(large if rank > 3 else small, 1)
     return sizes
+
+
+def first_long_enough(proto: onnx.ModelProto, tried: Sequence[Mapping[str, int]]) -> int:
+    """Find sizes of the symbols that no window is wider than: an index into ``tried``, which rise.
+
+    If the first are too short, the choice is one step beyond the least that are not: where a
+    window fits just once, a size looks as if it were fixed. If all are, it is the first.
+    """
+    windowed = [node for node in proto.graph.node if node.op_type in _WINDOWED]
+    if not windowed or not symbolic_sizes(proto).keys() - {BATCH}:
+        return 0
+    weights = {t.name: tuple(t.dims) for t in proto.graph.initializer}
+    for index, sizes in enumerate(tried):
+        shapes = {name: shape for name, (_, shape) in concrete_shapes(proto, sizes).items()}
+        if not any(_is_wider(node, shapes.get(node.input[0]), weights) for node in windowed):
+            return min(index + 1, len(tried) - 1) if index else 0
+    return 0
+
+
+def _is_wider(
+    node: onnx.NodeProto, shape: ConcreteShape, weights: Mapping[str, tuple[int, ...]]
+) -> bool:
+    """Whether an operator's window is wider than what it reads, padding included.
+
+    ONNX's inference does not refuse that: it may even find an output of one element.
+    """
+    told = {a.name: a for a in node.attribute}
+    window = tuple(told["kernel_shape"].ints) if "kernel_shape" in told else ()
+    window = window or next((weights[n][2:] for n in node.input[1:] if n in weights), ())
+    if shape is None or len(shape) != len(window) + 2:
+        return False
+    if "auto_pad" in told and told["auto_pad"].s.startswith(b"SAME"):
+        return False
+    axes = len(window)
+    pads = list(told["pads"].ints) if "pads" in told else [0] * (2 * axes)
+    spread = list(told["dilations"].ints) if "dilations" in told else [1] * axes
+    return any(
+        size is not None and size + pads[i] + pads[i + axes] < spread[i] * (window[i] - 1) + 1
+        for i, size in enumerate(shape[2:])
+    )
 
 
 def _labels(

@@ -12,6 +12,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from offramp.bundle import Segment, TensorSpec
+from offramp.bundle.files import FileContent
 from offramp.calibration.cut_tensors import CutTensor
 from offramp.compiler.cut_points import CutAnalysis, CutPoint
 from offramp.compiler.cuts import find_cuts
@@ -51,16 +52,18 @@ class Sliced:
         graphs = tuple(s.proto.SerializeToString() for s in segments)
         return replace(self, model=model, segments=segments, graphs=graphs, weights=weights)
 
-    def whole(self, graph: bytes) -> bytes:
-        """Give one of the graphs, or what was assembled of them, with its weights."""
-        return graph if self.weights is None else self.weights.whole(graph)
+    def pieces(self, graph: bytes) -> FileContent:
+        """Give one of the graphs, or what was assembled of them, with its weights, in pieces."""
+        return graph if self.weights is None else self.weights.pieces(graph)
 
     def whole_model(self) -> SourceModel:
         """Give the source model with its weights."""
         if self.weights is None:
             return self.model
-        whole = self.whole(self.model.proto.SerializeToString())
-        return replace(self.model, proto=onnx.ModelProto.FromString(whole))
+        proto = onnx.ModelProto()
+        proto.CopyFrom(self.model.proto)
+        self.weights.fill(proto)
+        return replace(self.model, proto=proto)
 
     @property
     def versions(self) -> dict[str, int]:
@@ -100,7 +103,8 @@ def cut_tensors(
     """Describe what exits at some cut points read; ModelError if ``--mask`` fits none of them."""
     flows = () if analysis.rereads else analysis.main_inputs  # else all that may be read again
     masks = find_masks(model.inputs, flows, options.mask)
-    cuts = tuple(_cut_tensor(point, masks) for point in points)
+    last = bool(model.answer.tokens)
+    cuts = tuple(_cut_tensor(point, masks, answers_last=last) for point in points)
     if options.mask is not None and not any(tensor.mask for cut in cuts for tensor in cut.tensors):
         read = [tensor for cut in cuts for tensor in cut.tensors]
         shapes = "; ".join(f"{cut.name}: [{', '.join(map(str, cut.shape))}]" for cut in read)
@@ -111,10 +115,14 @@ def cut_tensors(
     return cuts
 
 
-def _cut_tensor(point: CutPoint, masks: Mapping[int | str, TensorSpec]) -> CutTensor:
+def _cut_tensor(
+    point: CutPoint, masks: Mapping[int | str, TensorSpec], *, answers_last: bool
+) -> CutTensor:
     cut = point.as_heads_see_it()
-    beside = tuple(_masked(other, masks) for other in cut.beside)
-    return replace(_masked(cut, masks), beside=beside)
+    beside = tuple(
+        replace(_masked(other, masks), answers_last=answers_last) for other in cut.beside
+    )
+    return replace(_masked(cut, masks), answers_last=answers_last, beside=beside)
 
 
 def _masked(cut: CutTensor, masks: Mapping[int | str, TensorSpec]) -> CutTensor:

@@ -185,6 +185,8 @@ class ModelView:
     """The agreement promise in words; ``None`` where none is in force, or more is known."""
     agreement: AgreementView | None
     """What is observed while serving; ``None`` where nothing is."""
+    agrees: str | None
+    """When an answer agrees with the model's, where that is more than an equal class."""
     warnings: tuple[str, ...]
     """Why no input leaves early, or leaves without a promise, or cannot be run."""
     forced: int
@@ -209,6 +211,7 @@ def render_status(engine: ServedEngine) -> str:
 
 def view_model(model: ModelInfo, statistics: ModelStatistics, *, ready: bool) -> ModelView:
     """Put one model into the words and figures of the page."""
+    task = model.answer.task
     return ModelView(
         name=model.name,
         ready=ready,
@@ -224,6 +227,9 @@ def view_model(model: ModelInfo, statistics: ModelStatistics, *, ready: bool) ->
         exits=tuple(_view_exits(statistics)),
         promise=_promise_in_force(model, statistics),
         agreement=view_agreement(statistics, model.policy.promise),
+        agrees=None
+        if task.kind == "classification"
+        else f"An answer agrees where {task.describe()}",
         warnings=tuple(_warnings(model, statistics)),
         forced=_forced(statistics),
         counts=(

@@ -55,7 +55,7 @@ def check(bundle: Bundle, inputs: Arrays, result: InferResult) -> None:
         passed = bundle.manifest.exits if exit_ == MODEL_END else bundle.manifest.exits[:exit_]
         for e in passed:
             assert alone[e.confidence][0] < thresholds[e.index] + SINGLE.batches
-        name = "logits"
+        name = given = bundle.manifest.answer.output
         if exit_ != MODEL_END:
             here = bundle.manifest.exits[exit_]
             name, sure = here.output, alone[here.confidence][0]
@@ -63,4 +63,4 @@ def check(bundle: Bundle, inputs: Arrays, result: InferResult) -> None:
             assert abs(sure - result.confidences[row]) <= SINGLE.batches
         wanted = alone[name][0]
         allowed = SINGLE.batches * max(1.0, float(np.abs(wanted).max()))
-        assert np.abs(result.outputs["logits"][row] - wanted).max() <= allowed
+        assert np.abs(result.outputs[given][row] - wanted).max() <= allowed

@@ -85,9 +85,16 @@ class Builder:
 
 
 def residual_cnn(
-    *, blocks: int = 3, batch: int | str = "batch", classes: int = 5
+    *,
+    blocks: int = 3,
+    batch: int | str = "batch",
+    classes: int = 5,
+    dense: str = "",
 ) -> onnx.ModelProto:
     """A ResNet: stem, residual blocks (the second halves the map), pooling, linear head.
+
+    A ``dense`` one answers for every pixel instead: scores, probabilities or classes, as
+    ``logits``, ``Softmax`` and ``ArgMax`` say.
 
     Cut points: ``stem`` and every ``block{i}`` but the last, after which nothing is left to save.
     """
@@ -102,6 +109,18 @@ def residual_cnn(
         short = b.conv(x, (width, wider), kernel=1, stride=stride) if i == 1 else x
         x = b.node("Relu", b.node("Add", inner, short), out=f"block{i}")
         width = wider
+    if dense:
+        scale = b.constant([1, 1, 2, 2], np.float32)
+        x = b.node("Resize", b.conv(x, (width, classes), kernel=1), "", scale)
+        sizes = [batch, classes, 16, 16]
+        if dense == "ArgMax":
+            b.node("ArgMax", x, out="pixels", axis=1, keepdims=0)
+            b.output("pixels", [batch, 16, 16], TensorProto.INT64)
+        else:
+            kind, settings = ("Softmax", {"axis": 1}) if dense == "Softmax" else ("Identity", {})
+            b.node(kind, x, out="pixels", **settings)
+            b.output("pixels", sizes)
+        return b.build()
     x = b.node("Flatten", b.node("GlobalAveragePool", x), axis=1)
     x = b.linear(x, width, classes)
     b.node("Softmax", x, out="probabilities", axis=-1)
@@ -134,12 +153,13 @@ def bert_like(
     token_types: bool = False,
     width: int = 16,
     padding: bool = False,
+    tags: int = 0,
 ) -> onnx.ModelProto:
     """A transformer encoder whose mask, and whose shape vector, cross every layer.
 
     Cut points: ``layer{i}/attended`` and ``layer{i}/out``, all but the last ``out``. With
     ``padding`` the ids say themselves what to mask (0 is padding), and which token answers: the
-    last one that is none.
+    last one that is none. With ``tags`` every token has one of so many classes.
     """
     b = Builder()
     ids = b.input("input_ids", ["batch", "sequence"], TensorProto.INT64)
@@ -162,6 +182,10 @@ def bert_like(
         x = b.norm(b.node("Add", x, attended), width, out=f"layer{i}/attended")
         inner = b.matmul(b.node("Relu", b.matmul(x, width, 2 * width)), 2 * width, width)
         x = b.norm(b.node("Add", x, inner), width, out=f"layer{i}/out")
+    if tags:
+        b.node("Add", b.matmul(x, width, tags), b.weight(tags), out="tags")
+        b.output("tags", ["batch", "sequence", tags])
+        return b.build()
     if padding:
         first = _last_token(b, x, ids)
     else:
@@ -383,7 +407,12 @@ def mlp(*, layers: int = 3, width: int = 16, ending: str | None = None) -> onnx.
     for i in range(layers):
         x = b.node("Relu", b.linear(x, width, width), out=f"hidden{i}")
     logits = b.linear(x, width, 3, out="logits")
-    b.output(b.node(ending, logits, axis=-1, out="answer") if ending else logits, ["batch", 3])
+    b.output(
+        b.node(ending, logits, **({} if ending == "Sigmoid" else {"axis": -1}), out="answer")
+        if ending
+        else logits,
+        ["batch", 3],
+    )
     return b.build()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,13 @@ def sliced(name: str) -> Sliced:
     return slice_proto(BUILDERS[name]())
 
 
-def slice_proto(proto: onnx.ModelProto, **options: Any) -> Sliced:
+def slice_proto(
+    proto: onnx.ModelProto, *, answer_tokens: Sequence[int] = (), **options: Any
+) -> Sliced:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         onnx.save(proto, path)
-        model = read_model(path)
+        model = read_model(path, answer_tokens=answer_tokens)
     settings = {"candidates": 99, **options}
     return slice_model(model, CompileOptions(model=path, data=path, output=path, **settings))
 

@@ -25,7 +25,7 @@ def _gather(node: GraphNode, x: Tensor, indices: Tensor) -> Tensor:
     axis = node.get("axis", 0) % x.ndim
     places = _counted_from_zero(indices, x.shape[axis])
     taken = x.index_select(axis, places.flatten())
-    return taken.reshape(*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :])
+    return taken.reshape((*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]))
 
 
 def _gather_elements(node: GraphNode, x: Tensor, indices: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def _gather_nd(node: GraphNode, x: Tensor, indices: Tensor) -> Tensor:
     places = indices.long().reshape(len(flat), -1, indices.shape[-1])
     rows = torch.arange(len(flat), device=x.device)[:, None].expand(places.shape[:2])
     taken = flat[(rows, *places.unbind(-1))]
-    return taken.reshape(*batches, *indices.shape[shared:-1], *taken.shape[2:])
+    return taken.reshape((*batches, *indices.shape[shared:-1], *taken.shape[2:]))
 
 
 def _scatter_elements(node: GraphNode, x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:

@@ -92,3 +92,8 @@ def axes_of(node: GraphNode, given: Tensor | None) -> list[int] | None:
         return numbers(given)
     axes = node.get("axes", None)
     return None if axes is None else list(axes)
+
+
+def padded(inputs: Sequence[Tensor | None], count: int) -> tuple[Tensor | None, ...]:
+    """Give so many optional inputs: those behind the last one may not be there at all."""
+    return (*inputs, *[None] * count)[:count]

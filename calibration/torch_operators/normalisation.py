@@ -16,7 +16,13 @@ def _batch_norm(
 ) -> Tensor:
     """Normalise by the statistics that the graph has, whatever the batch's own are."""
     mean, variance = statistics
-    return functional.batch_norm(x, mean, variance, scale, bias, eps=node.get("epsilon", 1e-5))
+    eps = node.get("epsilon", 1e-5)
+    if not (mean.requires_grad or variance.requires_grad):
+        return functional.batch_norm(x, mean, variance, scale, bias, eps=eps)
+    # torch has no gradients of statistics
+    shape = (-1, *([1] * (x.ndim - 2)))
+    factor = scale * torch.rsqrt(variance + eps)
+    return x * factor.reshape(shape) + (bias - mean * factor).reshape(shape)
 
 
 def _batch_norm_lacks(node: GraphNode) -> str | None:

@@ -35,33 +35,38 @@ def _attention(
     if flat:
         heads = node.get("q_num_heads", 1), *([node.get("kv_num_heads", 1)] * 2)
         query, key, value = (
-            x.unflatten(2, (count, -1)).transpose(1, 2)
+            x.reshape(*x.shape[:2], count, -1).transpose(1, 2)
             for x, count in zip((query, key, value), heads, strict=True)
         )
     shared = query.shape[1] // key.shape[1]  # heads of queries that share one of keys
     key, value = (x.repeat_interleave(shared, 1) if shared > 1 else x for x in (key, value))
     scale = node.get("scale", 1 / math.sqrt(query.shape[-1]))
     scores = (query * math.sqrt(scale)) @ (key * math.sqrt(scale)).transpose(-1, -2)
-    tokens, others = scores.shape[-2:]
-    if mask is not None:
-        scores = _masked(scores, mask)
-    if node.get("is_causal", 0):
-        causal = torch.ones(tokens, others, dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~causal, -math.inf)
     cap = node.get("softcap", 0.0)
     if cap:
         scores = torch.tanh(scores / cap) * cap
-    attended = scores.softmax(-1).to(value.dtype) @ value
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -math.inf)
+    elif mask is not None:
+        scores = scores + mask
+    if node.get("is_causal", 0):
+        tokens = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+        scores = scores.masked_fill(~tokens.tril(), -math.inf)
+    # a token that may see none gets zeros, and neither it nor its gradient is NaN
+    blind = torch.isneginf(scores).all(-1, keepdim=True)
+    weights = scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
+    attended = weights.to(value.dtype) @ value
     return attended.transpose(1, 2).flatten(2) if flat else attended
 
 
-def _masked(scores: Tensor, mask: Tensor) -> Tensor:
-    if mask.dtype == torch.bool:
-        return scores.masked_fill(~mask, -math.inf)
-    return scores + mask
+_KNOWN = {"is_causal", "kv_num_heads", "q_num_heads", "scale", "softcap"}
+_WITHOUT_EFFECT = {"qk_matmul_output_mode", "softmax_precision"}
 
 
 def _attention_lacks(node: GraphNode) -> str | None:
+    other = sorted(node.attributes.keys() - _KNOWN - _WITHOUT_EFFECT)
+    if other:
+        return f"with {', '.join(other)}"
     if any(node.reads(index) for index in (4, 5, 6)):
         return "with past keys, past values or lengths"
     if any(node.writes(index) for index in (1, 2, 3)):
@@ -75,7 +80,7 @@ def _rotary_embedding(
     """Turn pairs of coordinates by angles of their place; [b, heads, tokens, width] or as above."""
     flat = x.ndim == 3
     if flat:
-        x = x.unflatten(2, (node.get("num_heads", 1), -1)).transpose(1, 2)
+        x = x.reshape(*x.shape[:2], node.get("num_heads", 1), -1).transpose(1, 2)
     turned = node.get("rotary_embedding_dim", 0) or x.shape[-1]
     if places is not None:
         cosines, sines = cosines[places], sines[places]

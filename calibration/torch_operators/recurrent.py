@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from offramp.calibration.torch_operators.node import GraphNode, TorchOperator, operator
+from offramp.calibration.torch_operators.node import GraphNode, TorchOperator, operator, padded
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
@@ -98,7 +98,7 @@ def _recurrent(
     batch_first = bool(node.get("layout", 0))
     x = x.transpose(0, 1) if batch_first else x
     kinds = 2 if node.kind == "LSTM" else 1
-    bias, lengths, *others = (*rest, *[None] * 5)
+    bias, lengths, *others = padded(rest, 5)
     states = []
     for given in others[:kinds]:
         if given is None:

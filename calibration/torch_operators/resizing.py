@@ -11,7 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from offramp.calibration.torch_operators.node import GraphNode, TorchOperator, numbers, operator
+from offramp.calibration.torch_operators.node import (
+    GraphNode,
+    TorchOperator,
+    numbers,
+    operator,
+    padded,
+)
 
 _Floats = NDArray[np.float32]
 
@@ -38,7 +44,7 @@ def _upsample(node: GraphNode, x: Tensor, scales: Tensor | None = None) -> Tenso
         attributes={
             "mode": node.get("mode", "nearest"),
             "coordinate_transformation_mode": "asymmetric",
-            "nearest_mode": "floor",
+            "nearest_mode": "simple",
         },
     )
     return _resized(old, x, dict(enumerate(axes)))
@@ -48,7 +54,7 @@ def _resize(node: GraphNode, x: Tensor, *rest: Tensor | None) -> Tensor:
     """Resize by scales, or to sizes; opset 10 has no region as its second input."""
     if node.opset < 11:
         return _upsample(node, x, *rest)
-    _, scales, sizes = (*rest, *[None] * (3 - len(rest)))
+    _, scales, sizes = padded(rest, 3)
     along = [axis % x.ndim for axis in node.get("axes", tuple(range(x.ndim)))]
     axes = {}
     if sizes is not None and sizes.numel():
@@ -97,7 +103,10 @@ def _taps(node: GraphNode, axis: _Axis) -> tuple[list[NDArray[np.int64]], list[_
     most = axis.before - 1
     mode = node.get("mode", "nearest")
     if mode == "nearest":
-        nearest = _NEAREST[node.get("nearest_mode", "round_prefer_floor")](original)
+        rounding = node.get("nearest_mode", "round_prefer_floor")
+        if rounding == "simple":  # ONNX Runtime's before opset 11, which ONNX leaves open
+            rounding = "ceil" if axis.scale < 1 else "floor"
+        nearest = _NEAREST[rounding](original)
         return [np.clip(nearest.astype(np.int64), 0, most)], [None]
     if mode == "linear":
         original = np.clip(original, 0, most)
@@ -129,17 +138,16 @@ def _original(node: GraphNode, axis: _Axis) -> _Floats:
         return np.asarray(x / scale, np.float32)
     if mode == "align_corners":
         spans = before * scale - 1  # of the size before it is rounded
-        exact = x * (before - 1) / spans if spans and axis.after > 1 else np.zeros_like(x)
-        return np.asarray(exact, np.float32)
+        step = (before - 1) / spans if spans and axis.after > 1 else np.float32(0)
+        return np.asarray(x * step, np.float32)
     if mode == "pytorch_half_pixel" and axis.after == 1:
         return np.full_like(x, -half if node.get("mode", "nearest") == "nearest" else 0)
     if mode == "tf_half_pixel_for_nn":
         return np.asarray((x + half) / scale, np.float32)
-    shift = np.float32(0)
+    shift: np.floating[Any] = np.float32(0)
     if mode == "half_pixel_symmetric":
         # a size that was rounded leaves the middle where it was
-        exact = float(before) * float(scale)
-        shift = np.float32(float(before) / 2 * (1 - float(after) / exact))
+        shift = before / 2 * (1 - after / (before * scale))
     return np.asarray(shift + (x + half) / scale - half, np.float32)
 
 

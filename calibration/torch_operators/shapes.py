@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -16,6 +17,7 @@ from offramp.calibration.torch_operators.node import (
     axes_of,
     numbers,
     operator,
+    padded,
 )
 
 
@@ -59,7 +61,8 @@ def _transpose(node: GraphNode, x: Tensor) -> Tensor:
 
 
 def _expand(_node: GraphNode, x: Tensor, shape: Tensor) -> Tensor:
-    return x.expand(torch.broadcast_shapes(x.shape, tuple(numbers(shape))))
+    sizes = np.broadcast_shapes(tuple(x.shape), tuple(numbers(shape)))
+    return x.expand(sizes)
 
 
 def _tile(_node: GraphNode, x: Tensor, repeats: Tensor) -> Tensor:
@@ -75,11 +78,11 @@ def _split(node: GraphNode, x: Tensor, split: Tensor | None = None) -> Sequence[
     axis = node.get("axis", 0)
     sizes = list(node.get("split", ())) if split is None else numbers(split)
     if sizes:
-        return torch.split(x, sizes, axis)
+        return x.split_with_sizes(sizes, axis)
     whole, parts = x.shape[axis], node.get("num_outputs", len(node.outputs))
     part = -(-whole // parts)
     starts = [min(part * i, whole) for i in range(parts + 1)]
-    return torch.split(x, [b - a for a, b in itertools.pairwise(starts)], axis)
+    return x.split_with_sizes([b - a for a, b in itertools.pairwise(starts)], axis)
 
 
 def _slice(
@@ -90,7 +93,7 @@ def _slice(
     *rest: Tensor | None,
 ) -> Tensor:
     """Take slices; their bounds are attributes before opset 10."""
-    axes, steps = (*rest, *[None] * (2 - len(rest)))
+    axes, steps = padded(rest, 2)
     first = list(node.get("starts", ())) if starts is None else numbers(starts)
     last = list(node.get("ends", ())) if ends is None else numbers(ends)
     along = axes_of(node, axes) or list(range(len(first)))
@@ -140,7 +143,7 @@ def _reflected(places: Tensor, size: int) -> Tensor:
     return torch.where(places < size, places, period - places)
 
 
-_PLACES = {
+_PLACES: Mapping[str, Callable[[Tensor, int], Tensor]] = {
     "reflect": _reflected,
     "edge": lambda places, size: places.clamp(0, size - 1),
     "wrap": lambda places, size: places.remainder(size),

@@ -22,11 +22,8 @@ DTYPES: Mapping[int, torch.dtype] = {
     TensorProto.INT32: torch.int32,
     TensorProto.INT64: torch.int64,
     TensorProto.UINT8: torch.uint8,
-    TensorProto.UINT16: torch.uint16,
-    TensorProto.UINT32: torch.uint32,
-    TensorProto.UINT64: torch.uint64,
 }
-"""By ONNX's data type; those that torch has nothing for, such as strings, are not among them."""
+"""By ONNX's data type, those that torch computes with: of unsigned integers bytes alone."""
 
 
 def to_torch(proto: onnx.TensorProto) -> Tensor:
@@ -36,7 +33,9 @@ def to_torch(proto: onnx.TensorProto) -> Tensor:
             words = np.frombuffer(proto.raw_data, "<u2").astype(np.uint16)
         else:
             words = np.array(proto.int32_data, np.uint16)
-        return torch.from_numpy(words.view(np.int16)).view(torch.bfloat16).reshape(*proto.dims)
+        return (
+            torch.from_numpy(words.view(np.int16)).view(torch.bfloat16).reshape(tuple(proto.dims))
+        )
     # copied also where it is a view already: torch wants memory that may be written
     return torch.from_numpy(np.array(numpy_helper.to_array(proto)))
 

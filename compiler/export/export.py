@@ -153,6 +153,11 @@ def _check(bundle: Bundle, plan: Plan, options: ExportOptions) -> Path:
             f"compile it with more data or another --max-disagreement; {REPORT} in it says what "
             "limits it"
         )
+    if (kind := bundle.manifest.answer.task.kind) != "classification":
+        raise ExportError(
+            f"{options.bundle} is for {kind}, and one file with exits inside is made of "
+            "classification only, so far; serve the bundle"
+        )
     if options.output.resolve().is_relative_to(bundle.path.resolve()):
         raise ExportError(
             f"{options.output} is inside the bundle, which it would damage; choose another --output"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
@@ -13,6 +14,7 @@ from offramp.calibration.rehearsal import Rehearsed
 from offramp.compiler.report import numbers, words
 from offramp.compiler.report.charts import exit_curves, latency_chart, latency_rows, savings_chart
 from offramp.compiler.report.figures import PolicyFigures
+from offramp.compiler.report.pictures import EarlyMap, views
 from offramp.compiler.report.rehearsal import rehearsal_view
 from offramp.compiler.report.route import route
 
@@ -28,12 +30,13 @@ def render_report(
     *,
     limit: BindingLimit | None = None,
     measured: Measured | None = None,
+    maps: Sequence[EarlyMap] = (),
 ) -> str:
     """Render the bundle's ``report.html``: one page that needs nothing beside it.
 
     ``profile`` is of the device that the savings were predicted for; ``rehearsed`` says how the
     exits in use were chosen, if by a rehearsal, and ``limit`` what kept all out of use. ValueError
-    if the parts do not belong together.
+    if the parts do not belong together. ``maps`` are a few answers to look at.
     """
     found = PolicyFigures.of(manifest, policy, profile, certify)
     judged = None if measured is None else words.SavingsCheck.of(found, measured)
@@ -54,6 +57,7 @@ def render_report(
         rehearsal=rehearsal_view(rehearsed),
         facts=words.facts(found, rehearsed),
         judged=judged,
+        maps=views(maps),
     )
     # file names may hold bytes that are no text; the page is written as UTF-8
     return page.encode("utf-8", "replace").decode("utf-8")

@@ -6,6 +6,7 @@ Neither is faster everywhere: on one machine OpenVINO took 0.7 of ONNX Runtime's
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -68,6 +69,8 @@ def _undecided(rounds: Sequence[Rounds]) -> float:
 
 
 def _mean(rounds: Sequence[Rounds]) -> tuple[float, float]:
+    if not all((r.times_ms > 0).all() for r in rounds):
+        return 1.0, math.inf  # the clock stood still, as a virtual one may: nothing was measured
     ratios = [r.ratios()[0] for r in rounds]
     mean = float(np.exp(np.mean([np.log(ratio.value) for ratio in ratios])))
     # as if all were off in the same direction: what disturbs one disturbs the others

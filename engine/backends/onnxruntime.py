@@ -8,13 +8,25 @@ convolution layouts: extended only is 1.6 to 2 times slower on CNNs).
 from __future__ import annotations
 
 import functools
+from typing import Final
 
+import numpy as np
 import onnxruntime as ort
 
 from offramp.engine.backends.custom_ops import load_session, session_options
 from offramp.engine.backends.host import Execute, HostBackend, LoadedGraph
 from offramp.engine.layouts import enter_blocked
 from offramp.engine.onnx_subset import has_half_precision
+
+ONE_NODE: Final = (
+    b'\x08\x08:6\n\x0b\n\x01x\x12\x01y"\x03Abs\x12\x05probe'
+    b"Z\x0f\n\x01x\x12\n\n\x08\x08\x01\x12\x04\n\x02\x08\x01"
+    b"b\x0f\n\x01y\x12\n\n\x08\x08\x01\x12\x04\n\x02\x08\x01B\x04\n\x00\x10\r"
+)
+"""An ONNX model, y = Abs(x) of one float32; the package onnx is not there to make it."""
+_ONE_NUMBER: Final = {"x": np.zeros(1, np.float32)}
+_USES_IT: Final = ("session.use_env_allocators", "1")
+"""Configures a session to use the process's arena."""
 
 
 def make_session(model: bytes, threads: int) -> ort.InferenceSession:
@@ -30,20 +42,40 @@ def make_session(model: bytes, threads: int) -> ort.InferenceSession:
     # arena each, every stage starts on cold memory (5 % of a small CNN at a batch of one with three
     # exits; 2.6 % shared), and memory patterns would give each its own block of the arena again.
     _share_arena()
-    options.add_session_config_entry("session.use_env_allocators", "1")
+    options.add_session_config_entry(*_USES_IT)
     options.enable_mem_pattern = False
     # Every stage has a pool of its own; pools that spin after a run steal the next one's cores.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return load_session(enter_blocked(model), options)
 
 
+def shrink_arena() -> None:
+    """Give the system the memory that the shared arena keeps and no session uses.
+
+    Else it keeps what the largest batch of any session took, for as long as the process lives.
+    """
+    run = ort.RunOptions()
+    run.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+    _share_arena().run(None, _ONE_NUMBER, run)
+
+
 @functools.cache
-def _share_arena() -> None:
-    """Register the process's arena for sessions that ask for it; done once, before the first."""
+def _share_arena() -> ort.InferenceSession:
+    """Register the process's arena for sessions that ask for it; done once, before the first.
+
+    Gives a session that has it and does next to nothing: arenas shrink at the end of a run. They
+    keep their first piece for ever, so that session is the first to run, and the piece is small.
+    """
     memory = ort.OrtMemoryInfo(
         "Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT
     )
     ort.create_and_register_allocator(memory, None)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.add_session_config_entry(*_USES_IT)
+    session = ort.InferenceSession(ONE_NODE, options, providers=["CPUExecutionProvider"])
+    session.run(None, _ONE_NUMBER)
+    return session
 
 
 def _run_of(session: ort.InferenceSession) -> Execute:

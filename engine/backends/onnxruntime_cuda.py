@@ -24,6 +24,7 @@ import numpy as np
 import onnxruntime as ort
 
 from offramp.bundle import Bundle
+from offramp.engine.backends.onnxruntime import ONE_NODE
 from offramp.engine.backends.sizes import BundleSizes, GraphShapes, dtype_of
 from offramp.engine.cuda.driver import Stream, StreamEvent
 from offramp.engine.cuda.executable import Shape, SlotResources, TensorInfo
@@ -36,12 +37,6 @@ _LOG = logging.getLogger(__name__)
 PROVIDER = "CUDAExecutionProvider"
 _CUDA_MEMORY = "Cuda"
 """ONNX Runtime's name of a GPU's memory."""
-_ONE_NODE = (
-    b'\x08\x08:6\n\x0b\n\x01x\x12\x01y"\x03Abs\x12\x05probe'
-    b"Z\x0f\n\x01x\x12\n\n\x08\x08\x01\x12\x04\n\x02\x08\x01"
-    b"b\x0f\n\x01y\x12\n\n\x08\x08\x01\x12\x04\n\x02\x08\x01B\x04\n\x00\x10\r"
-)
-"""An ONNX model, y = Abs(x) of one float32; the package onnx is not there to make it."""
 _ERRORS = 3
 """ONNX Runtime's number of the severity that is logged."""
 _CONVOLUTIONS = frozenset({"Conv", "ConvTranspose", "FusedConv"})
@@ -69,7 +64,7 @@ def require_provider() -> None:
 def try_provider(device: int) -> None:
     """Run a graph of one node on a GPU, which shows whether the provider works there."""
     try:
-        make_cuda_session(_ONE_NODE, device).run(None, {"x": np.zeros(1, np.float32)})
+        make_cuda_session(ONE_NODE, device).run(None, {"x": np.zeros(1, np.float32)})
     except BackendError as error:
         raise BackendError(f"ONNX Runtime cannot use cuda:{device}: {error}") from error
     except Exception as error:  # ONNX Runtime's own classes derive from Exception only

@@ -108,8 +108,9 @@ def check_confidence(subject: CheckSubject, limit: TimeLimit) -> Facts:
             for spec, answer, confidence in subject.answers(slot, inputs):
                 if spec.index in apart:
                     continue
-                own = confidence_of(answer, spec.form)
-                finite = np.isfinite(answer.astype(np.float64)).all(axis=1)
+                own = confidence_of(answer, spec.form, spec.task)
+                flat = answer.reshape(len(answer), -1).astype(np.float64)
+                finite = np.isfinite(flat).all(axis=1)
                 facts["rows_without_number"] += int((~finite).sum())
                 without = (own == 0) & ~finite
                 if (confidence[without] > 0).any():
@@ -137,7 +138,7 @@ def _follows(subject: CheckSubject, spec: StageSpec) -> bool:
     stage = subject.truth[spec.index]
     if stage.answer is None or stage.confidence is None:
         return False
-    own = confidence_of(stage.answer, spec.form)
+    own = confidence_of(stage.answer, spec.form, spec.task)
     return difference(stage.confidence, own, 1.0) <= subject.tolerance
 
 

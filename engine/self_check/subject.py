@@ -101,7 +101,7 @@ class CheckSubject:
             answer = None if spec.answer is None else found[spec.answer]
             confidence = None
             if answer is not None:
-                own = confidence_of(answer, manifest.answer.form)
+                own = confidence_of(answer, manifest.answer.form, manifest.answer.task)
                 confidence = own if spec.confidence is None else found[spec.confidence]
             carried = {name: found[name] for name in spec.carried}
             stages.append(TrueStage(answer, confidence, carried))

@@ -35,6 +35,17 @@ def test_one_changed_byte_is_noticed(tmp_path: Path, name: str, where: str) -> N
         Bundle.open(root)
 
 
+def test_a_large_file_is_checked_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offramp.bundle.files._PIECE_BYTES", 3)
+    root = write(tmp_path).path
+    assert Bundle.open(root).read("source.onnx") == FILES["source.onnx"]
+    (root / "source.onnx").write_bytes(FILES["source.onnx"][:-1] + b"!")
+    with pytest.raises(BundleIntegrityError, match=r"source.onnx was altered"):
+        Bundle.open(root)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("keep", [0, -1])
 def test_a_truncated_file_is_noticed(tmp_path: Path, name: str, keep: int) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 from tests.unit.bundle.examples import FILES, POLICY, everything_under, write
@@ -85,6 +87,24 @@ def test_a_file_where_a_folder_has_to_be_is_told_before_the_work(tmp_path: Path)
         check_target(tmp_path / "file" / "deeper" / "small.ee", overwrite=False)
 
 
+def test_a_content_in_pieces_is_written_as_if_it_were_whole(tmp_path: Path) -> None:
+    whole = write(tmp_path / "whole")
+    parted = {name: (bytes([byte]) for byte in content) for name, content in FILES.items()}
+    pieces = write(tmp_path / "pieces", files=parted)
+    assert pieces.manifest == whole.manifest
+    assert everything_under(pieces.path) == everything_under(whole.path)
+
+
+def test_a_piece_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
+    def pieces() -> Iterator[bytes]:
+        yield b"the "
+        raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(BundleWriteError, match="Input/output error"):
+        write(tmp_path, files={**FILES, "source.onnx": pieces()})
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize("fails_after", range(0, 10, 3))
 def test_a_failing_disk_leaves_nothing_and_takes_nothing(
@@ -93,16 +113,17 @@ def test_a_failing_disk_leaves_nothing_and_takes_nothing(
     if old:
         write(tmp_path)
     before = everything_under(tmp_path)
-    real, written = Path.write_bytes, []
+    real, written = Path.open, []
 
-    def failing(self: Path, data: bytes) -> int:
-        if len(written) == fails_after:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        written.append(self)
-        return real(self, data)
+    def failing(self: Path, mode: str = "r", *rest: Any, **named: Any) -> IO[Any]:
+        if "w" in mode:
+            if len(written) == fails_after:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            written.append(self)
+        return real(self, mode, *rest, **named)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_bytes", failing)
+        patched.setattr(Path, "open", failing)
         with pytest.raises(BundleWriteError, match="No space left on device"):
             write(tmp_path, policy=OTHER, overwrite=True)
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Answer, AnswerForm, Head
 from offramp.calibration.cut_tensors import CutTensor
-from offramp.calibration.features import WHOLE, Projections, Recording
+from offramp.calibration.features import LAST, WHOLE, Projections, Recording
 from offramp.calibration.learners import Preconditioners
 from offramp.calibration.objectives import ClassObjective
 from offramp.calibration.preconditioning import Preconditioner
@@ -38,11 +38,13 @@ SHAPES = {
 """Of one sample; others are tokens."""
 TOKEN_HEADS = (
     Head(kind="first"),
+    Head(kind="last"),
     Head(kind="mean"),
     Head(kind="mean_max"),
     Head(kind="attention", queries=1),
     Head(kind="attention", queries=4),
     Head(kind="first", hidden=5),
+    Head(kind="last", hidden=16),
     Head(kind="mean", hidden=5),
     Head(kind="mean_max", hidden=5),
     Head(kind="attention", queries=1, hidden=5),
@@ -123,6 +125,10 @@ def problem(kind: str, *, samples: int = 180, dtype: str = "float32", seed: int 
         coordinates = made.apply(values.reshape(-1, WIDTH)).reshape(samples, TOKENS, -1)
         features, projections = {WHOLE: coordinates.astype(np.float16)}, {0: made}
         heads = tuple(head for head in heads if head.kind != "mean_max")
+    if "tokens" in kind:
+        mask = inputs.get("mask", np.ones((samples, TOKENS), np.int64))
+        last = [np.flatnonzero(row)[-1] for row in mask]
+        features[LAST] = values[np.arange(samples), last]
     certain = np.eye(CLASSES, dtype=np.float32)[classes]
     return Problem(
         cut=cut,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from offramp.bundle import Head
 from offramp.calibration.cut_tensors import CutTensor, why_no_head
 from offramp.calibration.families import HIDDEN, family_of, grids_of, masks_of, pooling_window
-from offramp.compiler.heads import build_pooling
+from offramp.calibration.features import LAST
+from offramp.compiler.heads import build_last, build_pooling
 
 
 def cut(*shape: int | str, **options: Any) -> CutTensor:
@@ -93,7 +95,36 @@ def test_tokens_get_pooled_and_attended() -> None:
         Head(kind="attention", queries=1),
         Head(kind="attention", queries=4),
         Head(kind="attention", queries=1, hidden=HIDDEN),
+        Head(kind="attention", queries=4, hidden=HIDDEN),
     )
+
+
+def test_models_that_answer_by_their_last_token_are_asked_there_and_not_at_the_first() -> None:
+    assert family_of(cut("sequence", 32, answers_last=True)) == (
+        Head(kind="last"),
+        Head(kind="last", hidden=HIDDEN),
+        Head(kind="mean"),
+        Head(kind="attention", queries=1),
+        Head(kind="attention", queries=4),
+        Head(kind="attention", queries=1, hidden=HIDDEN),
+        Head(kind="attention", queries=4, hidden=HIDDEN),
+    )
+    assert Head(kind="last").describe() == "last token, linear"
+    assert family_of(cut(32, answers_last=True)) == family_of(cut(32))
+
+
+@pytest.mark.parametrize("opset", [13, 17, 18, 21])
+def test_the_last_token_is_the_last_that_the_mask_counts(opset: int) -> None:
+    tokens = np.arange(5 * 4 * 3, dtype=np.float32).reshape(5, 4, 3)
+    mask = np.array([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 1, 1], [0, 1, 1, 0], [0, 0, 0, 0]])
+    masked = cut("sequence", 3, mask="mask", answers_last=True)
+    versions = {"opset": opset, "ir_version": 8}
+    for tensor, places in ((masked, [3, 1, 3, 2, 0]), (replace(masked, mask=None), [3] * 5)):
+        model, names = build_last(tensor, "pool/", **versions)
+        session = ort.InferenceSession(model, providers=["CPUExecutionProvider"])
+        given = {"cut": tokens, "mask": mask} if tensor.mask else {"cut": tokens}
+        (found,) = session.run([names[LAST]], given)
+        np.testing.assert_array_equal(found, tokens[np.arange(5), places])
 
 
 def test_vectors() -> None:

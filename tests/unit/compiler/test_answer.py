@@ -9,6 +9,7 @@ from tests import models
 
 from offramp.compiler.asked_task import AskedTask
 from offramp.compiler.errors import ModelError
+from offramp.compiler.runtime import GraphRunner
 
 
 def ending(*kinds: str, classes: int = 4, axis: int = -1):
@@ -95,6 +96,27 @@ def dense(shape, *, kind="Identity", dtype=TensorProto.FLOAT, **attributes):
 def test_the_task_is_inferred_from_the_shape_and_the_end(read, model, expected):
     answer = read(model, simplify=False).answer
     assert (answer.task.kind, answer.classes, answer.form) == expected
+
+
+def test_scores_are_reduced_to_a_byte_a_pixel(read):
+    model = read(dense(["batch", 5, 8, 8]), simplify=False, task=AskedTask(class_map=True))
+    assert (model.answer.form, model.answer.classes) == ("classes", 5)
+    assert [output.describe() for output in model.outputs] == ["y: uint8 [batch, 8, 8]"]
+    x = np.random.default_rng(0).standard_normal((3, 5, 8, 8)).astype(np.float32)
+    (found,) = GraphRunner(model.proto, 1).run({"x": x}).values()
+    np.testing.assert_array_equal(found, np.maximum(x, 0).argmax(axis=1))
+
+
+def test_tokens_have_their_classes_last_and_many_take_more_than_a_byte(read):
+    asked = AskedTask(kind="token-classification", class_map=True)
+    model = read(dense(["batch", "tokens", 300]), simplify=False, task=asked)
+    assert [output.describe() for output in model.outputs] == ["y: int32 [batch, tokens]"]
+
+
+def test_one_class_a_sample_has_no_map(read):
+    told = r"--class-map: output 'y' is \[batch, 4\], expected floating-point scores .*leave it out"
+    with pytest.raises(ModelError, match=told):
+        read(ending("Identity"), task=AskedTask(class_map=True))
 
 
 def test_a_task_may_be_asked_for_with_its_own_terms(read):

@@ -73,6 +73,14 @@ def test_it_is_the_geometric_mean_over_batch_sizes(bundle: Bundle) -> None:
     assert ratio_of(bundle, ours, other, max_rows=1) == pytest.approx((0.5, 0.0))
 
 
+@pytest.mark.parametrize("still", [(0.01, 0.0), (0.0, 0.01), (0.0, 0.0)])
+def test_a_clock_that_stands_still_decides_nothing(
+    bundle: Bundle, still: tuple[float, float]
+) -> None:
+    ours, other = still
+    assert ratio_of(bundle, lambda _: ours, lambda _: other) == (1.0, np.inf)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_noise_does_not_make_the_slower_one_the_choice(bundle: Bundle, seed: int) -> None:
     random = np.random.default_rng(seed)

@@ -19,7 +19,7 @@ from tests.sliced import inputs_of, sliced
 
 from offramp.bundle import Bundle
 from offramp.engine.backends import onnxruntime_cuda
-from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
+from offramp.engine.backends.onnxruntime import ONE_NODE, OnnxRuntimeBackend
 from offramp.engine.backends.onnxruntime_cuda import OnnxRuntimeCudaFactory
 from offramp.engine.backends.sizes import BundleSizes, GraphShapes
 from offramp.engine.cuda.backend import CudaBackend
@@ -294,7 +294,7 @@ def test_a_device_that_is_lost_before_a_copy_is_told_as_lost(
 
 
 def test_the_real_session_tells_memory_by_input() -> None:
-    session = RealSession(onnxruntime_cuda._ONE_NODE, providers=[CPU])
+    session = RealSession(ONE_NODE, providers=[CPU])
     assert onnxruntime_cuda._copied_when_bound(session) == {"x"}  # "Cpu", as all are here
     assert session.run(None, {"x": np.array([-2], np.float32)}) == [np.array([2], np.float32)]
 

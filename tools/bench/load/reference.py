@@ -141,6 +141,11 @@ def ask_source(
             f"{served.name!r} {', '.join(sorted(theirs))}; give the bundle that is served "
             "as --reference"
         )
+    if (kind := bundle.manifest.answer.task.kind) != "classification":
+        raise LoadError(
+            f"{bundle.path} is for {kind}, and answers to a load are compared by class only, so "
+            "far; leave --reference out, and compare by eecompile verify"
+        )
     pipeline = Pipeline(make_backend("onnxruntime"), make_plan(bundle, mode=Mode.OFF))
     slot = pipeline.backend.open_slot()
     classes = np.full(len(data), UNKNOWN, np.int64)

@@ -1,0 +1,94 @@
+"""A few answers to look at: what an exit answered, what the model does, and where they differ."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.compiler.report import numbers
+
+_GOLDEN = 0.618033988749895
+"""By which hues are apart, so that neighbouring classes differ."""
+_MOST_PIXELS = 256
+"""Of a picture's side; of larger ones every so many rows and columns are shown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyMap:
+    """The classes of a sample's pixels, by an exit and by the model's end."""
+
+    exit: int
+    early: NDArray[np.uint8]
+    """[height, width]."""
+    end: NDArray[np.uint8]
+    """[height, width]."""
+
+    @property
+    def equal(self) -> float:
+        """Share of equal pixels."""
+        return float((self.early == self.end).mean())
+
+
+class MapView(NamedTuple):
+    """A sample as the page shows it."""
+
+    title: str
+    pictures: tuple[tuple[str, str], ...]
+    """What each shows, and its address, which holds the picture."""
+
+
+def views(maps: Sequence[EarlyMap]) -> tuple[MapView, ...]:
+    """Draw all samples in the same colours."""
+    palette = colours(1 + max((int(max(m.early.max(), m.end.max())) for m in maps), default=0))
+    difference = np.array([[238, 238, 234], [179, 38, 30]], np.uint8)
+    return tuple(
+        MapView(
+            f"exit {m.exit}: {numbers.percent(m.equal, 1)} of the pixels equal",
+            (
+                ("early answer", picture(m.early, palette)),
+                ("the model's answer", picture(m.end, palette)),
+                ("difference", picture((m.early != m.end).astype(np.uint8), difference)),
+            ),
+        )
+        for m in maps
+    )
+
+
+def colours(classes: int) -> NDArray[np.uint8]:
+    """Give each class a colour, uint8 [classes, 3]; the first, mostly the ground, is grey."""
+    hues = np.arange(classes) * _GOLDEN % 1
+    offsets = np.array([0, 2 / 3, 1 / 3])
+    wave = np.clip(np.abs((hues[:, None] + offsets) % 1 * 6 - 3) - 1, 0, 1)
+    found: NDArray[np.uint8] = (60 + 170 * wave).astype(np.uint8)
+    found[0] = 200
+    return found
+
+
+def picture(classes: NDArray[np.uint8], palette: NDArray[np.uint8]) -> str:
+    """Give a map of classes as a ``data:`` address of a PNG with a palette."""
+    step = -(-max(classes.shape) // _MOST_PIXELS)
+    shown = classes[::step, ::step]
+    height, width = shown.shape
+    rows = np.zeros((height, width + 1), np.uint8)  # each begins with its filter: none
+    rows[:, 1:] = shown
+    content = b"\x89PNG\r\n\x1a\n" + b"".join(
+        [
+            _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)),
+            _chunk(b"PLTE", palette.tobytes()),
+            _chunk(b"IDAT", zlib.compress(rows.tobytes(), 9)),
+            _chunk(b"IEND", b""),
+        ]
+    )
+    return "data:image/png;base64," + base64.b64encode(content).decode()
+
+
+def _chunk(kind: bytes, content: bytes) -> bytes:
+    checked = kind + content
+    return struct.pack(">I", len(content)) + checked + struct.pack(">I", zlib.crc32(checked))

@@ -1,0 +1,217 @@
+"""Answers that are more than one class: compiled, served, audited, and called by stock clients."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import html
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from tests import models
+from tests.bundles import compile_tiny
+from tests.loopback import MODEL, ask, check, serving
+from tests.padded import Arrays, answers, sentences
+
+from offramp.bundle import ActiveExit, Bundle, ExitPolicy, write_bundle
+from offramp.calibration import profiling
+from offramp.compiler.bundle_check import VerifyOptions, verify_bundle
+from offramp.engine.agreement import agreement_of
+from offramp.engine.plan import Mode
+
+SAMPLES = 1200
+
+
+def images(samples: int, *, seed: int = 0) -> Arrays:
+    rng = np.random.default_rng(seed)
+    return {"image": rng.standard_normal((samples, 3, 16, 16)).astype(np.float32)}
+
+
+def vectors(samples: int, *, seed: int = 0) -> Arrays:
+    return {"x": np.random.default_rng(seed).standard_normal((samples, 16)).astype(np.float32)}
+
+
+def tokens(samples: int, *, seed: int = 0) -> Arrays:
+    return sentences(samples, 12, seed=seed)
+
+
+Case = tuple[Callable[[], onnx.ModelProto], Callable[..., Arrays], dict[str, Any]]
+CASES: dict[str, Case] = {
+    "classification": (models.residual_cnn, images, {"heads": "bridges"}),
+    "multi-label": (functools.partial(models.mlp, ending="Sigmoid"), vectors, {}),
+    "regression": (models.mlp, vectors, {"task": "regression", "agree_within": 0.5}),
+    "segmentation": (
+        functools.partial(models.residual_cnn, dense="logits"), images, {"agree_share": 0.9}
+    ),
+    "classes of pixels": (
+        functools.partial(models.residual_cnn, dense="ArgMax"), images, {"agree_share": 0.9}
+    ),
+    "a byte a pixel": (
+        functools.partial(models.residual_cnn, dense="Softmax"),
+        images,
+        {"agree_share": 0.9, "class_map": True},
+    ),
+    "pose": (
+        functools.partial(models.residual_cnn, dense="logits"),
+        images,
+        {"task": "pose", "agree_share": 0.6, "agree_within": 0.2},
+    ),
+    "token-classification": (
+        functools.partial(models.bert_like, tags=4), tokens, {"agree_share": 0.8}
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=sorted(CASES))
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A bundle of each task, with all exits in use; whatever is timed takes 1 ms."""
+    build, data, options = CASES[request.param]
+    folder = tmp_path_factory.mktemp("task")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(profiling.TimedGraph, "time_ms", lambda _self, _tensors: 1.0)
+        patched.setattr(profiling, "_staged_ms", lambda _pipeline, _slot, _tensors: 1.0)
+        patched.setattr(profiling, "disturbances", lambda *_: ())
+        settings = {"max_disagreement": 0.3, "epochs": 2, "candidates": 2, **options}
+        bundle = Bundle.open(compile_tiny(build(), data(SAMPLES), folder, **settings).path)
+    assert bundle.manifest.exits, "a tiny model learns something"
+    return bundle, with_all_exits(bundle, data(200, seed=7), folder / "all.ee"), data, folder
+
+
+def between(confidence: np.ndarray) -> float:
+    """The middle of the widest gap around the median."""
+    middle = np.sort(confidence)[len(confidence) // 4 : -len(confidence) // 4]
+    place = int(np.diff(middle).argmax())
+    return float(middle[place : place + 2].mean())
+
+
+def with_all_exits(bundle: Bundle, inputs: Arrays, path: Path) -> Bundle:
+    """Whatever was certified: half of the samples may leave at every exit.
+
+    Thresholds are between two confidences: rounding in other batches must not decide.
+    """
+    said = answers(bundle, inputs)
+    active = tuple(
+        ActiveExit(exit=e.index, threshold=between(said[e.confidence]))
+        for e in bundle.manifest.exits
+    )
+    content = {e.path: bundle.read(e.path) for e in bundle.manifest.files}
+    policy = ExitPolicy(version=1, active=active, promise=bundle.policy.promise)
+    return write_bundle(path, bundle.manifest, policy, content)
+
+
+def test_the_manifest_says_what_an_answer_is(made: Any, request: pytest.FixtureRequest) -> None:
+    bundle, *_ = made
+    (name,) = (p for p in CASES if f"[{p}]" in request.node.name)
+    task = bundle.manifest.answer.task
+    assert task.kind == ("segmentation" if "pixel" in name else name)
+    assert task.mask == ("attention_mask" if name == "token-classification" else None)
+    assert (name == "classification") or task.describe() in html.unescape(
+        bundle.read("report.html").decode()
+    )
+    early = task.kind == "segmentation" and bundle.policy.active
+    assert ("A few answers to look at" in bundle.read("report.html").decode()) == bool(early)
+    kinds = {e.head.kind for e in bundle.manifest.exits}
+    assert (
+        kinds == {"bridge"} if task.is_dense or name == "classification" else "bridge" not in kinds
+    )
+
+
+def test_recorded_answers_agree_where_a_comparison_says_so(made: Any) -> None:
+    """The records of the certify split are what comparing answers by hand gives."""
+    bundle, _, data, _ = made
+    records, answer = bundle.records(), bundle.manifest.answer
+    agreement, inputs = agreement_of(answer), data(300, seed=3)
+    said = answers(bundle, inputs)
+    ends = agreement.reduce(said[answer.output])
+    for exit_ in bundle.manifest.exits:
+        agrees = agreement.agree(
+            agreement.reduce(said[exit_.output]), ends, agreement.mask_in(inputs)
+        )
+        recorded = records["prediction"][exit_.index] == records["final_prediction"]
+        assert recorded.mean() == pytest.approx(agrees.mean(), abs=0.15)
+
+
+def test_verify_counts_answers_that_do_not_agree(made: Any) -> None:
+    _, bundle, data, folder = made
+    inputs = data(256, seed=5)
+    np.savez(folder / "unseen.npz", **inputs)
+    found = verify_bundle(VerifyOptions(bundle=bundle.path, data=folder / "unseen.npz"))
+    assert found.samples == 256
+    assert found.end_difference < 1e-4
+    assert len(found.shares) == len(bundle.manifest.exits) + 1
+
+
+def test_served_answers_are_those_of_exits_and_model(made: Any) -> None:
+    _, bundle, data, _ = made
+    inputs = data(60, seed=11)
+
+    async def go() -> None:
+        async with serving(bundle) as (_, client):
+            parts = [{k: v[i : i + 5] for k, v in inputs.items()} for i in range(0, 60, 5)]
+            for part, result in zip(parts, await ask(client, parts), strict=True):
+                check(bundle, part, result)
+
+    asyncio.run(go())
+
+
+def test_audits_compare_as_the_task_says(made: Any) -> None:
+    _, bundle, data, _ = made
+    inputs, answer = data(160, seed=13), bundle.manifest.answer
+    agreement = agreement_of(answer)
+
+    async def go() -> Any:
+        async with serving(bundle, Mode.RELEASE, controller="certified") as (engine, client):
+            parts = [{k: v[i : i + 8] for k, v in inputs.items()} for i in range(0, 160, 8)]
+            results = await ask(client, parts)
+            for _ in range(200):
+                control = engine.statistics()[MODEL].control
+                if control is not None and control.observed >= 160:
+                    break
+                await asyncio.sleep(0.05)
+            return results, control
+
+    results, control = asyncio.run(go())
+    said = np.concatenate([r.outputs[answer.output] for r in results])
+    early = np.concatenate([r.exits for r in results]) >= 0
+    ends = agreement.reduce(answers(bundle, inputs)[answer.output])
+    agrees = agreement.agree(agreement.reduce(said), ends, agreement.mask_in(inputs))
+    assert control.audited == early.sum()
+    assert abs(control.disagreed - (~agrees[early]).sum()) <= 1  # rounding in other batches
+
+
+def test_a_stock_client_gets_the_shape_that_the_model_has(made: Any) -> None:
+    _, bundle, data, _ = made
+    (output,), inputs = bundle.manifest.outputs, data(3, seed=17)
+
+    async def go() -> Any:
+        async with serving(bundle) as (_, client):
+            metadata = await client.metadata(MODEL)
+            return metadata, await client.infer(MODEL, inputs)
+
+    metadata, result = asyncio.run(go())
+    shape = result.outputs[output.name].shape
+    told = metadata.outputs[output.name].shape
+    assert len(shape) == len(told) == len(output.shape)
+    assert all(t in (-1, s) for t, s in zip(told[1:], shape[1:], strict=True))
+    assert result.outputs[output.name].dtype == output.dtype
+
+
+def test_precisions_are_for_classification(tmp_path: Path) -> None:
+    from offramp.compiler.errors import ModelError
+
+    build, data, options = CASES["segmentation"]
+    with pytest.raises(ModelError, match="--precision int8 is for classification; the task is seg"):
+        compile_tiny(build(), data(SAMPLES), tmp_path, precision="int8", **options)
+
+
+def test_dataclasses_are_not_lost(made: Any) -> None:
+    """The task survives the file."""
+    bundle, *_ = made
+    assert dataclasses.asdict(Bundle.open(bundle.path).manifest.answer) == dataclasses.asdict(
+        bundle.manifest.answer
+    )

@@ -1,0 +1,109 @@
+"""Bridges: which blocks they keep, and that untrained they compute what these blocks compute."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from tests import models
+from tests.sliced import inputs_of, slice_proto
+
+from offramp.calibration.torch_graph import TorchGraph
+from offramp.compiler.bridged_exits import bridges_of
+from offramp.compiler.bridges import Bridge
+from offramp.compiler.graph import Dataflow
+from offramp.compiler.options import CompileOptions
+from offramp.compiler.slicing import Sliced
+from offramp.engine.assembly import assemble
+
+BUILDERS = {
+    "pixels": functools.partial(models.residual_cnn, blocks=5, dense="logits"),
+    "probabilities of pixels": functools.partial(models.residual_cnn, blocks=4, dense="Softmax"),
+    "classes of pixels": functools.partial(models.residual_cnn, blocks=4, dense="ArgMax"),
+    "tags": functools.partial(models.bert_like, tags=4),
+    "one class": functools.partial(models.residual_cnn, blocks=4),
+}
+
+
+@functools.cache
+def made(name: str) -> tuple[Sliced, list[Bridge]]:
+    pieces = slice_proto(BUILDERS[name]())
+    options = CompileOptions(model=None, data=None, output=None)  # type: ignore[arg-type]
+    return pieces, bridges_of(pieces, options)
+
+
+def values_at(pieces: Sliced, names: list[str], inputs: dict[str, Any]) -> dict[str, Any]:
+    """What the source model has of some tensors, and of its answer."""
+    written = {name for segment in pieces.segments[:-1] for name in segment.outputs}
+    wanted = [name for name in names if name in written]
+    session = ort.InferenceSession(assemble(pieces.graphs, [*wanted, pieces.model.answer.output]))
+    fed = {i.name: inputs[i.name] for i in session.get_inputs()}
+    found = session.run(None, fed)
+    return {**inputs, **dict(zip(wanted, found, strict=False)), "": found[-1]}
+
+
+@pytest.mark.parametrize("name", sorted(BUILDERS))
+def test_untrained_a_bridge_is_its_torch_reference(name: str) -> None:
+    pieces, bridges = made(name)
+    assert bridges
+    for bridge in bridges:
+        onnx.checker.check_model(bridge.proto)
+        values = values_at(pieces, list(bridge.reads), inputs_of(pieces, 3))
+        session = ort.InferenceSession(bridge.proto.SerializeToString())
+        fed = {tensor: values[tensor] for tensor in bridge.reads}
+        expected = dict(
+            zip((o.name for o in session.get_outputs()), session.run(None, fed), strict=True)
+        )
+        module = TorchGraph(bridge.proto)
+        with torch.no_grad():
+            found = module({k: torch.from_numpy(np.asarray(v)) for k, v in fed.items()})
+        for output, value in expected.items():
+            np.testing.assert_allclose(found[output].numpy(), value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(BUILDERS))
+def test_behind_the_last_block_a_bridge_is_the_model_itself(name: str) -> None:
+    """There it drops nothing, and an untrained bridge answers what the model does."""
+    pieces, bridges = made(name)
+    last = bridges[-1]
+    assert last.kept == last.dropped == 0
+    values = values_at(pieces, list(last.reads), inputs_of(pieces, 3))
+    session = ort.InferenceSession(last.proto.SerializeToString())
+    (found,) = session.run([last.answer], {tensor: values[tensor] for tensor in last.reads})
+    np.testing.assert_allclose(found, values[""], rtol=1e-4, atol=1e-5)
+
+
+def test_of_every_later_region_the_first_block_is_kept() -> None:
+    pieces, bridges = made("pixels")
+    names = [cut.name for cut in pieces.cuts]
+    assert names[:3] == ["stem", "block0", "block1"]
+    by_name = dict(zip(names, bridges, strict=True))
+    # stem and block0 are of one shape; block1 halves the map, and those behind it repeat it
+    assert (by_name["stem"].kept, by_name["block0"].kept, by_name["block1"].kept) == (1, 1, 0)
+    assert by_name["stem"].dropped == by_name["block0"].dropped + 1
+    kinds = [op.kind for op in Dataflow(by_name["stem"].proto.graph).operators]
+    # block1 has three convolutions; behind its end there is what the head and the last block have
+    at_block1 = [op.kind for op in Dataflow(by_name["block1"].proto.graph).operators]
+    assert kinds.count("Conv") == 3 + at_block1.count("Conv")
+
+
+def test_every_weight_is_a_copy_under_a_name_of_its_own() -> None:
+    pieces, bridges = made("pixels")
+    theirs = {t.name for t in pieces.model.proto.graph.initializer}
+    seen: set[str] = set()
+    for bridge in bridges:
+        ours = {t.name for t in bridge.proto.graph.initializer}
+        assert ours.isdisjoint(theirs | seen)
+        seen |= ours
+
+
+def test_what_classes_are_picked_from_is_given_too() -> None:
+    _, bridges = made("classes of pixels")
+    for bridge in bridges:
+        assert bridge.scores != bridge.answer
+        assert bridge.scores_type.shape == ("batch", 5, 16, 16)

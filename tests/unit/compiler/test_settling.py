@@ -1,0 +1,77 @@
+"""What of a task only data and mask can say, and options that a task does not have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests import models
+from tests.sliced import inputs_of, slice_proto
+
+from offramp.bundle.tasks import AnswerTask
+from offramp.calibration.dataset import DataError, Dataset
+from offramp.compiler.errors import ModelError
+from offramp.compiler.options import CompileOptions
+from offramp.compiler.settling import settle_task
+
+SOME = Path("any")
+
+
+def settled(task: AnswerTask, builder: Any, *, same: bool = False, **options: Any) -> AnswerTask:
+    pieces = slice_proto(builder())
+    answer = replace(
+        pieces.model.answer, form="values" if task.kind == "regression" else "logits", task=task
+    )
+    inputs = inputs_of(pieces, 64)
+    if same:
+        inputs = {name: np.repeat(array[:1], 64, axis=0) for name, array in inputs.items()}
+    data = Dataset(inputs=inputs, labels=None, sha256="")
+    asked = CompileOptions(model=SOME, data=SOME, output=SOME, **options)
+    return settle_task(replace(pieces.model, answer=answer), data, asked).answer.task
+
+
+def test_values_are_near_by_their_own_spread() -> None:
+    task = settled(AnswerTask(kind="regression"), models.mlp)
+    pieces = slice_proto(models.mlp())
+    assert 0 < task.within < 10
+    assert settled(AnswerTask(kind="regression", within=3), models.mlp, agree_within=3).within == 3
+    assert pieces.model.answer.task.within == 0
+
+
+def test_values_that_do_not_vary_have_no_spread() -> None:
+    with pytest.raises(DataError, match=r"64 samples all alike.*give --agree-within, or"):
+        settled(AnswerTask(kind="regression"), models.mlp, same=True)
+
+
+def test_the_mask_of_tokens_is_found_and_its_lack_is_said(caplog: Any) -> None:
+    def tagger() -> Any:
+        return models.bert_like(tags=4)
+
+    def without() -> Any:
+        return models.bert_like(tags=4, mask=False)
+
+    task = AnswerTask(kind="token-classification", share=0.9)
+    assert settled(task, tagger).mask == "attention_mask"
+    assert settled(task, without).mask is None
+    assert "All tokens count, also padding" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "told"),
+    [
+        ("multi-label", {"precision": "auto"}, "--precision auto is for classification; the task"),
+        ("regression", {"heads": "bridges"}, "--heads bridges: values say nothing of how sure"),
+        (
+            "segmentation",
+            {"heads": "pooled"},
+            "--heads pooled: answers of segmentation have places",
+        ),
+        ("classification", {"heads": "bridges", "precision": "int8"}, "is for float32, not for"),
+    ],
+)
+def test_options_that_a_task_does_not_have(kind: Any, options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ModelError, match=told):
+        settled(AnswerTask(kind=kind), models.mlp, **options)
