@@ -127,9 +127,11 @@ def exits_of(bundle: Bundle) -> dict[str, Any]:
     }
 
 
-def measure(bundle: Bundle, dataset: Dataset, repeats: int) -> dict[str, Any]:
+def measure(
+    bundle: Bundle, dataset: Dataset, repeats: int, sizes: Sequence[int] = BATCH_SIZES
+) -> dict[str, Any]:
     """Compare several times; gives figures by batch size, and where samples were answered."""
-    backend = make_backend("auto", threads=1, max_rows=max(BATCH_SIZES), bundles=(bundle.path,))
+    backend = make_backend("auto", threads=1, max_rows=max(sizes), bundles=(bundle.path,))
     samples = len(dataset)
     try:
         runs = {
@@ -139,7 +141,7 @@ def measure(bundle: Bundle, dataset: Dataset, repeats: int) -> dict[str, Any]:
                     backend,
                     dataset,
                     threads=1,
-                    batch_sizes=BATCH_SIZES,
+                    batch_sizes=sizes,
                     rounds=ROUNDS,
                     samples=samples,
                     clock=clock,
@@ -155,7 +157,7 @@ def measure(bundle: Bundle, dataset: Dataset, repeats: int) -> dict[str, Any]:
             {name: [_of_size(run, size) for run in found] for name, found in runs.items()},
             samples_run(dataset, [size], rounds=ROUNDS, samples=samples),
         )
-        for size in BATCH_SIZES
+        for size in sizes
     }
     return {"backend": backend.name, "batches": figures}
 
@@ -180,18 +182,21 @@ def summarise(runs: Mapping[str, Sequence[Mapping[str, Row]]], samples: int) -> 
 
 
 def _times(runs: Sequence[Mapping[str, Row]]) -> dict[str, Any]:
-    source_ms = [run[SOURCE].busy_ms_per_sample for run in runs]
-
-    def ratios(system: str) -> dict[str, float]:
-        busy_ms = [run[system].busy_ms_per_sample for run in runs]
-        found = [busy / source for busy, source in zip(busy_ms, source_ms, strict=True)]
+    def ratios(system: str, time_of: Callable[[Row], float]) -> dict[str, float]:
+        found = [time_of(run[system]) / time_of(run[SOURCE]) for run in runs]
         return {"median": statistics.median(found), "least": min(found), "most": max(found)}
 
+    source_ms = statistics.median(_busy(run[SOURCE]) for run in runs)
     return {
-        "source_ms": statistics.median(source_ms) * runs[0][SOURCE].batch_size,
-        "busy": ratios(OFFRAMP),
-        "busy_nothing_exits": ratios(NO_EXIT),
+        "source_ms": source_ms * runs[0][SOURCE].batch_size,
+        "busy": ratios(OFFRAMP, _busy),
+        "busy_nothing_exits": ratios(NO_EXIT, _busy),
+        "mean_latency": ratios(OFFRAMP, lambda row: row.mean_ms),
     }
+
+
+def _busy(row: Row) -> float:
+    return row.busy_ms_per_sample
 
 
 def _of_size(rows: Sequence[Row], size: int) -> dict[str, Row]:

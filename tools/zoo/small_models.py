@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -81,9 +82,19 @@ class Parts:
     test: Samples
 
 
+@torch.no_grad()
+def accuracy(model: nn.Module, samples: Samples) -> float:
+    """Share of the samples classified as labelled."""
+    hits = 0
+    for start in range(0, len(samples), 500):
+        batch = samples[start : start + 500]
+        hits += int((model(*batch.tensors()).argmax(1).numpy() == batch.labels).sum())
+    return hits / len(samples)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How a model is made and trained."""
+    """How a model is made, trained and tested."""
 
     make: Callable[[], nn.Module]
     read: Callable[[argparse.Namespace], Parts]
@@ -94,7 +105,13 @@ class Recipe:
     weight_decay: float = 0.05
     change: Callable[[Tensor, torch.Generator], Tensor] | None = None
     """Changes the first input of a batch while training."""
+    loss: Callable[[Tensor, Tensor], Tensor] = functional.cross_entropy
+    """Of what the model gives for a batch, and the batch's labels, int64."""
+    test: Callable[[nn.Module, Samples], float] = accuracy
+    """Gives the share of the test samples, or of their places, that is right."""
     channels_last: bool = False
+    bfloat16: bool = False
+    """Whether training computes in it, where torch holds that safe."""
 
 
 def read_images(options: argparse.Namespace) -> Parts:
@@ -180,7 +197,7 @@ RECIPES = {
 def train(model: nn.Module, samples: Samples, recipe: Recipe, *, seed: int) -> None:
     """Train in place, with AdamW and one cycle of the learning rate."""
     generator = torch.Generator().manual_seed(seed)
-    inputs, labels = samples.tensors(), torch.from_numpy(samples.labels.astype(np.int64))
+    inputs, labels = samples.tensors(), torch.from_numpy(samples.labels)
     optimiser = torch.optim.AdamW(model.parameters(), weight_decay=recipe.weight_decay)
     steps = recipe.epochs * -(-len(samples) // recipe.batch_size)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -196,7 +213,9 @@ def train(model: nn.Module, samples: Samples, recipe: Recipe, *, seed: int) -> N
             first, *others = (tensor[index] for tensor in inputs)
             if recipe.change is not None:
                 first = recipe.change(first, generator)
-            loss = functional.cross_entropy(model(first, *others), labels[index])
+            with torch.autocast("cpu", torch.bfloat16, enabled=recipe.bfloat16):
+                found = model(first, *others)
+            loss = recipe.loss(found.float(), labels[index].long())
             optimiser.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -209,26 +228,23 @@ def train(model: nn.Module, samples: Samples, recipe: Recipe, *, seed: int) -> N
     model.eval().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
 
 
-@torch.no_grad()
-def accuracy(model: nn.Module, samples: Samples) -> float:
-    """Share of the samples classified as labelled."""
-    hits = 0
-    for start in range(0, len(samples), 500):
-        batch = samples[start : start + 500]
-        hits += int((model(*batch.tensors()).argmax(1).numpy() == batch.labels).sum())
-    return hits / len(samples)
-
-
-def export(model: nn.Module, path: Path, samples: Samples) -> None:
-    """Write the model with a symbolic batch dimension, opset 17; the samples are examples."""
-    names = [*samples.inputs, "logits"]
+def export(
+    model: nn.Module,
+    path: Path,
+    samples: Samples,
+    *,
+    output: str = "logits",
+    symbolic: Mapping[int, str] = MappingProxyType({0: "batch"}),
+) -> None:
+    """Write the model with symbolic dimensions, opset 17; the samples are examples."""
+    names = [*samples.inputs, output]
     torch.onnx.export(
         model.eval(),
         samples[:2].tensors(),
         str(path),
         input_names=names[:-1],
         output_names=names[-1:],
-        dynamic_axes={name: {0: "batch"} for name in names},
+        dynamic_axes={name: dict(symbolic) for name in names},
         opset_version=17,
         dynamo=False,
     )
@@ -238,6 +254,17 @@ def make(name: str, options: argparse.Namespace) -> Path:
     """Train a model, and write it with its data; gives its folder."""
     recipe, folder = RECIPES[name], Path(options.output) / name
     parts = recipe.read(options)
+    model, facts = trained(name, recipe, parts, options)
+    folder.mkdir(parents=True, exist_ok=True)
+    export(model, folder / f"{name}.onnx", parts.test)
+    write_parts(folder, parts, facts)
+    return folder
+
+
+def trained(
+    name: str, recipe: Recipe, parts: Parts, options: argparse.Namespace
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Make and train a model; gives it with what ``training.json`` says of it."""
     torch.manual_seed(options.seed)
     torch.set_num_threads(options.threads)
     model = recipe.make()
@@ -250,20 +277,22 @@ def make(name: str, options: argparse.Namespace) -> Path:
         "training_samples": len(parts.train),
         "calibration_samples": len(parts.calibration),
         "test_samples": len(parts.test),
-        "test_accuracy": accuracy(model, parts.test),
         "training_seconds": round(time.monotonic() - begun),
         "training_cpu_seconds": round(time.process_time() - begun_cpu),
+        "test_accuracy": recipe.test(model, parts.test),
         "threads": options.threads,
         "seed": options.seed,
         "torch": torch.__version__,
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    export(model, folder / f"{name}.onnx", parts.test)
+    print(f"{name}: test accuracy {facts['test_accuracy']:.4f}", flush=True)
+    return model, facts
+
+
+def write_parts(folder: Path, parts: Parts, facts: Mapping[str, Any]) -> None:
+    """Write what calibrates and what tests a model, and how it was trained."""
     parts.calibration.save(folder / "calibration.npz")
     parts.test.save(folder / "test.npz")
     (folder / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
-    print(f"{name}: test accuracy {facts['test_accuracy']:.4f}", flush=True)
-    return folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

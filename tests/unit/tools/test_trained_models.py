@@ -19,7 +19,7 @@ def run_of(*, source: float, offramp: float, no_exit: float) -> dict[str, Row]:
         name: Row(
             system=name,
             batch_size=16,
-            mean_ms=1.0,
+            mean_ms=ms / 2,
             median_ms=1.0,
             p95_ms=1.0,
             p99_ms=1.0,
@@ -41,6 +41,7 @@ def test_ratios_are_of_one_run_each_and_then_medians() -> None:
     found = summarise({"wall": runs, "cpu": runs[:1]}, 400)
     assert found["wall"]["busy"] == {"median": 0.5, "least": 0.4, "most": 0.7}
     assert found["wall"]["busy_nothing_exits"]["median"] == 1.1
+    assert found["wall"]["mean_latency"] == {"median": 0.5, "least": 0.4, "most": 0.7}
     assert found["wall"]["source_ms"] == 16.0
     assert found["cpu"]["busy"]["most"] == 0.5
     assert found["disagreement_at_most"] == upper_bound(4, 400)
@@ -50,7 +51,7 @@ def test_a_bundle_is_measured_and_described(tmp_path: Path) -> None:
     bundle, inputs = compile_small(tmp_path)
     dataset = read_dataset(inputs, bundle.manifest.inputs)
 
-    figures = measure(bundle, dataset, 2)["batches"]
+    figures = measure(bundle, dataset, 2, (1, 16))["batches"]
 
     assert {*figures} == {"1", "16"}
     assert figures["16"]["samples"] == 400

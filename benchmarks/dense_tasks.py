@@ -1,0 +1,108 @@
+"""What models with dense answers gain with default flags: a segmentation, a pose, classes of words.
+
+    python -m benchmarks.dense_tasks --output demo/dense [--only tokens …] [--images DIR]
+        [--repeats 3] [--json FILE]
+
+Trains what is not in ``--output`` yet (:mod:`offramp.tools.zoo.dense_models`, about five minutes
+each on a core), compiles each model with no flag but the task of ``pose``, whose heat maps look
+like a segmentation, and measures it as ``benchmarks/trained_models.py`` does its models. An answer
+agrees as the bundle has it: 99 % of the pixels, 98 % of the words, or all key points within 5 % of
+the map. ``mean_latency`` is from the start of a batch until a sample's own answer is there,
+``busy`` until the last one is, both relative to the unmodified model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import make_parser
+from benchmarks.trained_models import compile_by_default, exits_of, measure
+from rich.table import Table
+
+from offramp.bundle import Bundle
+from offramp.calibration.dataset import read_dataset
+from offramp.compiler.cuts import find_cuts
+from offramp.compiler.model import read_model
+from offramp.tools.bench.output import (
+    check_outputs,
+    describe_environment,
+    wide_console,
+    write_json,
+)
+from offramp.tools.zoo import dense_models
+
+BATCH_SIZES = (1, 8, 16)
+FLAGS: Mapping[str, Sequence[str]] = {"pose": ("--task", "pose")}
+"""Of ``eecompile``, where it cannot tell."""
+
+
+def main() -> None:
+    """Train what is missing, compile, measure, print, and write if asked."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--output", type=Path, required=True, help="folder to write into")
+    tasks = list(dense_models.TASKS)
+    parser.add_argument("--only", nargs="+", choices=tasks, default=tasks, metavar="TASK")
+    dense_models.add_arguments(parser)
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="of the comparison")
+    parser.add_argument("--compiled", action="store_true", help="keep bundles that are there")
+    options = parser.parse_args()
+    check_outputs(options.json)
+    models = [examine(name, options) for name in options.only]
+    show(models)
+    environment = describe_environment(seed=options.seed, threads=1, repeats=options.repeats)
+    write_json(options.json, {"models": models, "environment": environment})
+
+
+def examine(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Train a model if it is not there, compile it, and measure it."""
+    folder = options.output / name
+    if not (folder / "training.json").exists():
+        dense_models.make(name, argparse.Namespace(**{**vars(options), "output": folder}))
+    model, bundle = folder / "model.onnx", folder / "model.ee"
+    facts: dict[str, Any] = json.loads((folder / "training.json").read_text())
+    facts["cut_points"] = len(find_cuts(read_model(model)).cuts)
+    took = folder / "compile.json"
+    if not (options.compiled and bundle.exists()):
+        data = folder / "calibration.npz"
+        write_json(took, compile_by_default(model, data, bundle, *FLAGS.get(name, ())))
+    facts["compile"] = json.loads(took.read_text())
+    made = Bundle.open(bundle)
+    manifest = made.manifest
+    facts["agrees_if"] = manifest.answer.task.describe()
+    facts["exits"] = exits_of(made)
+    dataset = read_dataset(folder / "test.npz", manifest.inputs, answer=manifest.answer)
+    return facts | measure(made, dataset, options.repeats, BATCH_SIZES)
+
+
+def show(models: Sequence[dict[str, Any]]) -> None:
+    """Print a line a model and batch size."""
+    table = Table(title="Times relative to the unmodified model, MEASURED in CPU time")
+    columns = ("model", "batch", "source, ms", "mean latency", "busy", "busy, nothing exits",
+               "latency by the wall", "agreement", "answered at the end")  # fmt: skip
+    for title in columns:
+        table.add_column(title, justify="left" if title == "model" else "right")
+    for model in models:
+        for size, found in model["batches"].items():
+            table.add_row(
+                model["model"],
+                size,
+                f"{found['cpu']['source_ms']:.3g}",
+                *(_ratio(found["cpu"][name]) for name in ("mean_latency", "busy")),
+                _ratio(found["cpu"]["busy_nothing_exits"]),
+                _ratio(found["wall"]["mean_latency"]),
+                f"{found['agreement']:.2%}",
+                f"{found['exit_shares']['final']:.1%}",
+            )
+    wide_console(140).print(table)
+
+
+def _ratio(found: Mapping[str, float]) -> str:
+    return f"{found['median']:.2f} ({found['least']:.2f}–{found['most']:.2f})"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Train a small model whose answers have places: segmentation, key points, or classes of words.
+
+Writes into ``--output``: ``model.onnx``, ``calibration.npz``, ``test.npz`` (of neither of which
+anything trained it, not even the garments or sentences), and ``training.json``, which says how it
+was trained, and what share of the test's pixels, key points or words it gets right.
+
+``segmentation`` and ``pose`` draw scenes of Fashion-MNIST's garments, which need Debian's
+``dataset-fashion-mnist``, unpacked anywhere (``--images``): :mod:`offramp.tools.zoo.garments`.
+``tokens`` draws sentences of a small grammar and needs no data: :mod:`offramp.tools.zoo.sentences`.
+
+Nobody has to run it to use Offramp. On one core it takes about five minutes::
+
+    python -m offramp.tools.zoo.dense_models --task segmentation --output demo/segmentation
+    eecompile demo/segmentation/model.onnx --data demo/segmentation/calibration.npz
+
+The heat maps of ``pose`` look like a segmentation to the compiler: it is told ``--task pose``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from offramp.tools.zoo.dense_networks import KeyPointNet, Segmenter, WordTagger, heat_maps
+from offramp.tools.zoo.fashion_resnet import DATASET
+from offramp.tools.zoo.garments import CANVAS, draw_poses, draw_scenes, read_garments, share_out
+from offramp.tools.zoo.sentences import NO_CLASS, PADDING, draw_sentences
+from offramp.tools.zoo.small_models import (
+    Parts,
+    Recipe,
+    Samples,
+    export,
+    trained,
+    write_parts,
+)
+
+CALIBRATION, TEST = 8_000, 4_000
+NEAR = 0.05
+"""A key point is right within this share of the map's side."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseTask:
+    """A task whose answers have places, and how a model for it is made."""
+
+    recipe: Recipe
+    output: str
+    """Name of the answer in the graph."""
+    symbolic: Mapping[int, str]
+    """The dimensions of inputs and answer that have no fixed size."""
+
+
+def read_scenes(options: argparse.Namespace) -> Parts:
+    """Draw scenes of several garments: 20,000 train."""
+    return _draw_of_garments(draw_scenes, 20_000, options)
+
+
+def read_poses(options: argparse.Namespace) -> Parts:
+    """Draw scenes of a garment: 20,000 train."""
+    return _draw_of_garments(draw_poses, 20_000, options)
+
+
+_Draw = Callable[..., tuple[NDArray[np.uint8], NDArray[np.integer[Any]]]]
+"""Draws so many images and labels of garments, as :func:`draw_scenes` does."""
+
+
+def _draw_of_garments(draw: _Draw, train: int, options: argparse.Namespace) -> Parts:
+    shared = share_out(read_garments(options.images), seed=options.seed)
+    found = []
+    for place, (garments, count) in enumerate(zip(shared, (train, CALIBRATION, TEST), strict=True)):
+        images, labels = draw(garments, count, seed=3 * options.seed + place)
+        found.append(Samples(inputs={"image": images}, labels=labels))
+    return Parts(train=found[0], calibration=found[1], test=found[2])
+
+
+def read_sentences(options: argparse.Namespace) -> Parts:
+    """Draw sentences: 30,000 train."""
+    train = 30_000
+    ids, classes = draw_sentences(train + CALIBRATION + TEST, seed=options.seed)
+    mask = (ids != PADDING).astype(np.int64)
+    every = Samples(inputs={"input_ids": ids, "attention_mask": mask}, labels=classes)
+    ends = train, train + CALIBRATION
+    return Parts(train=every[: ends[0]], calibration=every[slice(*ends)], test=every[ends[1] :])
+
+
+def pixel_loss(logits: Tensor, classes: Tensor) -> Tensor:
+    """Cross entropy of logits [b, classes, h, w]."""
+    return functional.cross_entropy(logits, classes)
+
+
+def word_loss(logits: Tensor, classes: Tensor) -> Tensor:
+    """Cross entropy of logits [b, words, classes]; words without a class are left out."""
+    return functional.cross_entropy(logits.transpose(1, 2), classes, ignore_index=NO_CLASS)
+
+
+def map_loss(maps: Tensor, points: Tensor) -> Tensor:
+    """Squared error of heat maps [b, points, s, s] against bells around points [b, points, 2]."""
+    return 100 * functional.mse_loss(maps, heat_maps(points, maps.shape[2]))
+
+
+@torch.no_grad()
+def right_places(model: nn.Module, samples: Samples) -> float:
+    """Share of pixels or words classified as labelled, of those with a label."""
+    right = places = 0
+    for start in range(0, len(samples), 100):
+        batch = samples[start : start + 100]
+        answer = model(*batch.tensors())
+        found = answer.argmax(2 if answer.ndim == 3 else 1).numpy()
+        right += int((found == batch.labels).sum())
+        places += int((batch.labels != NO_CLASS).sum())
+    return right / places
+
+
+@torch.no_grad()
+def right_points(model: nn.Module, samples: Samples) -> float:
+    """Share of key points whose map is highest within :data:`NEAR` of where they are."""
+    right = 0
+    for start in range(0, len(samples), 100):
+        batch = samples[start : start + 100]
+        maps = model(*batch.tensors())
+        side = maps.shape[-1]
+        rows, columns = np.divmod(maps.flatten(2).argmax(2).numpy(), side)
+        true = (batch.labels + 0.5) * (side / CANVAS) - 0.5
+        apart = np.hypot(rows - true[..., 0], columns - true[..., 1])
+        right += int((apart <= NEAR * side).sum())
+    return right / samples.labels[..., 0].size
+
+
+TASKS = {
+    "segmentation": DenseTask(
+        recipe=Recipe(
+            make=Segmenter,
+            read=read_scenes,
+            epochs=6,
+            learning_rate=6e-3,
+            batch_size=64,
+            loss=pixel_loss,
+            test=right_places,
+            channels_last=True,
+            bfloat16=True,
+        ),
+        output="logits",
+        symbolic={0: "batch"},
+    ),
+    "pose": DenseTask(
+        recipe=Recipe(
+            make=KeyPointNet,
+            read=read_poses,
+            epochs=5,
+            learning_rate=6e-3,
+            batch_size=64,
+            loss=map_loss,
+            test=right_points,
+            channels_last=True,
+            bfloat16=True,
+        ),
+        output="heat_maps",
+        symbolic={0: "batch"},
+    ),
+    "tokens": DenseTask(
+        recipe=Recipe(
+            make=WordTagger,
+            read=read_sentences,
+            epochs=4,
+            learning_rate=1.5e-3,
+            batch_size=64,
+            loss=word_loss,
+            test=right_places,
+            bfloat16=True,
+        ),
+        output="logits",
+        symbolic={0: "batch", 1: "sequence"},
+    ),
+}
+
+
+def make(name: str, options: argparse.Namespace) -> Path:
+    """Train a model for a task, and write it with its data; gives the folder."""
+    task, folder = TASKS[name], Path(options.output)
+    parts = task.recipe.read(options)
+    model, facts = trained(name, task.recipe, parts, options)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "model.onnx"
+    export(model, path, parts.test, output=task.output, symbolic=task.symbolic)
+    write_parts(folder, parts, facts)
+    return folder
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what training asks for, but the task and the folder."""
+    parser.add_argument("--images", type=Path, default=DATASET, help="folder of Fashion-MNIST")
+    parser.add_argument("--threads", type=int, default=1, help="of torch while it trains")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def main() -> None:
+    """Train, export, and write the splits."""
+    parser = argparse.ArgumentParser(description="Train a small model with dense answers.")
+    parser.add_argument("--task", choices=TASKS, required=True)
+    parser.add_argument("--output", type=Path, required=True, help="folder to write into")
+    add_arguments(parser)
+    options = parser.parse_args()
+    make(options.task, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Scenes drawn of Fashion-MNIST's garments, for segmentation and for key points.
+
+The garments are real images (Debian's ``dataset-fashion-mnist``, MIT, Zalando SE); the scenes are
+drawn in code: garments at random places of a canvas, darker or brighter, under noise whose strength
+is each scene's own. So labels are exact, and how hard scenes are varies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.tools.zoo.fashion_resnet import DATASET, read_idx
+
+CANVAS, GARMENT = 56, 28
+"""Sides in pixels."""
+KINDS = 10
+KEY_POINTS = 5
+"""Left, right, top, bottom, centre."""
+_VISIBLE = 24
+"""A garment's pixels of at least this brightness are its own; the others are background."""
+_EDGE = 2
+"""Columns or rows that an outermost point is the middle of: of one alone it would leap."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Garments:
+    """Images uint8 [n, 28, 28], and their kinds uint8 [n], 0 to 9."""
+
+    images: NDArray[np.uint8]
+    kinds: NDArray[np.uint8]
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+    def __getitem__(self, index: NDArray[np.intp]) -> Garments:
+        return Garments(images=self.images[index], kinds=self.kinds[index])
+
+
+def read_garments(folder: Path = DATASET) -> Garments:
+    """Read all images that there are, the official test set among them, without repetitions.
+
+    SystemExit with the remedy where the data set is not there.
+    """
+    try:
+        images = [read_idx(f"{part}-images-idx3-ubyte", folder)[:, 0] for part in ("train", "t10k")]
+        kinds = [read_idx(f"{part}-labels-idx1-ubyte", folder) for part in ("train", "t10k")]
+    except FileNotFoundError as error:
+        raise SystemExit(
+            f"{error.filename} is missing: install Debian's dataset-fashion-mnist, or unpack it "
+            "and name the folder of its .gz files with --images"
+        ) from error
+    every = np.concatenate(images)
+    first = {image.tobytes(): index for index, image in reversed(list(enumerate(every)))}
+    return Garments(images=every, kinds=np.concatenate(kinds))[np.array(sorted(first.values()))]
+
+
+def share_out(garments: Garments, *, seed: int) -> tuple[Garments, Garments, Garments]:
+    """Split garments at random into those that train (70 %), calibrate and test (15 % each)."""
+    order = np.random.default_rng(seed).permutation(len(garments))
+    ends = [len(order) * 70 // 100, len(order) * 85 // 100]
+    train, calibration, test = np.split(order, ends)
+    return garments[train], garments[calibration], garments[test]
+
+
+def draw_scenes(
+    garments: Garments, count: int, *, seed: int
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Draw scenes of one to three garments, later ones in front of earlier ones.
+
+    Gives images uint8 [count, 1, 56, 56], and the class of each pixel, uint8 [count, 56, 56]: 0 is
+    background, 1 to 10 are garments by kind.
+    """
+    random = np.random.default_rng(seed)
+    images = np.zeros((count, 1, CANVAS, CANVAS), np.uint8)
+    classes = np.zeros((count, CANVAS, CANVAS), np.uint8)
+    for image, labels in zip(images[:, 0], classes, strict=True):
+        canvas = np.zeros((CANVAS, CANVAS), np.float32)
+        for _ in range(random.choice((1, 2, 3), p=(0.5, 0.3, 0.2))):
+            _place(garments, canvas, labels, random)
+        image[:] = _noisy(canvas, 5 + 25 * random.random() ** 2, random)
+    return images, classes
+
+
+def draw_poses(
+    garments: Garments, count: int, *, seed: int
+) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Draw scenes of one garment, whose outermost points and centre are to be found.
+
+    Gives images uint8 [count, 1, 56, 56], and rows and columns int64 [count, 5, 2] of the points
+    left, right, top, bottom and centre.
+    """
+    random = np.random.default_rng(seed)
+    images = np.zeros((count, 1, CANVAS, CANVAS), np.uint8)
+    points = np.zeros((count, KEY_POINTS, 2), np.int64)
+    for image, found in zip(images[:, 0], points, strict=True):
+        canvas = np.zeros((CANVAS, CANVAS), np.float32)
+        labels = np.zeros((CANVAS, CANVAS), np.uint8)
+        _place(garments, canvas, labels, random)
+        found[:] = key_points(labels > 0)
+        image[:] = _noisy(canvas, 5 + 55 * random.random() ** 2, random)
+    return images, points
+
+
+def key_points(visible: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Find rows and columns [5, 2] of the outermost points of a shape, and of its centre.
+
+    An outermost point is in the middle of the two outermost columns, or rows, that the shape has.
+    """
+    rows, columns = np.nonzero(visible)
+
+    def middle(places: NDArray[np.bool_]) -> tuple[int, int]:
+        return round(float(rows[places].mean())), round(float(columns[places].mean()))
+
+    left, right, top, bottom = columns.min(), columns.max(), rows.min(), rows.max()
+    return np.array(
+        [
+            (middle(columns < left + _EDGE)[0], left),
+            (middle(columns > right - _EDGE)[0], right),
+            (top, middle(rows < top + _EDGE)[1]),
+            (bottom, middle(rows > bottom - _EDGE)[1]),
+            middle(np.ones(len(rows), np.bool_)),
+        ],
+        np.int64,
+    )
+
+
+def _place(
+    garments: Garments,
+    canvas: NDArray[np.float32],
+    labels: NDArray[np.uint8],
+    random: np.random.Generator,
+) -> None:
+    """Put a garment on a canvas, mirrored or not, with the classes of its pixels."""
+    index = random.integers(len(garments))
+    garment = garments.images[index][:, :: random.choice((-1, 1))]
+    top, left = random.integers(0, CANVAS - GARMENT + 1, 2)
+    place = slice(top, top + GARMENT), slice(left, left + GARMENT)
+    visible = garment >= _VISIBLE
+    canvas[place] = np.where(visible, garment * random.uniform(0.5, 1), canvas[place])
+    labels[place] = np.where(visible, garments.kinds[index] + 1, labels[place])
+
+
+def _noisy(
+    canvas: NDArray[np.float32], deviation: float, random: np.random.Generator
+) -> NDArray[np.uint8]:
+    noise = random.standard_normal(canvas.shape, np.float32) * np.float32(deviation)
+    noisy: NDArray[np.uint8] = np.clip(np.rint(canvas + noise), 0, 255).astype(np.uint8)
+    return noisy
