@@ -152,6 +152,22 @@ def test_a_profile_of_an_earlier_version_is_read(tmp_path: Path) -> None:
         (lambda m: m["outputs"].clear(), r"outputs: \[\] are not the answer 'logits' alone"),
         (lambda m: m["outputs"][0].update(dtype="int64"), "is not floating-point .batch, 10."),
         (lambda m: m["answer"].update(classes=11), "is not floating-point .batch, 11."),
+        (lambda m: m["answer"].update(task={"kind": "pose"}), "form 'logits' is none of pose"),
+        (
+            lambda m: m["answer"].update(task={"kind": "segmentation", "share": 0.9}),
+            "is not floating-point .batch, 10, …, ….",
+        ),
+        (
+            lambda m: (
+                m["answer"].update(task={"kind": "token-classification", "mask": "m"}),
+                m["outputs"][0].update(shape=["batch", "t", 10]),
+            ),
+            "answer.task.mask: 'm' is no input .batch, t., which says",
+        ),
+        (
+            lambda m: m["answer"].update(task={"kind": "classification", "share": 0.5}),
+            "share is 0.5 for classification",
+        ),
         (lambda m: m["inputs"].append(m["inputs"][0]), "inputs: 'image' is there twice"),
         (lambda m: m["inputs"][0].update(shape=["batch", 2**31]), "of more than 1 GiB a sample"),
         (lambda m: m["inputs"][0].update(shape=[1, 1, 28, 28]), "is no sample of the input"),
