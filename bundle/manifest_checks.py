@@ -47,6 +47,15 @@ def check_answer(manifest: Manifest) -> None:
         sizes = ", ".join(str(e or "…") for e in expected[1:])
         kind = "integer" if answer.form == "classes" else "floating-point"
         raise ValueError(f"outputs: {output.describe()} is not {kind} [batch, {sizes}]")
+    mask = answer.task.mask
+    if mask is None:
+        return
+    shapes = {tensor.name: tensor.shape for tensor in manifest.inputs}
+    if mask not in shapes or len(shapes[mask]) != 2 or shapes[mask][1] != output.shape[1]:
+        raise ValueError(
+            f"answer.task.mask: {mask!r:.100} is no input [batch, {output.shape[1]}], which says "
+            "which tokens of the answer count"
+        )
 
 
 def shape_of(answer: Answer) -> tuple[int | None, ...]:

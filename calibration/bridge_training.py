@@ -63,7 +63,7 @@ class TrainedBridge:
     """By epoch, on the tuning split; the first is before training."""
 
 
-class DenseObjective:
+class BridgeObjective:
     """What bridges learn of the model's answers, place by place."""
 
     def __init__(self, answer: Answer) -> None:
@@ -209,7 +209,7 @@ class _Run:
         self, source: Graphs, bridges: Sequence[BridgeToTrain], answer: Answer, taught: str
     ) -> None:
         self._source, self._answer, self._taught = source, answer, taught
-        self.objective = DenseObjective(answer)
+        self.objective = BridgeObjective(answer)
         self._read = sorted({name for bridge in bridges for name in bridge.reads})
 
     def batches(self, dataset: Dataset, size: int) -> Iterator[_TaughtBatch]:

@@ -238,7 +238,7 @@ def family_of(cut: CutTensor) -> tuple[Head, ...]:
 
 def masked_tensors(cut: CutTensor, head: Head) -> tuple[CutTensor, ...]:
     """Give the tensors by whose masks a head reads them, one for each mask."""
-    if head.kind == "own" or not POOLINGS[head.kind].reads_mask:
+    if head.kind in ("own", "bridge") or not POOLINGS[head.kind].reads_mask:
         return ()
     by_mask = {tensor.mask: tensor for tensor in cut.read if tensor.mask}
     return tuple(by_mask.values())

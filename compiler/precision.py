@@ -192,6 +192,7 @@ def _moved(sliced: Sliced, exits: Sequence[BuiltExit]) -> list[BuiltExit]:
             candidate=place,
             cut=sliced.cuts[place],
             graph=build_on(sliced, place, exit_.best.head, exit_.weights),
+            reads=reads_of(sliced.cuts[place], exit_.best.head),
         )
         for exit_ in exits
         if (place := places.get(PREFIX + exit_.cut.name)) is not None

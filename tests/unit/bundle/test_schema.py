@@ -152,6 +152,22 @@ def test_a_profile_of_an_earlier_version_is_read(tmp_path: Path) -> None:
         (lambda m: m["outputs"].clear(), r"outputs: \[\] are not the answer 'logits' alone"),
         (lambda m: m["outputs"][0].update(dtype="int64"), "is not floating-point .batch, 10."),
         (lambda m: m["answer"].update(classes=11), "is not floating-point .batch, 11."),
+        (lambda m: m["answer"].update(task={"kind": "pose"}), "form 'logits' is none of pose"),
+        (
+            lambda m: m["answer"].update(task={"kind": "segmentation", "share": 0.9}),
+            "is not floating-point .batch, 10, …, ….",
+        ),
+        (
+            lambda m: (
+                m["answer"].update(task={"kind": "token-classification", "mask": "m"}),
+                m["outputs"][0].update(shape=["batch", "t", 10]),
+            ),
+            "answer.task.mask: 'm' is no input .batch, t., which says",
+        ),
+        (
+            lambda m: m["answer"].update(task={"kind": "classification", "share": 0.5}),
+            "share is 0.5 for classification",
+        ),
         (lambda m: m["inputs"].append(m["inputs"][0]), "inputs: 'image' is there twice"),
         (lambda m: m["inputs"][0].update(shape=["batch", 2**31]), "of more than 1 GiB a sample"),
         (lambda m: m["inputs"][0].update(shape=[1, 1, 28, 28]), "is no sample of the input"),
@@ -252,8 +268,8 @@ def records(**changes: Any) -> bytes:
         (records(prediction=np.zeros((1, 3), "i4")), r"of shape \[1, 3\], expected \[1, 4\]"),
         (records(confidence=np.full((1, 4), np.nan, "f4")), "'confidence' has values that are not"),
         (records(final_confidence=np.full(4, 2, "f4")), "'final_confidence' has values that are n"),
-        (records(prediction=np.full((1, 4), 10, "i4")), "values that are none of the 10 classes"),
-        (records(final_prediction=np.full(4, -1, "i4")), "values that are none of the 10 classes"),
+        (records(prediction=np.full((1, 4), 10, "i4")), "values that are none of the 10 codes"),
+        (records(final_prediction=np.full(4, -1, "i4")), "values that are none of the 10 codes"),
         (records(split=np.array([0, 1, 2, 3], "u1")), "'split' has values besides 1 .tune. and 2"),
         (records(split=np.ones(4, "u1")), r"'split' has no sample to certify on \(2\)"),
         (records(split=np.full(4, 2, "u1")), r"'split' has no sample to tune on \(1\)"),

@@ -33,6 +33,8 @@ def test_a_separable_problem_is_learned_by_every_head(kind: str) -> None:
         # class centres lie several deviations apart, but less so in a global average; padding
         # hides most tokens of some samples
         least = 0.8 if head.head.grid == 1 or kind == "masked tokens" else 0.95
+        if head.head.kind == "last" and kind == "masked tokens":
+            least = 0.5  # the last that counts is another token each time, with other centres
         assert agreement >= least, (head.head, agreement)
 
 
