@@ -70,10 +70,10 @@ def _share_arena() -> ort.InferenceSession:
         "Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT
     )
     ort.create_and_register_allocator(memory, None)
-    options = ort.SessionOptions()
+    options = session_options()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.add_session_config_entry(*_USES_IT)
-    session = ort.InferenceSession(ONE_NODE, options, providers=["CPUExecutionProvider"])
+    session = load_session(ONE_NODE, options)
     session.run(None, _ONE_NUMBER)
     return session
 
