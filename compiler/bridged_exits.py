@@ -5,6 +5,9 @@ Where an answer has places, nothing that pools could answer, so these are all ex
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
 import numpy as np
 import onnx
 from onnx import TensorProto
@@ -37,6 +40,11 @@ from offramp.compiler.slicing import Sliced
 from offramp.engine.assembly import assemble
 
 BRIDGE = Head(kind="bridge")
+TRAINED_BRIDGES = 4
+"""Bridges that are trained to the end, at most: each learns as long as some blocks of the model."""
+SCREENING_SAMPLES = 1500
+SCREENING_EPOCHS = 2
+"""Samples, and how often each is seen, that all bridges are tried on."""
 
 
 def find_bridged_exits(
@@ -48,7 +56,7 @@ def find_bridged_exits(
     samples: Samples,
     progress: Progress,
 ) -> FoundExits:
-    """Train a bridge for every candidate, and keep those that net anything.
+    """Try a bridge at every candidate, train the best, and keep those that net anything.
 
     UntrainableError if a bridge has an operator that cannot be trained; DataError if the model
     fails on a sample.
@@ -59,44 +67,101 @@ def find_bridged_exits(
     taught = bridges[0].scores_of if bridges else sliced.model.answer.output
     wanted = dict.fromkeys([sliced.model.answer.output, taught, *sorted(names & given)])
     source = assemble([*sliced.graphs[:-1], _giving(sliced.graphs[-1], taught)], [*wanted])
-    steps = count_samples(len(parts.train), options.training)
-    with progress.step(f"Train {len(bridges)} bridges", steps) as advance:
-        trained = train_bridges(
-            source,
-            [_to_train(bridge) for bridge in bridges],
-            sliced.model.answer,
-            taught=taught,
-            train=parts.train,
-            tune=parts.tune,
-            options=options.training,
-            progress=advance,
-        )
-    graphs = {
-        bridge.candidate: [_served(sliced, bridge, of, 1.0)]
-        for bridge, of in zip(bridges, trained, strict=True)
-    }
-    times = time_heads(
-        sliced,
-        graphs,
-        samples,
-        threads=options.threads,
-        batch_sizes=[options.reference_batch_size],
+    search = _BridgeSearch(
+        sliced=sliced,
+        source=source,
+        taught=taught,
+        parts=parts,
+        options=options,
+        backbone=backbone,
+        samples=samples,
         progress=progress,
     )
-    exits = [
-        _built(
-            sliced,
-            bridge,
-            of,
-            backbone=backbone,
-            cost_ms=cost_ms,
-            tune=parts.tune,
-            options=options,
-        )
-        for bridge, of, ((cost_ms,),) in zip(bridges, trained, times, strict=True)
-    ]
+    exits = search.train(search.screen(bridges))
     worth = tuple(exit_ for exit_ in exits if exit_.best.net_savings > 0)
     return FoundExits(exits=worth, best=tuple(exit_.best for exit_ in exits))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _BridgeSearch:
+    """Trains all bridges a little, and to the end those that look best, as pooled heads are."""
+
+    sliced: Sliced
+    source: bytes
+    """The source model, which gives what bridges read and learn."""
+    taught: str
+    parts: DataSplit
+    options: CompileOptions
+    backbone: BackboneTimes
+    samples: Samples
+    progress: Progress
+
+    def screen(self, bridges: Sequence[Bridge]) -> list[Bridge]:
+        """Train all on some samples; gives those that net most, in depth order, as trained."""
+        if len(bridges) <= TRAINED_BRIDGES:
+            return list(bridges)
+        some = self.parts.train
+        if len(some) > SCREENING_SAMPLES:
+            some = some.subset(np.arange(SCREENING_SAMPLES, dtype=np.intp))
+        epochs = min(SCREENING_EPOCHS, self.options.training.epochs)
+        title = f"Try {len(bridges)} bridges"
+        tried = self._trained(bridges, some, title, epochs)
+        exits = self._built(bridges, tried)
+        best = sorted(range(len(exits)), key=lambda i: -exits[i].best.net_savings)
+        return [
+            replace(bridges[place], proto=tried[place].proto)
+            for place in sorted(best[:TRAINED_BRIDGES])
+        ]
+
+    def train(self, bridges: Sequence[Bridge]) -> list[BuiltExit]:
+        """Train bridges on all samples, and build their exits."""
+        title, epochs = f"Train {len(bridges)} bridges", self.options.training.epochs
+        return self._built(bridges, self._trained(bridges, self.parts.train, title, epochs))
+
+    def _trained(
+        self, bridges: Sequence[Bridge], train: Dataset, title: str, epochs: int
+    ) -> list[TrainedBridge]:
+        options = replace(self.options.training, epochs=epochs)
+        with self.progress.step(title, count_samples(len(train), options)) as advance:
+            return train_bridges(
+                self.source,
+                [_to_train(bridge) for bridge in bridges],
+                self.sliced.model.answer,
+                taught=self.taught,
+                train=train,
+                tune=self.parts.tune,
+                options=options,
+                progress=advance,
+            )
+
+    def _built(
+        self, bridges: Sequence[Bridge], trained: Sequence[TrainedBridge]
+    ) -> list[BuiltExit]:
+        """Time bridges, judge them, and make exits of them."""
+        graphs = {
+            bridge.candidate: [_served(self.sliced, bridge, of, 1.0)]
+            for bridge, of in zip(bridges, trained, strict=True)
+        }
+        times = time_heads(
+            self.sliced,
+            graphs,
+            self.samples,
+            threads=self.options.threads,
+            batch_sizes=[self.options.reference_batch_size],
+            progress=self.progress,
+        )
+        return [
+            _built(
+                self.sliced,
+                bridge,
+                of,
+                backbone=self.backbone,
+                cost_ms=cost_ms,
+                tune=self.parts.tune,
+                options=self.options,
+            )
+            for bridge, of, ((cost_ms,),) in zip(bridges, trained, times, strict=True)
+        ]
 
 
 def bridges_of(sliced: Sliced, options: CompileOptions) -> list[Bridge]:
