@@ -220,7 +220,8 @@ def _built(
         candidate=bridge.candidate,
         cut=sliced.cuts[bridge.candidate],
         graph=_served(sliced, bridge, of, judged.share),
-        reads=bridge.reads,
+        # The confidence counts by the mask, whether the bridge itself reads it or not.
+        reads=tuple(dict.fromkeys((*bridge.reads, *([mask] if mask else [])))),
         weights={},
         heads=(judged.score,),
         best=judged.score,

@@ -12,15 +12,22 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from tests import models
 from tests.bundles import compile_tiny
 from tests.loopback import MODEL, ask, check, serving
 from tests.padded import Arrays, answers, sentences
+from tests.sliced import slice_proto
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy, write_bundle
 from offramp.calibration import profiling
+from offramp.calibration.bridge_training import TrainedBridge
+from offramp.calibration.dataset import Dataset, split
+from offramp.calibration.estimates import BackboneTimes
+from offramp.compiler.bridged_exits import _built, bridges_of
 from offramp.compiler.bundle_check import VerifyOptions, verify_bundle
+from offramp.compiler.options import CompileOptions
 from offramp.engine.agreement import agreement_of
 from offramp.engine.plan import Mode
 
@@ -199,6 +206,37 @@ def test_a_stock_client_gets_the_shape_that_the_model_has(made: Any) -> None:
     assert len(shape) == len(told) == len(output.shape)
     assert all(t in (-1, s) for t, s in zip(told[1:], shape[1:], strict=True))
     assert result.outputs[output.name].dtype == output.dtype
+
+
+def test_an_exit_reads_the_mask_that_its_confidence_counts_by(tmp_path: Path) -> None:
+    """Bridges of these encoders get it from the blocks that they keep; the exit says so itself."""
+    build, data, options = CASES["token-classification"]
+    pieces = slice_proto(build(), **options)
+    answer = pieces.model.answer
+    task = dataclasses.replace(answer.task, mask="attention_mask")
+    model = dataclasses.replace(pieces.model, answer=dataclasses.replace(answer, task=task))
+    pieces = dataclasses.replace(pieces, model=model)
+    asked = CompileOptions(model=tmp_path, data=tmp_path, output=tmp_path)
+    parts = split(Dataset(inputs=data(400), labels=None, sha256=""), certify_at_least=100, seed=0)
+    costs = BackboneTimes(
+        batch_sizes=(8,),
+        source_ms=(1e3,),
+        segments_ms=tuple((1e3 / len(pieces.segments),) for _ in pieces.segments),
+    )
+    bridges = [b for b in bridges_of(pieces, asked) if "attention_mask" not in b.reads]
+    assert bridges, "behind the last attention nothing reads the mask"
+    for bridge in bridges:
+        trained = TrainedBridge(
+            proto=bridge.proto,
+            principal=np.ones((len(parts.tune), 12), np.float32),
+            agrees=np.ones(len(parts.tune), np.bool_),
+            losses=[0.0],
+        )
+        built = _built(
+            pieces, bridge, trained, backbone=costs, cost_ms=1.0, tune=parts.tune, options=asked
+        )
+        session = ort.InferenceSession(built.graph)
+        assert {tensor.name for tensor in session.get_inputs()} == set(built.reads)
 
 
 def test_precisions_are_for_classification(tmp_path: Path) -> None:

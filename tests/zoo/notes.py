@@ -21,9 +21,8 @@ in all of that, relative to the largest value; *heads* are the kinds that the ex
 """
 TAIL = """\
 Known reasons, in a few words: QOperator files carry 8-bit integers between their operators, which
-heads do not read; ONNX Runtime has no bfloat16 convolution on CPUs; random inputs of 16 samples
-were too short for the convolutions of a signal of dynamic length (they are longer since, and the
-trial was not run again); a model of more than 2 GiB is refused by name, and none was run.
+heads do not read; ONNX Runtime has no bfloat16 convolution on CPUs; a model of more than 2 GiB is
+refused by name, and none was run.
 Not tried in this run: ResNet-50, ShuffleNet, SqueezeNet, VGG-19 and
 ZFNet-512 of the onnx package. Of its DenseNet-121 and Inception v2 no sample left at an exit: their
 confidences were too much alike, so only their pieces and ends were compared. Rows were collected
