@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import onnx
@@ -37,17 +37,24 @@ _JUDGED = 64
 """Samples that are answered at once."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BridgeToTrain:
+class BridgeToTrain(Protocol):
     """A bridge as an ONNX graph."""
 
-    proto: onnx.ModelProto
-    answer: str
-    """Its answer among the graph's outputs."""
-    scores: str
-    """What says how sure it is: the answer itself, or what its classes are picked from."""
-    reads: tuple[str, ...]
-    """Tensors of the model that it reads."""
+    @property
+    def proto(self) -> onnx.ModelProto:
+        """The graph, with its weights."""
+
+    @property
+    def answer(self) -> str:
+        """Its answer among the graph's outputs."""
+
+    @property
+    def scores(self) -> str:
+        """What says how sure it is: the answer itself, or what its classes are picked from."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Tensors of the model that it reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +85,8 @@ class BridgeObjective:
         if answer.form == "values":
             scale = taught.std().clamp_min(1e-6)
             return functional.mse_loss(scores / scale, taught / scale)
-        if answer.task.kind in ("classification", "multi-label"):
-            return self._of_samples(scores, taught)
+        if answer.task.kind == "multi-label":
+            return self._of_labels(scores, taught)
         chances = taught if answer.form == "probabilities" else taught.softmax(axis)
         if answer.form == "probabilities":
             logarithms = scores.clamp_min(_LEAST).log()
@@ -91,15 +98,10 @@ class BridgeObjective:
         counts = (mask != 0).float()
         return (each * counts).sum() / counts.sum().clamp_min(1)
 
-    def _of_samples(self, scores: Tensor, taught: Tensor) -> Tensor:
-        soft = self._answer.form == "probabilities"
-        if self._answer.task.kind == "multi-label":
-            if soft:
-                return functional.binary_cross_entropy(scores.clamp(_LEAST, 1 - 1e-7), taught)
-            return functional.binary_cross_entropy_with_logits(scores, taught.sigmoid())
-        if soft:
-            return -(taught * scores.clamp_min(_LEAST).log()).sum(1).mean()
-        return functional.cross_entropy(scores, taught.softmax(1))
+    def _of_labels(self, scores: Tensor, taught: Tensor) -> Tensor:
+        if self._answer.form == "probabilities":
+            return functional.binary_cross_entropy(scores.clamp(_LEAST, 1 - 1e-7), taught)
+        return functional.binary_cross_entropy_with_logits(scores, taught.sigmoid())
 
     def read(
         self, found: Mapping[str, Tensor], bridge: BridgeToTrain, ends: NDArray[Any], mask: Any

@@ -13,7 +13,7 @@ from offramp.bundle import Answer, AnswerForm, TaskKind
 from offramp.bundle.tasks import DENSE
 from offramp.compiler.asked_task import AskedTask
 from offramp.compiler.errors import ModelError
-from offramp.compiler.graph import Dataflow, Operator, refill
+from offramp.compiler.graph import Dataflow, Operator, refill, rename_tensor
 from offramp.compiler.shapes import BATCH, FLOATING, declared_types, dtype_name
 from offramp.compiler.tasks import SIGMOIDS, describe_answer, find_kind
 
@@ -69,11 +69,7 @@ def _flatten(proto: onnx.ModelProto, name: str) -> None:
     """Flatten the output; the name goes to the flattened one, which is what clients ask for."""
     graph = proto.graph
     inner = f"{name}/unflattened"
-    for node in graph.node:
-        for names in (node.input, node.output):
-            for i, tensor in enumerate(names):
-                if tensor == name:
-                    names[i] = inner
+    rename_tensor(graph, name, inner)
     graph.node.append(helper.make_node("Flatten", [inner], [name], name=f"{name}/flatten", axis=1))
     del graph.output[0].type.tensor_type.shape.dim[2:]
     _log.info("output %s is flattened to [batch, classes]", name)

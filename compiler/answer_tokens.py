@@ -27,6 +27,7 @@ from offramp.compiler.graph import (
     copied,
     default_opset,
     refill,
+    rename_tensor,
     sort_operators,
 )
 from offramp.compiler.preparation import remove_unused
@@ -301,9 +302,7 @@ class _Reduction:
     def _finish(self, answers: int) -> None:
         """Name the answer [batch, answers] as the output was, and forget the shapes of before."""
         graph, inner = self._graph, f"{self._output}/one_token"
-        for node in graph.node:
-            for names in (node.input, node.output):
-                names[:] = [inner if name == self._output else name for name in names]
+        rename_tensor(graph, self._output, inner)
         axis = self._constant(f"{self._output}/axis", np.array([1], np.int64))
         squeeze = helper.make_node("Squeeze", [inner, axis], [self._output], name=self._output)
         graph.node.append(squeeze)

@@ -13,12 +13,7 @@ import onnx
 from onnx import TensorProto
 
 from offramp.bundle import Head
-from offramp.calibration.bridge_training import (
-    BridgeToTrain,
-    TrainedBridge,
-    count_samples,
-    train_bridges,
-)
+from offramp.calibration.bridge_training import TrainedBridge, count_samples, train_bridges
 from offramp.calibration.dataset import Dataset, DataSplit
 from offramp.calibration.estimates import BackboneTimes
 from offramp.compiler.bridges import Bridge, build_bridge
@@ -125,7 +120,7 @@ class _BridgeSearch:
         with self.progress.step(title, count_samples(len(train), options)) as advance:
             return train_bridges(
                 self.source,
-                [_to_train(bridge) for bridge in bridges],
+                bridges,
                 self.sliced.model.answer,
                 taught=self.taught,
                 train=train,
@@ -189,12 +184,6 @@ def _giving(segment: bytes, tensor: str) -> bytes:
     if tensor not in {output.name for output in model.graph.output}:
         model.graph.output.append(onnx.ValueInfoProto(name=tensor))
     return model.SerializeToString()
-
-
-def _to_train(bridge: Bridge) -> BridgeToTrain:
-    return BridgeToTrain(
-        proto=bridge.proto, answer=bridge.answer, scores=bridge.scores, reads=bridge.reads
-    )
 
 
 def _built(

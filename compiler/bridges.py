@@ -8,7 +8,7 @@ own form. Weights are copies of the model's (5.2, transfer), under names of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -16,7 +16,7 @@ import onnx
 
 from offramp.bundle import Answer, TensorSpec
 from offramp.compiler.cut_points import CutPoint
-from offramp.compiler.graph import Dataflow, Operator, bodies
+from offramp.compiler.graph import Dataflow, rename_graph
 from offramp.compiler.shapes import TensorType, declared_types
 
 
@@ -61,57 +61,31 @@ def build_bridge(
     ``proto`` has its weights; all names inside begin with ``prefix``, and graph inputs keep theirs.
     The answer is named ``{prefix}{answer.output}``.
     """
-    flow = Dataflow(proto.graph)
+    flow, types = Dataflow(proto.graph), declared_types(proto)
     aliases, kept, dropped = _regions(points[place:])
-    starts = frozenset(points[place].tensors)
+    starts = points[place].tensors
+    operators = flow.behind([answer.output], stop=frozenset(starts), instead_of=aliases)
+    read = {aliases.get(tensor, tensor) for op in operators for tensor in op.reads}
+    ordered = [*starts, *(spec.name for spec in inputs)]
     picked = _picked(flow, answer)
-    operators = _behind(flow, aliases, [answer.output], starts)
-    written = {tensor for op in operators for tensor in op.writes}
-    types = declared_types(proto)
-    graph_inputs = {spec.name for spec in inputs}
-    kept_names = starts | graph_inputs
+    model = onnx.ModelProto(ir_version=proto.ir_version, producer_name="offramp")
+    model.opset_import.extend(proto.opset_import)
+    model.functions.extend(proto.functions)
+    graph = model.graph
+    graph.name = prefix.rstrip("/")
+    graph.node.extend(op.proto for op in operators)
+    graph.initializer.extend(t for t in proto.graph.initializer if t.name in read)
+    graph.input.extend(_info(name, types) for name in ordered if name in read)
+    graph.output.extend(_info(name, types) for name in [answer.output, *picked])
 
     def renamed(tensor: str) -> str:
-        name = _resolved(aliases, tensor)
-        if not name or name in kept_names:
+        name = aliases.get(tensor, tensor)
+        if name in ordered:
             return name
         return prefix + (name if name == answer.output else f"bridge/{name}")
 
-    nodes = []
-    for op in operators:
-        node = onnx.NodeProto()
-        node.CopyFrom(op.proto)
-        for names in (node.input, node.output):
-            names[:] = [renamed(name) for name in names]
-        for body in bodies(node):
-            _rename_free(body, renamed, {*written, *flow.constants, *aliases})
-        node.name = f"{prefix}bridge/{op.name}"
-        nodes.append(node)
-    read = {_resolved(aliases, tensor) for op in operators for tensor in op.reads}
-    weights = []
-    for tensor in proto.graph.initializer:
-        if tensor.name in read:
-            weight = onnx.TensorProto()
-            weight.CopyFrom(tensor)
-            weight.name = renamed(tensor.name)
-            weights.append(weight)
-    ordered = [*points[place].tensors, *(spec.name for spec in inputs)]
-    wanted = [answer.output, *([picked] if picked else [])]
-    graph = onnx.helper.make_graph(
-        nodes,
-        prefix.rstrip("/"),
-        [_info(name, name, types) for name in ordered if name in read],
-        [_info(renamed(name), name, types) for name in wanted],
-        initializer=weights,
-    )
-    model = onnx.helper.make_model(
-        graph,
-        producer_name="offramp",
-        opset_imports=list(proto.opset_import),
-        ir_version=proto.ir_version,
-        functions=list(proto.functions),
-    )
-    scores = picked or answer.output
+    rename_graph(graph, renamed)
+    scores = picked[0] if picked else answer.output
     return Bridge(
         candidate=candidate,
         proto=model,
@@ -137,7 +111,7 @@ def _regions(points: Sequence[CutPoint]) -> tuple[dict[str, str], int, int]:
         gone = [name for name in old if name not in new]
         come = [name for name in new if name not in old]
         if [old[name] for name in gone] == [new[name] for name in come]:
-            aliases |= dict(zip(come, gone, strict=True))
+            aliases |= {c: aliases.get(g, g) for c, g in zip(come, gone, strict=True)}
         else:
             kept += 1
     return aliases, kept, len(points) - 1 - kept
@@ -148,48 +122,16 @@ def _described(point: CutPoint) -> dict[str, tuple[str, tuple[int | str, ...]]]:
     return found | {other.name: (other.dtype, other.shape) for other in point.beside}
 
 
-def _resolved(aliases: Mapping[str, str], tensor: str) -> str:
-    while tensor in aliases:
-        tensor = aliases[tensor]
-    return tensor
-
-
-def _behind(
-    flow: Dataflow, aliases: Mapping[str, str], ends: Sequence[str], stop: frozenset[str]
-) -> list[Operator]:
-    """Find the operators that some tensors need, with others in their places, in order."""
-    needed: set[int] = set()
-    pending = list(ends)
-    while pending:
-        tensor = _resolved(aliases, pending.pop())
-        op = None if tensor in stop else flow.producers.get(tensor)
-        if op is not None and op.index not in needed:
-            needed.add(op.index)
-            pending.extend(op.reads)
-    return [flow.operators[i] for i in sorted(needed)]
-
-
-def _picked(flow: Dataflow, answer: Answer) -> str:
-    """Find the scores that an answer's classes are picked from; empty where it has scores."""
+def _picked(flow: Dataflow, answer: Answer) -> list[str]:
+    """Find the scores that an answer's classes are picked from; none where it has scores."""
     if answer.form != "classes":
-        return ""
+        return []
     op = flow.producers[answer.output]
     while op.kind != "ArgMax":
         op = flow.producers[op.proto.input[0]]
-    return op.proto.input[0]
+    return [op.proto.input[0]]
 
 
-def _rename_free(body: onnx.GraphProto, renamed: Callable[[str], str], outer: set[str]) -> None:
-    """Rename what a body reads of the graph around it."""
-    own = {o for node in body.node for o in node.output} | {i.name for i in body.input}
-    for node in body.node:
-        for position, name in enumerate(node.input):
-            if name in outer and name not in own:
-                node.input[position] = renamed(name)
-        for inner in bodies(node):
-            _rename_free(inner, renamed, outer - own)
-
-
-def _info(name: str, described_as: str, types: Mapping[str, TensorType]) -> onnx.ValueInfoProto:
-    tensor = types[described_as]
+def _info(name: str, types: Mapping[str, TensorType]) -> onnx.ValueInfoProto:
+    tensor = types[name]
     return onnx.helper.make_tensor_value_info(name, tensor.elem_type, list(tensor.shape or ()))

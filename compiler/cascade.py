@@ -25,8 +25,7 @@ from offramp.calibration.dataset import DataError
 from offramp.compiler.cut_points import CutAnalysis
 from offramp.compiler.cuts import GraphAnalysis, find_cuts
 from offramp.compiler.errors import ModelError, VerificationError
-from offramp.compiler.export.nesting import rename_graph
-from offramp.compiler.graph import Dataflow, default_opset, refill
+from offramp.compiler.graph import Dataflow, default_opset, refill, rename_graph
 from offramp.compiler.model import MIN_OPSET, SourceModel
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.preparation import name_operators, remove_unused

@@ -10,6 +10,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from offramp.compiler.errors import ModelError
+from offramp.compiler.graph import rename_tensor
 
 _AXES = {3: 2, 4: 1}
 """Where the classes are, by the number of dimensions: of tokens, and of pixels."""
@@ -35,11 +36,7 @@ def answer_with_classes(proto: onnx.ModelProto) -> None:
             "leave it out"
         )
     name, scores = output.name, f"{output.name}/scores"
-    for node in graph.node:
-        for names in (node.input, node.output):
-            for place, read in enumerate(names):
-                if read == name:
-                    names[place] = scores
+    rename_tensor(graph, name, scores)
     classes = tensor.shape.dim[axis].dim_value
     small = 0 < classes <= _MOST_IN_A_BYTE
     kind = TensorProto.UINT8 if small else TensorProto.INT32

@@ -39,9 +39,7 @@ def end_labels(part: PartBuilder, scores: str, answer: Answer, dtype: str, share
     """Answer a yes or no for each label by logits [b, labels]."""
     named = answer.output if dtype == "float32" and answer.form == "probabilities" else ""
     chance = part.add("Sigmoid", [scores], named)
-    one = part.weight("one", np.array(1, np.float32))
-    principal = part.add("Max", [chance, part.add("Sub", [one, chance])])
-    add_confidence(part, principal, share, places=answer.classes)
+    add_confidence(part, _decided(part, chance), share, places=answer.classes)
     given = chance if answer.form == "probabilities" else scores
     _in_its_type(part, given, answer, dtype)
 
@@ -73,7 +71,6 @@ def add_principal(
     classes are picked from.
     """
     soft = answer.form == "probabilities"
-    flat = part.weight("rows", np.array([0, -1], np.int64))
     match answer.task.kind:
         case "classification":
             largest = _largest(part, scores, 1, soft=soft)
@@ -81,8 +78,7 @@ def add_principal(
             return _bounded(part, part.add("Reshape", [largest, column])), 1
         case "multi-label":
             chance = scores if soft else part.add("Sigmoid", [scores])
-            other = part.add("Sub", [part.weight("one", np.array(1, np.float32)), chance])
-            return _bounded(part, part.add("Max", [chance, other])), answer.classes
+            return _bounded(part, _decided(part, chance)), answer.classes
         case "token-classification":
             tokens = shape[1]
             largest = _largest(part, scores, 2, soft=soft)
@@ -96,16 +92,26 @@ def add_principal(
                 if step > 1:
                     scores = part.add("Slice", [scores, *_every(part, step)])
             largest = _largest(part, scores, 1, soft=soft)
-            return _bounded(part, part.add("Reshape", [largest, flat])), count
+            return _bounded(part, _flattened(part, largest)), count
         case "pose":
             maps = part.weight("maps", np.array([0, 0, -1], np.int64))
             places = part.add("Reshape", [scores, maps])
             highest = part.weight("highest", np.array([HIGHEST], np.int64))
             values, _ = part.add_all("TopK", [places, highest], ["", ""], axis=2)
             count = answer.classes * HIGHEST
-            return _bounded(part, part.add("Reshape", [values, flat])), count
+            return _bounded(part, _flattened(part, values)), count
         case kind:
             raise ValueError(f"answers of {kind} do not say how sure they are")
+
+
+def _flattened(part: PartBuilder, values: str) -> str:
+    return part.add("Reshape", [values, part.weight("rows", np.array([0, -1], np.int64))])
+
+
+def _decided(part: PartBuilder, chance: str) -> str:
+    """Add the probability of what is decided, yes or no, of that of yes."""
+    one = part.weight("one", np.array(1, np.float32))
+    return part.add("Max", [chance, part.add("Sub", [one, chance])])
 
 
 def _largest(part: PartBuilder, scores: str, axis: int, *, soft: bool) -> str:
@@ -114,13 +120,10 @@ def _largest(part: PartBuilder, scores: str, axis: int, *, soft: bool) -> str:
     Of logits it is exp(0) / sum exp(x − max): ONNX Runtime's Softmax is slow along any axis but the
     last, and took a fifth of a small bridge.
     """
-    axes = part.weight("axes", np.array([axis], np.int64))
     if soft:
         return part.reduce("ReduceMax", scores, axis)
-    if part.opset >= 18:
-        largest = part.add("ReduceMax", [scores, axes], keepdims=1)
-    else:
-        largest = part.add("ReduceMax", [scores], axes=[axis], keepdims=1)
+    largest = part.reduce("ReduceMax", scores, axis, keepdims=True)
+    axes = part.weight("axes", np.array([axis], np.int64))
     shares = part.add("Exp", [part.add("Sub", [scores, largest])])
     return part.add("Reciprocal", [part.add("ReduceSum", [shares, axes], keepdims=0)])
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -71,15 +72,26 @@ class Dataflow:
         """Whether the operator computes the same value whatever the graph inputs are."""
         return self.variable.isdisjoint(op.writes)
 
-    def behind(self, tensors: Iterable[str], *, stop: frozenset[str]) -> tuple[Operator, ...]:
-        """Operators needed to compute ``tensors``, given those in ``stop``, in order."""
+    def behind(
+        self,
+        tensors: Iterable[str],
+        *,
+        stop: frozenset[str],
+        instead_of: Mapping[str, str] = MappingProxyType({}),
+    ) -> tuple[Operator, ...]:
+        """Operators needed to compute ``tensors``, given those in ``stop``, in order.
+
+        Where ``instead_of`` has a tensor, the one that it names is computed in its place.
+        """
         needed: set[int] = set()
-        pending = [t for t in tensors if t not in stop]
+        pending = list(tensors)
         while pending:
-            op = self.producers.get(pending.pop())
+            tensor = pending.pop()
+            tensor = instead_of.get(tensor, tensor)
+            op = None if tensor in stop else self.producers.get(tensor)
             if op is not None and op.index not in needed:
                 needed.add(op.index)
-                pending.extend(t for t in op.reads if t not in stop)
+                pending.extend(op.reads)
         return tuple(self.operators[i] for i in sorted(needed))
 
 
@@ -116,6 +128,36 @@ def refill(field: Any, items: Iterable[Any]) -> None:
     kept = list(items)
     del field[:]
     field.extend(kept)
+
+
+def rename_tensor(graph: onnx.GraphProto, name: str, other: str) -> None:
+    """Give a tensor another name wherever the graph's own nodes write or read it."""
+    for node in graph.node:
+        for names in (node.input, node.output):
+            for place, found in enumerate(names):
+                if found == name:
+                    names[place] = other
+
+
+def rename_graph(graph: onnx.GraphProto, rename: Callable[[str], str]) -> None:
+    """Rename every tensor and node of a graph, so that several graphs fit into one namespace.
+
+    The bodies of its operators are renamed too: ONNX has no shadowing, a name means the same
+    tensor in a graph and in all bodies inside it, so that one function serves for all of them.
+    """
+    for info in (*graph.input, *graph.output, *graph.value_info):
+        info.name = rename(info.name)
+    for tensor in graph.initializer:
+        tensor.name = rename(tensor.name)
+    for sparse in graph.sparse_initializer:
+        sparse.values.name = rename(sparse.values.name)
+    for node in graph.node:
+        node.name = rename(node.name) if node.name else ""
+        # An optional input that is absent has the empty name, which means just that.
+        node.input[:] = [rename(name) if name else "" for name in node.input]
+        node.output[:] = [rename(name) if name else "" for name in node.output]
+        for body in bodies(node):
+            rename_graph(body, rename)
 
 
 def constant_tensor(node: onnx.NodeProto) -> onnx.TensorProto | None:

@@ -50,12 +50,14 @@ class PartBuilder:
         self._weights.append(numpy_helper.from_array(np.asarray(value, order="C"), full))
         return full
 
-    def reduce(self, op: str, tensor: str, axis: int, name: str = "") -> str:
+    def reduce(
+        self, op: str, tensor: str, axis: int, name: str = "", *, keepdims: bool = False
+    ) -> str:
         """Add ReduceMax, ReduceMin or ReduceMean; their axes became an input with opset 18."""
         if self.opset >= 18:
             axes = self.weight("axes", np.array([axis], np.int64))
-            return self.add(op, [tensor, axes], name, keepdims=0)
-        return self.add(op, [tensor], name, axes=[axis], keepdims=0)
+            return self.add(op, [tensor, axes], name, keepdims=int(keepdims))
+        return self.add(op, [tensor], name, axes=[axis], keepdims=int(keepdims))
 
     def build(self, inputs: Sequence[DescribedTensor], outputs: Sequence[DescribedTensor]) -> bytes:
         """Give the checked, serialised model."""

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Answer
 from offramp.bundle.tasks import WHOLE_SETS, AnswerTask, TaskKind
+from offramp.engine.principal_values import ROUNDING
 
 Codes = NDArray[np.int32]
 AGREED: Final = 1
@@ -137,7 +138,7 @@ class PlaceAgreement(Agreement):
             counts = mask != 0
             equal = np.count_nonzero(same & counts, axis=1)
             places = np.count_nonzero(counts, axis=1)
-        enough: NDArray[np.bool_] = equal >= self.task.share * np.asarray(places) - _ROUNDING
+        enough: NDArray[np.bool_] = equal >= self.task.share * np.asarray(places) - ROUNDING
         return enough
 
 
@@ -158,9 +159,9 @@ class PoseAgreement(Agreement):
         """Count key points that are near each other (PCK)."""
         del mask
         apart = np.hypot(*np.moveaxis(ours[..., :2] - ends[..., :2], 2, 0))
-        near = apart <= self.task.within * ends[..., 2] + _ROUNDING
+        near = apart <= self.task.within * ends[..., 2] + ROUNDING
         enough: NDArray[np.bool_] = (
-            np.count_nonzero(near, axis=1) >= self.task.share * near.shape[1] - _ROUNDING
+            np.count_nonzero(near, axis=1) >= self.task.share * near.shape[1] - ROUNDING
         )
         return enough
 
@@ -183,8 +184,6 @@ class ValueAgreement(Agreement):
         return near
 
 
-_ROUNDING: Final = 1e-6
-"""That a share of a number of places may be above the whole number that it is."""
 _BY_KIND: Final[Mapping[TaskKind, type[Agreement]]] = {
     "classification": ClassAgreement,
     "multi-label": LabelAgreement,

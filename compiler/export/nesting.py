@@ -10,7 +10,7 @@ not those that a branch captures from outside.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from offramp.bundle import Manifest
 from offramp.certify.decision import MODEL_END
-from offramp.compiler.graph import bodies, copied, default_opset
+from offramp.compiler.graph import copied, default_opset, rename_graph
 from offramp.compiler.shapes import BATCH
 from offramp.engine.layouts import enter_blocked
 from offramp.engine.plan import Plan, StageSpec
@@ -273,31 +273,6 @@ def _filled(level: _Level, like: str, value: int | None, output: str = "") -> st
 
 def _scalar(value: float) -> NDArray[np.float32]:
     return np.array(value, np.float32)
-
-
-Rename = Callable[[str], str]
-"""Gives a tensor's new name."""
-
-
-def rename_graph(graph: onnx.GraphProto, rename: Rename) -> None:
-    """Rename every tensor and node of a graph, so that several graphs fit into one namespace.
-
-    The bodies of its operators are renamed too: ONNX has no shadowing, a name means the same
-    tensor in a graph and in all bodies inside it, so that one function serves for all of them.
-    """
-    for info in (*graph.input, *graph.output, *graph.value_info):
-        info.name = rename(info.name)
-    for tensor in graph.initializer:
-        tensor.name = rename(tensor.name)
-    for sparse in graph.sparse_initializer:
-        sparse.values.name = rename(sparse.values.name)
-    for node in graph.node:
-        node.name = rename(node.name) if node.name else ""
-        # An optional input that is absent has the empty name, which means just that.
-        node.input[:] = [rename(name) if name else "" for name in node.input]
-        node.output[:] = [rename(name) if name else "" for name in node.output]
-        for body in bodies(node):
-            rename_graph(body, rename)
 
 
 def rename_symbol(infos: Iterable[onnx.ValueInfoProto], old: str, new: str) -> None:
