@@ -57,10 +57,14 @@ OWN_FAULT: Final[Mapping[str, frozenset[str]]] = {
 }
 """Statuses that a kind of client brings upon itself."""
 
+UNCONFIRMED: Final = "unconfirmed"
+"""In the place of a status: an early answer that nothing followed, for the samples were lost."""
+
 _EXCUSES: Final[Mapping[str, frozenset[Trouble]]] = {
     "UNAVAILABLE": frozenset({Trouble.ABSENT, Trouble.LEAVING, Trouble.BACKEND}),
     "INTERNAL": frozenset({Trouble.BACKEND}),
     "DEADLINE_EXCEEDED": frozenset({Trouble.STOPPED}),
+    UNCONFIRMED: frozenset({Trouble.BACKEND}),
 }
 """What may cause a status that is nobody's own fault. Missing: CANCELLED and UNKNOWN, ever."""
 
@@ -179,6 +183,18 @@ class Account:
                     detail=detail,
                 )
             )
+
+    def unconfirmed(self, ticket: Ticket, *, now_s: float) -> None:
+        """Note that nothing followed an early answer, which is an answer all the same."""
+        self.endings.append(
+            Ending(
+                kind=ticket.kind,
+                status=UNCONFIRMED,
+                by_server=True,
+                began_s=ticket.began_s,
+                ended_s=now_s,
+            )
+        )
 
     def cancelled(self, ticket: Ticket, samples: int) -> None:
         """Close a request that its client withdrew."""

@@ -17,7 +17,14 @@ from tritonclient.utils import InferenceServerException
 
 from offramp.certify.decision import MODEL_END
 from offramp.client import AnswerKind, OfframpError, ServerUnavailableError, StreamedResult
-from tests.chaos.account import Account, Outcome
+from tests.chaos.account import (
+    UNCONFIRMED,
+    Account,
+    Disturbance,
+    Outcome,
+    Trouble,
+    unexpected,
+)
 from tests.chaos.clients import (
     Clients,
     StreamEndedError,
@@ -116,10 +123,21 @@ def test_an_early_answer_is_checked_though_an_error_follows() -> None:
     assert account.wrong[0].startswith("stream, early: ")
 
 
-@pytest.mark.parametrize("parts", [[], [AnswerKind.EARLY]])
-def test_a_stream_without_its_last_answer_is_a_fault(parts: list[AnswerKind]) -> None:
-    account = booked(stream, infer_stream=streaming(*parts))
-    assert account.faults == ["a stream ended without its answer and without an error"]
+def test_a_stream_without_an_answer_is_a_fault() -> None:
+    account = booked(stream, infer_stream=streaming())
+    assert account.faults == ["a stream ended without an answer and without an error"]
+
+
+def test_a_final_answer_may_be_lost_while_the_backend_fails_and_only_then() -> None:
+    account = booked(stream, infer_stream=streaming(AnswerKind.EARLY))
+    assert account.total(Outcome.ANSWERED) == 1
+    assert account.faults == []
+    (ending,) = unexpected(account.endings, [])
+    assert ending.status == UNCONFIRMED
+    for trouble in Trouble:
+        meanwhile = Disturbance(trouble=trouble, began_s=ending.began_s, ended_s=ending.ended_s)
+        excused = trouble is Trouble.BACKEND
+        assert unexpected(account.endings, [meanwhile]) == ([] if excused else [ending])
 
 
 def test_a_client_that_leaves_has_withdrawn() -> None:
