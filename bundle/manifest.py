@@ -16,6 +16,7 @@ import numpy as np
 
 from offramp.bundle.batch_effect import BatchEffect
 from offramp.bundle.cpu import CpuFeatures
+from offramp.bundle.criteria import LEARNED_WEIGHTS, PROBABILITY, Criterion
 from offramp.bundle.custom_ops import OperatorLibrary
 from offramp.bundle.manifest_checks import (
     MOST_SAMPLE_BYTES,
@@ -102,6 +103,8 @@ class Answer:
     tokens: tuple[int, ...] = field(default=(), metadata=LEFT_OUT)
     """Ids of the tokens that the classes are, in their order, where the model is a decoder that
     was reduced to them."""
+    criterion: Criterion = field(default=PROBABILITY, metadata=LEFT_OUT)
+    """What says how sure exits are of it; of other tasks than classification, probability."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "classes", least=1)
@@ -112,6 +115,10 @@ class Answer:
             raise ValueError(
                 f"answer.tokens: {len(self.tokens)} ids, expected one for each of the "
                 f"{self.classes} classes"
+            )
+        if self.criterion != PROBABILITY and self.task.kind != "classification":
+            raise ValueError(
+                f"criterion {self.criterion.name} is for classification, not for {self.task.kind}"
             )
 
     def describe(self) -> str:
@@ -253,12 +260,17 @@ class Exit:
     share: float = field(default=1.0, metadata=LEFT_OUT)
     """Of the answer's principal values, so many are at least as large as its confidence (PAME's
     count threshold, 5.3); of one principal value, all."""
+    certainty: tuple[float, ...] = field(default=(), metadata=LEFT_OUT)
+    """Weights of the criterion ``learned``: of the log-odds of largest probability, margin and
+    1 − relative entropy, and a constant."""
     trials: tuple[HeadScore, ...] = ()
     """The heads that were trained to the end; the chosen one is among them."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "agreement", "accuracy", least=0, most=1)
         check_numbers(self, "share", above=0, most=1)
+        if len(self.certainty) not in (0, LEARNED_WEIGHTS):
+            raise ValueError(f"certainty: {len(self.certainty)} weights, expected 0 or 4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from offramp.bundle import Answer
 from offramp.engine.agreement import HALF, agreement_of
+from offramp.engine.certainty import statistics_of
 
 FloatArray = NDArray[np.float32]
 
@@ -30,6 +31,8 @@ class ReadScores(NamedTuple):
     """[n, principal values], from 0 to 1."""
     said: NDArray[np.generic]
     """[n, …]: what the answers are compared by."""
+    statistics: FloatArray | None = None
+    """[n, 3], of one class of several: what criteria are made of."""
 
 
 class Objective(ABC):
@@ -83,7 +86,8 @@ class ClassObjective(Objective):
     def read(self, scores: Tensor) -> ReadScores:
         """Take the largest probability, and its class."""
         confidence, classes = scores.softmax(1).max(1)
-        return ReadScores(confidence.numpy()[:, None], classes.numpy())
+        statistics = statistics_of(scores.numpy(), "logits")
+        return ReadScores(confidence.numpy()[:, None], classes.numpy(), statistics)
 
 
 class LabelObjective(Objective):

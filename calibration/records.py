@@ -16,6 +16,7 @@ from offramp.bundle.bundle import CERTIFY, TUNE
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.running import BATCH_SIZE, Graphs, check_answers, run_over
 from offramp.engine.agreement import agreement_of
+from offramp.engine.criteria import State, host_criterion
 from offramp.engine.exit_check import confidence_of
 
 
@@ -87,7 +88,9 @@ def record_answers(
 
     ``model`` gives ``answer`` and ``exit_outputs``: the names of the exits' answers and
     confidences, in depth order. ``progress`` is called with the size of each finished batch. A
-    ``DataError`` where the model fails on a sample, or its answer is not finite.
+    ``DataError`` where the model fails on a sample, or its answer is not finite; a
+    ``CriterionError`` where a user's criterion fails. A criterion that depends on earlier exits has
+    seen all of them, as while serving.
     """
     shape = (len(exit_outputs), len(dataset))
     records = ExitRecords(
@@ -98,6 +101,7 @@ def record_answers(
         labels=dataset.labels,
     )
     agreement = agreement_of(answer)
+    criterion = host_criterion(answer.criterion)
     wanted = [*itertools.chain(*exit_outputs), answer.output]
     for rows, (*exits, final) in run_over(
         model, wanted, dataset, threads=threads, batch_size=batch_size
@@ -107,10 +111,14 @@ def record_answers(
         mask = None if answer.task.mask is None else dataset.column(answer.task.mask, rows)
         records.final_prediction[rows] = agreement.codes(ends)
         records.final_confidence[rows] = confidence_of(final, answer.form, answer.task)
+        state: State = {}
         for place, (values, confidence) in enumerate(zip(exits[::2], exits[1::2], strict=True)):
             said = agreement.reduce(values)
             records.prediction[place, rows] = agreement.codes_against(said, ends, mask)
-            records.confidence[place, rows] = np.fmax(confidence, 0)  # NaN is no confidence
+            if criterion is not None:
+                records.confidence[place, rows], state = criterion.apply(values, state)
+            else:
+                records.confidence[place, rows] = np.fmax(confidence, 0)  # NaN is no confidence
         progress(len(final))
     return records
 

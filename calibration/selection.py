@@ -160,13 +160,15 @@ def certified_policy(
     *,
     max_disagreement: float,
     confidence_level: float,
+    whole: bool = False,
 ) -> ExitPolicy:
     """Find how far along the path the promise holds (Learn then Test).
 
     ``path`` [levels, active] has the thresholds of the ``active`` exits, fixed without the certify
     split; ``confidence`` and ``agrees`` are [exits, samples] of that split, of all exits. The
     certificate holds with probability ``confidence_level``, 1 − α; ``cost`` predicts the savings.
-    The policy has no active exits if nothing passed or nothing was worth it.
+    The policy has no active exits if nothing passed or nothing was worth it; all of ``active``, at
+    ``NEVER`` where the certificate needs none, if it is to be ``whole``.
     """
     if not active:
         return _NO_EXITS
@@ -180,6 +182,8 @@ def certified_policy(
     )
     if certificate is None or not (used := certificate.thresholds < NEVER).any():
         return _NO_EXITS
+    if whole:
+        used = np.ones_like(used)
     kept, thresholds = np.array(rows)[used].tolist(), certificate.thresholds[used]
     outcome = evaluate(
         confidence[kept], agrees[kept], cost.latency_ms(kept), thresholds, vanilla_ms=cost.source_ms

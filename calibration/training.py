@@ -51,6 +51,8 @@ class TrainedHead:
     """[tune samples, principal values]."""
     said: NDArray[np.generic]
     """[tune samples, …]: what its answers are compared by."""
+    statistics: NDArray[np.float32] | None = None
+    """[tune samples, 3], of one class of several: what criteria are made of."""
 
     @property
     def confidence(self) -> NDArray[np.float32]:
@@ -210,6 +212,7 @@ def _answered(
                 weights=objective.served(learner.folded(index)),
                 principal=reading.principal,
                 said=reading.said,
+                statistics=reading.statistics,
             )
         )
     return trained

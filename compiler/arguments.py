@@ -45,6 +45,14 @@ def compile_parser() -> argparse.ArgumentParser:
                        help="pooled: heads that pool; bridges: some of the model's own blocks, "
                        "then its own head (PAME); auto: bridges where answers have "
                        "places")  # fmt: skip
+    exits.add_argument("--criterion", default="probability", metavar="NAME",
+                       help="what says how sure an exit is: probability, its largest; entropy, its "
+                       "reverse; margin, between the two largest; learned, a regression over "
+                       "these; patience, how many exits in a row agree (PABEE); or your "
+                       "own")  # fmt: skip
+    exits.add_argument("--criterion-module", metavar="FILE.py:NAME",
+                       help="a criterion of your own: a function of answers, [batch, "
+                       "classes], to confidences from 0 to 1")  # fmt: skip
     exits.add_argument("--candidates", type=_positive, default=12, metavar="N",
                        help="most exits that are built, if --exits is not given")  # fmt: skip
     _add_max_cut_tensors(exits)

@@ -8,11 +8,13 @@ operators there cost a tenth of as many calls of numpy between two stages. PAME'
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from onnx import TensorProto, helper
 
 from offramp.bundle import Answer
+from offramp.compiler.certainty import add_certainty
 from offramp.compiler.parts import PartBuilder
 from offramp.engine.principal_values import HIGHEST, ROUNDING, stride_of
 
@@ -20,15 +22,19 @@ CONFIDENCE = "confidence"
 """Name of the output with the confidence, after the exit's prefix."""
 
 
-def end_classes(part: PartBuilder, scores: str, answer: Answer, dtype: str) -> None:
-    """Answer one class of several by logits [b, classes]; sure is the largest probability.
+def end_classes(
+    part: PartBuilder, scores: str, answer: Answer, dtype: str, weights: Sequence[float] = ()
+) -> None:
+    """Answer one class of several by logits [b, classes]; how sure, the answer's criterion says.
 
     ``scores`` has to be named for the answer already where the form is logits of float32.
+    ``weights`` are those of the criterion ``learned``.
     """
     # Whatever has the answer's type gets its name: a Cast to the same type would be carried out.
     names = {answer.form: answer.output} if dtype == "float32" else {}
     probabilities = part.add("Softmax", [scores], names.get("probabilities", ""), axis=-1)
-    part.reduce("ReduceMax", probabilities, 1, CONFIDENCE)
+    criterion = "probability" if answer.criterion.on_host else answer.criterion.name
+    add_certainty(part, probabilities, answer.classes, CONFIDENCE, criterion, weights)
     given = {"logits": scores, "probabilities": probabilities}.get(answer.form, "")
     if answer.form == "log-probabilities":
         given = part.add("LogSoftmax", [scores], names.get(answer.form, ""), axis=-1)

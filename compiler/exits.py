@@ -23,6 +23,7 @@ from offramp.calibration.dataset import DataSplit
 from offramp.calibration.estimates import BackboneTimes
 from offramp.calibration.families import family_of, masks_of
 from offramp.calibration.features import Recording
+from offramp.calibration.learned_certainty import fit_certainty
 from offramp.calibration.learners import Preconditioners, view_of
 from offramp.calibration.objectives import objective_of, truth_of
 from offramp.calibration.profiling import profile_heads
@@ -37,6 +38,7 @@ from offramp.compiler.progress import Progress
 from offramp.compiler.recording import FeatureRecorder
 from offramp.compiler.slicing import Sliced
 from offramp.engine.agreement import agreement_of
+from offramp.engine.certainty import sure_by
 from offramp.engine.control.costs import CostModel
 from offramp.engine.principal_values import sure_of
 
@@ -51,6 +53,8 @@ COUNT_SHARES = (1.0, 0.99, 0.97, 0.95, 0.9, 0.8, 0.5)
 
 Samples = Callable[[int], Mapping[str, NDArray[Any]]]
 """Gives model inputs of a batch size."""
+_AS_IT_IS = (1.0, 0.0, 0.0, 0.0)
+"""Weights of ``learned`` for exits that are only timed."""
 _net = attrgetter("net_savings")
 
 
@@ -72,6 +76,8 @@ class BuiltExit:
     """Of ``heads``, the one that nets most with no other exit beside it."""
     share: float = 1.0
     """Of the principal values of its answer, so many reach the confidence."""
+    certainty: tuple[float, ...] = ()
+    """Weights of the criterion ``learned``, where it is that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,11 +201,12 @@ class _HeadSearch:
                     candidate=candidate,
                     cut=self.sliced.cuts[candidate],
                     reads=reads_of(self.sliced.cuts[candidate], best.score.head),
-                    graph=self._build(ended[best.score.head], best.share),
+                    graph=self._build(ended[best.score.head], best.share, best.certainty),
                     weights=ended[best.score.head].weights,
                     heads=tuple(judged.score for judged in heads),
                     best=best.score,
                     share=best.share,
+                    certainty=best.certainty,
                 )
             )
         return exits
@@ -226,14 +233,30 @@ class _HeadSearch:
     def _family(self, candidate: int) -> tuple[Head, ...]:
         return family_of(self.sliced.cuts[candidate]) if candidate in self.group else ()
 
-    def _build(self, trained: TrainedHead, share: float = 1.0) -> bytes:
-        return build_on(self.sliced, trained.candidate, trained.head, trained.weights, share=share)
+    def _build(
+        self, trained: TrainedHead, share: float = 1.0, certainty: Sequence[float] = _AS_IT_IS
+    ) -> bytes:
+        return build_on(
+            self.sliced,
+            trained.candidate,
+            trained.head,
+            trained.weights,
+            share=share,
+            certainty=certainty,
+        )
 
     def _judge(self, trained: TrainedHead, cost_ms: float) -> JudgedHead:
         agrees = agreement_of(self.sliced.model.answer).agree(trained.said, self.truth)
         cost = alone(self.backbone, trained.candidate, cost_ms, self.options)
         bound = self.options.max_disagreement
-        return judge(trained.head, trained.principal, agrees, cost, max_disagreement=bound)
+        principal, certainty = trained.principal, ()
+        criterion = self.sliced.model.answer.criterion
+        if trained.statistics is not None and not criterion.on_host:
+            if criterion.name == "learned":
+                certainty = fit_certainty(trained.statistics, agrees)
+            principal = sure_by(trained.statistics, criterion.name, certainty)[:, None]
+        judged = judge(trained.head, principal, agrees, cost, max_disagreement=bound)
+        return judged._replace(certainty=certainty)
 
 
 class JudgedHead(NamedTuple):
@@ -241,6 +264,8 @@ class JudgedHead(NamedTuple):
 
     score: HeadScore
     share: float
+    certainty: tuple[float, ...] = ()
+    """Weights of the criterion ``learned``, where it is that."""
 
 
 def judge(
@@ -284,6 +309,7 @@ def build_on(
     weights: Mapping[str, NDArray[np.float32]],
     *,
     share: float = 1.0,
+    certainty: Sequence[float] = (),
 ) -> bytes:
     """Build the exit of a trained head after one of the segments."""
     return build_exit(
@@ -294,6 +320,7 @@ def build_on(
         exit_prefix(candidate),
         answer_dtype=sliced.model.outputs[0].dtype,
         share=share,
+        certainty=certainty,
         **sliced.versions,
     )
 

@@ -26,6 +26,7 @@ from offramp.calibration.families import (
     pool_map,
 )
 from offramp.calibration.features import LAST, WHOLE
+from offramp.compiler.certainty import add_certainty
 from offramp.compiler.endings import CONFIDENCE, end_classes, end_labels, end_values
 from offramp.compiler.model import SourceModel
 from offramp.compiler.parts import DescribedTensor, PartBuilder
@@ -89,13 +90,15 @@ def build_exit(
     *,
     answer_dtype: str,
     share: float = 1.0,
+    certainty: Sequence[float] = (),
     opset: int,
     ir_version: int,
 ) -> bytes:
     """Build an exit: pooling, trained head, the source model's post-processing, confidence.
 
     The answer, in the source model's form, is named ``{prefix}{answer.output}``; ``answer_dtype``
-    is numpy's name of its element type. A ``share`` of its principal values reach the confidence.
+    is numpy's name of its element type. A ``share`` of its principal values reach the confidence;
+    ``certainty`` are the weights of the criterion ``learned``.
     """
     part = PartBuilder(prefix, opset, ir_version)
     read = [_as_float32(part, tensor) for tensor in cut.read]
@@ -108,7 +111,7 @@ def build_exit(
     elif kind == "regression":
         end_values(part, scores, answer, answer_dtype)
     else:
-        end_classes(part, scores, answer, answer_dtype)
+        end_classes(part, scores, answer, answer_dtype, certainty)
     inputs = _described(cut.read, masked_tensors(cut, head))
     answered = (prefix + answer.output, answer_dtype, ("batch", answer.classes))
     return part.build(inputs, [answered, (prefix + CONFIDENCE, "float32", ("batch",))])
@@ -128,7 +131,8 @@ def build_own(cut: CutTensor, answer: Answer, prefix: str, *, opset: int, ir_ver
         probabilities = part.add("Clip", [scores, *bounds])
     else:
         probabilities = part.add("Softmax", [scores], axis=-1)
-    part.reduce("ReduceMax", probabilities, 1, CONFIDENCE)
+    criterion = "probability" if answer.criterion.on_host else answer.criterion.name
+    add_certainty(part, probabilities, answer.classes, CONFIDENCE, criterion)
     answered = (prefix + answer.output, cut.dtype, cut.shape)
     confidence = (prefix + CONFIDENCE, "float32", ("batch",))
     return part.build([(cut.name, cut.dtype, cut.shape)], [answered, confidence])

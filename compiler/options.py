@@ -46,6 +46,8 @@ class CompileOptions:
     model is reduced to their logits behind the last token of the prompt."""
     mask: str | None = None
     """The graph input that says which tokens count; found by name where not given."""
+    criterion: str = "probability"
+    """What says how sure an exit is (:mod:`offramp.bundle.criteria`)."""
     exits: tuple[str, ...] = ()
     """Cut points to build exits at (:class:`offramp.compiler.ExitRule`); empty chooses
     ``candidates``."""

@@ -183,6 +183,7 @@ def _exit(index: int, built: BuiltExit, answer: str) -> Exit:
         head=built.best.head,
         agreement=built.best.agreement,
         share=built.share,
+        certainty=built.certainty,
         trials=built.heads,
     )
 

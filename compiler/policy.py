@@ -151,6 +151,10 @@ class PolicyChoice:
         ``candidates`` are those of ``tune``, where what was counted of them is wanted again.
         """
         found = candidates or self.candidates(tune)
+        if self.structure.answer.criterion.depends_on_earlier:  # what it says needs all that are built
+            active = tuple(range(found.exits))
+            worth = found.savings(active, self.cost(self.batch_size)) > 0
+            return FixedPath.of(tune, active if worth else ())
         active = found.choose(self.cost(self.batch_size), max_overhead=max_overhead)
         return FixedPath.of(tune, active)
 
@@ -180,6 +184,7 @@ class PolicyChoice:
             self.cost(self.batch_size),
             max_disagreement=self.max_disagreement,
             confidence_level=self.confidence_level,
+            whole=self.structure.answer.criterion.depends_on_earlier,
         )
 
     def terms(self, max_overhead: float | None) -> limits.PolicyTerms:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from offramp.bundle import AnswerTask
+from offramp.bundle.criteria import Criterion
 from offramp.calibration.dataset import DataError, Dataset
 from offramp.calibration.running import run_over
 from offramp.compiler.asked_task import WITHIN_SPREAD
@@ -16,6 +17,7 @@ from offramp.compiler.graph import serialised
 from offramp.compiler.model import SourceModel
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.slicing import find_masks
+from offramp.engine.criteria import CriterionError, known_criterion
 from offramp.engine.options import available_cores
 
 _log = logging.getLogger(__name__)
@@ -43,7 +45,34 @@ def settle_task(model: SourceModel, train: Dataset, options: CompileOptions) -> 
         task = replace(task, within=WITHIN_SPREAD * _spread(model, train))
     if task.kind != "classification":
         _log.info("Answers agree where %s.", task.describe())
-    return replace(model, answer=replace(model.answer, task=task))
+    answer = replace(model.answer, task=task, criterion=_criterion(task, options))
+    return replace(model, answer=answer)
+
+
+def _criterion(task: AnswerTask, options: CompileOptions) -> Criterion:
+    """Take the criterion that is asked for; ModelError where it is not for the model."""
+    name = options.criterion
+    try:
+        criterion = known_criterion(name)
+    except CriterionError as error:
+        raise ModelError(f"--criterion {name}: {error}") from error
+    if name != "probability" and task.kind != "classification":
+        raise ModelError(
+            f"--criterion {name} is for classification; the task is {task.kind}, so leave it out"
+        )
+    if name != "probability" and options.heads == "bridges":
+        raise ModelError(f"--criterion {name} is for pooled heads; leave out --heads bridges")
+    if (name == "learned" or criterion.depends_on_earlier) and options.precision != "fp32":
+        raise ModelError(
+            f"--criterion {name} is for float32, not for --precision {options.precision}; take "
+            "probability, entropy or margin there"
+        )
+    if criterion.depends_on_earlier and options.selection != "savings":
+        raise ModelError(
+            f"--criterion {name}: all exits have to run, which --selection {options.selection} does "
+            "not know; leave it out"
+        )
+    return criterion
 
 
 def _check_asked(task: AnswerTask, options: CompileOptions) -> None:

@@ -38,7 +38,7 @@ def make_controller(
     It starts from the bundle's records and policy, or where the policy does not suit, from one that
     was certified the same way. In release mode everything runs to the end, so that exits only cost
     throughput: there the ramp budget is Apparate's 2 % unless the options say otherwise, and exits
-    beyond it are left out.
+    beyond it are left out. Where exits depend on earlier ones, the policy stays as it is.
     """
     records = bundle.records()
     promise = bundle.policy.promise
@@ -50,14 +50,17 @@ def make_controller(
         "confidence_level": confidence_level,
     }
     policy = bundle.policy
-    kept = within_budget(
-        policy, costs, records, max_overhead=budget, max_disagreement=max_disagreement
-    )
+    depends = bundle.manifest.answer.criterion.depends_on_earlier
+    kept = tuple(active.exit for active in policy.active)
+    if not depends:  # without an exit, what later ones say would be another matter
+        kept = within_budget(
+            policy, costs, records, max_overhead=budget, max_disagreement=max_disagreement
+        )
     suits = promise is not None and promise.covers(max_disagreement, confidence_level)
     if not suits or len(kept) < len(policy.active):
         policy = certified_on(kept, costs, records, **limits)
     controller: Controller
-    if options.controller == "static":
+    if options.controller == "static" or depends:
         audited = 1.0 if mode is Mode.RELEASE else STATIC_AUDIT_PROBABILITY
         controller = StaticController(policy, **limits, audit_probability=audited)
     elif options.controller == "apparate":

@@ -28,6 +28,7 @@ from offramp.bundle import (
     Segment,
     TensorSpec,
 )
+from offramp.bundle.criteria import PROBABILITY, Criterion
 from offramp.bundle.manifest import last_beginning
 from offramp.certify import MODEL_END, NEVER
 from offramp.certify.agreement import float32_at_least
@@ -79,6 +80,8 @@ class StageSpec:
     """Name of the answer's confidence there; where there is none, the backend computes it."""
     form: AnswerForm
     task: AnswerTask = CLASSIFICATION
+    criterion: Criterion = PROBABILITY
+    """What says how sure the answer is, where that is not in ``confidence``: on the host."""
     threshold: float
     """Least confidence to leave with, a float32 value (the policy's rounded up, so that none
     leaves below it); 0 in the last stage, where everything leaves."""
@@ -160,10 +163,22 @@ def make_plan(bundle: Bundle, policy: ExitPolicy | None = None, mode: Mode = Mod
 def plan_stages(
     structure: ModelStructure, read: Callable[[str], bytes], active: Sequence[ActiveExit]
 ) -> tuple[StageSpec, ...]:
-    """Plan the stages between exits, in depth order; ``read`` gives a part's file."""
+    """Plan the stages between exits, in depth order; ``read`` gives a part's file.
+
+    Where an exit's decision depends on earlier ones, all up to the last of ``active`` run.
+    """
+    if structure.answer.criterion.depends_on_earlier and active:
+        active = all_up_to(active)
     ends = [(structure.exits[a.exit].after_segment, a.exit, a.threshold) for a in active]
     last = len(structure.segments) - 1
     return tuple(_stages(structure, read, [*ends, (last, MODEL_END, 0.0)]))
+
+
+def all_up_to(active: Sequence[ActiveExit]) -> tuple[ActiveExit, ...]:
+    """Add all exits before the last one that are not there, at ``NEVER``."""
+    thresholds = {a.exit: a.threshold for a in active}
+    exits = range(max(thresholds) + 1)
+    return tuple(ActiveExit(exit=e, threshold=thresholds.get(e, NEVER)) for e in exits)
 
 
 def make_chained_plan(bundle: Bundle) -> Plan:
@@ -267,6 +282,7 @@ def _stages(
             confidence=exit_.confidence if exit_ else None,
             form=structure.answer.form,
             task=structure.answer.task,
+            criterion=structure.answer.criterion if exit_ else PROBABILITY,
             threshold=float(float32_at_least(np.array(threshold))),
         )
 

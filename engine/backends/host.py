@@ -15,6 +15,14 @@ from numpy.typing import NDArray
 from offramp.bundle import Bundle
 from offramp.engine.assembly import CONFIDENCE, with_confidence
 from offramp.engine.backends.base import Rows, StageResult, TensorBatch
+from offramp.engine.criteria import (
+    STATE,
+    CriterionError,
+    HostCriterion,
+    State,
+    host_criterion,
+    state_in,
+)
 from offramp.engine.errors import BackendError
 from offramp.engine.exit_check import confidence_of
 from offramp.engine.plan import StageSpec
@@ -63,6 +71,8 @@ class HostStage:
     """Carried tensors that the graph gives."""
     passed: tuple[str, ...]
     """Carried tensors that it does not give: graph inputs, and what earlier stages gave."""
+    criterion: HostCriterion | None = None
+    """What says how sure the answer is, where the graph does not."""
 
 
 def load_stage(spec: StageSpec, runtime: str, load: Callable[[bytes], LoadedGraph]) -> HostStage:
@@ -92,7 +102,13 @@ def load_stage(spec: StageSpec, runtime: str, load: Callable[[bytes], LoadedGrap
             f"{sorted(given)}, the manifest says {sorted(spec.inputs)} and {list(answered)}; "
             "compile the model again"
         )
-    return HostStage(spec, execute, added, spec.inputs, answered + computed, computed, passed)
+    try:
+        criterion = host_criterion(spec.criterion)
+    except CriterionError as error:
+        raise BackendError(str(error)) from error
+    return HostStage(
+        spec, execute, added, spec.inputs, answered + computed, computed, passed, criterion
+    )
 
 
 class HostBackend:
@@ -171,11 +187,16 @@ class HostSlot:
         elif spec.answer is not None:
             answer, *outputs = outputs
             confidence = confidence_of(answer, spec.form, spec.task)
+        state: State = {}
+        if stage.criterion is not None and answer is not None:
+            confidence, state = stage.criterion.serve(answer, state_in(tensors))
         if not spec.carried:
             return StageResult(answer, confidence, None)
         carried = dict(zip(stage.computed, outputs))  # noqa: B905, as long as was asked for
         for name in stage.passed:
             carried[name] = tensors[name]
+        for name, array in state.items():
+            carried[STATE + name] = array
         return StageResult(answer, confidence, HostBatch(carried, batch.rows))
 
     def select(self, batch: TensorBatch, rows: Rows) -> HostBatch:
@@ -193,7 +214,9 @@ class HostSlot:
     def merge(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> HostBatch:
         """Concatenate rows of the parts, in their order."""
         chosen = [self.select(batch, rows).tensors for batch, rows in parts]
-        joined = {name: np.concatenate([tensors[name] for tensors in chosen]) for name in chosen[0]}
+        # A criterion whose function failed on a part has no state there, and begins anew.
+        names = [name for name in chosen[0] if all(name in tensors for tensors in chosen)]
+        joined = {name: np.concatenate([tensors[name] for tensors in chosen]) for name in names}
         return HostBatch(joined, sum(len(rows) for _, rows in parts))
 
     def close(self) -> None:

@@ -1,0 +1,116 @@
+"""The criteria of answers of one class of several, as operators of an exit's graph.
+
+:mod:`offramp.engine.certainty` has the same in numpy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from offramp.bundle import Answer
+from offramp.bundle.criteria import LEARNED_WEIGHTS
+from offramp.compiler.parts import PartBuilder
+from offramp.engine.certainty import LEAST, SMALLEST
+
+
+def add_certainty(
+    part: PartBuilder,
+    probabilities: str,
+    classes: int,
+    name: str,
+    criterion: str,
+    weights: Sequence[float] = (),
+) -> None:
+    """Add how sure probabilities [b, classes] are by a criterion, named ``name`` [b].
+
+    Of ``probability`` NaN stays NaN, which no sample leaves with; of others it is 0. ``weights``
+    are those of ``learned``.
+    """
+    if criterion == "probability":
+        part.reduce("ReduceMax", probabilities, 1, name)
+    elif criterion == "margin":
+        _bounded(part, _margin(part, probabilities, classes), name)
+    elif criterion == "entropy":
+        _bounded(part, _certainty(part, probabilities, classes), name)
+    else:
+        assert len(weights) == LEARNED_WEIGHTS, f"{criterion} with {len(weights)} weights"
+        _learned(part, probabilities, classes, weights, name)
+
+
+def certainty_graph(
+    answer: Answer, dtype: str, name: str, given: str, criterion: str, *, opset: int, ir_version: int
+) -> bytes:
+    """Build a graph that takes an exit's answer, called ``given``, and says how sure it is.
+
+    Its output is ``name``/confidence: for exits that were built with another criterion, in the
+    answer's form and of its ``dtype``.
+    """
+    part = PartBuilder(f"{name}/", opset, ir_version)
+    scores = given if dtype == "float32" else part.add("Cast", [given], to=1)
+    if answer.form != "probabilities":
+        scores = part.add("Softmax", [scores], axis=-1)
+    add_certainty(part, scores, answer.classes, "confidence", criterion)
+    inputs = [(given, dtype, ("batch", answer.classes))]
+    return part.build(inputs, [(f"{name}/confidence", "float32", ("batch",))])
+
+
+def _learned(
+    part: PartBuilder, probabilities: str, classes: int, weights: Sequence[float], name: str
+) -> None:
+    largest = part.reduce("ReduceMax", probabilities, 1)
+    statistics = (
+        largest,
+        _margin(part, probabilities, classes),
+        _certainty(part, probabilities, classes),
+    )
+    sum_ = _number(part, "constant", weights[-1])
+    one = _number(part, "one", 1)
+    for value, weight in zip(statistics, weights[:-1], strict=True):
+        bounds = [_number(part, "bound", bound) for bound in (LEAST, 1 - LEAST)]
+        bounded = part.add("Clip", [value, *bounds])
+        odds = [part.add("Log", [bounded]), part.add("Log", [part.add("Sub", [one, bounded])])]
+        weighed = part.add("Mul", [part.add("Sub", odds), _number(part, "weight", weight)])
+        sum_ = part.add("Add", [sum_, weighed])
+    sure = part.add("Sigmoid", [sum_])
+    # A bound may have taken the place of NaN: what the largest probability says is not lost.
+    there = part.add("Greater", [largest, _number(part, "zero", 0)])
+    part.add("Where", [there, sure, _number(part, "zero", 0)], name)
+
+
+def _margin(part: PartBuilder, probabilities: str, classes: int) -> str:
+    if classes == 1:
+        return part.reduce("ReduceMax", probabilities, 1)
+    count = part.weight("two", np.array([2], np.int64))
+    largest, _ = part.add_all("TopK", [probabilities, count], ["", ""], axis=1)
+    signs = part.weight("signs", np.array([[1, -1]], np.float32))
+    return _sum(part, part.add("Mul", [largest, signs]))
+
+
+def _certainty(part: PartBuilder, probabilities: str, classes: int) -> str:
+    """Add 1 − the entropy over its largest, log(classes)."""
+    if classes == 1:
+        return part.reduce("ReduceMax", probabilities, 1)
+    least = _number(part, "least", SMALLEST)
+    logs = part.add("Log", [part.add("Max", [probabilities, least])])
+    negative = _sum(part, part.add("Mul", [probabilities, logs]))
+    relative = part.add("Div", [negative, _number(part, "most", math.log(classes))])
+    return part.add("Add", [relative, _number(part, "one", 1)])
+
+
+def _sum(part: PartBuilder, values: str) -> str:
+    axis = part.weight("axis", np.array([1], np.int64))
+    return part.add("ReduceSum", [values, axis], keepdims=0)
+
+
+def _number(part: PartBuilder, name: str, value: float | np.floating) -> str:
+    return part.weight(name, np.array(value, np.float32))
+
+
+def _bounded(part: PartBuilder, values: str, name: str) -> None:
+    """Take NaN for 0, and bound by 0 and 1."""
+    zero, one = _number(part, "zero", 0), _number(part, "one", 1)
+    valid = part.add("Where", [part.add("IsNaN", [values]), zero, values])
+    part.add("Clip", [valid, zero, one], name)
