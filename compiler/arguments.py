@@ -50,9 +50,6 @@ def compile_parser() -> argparse.ArgumentParser:
                        "reverse; margin, between the two largest; learned, a regression over "
                        "these; patience, how many exits in a row agree (PABEE); or your "
                        "own")  # fmt: skip
-    exits.add_argument("--criterion-module", metavar="FILE.py:NAME",
-                       help="a criterion of your own: a function of answers, [batch, "
-                       "classes], to confidences from 0 to 1")  # fmt: skip
     exits.add_argument("--candidates", type=_positive, default=12, metavar="N",
                        help="most exits that are built, if --exits is not given")  # fmt: skip
     _add_max_cut_tensors(exits)
@@ -208,6 +205,10 @@ def _parser(
     )
     parser.add_argument("--custom-ops", type=Path, action="append", default=[], metavar="LIB.so",
                         help="library with operators that ONNX Runtime does not have; may be "
+                        "repeated")  # fmt: skip
+    parser.add_argument("--criterion-module", action="append", default=[], metavar="FILE.py:NAME",
+                        help="a criterion of your own: a function of answers [batch, classes], "
+                        "float32, that gives confidences [batch] from 0 to 1; may be "
                         "repeated")  # fmt: skip
     return parser
 

@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+import onnx
+from onnx import TensorProto
 
 from offramp.bundle import Answer
 from offramp.bundle.criteria import LEARNED_WEIGHTS
 from offramp.compiler.parts import PartBuilder
+from offramp.engine.assembly import assemble
 from offramp.engine.certainty import LEAST, SMALLEST
 
 
@@ -40,21 +43,35 @@ def add_certainty(
         _learned(part, probabilities, classes, weights, name)
 
 
-def certainty_graph(
-    answer: Answer, dtype: str, name: str, given: str, criterion: str, *, opset: int, ir_version: int
+def with_certainty(
+    graph: bytes, exits: Mapping[str, str], answer: Answer, dtype: str, criterion: str
 ) -> bytes:
-    """Build a graph that takes an exit's answer, called ``given``, and says how sure it is.
+    """Have a graph of exits say how sure they are by another criterion than it was built with.
 
-    Its output is ``name``/confidence: for exits that were built with another criterion, in the
-    answer's form and of its ``dtype``.
+    ``exits`` has the names of their confidences by those of their answers [b, classes], which are
+    of the answer's form and ``dtype``; the graph gives the other outputs as before, and all under
+    the same names. ``learned`` has weights that no graph can be given afterwards.
     """
-    part = PartBuilder(f"{name}/", opset, ir_version)
-    scores = given if dtype == "float32" else part.add("Cast", [given], to=1)
-    if answer.form != "probabilities":
-        scores = part.add("Softmax", [scores], axis=-1)
-    add_certainty(part, scores, answer.classes, "confidence", criterion)
-    inputs = [(given, dtype, ("batch", answer.classes))]
-    return part.build(inputs, [(f"{name}/confidence", "float32", ("batch",))])
+    proto = onnx.ModelProto.FromString(graph)
+    opset = next(o.version for o in proto.opset_import if o.domain in ("", "ai.onnx"))
+    renamed = {old: f"{old}/before" for old in exits.values()}
+    for node in proto.graph.node:
+        node.output[:] = [renamed.get(name, name) for name in node.output]
+    outputs = [output.name for output in proto.graph.output]
+    kept = [output for output in proto.graph.output if output.name not in renamed]
+    del proto.graph.output[:]
+    proto.graph.output.extend(kept)
+    parts = [proto.SerializeToString()]
+    for given, confidence in exits.items():
+        prefix, _, name = confidence.rpartition("/")
+        part = PartBuilder(f"{prefix}/", opset, proto.ir_version)
+        scores = given if dtype == "float32" else part.add("Cast", [given], to=TensorProto.FLOAT)
+        if answer.form != "probabilities":
+            scores = part.add("Softmax", [scores], f"{criterion}_of", axis=-1)
+        add_certainty(part, scores, answer.classes, name, criterion)
+        inputs = [(given, dtype, ("batch", answer.classes))]
+        parts.append(part.build(inputs, [(confidence, "float32", ("batch",))]))
+    return assemble(parts, outputs)
 
 
 def _learned(

@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from offramp.bundle import BundleError
-from offramp.bundle.criteria import PATIENCE
 from offramp.bundle.serde import to_plain
 from offramp.calibration.dataset import DataError
 from offramp.calibration.errors import UntrainableError
@@ -26,7 +25,7 @@ from offramp.compiler import arguments, engine_arguments
 from offramp.compiler.errors import CompileError, EngineOptionsError, ModelError
 from offramp.compiler.interruption import Target, raising_signals, status_of
 from offramp.compiler.progress import TerminalProgress
-from offramp.engine.criteria import CriterionError
+from offramp.engine.criteria import CriterionError, known_criterion, load_criterion
 from offramp.engine.errors import BackendError
 from offramp.engine.options import available_cores
 
@@ -61,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"eecompile: {error}", file=sys.stderr)
         return 1
     try:
+        for text in options.criterion_module:
+            load_criterion(text)
         with raising_signals(), _libraries(options.custom_ops):
             return command.run(options, console)
     except ImportError as error:
@@ -127,8 +128,6 @@ def _compile(options: argparse.Namespace, console: Console) -> int:
     from offramp.compiler.printing import print_bundle, print_use  # noqa: PLC0415
 
     output = options.output or _beside(options.model)
-    if options.criterion_module:
-        options.criterion = _own_criterion(options)
     engines = _engines_to_build(options, output)
     threads = available_cores()
     asked = _read(
@@ -150,17 +149,6 @@ def _compile(options: argparse.Namespace, console: Console) -> int:
     return _build_and_print(engines, console, chooses=engine_arguments.chooses_precision(options))
 
 
-def _own_criterion(options: argparse.Namespace) -> str:
-    from offramp.engine.criteria import load_criterion  # noqa: PLC0415
-
-    name = load_criterion(options.criterion_module)
-    if options.criterion not in (name, "probability"):
-        raise CriterionError(
-            f"--criterion {options.criterion} is not the {name} of --criterion-module; leave it out"
-        )
-    return name
-
-
 def _engines_to_build(options: argparse.Namespace, output: Path) -> BuildOptions | None:
     """Read what ``--backend tensorrt`` asks for; CompileError if it cannot be done here."""
     from offramp.compiler.build import BuildOptions, check_device, check_options  # noqa: PLC0415
@@ -171,7 +159,7 @@ def _engines_to_build(options: argparse.Namespace, output: Path) -> BuildOptions
         if given:
             raise EngineOptionsError(f"{', '.join(given)} is for engines: add --backend tensorrt")
         return None
-    if options.criterion_module or options.criterion == PATIENCE:
+    if known_criterion(options.criterion).on_host:
         raise EngineOptionsError(
             f"--criterion {options.criterion}: criteria that the host computes are for CPUs; leave "
             "--backend tensorrt out"

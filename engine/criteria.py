@@ -86,6 +86,8 @@ class HostCriterion(NamedTuple):
 
         The state is begun anew then.
         """
+        if self.function is patience:  # it needs no watching, which costs more than itself
+            return patience(answer, state)
         try:
             return self.apply(answer, state)
         except CriterionError as error:
@@ -102,18 +104,21 @@ def patience(answers: NDArray[np.float32], state: State) -> tuple[NDArray[np.flo
     confidence are log n. An answer with NaN agrees with none.
     """
     classes = answers.argmax(axis=1)
-    classes[np.isnan(answers).any(axis=1)] = -1
+    # The first NaN counts as the largest.
+    classes[np.isnan(answers[np.arange(len(classes)), classes])] = -1
+    return patience_of_classes(classes, state)
+
+
+def patience_of_classes(
+    classes: NDArray[np.integer[Any]], state: State
+) -> tuple[NDArray[np.float32], State]:
+    """Do as :func:`patience`, of classes [b], −1 where there is none."""
     counter = np.zeros(len(classes), np.int64)
     if state:
         same = (classes == state["class"]) & (classes >= 0)
         counter = np.where(same, state["counter"] + 1, 0)
-    return patience_threshold(counter), {"class": classes, "counter": counter}
-
-
-def patience_threshold(counter: Any) -> NDArray[np.float32]:
-    """Give the confidence of counters, which is the threshold of a patience: float32."""
-    count = np.asarray(counter, np.float32)
-    return np.asarray(count / (count + np.float32(1)), np.float32)
+    count = counter.astype(np.float32)
+    return count / (count + np.float32(1)), {"class": classes, "counter": counter}
 
 
 _REGISTERED: dict[str, HostCriterion] = {PATIENCE: HostCriterion(PATIENCE, patience, True)}

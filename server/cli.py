@@ -9,6 +9,7 @@ from pathlib import Path
 
 from offramp.bundle import BundleError
 from offramp.engine.core import Engine
+from offramp.engine.criteria import load_criterion
 from offramp.engine.errors import EngineError
 from offramp.server.app import serve
 from offramp.server.arguments import parse_arguments
@@ -28,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return await Engine.open(arguments.models, arguments.engine)
 
     try:
+        for text in arguments.criterion_modules:
+            load_criterion(text)
         with _libraries(arguments.custom_ops):
             if arguments.self_check:
                 from offramp.server.self_check import self_check  # noqa: PLC0415 - rarely asked for

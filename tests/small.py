@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from tests.bundles import compile_tiny
 from tests.models import mlp
 
 
-def compile_small(folder: Path, *, seed: int = 0) -> tuple[Bundle, Path]:
+def compile_small(folder: Path, *, seed: int = 0, **options: Any) -> tuple[Bundle, Path]:
     """Compile an MLP on slightly varied vectors of eight kinds; also gives inputs to serve.
 
     The inputs are of the same distribution, in an archive beside the bundle.
@@ -23,7 +24,7 @@ def compile_small(folder: Path, *, seed: int = 0) -> tuple[Bundle, Path]:
         patched.setattr(profiling.TimedGraph, "time_ms", lambda _self, _tensors: 1.0)
         patched.setattr(profiling, "_staged_ms", lambda _pipeline, _slot, _tensors: 1.0)
         patched.setattr(profiling, "disturbances", lambda *_: ())
-        bundle = compile_tiny(mlp(layers=4), {"x": _vectors(1400, seed)}, folder, name="small")
+        bundle = compile_tiny(mlp(layers=4), {"x": _vectors(1400, seed)}, folder, name="small", **options)
     inputs = folder / "inputs.npz"
     np.savez(inputs, x=_vectors(400, seed + 1))
     return bundle, inputs

@@ -68,6 +68,12 @@ def export_bundle(options: ExportOptions, progress: Progress = SILENT) -> Export
         VerificationError: The file would not do what the bundle does; nothing is written.
     """
     bundle = open_runnable(options.bundle)
+    criterion = bundle.manifest.answer.criterion
+    if criterion.on_host:
+        raise ExportError(
+            f"{options.bundle}: the criterion {criterion.name} is computed by the host, and an "
+            "export has graphs alone; compile with --criterion probability, entropy, margin or learned"
+        )
     plan = make_plan(bundle)
     data = _check(bundle, plan, options)
     _check_opsets(options.bundle, plan)

@@ -78,10 +78,16 @@ class CudaBackend:
     def prepare(self, spec: StageSpec) -> CudaStage:
         """Load a stage, which lasts as long as the result is referred to.
 
-        BackendError if it cannot be loaded, or its bundle is a cascade, whose int8 is for CPUs.
+        BackendError if it cannot be loaded, its bundle is a cascade, whose int8 is for CPUs, or its
+        criterion is one that the host computes.
         """
         if spec.bundle is not None:
             require_fp32(spec.bundle.manifest, spec.bundle.path)
+        if spec.criterion.on_host:
+            raise BackendError(
+                f"criterion {spec.criterion.name} is computed by the host, not on GPUs; serve with "
+                "--backend onnxruntime, or compile with --criterion entropy"
+            )
         with self._driver.current():
             self._shared.stages.sweep()
             try:

@@ -79,6 +79,14 @@ def add_models(parser: argparse.ArgumentParser) -> None:
         help="library with operators that ONNX Runtime does not have, for --backend onnxruntime; "
         "may be repeated. It is code: nothing is loaded that is not named here",
     )
+    group.add_argument(
+        "--criterion-module",
+        metavar="FILE.py:NAME",
+        action="append",
+        default=[],
+        help="the criterion of your own that a bundle was compiled with; on the CPU; may be "
+        "repeated. It is code, as --custom-ops is",
+    )
 
 
 def name_models(bundles: Sequence[Path], named: Sequence[tuple[str, Path]]) -> dict[str, Path]:
@@ -212,6 +220,8 @@ class Arguments:
     """Where the report of the check goes."""
     custom_ops: tuple[Path, ...] = ()
     """Libraries of operators, which the process loads."""
+    criterion_modules: tuple[str, ...] = ()
+    """``FILE.py:NAME`` of users' criteria, which the process runs."""
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
@@ -265,4 +275,5 @@ def _understand(given: argparse.Namespace) -> Arguments:
         self_check=given.self_check,
         json=given.json,
         custom_ops=tuple(given.custom_ops),
+        criterion_modules=tuple(given.criterion_module),
     )

@@ -11,6 +11,7 @@ from offramp import __version__
 from offramp.bundle import BundleError
 from offramp.calibration.dataset import DataError
 from offramp.engine.backends.custom_ops import using_libraries
+from offramp.engine.criteria import CriterionError, load_criterion
 from offramp.engine.errors import BackendError
 from offramp.tools.bench import adapt_command, compare_command, load_command, simulate_command
 
@@ -19,9 +20,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``eebench``; gives the exit status."""
     options = _parser().parse_args(argv)
     try:
+        for text in options.criterion_module:
+            load_criterion(text)
         with using_libraries(options.custom_ops):
             return int(options.run(options))
-    except (BundleError, DataError, BackendError, OSError, ValueError) as error:
+    except (BundleError, DataError, BackendError, CriterionError, OSError, ValueError) as error:
         print(f"eebench: {error}", file=sys.stderr)
         return 1
 
@@ -42,6 +45,13 @@ def _parser() -> argparse.ArgumentParser:
             default=[],
             type=Path,
             help="library with operators that ONNX Runtime does not have; may be repeated",
+        )
+        subparser.add_argument(
+            "--criterion-module",
+            metavar="FILE.py:NAME",
+            action="append",
+            default=[],
+            help="the criterion of your own that a bundle was compiled with; may be repeated",
         )
     return parser
 

@@ -72,6 +72,7 @@ def compare(
     rounds: int,
     samples: int,
     others: Mapping[str, BatchRunner] | None = None,
+    methods: Mapping[str, Plan] | None = None,
     progress: Callable[[int], None] = lambda _: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Row]:
@@ -86,6 +87,7 @@ def compare(
         rounds: Parts of the data; figures are medians over them.
         samples: How many of the data to use, at most.
         others: Further systems by name, measured along on the same samples.
+        methods: Further plans of the bundle's exits by name (:mod:`.methods`), likewise.
         progress: Called with the number of samples of each batch.
         clock: In seconds. ``time.thread_time``, on the CPU with one thread, counts none of the time
             that other processes take.
@@ -93,6 +95,7 @@ def compare(
     bundle = backend.as_computed(bundle)
     plan = make_plan(bundle)
     plans = {SOURCE: make_plan(bundle, mode=Mode.OFF), OFFRAMP: plan, NO_EXIT: never_exiting(plan)}
+    plans |= methods or {}
     pipelines = {
         name: Pipeline(backend, plan)
         for name, plan in plans.items()

@@ -29,6 +29,7 @@ from offramp.tools.bench.compare import (
     parse_also,
     samples_run,
 )
+from offramp.tools.bench.methods import TunedMethod, parse_methods, tune_methods
 from offramp.tools.bench.output import (
     check_outputs,
     describe_environment,
@@ -77,6 +78,15 @@ def add_parser(commands: Any) -> None:
         "of the same name and shape: an exported bundle, a smaller or a quantised model; runs on "
         "the CPU; may be repeated",
     )
+    add(
+        "--method",
+        action="append",
+        default=[],
+        metavar="NAME,…",
+        help="published methods to measure on the bundle's own exits: branchynet (entropy, a "
+        "threshold for each exit), deebert (entropy, one threshold), pabee (exits in a row that "
+        "agree); on the CPU; may be repeated",
+    )
     add("--json", type=Path, metavar="FILE", help="write the figures there too")
     frontier_command.add_arguments(command)
     command.set_defaults(run=run)
@@ -89,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
     frontier_command.check_unused(options)
     console = Console()
     check_outputs(options.json)
-    also = parse_also(options.also)
+    also, named = parse_also(options.also), parse_methods(options.method)
     bundle = open_runnable(options.bundle)
     dataset = read_samples(options.data, bundle.manifest)
     backend = make_backend(
@@ -100,27 +110,29 @@ def run(options: argparse.Namespace) -> int:
         max_rows=max(options.batch_sizes),
         bundles=(options.bundle,),
     )
-    if also and backend.name not in CPU_RUNTIMES:
+    if (also or named) and backend.name not in CPU_RUNTIMES:
         backend.close()
         raise ValueError(
-            f"--also runs on the CPU, the bundle on {backend.name}: not to be compared; add "
+            f"{'--also' if also else '--method'} runs on the CPU, the bundle on {backend.name}: not to be compared; add "
             "--backend onnxruntime"
         )
     others = {model.name: AlsoRunner(model, bundle, options.threads) for model in also}
+    methods, measured = tune_methods(named, bundle, dataset, threads=options.threads)
     total = samples_run(
-        dataset, options.batch_sizes, rounds=options.rounds, samples=options.samples
+        measured, options.batch_sizes, rounds=options.rounds, samples=options.samples
     )
     with Progress(console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task("Compare", total=total)
         rows = compare(
             bundle,
             backend,
-            dataset,
+            measured,
             threads=options.threads,
             batch_sizes=options.batch_sizes,
             rounds=options.rounds,
             samples=options.samples,
             others=others,
+            methods={method.name: method.plan for method in methods},
             progress=lambda amount: bars.advance(task, amount),
         )
     backend.close()
@@ -136,12 +148,27 @@ def run(options: argparse.Namespace) -> int:
         rounds=options.rounds,
         data=options.data.name,
         also=describe_also(also),
+        methods={m.name: _described(m) for m in methods},
     )
     title = f"{options.bundle}: measured on {backend.name}"
     print_rows(console, rows, title=title, baseline=baseline)
+    for method in methods:
+        console.print(method.describe(), soft_wrap=True)
+    if methods:
+        console.print(f"{', '.join(named)}: no certificate; what holds holds of what tuned them.")
     document = {"rows": [asdict(row) for row in rows], "environment": environment}
     write_json(options.json, document)
     return 0
+
+
+def _described(method: TunedMethod) -> dict[str, Any]:
+    """Say how a method was tuned, for the JSON document."""
+    return {
+        "thresholds": method.thresholds,
+        "tuned_on": method.tuned_on,
+        "disagreement_there": method.disagreement,
+        "predicted_savings_there": method.predicted_savings,
+    }
 
 
 def print_rows(console: Console, rows: Sequence[Row], *, title: str, baseline: str) -> None:

@@ -1,0 +1,212 @@
+"""Published early-exit methods on a bundle's own exits: what ``eebench compare --method`` measures.
+
+A method is a criterion and a rule for its thresholds. Backbone, heads, data and rounds are the
+bundle's, so that what differs is how it is decided who leaves:
+
+* BranchyNet (Algorithm 1): the entropy of the answer, a threshold for each exit;
+* DeeBERT (3.2): the entropy, one threshold for all exits;
+* PABEE (3.3): so many exits in a row that give the same class, one number for all.
+
+Of the thresholds that keep the bundle's bound on the samples that tune, those are taken that are
+predicted to save most: nothing is promised of other samples. Where they need what the bundle's own
+records of its tuning split lack, the first samples of the data tune, and are not measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy
+from offramp.bundle.bundle import TUNE
+from offramp.bundle.criteria import PATIENCE, Criterion
+from offramp.calibration.dataset import Dataset
+from offramp.calibration.records import ExitRecords, record_answers
+from offramp.certify import FloatArray, Records, evaluate
+from offramp.certify.path import best_common_thresholds
+from offramp.compiler.certainty import with_certainty
+from offramp.engine.control.costs import CostModel
+from offramp.engine.control.published.search import search_thresholds
+from offramp.engine.control.published.thresholds import count_allowed
+from offramp.engine.controllers import MAX_DISAGREEMENT
+from offramp.engine.criteria import State, patience_of_classes
+from offramp.engine.plan import Plan, StageSpec, answering_graphs, make_plan
+from offramp.tools.bench.arguments import look_up
+
+TUNING_SHARE: Final = 0.25
+"""Of the data, that tunes where records do not do."""
+MOST_TUNING: Final = 1000
+_LEAST_TUNING: Final = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """A criterion, and how its thresholds are found."""
+
+    criterion: Criterion
+    search: Callable[[Records, int], FloatArray]
+    """Takes what exits said of the samples that tune, and how many errors are allowed; gives a
+    threshold for each exit."""
+
+
+METHODS: Final[Mapping[str, Method]] = {
+    "branchynet": Method(criterion=Criterion(name="entropy"), search=search_thresholds),
+    "deebert": Method(criterion=Criterion(name="entropy"), search=best_common_thresholds),
+    "pabee": Method(
+        criterion=Criterion(name=PATIENCE, depends_on_earlier=True), search=best_common_thresholds
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TunedMethod:
+    """A method with its thresholds on a bundle, ready to be measured."""
+
+    name: str
+    plan: Plan
+    thresholds: tuple[float, ...]
+    """Of all exits of the bundle, as confidences."""
+    tuned_on: str
+    """In words: which samples, and how many."""
+    disagreement: float
+    """On these samples."""
+    predicted_savings: float
+    """On these samples, at the bundle's reference batch size."""
+
+    def describe(self) -> str:
+        """Say what was tuned, for the table's footnote."""
+        used = [f"exit {i} ≥ {t:.4g}" for i, t in enumerate(self.thresholds) if t < NEVER]
+        return (
+            f"{self.name}: {', '.join(used) or 'no exit pays within the bound'}; tuned on "
+            f"{self.tuned_on}, {self.disagreement:.2%} unlike the model there"
+        )
+
+
+def parse_methods(texts: Sequence[str]) -> tuple[str, ...]:
+    """Read names, separated by commas or given one by one; ValueError for one that is unknown."""
+    names = [name.strip() for text in texts for name in text.split(",")]
+    return tuple(look_up("method", dict.fromkeys(names), METHODS))
+
+
+def tune_methods(
+    names: Sequence[str], bundle: Bundle, dataset: Dataset, *, threads: int
+) -> tuple[list[TunedMethod], Dataset]:
+    """Find the thresholds of methods; gives them, and the data that is left to be measured.
+
+    ValueError where the bundle is none of classification, has no exits, or its data are too few.
+    """
+    manifest = bundle.manifest
+    if not names:
+        return [], dataset
+    if manifest.answer.task.kind != "classification":
+        raise ValueError(
+            f"--method {','.join(names)}: entropy and patience are of classes; the bundle's task "
+            f"is {manifest.answer.task.kind}"
+        )
+    if not manifest.exits:
+        raise ValueError(f"--method {','.join(names)}: the bundle has no exits")
+    kept = ExitRecords.kept_by(bundle, TUNE)
+    found: dict[str, tuple[ExitRecords, str]] = {
+        PATIENCE: (_patient(kept), f"the bundle's {len(kept.final_prediction)} tuning records")
+    }
+    entropy = Criterion(name="entropy")
+    if manifest.answer.criterion == entropy:
+        found["entropy"] = kept, found[PATIENCE][1]
+    elif any(METHODS[name].criterion == entropy for name in names):
+        count = min(int(TUNING_SHARE * len(dataset)), MOST_TUNING)
+        if count < _LEAST_TUNING:
+            raise ValueError(
+                f"--method {','.join(names)}: a quarter of the data tunes entropies, and that is "
+                f"{count} samples; give at least {round(_LEAST_TUNING / TUNING_SHARE)}"
+            )
+        part = dataset.subset(np.arange(count))
+        found["entropy"] = (
+            _recorded(bundle, part, entropy, threads),
+            f"the first {count} samples of the data, which are not measured",
+        )
+        dataset = dataset.subset(np.arange(count, len(dataset)))
+    return [_tune(name, bundle, *found[METHODS[name].criterion.name]) for name in names], dataset
+
+
+def _tune(name: str, bundle: Bundle, records: ExitRecords, tuned_on: str) -> TunedMethod:
+    method, manifest = METHODS[name], bundle.manifest
+    promise = bundle.policy.promise
+    bound = MAX_DISAGREEMENT if promise is None else promise.max_disagreement
+    costs = CostModel.of(
+        manifest, bundle.profile(), manifest.calibration.reference_batch_size
+    )
+    latency_ms = costs.latency_ms(list(range(costs.exits)))
+    data = Records.of(records.confidence, records.agrees, latency_ms)
+    thresholds = method.search(data, count_allowed(bound, data.samples))
+    outcome = evaluate(
+        data.confidence, data.agrees, latency_ms, thresholds, vanilla_ms=costs.source_ms
+    )
+    if outcome.savings <= 0:  # exits cost more than they save: it is better served without
+        thresholds = np.full_like(thresholds, NEVER)
+    leaving = thresholds < NEVER
+    return TunedMethod(
+        name=name,
+        plan=_plan(bundle, method.criterion, thresholds),
+        thresholds=tuple(thresholds.tolist()),
+        tuned_on=tuned_on,
+        disagreement=float(outcome.disagreement) if leaving.any() else 0.0,
+        predicted_savings=float(outcome.savings) if leaving.any() else 0.0,
+    )
+
+
+def _plan(bundle: Bundle, criterion: Criterion, thresholds: FloatArray) -> Plan:
+    """Plan stages that decide by a criterion, whatever the bundle was compiled with."""
+    active = tuple(
+        ActiveExit(exit=index, threshold=threshold)
+        for index, threshold in enumerate(thresholds.tolist())
+        if threshold < NEVER
+    )
+    answer = replace(bundle.manifest.answer, criterion=criterion)
+    judged = replace(bundle, manifest=replace(bundle.manifest, answer=answer))
+    plan = make_plan(judged, ExitPolicy(version=1, active=active))
+    if criterion.on_host or criterion == bundle.manifest.answer.criterion:
+        return plan
+    return replace(plan, stages=tuple(_in_graph(criterion, bundle, spec) for spec in plan.stages))
+
+
+def _in_graph(criterion: Criterion, bundle: Bundle, spec: StageSpec) -> StageSpec:
+    if spec.final:
+        return spec
+    return replace(spec, load=partial(_with_certainty, spec, bundle, criterion.name))
+
+
+def _with_certainty(spec: StageSpec, bundle: Bundle, criterion: str) -> bytes:
+    """The stage's graph, computing the criterion where it computed the bundle's own."""
+    assert spec.answer is not None
+    assert spec.confidence is not None
+    manifest = bundle.manifest
+    exits = {spec.answer: spec.confidence}
+    return with_certainty(spec.load(), exits, manifest.answer, manifest.outputs[0].dtype, criterion)
+
+
+def _recorded(
+    bundle: Bundle, dataset: Dataset, criterion: Criterion, threads: int
+) -> ExitRecords:
+    """Answer samples at every exit, with a criterion that graphs compute."""
+    manifest = bundle.manifest
+    exits = {e.output: e.confidence for e in manifest.exits}
+    front, *behind = answering_graphs(manifest, bundle.read)
+    dtype = manifest.outputs[0].dtype
+    front = with_certainty(front, exits, manifest.answer, dtype, criterion.name)
+    answer = replace(manifest.answer, criterion=criterion)
+    graphs = (front, *behind)
+    return record_answers(graphs, list(exits.items()), answer, dataset, threads=threads)
+
+
+def _patient(records: ExitRecords) -> ExitRecords:
+    """Find what patience says of recorded classes."""
+    confidence: NDArray[np.float32] = np.empty_like(records.confidence)
+    state: State = {}
+    for place, classes in enumerate(records.prediction):
+        confidence[place], state = patience_of_classes(classes, state)
+    return replace(records, confidence=confidence)
