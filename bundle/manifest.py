@@ -126,7 +126,9 @@ class Answer:
         what = _COUNTED[self.task.kind]
         if self.task.is_dense:
             what += f" ({self.task.kind})"
-        return f"{self.classes} {what}" + (f", {self.form}" if self.form != "values" else "")
+        form = f", {self.form}" if self.form != "values" else ""
+        judged = f", exits by {self.criterion.name}" if self.criterion != PROBABILITY else ""
+        return f"{self.classes} {what}{form}{judged}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

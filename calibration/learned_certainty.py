@@ -42,7 +42,10 @@ def fit_certainty(
 
 
 def _loss(
-    design: NDArray[np.float64], agrees: NDArray[np.bool_], weights: NDArray[np.float64], ridge: float
+    design: NDArray[np.float64],
+    agrees: NDArray[np.bool_],
+    weights: NDArray[np.float64],
+    ridge: float,
 ) -> float:
     logit = design @ weights
     data = (np.logaddexp(0.0, logit) - agrees * logit).sum()

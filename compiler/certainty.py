@@ -63,15 +63,26 @@ def with_certainty(
     proto.graph.output.extend(kept)
     parts = [proto.SerializeToString()]
     for given, confidence in exits.items():
-        prefix, _, name = confidence.rpartition("/")
-        part = PartBuilder(f"{prefix}/", opset, proto.ir_version)
+        prefix = f"{confidence}/by/"  # of the exit's own names none may come again
+        part = PartBuilder(prefix, opset, proto.ir_version)
         scores = given if dtype == "float32" else part.add("Cast", [given], to=TensorProto.FLOAT)
         if answer.form != "probabilities":
-            scores = part.add("Softmax", [scores], f"{criterion}_of", axis=-1)
-        add_certainty(part, scores, answer.classes, name, criterion)
+            scores = part.add("Softmax", [scores], axis=-1)
+        add_certainty(part, scores, answer.classes, criterion, criterion)
         inputs = [(given, dtype, ("batch", answer.classes))]
-        parts.append(part.build(inputs, [(confidence, "float32", ("batch",))]))
+        built = part.build(inputs, [(prefix + criterion, "float32", ("batch",))])
+        parts.append(_renamed(built, prefix + criterion, confidence))
     return assemble(parts, outputs)
+
+
+def _renamed(graph: bytes, old: str, new: str) -> bytes:
+    """Rename the one output of a graph."""
+    proto = onnx.ModelProto.FromString(graph)
+    (output,) = proto.graph.output
+    output.name = new
+    for node in proto.graph.node:
+        node.output[:] = [new if name == old else name for name in node.output]
+    return proto.SerializeToString()
 
 
 def _learned(

@@ -127,6 +127,7 @@ def _compile(options: argparse.Namespace, console: Console) -> int:
     from offramp.compiler.options import CompileOptions  # noqa: PLC0415
     from offramp.compiler.printing import print_bundle, print_use  # noqa: PLC0415
 
+    known_criterion(options.criterion)  # or an error, before anything takes time
     output = options.output or _beside(options.model)
     engines = _engines_to_build(options, output)
     threads = available_cores()

@@ -183,7 +183,9 @@ def load_criterion(text: str) -> str:
     file, _, name = text.rpartition(":")
     path = Path(file)
     if not file or not name or not path.is_file():
-        raise CriterionError(f"--criterion-module {text}: expected FILE.py:NAME, a file that is there")
+        raise CriterionError(
+            f"--criterion-module {text}: expected FILE.py:NAME, a file that is there"
+        )
     spec = importlib.util.spec_from_file_location(f"offramp_criterion_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise CriterionError(f"--criterion-module {text}: {path} is no Python file")

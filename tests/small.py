@@ -24,7 +24,9 @@ def compile_small(folder: Path, *, seed: int = 0, **options: Any) -> tuple[Bundl
         patched.setattr(profiling.TimedGraph, "time_ms", lambda _self, _tensors: 1.0)
         patched.setattr(profiling, "_staged_ms", lambda _pipeline, _slot, _tensors: 1.0)
         patched.setattr(profiling, "disturbances", lambda *_: ())
-        bundle = compile_tiny(mlp(layers=4), {"x": _vectors(1400, seed)}, folder, name="small", **options)
+        bundle = compile_tiny(
+            mlp(layers=4), {"x": _vectors(1400, seed)}, folder, name="small", **options
+        )
     inputs = folder / "inputs.npz"
     np.savez(inputs, x=_vectors(400, seed + 1))
     return bundle, inputs

@@ -137,9 +137,7 @@ def _tune(name: str, bundle: Bundle, records: ExitRecords, tuned_on: str) -> Tun
     method, manifest = METHODS[name], bundle.manifest
     promise = bundle.policy.promise
     bound = MAX_DISAGREEMENT if promise is None else promise.max_disagreement
-    costs = CostModel.of(
-        manifest, bundle.profile(), manifest.calibration.reference_batch_size
-    )
+    costs = CostModel.of(manifest, bundle.profile(), manifest.calibration.reference_batch_size)
     latency_ms = costs.latency_ms(list(range(costs.exits)))
     data = Records.of(records.confidence, records.agrees, latency_ms)
     thresholds = method.search(data, count_allowed(bound, data.samples))
@@ -189,9 +187,7 @@ def _with_certainty(spec: StageSpec, bundle: Bundle, criterion: str) -> bytes:
     return with_certainty(spec.load(), exits, manifest.answer, manifest.outputs[0].dtype, criterion)
 
 
-def _recorded(
-    bundle: Bundle, dataset: Dataset, criterion: Criterion, threads: int
-) -> ExitRecords:
+def _recorded(bundle: Bundle, dataset: Dataset, criterion: Criterion, threads: int) -> ExitRecords:
     """Answer samples at every exit, with a criterion that graphs compute."""
     manifest = bundle.manifest
     exits = {e.output: e.confidence for e in manifest.exits}

@@ -27,9 +27,7 @@ LOGITS = st.tuples(st.integers(0, 5), st.integers(1, 4)).flatmap(
 
 
 def exit_of(criterion: str, classes: int, form="logits", opset: int = 17) -> bytes:
-    answer = Answer(
-        output="y", classes=classes, form=form, criterion=Criterion(name=criterion)
-    )
+    answer = Answer(output="y", classes=classes, form=form, criterion=Criterion(name=criterion))
     part = PartBuilder("p/", opset, 8)
     scores = part.add("Identity", ["scores"], "y" if form == "logits" else "")
     weights = WEIGHTS if criterion == "learned" else ()

@@ -1,0 +1,198 @@
+"""Bundles of every criterion: what was recorded is what is served, and methods on their exits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.small import compile_small
+
+from offramp.bundle import Bundle
+from offramp.bundle.bundle import TUNE
+from offramp.bundle.criteria import BUILT_IN
+from offramp.calibration.dataset import Dataset, read_samples
+from offramp.calibration.records import ExitRecords
+from offramp.certify import NEVER, first_exit
+from offramp.certify.decision import MODEL_END
+from offramp.compiler.cli import main as compile_
+from offramp.compiler.policy import record_exits
+from offramp.compiler.progress import SILENT
+from offramp.engine import criteria
+from offramp.engine.backends import make_backend
+from offramp.engine.core import Engine
+from offramp.engine.errors import BackendError
+from offramp.engine.options import EngineOptions, ModelOptions
+from offramp.engine.pipeline import Pipeline
+from offramp.engine.plan import Mode, make_plan
+from offramp.server.cli import main as serve
+from offramp.tools.bench.cli import main as bench
+from offramp.tools.bench.methods import METHODS, _patient, _recorded, tune_methods
+
+OWN = "mean_margin"
+
+
+def mean_margin(answers: Any, state: criteria.State) -> tuple[Any, criteria.State]:
+    """How far the two largest logits are apart, on average over the exits so far."""
+    ordered = np.sort(answers, axis=1)
+    sum_ = state.get("sum", 0) + ordered[:, -1] - ordered[:, -2]
+    count = state.get("count", np.zeros(len(answers))) + 1
+    return 1 - np.exp(-sum_ / count), {"sum": sum_, "count": count}
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Bundle]]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(criteria, "_REGISTERED", dict(criteria._REGISTERED))
+        criteria.register(OWN, mean_margin, depends_on_earlier=True)
+        yield {
+            name: compile_small(tmp_path_factory.mktemp(name), criterion=name)[0]
+            for name in (*BUILT_IN, OWN)
+        }
+
+
+def data_of(bundle: Bundle) -> Dataset:
+    return read_samples(bundle.path.parent / "inputs.npz", bundle.manifest)
+
+
+@pytest.mark.parametrize("criterion", [*BUILT_IN, OWN])
+def test_what_is_recorded_is_what_decides_while_serving(bundles, criterion: str) -> None:
+    bundle = bundles[criterion]
+    assert bundle.manifest.answer.criterion.name == criterion
+    assert Bundle.open(bundle.path).manifest == bundle.manifest
+    assert bundle.policy.active
+    dataset = data_of(bundle)
+    records = record_exits(bundle.manifest, bundle.read, dataset, "", SILENT)
+    thresholds = np.full(len(bundle.manifest.exits), NEVER)
+    for active in bundle.policy.active:
+        thresholds[active.exit] = active.threshold
+    wanted = first_exit(records.confidence, thresholds)
+    assert len(np.unique(wanted)) > 1
+    engine = EngineOptions(
+        mode=Mode.LEAVE, keep_state=False, defaults=ModelOptions(max_batch_size=16)
+    )
+
+    async def answered() -> tuple[Any, Any]:
+        async with await Engine.open({"small": bundle.path}, engine) as open_:
+            x = dataset.take(slice(None))["x"]
+            found = await asyncio.gather(
+                *(open_.infer("small", {"x": x[n : n + 5]}) for n in range(0, len(x), 5))
+            )
+        return (
+            np.concatenate([result.exits for result in found]),
+            np.concatenate([result.confidences for result in found]),
+        )
+
+    exits, confidences = asyncio.run(answered())
+    np.testing.assert_array_equal(exits, wanted)
+    early = wanted != MODEL_END
+    recorded = records.confidence[wanted, np.arange(len(wanted))]
+    np.testing.assert_allclose(confidences[early], recorded[early], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("criterion", ["patience", OWN])
+def test_exits_that_others_depend_on_run_though_nobody_leaves_there(bundles, criterion) -> None:
+    bundle = bundles[criterion]
+    assert [a.exit for a in bundle.policy.active] == list(range(len(bundle.manifest.exits)))
+    last = bundle.policy.active[-1]
+    alone = replace(bundle.policy, active=(replace(last, threshold=0.3),))
+    plan = make_plan(bundle, alone)
+    assert plan.exits == tuple(range(last.exit + 1))
+    assert [s.threshold for s in plan.stages[:-2]] == [NEVER] * last.exit
+
+
+def test_a_bundle_of_an_unknown_criterion_is_not_served(bundles, monkeypatch, capsys) -> None:
+    bundle = bundles[OWN]
+    monkeypatch.setattr(criteria, "_REGISTERED", {})
+    backend = make_backend("onnxruntime")
+    with pytest.raises(BackendError, match=f"criterion '{OWN}', which is not registered"):
+        Pipeline(backend, make_plan(bundle))
+    assert serve([str(bundle.path), "--mode", "leave"]) == 1
+    *log, line = capsys.readouterr().err.strip().splitlines()
+    assert not any("Traceback" in said for said in log)
+    assert "give its file: --criterion-module FILE.py:NAME" in line
+
+
+def test_commands_that_take_no_such_criterion_say_so(bundles, tmp_path, capsys) -> None:
+    bundle = str(bundles["patience"].path)
+    data = str(bundles["patience"].path.parent / "data.npz")
+    out = str(tmp_path / "out.onnx")
+    for command, message in (
+        (["rehearse", bundle, "--data", data, "--dry-run"], "depend on each other"),
+        (["export", bundle, "--data", data, "--output", out], "computed by the host"),
+        ([data, "--data", data, "--criterion", "luck", "--output", out], "no criterion is called"),
+    ):
+        assert compile_(command) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_methods_are_tuned_within_the_bound_and_measured(bundles, tmp_path, capsys) -> None:
+    bundle = bundles["probability"]
+    out = tmp_path / "out.json"
+    how = ["--batch-sizes", "4", "--rounds", "2", "--json", str(out), "--data"]
+    inputs = str(bundle.path.parent / "inputs.npz")
+    names = ["--method", "branchynet,deebert", "--method", "pabee"]
+    assert bench(["compare", str(bundle.path), *how, inputs, *names]) == 0
+    document = json.loads(out.read_text())
+    rows = {row["system"]: row for row in document["rows"]}
+    assert list(rows) == ["source", "offramp", "offramp-no-exit", "branchynet", "deebert", "pabee"]
+    tuned = document["environment"]["methods"]
+    assert bundle.policy.promise is not None
+    for name, said in tuned.items():
+        assert said["disagreement_there"] <= bundle.policy.promise.max_disagreement
+        assert 1 - sum(v for k, v in rows[name]["exit_shares"].items() if k == "final") > 0.5
+    assert len({t for t in tuned["deebert"]["thresholds"] if t < NEVER}) == 1
+    assert "the first 100 samples of the data" in tuned["branchynet"]["tuned_on"]
+    assert "tuning records" in tuned["pabee"]["tuned_on"]
+    assert "no certificate" in capsys.readouterr().out
+
+
+def test_methods_decide_by_what_they_were_tuned_on(bundles) -> None:
+    """Stages whose criterion was exchanged decide as records of that criterion do."""
+    bundle = bundles["margin"]
+    methods, rest = tune_methods(list(METHODS), bundle, data_of(bundle), threads=1)
+    assert len(rest) == 300
+    backend = make_backend("onnxruntime")
+    for method in methods:
+        criterion = METHODS[method.name].criterion
+        records = (
+            _patient(record_exits(bundle.manifest, bundle.read, rest, "", SILENT))
+            if criterion.on_host
+            else _recorded(bundle, rest, criterion, 1)
+        )
+        wanted = first_exit(records.confidence, np.array(method.thresholds))
+        slot = backend.open_slot()
+        found = np.empty(len(rest), np.int64)
+        for departure in Pipeline(backend, method.plan).run(slot, rest.take(slice(None))):
+            found[departure.rows] = method.plan.stages[departure.stage].answered_by
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_methods_use_the_records_where_they_have_what_is_needed(bundles) -> None:
+    bundle = bundles["entropy"]
+    dataset = data_of(bundle)
+    (method,), rest = tune_methods(["deebert"], bundle, dataset, threads=1)
+    assert rest is dataset
+    assert method.tuned_on.startswith("the bundle's")
+    records = ExitRecords.kept_by(bundle, TUNE)
+    left = first_exit(records.confidence, np.array(method.thresholds))
+    said = np.vstack([records.prediction, records.final_prediction])[left, np.arange(len(left))]
+    assert method.disagreement == pytest.approx((said != records.final_prediction).mean())
+
+
+def test_methods_that_cannot_be_measured_say_why(bundles, tmp_path: Path, capsys) -> None:
+    bundle = bundles["probability"]
+    few = tmp_path / "few.npz"
+    np.savez(few, **data_of(bundle).take(slice(0, 40)))
+    for method, message in (
+        ("deebert", "give at least 200"),
+        ("deeberd", "unknown method 'deeberd'; there is deebert"),
+    ):
+        command = ["compare", str(bundle.path), "--data", str(few), "--method", method]
+        assert bench(command) == 1
+        assert message in capsys.readouterr().err
