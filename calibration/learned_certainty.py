@@ -1,4 +1,4 @@
-"""The criterion ``learned``: a logistic regression that predicts whether an exit's answer agrees."""
+"""The criterion ``learned``: a logistic regression that predicts whether an answer agrees."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ def add_certainty(
     part: PartBuilder,
     probabilities: str,
     classes: int,
+    *,
     name: str,
     criterion: str,
     weights: Sequence[float] = (),
@@ -68,7 +69,7 @@ def with_certainty(
         scores = given if dtype == "float32" else part.add("Cast", [given], to=TensorProto.FLOAT)
         if answer.form != "probabilities":
             scores = part.add("Softmax", [scores], axis=-1)
-        add_certainty(part, scores, answer.classes, criterion, criterion)
+        add_certainty(part, scores, answer.classes, name=criterion, criterion=criterion)
         inputs = [(given, dtype, ("batch", answer.classes))]
         built = part.build(inputs, [(prefix + criterion, "float32", ("batch",))])
         parts.append(_renamed(built, prefix + criterion, confidence))

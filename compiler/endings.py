@@ -34,7 +34,14 @@ def end_classes(
     names = {answer.form: answer.output} if dtype == "float32" else {}
     probabilities = part.add("Softmax", [scores], names.get("probabilities", ""), axis=-1)
     criterion = "probability" if answer.criterion.on_host else answer.criterion.name
-    add_certainty(part, probabilities, answer.classes, CONFIDENCE, criterion, weights)
+    add_certainty(
+        part,
+        probabilities,
+        answer.classes,
+        name=CONFIDENCE,
+        criterion=criterion,
+        weights=weights,
+    )
     given = {"logits": scores, "probabilities": probabilities}.get(answer.form, "")
     if answer.form == "log-probabilities":
         given = part.add("LogSoftmax", [scores], names.get(answer.form, ""), axis=-1)

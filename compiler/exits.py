@@ -249,7 +249,7 @@ class _HeadSearch:
         agrees = agreement_of(self.sliced.model.answer).agree(trained.said, self.truth)
         cost = alone(self.backbone, trained.candidate, cost_ms, self.options)
         bound = self.options.max_disagreement
-        principal, certainty = trained.principal, ()
+        principal, certainty = trained.principal, tuple[float, ...]()
         criterion = self.sliced.model.answer.criterion
         if trained.statistics is not None and not criterion.on_host:
             if criterion.name == "learned":

@@ -132,7 +132,7 @@ def build_own(cut: CutTensor, answer: Answer, prefix: str, *, opset: int, ir_ver
     else:
         probabilities = part.add("Softmax", [scores], axis=-1)
     criterion = "probability" if answer.criterion.on_host else answer.criterion.name
-    add_certainty(part, probabilities, answer.classes, CONFIDENCE, criterion)
+    add_certainty(part, probabilities, answer.classes, name=CONFIDENCE, criterion=criterion)
     answered = (prefix + answer.output, cut.dtype, cut.shape)
     confidence = (prefix + CONFIDENCE, "float32", ("batch",))
     return part.build([(cut.name, cut.dtype, cut.shape)], [answered, confidence])

@@ -47,7 +47,8 @@ class CompileOptions:
     mask: str | None = None
     """The graph input that says which tokens count; found by name where not given."""
     criterion: str = "probability"
-    """What says how sure an exit is (:mod:`offramp.bundle.criteria`)."""
+    """What says how sure an exit is: a name of :mod:`offramp.bundle.criteria`, or a registered
+    one (:mod:`offramp.engine.criteria`). For classification."""
     exits: tuple[str, ...] = ()
     """Cut points to build exits at (:class:`offramp.compiler.ExitRule`); empty chooses
     ``candidates``."""

@@ -77,10 +77,11 @@ def rehearse_bundle(options: RehearseOptions, progress: Progress = SILENT) -> Re
             "otherwise in other batches was counted on the data that it was compiled with; compile "
             "it again on the new data"
         )
-    if bundle.manifest.answer.criterion.depends_on_earlier:
+    criterion = bundle.manifest.answer.criterion
+    if criterion.depends_on_earlier:
         raise CompileError(
-            f"{bundle.path}: exits judged by {bundle.manifest.answer.criterion.name} depend on each "
-            "other, and rehearsing moves single ones; compile the model again on the new data"
+            f"{bundle.path}: by the criterion {criterion.name} exits depend on each other, "
+            "and rehearsing moves single ones; compile the model again on the new data"
         )
     target = options.target()
     settings, choice = _asked(bundle, options)

@@ -69,8 +69,8 @@ def _criterion(task: AnswerTask, options: CompileOptions) -> Criterion:
         )
     if criterion.depends_on_earlier and options.selection != "savings":
         raise ModelError(
-            f"--criterion {name}: all exits have to run, which --selection {options.selection} does "
-            "not know; leave it out"
+            f"--criterion {name}: all exits have to run, and --selection {options.selection} takes "
+            "single ones; leave it out"
         )
     return criterion
 

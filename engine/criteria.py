@@ -121,7 +121,9 @@ def patience_of_classes(
     return count / (count + np.float32(1)), {"class": classes, "counter": counter}
 
 
-_REGISTERED: dict[str, HostCriterion] = {PATIENCE: HostCriterion(PATIENCE, patience, True)}
+_REGISTERED: dict[str, HostCriterion] = {
+    PATIENCE: HostCriterion(PATIENCE, patience, depends_on_earlier=True)
+}
 _last_logged: dict[str, float] = {}
 _lock = threading.Lock()
 
@@ -192,18 +194,19 @@ def load_criterion(text: str) -> str:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-        if name not in _REGISTERED:
-            function = getattr(module, name, None)
-            if not callable(function):
-                raise CriterionError(
-                    f"--criterion-module {text}: the file registers no criterion {name!r}, and "
-                    "has no function of that name"
-                )
-            register(name, function)
-    except CriterionError:
-        raise
     except Exception as error:  # users' code
         raise CriterionError(f"--criterion-module {text}: {error!r}") from error
+    function = getattr(module, name, None)
+    if name not in _REGISTERED and not callable(function):
+        raise CriterionError(
+            f"--criterion-module {text}: the file registers no criterion {name!r}, and has no "
+            "function of that name"
+        )
+    try:
+        if name not in _REGISTERED:
+            register(name, function)
+    except ValueError as error:
+        raise CriterionError(f"--criterion-module {text}: {error}") from error
     return name
 
 

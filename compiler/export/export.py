@@ -72,7 +72,7 @@ def export_bundle(options: ExportOptions, progress: Progress = SILENT) -> Export
     if criterion.on_host:
         raise ExportError(
             f"{options.bundle}: the criterion {criterion.name} is computed by the host, and an "
-            "export has graphs alone; compile with --criterion probability, entropy, margin or learned"
+            "export has graphs alone; compile with --criterion entropy, margin or learned"
         )
     plan = make_plan(bundle)
     data = _check(bundle, plan, options)

@@ -123,7 +123,7 @@ def test_commands_that_take_no_such_criterion_say_so(bundles, tmp_path, capsys) 
     data = str(bundles["patience"].path.parent / "data.npz")
     out = str(tmp_path / "out.onnx")
     for command, message in (
-        (["rehearse", bundle, "--data", data, "--dry-run"], "depend on each other"),
+        (["rehearse", bundle, "--data", data, "--dry-run"], "exits depend on each other"),
         (["export", bundle, "--data", data, "--output", out], "computed by the host"),
         ([data, "--data", data, "--criterion", "luck", "--output", out], "no criterion is called"),
     ):

@@ -113,8 +113,8 @@ def run(options: argparse.Namespace) -> int:
     if (also or named) and backend.name not in CPU_RUNTIMES:
         backend.close()
         raise ValueError(
-            f"{'--also' if also else '--method'} runs on the CPU, the bundle on {backend.name}: not to be compared; add "
-            "--backend onnxruntime"
+            f"{'--also' if also else '--method'} runs on the CPU, the bundle on {backend.name}: "
+            "not to be compared; add --backend onnxruntime"
         )
     others = {model.name: AlsoRunner(model, bundle, options.threads) for model in also}
     methods, measured = tune_methods(named, bundle, dataset, threads=options.threads)

@@ -1,4 +1,4 @@
-"""Criteria on the host: patience, users' own, and what becomes of their state and their mistakes."""
+"""Criteria on the host: patience, users' own, and what becomes of their state and mistakes."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_users_functions_are_registered_by_name_and_found() -> None:
     for name, message in (("patience", "built in"), ("Not good", "small letters")):
         with pytest.raises(ValueError, match=message):
             register(name, half)
-    with pytest.raises(CriterionError, match="no criterion is called 'halv'.*--criterion-module"):
+    with pytest.raises(CriterionError, match=r"no criterion is called 'halv'.*--criterion-module"):
         known_criterion("halv")
     with pytest.raises(CriterionError, match="not registered; give its file: --criterion-module"):
         host_criterion(Criterion(name="halv"))
