@@ -14,19 +14,14 @@ the map. ``mean_latency`` is from the start of a batch until a sample's own answ
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import make_parser
-from benchmarks.trained_models import compile_by_default, exits_of, measure
+from benchmarks.trained_models import compiled, measure
 from rich.table import Table
 
-from offramp.bundle import Bundle
-from offramp.calibration.dataset import read_dataset
-from offramp.compiler.cuts import find_cuts
-from offramp.compiler.model import read_model
 from offramp.tools.bench.output import (
     check_outputs,
     describe_environment,
@@ -60,21 +55,14 @@ def main() -> None:
 def examine(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Train a model if it is not there, compile it, and measure it."""
     folder = options.output / name
-    if not (folder / "training.json").exists():
-        dense_models.make(name, argparse.Namespace(**{**vars(options), "output": folder}))
-    model, bundle = folder / "model.onnx", folder / "model.ee"
-    facts: dict[str, Any] = json.loads((folder / "training.json").read_text())
-    facts["cut_points"] = len(find_cuts(read_model(model)).cuts)
-    took = folder / "compile.json"
-    if not (options.compiled and bundle.exists()):
-        data = folder / "calibration.npz"
-        write_json(took, compile_by_default(model, data, bundle, *FLAGS.get(name, ())))
-    facts["compile"] = json.loads(took.read_text())
-    made = Bundle.open(bundle)
-    manifest = made.manifest
-    facts["agrees_if"] = manifest.answer.task.describe()
-    facts["exits"] = exits_of(made)
-    dataset = read_dataset(folder / "test.npz", manifest.inputs, answer=manifest.answer)
+    training = argparse.Namespace(**{**vars(options), "output": folder})
+    facts, made, dataset = compiled(
+        folder / "model.onnx",
+        lambda: dense_models.make(name, training),
+        *FLAGS.get(name, ()),
+        keep=options.compiled,
+    )
+    facts["agrees_if"] = made.manifest.answer.task.describe()
     return facts | measure(made, dataset, options.repeats, BATCH_SIZES)
 
 

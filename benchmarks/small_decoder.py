@@ -11,7 +11,6 @@ answers on all test prompts, and its time.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -20,12 +19,10 @@ from typing import Any
 
 import numpy as np
 from benchmarks.common import make_parser
-from benchmarks.trained_models import compile_by_default, exits_of, measure, show
+from benchmarks.trained_models import compiled, measure, show
 
 from offramp.bundle import Bundle
-from offramp.calibration.dataset import Dataset, read_dataset
-from offramp.compiler.cuts import find_cuts
-from offramp.compiler.model import read_model
+from offramp.calibration.dataset import Dataset
 from offramp.engine.backends.onnxruntime import make_session
 from offramp.tools.bench.output import check_outputs, describe_environment, write_json
 from offramp.tools.zoo import small_decoder
@@ -43,24 +40,12 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true", help="keep a bundle that is there")
     options = parser.parse_args()
     check_outputs(options.json)
-    folder: Path = options.output
-    if not (folder / "training.json").exists():
-        small_decoder.make(options)
-    model, bundle = folder / "decoder.onnx", folder / "decoder.ee"
-    facts: dict[str, Any] = json.loads((folder / "training.json").read_text())
-    tokens = tuple(facts["answer_tokens"])
-    facts["cut_points"] = len(find_cuts(read_model(model, answer_tokens=tokens)).cuts)
-    took = folder / "compile.json"
-    if not (options.compiled and bundle.exists()):
-        flags = ("--answer-tokens", ",".join(map(str, tokens)))
-        write_json(took, compile_by_default(model, folder / "calibration.npz", bundle, *flags))
-    facts["compile"] = json.loads(took.read_text())
-    made = Bundle.open(bundle)
-    facts["exits"] = exits_of(made)
-    dataset = read_dataset(folder / "test.npz", made.manifest.inputs)
-    facts["reduced"] = against_whole(
-        model.read_bytes(), made.read(made.manifest.source.file), tokens, dataset
+    model: Path = options.output / "decoder.onnx"
+    facts, made, dataset = compiled(
+        model, lambda: small_decoder.make(options), keep=options.compiled
     )
+    source = made.read(made.manifest.source.file)
+    facts["reduced"] = against_whole(model.read_bytes(), source, facts["answer_tokens"], dataset)
     facts |= measure(made, dataset, options.repeats)
     facts["exit_checks"] = exit_checks(made, facts["batches"]["1"]["cpu"]["source_ms"])
     show([facts])

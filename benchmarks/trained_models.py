@@ -66,20 +66,39 @@ def main() -> None:
 
 def examine(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Train a model if it is not there, compile it, and measure it."""
-    folder = options.output / name
+    model = options.output / name / f"{name}.onnx"
+    facts, made, dataset = compiled(
+        model, lambda: small_models.make(name, options), keep=options.compiled
+    )
+    return facts | measure(made, dataset, options.repeats)
+
+
+def compiled(
+    model: Path, train: Callable[[], None], *flags: str, keep: bool
+) -> tuple[dict[str, Any], Bundle, Dataset]:
+    """Train a model if it is not there, and compile it with default flags.
+
+    ``flags`` say what the model is; the tokens that a decoder answers with are known from its
+    training. With ``keep`` a bundle that is there is taken as it is. Gives what is known of the
+    model, its bundle, and test data.
+    """
+    folder, bundle = model.parent, model.with_suffix(".ee")
     if not (folder / "training.json").exists():
-        small_models.make(name, options)
-    model, bundle = folder / f"{name}.onnx", folder / f"{name}.ee"
+        train()
     facts: dict[str, Any] = json.loads((folder / "training.json").read_text())
-    facts["cut_points"] = len(find_cuts(read_model(model)).cuts)
+    tokens = facts.get("answer_tokens", ())
+    facts["cut_points"] = len(find_cuts(read_model(model, answer_tokens=tokens)).cuts)
+    if tokens:
+        flags = (*flags, "--answer-tokens", ",".join(map(str, tokens)))
     took = folder / "compile.json"
-    if not (options.compiled and bundle.exists()):
-        write_json(took, compile_by_default(model, folder / "calibration.npz", bundle))
+    if not (keep and bundle.exists()):
+        write_json(took, compile_by_default(model, folder / "calibration.npz", bundle, *flags))
     facts["compile"] = json.loads(took.read_text())
     made = Bundle.open(bundle)
     facts["exits"] = exits_of(made)
-    dataset = read_dataset(folder / "test.npz", made.manifest.inputs)
-    return facts | measure(made, dataset, options.repeats)
+    manifest = made.manifest
+    dataset = read_dataset(folder / "test.npz", manifest.inputs, answer=manifest.answer)
+    return facts, made, dataset
 
 
 def compile_by_default(model: Path, data: Path, bundle: Path, *flags: str) -> dict[str, float]:

@@ -5,8 +5,10 @@ Where an answer has places, nothing that pools could answer, so these are all ex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from typing import TypeVar
 
 import numpy as np
 import onnx
@@ -17,7 +19,6 @@ from offramp.calibration.bridge_training import TrainedBridge, count_samples, tr
 from offramp.calibration.dataset import Dataset, DataSplit
 from offramp.calibration.estimates import BackboneTimes
 from offramp.compiler.bridges import Bridge, build_bridge
-from offramp.compiler.cuts import find_cuts
 from offramp.compiler.endings import CONFIDENCE, add_confidence, add_principal
 from offramp.compiler.exits import (
     BuiltExit,
@@ -34,9 +35,11 @@ from offramp.compiler.progress import Progress
 from offramp.compiler.slicing import Sliced
 from offramp.engine.assembly import assemble
 
+_T = TypeVar("_T")
 BRIDGE = Head(kind="bridge")
 TRAINED_BRIDGES = 4
-"""Bridges that are trained to the end, at most: each learns as long as some blocks of the model."""
+"""Bridges that are trained to the end where there are more: each learns as long as some blocks of
+the model."""
 SCREENING_SAMPLES = 1500
 SCREENING_EPOCHS = 2
 """Samples, and how often each is seen, that all bridges are tried on."""
@@ -56,7 +59,7 @@ def find_bridged_exits(
     UntrainableError if a bridge has an operator that cannot be trained; DataError if the model
     fails on a sample.
     """
-    bridges = bridges_of(sliced, options)
+    bridges = bridges_of(sliced)
     names = {name for bridge in bridges for name in bridge.reads}
     given = {name for segment in sliced.segments[:-1] for name in segment.outputs}
     taught = bridges[0].scores_of if bridges else sliced.model.answer.output
@@ -73,8 +76,13 @@ def find_bridged_exits(
         progress=progress,
     )
     exits = search.train(search.screen(bridges))
-    worth = tuple(exit_ for exit_ in exits if exit_.best.net_savings > 0)
+    exits = [max(of, key=_net) for of in _grouped((e.candidate for e in exits), exits).values()]
+    worth = tuple(exit_ for exit_ in exits if _net(exit_) > 0)
     return FoundExits(exits=worth, best=tuple(exit_.best for exit_ in exits))
+
+
+def _net(exit_: BuiltExit) -> float:
+    return exit_.best.net_savings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +100,10 @@ class _BridgeSearch:
     progress: Progress
 
     def screen(self, bridges: Sequence[Bridge]) -> list[Bridge]:
-        """Train all on some samples; gives those that net most, in depth order, as trained."""
+        """Train all on some samples; gives those that net most, in depth order, as trained.
+
+        No more than one for a candidate.
+        """
         if len(bridges) <= TRAINED_BRIDGES:
             return list(bridges)
         some = self.parts.train
@@ -101,8 +112,10 @@ class _BridgeSearch:
         epochs = min(SCREENING_EPOCHS, self.options.training.epochs)
         title = f"Try {len(bridges)} bridges"
         tried = self._trained(bridges, some, title, epochs)
-        exits = self._built(bridges, tried)
-        best = sorted(range(len(exits)), key=lambda i: -exits[i].best.net_savings)
+        netted = [_net(exit_) for exit_ in self._built(bridges, tried)]
+        places = _grouped((bridge.candidate for bridge in bridges), range(len(bridges)))
+        best = [max(of, key=netted.__getitem__) for of in places.values()]
+        best.sort(key=netted.__getitem__, reverse=True)
         return [
             replace(bridges[place], proto=tried[place].proto)
             for place in sorted(best[:TRAINED_BRIDGES])
@@ -133,13 +146,13 @@ class _BridgeSearch:
         self, bridges: Sequence[Bridge], trained: Sequence[TrainedBridge]
     ) -> list[BuiltExit]:
         """Time bridges, judge them, and make exits of them."""
-        graphs = {
-            bridge.candidate: [_served(self.sliced, bridge, of, 1.0)]
+        graphs = [
+            _served(self.sliced, bridge, of, 1.0)
             for bridge, of in zip(bridges, trained, strict=True)
-        }
+        ]
         times = time_heads(
             self.sliced,
-            graphs,
+            _grouped((bridge.candidate for bridge in bridges), graphs),
             self.samples,
             threads=self.options.threads,
             batch_sizes=[self.options.reference_batch_size],
@@ -155,27 +168,40 @@ class _BridgeSearch:
                 tune=self.parts.tune,
                 options=self.options,
             )
-            for bridge, of, ((cost_ms,),) in zip(bridges, trained, times, strict=True)
+            for bridge, of, (cost_ms,) in zip(bridges, trained, chain(*times), strict=True)
         ]
 
 
-def bridges_of(sliced: Sliced, options: CompileOptions) -> list[Bridge]:
-    """Build the bridges of all candidates, untrained."""
-    model = sliced.whole_model()
-    points = find_cuts(model, max_tensors=options.max_cut_tensors).cuts
-    places = {point.tensors: place for place, point in enumerate(points)}
-    return [
-        build_bridge(
-            model.proto,
-            model.answer,
-            model.inputs,
-            points,
-            places[tuple(tensor.name for tensor in cut.tensors)],
-            candidate=candidate,
-            prefix=exit_prefix(candidate),
-        )
-        for candidate, cut in enumerate(sliced.cuts)
-    ]
+def bridges_of(sliced: Sliced) -> list[Bridge]:
+    """Build the bridges of all candidates, untrained, in depth order.
+
+    A candidate has two where one is shorter: it leaves out what lies between the last cut point and
+    the place where the model's own end begins.
+    """
+    model, analysis = sliced.whole_model(), sliced.analysis
+    places = {point.tensors: place for place, point in enumerate(analysis.cuts)}
+    bridges = []
+    for candidate, cut in enumerate(sliced.cuts):
+        behind = analysis.cuts[places[tuple(tensor.name for tensor in cut.tensors)] :]
+        ways = [behind] if analysis.end is None else [behind, (*behind, analysis.end)]
+        prefix = exit_prefix(candidate)
+        built = [
+            build_bridge(
+                model.proto, model.answer, model.inputs, way, candidate=candidate, prefix=prefix
+            )
+            for way in ways
+        ]
+        operators = [len(bridge.proto.graph.node) for bridge in built]
+        bridges += built if operators[-1] < operators[0] else built[:1]
+    return bridges
+
+
+def _grouped(candidates: Iterable[int], values: Iterable[_T]) -> dict[int, list[_T]]:
+    """Group values by the candidate that each is of."""
+    groups: dict[int, list[_T]] = {}
+    for candidate, value in zip(candidates, values, strict=True):
+        groups.setdefault(candidate, []).append(value)
+    return groups
 
 
 def _giving(segment: bytes, tensor: str) -> bytes:

@@ -4,13 +4,16 @@ A bridge begins as all of the model after the exit point. Blocks whose cut tenso
 are a region; of every later region the first block is kept, which brings the tensor to the next
 shape, and the others are dropped. Then comes the model's own head, so the answer has the model's
 own form. Weights are copies of the model's (5.2, transfer), under names of the bridge's own.
+
+What the head is can be seen in two ways: all that is behind the last cut point, or what is behind
+the last block, where hardly any work is left. The latter makes short bridges: cheaper, and able to
+learn less.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import onnx
 
@@ -51,19 +54,18 @@ def build_bridge(
     answer: Answer,
     inputs: Sequence[TensorSpec],
     points: Sequence[CutPoint],
-    place: int,
     *,
     candidate: int,
     prefix: str,
 ) -> Bridge:
-    """Build the bridge from cut point ``place`` of all that a model has.
+    """Build the bridge from the first of some cut points, the last of which is its head's begin.
 
     ``proto`` has its weights; all names inside begin with ``prefix``, and graph inputs keep theirs.
     The answer is named ``{prefix}{answer.output}``.
     """
     flow, types = Dataflow(proto.graph), declared_types(proto)
-    aliases, kept, dropped = _regions(points[place:])
-    starts = points[place].tensors
+    aliases, kept, dropped = _regions(points)
+    starts = points[0].tensors
     operators = flow.behind([answer.output], stop=frozenset(starts), instead_of=aliases)
     read = {aliases.get(tensor, tensor) for op in operators for tensor in op.reads}
     ordered = [*starts, *(spec.name for spec in inputs)]
@@ -101,20 +103,28 @@ def build_bridge(
 def _regions(points: Sequence[CutPoint]) -> tuple[dict[str, str], int, int]:
     """Tell which tensors take the place of others, where blocks are dropped; and count blocks.
 
-    The tensors that a block gives anew are those that it takes, where they are of the same shapes.
-    What is behind the last cut point is the head, which is kept.
+    A way leads from the first point to the last: on to the last one of the same shapes, whose
+    tensors are those that there are; through the block behind it; and so on. What is behind the
+    last point is the head, which is kept.
     """
     aliases: dict[str, str] = {}
-    kept = 0
-    for before, after in pairwise(points):
-        old, new = _described(before), _described(after)
-        gone = [name for name in old if name not in new]
-        come = [name for name in new if name not in old]
-        if [old[name] for name in gone] == [new[name] for name in come]:
-            aliases |= {c: aliases.get(g, g) for c, g in zip(come, gone, strict=True)}
-        else:
-            kept += 1
-    return aliases, kept, len(points) - 1 - kept
+    place = kept = 0
+    while True:
+        ways = ((far, _alike(points[place], points[far])) for far in range(len(points) - 1, 0, -1))
+        place, same = next(((far, same) for far, same in ways if far > place and same), (place, {}))
+        aliases |= {come: aliases.get(gone, gone) for come, gone in same.items()}
+        if place == len(points) - 1:
+            return aliases, kept, place - kept
+        place, kept = place + 1, kept + 1
+
+
+def _alike(before: CutPoint, after: CutPoint) -> dict[str, str]:
+    """Map tensors that only a later point has to the earlier one's; empty if shapes differ."""
+    old, new = _described(before), _described(after)
+    gone = [name for name in old if name not in new]
+    come = [name for name in new if name not in old]
+    alike = [old[name] for name in gone] == [new[name] for name in come]
+    return dict(zip(come, gone, strict=True)) if alike else {}
 
 
 def _described(point: CutPoint) -> dict[str, tuple[str, tuple[int | str, ...]]]:

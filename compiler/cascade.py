@@ -23,7 +23,7 @@ from onnx import helper, numpy_helper
 from offramp.calibration.cut_tensors import CutTensor
 from offramp.calibration.dataset import DataError
 from offramp.compiler.cut_points import CutAnalysis
-from offramp.compiler.cuts import GraphAnalysis, find_cuts
+from offramp.compiler.cuts import GraphAnalysis
 from offramp.compiler.errors import ModelError, VerificationError
 from offramp.compiler.graph import Dataflow, default_opset, refill, rename_graph
 from offramp.compiler.model import MIN_OPSET, SourceModel
@@ -49,7 +49,7 @@ def slice_cascade(plain: Sliced, copy: bytes, options: CompileOptions) -> Sliced
     """
     model = plain.model
     front = _front_of(model, copy)
-    analysis = _surviving(find_cuts(model), front)
+    analysis = _surviving(plain.analysis, front)
     chosen = {cut.name for cut in plain.cuts}
     points = [cut for cut in analysis.cuts if cut.tensor in chosen]
     own = CutTensor(
@@ -76,6 +76,7 @@ def slice_cascade(plain: Sliced, copy: bytes, options: CompileOptions) -> Sliced
         cuts=(*cuts, own),
         segments=every,
         graphs=tuple(s.proto.SerializeToString() for s in every),
+        analysis=analysis,
         front=front,
         weights=plain.weights,
     )

@@ -73,5 +73,8 @@ class CutAnalysis:
     """Types of operators whose FLOPs are not known. Shares are of time then, which was measured."""
     total_s: float | None = None
     """Time of one run of all operators, alone, where that is what shares are of."""
+    end: CutPoint | None = None
+    """The first place of one tensor behind which too little work is left for an exit: what follows
+    is the model's own head."""
     rereads: bool = False
     """Whether main inputs are read again after cut tensors, and hence taken along."""

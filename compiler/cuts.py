@@ -52,6 +52,7 @@ def find_cuts(model: SourceModel, *, max_tensors: int = MAX_CUT_TENSORS) -> CutA
     step_of = {t: i for i, op in enumerate(flow.steps) for t in op.writes}
     return CutAnalysis(
         cuts=tuple(analysis.cut_point(i, flow, gate) for i, gate in enumerate(kept)),
+        end=analysis.end(flow, kept),
         rejected=tuple(sorted(rejected, key=lambda r: step_of.get(r.tensor, 0))),
         main_inputs=flow.main_inputs,
         total_flops=0.0 if analysis.work.measured else analysis.fitness.total,
@@ -221,6 +222,14 @@ class GraphAnalysis:
             channels=first.channels,
             beside=tuple(others),
         )
+
+    def end(self, flow: Flow, kept: Sequence[Gate]) -> CutPoint | None:
+        """Find where hardly any work is left: behind the last block, before what is made of it."""
+        for run in _runs(flow, [gate for gate in flow.gates if gate.alone]):
+            if self.fitness.is_end(flow, run):
+                fit = [gate for gate in run if not self.fitness.unfit(gate)]
+                return self.cut_point(len(kept), flow, fit[0]) if fit else None
+        return None
 
     def shape_rejections(self, flow: Flow) -> Iterator[Rejection]:
         """Yield the cut points that are lost only because a shape crosses them."""

@@ -111,9 +111,11 @@ class GateFitness:
         """Say why an exit in a run of gates would save nothing; empty where one might."""
         if not flow.heavy_steps or flow.heavy_steps[0] > run[-1].step:
             return "no work is done yet, an exit here could know nothing"
-        if self.share_after(flow, run[-1]) < MIN_SHARE_LEFT:
-            return self._little_left()
-        return ""
+        return self._little_left() if self.is_end(flow, run) else ""
+
+    def is_end(self, flow: Flow, run: Sequence[Gate]) -> bool:
+        """Whether hardly any work is left behind a run of gates."""
+        return self.share_after(flow, run[-1]) < MIN_SHARE_LEFT
 
     def _little_left(self) -> str:
         kinds = ", ".join(f"`{kind}`" for kind in self.work.unknown)

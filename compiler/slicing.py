@@ -40,6 +40,8 @@ class Sliced:
     segments: tuple[SegmentModel, ...]
     graphs: tuple[bytes, ...]
     """The segments, serialised."""
+    analysis: CutAnalysis
+    """All places where ``model`` could be cut."""
     front: SourceModel | None = None
     """In a cascade the quantised model, which all segments but the last are of."""
     weights: WeightFile | None = None
@@ -94,7 +96,7 @@ def slice_model(model: SourceModel, options: CompileOptions) -> Sliced:
     cuts = cut_tensors(model, analysis, points, options)
     segments = split(model, points)
     graphs = tuple(s.proto.SerializeToString() for s in segments)
-    return Sliced(model=model, cuts=cuts, segments=segments, graphs=graphs)
+    return Sliced(model=model, cuts=cuts, segments=segments, graphs=graphs, analysis=analysis)
 
 
 def cut_tensors(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ from offramp.calibration.torch_graph import TorchGraph
 from offramp.compiler.bridged_exits import bridges_of
 from offramp.compiler.bridges import Bridge
 from offramp.compiler.graph import Dataflow
-from offramp.compiler.options import CompileOptions
 from offramp.compiler.slicing import Sliced
 from offramp.engine.assembly import assemble
 
@@ -33,8 +33,14 @@ BUILDERS = {
 @functools.cache
 def made(name: str) -> tuple[Sliced, list[Bridge]]:
     pieces = slice_proto(BUILDERS[name]())
-    options = CompileOptions(model=None, data=None, output=None)  # type: ignore[arg-type]
-    return pieces, bridges_of(pieces, options)
+    return pieces, bridges_of(pieces)
+
+
+def whole(bridges: list[Bridge]) -> list[Bridge]:
+    """Those with all that is behind the last cut point: of every candidate the first."""
+    return [
+        b for i, b in enumerate(bridges) if b.candidate not in {o.candidate for o in bridges[:i]}
+    ]
 
 
 def values_at(pieces: Sliced, names: list[str], inputs: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +76,7 @@ def test_untrained_a_bridge_is_its_torch_reference(name: str) -> None:
 def test_behind_the_last_block_a_bridge_is_the_model_itself(name: str) -> None:
     """There it drops nothing, and an untrained bridge answers what the model does."""
     pieces, bridges = made(name)
-    last = bridges[-1]
+    last = whole(bridges)[-1]
     assert last.kept == last.dropped == 0
     values = values_at(pieces, list(last.reads), inputs_of(pieces, 3))
     session = ort.InferenceSession(last.proto.SerializeToString())
@@ -82,7 +88,7 @@ def test_of_every_later_region_the_first_block_is_kept() -> None:
     pieces, bridges = made("pixels")
     names = [cut.name for cut in pieces.cuts]
     assert names[:3] == ["stem", "block0", "block1"]
-    by_name = dict(zip(names, bridges, strict=True))
+    by_name = dict(zip(names, whole(bridges), strict=True))
     # stem and block0 are of one shape; block1 halves the map, and those behind it repeat it
     assert (by_name["stem"].kept, by_name["block0"].kept, by_name["block1"].kept) == (1, 1, 0)
     assert by_name["stem"].dropped == by_name["block0"].dropped + 1
@@ -92,11 +98,47 @@ def test_of_every_later_region_the_first_block_is_kept() -> None:
     assert kinds.count("Conv") == 3 + at_block1.count("Conv")
 
 
+@pytest.mark.parametrize("name", ["pixels", "tags", "one class"])
+def test_a_short_bridge_leaves_the_last_block_out(name: str) -> None:
+    pieces, bridges = made(name)
+    long = whole(bridges)
+    short = [bridge for bridge in bridges if bridge not in long]
+    assert [b.candidate for b in short] == [b.candidate for b in long]
+    assert pieces.analysis.end is not None
+    for one, other in zip(short, long, strict=True):
+        assert (one.kept, one.dropped) == (other.kept, other.dropped + 1)
+        assert one.reads[0] == other.reads[0]
+    # What is left of the last one is what the model has behind its last block.
+    flow = Dataflow(pieces.model.proto.graph)
+    end = flow.behind([pieces.model.answer.output], stop=frozenset(pieces.analysis.end.tensors))
+    found = [op.kind for op in Dataflow(short[-1].proto.graph).operators]
+    assert found == [op.kind for op in end]
+
+
+def test_shapes_that_come_again_are_gone_over_to_at_once() -> None:
+    """What lies between two places of one shape is left out, whatever shapes it has."""
+    b = models.Builder()
+    x = b.input("x", ["batch", 16])
+    widths = [16, 16, 32, 24, 16, 16]
+    for place, (before, after) in enumerate(pairwise(widths)):
+        x = b.node("Relu", b.linear(x, before, after), out=f"hidden{place}")
+    b.linear(x, 16, 3, out="logits")
+    b.output("logits", ["batch", 3])
+    pieces = slice_proto(b.build(), exits=("hidden0", "hidden1", "hidden4"))
+    first, second, last = whole(bridges_of(pieces))
+    assert (first.kept, first.dropped) == (0, 4)
+    assert (second.kept, second.dropped) == (2, 1)
+    assert (last.kept, last.dropped) == (0, 0)
+    kinds = [[op.kind for op in Dataflow(b.proto.graph).operators] for b in (first, second, last)]
+    assert kinds[0] == kinds[2]
+    assert kinds[1].count("Gemm") == kinds[2].count("Gemm") + 2
+
+
 def test_every_weight_is_a_copy_under_a_name_of_its_own() -> None:
     pieces, bridges = made("pixels")
     theirs = {t.name for t in pieces.model.proto.graph.initializer}
     seen: set[str] = set()
-    for bridge in bridges:
+    for bridge in whole(bridges):
         ours = {t.name for t in bridge.proto.graph.initializer}
         assert ours.isdisjoint(theirs | seen)
         seen |= ours
