@@ -151,9 +151,7 @@ class PolicyChoice:
         ``candidates`` are those of ``tune``, where what was counted of them is wanted again.
         """
         found = candidates or self.candidates(tune)
-        if (
-            self.structure.answer.criterion.depends_on_earlier
-        ):  # what it says needs all that are built
+        if self.structure.answer.criterion.depends_on_earlier:  # then all that are built are needed
             active = tuple(range(found.exits))
             worth = found.savings(active, self.cost(self.batch_size)) > 0
             return FixedPath.of(tune, active if worth else ())
