@@ -41,10 +41,10 @@ def compile_parser() -> argparse.ArgumentParser:
                        help="cut points to build exits at: numbers or names as inspect lists them, "
                        "patterns of names (*/Add*), shares of the work before them (25%%: the "
                        "nearest; 10%%-60%%: all between)")  # fmt: skip
-    exits.add_argument("--heads", choices=["auto", "pooled", "bridges"], default="auto",
+    exits.add_argument("--heads", choices=["auto", "pooled", "bridges", "both"], default="auto",
                        help="pooled: heads that pool; bridges: some of the model's own blocks, "
-                       "then its own head (PAME); auto: bridges where answers have "
-                       "places")  # fmt: skip
+                       "then its own head (PAME); both: at each place what saves more; auto: "
+                       "bridges where answers have places, else pooled")  # fmt: skip
     exits.add_argument("--criterion", default="probability", metavar="NAME",
                        help="what says how sure an exit is: probability, its largest; entropy, its "
                        "reverse; margin, between the two largest; learned, a regression over "

@@ -13,6 +13,7 @@ from offramp.bundle import Bundle, InputRanges, Padding, write_bundle
 from offramp.bundle.bundle import check_space, check_target
 from offramp.calibration import limits
 from offramp.calibration.dataset import DataError, DataSplit, read_dataset, split
+from offramp.calibration.estimates import BackboneTimes
 from offramp.calibration.measuring import MEASURED_BATCH_SIZES, measure_policy, stages_of_samples
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.rehearsal import Rehearsed
@@ -24,7 +25,7 @@ from offramp.compiler.blueprint import Blueprint, CompileRun, draw, timer_of
 from offramp.compiler.bridged_exits import find_bridged_exits
 from offramp.compiler.early_maps import early_maps
 from offramp.compiler.errors import CompileError
-from offramp.compiler.exits import FoundExits, find_exits
+from offramp.compiler.exits import FoundExits, Samples, find_exits
 from offramp.compiler.feature_folder import find_scratch, sweep
 from offramp.compiler.graph import weight_bytes
 from offramp.compiler.memory import GivingBack, give_back
@@ -111,27 +112,14 @@ def compile_model(
 
 def _compile_sliced(sliced: Sliced, run: CompileRun, quantise: Quantise | None) -> Bundle:
     """Find exits for a model in pieces, choose those in use, and write the bundle."""
-    parts, progress = run.parts, run.progress
-    effect = measure_batch_effect(sliced.model, parts, run.options, progress)
+    parts = run.parts
+    effect = measure_batch_effect(sliced.model, parts, run.options, run.progress)
     if effect is not None:
         run = replace(run, options=left_for_exits(effect, run.options), batch_effect=effect)
     options = run.options
     timer = timer_of(sliced, run)
     times = timer.backbone()
-    if options.heads == "bridges" or sliced.model.answer.task.is_dense:
-        found = find_bridged_exits(
-            sliced, parts, options, times, samples=timer.samples, progress=progress
-        )
-    else:
-        found = find_exits(
-            sliced,
-            parts,
-            options,
-            times,
-            samples=timer.samples,
-            progress=progress,
-            scratch=run.scratch,
-        )
+    found = _find_exits(sliced, run, times, timer.samples)
     chosen = draw(sliced, found.exits, run, timer=timer, times=times)
     if options.precision != "fp32" and quantise is not None:
         copy = quantise(sliced.whole_model(), parts.train)
@@ -139,6 +127,24 @@ def _compile_sliced(sliced: Sliced, run: CompileRun, quantise: Quantise | None) 
     elif options.precision != "fp32":
         chosen = choose_precision(chosen, found.exits, run)
     return _certify_and_write(chosen, found, run)
+
+
+def _find_exits(
+    sliced: Sliced, run: CompileRun, times: BackboneTimes, samples: Samples
+) -> FoundExits:
+    """Train the heads of the families that are asked for."""
+    parts, options, progress = run.parts, run.options, run.progress
+    bridged = None
+    if options.heads in ("bridges", "both") or sliced.model.answer.task.is_dense:
+        bridged = find_bridged_exits(
+            sliced, parts, options, times, samples=samples, progress=progress
+        )
+        if options.heads != "both":
+            return bridged
+    pooled = find_exits(
+        sliced, parts, options, times, samples=samples, progress=progress, scratch=run.scratch
+    )
+    return pooled if bridged is None else pooled.or_better(bridged)
 
 
 def _certify_and_write(chosen: Blueprint, found: FoundExits, run: CompileRun) -> Bundle:

@@ -86,7 +86,20 @@ class FoundExits:
 
     exits: tuple[BuiltExit, ...]
     best: tuple[HeadScore, ...]
-    """Of every candidate with a head, the one that nets most, whether that is anything or not."""
+    """Of every candidate with a head, and every family, the one that nets most, whether that is
+    anything or not."""
+
+    def or_better(self, other: FoundExits) -> FoundExits:
+        """Take, at each candidate, the exit that nets more; its trials are those of both."""
+        exits = {exit_.candidate: exit_ for exit_ in self.exits}
+        for exit_ in other.exits:
+            known = exits.setdefault(exit_.candidate, exit_)
+            if known is not exit_:
+                heads = (*known.heads, *exit_.heads)
+                better = max(known, exit_, key=attrgetter("best.net_savings"))
+                exits[exit_.candidate] = replace(better, heads=heads)
+        in_order = tuple(exits[candidate] for candidate in sorted(exits))
+        return FoundExits(exits=in_order, best=(*self.best, *other.best))
 
 
 def exit_prefix(candidate: int) -> str:

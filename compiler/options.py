@@ -20,7 +20,7 @@ AskedPrecision: TypeAlias = Literal["fp32", "int8", "auto"]
 """What ``eecompile --precision`` takes for bundles."""
 
 
-HeadFamily: TypeAlias = Literal["auto", "pooled", "bridges"]
+HeadFamily: TypeAlias = Literal["auto", "pooled", "bridges", "both"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,8 @@ class CompileOptions:
     ``candidates``."""
     heads: HeadFamily = "auto"
     """``pooled``: heads that pool their cut tensor; ``bridges``: the model's own blocks and head
-    (PAME 5.1); ``auto``: bridges where answers have places, else pooled ones."""
+    (PAME 5.1); ``both``: at each candidate what nets more; ``auto``: bridges where answers have
+    places, else pooled ones."""
     candidates: int = 12
     """Most exits that are built."""
     max_cut_tensors: int = 4

@@ -60,8 +60,10 @@ def _criterion(task: AnswerTask, options: CompileOptions) -> Criterion:
         raise ModelError(
             f"--criterion {name} is for classification; the task is {task.kind}, so leave it out"
         )
-    if name != "probability" and options.heads == "bridges":
-        raise ModelError(f"--criterion {name} is for pooled heads; leave out --heads bridges")
+    if name != "probability" and options.heads in ("bridges", "both"):
+        raise ModelError(
+            f"--criterion {name} is for pooled heads; leave out --heads {options.heads}"
+        )
     if (name == "learned" or criterion.depends_on_earlier) and options.precision != "fp32":
         raise ModelError(
             f"--criterion {name} is for float32, not for --precision {options.precision}; take "
@@ -82,17 +84,18 @@ def _check_asked(task: AnswerTask, options: CompileOptions) -> None:
         raise ModelError(
             f"--precision {precision} is for classification; the task is {kind}, so leave it out"
         )
-    if precision != "fp32" and options.heads == "bridges":
-        raise ModelError(f"--heads bridges is for float32, not for --precision {precision}")
-    if kind == "regression" and options.heads == "bridges":
+    bridged = options.heads in ("bridges", "both")
+    if precision != "fp32" and bridged:
+        raise ModelError(f"--heads {options.heads} is for float32, not for --precision {precision}")
+    if kind == "regression" and bridged:
         raise ModelError(
-            "--heads bridges: values say nothing of how sure they are, and a bridge ends as the "
-            "model does; leave it out"
+            f"--heads {options.heads}: values say nothing of how sure they are, and a bridge ends "
+            "as the model does; leave it out"
         )
-    if task.is_dense and options.heads == "pooled":
+    if task.is_dense and options.heads in ("pooled", "both"):
         raise ModelError(
-            f"--heads pooled: answers of {kind} have places, which nothing that pools answers "
-            "for; leave it out"
+            f"--heads {options.heads}: answers of {kind} have places, which nothing that pools "
+            "answers for; leave it out"
         )
 
 

@@ -74,17 +74,23 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=sorted(CASES))
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A bundle of each task, with all exits in use; whatever is timed takes 1 ms."""
-    build, data, options = CASES[request.param]
-    folder = tmp_path_factory.mktemp("task")
+def compiled(
+    build: Callable[[], onnx.ModelProto], data: Callable[..., Arrays], folder: Path, **options: Any
+) -> Bundle:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(profiling.TimedGraph, "time_ms", lambda _self, _tensors: 1.0)
         patched.setattr(profiling, "_staged_ms", lambda _pipeline, _slot, _tensors: 1.0)
         patched.setattr(profiling, "disturbances", lambda *_: ())
         settings = {"max_disagreement": 0.3, "epochs": 2, "candidates": 2, **options}
-        bundle = Bundle.open(compile_tiny(build(), data(SAMPLES), folder, **settings).path)
+        return Bundle.open(compile_tiny(build(), data(SAMPLES), folder, **settings).path)
+
+
+@pytest.fixture(scope="module", params=sorted(CASES))
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A bundle of each task, with all exits in use; whatever is timed takes 1 ms."""
+    build, data, options = CASES[request.param]
+    folder = tmp_path_factory.mktemp("task")
+    bundle = compiled(build, data, folder, **options)
     assert bundle.manifest.exits, "a tiny model learns something"
     return bundle, with_all_exits(bundle, data(200, seed=7), folder / "all.ee"), data, folder
 
@@ -237,6 +243,17 @@ def test_an_exit_reads_the_mask_that_its_confidence_counts_by(tmp_path: Path) ->
         )
         session = ort.InferenceSession(built.graph)
         assert {tensor.name for tensor in session.get_inputs()} == set(built.reads)
+
+
+def test_of_both_families_the_one_that_nets_more_is_taken(tmp_path: Path) -> None:
+    bundle = compiled(models.residual_cnn, images, tmp_path, heads="both")
+    assert bundle.manifest.exits
+    for exit_ in bundle.manifest.exits:
+        kinds = {trial.head.kind for trial in exit_.trials}
+        assert "bridge" in kinds
+        assert len(kinds) > 1
+        best = max(exit_.trials, key=lambda trial: trial.net_savings)
+        assert exit_.head == best.head
 
 
 def test_precisions_are_for_classification(tmp_path: Path) -> None:
