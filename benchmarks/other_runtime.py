@@ -72,9 +72,12 @@ def main() -> None:
     graph = model.proto.SerializeToString()
     graphs = {"float32": graph}
     some = dataset.subset(np.arange(min(SCALE_SAMPLES, len(dataset))))
+    saturating = cpu_features().saturates is True
     for name in options.kinds:
         try:
-            graphs[name] = quantise(graph, some, CpuPrecision(name), threads=options.threads)
+            graphs[name] = quantise(
+                graph, some, CpuPrecision(name), threads=options.threads, saturating=saturating
+            )
         except PrecisionError as error:
             print(f"{name}: {error}")
     rows = [measured(name, made, dataset, options) for name, made in graphs.items()]

@@ -59,6 +59,7 @@ def main() -> None:
         judged,
         threads=arguments.threads,
         least_agreement=arguments.least_agreement,
+        saturating=cpu_features().saturates is True,
         batch_sizes=sorted(arguments.batch_sizes),
         kinds=[CpuPrecision(name) for name in arguments.kinds or CpuPrecision],
         effort=Effort(least=6, most=400, seconds=arguments.seconds, half_width=0.002),

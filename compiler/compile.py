@@ -37,10 +37,12 @@ from offramp.compiler.policy import record_exits
 from offramp.compiler.precision import Quantise, choose_precision, on_copy
 from offramp.compiler.progress import SILENT, Progress
 from offramp.compiler.prompts import check_lengths
+from offramp.compiler.rounding import warn_of_overflow
 from offramp.compiler.settling import settle_task
 from offramp.compiler.slice_verification import VERIFIED_SAMPLES, verify
 from offramp.compiler.slicing import Sliced, slice_model
 from offramp.compiler.weights import weight_file
+from offramp.engine.environment import cpu_features
 from offramp.engine.plan import Mode, Plan, plan_stages
 
 _log = logging.getLogger(__name__)
@@ -84,6 +86,7 @@ def compile_model(
             scratch=scratch,
             max_cut_tensors=options.max_cut_tensors,
         )
+    warn_of_overflow(model.proto, cpu_features())
     check_space(options.output, _COPIES * weight_bytes(model.proto))
     with progress.step("Read the data", 1):
         dataset = read_dataset(options.data, model.inputs, answer=model.answer, scratch=scratch)

@@ -117,14 +117,14 @@ def _without(plain: Blueprint, reason: str, options: CompileOptions) -> Blueprin
 
 
 def _say_what_the_cpu_has(cpu: CpuFeatures) -> None:
-    """Log the CPU's instructions, and warn where int8 computes otherwise than on most servers."""
+    """Log the CPU's instructions, and what is done where int8 would saturate."""
     _log.info("The CPU that int8 is made on: %s.", cpu.describe())
     if cpu.saturates:
         _log.warning(
-            "This CPU (%s) has no VNNI: sums of int8 products saturate in 16 bits, and the copy "
-            "agrees less with the float32 model than it does elsewhere. What is certified here "
-            "holds on CPUs like this one: compile on the kind that serves, or with --precision "
-            "fp32.",
+            "This CPU (%s) has no VNNI and adds int8 products in 16 bits: weights of the copy are "
+            "rounded to 7 bits, so that no sum overflows. It answers the same on CPUs with VNNI, "
+            "but agrees with the float32 model less often than a copy that is made there: for "
+            "those, compile on one.",
             cpu.describe(),
         )
 
@@ -145,6 +145,7 @@ def fastest_kind(model: SourceModel, run: CompileRun) -> PrecisionChoice:
             parts.tune.subset(judged),
             threads=options.threads,
             least_agreement=LEAST_AGREEMENT,
+            saturating=cpu_features().saturates is True,
             batch_sizes=sorted({1, options.reference_batch_size}),
             progress=advance,
         )
@@ -284,6 +285,7 @@ def _mixed(
             _ranges(run.parts),
             found.kind,
             threads=options.threads,
+            saturating=found.saturating,
             kept=_outputs_outside(plain.sliced, mix),
             ranges=dict(found.ranges),
         )

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
+import numpy as np
 import onnx
-from onnx import TensorProto
+from numpy.typing import NDArray
+from onnx import TensorProto, numpy_helper
+
+from offramp.bundle import CpuFeatures
+from offramp.calibration.precision.graphs import LEVELS_OF_16_BITS
+
+_log = logging.getLogger(__name__)
 
 
 class Rounding(NamedTuple):
@@ -36,3 +44,22 @@ def rounding_of(proto: onnx.ModelProto) -> Rounding:
     if TensorProto.BFLOAT16 in kinds:
         return BFLOAT
     return HALF if TensorProto.FLOAT16 in kinds else SINGLE
+
+
+def warn_of_overflow(proto: onnx.ModelProto, cpu: CpuFeatures) -> None:
+    """Warn of a quantised model whose sums of products overflow on this CPU, and not on others."""
+    if not cpu.saturates or rounding_of(proto) is not STEPS:
+        return
+    weights = (t for t in proto.graph.initializer if t.data_type == TensorProto.INT8)
+    if any(_beyond_16_bits(numpy_helper.to_array(weight)) for weight in weights):
+        _log.warning(
+            "The model has int8 weights of 8 bits, and this CPU (%s) has no VNNI: sums of their "
+            "products overflow in 16 bits here, and what is answered may depend on the batch size. "
+            "Compile and serve it on CPUs with VNNI, or quantise it to weights of 7 bits "
+            "(reduce_range=True in onnxruntime.quantization).",
+            cpu.describe(),
+        )
+
+
+def _beyond_16_bits(steps: NDArray[np.int8]) -> bool:
+    return steps.size > 0 and int(np.abs(steps.astype(np.int16)).max()) > LEVELS_OF_16_BITS

@@ -97,6 +97,9 @@ class PrecisionChoice:
     and agree more often than all before them."""
     ranges: Mapping[str, Range] = field(default_factory=dict, repr=False)
     """Of the tensors that were measured for static kinds."""
+    saturating: bool = False
+    """Whether weights are of 7 bits, as :func:`~offramp.calibration.precision.kinds.quantise`
+    makes them for a CPU whose int8 saturates."""
 
 
 def choose_kind(
@@ -107,6 +110,7 @@ def choose_kind(
     *,
     threads: int,
     least_agreement: float,
+    saturating: bool,
     batch_sizes: Sequence[int] = (1, 16),
     kinds: Sequence[CpuPrecision] = tuple(CpuPrecision),
     effort: Effort = EFFORT,
@@ -124,6 +128,7 @@ def choose_kind(
         judged: What agreement is judged on (the tune split); at least the largest batch.
         threads: Of ONNX Runtime.
         least_agreement: Share of ``judged`` that a kind has to agree on with float32.
+        saturating: Whether the CPU's int8 saturates, so that weights are to be of 7 bits.
         batch_sizes: Rising; the last is the reference.
         kinds: What to try.
         effort: How long to time each kind.
@@ -143,7 +148,9 @@ def choose_kind(
     fine: list[tuple[KindMeasured, bytes]] = []
     for kind in kinds:
         try:
-            made = quantise(graph, calibration, kind, threads=threads, ranges=ranges)
+            made = quantise(
+                graph, calibration, kind, threads=threads, saturating=saturating, ranges=ranges
+            )
             loaded = _loaded(made, kind, judged, threads)
         except PrecisionError as error:
             inapplicable[kind] = str(error)
@@ -183,6 +190,7 @@ def choose_kind(
         disturbed=tuple(notes),
         graphs={result.kind: made for result, made in worth},
         ranges=ranges,
+        saturating=saturating,
     )
 
 

@@ -19,6 +19,9 @@ LEAST_WEIGHTS = 4096
 """Weights that a matrix has at least to be quantised: a smaller product takes no time, and
 quantising its input takes some. Most classifiers' last layers are left in float32 by it."""
 LEVELS = 127
+"""Steps on each side of zero."""
+LEVELS_OF_16_BITS = 64
+"""Steps of weights for CPUs that add pairs of products in int16: 2 × 255 × 64 is below 2^15."""
 LEAST_OPSET = 13
 """Per-channel scales, and axes of ``DequantizeLinear``, came with it."""
 
@@ -55,12 +58,16 @@ class Rewrite:
 class Editor:
     """A graph that is being rewritten: nodes are replaced or put behind others, constants added."""
 
-    def __init__(self, graph: bytes, *, kept: Collection[str] = ()) -> None:
+    def __init__(
+        self, graph: bytes, *, kept: Collection[str] = (), weight_levels: int = LEVELS
+    ) -> None:
         """Take a serialised model; a ``PrecisionError`` if its opset is too old.
 
-        ``kept`` are the outputs of operators that stay as they are.
+        ``kept`` are the outputs of operators that stay as they are; int8 weights have
+        ``weight_levels`` on each side of zero.
         """
         self.kept = frozenset(kept)
+        self.weight_levels = weight_levels
         self.proto = onnx.ModelProto.FromString(graph)
         self.opset = max((o.version for o in self.proto.opset_import if not o.domain), default=0)
         if self.opset < LEAST_OPSET:
@@ -119,6 +126,24 @@ class Editor:
             bias = bias * np.float32(flags.get("beta", 1.0))
         weight = np.ascontiguousarray(weight)
         return Product(node=node, activation=node.input[0], weight=weight, bias=bias)
+
+    def int8_weight(
+        self, weight: NDArray[np.float32], axis: int, *, least: NDArray[np.float64] | None = None
+    ) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+        """Round weights to symmetric int8, with a scale per channel of ``axis``.
+
+        ``least`` [channels] is what scales are not to be below; the scale of a channel of zeros is
+        1, as scales must be positive.
+        """
+        levels = self.weight_levels
+        others = tuple(a for a in range(weight.ndim) if a != axis)
+        scale = np.abs(weight).max(axis=others) / np.float32(levels)
+        if least is not None:
+            scale = np.maximum(scale, least)
+        scale = np.where(scale > 0, scale, 1).astype(np.float32)
+        shape = [-1 if a == axis else 1 for a in range(weight.ndim)]
+        steps = np.rint(weight / scale.reshape(shape))
+        return np.clip(steps, -levels, levels).astype(np.int8), scale
 
     def with_bias(self, product: Product) -> tuple[str, list[onnx.NodeProto]]:
         """Give the name under which a product without its bias goes, and what adds the bias."""
@@ -202,24 +227,6 @@ def multiply(
         editor.constant(f"{stem}/zero", np.zeros(sizes.shape, np.int8)),
     ]
     return make("MatMulIntegerToFloat", inputs, [result], CONTRIB)
-
-
-def int8_weight(
-    weight: NDArray[np.float32], axis: int, *, least: NDArray[np.float64] | None = None
-) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """Round weights to symmetric int8, with a scale per channel of ``axis``.
-
-    ``least`` [channels] is what scales are not to be below; the scale of a channel of zeros is 1,
-    as scales must be positive.
-    """
-    others = tuple(a for a in range(weight.ndim) if a != axis)
-    scale = np.abs(weight).max(axis=others) / np.float32(LEVELS)
-    if least is not None:
-        scale = np.maximum(scale, least)
-    scale = np.where(scale > 0, scale, 1).astype(np.float32)
-    shape = [-1 if a == axis else 1 for a in range(weight.ndim)]
-    steps = np.rint(weight / scale.reshape(shape))
-    return np.clip(steps, -LEVELS, LEVELS).astype(np.int8), scale
 
 
 def _read_inside(node: onnx.NodeProto) -> Iterable[str]:

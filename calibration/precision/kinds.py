@@ -11,6 +11,8 @@ from offramp.calibration.dataset import Dataset
 from offramp.calibration.precision.blocks import quantise_blocks
 from offramp.calibration.precision.graphs import (
     LEAST_WEIGHTS,
+    LEVELS,
+    LEVELS_OF_16_BITS,
     Editor,
     PrecisionError,
     Rewrite,
@@ -85,6 +87,7 @@ def quantise(
     kind: CpuPrecision,
     *,
     threads: int,
+    saturating: bool,
     kept: Collection[str] = (),
     ranges: dict[str, Range] | None = None,
 ) -> bytes:
@@ -94,13 +97,18 @@ def quantise(
     can be cut where ``graph`` could; what is added begins with ``offramp_cpu/``. The same graph and
     data give the same bytes, with one ``threads`` at least (ranges are measured by running it).
 
+    ``saturating`` is for CPUs that add products of uint8 and int8 in int16
+    (:attr:`offramp.bundle.CpuFeatures.saturates`): weights that meet uint8 are of 7 bits then, so
+    that no sum is clipped, and all CPUs give the same answers.
+
     ``kept`` are outputs of operators that stay float32. ``ranges`` are of tensors that were
     measured on the same graph and data before; those that are measured are added.
 
     Scales are measured on all of ``dataset``, where the kind has any; some hundreds of samples do.
     A ``DataError`` if that fails; a ``PrecisionError`` if there is nothing for the kind to do.
     """
-    editor = Editor(graph, kept=kept)
+    levels = LEVELS_OF_16_BITS if saturating else LEVELS
+    editor = Editor(graph, kept=kept, weight_levels=levels)
     known = {} if ranges is None else ranges
     rewrites = _rewrites(
         editor, partial(quantise_static, editor, dataset, threads=threads, known=known), kind

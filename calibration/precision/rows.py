@@ -21,7 +21,6 @@ from offramp.calibration.precision.graphs import (
     PREFIX,
     Editor,
     Rewrite,
-    int8_weight,
     make,
     multiply,
 )
@@ -40,7 +39,7 @@ def quantise_rows(editor: Editor) -> Rewrite:
         x, y = product.activation, product.node.output[0]
         nodes = [] if x in rounded else _scaled_rows(editor, x)
         rounded.add(x)
-        weight, scale = int8_weight(product.weight, axis=1)
+        weight, scale = editor.int8_weight(product.weight, axis=1)
         unscaled, (result, bias) = f"{PREFIX}{y}/unscaled", editor.with_bias(product)
         scaled = _one_and_middle(editor)
         nodes.append(multiply(editor, f"{PREFIX}{x}/steps", scaled, (y, weight, scale), unscaled))

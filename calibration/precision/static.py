@@ -25,7 +25,6 @@ from offramp.calibration.precision.graphs import (
     Editor,
     Product,
     Rewrite,
-    int8_weight,
     make,
     multiply,
 )
@@ -156,7 +155,7 @@ def _convolution(
     # A bias counts the same steps as the sum of products, in int32: where weights are next to
     # nothing, their steps must not be.
     least = None if bias is None else np.abs(bias) / (float(step) * _LARGEST_BIAS)
-    rounded, scale = int8_weight(weight, axis=0, least=least)
+    rounded, scale = editor.int8_weight(weight, axis=0, least=least)
     reads = [_dequantised(x)]
     nodes = _constant_pair(editor, f"{y}/weight", rounded, scale, axis=0, reads=reads)
     if bias is not None:
@@ -174,7 +173,7 @@ def _product(editor: Editor, product: Product) -> list[onnx.NodeProto]:
     # Not a product between pairs: of [rows, inputs], ONNX Runtime fuses that with the bias behind
     # it, to what has no integer kernel.
     x, y = product.activation, product.node.output[0]
-    weight, scale = int8_weight(product.weight, axis=1)
+    weight, scale = editor.int8_weight(product.weight, axis=1)
     result, bias = editor.with_bias(product)
     step, zero = (f"{PREFIX}{x}/{name}" for name in ("step", "zero"))
     return [multiply(editor, f"{PREFIX}{x}/steps", (step, zero), (y, weight, scale), result), *bias]

@@ -229,7 +229,7 @@ def test_an_exit_reads_the_mask_that_its_confidence_counts_by(tmp_path: Path) ->
         source_ms=(1e3,),
         segments_ms=tuple((1e3 / len(pieces.segments),) for _ in pieces.segments),
     )
-    bridges = [b for b in bridges_of(pieces, asked) if "attention_mask" not in b.reads]
+    bridges = [b for b in bridges_of(pieces) if "attention_mask" not in b.reads]
     assert bridges, "behind the last attention nothing reads the mask"
     for bridge in bridges:
         trained = TrainedBridge(

@@ -11,6 +11,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import version_converter
 
+from offramp.engine.environment import cpu_features
+
 Arrays = dict[str, NDArray[Any]]
 Conversion = Callable[[Path, Arrays], None]
 """Changes a file in place; has some inputs of it to measure ranges with."""
@@ -23,7 +25,9 @@ def _quantised(operators: str) -> Conversion:
         source = path.with_name("float.onnx")
         path.rename(source)
         form = QuantFormat.QDQ if operators == "QDQ" else QuantFormat.QOperator
-        quantize_static(source, path, _Reader(inputs), quant_format=form)
+        # where sums of 8-bit weights overflow, fused or not fused makes another answer
+        reduced = cpu_features().saturates is True
+        quantize_static(source, path, _Reader(inputs), quant_format=form, reduce_range=reduced)
 
     return convert
 

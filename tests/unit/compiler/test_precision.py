@@ -46,6 +46,7 @@ class Bench:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, asked: str, tune: int = 100) -> None:
         self.kinds: dict[str, Any] = {}
+        self.saturating: list[bool] = []
         self.kept: set[str] = set()
         self.kind: CpuPrecision | None = CpuPrecision.STATIC
         self.graphs = {CpuPrecision.STATIC: b"whole"}
@@ -69,6 +70,7 @@ class Bench:
     def choose_kind(
         self, graph: bytes, answer: str, calibration: Any, judged: Any, **more: Any
     ) -> Any:
+        self.saturating.append(more["saturating"])
         self.kinds.update(more, answer=answer, calibration=calibration, judged=judged)
         measured: Any = [SimpleNamespace(kind=kind, describe=lambda: "why") for kind in self.graphs]
         return PrecisionChoice(
@@ -79,12 +81,14 @@ class Bench:
             not_applicable={},
             disturbed=("noise",),
             graphs=self.graphs,
+            saturating=more["saturating"],
         )
 
-    def quantise(self, graph: bytes, data: Any, kind: Any, *, kept: Any, **_more: Any) -> bytes:
+    def quantise(self, graph: bytes, data: Any, kind: Any, *, kept: Any, **more: Any) -> bytes:
         if self.mix == Mix(0, 1):
             raise PrecisionError("nothing there")
         self.kept = kept
+        assert more["saturating"] == self.saturating[-1]
         return b"mixed"
 
     def blueprint(self, copy: bytes) -> Any:
@@ -214,13 +218,15 @@ def test_a_cpu_whose_int8_saturates_is_warned_of(
     bench.chosen()
     (warning,) = (r for r in caplog.records if "VNNI" in r.message)
     assert warning.levelno == logging.WARNING
-    assert warning.message.startswith("This CPU (x86_64 with AVX2) has no VNNI: sums of int8")
-    assert warning.message.endswith("or with --precision fp32.")
+    assert warning.message.startswith("This CPU (x86_64 with AVX2) has no VNNI and adds int8")
+    assert warning.message.endswith("for those, compile on one.")
+    assert bench.saturating == [True]
     caplog.clear()
     for fine in (WITH_VNNI, CpuFeatures(machine="aarch64", names=None)):
         bench.cpu = fine
         bench.chosen()
-    assert not any("VNNI:" in message for message in caplog.messages)
+    assert not any("has no VNNI" in message for message in caplog.messages)
+    assert bench.saturating == [True, False, False]
 
 
 def test_a_copy_that_cannot_be_cut_is_left_out_unless_it_was_asked_for(

@@ -8,11 +8,12 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from tests import models
 
+from offramp.bundle import CpuFeatures
 from offramp.compiler.cuts import find_cuts
 from offramp.compiler.errors import ModelError, VerificationError
 from offramp.compiler.graph import refill
 from offramp.compiler.options import CompileOptions
-from offramp.compiler.rounding import BFLOAT, HALF, SINGLE, STEPS, rounding_of
+from offramp.compiler.rounding import BFLOAT, HALF, SINGLE, STEPS, rounding_of, warn_of_overflow
 from offramp.compiler.runtime import GraphRunner, random_inputs
 from offramp.compiler.slice_verification import verify
 from offramp.compiler.slicing import choose_candidates, slice_model, split
@@ -106,3 +107,21 @@ def test_the_coarsest_precision_counts():
     assert rounding_of(models.dynamically_quantised()) is STEPS
     proto.graph.initializer[0].data_type = TensorProto.BFLOAT16
     assert rounding_of(proto) is BFLOAT
+
+
+@pytest.mark.parametrize(
+    ("largest", "instructions", "warned"),
+    [(127, ("AVX2",), True), (64, ("AVX2",), False), (127, ("AVX2", "AVX512_VNNI"), False)],
+)
+def test_weights_whose_sums_overflow_here_are_warned_of(
+    largest: int, instructions: tuple[str, ...], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    proto = models.residual_cnn()
+    warn_of_overflow(proto, CpuFeatures(machine="x86_64", names=("AVX2",)))
+    assert not caplog.messages, "of float32"
+    weight = np.array([[-largest, 3]], np.int8)
+    proto.graph.initializer.append(numpy_helper.from_array(weight, "steps"))
+    proto.graph.node.append(helper.make_node("QuantizeLinear", ["image", "scale"], ["unread"]))
+    warn_of_overflow(proto, CpuFeatures(machine="x86_64", names=instructions))
+    assert bool(caplog.messages) == warned
+    assert all("reduce_range=True" in message for message in caplog.messages)

@@ -20,10 +20,13 @@ from offramp.calibration.dataset import Dataset
 from offramp.calibration.precision.graphs import PREFIX
 from offramp.calibration.precision.kinds import CpuPrecision, quantise
 from offramp.compiler.runtime import random_inputs
+from offramp.engine.environment import cpu_features
 
 _VERSION = tuple(int(part) for part in ort.__version__.split(".")[:2])
 RUN_HERE = [k for k in CpuPrecision if k is not CpuPrecision.BLOCKS or _VERSION >= (1, 22)]
 """The kinds that the installed ONNX Runtime runs."""
+SATURATES = cpu_features().saturates is True
+"""Whether int8 of this CPU needs weights of 7 bits."""
 OF_TRANSFORMERS = [kind for kind in RUN_HERE if kind is not CpuPrecision.MIXED]
 
 
@@ -71,9 +74,12 @@ def dataset(given: Mapping[str, NDArray[Any]]) -> Dataset:
     return Dataset(inputs=given, labels=None, sha256="0")
 
 
-def made(graph: bytes, kind: CpuPrecision, *, samples: int = 32) -> bytes:
+def made(
+    graph: bytes, kind: CpuPrecision, *, samples: int = 32, saturating: bool = SATURATES
+) -> bytes:
     """The graph in a kind, its scales measured on random inputs."""
-    return quantise(graph, dataset(inputs(graph, samples, seed=1)), kind, threads=1)
+    data = dataset(inputs(graph, samples, seed=1))
+    return quantise(graph, data, kind, threads=1, saturating=saturating)
 
 
 def constants(graph: bytes) -> dict[str, NDArray[np.generic]]:

@@ -11,6 +11,7 @@ import onnx
 import pytest
 from tests.models import residual_cnn
 from tests.unit.calibration.precision.graphs_to_quantise import (
+    SATURATES,
     convolved_and_multiplied,
     dataset,
     inputs,
@@ -56,6 +57,7 @@ def chosen(
         dataset(inputs(graph, 40, seed=2)),
         threads=1,
         least_agreement=least_agreement,
+        saturating=SATURATES,
         kinds=list(ratios),
         **changed,
     )
@@ -66,7 +68,7 @@ def test_the_fastest_kind_is_chosen_with_its_graph(monkeypatch: pytest.MonkeyPat
     graph = convolved_and_multiplied()
     given = dataset(inputs(graph, 32, seed=1))
     assert found.kind is ROWS
-    assert found.graph == quantise(graph, given, ROWS, threads=1)
+    assert found.graph == quantise(graph, given, ROWS, threads=1, saturating=SATURATES)
     assert found.reason.startswith("int8-rows: 0.40 ± 0.01 at batch 1, 0.40 ± 0.01 at batch 16 of")
     assert [m.kind for m in found.measured] == [STATIC, ROWS, SIGNED]
     assert all(m.samples == 40 and m.size_bytes > 0 for m in found.measured)
@@ -164,7 +166,7 @@ def test_fewer_samples_than_a_batch_are_refused() -> None:
     graph = convolved_and_multiplied()
     few: Dataset = dataset(inputs(graph, 15))
     with pytest.raises(ValueError, match=r"15 samples to judge on, expected .* \(16\); give more"):
-        choose_kind(graph, "y", few, few, threads=1, least_agreement=0.9)
+        choose_kind(graph, "y", few, few, threads=1, saturating=SATURATES, least_agreement=0.9)
 
 
 def test_kinds_are_timed_beside_float32() -> None:
@@ -172,7 +174,15 @@ def test_kinds_are_timed_beside_float32() -> None:
     given = dataset(inputs(graph, 16))
     effort = Effort(least=3, most=3)
     found = choose_kind(
-        graph, "y", given, given, threads=1, least_agreement=0, kinds=[STATIC], effort=effort
+        graph,
+        "y",
+        given,
+        given,
+        threads=1,
+        saturating=SATURATES,
+        least_agreement=0,
+        kinds=[STATIC],
+        effort=effort,
     )
     (measured,) = found.measured
     assert measured.ratios.keys() == {1, 16}

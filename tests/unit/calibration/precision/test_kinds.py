@@ -13,6 +13,7 @@ from tests.sliced import slice_proto
 from tests.unit.calibration.precision.graphs_to_quantise import (
     OF_TRANSFORMERS,
     RUN_HERE,
+    SATURATES,
     constants,
     convolved_and_multiplied,
     dataset,
@@ -113,16 +114,39 @@ def test_a_residual_reads_float32_where_only_products_are_quantised() -> None:
     assert not any(name.endswith("/rounded") for node in sums for name in node.input)
 
 
-def test_rows_are_rounded_each_by_its_own_largest_magnitude() -> None:
+@pytest.mark.parametrize("saturating", [True] if SATURATES else [False, True])
+def test_rows_are_rounded_each_by_its_own_largest_magnitude(saturating: bool) -> None:
     rng = np.random.default_rng(0)
     weight = rng.standard_normal((64, 64)).astype(np.float32)
     x = rng.standard_normal((3, 64)).astype(np.float32) * np.array([[1], [1000], [0]], np.float32)
-    found = TimedGraph(made(linear(weight), CpuPrecision.ROWS), 1).run({"x": x})["y"]
+    graph = made(linear(weight), CpuPrecision.ROWS, saturating=saturating)
+    found = TimedGraph(graph, 1).run({"x": x})["y"]
     step = np.maximum(np.abs(x).max(axis=1, keepdims=True), 1e-12) / 127
-    scale = np.abs(weight).max(axis=0) / 127
+    scale = np.abs(weight).max(axis=0) / (64 if saturating else 127)
     wanted = (np.rint(x / step) * step) @ (np.rint(weight / scale) * scale)
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
     assert found[2].tolist() == [0] * 64
+
+
+@pytest.mark.parametrize(
+    "kind", [CpuPrecision.STATIC, CpuPrecision.SIGNED, CpuPrecision.ROWS, CpuPrecision.MIXED]
+)
+def test_for_a_cpu_that_saturates_no_two_products_overflow_16_bits(kind: CpuPrecision) -> None:
+    graph = convolved_and_multiplied()
+    for saturating, most in ((False, 127), (True, 64)):
+        values = constants(made(graph, kind, saturating=saturating))
+        weights = [v for name, v in values.items() if name.endswith("/weight")]
+        assert weights
+        assert {int(np.abs(v.astype(int)).max()) for v in weights} == {most}
+    assert 2 * 255 * most < 2**15
+
+
+def test_where_all_is_at_its_largest_sums_are_those_of_float32() -> None:
+    """Of weights of 7 bits, on every CPU: the sum of pairs in 16 bits would be half of it."""
+    graph = linear(np.ones((64, 64), np.float32))
+    found = made(graph, CpuPrecision.ROWS, saturating=True)
+    y = TimedGraph(found, 1).run({"x": np.ones((2, 64), np.float32)})["y"]
+    np.testing.assert_allclose(y, 64, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +220,7 @@ def test_scales_need_samples() -> None:
     graph = serialised(residual_cnn())
     none = dataset({"image": np.empty((0, 3, 16, 16), np.float32)})
     with pytest.raises(DataError, match="no samples to measure the ranges"):
-        quantise(graph, none, CpuPrecision.STATIC, threads=1)
+        quantise(graph, none, CpuPrecision.STATIC, threads=1, saturating=False)
 
 
 def test_a_tensor_without_finite_values_has_no_range() -> None:
@@ -204,7 +228,7 @@ def test_a_tensor_without_finite_values_has_no_range() -> None:
     given = inputs(graph, 4)
     given["image"][2] = np.inf
     with pytest.raises(DataError, match=r"'image' holds values from .* so it has no range"):
-        quantise(graph, dataset(given), CpuPrecision.STATIC, threads=1)
+        quantise(graph, dataset(given), CpuPrecision.STATIC, threads=1, saturating=False)
 
 
 def test_a_bias_beyond_int32_widens_its_channels_steps() -> None:
