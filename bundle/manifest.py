@@ -18,6 +18,7 @@ from offramp.bundle.batch_effect import BatchEffect
 from offramp.bundle.cpu import CpuFeatures
 from offramp.bundle.criteria import LEARNED_WEIGHTS, PROBABILITY, Criterion
 from offramp.bundle.custom_ops import OperatorLibrary
+from offramp.bundle.joint_training import JointTraining
 from offramp.bundle.manifest_checks import (
     MOST_SAMPLE_BYTES,
     check_answer,
@@ -183,8 +184,8 @@ HeadKind: TypeAlias = Literal[
 ]
 """How a head pools: average a map to a grid; first token; last one that counts; masked mean; first,
 mean and max joined; learned attention queries; not at all; each tensor of a cut set, joined.
-:mod:`offramp.calibration.families` has a class for each. ``own`` is no head: the answer of the
-quantised model itself, after its last segment. ``bridge`` pools nothing: some blocks of the model,
+:mod:`offramp.calibration.families` has a class for each. ``own`` is no head: the answer of a
+cascade's copy itself, after its last segment. ``bridge`` pools nothing: some blocks of the model,
 then its own head."""
 
 
@@ -209,7 +210,7 @@ class Head:
     def describe(self) -> str:
         """``4×4 grid, hidden 64``, for reports."""
         if self.kind == "own":
-            return "the int8 model's own answer"
+            return "the copy's own answer"
         if self.kind == "bridge":
             return "bridge"
         grid = "×".join([str(self.grid)] * self.axes)
@@ -347,7 +348,9 @@ class Manifest:
     """The CPU that gave the answers that an int8 bundle was certified on; ``None`` in bundles of
     fp32, and in older ones, where it was not kept."""
     precision_reason: str = field(default="", metadata=LEFT_OUT)
-    """Why the compiler chose this precision, where it was asked to look at others."""
+    """Why the compiler chose this precision, or these weights, where it looked at others."""
+    training: JointTraining | None = field(default=None, metadata=LEFT_OUT)
+    """How the copy that exits follow was trained together with them; then it is a cascade."""
     batch_effect: BatchEffect | None = field(default=None, metadata=LEFT_OUT)
     """What the model answers otherwise in other batches, where it is quantised dynamically."""
     custom_ops: tuple[OperatorLibrary, ...] = field(default=(), metadata=LEFT_OUT)
@@ -376,6 +379,11 @@ class Manifest:
         check_paddings(self.paddings, self.inputs)
         check_precision(self)
         check_chain(self)
+
+    @property
+    def is_cascade(self) -> bool:
+        """Whether exits follow a copy of the source model, which stands behind it."""
+        return self.precision != "fp32" or self.training is not None
 
     @property
     def source_begins(self) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 if TYPE_CHECKING:
+    from offramp.bundle.joint_training import JointTraining
     from offramp.bundle.manifest import Answer, Calibration, Manifest, TensorSpec
 
 MOST_SAMPLE_BYTES: Final = 2**30
@@ -97,26 +98,39 @@ def check_samples(inputs: Sequence[TensorSpec], calibration: Calibration) -> Non
 
 def check_precision(manifest: Manifest) -> None:
     """The last segment and the last exit of a cascade, and of no other, are what they must be."""
-    is_cascade = manifest.precision != "fp32"
     last = len(manifest.segments) - 1
     own = [e.index for e in manifest.exits if e.head.kind == "own"]
-    if not is_cascade:
+    if manifest.training is not None and manifest.precision != "fp32":
+        raise ValueError(f"training: is for precision fp32, not for {manifest.precision}")
+    if not manifest.is_cascade:
         if own:
             raise ValueError(f"exits[{own[0]}]: head 'own' is for precision int8, not for fp32")
         return
+    what = f"precision {manifest.precision}" if manifest.training is None else "joint training"
     if not last:
-        raise ValueError("segments: precision int8 needs a quantised one, and the source model")
+        raise ValueError(f"segments: {what} needs one of the copy, and the source model")
     if manifest.segments[last].file != manifest.source.file:
         raise ValueError(
             f"segments[{last}]: file {manifest.segments[last].file!r:.100}, expected the source "
-            f"model {manifest.source.file!r:.100}, which precision int8 ends with"
+            f"model {manifest.source.file!r:.100}, which {what} ends with"
         )
     end = len(manifest.exits) - 1
     if own != [end] or manifest.exits[end].after_segment != last - 1:
         raise ValueError(
-            f"exits: precision int8 needs the quantised model's own answer, head 'own', as the "
-            f"last exit, after segment {last - 1}; found {own} of {len(manifest.exits)}"
+            f"exits: {what} needs the copy's own answer, head 'own', as the last exit, after "
+            f"segment {last - 1}; found {own} of {len(manifest.exits)}"
         )
+    if manifest.training is not None:
+        _check_trained(manifest.training, len(manifest.exits))
+
+
+def _check_trained(training: JointTraining, exits: int) -> None:
+    for epoch in training.epochs:
+        if len(epoch.losses) != exits:
+            raise ValueError(
+                f"training: {len(epoch.losses)} answers were judged, expected one for each of the "
+                f"{exits} exits"
+            )
 
 
 def check_chain(manifest: Manifest) -> None:
@@ -126,7 +140,7 @@ def check_chain(manifest: Manifest) -> None:
     cascade it reads graph inputs.
     """
     graph_inputs = {tensor.name for tensor in manifest.inputs}
-    anew = len(manifest.segments) - 1 if manifest.precision != "fp32" else 0
+    anew = len(manifest.segments) - 1 if manifest.is_cascade else 0
     alive: list[tuple[str, ...]] = []
     """By segment, the cut tensors that are there when it begins."""
     given: tuple[str, ...] = ()

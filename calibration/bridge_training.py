@@ -23,12 +23,10 @@ from offramp.bundle import Answer
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.running import Graphs, run_over
 from offramp.calibration.torch_graph import TorchGraph
-from offramp.calibration.training_options import TrainingOptions
+from offramp.calibration.training_options import TrainingOptions, rate_after
 from offramp.engine.agreement import agreement_of
 from offramp.engine.principal_values import principal_values
 
-_WARM_UP = 0.1
-"""Share of the steps in which the learning rate rises."""
 _LEAST = 1e-12
 """Of a probability whose logarithm is taken."""
 BATCH = 16
@@ -147,7 +145,7 @@ def train_bridges(
         lr=options.learning_rate / 4,
         weight_decay=options.weight_decay,
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate(step / steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: rate_after(step / steps))
     shuffler = np.random.default_rng(options.seed)
     found = run.judge(bridges, modules, tune)
     kept = [_weights(module) for module in modules]
@@ -263,10 +261,3 @@ class _ReadBatch(NamedTuple):
 
 def _tensor(values: NDArray[Any]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values))
-
-
-def _rate(progress: float) -> float:
-    """Give the factor on the learning rate after a share of the steps."""
-    if progress < _WARM_UP:
-        return (progress + 1e-3) / _WARM_UP
-    return 0.5 * (1 + math.cos(math.pi * min((progress - _WARM_UP) / (1 - _WARM_UP), 1)))

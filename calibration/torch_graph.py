@@ -22,7 +22,7 @@ from offramp.calibration.torch_operators.tensors import DTYPES, attributes_of, t
 
 _LEAST_OPSET = 7
 """Broadcasting came with it."""
-_REMEDY = "leave out --heads bridges, or export it without them"
+_REMEDY = "leave out --heads bridges and --train joint, or export it without them"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -4,8 +4,8 @@ Apparate 3.1: ramps are trained independently of each other on a frozen model. T
 source model's probabilities (self-distillation), so no labels are needed. Exits are dealt to
 threads, one core each: that keeps its pace beside a busy neighbour, where threads that share one
 matrix product wait for each other. Only this module, :mod:`.learners`, :mod:`.objectives`,
-:mod:`.bridge_training` and, for whole graphs, :mod:`.torch_graph` with :mod:`.torch_operators` name
-torch.
+:mod:`.bridge_training`, :mod:`.joint_training` and, for whole graphs, :mod:`.torch_graph` with
+:mod:`.torch_operators` name torch.
 """
 
 from __future__ import annotations
@@ -27,15 +27,13 @@ from offramp.calibration.cut_tensors import CutTensor
 from offramp.calibration.features import Recording
 from offramp.calibration.learners import Group, Learner, Preconditioners, View, learner_of, view_of
 from offramp.calibration.objectives import Objective
-from offramp.calibration.training_options import TrainingOptions
+from offramp.calibration.training_options import TrainingOptions, rate_after
 
 _EVALUATED = 512
 """Samples that are answered at once."""
 _FEWEST_STEPS = 24
 """Fewest steps of an epoch: little data comes in smaller batches, or heads would hardly learn."""
 _SMALLEST_BATCH = 32
-_WARM_UP = 0.1
-"""Share of the steps in which the learning rate rises."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +156,7 @@ def _fit(
         lr=options.learning_rate,
         weight_decay=options.weight_decay,
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate(step / steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: rate_after(step / steps))
     best: list[tuple[float, list[Tensor]]] = [(math.inf, [])] * len(learned)
     for _ in range(options.epochs):
         if stop.is_set():
@@ -179,13 +177,6 @@ def _fit(
         for parameters, (_, kept) in zip(learned, best, strict=True):
             for parameter, value in zip(parameters, kept, strict=False):
                 parameter.copy_(value)
-
-
-def _rate(progress: float) -> float:
-    """Give the factor on the learning rate after a share of the steps."""
-    if progress < _WARM_UP:
-        return (progress + 1e-3) / _WARM_UP
-    return 0.5 * (1 + math.cos(math.pi * min((progress - _WARM_UP) / (1 - _WARM_UP), 1)))
 
 
 @torch.no_grad()

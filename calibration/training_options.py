@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+_WARM_UP = 0.1
+"""Share of the steps in which the learning rate rises."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,3 +24,10 @@ class TrainingOptions:
     threads: int = 1
     """Exits that are trained at once."""
     seed: int = 0
+
+
+def rate_after(progress: float) -> float:
+    """Give the factor on the learning rate after a share of the steps: a rise, then a cosine."""
+    if progress < _WARM_UP:
+        return (progress + 1e-3) / _WARM_UP
+    return 0.5 * (1 + math.cos(math.pi * min((progress - _WARM_UP) / (1 - _WARM_UP), 1)))

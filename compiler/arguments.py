@@ -62,6 +62,16 @@ def compile_parser() -> argparse.ArgumentParser:
     exits.add_argument("--augment", choices=["auto", "off"], default="auto",
                        help="auto: heads train on samples made from the data too, labelled by the "
                        "model: mixed images and vectors, spliced texts")  # fmt: skip
+    exits.add_argument("--train", choices=["frozen", "joint"], default="frozen",
+                       help="frozen: exits on the model as it is; joint: then a copy of the model "
+                       "together with them (PAME), which is used if it saves more: its own answer "
+                       "is the last exit, and the unmodified model answers the rest, under the "
+                       "same promise")  # fmt: skip
+    exits.add_argument("--teach", choices=["model", "labels"], default="model",
+                       help="what --train joint learns: the model's own answers, or the data's "
+                       "labels")  # fmt: skip
+    exits.add_argument("--joint-rate", type=_share, default=2e-4, metavar="X",
+                       help="learning rate of --train joint")  # fmt: skip
     rehearsal = parser.add_argument_group("choosing the exits in use")
     rehearsal.add_argument("--selection", choices=["savings", "pame"], default="savings",
                            help="savings: those that save most time together; pame: one by one, "

@@ -1,7 +1,8 @@
 """Blueprints: ways to serve a model, each with its parts, their times, and the exits it would use.
 
-A float32 model in pieces makes one, and every quantised copy another (:mod:`.precision`); they are
-compared by what they are predicted to save on the tuning split, and one is certified and packed.
+A float32 model in pieces makes one, and every copy of it another, be it quantised
+(:mod:`.precision`) or trained together with its exits (:mod:`.joint`); they are compared by what
+they are predicted to save on the tuning split, and one is certified and packed.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from offramp.bundle.batch_effect import BatchEffect
+from offramp.bundle.joint_training import JointTraining
 from offramp.calibration.dataset import DataSplit
 from offramp.calibration.estimates import BackboneTimes
+from offramp.calibration.limits import BindingLimit
 from offramp.calibration.profiling import BATCH_SIZES
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.rehearsal import RehearsalSettings
@@ -57,7 +60,13 @@ class Blueprint:
     predicted_savings: float
     """Share of the source model's time, on the tuning split, at the reference batch size."""
     reason: str = ""
-    """Why it was preferred to blueprints of other precisions, where there were any."""
+    """Why it was preferred to others, where there were any."""
+    training: JointTraining | None = None
+    """How its copy was trained together with the exits, if it was."""
+    frozen: Blueprint | None = None
+    """Then, what there is without it."""
+    limit: BindingLimit | None = None
+    """What keeps all exits out of use, where that is known already."""
 
 
 def draw(

@@ -19,7 +19,7 @@ from offramp.calibration.bridge_training import TrainedBridge, count_samples, tr
 from offramp.calibration.dataset import Dataset, DataSplit
 from offramp.calibration.estimates import BackboneTimes
 from offramp.compiler.bridges import Bridge, build_bridge
-from offramp.compiler.endings import CONFIDENCE, add_confidence, add_principal
+from offramp.compiler.endings import CONFIDENCE, add_confidence, add_counts, add_principal
 from offramp.compiler.exits import (
     BuiltExit,
     FoundExits,
@@ -77,8 +77,7 @@ def find_bridged_exits(
     )
     exits = search.train(search.screen(bridges))
     exits = [max(of, key=_net) for of in _grouped((e.candidate for e in exits), exits).values()]
-    worth = tuple(exit_ for exit_ in exits if _net(exit_) > 0)
-    return FoundExits(exits=worth, best=tuple(exit_.best for exit_ in exits))
+    return FoundExits(built=tuple(exits), best=tuple(exit_.best for exit_ in exits))
 
 
 def _net(exit_: BuiltExit) -> float:
@@ -257,9 +256,7 @@ def _served(sliced: Sliced, bridge: Bridge, of: TrainedBridge, share: float) -> 
     if answer.task.mask is not None:
         spec = next(spec for spec in sliced.model.inputs if spec.name == answer.task.mask)
         inputs.append((spec.name, spec.dtype, spec.shape))
-        zero = part.weight("nothing", np.array(0, spec.dtype))
-        counts = part.add("Not", [part.add("Equal", [spec.name, zero])])
-        mask = part.add("Cast", [counts], to=TensorProto.FLOAT)
+        mask = add_counts(part, spec)
     add_confidence(part, principal, share, places=places, mask=mask)
     confidence = prefix + CONFIDENCE
     end = part.build(inputs, [(confidence, "float32", ("batch",))])

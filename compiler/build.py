@@ -134,6 +134,11 @@ def _check_buildable(bundle: Bundle) -> None:
             "TensorRT engines are made of a float32 bundle: compile it with --precision fp32; "
             "engines of other precisions are built of that"
         )
+    if bundle.manifest.is_cascade:
+        raise EngineOptionsError(
+            f"{bundle.path} has a copy of the model that was trained with its exits, and TensorRT "
+            "engines are made of the model alone: compile it with --train frozen"
+        )
     if bundle.manifest.custom_ops:
         told = "; ".join(library.describe() for library in bundle.manifest.custom_ops)
         raise EngineOptionsError(

@@ -1,8 +1,8 @@
-"""A cascade: a quantised copy of the model, cut into segments, and the unmodified one behind it.
+"""A cascade: a copy of the model, cut into segments, and the unmodified one behind it.
 
-Exits follow the quantised segments, and the quantised model's own answer is the last of them. Who
-is sure enough at none is deferred to the source model, as are audited samples: what is promised,
-certified and audited is agreement with the float32 model, however the copy was made.
+Exits follow the copy's segments, and the copy's own answer is the last of them. Who is sure enough
+at none is deferred to the source model, as are audited samples: what is promised, certified and
+audited is agreement with the source model, however the copy was made.
 
 The copy may be any graph with the source's inputs and output. Cut points are those of the source
 that are still places where one tensor carries everything onward in the copy, under the same name.
@@ -22,7 +22,7 @@ from onnx import helper, numpy_helper
 
 from offramp.calibration.cut_tensors import CutTensor
 from offramp.calibration.dataset import DataError
-from offramp.compiler.cut_points import CutAnalysis
+from offramp.compiler.cut_points import CutAnalysis, CutPoint
 from offramp.compiler.cuts import GraphAnalysis
 from offramp.compiler.errors import ModelError, VerificationError
 from offramp.compiler.graph import Dataflow, default_opset, refill, rename_graph
@@ -47,21 +47,51 @@ def slice_cascade(plain: Sliced, copy: bytes, options: CompileOptions) -> Sliced
     ``plain`` is the source model in pieces. Where a cut of these is none in the copy, its
     neighbours there are one segment. ModelError: the copy has other inputs or another answer.
     """
-    model = plain.model
-    front = _front_of(model, copy)
+    front = _front_of(plain.model, copy)
     analysis = _surviving(plain.analysis, front)
     chosen = {cut.name for cut in plain.cuts}
     points = [cut for cut in analysis.cuts if cut.tensor in chosen]
+    cuts = tuple(map(_in_front, cut_tensors(plain.model, analysis, points, options)))
+    requantise(front.proto, [cut.name for cut in cuts])
+    replaced = replace(plain, cuts=cuts, analysis=analysis, front=front, copy="quantised")
+    return _before_source(replaced, front, points)
+
+
+def slice_twin(plain: Sliced, copy: bytes) -> Sliced:
+    """Cut a copy that differs in its weights alone where its source model was, and put that behind.
+
+    ModelError: the copy has other inputs or another answer.
+    """
+    front = _front_of(plain.model, copy)
+    chosen = {cut.name for cut in plain.cuts}
+    points = [point for point in plain.analysis.cuts if point.tensor in chosen]
+    replaced = replace(plain, cuts=tuple(map(_in_front, plain.cuts)), front=front, copy="trained")
+    return _before_source(replaced, front, points)
+
+
+def _in_front(cut: CutTensor) -> CutTensor:
+    """Give a cut tensor of the source model as the copy has it."""
+    return replace(cut, name=PREFIX + cut.name, beside=tuple(map(_in_front, cut.beside)))
+
+
+def _before_source(sliced: Sliced, front: SourceModel, points: Sequence[CutPoint]) -> Sliced:
+    """Split the copy at some points of the source model, and put that behind it."""
+    model = sliced.model
     own = CutTensor(
         name=front.answer.output,
         dtype=front.outputs[0].dtype,
-        shape=("batch", model.answer.classes),
+        shape=front.outputs[0].shape,
         is_answer=True,
     )
-    described = cut_tensors(model, analysis, points, options)
-    cuts = tuple(replace(cut, name=PREFIX + cut.name) for cut in described)
-    requantise(front.proto, [cut.name for cut in cuts])
-    segments = split(front, [replace(point, tensor=PREFIX + point.tensor) for point in points])
+    moved = [
+        replace(
+            point,
+            tensor=PREFIX + point.tensor,
+            beside=tuple(map(_in_front, point.beside)),
+        )
+        for point in points
+    ]
+    segments = split(front, moved)
     source = SegmentModel(
         index=len(segments),
         proto=model.proto,
@@ -71,14 +101,11 @@ def slice_cascade(plain: Sliced, copy: bytes, options: CompileOptions) -> Sliced
         is_source=True,
     )
     every = (*segments, source)
-    return Sliced(
-        model=model,
-        cuts=(*cuts, own),
+    return replace(
+        sliced,
+        cuts=(*sliced.cuts, own),
         segments=every,
         graphs=tuple(s.proto.SerializeToString() for s in every),
-        analysis=analysis,
-        front=front,
-        weights=plain.weights,
     )
 
 
@@ -88,20 +115,19 @@ def _front_of(model: SourceModel, copy: bytes) -> SourceModel:
         proto = onnx.ModelProto.FromString(copy)
         onnx.checker.check_model(proto)
     except (DecodeError, onnx.checker.ValidationError) as error:
-        raise ModelError(f"the quantised copy is no ONNX model: {error}") from error
+        raise ModelError(f"the copy is no ONNX model: {error}") from error
     inputs = {spec.name for spec in model.inputs}
     found = {i.name for i in proto.graph.input}, [o.name for o in proto.graph.output]
     if found != (inputs, [model.answer.output]) or default_opset(proto) < MIN_OPSET:
         raise ModelError(
-            f"the quantised copy has the inputs {sorted(found[0])}, the outputs {found[1]} and "
+            f"the copy has the inputs {sorted(found[0])}, the outputs {found[1]} and "
             f"opset {default_opset(proto)}; expected {sorted(inputs)}, [{model.answer.output!r}] "
-            f"and {MIN_OPSET} or newer: quantise the model that was read, under the same names"
+            f"and {MIN_OPSET} or newer: copy the model that was read, under the same names"
         )
     wanted, (given,) = declared_types(model.proto)[model.answer.output], proto.graph.output
     if given.type.tensor_type.elem_type != wanted.elem_type:
         raise ModelError(
-            f"the quantised copy answers in another type than {wanted.dtype}; end it with the "
-            "conversion"
+            f"the copy answers in another type than {wanted.dtype}; end it with the conversion"
         )
     remove_unused(proto)
     name_operators(proto)
@@ -211,9 +237,9 @@ def verify_front(
         difference = relative_difference(tensors[answer], wanted)
         if not difference <= tolerance:
             raise VerificationError(
-                f"chained segments of the quantised model differ from it by {difference:.1e} of "
-                f"its largest value at batch {size}, allowed are {tolerance:.1e}; compile with "
-                "--precision fp32"
+                f"chained segments of the {sliced.copy} copy differ from it by {difference:.1e} of "
+                f"its largest value at batch {size}, allowed are {tolerance:.1e}; compile without "
+                "it (--precision fp32, --train frozen)"
             )
         worst = max(worst, difference)
     return worst
@@ -225,7 +251,7 @@ def _loaded(graph: bytes) -> Any:
     except Exception as error:  # ONNX Runtime's own classes derive from Exception only
         reason = str(error).splitlines()[0]
         raise ModelError(
-            f"ONNX Runtime cannot load the quantised copy: {reason}; compile with --precision fp32"
+            f"ONNX Runtime cannot load the copy: {reason}; compile with --precision fp32"
         ) from error
 
 
@@ -235,5 +261,5 @@ def _run(session: Any, output: str, tensors: Mapping[str, NDArray[Any]]) -> NDAr
         found: NDArray[Any] = session.run([output], feeds)[0]
     except Exception as error:
         reason = str(error).splitlines()[0]
-        raise DataError(f"the quantised copy fails on the first samples: {reason}") from error
+        raise DataError(f"the copy fails on the first samples: {reason}") from error
     return found

@@ -165,6 +165,11 @@ def _engines_to_build(options: argparse.Namespace, output: Path) -> BuildOptions
             f"--criterion {options.criterion}: criteria that the host computes are for CPUs; leave "
             "--backend tensorrt out"
         )
+    if options.train == "joint":
+        raise EngineOptionsError(
+            "--train joint: a bundle with a copy of the model is for ONNX Runtime; leave --backend "
+            "tensorrt out"
+        )
     if options.custom_ops:
         raise EngineOptionsError(
             f"--custom-ops {options.custom_ops[0]}: TensorRT's engines cannot hold operators of a "

@@ -28,12 +28,14 @@ from offramp.compiler.errors import CompileError
 from offramp.compiler.exits import FoundExits, Samples, find_exits
 from offramp.compiler.feature_folder import find_scratch, sweep
 from offramp.compiler.graph import weight_bytes
+from offramp.compiler.joint import choose_training
+from offramp.compiler.joint_folder import JointFolder
 from offramp.compiler.memory import GivingBack, give_back
 from offramp.compiler.model import read_model
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.packing import make_manifest, pack
 from offramp.compiler.padding import find_paddings, length_ranges, symbolic_sizes
-from offramp.compiler.policy import record_exits
+from offramp.compiler.policy import FixedPath, record_exits
 from offramp.compiler.precision import Quantise, choose_precision, on_copy
 from offramp.compiler.progress import SILENT, Progress
 from offramp.compiler.prompts import check_lengths
@@ -122,14 +124,24 @@ def _compile_sliced(sliced: Sliced, run: CompileRun, quantise: Quantise | None) 
     options = run.options
     timer = timer_of(sliced, run)
     times = timer.backbone()
-    found = _find_exits(sliced, run, times, timer.samples)
+    folder = JointFolder.of(sliced, run) if options.train == "joint" else None
+    found = None if folder is None else folder.exits(sliced)
+    if found is None:
+        found = _find_exits(sliced, run, times, timer.samples)
+        if folder is not None:
+            folder.keep(found)
     chosen = draw(sliced, found.exits, run, timer=timer, times=times)
     if options.precision != "fp32" and quantise is not None:
         copy = quantise(sliced.whole_model(), parts.train)
         chosen = on_copy(chosen, found.exits, copy, run)
     elif options.precision != "fp32":
         chosen = choose_precision(chosen, found.exits, run)
-    return _certify_and_write(chosen, found, run)
+    if folder is not None:
+        chosen = choose_training(chosen, found, run, folder)
+    bundle = _certify_and_write(chosen, found, run)
+    if folder is not None:
+        folder.remove()
+    return bundle
 
 
 def _find_exits(
@@ -158,6 +170,8 @@ def _certify_and_write(chosen: Blueprint, found: FoundExits, run: CompileRun) ->
     title = "Certify the policy"
     certify = record_exits(draft, draft.read, parts.certify, title, progress, batch_sizes=sizes)
     policy = choice.certify(path, certify)
+    if chosen.frozen is not None and not policy.active:
+        return _certify_and_write(_withheld(chosen.frozen), found, run)
     rehearsed = None
     if path.rehearsal is not None:
         shipped = choice.forecast(policy, certify, path.rehearsal.settings)
@@ -177,9 +191,9 @@ def _certify_and_write(chosen: Blueprint, found: FoundExits, run: CompileRun) ->
                 threads=options.threads,
                 progress=advance,
             )
-    limit = None
+    limit = chosen.limit
     if not policy.active:
-        limit = _limit(chosen, found, options, certify)
+        limit = limit or _limit(chosen, found, options, certify)
         nothing = "NO EXIT IS ACTIVE, the bundle will serve the unmodified model: %s."
         _log.warning(nothing, limit.message)
     for note in choice.profile.disturbed:
@@ -190,7 +204,15 @@ def _certify_and_write(chosen: Blueprint, found: FoundExits, run: CompileRun) ->
         ranges = InputRanges.over(chain(parts.train.batches(), parts.tune.batches()))
     paddings = _paddings(chosen, run, ranges)
     seen = length_ranges(draft.inputs, paddings, (parts.train, parts.tune))
-    manifest = make_manifest(chosen.sliced, draft, certify, parts, options, reason=chosen.reason)
+    manifest = make_manifest(
+        chosen.sliced,
+        draft,
+        certify,
+        parts,
+        options,
+        reason=chosen.reason,
+        training=chosen.training,
+    )
     manifest = replace(manifest, batch_effect=run.batch_effect, paddings=paddings)
     with progress.step("Write the bundle", 1):
         content = pack(
@@ -208,6 +230,19 @@ def _certify_and_write(chosen: Blueprint, found: FoundExits, run: CompileRun) ->
             maps=early_maps(draft, policy, chosen.timer.source, parts.certify),
         )
         return write_bundle(options.output, manifest, policy, content, overwrite=options.overwrite)
+
+
+def _withheld(frozen: Blueprint) -> Blueprint:
+    """Give the frozen model without exits: what was trained with them is not covered.
+
+    The certify split can be asked about one path alone.
+    """
+    reason = (
+        "the copy that was trained with its exits is not covered by the certificate, and is left "
+        "out; compile with --train frozen"
+    )
+    limit = limits.BindingLimit("agreement", reason)
+    return replace(frozen, path=FixedPath.of(frozen.tune, ()), reason=reason, limit=limit)
 
 
 def _paddings(chosen: Blueprint, run: CompileRun, ranges: InputRanges) -> tuple[Padding, ...]:

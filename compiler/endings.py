@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from onnx import TensorProto, helper
 
-from offramp.bundle import Answer
+from offramp.bundle import Answer, TensorSpec
 from offramp.compiler.certainty import add_certainty
 from offramp.compiler.parts import PartBuilder
 from offramp.engine.principal_values import HIGHEST, ROUNDING, stride_of
@@ -139,6 +139,13 @@ def _largest(part: PartBuilder, scores: str, axis: int, *, soft: bool) -> str:
     axes = part.weight("axes", np.array([axis], np.int64))
     shares = part.add("Exp", [part.add("Sub", [scores, largest])])
     return part.add("Reciprocal", [part.add("ReduceSum", [shares, axes], keepdims=0)])
+
+
+def add_counts(part: PartBuilder, mask: TensorSpec) -> str:
+    """Add 1 for every token that a mask says counts, and 0 for others: float32 [b, tokens]."""
+    zero = part.weight("nothing", np.array(0, mask.dtype))
+    counts = part.add("Not", [part.add("Equal", [mask.name, zero])])
+    return part.add("Cast", [counts], to=TensorProto.FLOAT)
 
 
 def add_confidence(

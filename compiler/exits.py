@@ -84,22 +84,27 @@ class BuiltExit:
 class FoundExits:
     """Exits worth building, and how near the others came."""
 
-    exits: tuple[BuiltExit, ...]
+    built: tuple[BuiltExit, ...]
+    """At every candidate with a head the one that nets most, whether that is anything or not."""
     best: tuple[HeadScore, ...]
-    """Of every candidate with a head, and every family, the one that nets most, whether that is
-    anything or not."""
+    """Likewise, of every family."""
+
+    @property
+    def exits(self) -> tuple[BuiltExit, ...]:
+        """Those that net anything."""
+        return tuple(exit_ for exit_ in self.built if exit_.best.net_savings > 0)
 
     def or_better(self, other: FoundExits) -> FoundExits:
         """Take, at each candidate, the exit that nets more; its trials are those of both."""
-        exits = {exit_.candidate: exit_ for exit_ in self.exits}
-        for exit_ in other.exits:
+        exits = {exit_.candidate: exit_ for exit_ in self.built}
+        for exit_ in other.built:
             known = exits.setdefault(exit_.candidate, exit_)
             if known is not exit_:
                 heads = (*known.heads, *exit_.heads)
                 better = max(known, exit_, key=attrgetter("best.net_savings"))
                 exits[exit_.candidate] = replace(better, heads=heads)
         in_order = tuple(exits[candidate] for candidate in sorted(exits))
-        return FoundExits(exits=in_order, best=(*self.best, *other.best))
+        return FoundExits(built=in_order, best=(*self.best, *other.best))
 
 
 def exit_prefix(candidate: int) -> str:
@@ -146,8 +151,7 @@ def find_exits(
             # Nothing may hold the features of this pass when the next one begins.
             del train, tune, search
             shutil.rmtree(place, ignore_errors=True)
-    worth = tuple(exit_ for exit_ in exits if exit_.best.net_savings > 0)
-    return FoundExits(exits=worth, best=tuple(exit_.best for exit_ in exits))
+    return FoundExits(built=tuple(exits), best=tuple(exit_.best for exit_ in exits))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import TensorProto
 
-from offramp.bundle import Answer, Head
+from offramp.bundle import Answer, Head, TensorSpec
 from offramp.calibration.cut_tensors import CutTensor
 from offramp.calibration.families import (
     POOLINGS,
@@ -27,7 +27,15 @@ from offramp.calibration.families import (
 )
 from offramp.calibration.features import LAST, WHOLE
 from offramp.compiler.certainty import add_certainty
-from offramp.compiler.endings import CONFIDENCE, end_classes, end_labels, end_values
+from offramp.compiler.endings import (
+    CONFIDENCE,
+    add_confidence,
+    add_counts,
+    add_principal,
+    end_classes,
+    end_labels,
+    end_values,
+)
 from offramp.compiler.model import SourceModel
 from offramp.compiler.parts import DescribedTensor, PartBuilder
 from offramp.engine.assembly import assemble
@@ -117,15 +125,36 @@ def build_exit(
     return part.build(inputs, [answered, (prefix + CONFIDENCE, "float32", ("batch",))])
 
 
-def build_own(cut: CutTensor, answer: Answer, prefix: str, *, opset: int, ir_version: int) -> bytes:
-    """Build the exit that a quantised model's own answer is: the answer, and its confidence.
+def build_own(
+    cut: CutTensor,
+    answer: Answer,
+    prefix: str,
+    *,
+    share: float = 1.0,
+    mask: TensorSpec | None = None,
+    opset: int,
+    ir_version: int,
+) -> bytes:
+    """Build the exit that a copy's own answer is: the answer, and its confidence.
 
-    ``cut`` is that answer; names are as :func:`build_exit` gives them. Rounding may take the
-    largest of quantised probabilities out of [0, 1].
+    ``cut`` is that answer, and ``mask`` says which of its tokens count; names are as
+    :func:`build_exit` gives them. Rounding may take the largest of quantised probabilities out of
+    [0, 1].
     """
     part = PartBuilder(prefix, opset, ir_version)
     part.add("Identity", [cut.name], answer.output)
     scores = _as_float32(part, cut)
+    answered = (prefix + answer.output, cut.dtype, cut.shape)
+    confidence = (prefix + CONFIDENCE, "float32", ("batch",))
+    inputs: list[DescribedTensor] = [(cut.name, cut.dtype, cut.shape)]
+    if answer.task.kind != "classification":
+        principal, places = add_principal(part, scores, answer, cut.shape)
+        counts = None
+        if mask is not None:
+            inputs.append((mask.name, mask.dtype, mask.shape))
+            counts = add_counts(part, mask)
+        add_confidence(part, principal, share, places=places, mask=counts)
+        return part.build(inputs, [answered, confidence])
     if answer.form == "probabilities":
         bounds = [part.weight("bound", np.array(bound, np.float32)) for bound in (0, 1)]
         probabilities = part.add("Clip", [scores, *bounds])
@@ -133,9 +162,7 @@ def build_own(cut: CutTensor, answer: Answer, prefix: str, *, opset: int, ir_ver
         probabilities = part.add("Softmax", [scores], axis=-1)
     criterion = "probability" if answer.criterion.on_host else answer.criterion.name
     add_certainty(part, probabilities, answer.classes, name=CONFIDENCE, criterion=criterion)
-    answered = (prefix + answer.output, cut.dtype, cut.shape)
-    confidence = (prefix + CONFIDENCE, "float32", ("batch",))
-    return part.build([(cut.name, cut.dtype, cut.shape)], [answered, confidence])
+    return part.build(inputs, [answered, confidence])
 
 
 def build_empty(read: Sequence[CutTensor], prefix: str, *, opset: int, ir_version: int) -> bytes:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from offramp.bundle.bundle import check_target, check_writable
+from offramp.bundle.joint_training import Teacher
 from offramp.calibration.training_options import TrainingOptions
 from offramp.compiler.asked_task import AskedKind, AskedTask
 
@@ -19,6 +20,9 @@ Selection: TypeAlias = Literal["savings", "pame"]
 AskedPrecision: TypeAlias = Literal["fp32", "int8", "auto"]
 """What ``eecompile --precision`` takes for bundles."""
 
+
+Training: TypeAlias = Literal["frozen", "joint"]
+"""What is trained: exits on the model as it is, or then a copy of it together with them."""
 
 HeadFamily: TypeAlias = Literal["auto", "pooled", "bridges", "both"]
 
@@ -64,6 +68,13 @@ class CompileOptions:
     """``int8``: exits follow a quantised copy of the model, whose own answer is the last of them;
     whoever is sure enough at none runs through the unmodified model. Where that brings nothing on
     this machine it is fp32, with a warning; ``auto`` is the same without."""
+    train: Training = "frozen"
+    """``joint``: a copy of the model learns together with its exits (PAME 5.2), and is used where
+    it saves more; its own answer is the last exit, and the unmodified model answers the rest."""
+    teach: Teacher = "model"
+    """What it learns: the unmodified model's answers, or the data's labels."""
+    joint_rate: float = 2e-4
+    """Its learning rate, at the peak."""
     max_disagreement: float = 0.01
     confidence_level: float = DEFAULT_CONFIDENCE_LEVEL
     max_overhead: float | None = None

@@ -24,6 +24,7 @@ from offramp.bundle import (
 from offramp.bundle.bundle import POLICY, RECORDS, REPORT
 from offramp.bundle.files import FileContent, dump
 from offramp.bundle.input_ranges import INPUT_RANGES
+from offramp.bundle.joint_training import JointTraining
 from offramp.bundle.manifest import SCHEMA_VERSION, Calibration, Source
 from offramp.bundle.measured import MEASURED
 from offramp.calibration.dataset import DataSplit
@@ -50,10 +51,12 @@ def make_manifest(
     options: CompileOptions,
     *,
     reason: str,
+    training: JointTraining | None = None,
 ) -> Manifest:
     """Describe the bundle; hashes are filled in when it is written.
 
-    ``reason`` is why the model is of this precision, where others were looked at.
+    ``reason`` is why the model is of this precision, or has these weights, where others were looked
+    at; ``training`` how they were trained, if they were.
     """
     model = sliced.model
     truth, final = certify.labels, certify.final_prediction
@@ -83,9 +86,10 @@ def make_manifest(
             source_accuracy=None if truth is None else float((final == truth).mean()),
         ),
         verified_tolerance=sliced.tolerance(options),
-        precision="fp32" if sliced.front is None else "int8",
-        cpu=None if sliced.front is None else cpu_features(),
+        precision="int8" if sliced.copy == "quantised" else "fp32",
+        cpu=cpu_features() if sliced.copy == "quantised" else None,
         precision_reason=reason,
+        training=training,
         custom_ops=libraries_of(model.proto),
     )
 

@@ -14,33 +14,25 @@ from dataclasses import replace
 from typing import Final, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
-from offramp.bundle import CpuFeatures, Head
-from offramp.bundle.manifest import HeadScore
+from offramp.bundle import CpuFeatures
 from offramp.calibration.dataset import Dataset, DataSplit
-from offramp.calibration.estimates import BackboneTimes
 from offramp.calibration.precision.choice import PrecisionChoice, choose_kind
 from offramp.calibration.precision.graphs import PrecisionError
 from offramp.calibration.precision.kinds import CpuPrecision, quantise
 from offramp.calibration.precision.mixing import Mix, best_mix
 from offramp.calibration.quantization import RANGE_SAMPLES
-from offramp.calibration.running import run_over
-from offramp.calibration.selection import net_savings_alone
 from offramp.compiler.blueprint import Blueprint, CompileRun, draw, timer_of
 from offramp.compiler.cascade import PREFIX, slice_cascade, verify_front
-from offramp.compiler.endings import CONFIDENCE
 from offramp.compiler.errors import CompileError
-from offramp.compiler.exits import BuiltExit, alone, build_on, exit_prefix, reads_of, time_heads
+from offramp.compiler.exits import BuiltExit, build_on, reads_of
 from offramp.compiler.graph import serialised
-from offramp.compiler.heads import build_own
 from offramp.compiler.model import SourceModel
 from offramp.compiler.options import CompileOptions
+from offramp.compiler.own_answer import own_exit
 from offramp.compiler.slice_verification import VERIFIED_SAMPLES
 from offramp.compiler.slicing import Sliced
-from offramp.engine.assembly import assemble
 from offramp.engine.environment import cpu_features
-from offramp.engine.options import available_cores
 
 _log = logging.getLogger(__name__)
 
@@ -180,7 +172,7 @@ def on_copy(
     )
     timer = timer_of(sliced, run)
     times = timer.backbone()
-    moved = [*_moved(sliced, exits), _own(sliced, times, plain, run)]
+    moved = [*_moved(sliced, exits), own_exit(sliced, times, plain, run)]
     return draw(sliced, moved, run, timer=timer, times=times)
 
 
@@ -198,59 +190,6 @@ def _moved(sliced: Sliced, exits: Sequence[BuiltExit]) -> list[BuiltExit]:
         for exit_ in exits
         if (place := places.get(PREFIX + exit_.cut.name)) is not None
     ]
-
-
-def _own(
-    sliced: Sliced,
-    times: BackboneTimes,
-    plain: Blueprint,
-    run: CompileRun,
-) -> BuiltExit:
-    """Make the copy's own answer an exit, and judge it with no other beside it."""
-    options, candidate = run.options, len(sliced.cuts) - 1
-    cut, answer, prefix = sliced.cuts[candidate], sliced.model.answer, exit_prefix(candidate)
-    graph = build_own(cut, answer, prefix, **sliced.versions)
-    confidence, agrees = _own_answers(sliced, graph, plain, run.parts)
-    ((cost_ms,),) = time_heads(
-        sliced,
-        {candidate: [graph]},
-        plain.timer.samples,
-        threads=options.threads,
-        batch_sizes=[options.reference_batch_size],
-        progress=run.progress,
-    )[0]
-    cost = replace(alone(times, candidate, cost_ms, options), source_begins=len(sliced.cuts))
-    score = HeadScore(
-        head=Head(kind="own"),
-        agreement=float(agrees.mean()),
-        cost_ms=cost_ms,
-        net_savings=net_savings_alone(confidence, agrees, cost, 0, options.max_disagreement),
-    )
-    return BuiltExit(
-        candidate=candidate,
-        cut=cut,
-        graph=graph,
-        reads=reads_of(cut, Head(kind="own")),
-        weights={},
-        heads=(score,),
-        best=score,
-    )
-
-
-def _own_answers(
-    sliced: Sliced, graph: bytes, plain: Blueprint, parts: DataSplit
-) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Confidence of the copy's own answers on the tuning split, and whether they are the model's.
-
-    Both are [samples].
-    """
-    prefix = exit_prefix(len(sliced.cuts) - 1)
-    outputs = [prefix + sliced.model.answer.output, prefix + CONFIDENCE]
-    joined = assemble([*sliced.graphs[:-1], graph], outputs)
-    batches = [v for _, v in run_over(joined, outputs, parts.tune, threads=available_cores())]
-    answers, confidence = (np.concatenate(column) for column in zip(*batches, strict=True))
-    agrees = answers.argmax(axis=1) == plain.tune.final_prediction
-    return np.fmax(confidence, 0), agrees
 
 
 def _mixed(

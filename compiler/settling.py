@@ -16,6 +16,7 @@ from offramp.compiler.errors import ModelError
 from offramp.compiler.graph import serialised
 from offramp.compiler.model import SourceModel
 from offramp.compiler.options import CompileOptions
+from offramp.compiler.rounding import SINGLE, rounding_of
 from offramp.compiler.slicing import find_masks
 from offramp.engine.criteria import CriterionError, known_criterion
 from offramp.engine.options import available_cores
@@ -35,6 +36,8 @@ def settle_task(model: SourceModel, train: Dataset, options: CompileOptions) -> 
     """
     task = model.answer.task
     _check_asked(task, options)
+    if options.train == "joint" or options.teach != "model":
+        _check_joint(model, train, options)
     if task.kind == "token-classification":
         (output,) = model.outputs
         mask = find_masks(model.inputs, (), options.mask).get(output.shape[1])
@@ -64,11 +67,14 @@ def _criterion(task: AnswerTask, options: CompileOptions) -> Criterion:
         raise ModelError(
             f"--criterion {name} is for pooled heads; leave out --heads {options.heads}"
         )
-    if (name == "learned" or criterion.depends_on_earlier) and options.precision != "fp32":
-        raise ModelError(
-            f"--criterion {name} is for float32, not for --precision {options.precision}; take "
-            "probability, entropy or margin there"
-        )
+    if name == "learned" or criterion.depends_on_earlier:
+        asked = f"--precision {options.precision}" if options.precision != "fp32" else ""
+        asked = asked or ("--train joint" if options.train == "joint" else "")
+        if asked:
+            raise ModelError(
+                f"--criterion {name} is for exits of the float32 model as it is, not for {asked}; "
+                "take probability, entropy or margin there"
+            )
     if criterion.depends_on_earlier and options.selection != "savings":
         raise ModelError(
             f"--criterion {name}: all exits have to run, and --selection {options.selection} takes "
@@ -96,6 +102,39 @@ def _check_asked(task: AnswerTask, options: CompileOptions) -> None:
         raise ModelError(
             f"--heads {options.heads}: answers of {kind} have places, which nothing that pools "
             "answers for; leave it out"
+        )
+
+
+def _check_joint(model: SourceModel, train: Dataset, options: CompileOptions) -> None:
+    """Refuse models that are not trained together with their exits, and options beside it."""
+    task, rounding = model.answer.task, rounding_of(model.proto)
+    if options.train != "joint":
+        raise ModelError("--teach labels is for --train joint; add it, or leave this out")
+    if options.precision != "fp32":
+        raise ModelError(
+            f"--train joint is for float32, not for --precision {options.precision}: a bundle has "
+            "one copy of the model; leave one of them out"
+        )
+    if rounding is not SINGLE:
+        raise ModelError(
+            f"--train joint is for models in single precision, and this one is {rounding.name}; "
+            "train the float32 model"
+        )
+    if task.kind == "regression":
+        raise ModelError(
+            "--train joint: values say nothing of how sure they are, so a copy's own answers could "
+            "not leave; leave it out"
+        )
+    if model.answer.form == "classes":
+        raise ModelError(
+            "--train joint learns scores, and the model answers with classes alone; leave out "
+            "--class-map, or export it without its ArgMax"
+        )
+    if options.teach == "labels" and task.kind != "classification":
+        raise ModelError(f"--teach labels is for classification; the task is {task.kind}")
+    if options.teach == "labels" and train.labels is None:
+        raise DataError(
+            f"--teach labels: {options.data} has no labels; give an array 'labels' of classes"
         )
 
 

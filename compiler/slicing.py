@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import onnx
@@ -30,6 +30,11 @@ from offramp.compiler.weights import WeightFile
 _log = logging.getLogger(__name__)
 
 
+CopyKind: TypeAlias = Literal["quantised", "trained"]
+"""What a cascade has before its source model: the model in int8, or with weights that were trained
+together with its exits."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sliced:
     """The model in pieces, as the later steps need them."""
@@ -43,7 +48,9 @@ class Sliced:
     analysis: CutAnalysis
     """All places where ``model`` could be cut."""
     front: SourceModel | None = None
-    """In a cascade the quantised model, which all segments but the last are of."""
+    """In a cascade the copy, which all segments but the last are of."""
+    copy: CopyKind | None = None
+    """What it is."""
     weights: WeightFile | None = None
     """Where ``model``, ``segments`` and ``graphs`` have their weights, if not in themselves."""
 
@@ -79,7 +86,7 @@ class Sliced:
     def tolerance(self, options: CompileOptions) -> float:
         """Give the relative difference allowed between chained segments and what was cut."""
         asked = options.tolerance or rounding_of(self.model.proto).chained
-        return asked if self.front is None else max(asked, INT8_TOLERANCE)
+        return max(asked, INT8_TOLERANCE) if self.copy == "quantised" else asked
 
 
 def slice_model(model: SourceModel, options: CompileOptions) -> Sliced:

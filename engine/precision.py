@@ -12,15 +12,21 @@ from offramp.engine.plan import Mode
 _log = logging.getLogger(__name__)
 
 
-def require_fp32(manifest: Manifest, path: Path) -> None:
-    """Refuse a bundle of another precision, on a GPU: a BackendError.
+def require_plain(manifest: Manifest, path: Path) -> None:
+    """Refuse a cascade, on a GPU: a BackendError.
 
-    What is int8 in it was chosen for CPUs; a GPU would compute it as float32, and slower.
+    What is int8 in it was chosen for CPUs; a GPU would compute it as float32, and slower. A copy
+    that was trained with its exits was tried on CPUs alone.
     """
     if manifest.precision != "fp32":
         raise BackendError(
             f"{path} is of precision {manifest.precision}, which is for CPUs; serve it with "
             "--backend onnxruntime, or compile it with --precision fp32"
+        )
+    if manifest.is_cascade:
+        raise BackendError(
+            f"{path} has a copy of the model that was trained with its exits, which is for CPUs; "
+            "serve it with --backend onnxruntime, or compile it with --train frozen"
         )
 
 

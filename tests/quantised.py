@@ -9,14 +9,29 @@ import onnx
 from onnx import numpy_helper
 
 from offramp.calibration.dataset import Dataset
+from offramp.calibration.precision.graphs import LEVELS, LEVELS_OF_16_BITS
 from offramp.calibration.quantization import measure_ranges, quantize
 from offramp.compiler.model import SourceModel
+from offramp.engine.environment import cpu_features
 
 
 def quantised(model: SourceModel, samples: Dataset) -> bytes:
-    """Give an int8 copy with Q/DQ pairs, of whatever worth."""
+    """Give an int8 copy with Q/DQ pairs, of whatever worth; it answers the same on all CPUs."""
     graph = model.proto.SerializeToString()
-    return quantize(graph, measure_ranges(graph, samples, threads=1))
+    copy = quantize(graph, measure_ranges(graph, samples, threads=1))
+    return of_7_bits(copy) if cpu_features().saturates else copy
+
+
+def of_7_bits(graph: bytes) -> bytes:
+    """Make the steps of quantised weights coarser, so that no two products overflow 16 bits."""
+    proto = onnx.ModelProto.FromString(graph)
+    constants = {tensor.name: tensor for tensor in proto.graph.initializer}
+    for node in proto.graph.node:
+        if node.op_type == "QuantizeLinear" and node.input[0] in constants:
+            scale = constants[node.input[1]]
+            wider = numpy_helper.to_array(scale) * np.float32(LEVELS / LEVELS_OF_16_BITS)
+            scale.CopyFrom(numpy_helper.from_array(wider, scale.name))
+    return proto.SerializeToString()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from offramp.compiler.report.figures import PolicyFigures
 from offramp.compiler.report.pictures import EarlyMap, views
 from offramp.compiler.report.rehearsal import rehearsal_view
 from offramp.compiler.report.route import route
+from offramp.compiler.report.training import training_view
 
 __all__ = ["render_report"]
 
@@ -58,6 +59,7 @@ def render_report(
         facts=words.facts(found, rehearsed),
         judged=judged,
         maps=views(maps),
+        training=training_view(manifest),
     )
     # file names may hold bytes that are no text; the page is written as UTF-8
     return page.encode("utf-8", "replace").decode("utf-8")

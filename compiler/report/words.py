@@ -172,11 +172,14 @@ def precision(manifest: Manifest) -> str:
 
 
 def cascade(manifest: Manifest) -> str:
-    """Say what a bundle of another precision than fp32 does."""
+    """Say what a bundle with a copy of its model does."""
     front = numbers.plural(manifest.source_begins, "segment")
+    copy = "a quantised copy"
+    if manifest.training is not None:
+        copy = f"a copy that was trained together with them ({manifest.training.describe()})"
     where = "" if manifest.cpu is None else f"; certified on a CPU of {manifest.cpu.describe()}"
     return (
-        f"exits follow {front} of a quantised copy, whose own answer is the last exit; who is sure "
+        f"exits follow {front} of {copy}, whose own answer is the last exit; who is sure "
         f"enough at none runs through the whole unmodified float32 model{where}"
     )
 

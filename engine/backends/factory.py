@@ -21,7 +21,7 @@ from offramp.bundle.errors import BundleError
 from offramp.engine.backends.base import Backend
 from offramp.engine.errors import BackendError
 from offramp.engine.kernels.compilation import load_kernels, source_hash
-from offramp.engine.precision import is_rounded, require_fp32
+from offramp.engine.precision import is_rounded, require_plain
 from offramp.engine.tensorrt import probe
 from offramp.engine.tensorrt.lookup import EnginePlace
 
@@ -261,16 +261,16 @@ def _refuse_operators(name: str, needed: Sequence[OperatorLibrary]) -> None:
         )
 
 
-def _require_fp32(options: _Options) -> None:
+def _require_plain(options: _Options) -> None:
     """Refuse bundles of a precision that is for CPUs, before one is loaded."""
     for path in options.bundles:
         with contextlib.suppress(BundleError):  # whoever opens it says what is wrong with it
-            require_fp32(read_manifest(path), path)
+            require_plain(read_manifest(path), path)
 
 
 def _require_engines(options: _Options) -> None:
     """Refuse bundles without engines for this GPU, TensorRT and precision, before one is loaded."""
-    _require_fp32(options)
+    _require_plain(options)
     device = probe.require(f"cuda:{options.device}")
     place = EnginePlace(
         gpu=device.name,
@@ -336,7 +336,7 @@ class _Entry(NamedTuple):
 
 _ENTRIES: Final[Mapping[str, _Entry]] = {
     "tensorrt": _Entry(_tensorrt, needs_gpu=True, require=_require_engines),
-    "cuda": _Entry(_cuda, needs_gpu=True, require=_require_fp32),
+    "cuda": _Entry(_cuda, needs_gpu=True, require=_require_plain),
     "openvino": _Entry(_openvino, is_candidate=_compares_openvino, require=_require_faster),
     "onnxruntime": _Entry(_cpu, custom_ops=True),
 }

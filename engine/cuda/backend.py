@@ -15,7 +15,7 @@ from offramp.engine.cuda.stages import CudaStage, StageRegistry
 from offramp.engine.cuda.stream import DeviceKernels
 from offramp.engine.errors import BackendError
 from offramp.engine.plan import StageSpec
-from offramp.engine.precision import require_fp32
+from offramp.engine.precision import require_plain
 from offramp.engine.tensorrt.lookup import MissingEngine
 
 
@@ -82,7 +82,7 @@ class CudaBackend:
         criterion is one that the host computes.
         """
         if spec.bundle is not None:
-            require_fp32(spec.bundle.manifest, spec.bundle.path)
+            require_plain(spec.bundle.manifest, spec.bundle.path)
         if spec.criterion.on_host:
             raise BackendError(
                 f"criterion {spec.criterion.name} is computed by the host, not on GPUs; serve with "

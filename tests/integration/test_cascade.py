@@ -152,7 +152,7 @@ def test_the_bundle_says_what_it_is(compiled: Compiled) -> None:
     report = (compiled.bundle.path / "report.html").read_text()
     assert "whose own answer is the last exit" in report
     assert f"certified on a CPU of {manifest.cpu.describe()}" in report
-    assert "the int8 model&#39;s own answer" in report
+    assert "the copy&#39;s own answer" in report
     profile = compiled.bundle.profile()
     assert profile.segments_ms[-1] == profile.source_ms == (1.0,) * len(profile.batch_sizes)
     assert np.sum(profile.segments_ms[:-1], axis=0).tolist() == pytest.approx([0.25] * 6)

@@ -19,7 +19,7 @@ from offramp.bundle.files import dump
 def test_a_cascade_is_read_as_it_was_written(tmp_path: Path) -> None:
     bundle = Bundle.open(write_cascade(tmp_path).path)
     assert (bundle.manifest.precision, bundle.manifest.source_begins) == ("int8", 2)
-    assert bundle.manifest.exits[1].head.describe() == "the int8 model's own answer"
+    assert bundle.manifest.exits[1].head.describe() == "the copy's own answer"
     assert read_manifest(bundle.path) == bundle.manifest
     assert bundle.profile().segments_ms[2] == bundle.profile().source_ms
 
@@ -99,7 +99,7 @@ def test_a_precision_that_is_not_known_is_refused(tmp_path: Path, said: Any) -> 
         ),
         (
             {"segments": (replace(SEGMENTS[2], index=0),), "exits": ()},
-            "precision int8 needs a quantised one",
+            "precision int8 needs one of the copy",
         ),
     ],
 )

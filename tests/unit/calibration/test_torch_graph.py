@@ -395,8 +395,8 @@ def test_operators_that_are_lacking_are_all_named_with_the_first_node() -> None:
 
     assert str(caught.value) == (
         "the model cannot be trained as a whole: no gradients are known through NonMaxSuppression, "
-        "QuantizeLinear; the first is NonMaxSuppression 't1'; leave out --heads bridges, or "
-        "export it without them"
+        "QuantizeLinear; the first is NonMaxSuppression 't1'; leave out --heads bridges and "
+        "--train joint, or export it without them"
     )
 
 

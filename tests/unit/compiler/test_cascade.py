@@ -106,9 +106,9 @@ def test_segments_that_are_not_the_copys_are_refused() -> None:
 def test_a_copy_that_cannot_be_loaded_or_run_is_refused() -> None:
     found = cascade("mlp")
     samples = inputs_of(found, 8)
-    with pytest.raises(ModelError, match="cannot load the quantised copy"):
+    with pytest.raises(ModelError, match="cannot load the copy"):
         verify_front(found, b"no model", samples, tolerance=1.0)
-    with pytest.raises(DataError, match="the quantised copy fails on the first samples"):
+    with pytest.raises(DataError, match="the copy fails on the first samples"):
         verify_front(found, copy_of("mlp"), {"x": samples["x"][:, :3]}, tolerance=1.0)
 
 
@@ -285,5 +285,5 @@ def test_rounded_copies_are_cascades_too() -> None:
     model = sliced("residual").model
     found = slice_cascade(sliced("residual"), Rounded(bits=4)(model), asked())
     assert len(found.cuts) == len(sliced("residual").cuts) + 1
-    assert Head(kind="own").describe() == "the int8 model's own answer"
+    assert Head(kind="own").describe() == "the copy's own answer"
     assert models.residual_cnn().graph.output[0].name == found.segments[-1].output

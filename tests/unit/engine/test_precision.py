@@ -19,7 +19,7 @@ from offramp.engine.options import ModelOptions
 from offramp.engine.plan import Mode, make_plan
 from offramp.engine.precision import (
     is_rounded,
-    require_fp32,
+    require_plain,
     warn_of_other_kernels,
     warn_of_saturation,
 )
@@ -39,7 +39,7 @@ def test_a_gpu_refuses_its_stages(tmp_path: Path) -> None:
 
 def test_bundles_of_fp32_are_refused_nowhere(tmp_path: Path) -> None:
     bundle = write(tmp_path)
-    require_fp32(bundle.manifest, bundle.path)
+    require_plain(bundle.manifest, bundle.path)
 
 
 def test_the_quantised_model_is_within_a_ramp_budget_that_nobody_asked_for(tmp_path: Path) -> None:

@@ -1,0 +1,307 @@
+"""Train a model together with its exits: backbone, bridges and heads at once (PAME 5.2).
+
+One graph holds all of them, and :mod:`.torch_graph` computes it, so that gradients of every exit
+reach the blocks before it. Weights begin as they are: the model's own, and those of exits that were
+trained on it while it was frozen. The loss is the mean of all answers' losses, with equal weights,
+since no exit is preferred. Batch normalisation is folded or fixed, which only small learning rates
+bear.
+
+What was trained is kept in a file after every epoch, so that a run that was interrupted goes on as
+if it had not been.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from offramp.bundle import Answer
+from offramp.bundle.joint_training import JointEpoch, JointTraining, Teacher
+from offramp.calibration.bridge_training import BridgeObjective
+from offramp.calibration.dataset import Dataset
+from offramp.calibration.running import Graphs, run_over
+from offramp.calibration.torch_graph import TorchGraph
+from offramp.calibration.training_options import rate_after
+from offramp.engine.agreement import agreement_of
+
+_log = logging.getLogger(__name__)
+
+BATCH = 32
+"""Samples of a step."""
+_JUDGED = 64
+"""Samples that are answered at once."""
+_LEAST = 1e-12
+"""Of a probability whose logarithm is taken."""
+_LARGEST_STEP = 1.0
+"""Norm that gradients are brought to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointOptions:
+    """How a model is trained with its exits."""
+
+    teacher: Teacher = "model"
+    epochs: int = 8
+    """At most."""
+    learning_rate: float = 2e-4
+    """At its peak; it rises over the first tenth of the steps, then falls along a cosine."""
+    patience: int = 2
+    """Epochs without a smaller loss on the tuning split, after which training ends."""
+    threads: int = 1
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointModel:
+    """A model and its exits, as one graph."""
+
+    proto: onnx.ModelProto
+    """With its weights; gives, or has inside, the ``scores``."""
+    scores: tuple[str, ...]
+    """What each exit answers, in depth order, and last the model: the scores of its classes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointlyTrained:
+    """The graph with what it learned, and how it came to that."""
+
+    proto: onnx.ModelProto
+    training: JointTraining
+
+
+def train_jointly(
+    joined: JointModel,
+    source: Graphs,
+    answer: Answer,
+    *,
+    train: Dataset,
+    tune: Dataset,
+    options: JointOptions,
+    state: JointState | None = None,
+    progress: Callable[[int], None] = lambda _: None,
+) -> JointlyTrained:
+    """Train all weights; the same in every run with as many threads, interrupted or not.
+
+    ``source`` is the unmodified model, which teaches and is agreed with. The weights of the epoch
+    with the smallest mean loss on ``tune`` are kept; those before training are among them.
+    ``progress`` is called with the samples of each batch, ``epochs`` × train in all.
+
+    Raises:
+        UntrainableError: The graph has an operator that cannot be trained.
+        DataError: The model fails on a sample.
+        ValueError: Labels are to teach, and the data has none.
+    """
+    if options.teacher == "labels" and (train.labels is None or tune.labels is None):
+        raise ValueError("labels are to teach, and the data has none; expected an array 'labels'")
+    torch.set_num_threads(options.threads)
+    lesson = _Lesson(answer, source, joined.scores, options.teacher)
+    module = TorchGraph(joined.proto, outputs=list(dict.fromkeys(joined.scores)))
+    run = _Course.begin(module, lesson, len(train), options)
+    run.resume_from(state, tune)
+    progress(len(train) * run.epoch)
+    while not run.has_ended:
+        order = np.random.default_rng([options.seed, run.epoch]).permutation(len(train))
+        for batch in lesson.batches(train.subset(order), BATCH):
+            run.learn(batch)
+            progress(len(batch.taught))
+        run.judge(tune)
+        if state is not None:
+            state.write(run.state())
+    progress(len(train) * (options.epochs - run.epoch))
+    module.load_state_dict(run.best)
+    training = JointTraining(
+        teacher=options.teacher,
+        learning_rate=options.learning_rate,
+        epochs=tuple(run.told),
+        kept=run.kept,
+    )
+    return JointlyTrained(proto=module.write_back(joined.proto), training=training)
+
+
+class _Taught(NamedTuple):
+    """What b samples are answered, and what is to be learned of them."""
+
+    feeds: dict[str, Tensor]
+    taught: Tensor
+    """[b, …]: the model's scores, or [b] classes."""
+    ends: NDArray[Any]
+    """[b, …]: the unmodified model's answers."""
+    mask: NDArray[Any] | None
+
+
+class _Lesson:
+    """What is learned, and how answers are judged."""
+
+    def __init__(
+        self, answer: Answer, source: Graphs, scores: Sequence[str], teacher: Teacher
+    ) -> None:
+        self.scores, self._answer, self._source = tuple(scores), answer, source
+        self._teacher = teacher
+        self._objective = BridgeObjective(answer)
+        self._agreement = agreement_of(answer)
+
+    def batches(self, dataset: Dataset, size: int) -> Iterator[_Taught]:
+        """Let the unmodified model answer some samples."""
+        outputs, mask_name = [self._answer.output], self._answer.task.mask
+        for rows, (ends,) in run_over(self._source, outputs, dataset, threads=1, batch_size=size):
+            feeds = {name: _tensor(values) for name, values in dataset.take(rows).items()}
+            taught = _tensor(ends)
+            if self._teacher == "labels":
+                assert dataset.labels is not None
+                taught = _tensor(dataset.labels[rows])
+            mask = None if mask_name is None else dataset.column(mask_name, rows)
+            yield _Taught(feeds, taught, ends, mask)
+
+    def losses(self, found: Mapping[str, Tensor], batch: _Taught) -> Tensor:
+        """Give the mean loss of every answer, [answers]."""
+        return torch.stack([self._loss(found[name], batch) for name in self.scores])
+
+    def _loss(self, scores: Tensor, batch: _Taught) -> Tensor:
+        if self._teacher == "labels":
+            soft = self._answer.form == "probabilities"
+            logs = scores.clamp_min(_LEAST).log() if soft else scores.log_softmax(1)
+            return functional.nll_loss(logs, batch.taught)
+        mask = None if batch.mask is None else _tensor(batch.mask)
+        return self._objective.loss(scores, batch.taught, mask)
+
+    def agrees(self, found: Mapping[str, Tensor], batch: _Taught) -> NDArray[np.bool_]:
+        """Give which answers agree with the unmodified model's, [answers, b]."""
+        reduce, ends = self._agreement.reduce, self._agreement.reduce(batch.ends)
+        said = (reduce(found[name].numpy()) for name in self.scores)
+        return np.stack([self._agreement.agree(ours, ends, batch.mask) for ours in said])
+
+
+@dataclass(kw_only=True)
+class _Course:
+    """A training under way."""
+
+    module: TorchGraph
+    lesson: _Lesson
+    options: JointOptions
+    optimiser: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LambdaLR
+    epoch: int = 0
+    """Epochs that are over."""
+    kept: int = 0
+    best: dict[str, Tensor] = field(default_factory=dict)
+    told: list[JointEpoch] = field(default_factory=list)
+
+    @classmethod
+    def begin(
+        cls, module: TorchGraph, lesson: _Lesson, samples: int, options: JointOptions
+    ) -> _Course:
+        steps = max(options.epochs * math.ceil(samples / BATCH), 1)
+        learned = [p for p in module.parameters() if p.requires_grad]
+        optimiser = torch.optim.AdamW(learned, lr=options.learning_rate, weight_decay=0.0)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimiser, lambda step: rate_after(step / steps)
+        )
+        return cls(
+            module=module, lesson=lesson, options=options, optimiser=optimiser, schedule=schedule
+        )
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all epochs are over, or some have brought nothing."""
+        late = self.epoch - self.kept >= self.options.patience
+        return self.epoch >= self.options.epochs or late
+
+    def learn(self, batch: _Taught) -> None:
+        """Take a step."""
+        self.optimiser.zero_grad(set_to_none=True)
+        self.lesson.losses(self.module(batch.feeds), batch).mean().backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.module.parameters(), _LARGEST_STEP)
+        self.optimiser.step()
+        self.schedule.step()
+
+    @torch.no_grad()
+    def judge(self, tune: Dataset) -> None:
+        """End an epoch, or begin the first: answer the tuning split, and keep the best weights."""
+        losses, agrees = [], []
+        for batch in self.lesson.batches(tune, _JUDGED):
+            found = self.module(batch.feeds)
+            losses.append(self.lesson.losses(found, batch).double().numpy() * len(batch.ends))
+            agrees.append(self.lesson.agrees(found, batch))
+        mean = np.sum(losses, axis=0) / len(tune)
+        shares = np.concatenate(agrees, axis=1).mean(axis=1)
+        self.epoch = len(self.told)
+        self.told.append(JointEpoch(losses=tuple(mean.tolist()), agreement=tuple(shares.tolist())))
+        smallest = min((np.mean(e.losses) for e in self.told[:-1]), default=math.inf)
+        if np.mean(mean) < smallest:
+            self.kept = self.epoch
+            self.best = {k: v.detach().clone() for k, v in self.module.state_dict().items()}
+
+    def resume_from(self, state: JointState | None, tune: Dataset) -> None:
+        """Go on from what a file keeps; begin where there is none."""
+        kept = None if state is None else state.read()
+        if kept is None:
+            self.judge(tune)
+            return
+        self.module.load_state_dict(kept["now"])
+        self.optimiser.load_state_dict(kept["optimiser"])
+        self.schedule.load_state_dict(kept["schedule"])
+        self.best, self.kept, self.epoch = kept["best"], kept["kept"], kept["epoch"]
+        self.told = [
+            JointEpoch(losses=tuple(losses), agreement=tuple(agreement))
+            for losses, agreement in kept["told"]
+        ]
+        _log.info("Joint training goes on after epoch %d.", self.epoch)
+
+    def state(self) -> dict[str, Any]:
+        """Give all that the rest depends on."""
+        return {
+            "now": self.module.state_dict(),
+            "optimiser": self.optimiser.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "best": self.best,
+            "kept": self.kept,
+            "epoch": self.epoch,
+            "told": [(list(e.losses), list(e.agreement)) for e in self.told],
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointState:
+    """The file in which a training is kept after every epoch."""
+
+    path: Path
+    digest: str
+    """Of all that it depends on: a file of another one is not read."""
+
+    def write(self, state: Mapping[str, Any]) -> None:
+        """Replace what is kept; an ``OSError`` if that fails."""
+        beside = self.path.with_name(self.path.name + ".new")
+        torch.save({"digest": self.digest, "state": dict(state)}, beside)
+        beside.replace(self.path)
+
+    def read(self) -> dict[str, Any] | None:
+        """Give what is kept; ``None`` if nothing is, or it is of another training or broken."""
+        if not self.path.exists():
+            return None
+        try:  # tensors, numbers and names alone: it runs no code
+            kept = torch.load(self.path, weights_only=True)
+            digest, state = kept["digest"], kept["state"]
+        except Exception as error:  # pickle, zip and torch have errors of many classes
+            reason = str(error).splitlines()[0]
+            _log.warning("%s cannot be read (%s): training begins anew.", self.path, reason)
+            return None
+        if digest != self.digest:
+            _log.warning("%s is of another training: this one begins anew.", self.path)
+            return None
+        found: dict[str, Any] = state
+        return found
+
+
+def _tensor(values: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values))
