@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from offramp.bundle import Profile
 from offramp.certify import MODEL_END, FloatArray
+from offramp.engine.scheduling.stage_table import Shrinking, StageTable
 
 _MEMORY = 1 / 32
 """Weight of one observation in the running means."""
@@ -17,12 +17,6 @@ _DEVIATIONS = 2.0
 """Mean absolute deviations that a prediction with a margin is above the mean."""
 _PATIENCE = 256
 """Samples given up in a row, with nothing run, until predictions are no longer trusted."""
-_ROWS_REMEMBERED = 512
-"""Rows over which the share of those that go on is averaged."""
-_ALL_GO_ON = 0.999
-"""Share from which on an exit is one that nobody takes."""
-_REBUILD_EVERY = 64
-"""Stages observed between two looks at how long a shrinking batch takes."""
 _FASTEST, _SLOWEST = 1 / 16, 16.0
 """Bounds of the correction: beyond them an observation says that something else went on."""
 
@@ -65,20 +59,6 @@ def _at_sizes(profiled: Sequence[int], seconds: FloatArray, largest: int) -> lis
     return row
 
 
-class Shrinking(NamedTuple):
-    """The costs of batches that samples leave on the way (PAME's batching pattern, 6.2).
-
-    Uncorrected seconds by batch size.
-    """
-
-    answer_s: Sequence[float]
-    """[max_batch_size + 1]: until a row has its answer, in the mean over rows; rising."""
-    busy_s: Sequence[Sequence[float]]
-    """[stages][max_batch_size + 1]: that the stream is busy until the end of a stage."""
-    earliest_s: float
-    """Until a single row is at the first place where any leave."""
-
-
 class Latencies:
     """The predicted seconds of a model's stages; the caller serialises the calls.
 
@@ -86,44 +66,53 @@ class Latencies:
     profile comes from the machine that compiled, and what a batch costs besides its graph (forming
     it, copies, Python) is in no profile.
 
-    ``stages`` is [stages][max_batch_size + 1] seconds by batch size, rising; ``going_on`` is
-    [stages], the share of the rows of a stage that go on to the next one where the policy lets them
-    (``None`` is all), corrected by what is observed.
+    ``stages`` and ``going_on`` are those of the full model's :class:`StageTable`; ``smaller`` are
+    the tables of its variants 1, 2 …, for batches as large (SuperServe 4.1: l_φ(B)). The correction
+    is the machine's, so what one variant teaches holds for all.
     """
 
     def __init__(
-        self, stages: Sequence[Sequence[float]], going_on: Sequence[float] | None = None
+        self,
+        stages: Sequence[Sequence[float]],
+        going_on: Sequence[float] | None = None,
+        *,
+        smaller: Sequence[StageTable] = (),
     ) -> None:
-        table = np.asarray([list(row) for row in stages], np.float64)
-        if table.ndim != 2 or table.shape[1] < 2:
-            raise ValueError("a latency table needs a row a stage and a column a batch size")
-        if (table < 0).any() or (np.diff(table, axis=1) < 0).any():
-            raise ValueError("a stage cannot be faster on a larger batch: latencies must rise")
-        self._stages: list[list[float]] = table.tolist()
-        self._until: list[list[float]] = np.cumsum(table, axis=0).tolist()
-        self.stages = len(table)
-        self.max_batch_size = table.shape[1] - 1
+        self.variants = (StageTable(stages, going_on), *smaller)
+        """The table of each variant; the first is the full model's."""
+        self.stages = self.variants[0].stages
+        """Of the full model."""
+        self.max_batch_size = self.variants[0].max_batch_size
+        largest = [table.max_batch_size for table in self.variants]
+        if len(set(largest)) > 1:
+            raise ValueError(
+                f"the variants' tables reach up to batches of {largest}; give all the same sizes"
+            )
         self.speed = 1.0
         """Observed over predicted; above 1 is slower."""
         self.spread = 0.0
         """Mean absolute deviation of a stage's observed over predicted from its own mean."""
-        self._stage_speeds = [0.0] * self.stages
-        """Means of each stage; 0 before it was observed."""
+        self._stage_speeds = [[0.0] * table.stages for table in self.variants]
+        """Means of each stage of each variant; 0 before it was observed."""
         self._given_up = 0
         """Samples given up since a stage was last observed."""
         self._usual_speed = 1.0
         self.merging_s = 0.0
         """Seconds that merging buffered batches costs beyond running the result; a running mean."""
-        self._sizes = np.arange(self.max_batch_size + 1)
-        self._going_on = list(going_on) if going_on is not None else [1.0] * self.stages
-        self._observed = 0
-        self.shrinking = self._shrink()
-        """The costs of batches that shrink on their way as batches did lately."""
+
+    @property
+    def shrinking(self) -> Shrinking:
+        """The costs of batches of the full model that shrink on their way as they did lately."""
+        return self.variants[0].shrinking
 
     @property
     def profiled_s(self) -> tuple[tuple[float, ...], ...]:
-        """[stages][max_batch_size + 1]: seconds by batch size as profiled, uncorrected."""
-        return tuple(tuple(row) for row in self._stages)
+        """[stages][max_batch_size + 1]: the full model's seconds as profiled, uncorrected."""
+        return tuple(tuple(row) for row in self.variants[0].seconds)
+
+    def last(self, variant: int) -> int:
+        """The last stage of a variant."""
+        return self.variants[variant].stages - 1
 
     @property
     def latency_margin(self) -> float:
@@ -138,25 +127,27 @@ class Latencies:
         """Say what observed over predicted is on this machine, before anything was served."""
         self.speed = self._usual_speed = min(max(speed, _FASTEST), _SLOWEST)
 
-    def stage_s(self, stage: int, batch_size: int) -> float:
+    def stage_s(self, stage: int, batch_size: int, variant: int = 0) -> float:
         """Seconds of one stage."""
-        return self._stages[stage][batch_size] * self.speed
+        return self.variants[variant].seconds[stage][batch_size] * self.speed
 
-    def span_s(self, first: int, last: int, batch_size: int) -> float:
+    def span_s(self, first: int, last: int, batch_size: int, variant: int = 0) -> float:
         """Seconds from the start of stage ``first`` to the end of stage ``last``."""
-        before = self._until[first - 1][batch_size] if first else 0.0
-        return (self._until[last][batch_size] - before) * self.speed
+        until = self.variants[variant].until
+        before = until[first - 1][batch_size] if first else 0.0
+        return (until[last][batch_size] - before) * self.speed
 
-    def until_s(self, last: int) -> Sequence[float]:
+    def until_s(self, last: int, variant: int = 0) -> Sequence[float]:
         """[max_batch_size + 1]: seconds until the end of a stage as profiled, uncorrected."""
-        return self._until[last]
+        return self.variants[variant].until[last]
 
-    def largest_batch(self, last: int, slack_s: float) -> int:
+    def largest_batch(self, last: int, slack_s: float, variant: int = 0) -> int:
         """Most rows that have run stage ``last`` within ``slack_s``; 0 if not even one is."""
-        return max(bisect_right(self._until[last], slack_s / self.latency_margin) - 1, 0)
+        until_s = self.variants[variant].until[last]
+        return max(bisect_right(until_s, slack_s / self.latency_margin) - 1, 0)
 
     def largest_shrinking_batch(self, slack_s: float) -> int:
-        """Most rows whose answers come, in the mean, within ``slack_s``.
+        """Most rows whose answers, the full model's, come in the mean within ``slack_s``.
 
         A single row is tried as long as it could leave somewhere in time; 0 if it could not.
         """
@@ -165,29 +156,27 @@ class Latencies:
             return 0
         return max(bisect_right(self.shrinking.answer_s, slack_s) - 1, 1)
 
-    def observe_shrinking(self, stage: int, before: int, survivors: int) -> None:
+    def observe_shrinking(self, stage: int, before: int, survivors: int, variant: int = 0) -> None:
         """Take note of how many rows went on from a stage of their own accord."""
-        weight = min(before / _ROWS_REMEMBERED, 1.0)
-        self._going_on[stage] += weight * (survivors / before - self._going_on[stage])
-        self._observed += 1
-        if self._observed >= _REBUILD_EVERY:
-            self._observed = 0
-            self.shrinking = self._shrink()
+        self.variants[variant].observe(stage, before, survivors)
 
-    def observe(self, stage: int, batch_size: int, elapsed_s: float) -> None:
+    def observe(self, stage: int, batch_size: int, elapsed_s: float, variant: int = 0) -> None:
         """Take note of how long a stage took."""
         self._given_up = 0
-        predicted_s = self._stages[stage][batch_size]
+        predicted_s = self.variants[variant].seconds[stage][batch_size]
         if predicted_s > 0.0:
             ratio = min(max(elapsed_s / predicted_s, _FASTEST), _SLOWEST)
-            usual = self._stage_speeds[stage] or ratio
-            self._stage_speeds[stage] = usual + _MEMORY * (ratio - usual)
+            stage_speeds = self._stage_speeds[variant]
+            usual = stage_speeds[stage] or ratio
+            stage_speeds[stage] = usual + _MEMORY * (ratio - usual)
             self.spread += _MEMORY * (abs(ratio - usual) - self.spread)
             self.speed += _MEMORY * (ratio - self.speed)
 
-    def observe_merged(self, stage: int, batch_size: int, elapsed_s: float) -> None:
+    def observe_merged(
+        self, stage: int, batch_size: int, elapsed_s: float, variant: int = 0
+    ) -> None:
         """Take note of how long a stage took whose batch had to be merged first."""
-        extra_s = max(elapsed_s - self.stage_s(stage, batch_size), 0.0)
+        extra_s = max(elapsed_s - self.stage_s(stage, batch_size, variant), 0.0)
         self.merging_s += _MEMORY * (extra_s - self.merging_s)
 
     def invalidate(self) -> None:
@@ -202,22 +191,3 @@ class Latencies:
             return
         self.speed += _MEMORY * (self._usual_speed - self.speed)
         self.spread -= _MEMORY * self.spread
-
-    def _shrink(self) -> Shrinking:
-        """Follow batches of every size; each stage sees the rows that are expected there."""
-        sizes = np.arange(1, self.max_batch_size + 1)
-        answer_s, elapsed_s = np.zeros(len(sizes)), np.zeros(len(sizes))
-        busy_s = []
-        reaching = 1.0
-        for stage, row in enumerate(self._stages):
-            rows = sizes * reaching
-            elapsed_s += np.interp(np.maximum(rows, 1.0), self._sizes, row)
-            busy_s.append(np.interp([0.0, *rows], self._sizes, row))
-            going_on = self._going_on[stage] if stage < self.stages - 1 else 0.0
-            answer_s += reaching * (1.0 - going_on) * elapsed_s
-            reaching *= going_on
-        rising = np.maximum.accumulate(answer_s)
-        leaving = [stage for stage, share in enumerate(self._going_on) if share < _ALL_GO_ON]
-        first = min([*leaving, self.stages - 1])
-        busy_rows: list[list[float]] = np.cumsum(busy_s, axis=0).tolist()
-        return Shrinking([0.0, *rising.tolist()], busy_rows, self._until[first][1])

@@ -1,0 +1,85 @@
+"""What the stages of one variant of a model take as profiled, and how batches shrink on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+_ROWS_REMEMBERED = 512
+"""Rows over which the share of those that go on is averaged."""
+_ALL_GO_ON = 0.999
+"""Share from which on an exit is one that nobody takes."""
+_REBUILD_EVERY = 64
+"""Stages observed between two looks at how long a shrinking batch takes."""
+
+
+class Shrinking(NamedTuple):
+    """The costs of batches that samples leave on the way (PAME's batching pattern, 6.2).
+
+    Uncorrected seconds by batch size.
+    """
+
+    answer_s: Sequence[float]
+    """[max_batch_size + 1]: until a row has its answer, in the mean over rows; rising."""
+    busy_s: Sequence[Sequence[float]]
+    """[stages][max_batch_size + 1]: that the stream is busy until the end of a stage."""
+    earliest_s: float
+    """Until a single row is at the first place where any leave."""
+
+
+class StageTable:
+    """The profiled seconds of one variant's stages, uncorrected.
+
+    ``seconds`` is [stages][max_batch_size + 1] by batch size, rising; ValueError where it is not.
+    ``going_on`` is [stages], the share of the rows of a stage that go on to the next one where the
+    policy lets them (``None`` is all), corrected by what is observed.
+    """
+
+    def __init__(
+        self, seconds: Sequence[Sequence[float]], going_on: Sequence[float] | None = None
+    ) -> None:
+        table = np.asarray([list(row) for row in seconds], np.float64)
+        if table.ndim != 2 or table.shape[1] < 2:
+            raise ValueError("a latency table needs a row a stage and a column a batch size")
+        if (table < 0).any() or (np.diff(table, axis=1) < 0).any():
+            raise ValueError("a stage cannot be faster on a larger batch: latencies must rise")
+        self.seconds: list[list[float]] = table.tolist()
+        self.until: list[list[float]] = np.cumsum(table, axis=0).tolist()
+        """[stages][max_batch_size + 1]: until the end of each stage."""
+        self.stages = len(table)
+        self.max_batch_size = table.shape[1] - 1
+        self._sizes = np.arange(self.max_batch_size + 1)
+        self._going_on = list(going_on) if going_on is not None else [1.0] * self.stages
+        self._observed = 0
+        self.shrinking = self._shrink()
+        """The costs of batches that shrink on their way as batches did lately."""
+
+    def observe(self, stage: int, before: int, survivors: int) -> None:
+        """Take note of how many rows went on from a stage of their own accord."""
+        weight = min(before / _ROWS_REMEMBERED, 1.0)
+        self._going_on[stage] += weight * (survivors / before - self._going_on[stage])
+        self._observed += 1
+        if self._observed >= _REBUILD_EVERY:
+            self._observed = 0
+            self.shrinking = self._shrink()
+
+    def _shrink(self) -> Shrinking:
+        """Follow batches of every size; each stage sees the rows that are expected there."""
+        sizes = np.arange(1, self.max_batch_size + 1)
+        answer_s, elapsed_s = np.zeros(len(sizes)), np.zeros(len(sizes))
+        busy_s = []
+        reaching = 1.0
+        for stage, row in enumerate(self.seconds):
+            rows = sizes * reaching
+            elapsed_s += np.interp(np.maximum(rows, 1.0), self._sizes, row)
+            busy_s.append(np.interp([0.0, *rows], self._sizes, row))
+            going_on = self._going_on[stage] if stage < self.stages - 1 else 0.0
+            answer_s += reaching * (1.0 - going_on) * elapsed_s
+            reaching *= going_on
+        rising = np.maximum.accumulate(answer_s)
+        leaving = [stage for stage, share in enumerate(self._going_on) if share < _ALL_GO_ON]
+        first = min([*leaving, self.stages - 1])
+        busy_rows: list[list[float]] = np.cumsum(busy_s, axis=0).tolist()
+        return Shrinking([0.0, *rising.tolist()], busy_rows, self.until[first][1])
