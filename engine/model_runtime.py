@@ -121,7 +121,7 @@ class ModelRuntime:
         """Record that the samples of a batch start; without the lock."""
         if self._recorder is not None:
             deployment = self.under(run)
-            forced = run.deepest < len(deployment.plan.stages) - 1
+            forced = run.outside_promise or run.deepest < len(deployment.plan.stages) - 1
             self._recorder.start(run.sample_ids, deployment.policy.version, forced=forced)
 
     def check_inputs(self, run: Run, inputs: Mapping[str, NDArray[Any]]) -> None:
@@ -254,7 +254,7 @@ class ModelRuntime:
                 answer[rows],
                 confidence[rows],
                 exit_index=exit_index,
-                forced=~step.exited[rows],
+                forced=~step.exited[rows] | run.outside_promise,
                 policy_version=self.under(run).policy.version,
                 following=following,
             )

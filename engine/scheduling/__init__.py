@@ -30,10 +30,12 @@ from offramp.engine.scheduling.points import (
     OperatingPoints,
     going_on,
     operating_points,
+    pareto_front,
 )
 from offramp.engine.scheduling.policy import Policy
 from offramp.engine.scheduling.queue import SampleQueue
 from offramp.engine.scheduling.scheduler import ModelScheduler
+from offramp.engine.scheduling.stage_table import StageTable
 
 __all__ = [
     "POLICIES",
@@ -52,6 +54,7 @@ __all__ = [
     "Run",
     "SampleQueue",
     "SchedulerFullError",
+    "StageTable",
     "Submission",
     "Transition",
     "Wait",
@@ -60,5 +63,6 @@ __all__ = [
     "make_scheduler",
     "may_buffer",
     "operating_points",
+    "pareto_front",
     "stage_seconds",
 ]

@@ -147,6 +147,13 @@ class Run(NamedTuple):
     is new (stage 0) or goes on from the stage before."""
     plan: int = 0
     """The number of the plan that it was started under."""
+    variant: int = 0
+    """The variant of the model that it runs, from its start to its end; 0 is the full model."""
+
+    @property
+    def outside_promise(self) -> bool:
+        """Whether all its answers are outside the promise, which is about the full model."""
+        return self.variant > 0
 
     @property
     def requests(self) -> NDArray[np.int64]:

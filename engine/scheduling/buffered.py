@@ -43,9 +43,14 @@ class BufferedBatch:
 
 @dataclass(slots=True, eq=False)
 class BufferedBucket:
-    """The samples of one batch key that wait before one stage: at most a few batches' worth."""
+    """The samples of one batch key and variant that wait before one stage.
+
+    At most a few batches' worth.
+    """
 
     batch_key: Hashable
+    variant: int = 0
+    """Only equal variants may share a batch: others are other weights."""
     batches: list[BufferedBatch] = field(default_factory=list)
     size: int = 0
     due_s: float = float("inf")
@@ -75,9 +80,9 @@ class BufferedBucket:
 
 @dataclass(slots=True)
 class BufferedQueue:
-    """The samples that wait before one stage, in buckets by batch key."""
+    """The samples that wait before one stage, in buckets by batch key and variant."""
 
-    buckets: dict[Hashable, BufferedBucket] = field(default_factory=dict)
+    buckets: dict[tuple[Hashable, int], BufferedBucket] = field(default_factory=dict)
     size: int = 0
     """Samples that wait."""
     deadline_s: float = float("inf")
@@ -86,12 +91,14 @@ class BufferedQueue:
     """Buffered batches of which nothing waits any more; a scheduler has one list for all its
     queues, and empties it."""
 
-    def buffer(self, samples: RowSet, batch_key: Hashable, number: int, now_s: float) -> None:
+    def buffer(
+        self, samples: RowSet, batch_key: Hashable, number: int, now_s: float, variant: int = 0
+    ) -> None:
         """Add the survivors of a batch."""
         count = len(samples.requests)
-        bucket = self.buckets.get(batch_key)
+        bucket = self.buckets.get((batch_key, variant))
         if bucket is None:
-            bucket = self.buckets[batch_key] = BufferedBucket(batch_key)
+            bucket = self.buckets[batch_key, variant] = BufferedBucket(batch_key, variant)
         bucket.add(BufferedBatch(number, samples, np.arange(count), now_s + PATIENCE_S))
         self.size += count
         self.deadline_s = min(self.deadline_s, float(samples.deadlines_s.min()))
@@ -150,4 +157,4 @@ class BufferedQueue:
         bucket.replace(staying)
         self.size += bucket.size
         if not bucket.size:
-            del self.buckets[bucket.batch_key]
+            del self.buckets[bucket.batch_key, bucket.variant]

@@ -30,37 +30,46 @@ _BY_NAME: Final[Mapping[str, Callable[[OperatingPoints, int, int], Policy]]] = {
     )
 }
 POLICIES: Final = (*_BY_NAME, Fixed.name)
-"""Names; ``fixed`` is followed by its exit: ``fixed:2``, or ``fixed:final``."""
+"""Names; ``fixed`` is followed by its exit: ``fixed:2``, or ``fixed:final``. Behind the exit may be
+a variant below the full model: ``fixed:final@1``."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyName:
-    """The name of a policy that exists, with the exit of ``fixed``."""
+    """The name of a policy that exists, with the exit and the variant of ``fixed``."""
 
     name: str
     exit: int = MODEL_END
     """The exit that ``fixed`` stays at."""
+    variant: int = 0
+    """The variant that ``fixed`` stays with."""
 
     @classmethod
     def parse(cls, text: str) -> PolicyName:
-        """Read ``slackfit`` or ``fixed:2``; ValueError if there is no such policy."""
-        name, colon, depth = text.partition(":")
+        """Read ``slackfit``, ``fixed:2`` or ``fixed:2@1``; ValueError if there is none such."""
+        name, colon, place = text.partition(":")
         if name not in POLICIES or (colon and name != Fixed.name):
             close = difflib.get_close_matches(name, POLICIES, n=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
             raise ValueError(f"there is no policy {text!r:.80}; {hint}known: {', '.join(POLICIES)}")
         if name != Fixed.name:
             return cls(name)
-        if depth != "final" and not depth.isdecimal():
+        depth, at, variant = place.partition("@")
+        if (depth != "final" and not depth.isdecimal()) or (at and not variant.isdecimal()):
             raise ValueError(
                 f"policy {text!r} does not say where it is fixed; expected an exit, for instance "
                 "fixed:2, or fixed:final"
             )
-        return cls(name, MODEL_END if depth == "final" else int(depth))
+        return cls(name, MODEL_END if depth == "final" else int(depth), int(variant or 0))
 
     def __str__(self) -> str:
         """Write the name as :meth:`parse` reads it."""
-        return f"{self.name}:{_exit_name(self.exit)}" if self.name == Fixed.name else self.name
+        return f"{self.name}:{self.place}" if self.name == Fixed.name else self.name
+
+    @property
+    def place(self) -> str:
+        """The exit, and the variant where it is not the full model."""
+        return _place(self.exit, self.variant)
 
 
 def make_policy(
@@ -104,16 +113,17 @@ def make_scheduler(
     )
 
 
-def _exit_name(exit_: int) -> str:
-    return "final" if exit_ == MODEL_END else str(exit_)
+def _place(exit_: int, variant: int) -> str:
+    depth = "final" if exit_ == MODEL_END else str(exit_)
+    return f"{depth}@{variant}" if variant else depth
 
 
 def _point_at(points: OperatingPoints, chosen: PolicyName) -> OperatingPoint:
     for point in points.points:
-        if point.exit == chosen.exit:
+        if (point.exit, point.variant) == (chosen.exit, chosen.variant):
             return point
-    known = ", ".join(_exit_name(point.exit) for point in points.points)
+    known = ", ".join(_place(point.exit, point.variant) for point in points.points)
     raise ValueError(
-        f"policy {chosen}: exit {_exit_name(chosen.exit)} is not in use here, or may not be "
-        f"forced; there are: {known}"
+        f"policy {chosen}: exit {chosen.place} is not in use here, or may not be forced; "
+        f"there are: {known}"
     )

@@ -39,11 +39,6 @@ class ServedPlan:
     waiting: Waiting
     """The samples that its policy may choose from: once it is old, those at its splits only."""
 
-    @property
-    def last(self) -> int:
-        """The last stage."""
-        return self.latencies.stages - 1
-
 
 @dataclass(slots=True, eq=False)
 class ScheduledBatch:
@@ -56,6 +51,8 @@ class ScheduledBatch:
     batch_key: Hashable
     deepest: int
     """The stage where all that are still here must leave."""
+    variant: int
+    """What its samples run, from their start to their end, a second try included."""
     pieces: tuple[Piece, ...] = ()
     """The buffered batches that it was just merged of."""
     failed_on: int | None = None
@@ -98,7 +95,8 @@ class InFlight:
         if self.plans:
             old = self.plans[-1].waiting
             self.plans[-1].waiting = Waiting(SampleQueue(0, full=1), old.buffered)
-        splits = tuple(BufferedQueue(discarded=self._discarded) for _ in range(latencies.stages))
+        stages = max(table.stages for table in latencies.variants)
+        splits = tuple(BufferedQueue(discarded=self._discarded) for _ in range(stages))
         plan = ServedPlan(number, policy, latencies, Waiting(queue, splits))
         self.plans.append(plan)
         self.forget_old_plans()
@@ -125,7 +123,7 @@ class InFlight:
     def buffer(self, batch: ScheduledBatch, now_s: float) -> None:
         """Let the survivors of a batch wait at the split that it has come to."""
         buffer = batch.plan.waiting.buffered[batch.stage]
-        buffer.buffer(batch.samples, batch.batch_key, batch.number, now_s)
+        buffer.buffer(batch.samples, batch.batch_key, batch.number, now_s, batch.variant)
         self.buffered += len(batch.samples.requests)
 
     def finish(self, stream: int) -> None:
@@ -154,7 +152,8 @@ class InFlight:
         leaving = before
         if batch.stage < batch.deepest:
             leaving = int(np.count_nonzero(exited))
-            batch.plan.latencies.observe_shrinking(batch.stage, before, before - leaving)
+            latencies, going_on = batch.plan.latencies, before - leaving
+            latencies.observe_shrinking(batch.stage, before, going_on, batch.variant)
         released, dropped, survivors = _NO_ROWS, _NO_ROWS, _NO_ROWS
         if leaving == before:
             released = all_rows(before)
@@ -184,7 +183,8 @@ class InFlight:
         newly = exited & ~samples.answered
         staying = ~newly | runs_on
         going_on = int(np.count_nonzero(staying))
-        batch.plan.latencies.observe_shrinking(batch.stage, len(exited), going_on)
+        latencies = batch.plan.latencies
+        latencies.observe_shrinking(batch.stage, len(exited), going_on, batch.variant)
         dropped = self.lose_late(batch, ~(newly | samples.answered), now_s)
         staying[dropped] = False
         released = newly.nonzero()[0]

@@ -1,8 +1,9 @@
-"""Operating points: the cost and the worth of answering everything by a certain exit."""
+"""Operating points: the cost and the worth of answering everything by a variant and an exit."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,18 +17,25 @@ from offramp.engine.scheduling.latency import Latencies
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatingPoint:
-    """A stage beyond which nothing runs: what is still there is forced to leave at its exit.
+    """A variant of the model, and a stage of it beyond which nothing runs.
 
-    The counterpart of SuperServe's subnets (4.1): depth is the control dimension that a
-    multi-exit model has.
+    What is still there is forced to leave at its exit. Variants are SuperServe's subnets (4.1);
+    depth is the control dimension that a multi-exit model has besides.
     """
 
     deepest: int
-    """The stage; the last is the model as it is."""
+    """The stage; the last is the variant as it is."""
     exit: int
     """Index into ``Manifest.exits``; ``MODEL_END`` for the last."""
     agreement: float
     """Share of the answers that equal the unmodified model's, measured at calibration."""
+    variant: int = 0
+    """0 is the full model, which the promise is about; other variants' answers are outside it."""
+
+    @property
+    def worth(self) -> float:
+        """The agreement; nothing is worth more than the full model to its end."""
+        return math.inf if self.variant == 0 and self.exit == MODEL_END else self.agreement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,19 +43,49 @@ class OperatingPoints:
     """The operating points that a model has and allows, with the time that each takes."""
 
     points: tuple[OperatingPoint, ...]
-    """Shallowest first; the last is the model as it is."""
+    """In Pareto order (:func:`pareto_front`); the last is the model as it is."""
     latencies: Latencies
 
     def __post_init__(self) -> None:
-        depths = [point.deepest for point in self.points]
-        if not depths or depths != sorted(set(depths)):
-            raise ValueError(f"operating points at stages {depths} must rise, and be some")
+        places = [(point.variant, point.deepest) for point in self.points]
+        if not places or len(set(places)) < len(places):
+            raise ValueError(f"operating points (variant, stage) {places} must differ, and be some")
+        front = pareto_front(self.points, self.latencies)
+        if self.points != front:
+            expected = [(point.variant, point.deepest) for point in front]
+            raise ValueError(
+                f"operating points (variant, stage) {places} are not in Pareto order, by latency "
+                f"and agreement; expected {expected}"
+            )
+
+
+def pareto_front(
+    points: Iterable[OperatingPoint], latencies: Latencies
+) -> tuple[OperatingPoint, ...]:
+    """Give the points that no other one dominates, the fastest first (SuperServe 4.1, fig. 6a).
+
+    One dominates another if it takes no longer, as profiled for the largest batch, and agrees at
+    least as often; of equals the lower variant and stage stands. Two points of the full model never
+    do: the deeper one forces fewer answers, so more of them are within the promise.
+    """
+
+    def seconds(point: OperatingPoint) -> float:
+        return latencies.until_s(point.deepest, point.variant)[-1]
+
+    def rank(point: OperatingPoint) -> tuple[float, ...]:
+        return seconds(point), -point.worth, point.variant, point.deepest
+
+    front: list[OperatingPoint] = []
+    for point in sorted(points, key=rank):
+        if not any(p.worth >= point.worth and (p.variant or point.variant) for p in front):
+            front.append(point)
+    return tuple(sorted(front, key=lambda point: (seconds(point), point.deepest)))
 
 
 def operating_points(
     exits: Sequence[tuple[int, int, float]], records: Mapping[str, NDArray[Any]], *, forced: bool
 ) -> tuple[OperatingPoint, ...]:
-    """Measure the agreement of "force the exit at depth d" on the calibration records.
+    """Measure the agreement of "force the exit at depth d" of the full model, on its records.
 
     Samples that are sure enough at an earlier exit have left there, as when serving. ``exits`` are
     (stage, exit, threshold) of each stage that has an exit, and of the last, whose exit is

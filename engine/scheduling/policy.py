@@ -24,10 +24,15 @@ class Start(NamedTuple):
     """Most samples of the batch."""
     deepest: int | None = None
     """Stage where all must leave; ``None`` is the last."""
+    variant: int = 0
+    """Which all its samples run, to their end; 0 is the full model."""
 
 
 class Merge(NamedTuple):
-    """The choice to merge buffered survivors into a batch and run the stage that they wait for."""
+    """The choice to merge buffered survivors into a batch and run the stage that they wait for.
+
+    A bucket holds one variant's only.
+    """
 
     stage: int
     bucket: BufferedBucket

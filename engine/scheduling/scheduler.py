@@ -160,8 +160,9 @@ class ModelScheduler:
         batch.executing = True
         batch.started_s = now_s
         self._parallel.running(stream, len(batch.samples.requests))
+        number, plan = batch.number, batch.plan.number
         return Run(
-            batch.number, batch.stage, batch.samples, batch.deepest, batch.pieces, batch.plan.number
+            number, batch.stage, batch.samples, batch.deepest, batch.pieces, plan, batch.variant
         )
 
     def done(
@@ -216,12 +217,13 @@ class ModelScheduler:
         staying[self._in_flight.lose_late(batch, staying, now_s)] = False
         if answered.any():  # feedback is not worth a second try
             self._in_flight.lose(batch.samples.take(np.flatnonzero(answered)))
+        plan, deepest, variant = batch.plan, batch.deepest, batch.variant
         for samples in batch.samples.take(np.flatnonzero(staying)).by_request():
-            needed_s = batch.plan.latencies.span_s(0, batch.deepest, len(samples.requests))
+            needed_s = plan.latencies.span_s(0, deepest, len(samples.requests), variant)
             if batch.failed_on is not None or samples.deadlines_s[0] <= now_s + needed_s:
                 self._in_flight.lose(samples, DropCause.FAILED)
                 continue
-            retry = ScheduledBatch(batch.plan, 0, samples, batch.batch_key, batch.deepest)
+            retry = ScheduledBatch(plan, 0, samples, batch.batch_key, deepest, variant)
             retry.failed_on = stream
             self._in_flight.retries.append(retry)
             self.retried += len(samples.requests)
@@ -302,23 +304,26 @@ class ModelScheduler:
     def _form(self, plan: ServedPlan, start: Start) -> ScheduledBatch:
         limit = min(start.limit, plan.latencies.max_batch_size)
         samples = self._queue.take(start.bucket, limit)
-        deepest = plan.last if start.deepest is None else start.deepest
-        return ScheduledBatch(plan, 0, samples, start.bucket.batch_key, deepest)
+        variant, deepest = start.variant, start.deepest
+        if deepest is None:
+            deepest = plan.latencies.last(variant)
+        return ScheduledBatch(plan, 0, samples, start.bucket.batch_key, deepest, variant)
 
     def _merge(self, plan: ServedPlan, merge: Merge) -> ScheduledBatch:
         limit = min(merge.limit, plan.latencies.max_batch_size)
         samples, pieces = plan.waiting.buffered[merge.stage].take(merge.bucket, limit)
         self._in_flight.buffered -= len(samples.requests)
-        key = merge.bucket.batch_key
-        return ScheduledBatch(plan, merge.stage, samples, key, plan.last, pieces)
+        key, variant = merge.bucket.batch_key, merge.bucket.variant
+        last = plan.latencies.last(variant)
+        return ScheduledBatch(plan, merge.stage, samples, key, last, variant, pieces)
 
     def _observe(self, batch: ScheduledBatch, size: int, now_s: float) -> None:
-        elapsed_s = now_s - batch.started_s
+        elapsed_s, latencies = now_s - batch.started_s, batch.plan.latencies
         if batch.pieces:
-            batch.plan.latencies.observe_merged(batch.stage, size, elapsed_s)
+            latencies.observe_merged(batch.stage, size, elapsed_s, batch.variant)
             batch.pieces = ()
         else:
-            batch.plan.latencies.observe(batch.stage, size, elapsed_s)
+            latencies.observe(batch.stage, size, elapsed_s, batch.variant)
 
     def _finish(self, stream: int) -> None:
         self._in_flight.finish(stream)

@@ -1,4 +1,4 @@
-"""What the stages of one variant of a model take as profiled, and how batches shrink on their way."""
+"""The stages of one variant of a model: what they take as profiled, and how batches shrink."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class StageTable:
         self.stages = len(table)
         self.max_batch_size = table.shape[1] - 1
         self._sizes = np.arange(self.max_batch_size + 1)
-        self._going_on = list(going_on) if going_on is not None else [1.0] * self.stages
+        self.going_on = list(going_on) if going_on is not None else [1.0] * self.stages
+        """[stages]: as observed by now."""
         self._observed = 0
         self.shrinking = self._shrink()
         """The costs of batches that shrink on their way as batches did lately."""
@@ -59,7 +60,7 @@ class StageTable:
     def observe(self, stage: int, before: int, survivors: int) -> None:
         """Take note of how many rows went on from a stage of their own accord."""
         weight = min(before / _ROWS_REMEMBERED, 1.0)
-        self._going_on[stage] += weight * (survivors / before - self._going_on[stage])
+        self.going_on[stage] += weight * (survivors / before - self.going_on[stage])
         self._observed += 1
         if self._observed >= _REBUILD_EVERY:
             self._observed = 0
@@ -75,11 +76,11 @@ class StageTable:
             rows = sizes * reaching
             elapsed_s += np.interp(np.maximum(rows, 1.0), self._sizes, row)
             busy_s.append(np.interp([0.0, *rows], self._sizes, row))
-            going_on = self._going_on[stage] if stage < self.stages - 1 else 0.0
+            going_on = self.going_on[stage] if stage < self.stages - 1 else 0.0
             answer_s += reaching * (1.0 - going_on) * elapsed_s
             reaching *= going_on
         rising = np.maximum.accumulate(answer_s)
-        leaving = [stage for stage, share in enumerate(self._going_on) if share < _ALL_GO_ON]
+        leaving = [stage for stage, share in enumerate(self.going_on) if share < _ALL_GO_ON]
         first = min([*leaving, self.stages - 1])
         busy_rows: list[list[float]] = np.cumsum(busy_s, axis=0).tolist()
         return Shrinking([0.0, *rising.tolist()], busy_rows, self.until[first][1])

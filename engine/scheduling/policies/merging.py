@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from offramp.engine.scheduling.buckets import Bucket
+from offramp.engine.scheduling.buffered import BufferedBucket
 from offramp.engine.scheduling.points import OperatingPoints
 from offramp.engine.scheduling.policies.batching import BatchFormer
 from offramp.engine.scheduling.policy import Choice, Merge, Waiting
@@ -42,7 +43,7 @@ class Refill:
                     return Merge(stage, bucket, self._max_batch_size)
         for stage in occupied:
             bucket = waiting.buffered[stage].most_urgent()
-            if bucket.due_s - self._needed_s(stage, bucket.size) <= now_s:
+            if bucket.due_s - self._needed_s(stage, bucket) <= now_s:
                 return Merge(stage, bucket, self._max_batch_size)
         fresh = waiting.ready(now_s)
         if isinstance(fresh, Bucket):
@@ -56,9 +57,10 @@ class Refill:
         """Go on only with a batch that is still full."""
         return survivors >= self._max_batch_size
 
-    def _needed_s(self, stage: int, count: int) -> float:
-        size = min(count, self._max_batch_size)
-        return self._latencies.span_s(stage, self._latencies.stages - 1, size) * (1 + SLACK)
+    def _needed_s(self, stage: int, bucket: BufferedBucket) -> float:
+        size, variant = min(bucket.size, self._max_batch_size), bucket.variant
+        last = self._latencies.last(variant)
+        return self._latencies.span_s(stage, last, size, variant) * (1 + SLACK)
 
 
 class Rebatch(Refill):

@@ -1,7 +1,7 @@
-"""Policies that look at the slack of the most urgent sample: how large a batch, how deep.
+"""Policies that look at the slack of the most urgent sample: how large a batch, at which point.
 
 All of them serve earliest deadline first, never wait for batch mates, and give up a sample that
-would be late even alone at the shallowest exit that the policy may use: what cannot be answered
+would be late even alone at the fastest point that the policy may use: what cannot be answered
 in time must not delay what can (SuperServe 4.2 and appendix B, Clockwork, E3 4). They drop early
 (:class:`~offramp.engine.scheduling.early_drop.EarlyDrop`), which the papers leave open.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from offramp.engine.scheduling.buckets import Bucket
@@ -21,11 +21,21 @@ from offramp.engine.scheduling.queue import SampleQueue
 
 
 class Setting(NamedTuple):
-    """A batch size and a depth to run it to: SuperServe's control tuple."""
+    """A batch size, and a variant and a depth to run it to: SuperServe's control tuple."""
 
     batch_size: int
     deepest: int
     """Stage where all must leave."""
+    variant: int = 0
+
+    @classmethod
+    def at(cls, point: OperatingPoint, batch_size: int) -> Setting:
+        """Run so many at an operating point."""
+        return cls(batch_size, point.deepest, point.variant)
+
+    def runs(self, point: OperatingPoint) -> bool:
+        """Whether it is at this operating point."""
+        return (self.variant, self.deepest) == (point.variant, point.deepest)
 
 
 class ArrivalRate:
@@ -56,7 +66,7 @@ class ArrivalRate:
 
 
 class SlackPolicy(NeverBuffers, ABC):
-    """The base of policies that choose batch size and depth by the most urgent sample's slack."""
+    """The base of policies that choose batch size and point by the most urgent sample's slack."""
 
     name: str
 
@@ -64,7 +74,7 @@ class SlackPolicy(NeverBuffers, ABC):
         self._points = points
         self._max_batch_size = max_batch_size
         self._streams = streams
-        self._busy_s = points.latencies.shrinking.busy_s
+        self._busy_s = [table.shrinking.busy_s for table in points.latencies.variants]
         self._early_drop: EarlyDrop | None = None
         self._arrivals = ArrivalRate()
 
@@ -96,7 +106,7 @@ class SlackPolicy(NeverBuffers, ABC):
             self._points.latencies.invalidate()
             return LoadShedding(bucket)
         setting = self.for_queue(setting, queue, bucket, now_s, wanted_rate)
-        return Start(bucket, setting.batch_size, setting.deepest)
+        return Start(bucket, setting.batch_size, setting.deepest, setting.variant)
 
     def for_queue(
         self,
@@ -115,50 +125,54 @@ class SlackPolicy(NeverBuffers, ABC):
         slacks = {
             seconds
             for point in self._points.points
-            for seconds in latencies.until_s(point.deepest)[1 : self._max_batch_size + 1]
+            for seconds in self._until_s(point)[1 : self._max_batch_size + 1]
         }
         for slack_s in slacks:
             setting = self.setting(slack_s * latencies.latency_margin)
             if setting is not None:
-                yield latencies.until_s(setting.deepest)[setting.batch_size], self._rate(setting)
+                yield self._until_s(setting)[setting.batch_size], self._rate(setting)
 
     def _rate(self, setting: Setting) -> float:
         """Rows a second of one stream, if samples leave on the way as they did at calibration."""
-        busy_s = self._busy_s[setting.deepest][setting.batch_size]
+        busy_s = self._busy_s[setting.variant][setting.deepest][setting.batch_size]
         return setting.batch_size / busy_s if busy_s else math.inf
 
-    def _largest_batch(self, deepest: int, slack_s: float) -> int:
+    def _until_s(self, where: OperatingPoint | Setting) -> Sequence[float]:
+        """[max_batch_size + 1]: seconds as profiled, by batch size."""
+        return self._points.latencies.until_s(where.deepest, where.variant)
+
+    def _largest_batch(self, where: OperatingPoint | Setting, slack_s: float) -> int:
         """Most rows that are done within ``slack_s`` even if none leaves early; may be 0."""
-        largest = self._points.latencies.largest_batch(deepest, slack_s)
+        largest = self._points.latencies.largest_batch(where.deepest, slack_s, where.variant)
         return min(largest, self._max_batch_size)
 
 
 class MaxBatch(SlackPolicy):
-    """The largest batch of the shallowest point, then the deepest for it (SuperServe A.5)."""
+    """The largest batch of the fastest point, then the best point for it (SuperServe A.5)."""
 
     name = "max-batch"
 
     def setting(self, slack_s: float, wanted_rate: float = 0.0) -> Setting | None:  # noqa: ARG002
-        """Choose first the size, then the depth."""
-        size = self._largest_batch(self._points.points[0].deepest, slack_s)
+        """Choose first the size, then the point."""
+        size = self._largest_batch(self._points.points[0], slack_s)
         if not size:
             return None
-        deepest_first = reversed(self._points.points)
-        fits = (p for p in deepest_first if self._largest_batch(p.deepest, slack_s) >= size)
-        return Setting(size, next(fits).deepest)
+        best_first = reversed(self._points.points)
+        fits = (point for point in best_first if self._largest_batch(point, slack_s) >= size)
+        return Setting.at(next(fits), size)
 
 
 class MaxAccuracy(SlackPolicy):
-    """The deepest point that fits one sample, then the largest batch for it (SuperServe A.5)."""
+    """The best point that fits one sample, then the largest batch for it (SuperServe A.5)."""
 
     name = "max-accuracy"
 
     def setting(self, slack_s: float, wanted_rate: float = 0.0) -> Setting | None:  # noqa: ARG002
-        """Choose first the depth, then the size."""
+        """Choose first the point, then the size."""
         for point in reversed(self._points.points):
-            size = self._largest_batch(point.deepest, slack_s)
+            size = self._largest_batch(point, slack_s)
             if size:
-                return Setting(size, point.deepest)
+                return Setting.at(point, size)
         return None
 
 
@@ -180,12 +194,12 @@ class Fixed(SlackPolicy):
 
     def setting(self, slack_s: float, wanted_rate: float = 0.0) -> Setting | None:  # noqa: ARG002
         """Choose the size; nothing else is open."""
-        size = self._largest_batch(self._point.deepest, slack_s)
-        return Setting(size, self._point.deepest) if size else None
+        size = self._largest_batch(self._point, slack_s)
+        return Setting.at(self._point, size) if size else None
 
 
 class Cheapest(Fixed):
-    """Always the shallowest point: INFaaS without an accuracy target (SuperServe 6.1)."""
+    """Always the fastest point: INFaaS without an accuracy target (SuperServe 6.1)."""
 
     name = "cheapest"
 

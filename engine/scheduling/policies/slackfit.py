@@ -38,9 +38,9 @@ class BareSlackFit(SlackPolicy):
         super().__init__(points, max_batch_size, streams)
         ranked = []
         for point in points.points:
-            seconds = points.latencies.until_s(point.deepest)
+            seconds = self._until_s(point)
             for size in _batch_sizes(max_batch_size):
-                setting = Setting(size, point.deepest)
+                setting = Setting.at(point, size)
                 ranked.append((seconds[size], size, point.agreement, setting))
         ranked.sort(key=lambda item: (item[0], -item[2]))
         self._fastest_s, fastest = ranked[0][0], ranked[0][-1]
@@ -70,18 +70,18 @@ class BareSlackFit(SlackPolicy):
 
 
 class SlackFit(BareSlackFit):
-    """SlackFit that keeps up with the queue, and goes as deep as the queue leaves time for.
+    """SlackFit that keeps up with the queue, and takes the best point that it leaves time for.
 
     Three things are ours. How many buckets there are decides which settings compete, and with
     them whether a middling slack is answered by a setting that is slow *and* small: bare, the rule
     falls behind for good at loads that it could carry (``benchmarks.superserve``). So a bucket
     whose choice cannot keep up with the queue gives way to the next lower one that can, or to
-    the one that comes closest. Nor is its batch size a limit: whatever fits the slack at its depth
+    the one that comes closest. Nor is its batch size a limit: whatever fits the slack at its point
     goes along, for what is left behind needs a batch of its own.
 
     And that largest batch may not be there: bare, the rule cuts a lone sample short to fit 32. So
-    its depth is where the search begins, and the deepest point is taken at which the rows that do
-    wait are in time and nobody else is made late (:meth:`for_queue`). How that compares with the
+    its point is where the search begins, and the best one is taken at which the rows that do wait
+    are in time and nobody else is made late (:meth:`for_queue`). How that compares with the
     deepest setting that would have met the same deadlines: ``benchmarks.depth``.
     """
 
@@ -92,14 +92,15 @@ class SlackFit(BareSlackFit):
         bucket = self._bucket(slack_s)
         if bucket is None:
             return None
-        (size, deepest), best_rate = self._chosen[bucket]
+        best, best_rate = self._chosen[bucket]
         wanted_rate /= self._streams
         while best_rate < wanted_rate and bucket:
             bucket -= 1
             setting, rate = self._chosen[bucket]
             if rate > best_rate:
-                (size, deepest), best_rate = setting, rate
-        return Setting(max(size, self._largest_batch(deepest, slack_s)), deepest)
+                best, best_rate = setting, rate
+        size = max(best.batch_size, self._largest_batch(best, slack_s))
+        return best._replace(batch_size=size)
 
     def for_queue(
         self,
@@ -109,7 +110,7 @@ class SlackFit(BareSlackFit):
         now_s: float,
         wanted_rate: float,
     ) -> Setting:
-        """Go deeper where the batch that the bucket has leaves time enough for everybody else.
+        """Take a better point where the bucket's batch leaves time enough for everybody else.
 
         After it the best rate must serve all that is left before the first of that is due, and
         the arrivals meanwhile, and those that come while these are served, before the first of
@@ -117,17 +118,17 @@ class SlackFit(BareSlackFit):
         up: else it would tear the queue into small batches.
         """
         points = self._points.points
-        if setting.deepest == points[-1].deepest:
+        if setting.runs(points[-1]):
             return setting
         rows = min(bucket.size, self._max_batch_size)
         whole_s, part_s = self._time_for(rows, queue, bucket, now_s)
         for point in reversed(points):
-            if point.deepest <= setting.deepest:
+            if setting.runs(point):
                 break
-            seconds = self._points.latencies.until_s(point.deepest)
+            seconds = self._until_s(point)
             if seconds[rows] <= whole_s:
-                return Setting(rows, point.deepest)
-            part = Setting(bisect_right(seconds, part_s, 0, rows) - 1, point.deepest)
+                return Setting.at(point, rows)
+            part = Setting.at(point, bisect_right(seconds, part_s, 0, rows) - 1)
             if part.batch_size > 0 and self._rate(part) * self._streams >= wanted_rate:
                 return part
         return setting

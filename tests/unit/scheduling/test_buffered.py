@@ -99,7 +99,7 @@ def test_exactly_those_expire_whose_deadline_is_reached() -> None:
     assert queue.expire(2.999) == []
     assert [samples.requests.tolist() for samples in queue.expire(3.5)] == [[1, 1], [3]]
     assert discarded(queue) == [11]
-    assert (queue.size, queue.deadline_s, list(queue.buckets)) == (1, 4.0, ["a"])
+    assert (queue.size, queue.deadline_s, list(queue.buckets)) == (1, 4.0, [("a", 0)])
     assert taken(queue, 4) == ([2], [(10, [1])])
 
 

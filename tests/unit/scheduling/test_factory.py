@@ -18,7 +18,14 @@ LATENCIES = table(first_s=1.0, more_s=0.5)
 
 
 @pytest.mark.parametrize(
-    "text", [*(name for name in POLICIES if name != "fixed"), "fixed:0", "fixed:12", "fixed:final"]
+    "text",
+    [
+        *(name for name in POLICIES if name != "fixed"),
+        "fixed:0",
+        "fixed:12",
+        "fixed:final",
+        "fixed:final@1",
+    ],
 )
 def test_names_are_read_as_they_are_written(text: str) -> None:
     chosen = PolicyName.parse(text)
@@ -30,6 +37,7 @@ def test_names_are_read_as_they_are_written(text: str) -> None:
 def test_the_exit_of_fixed_is_read() -> None:
     assert PolicyName.parse("fixed:2") == PolicyName("fixed", 2)
     assert PolicyName.parse("fixed:final") == PolicyName("fixed", MODEL_END)
+    assert PolicyName.parse("fixed:2@3") == PolicyName("fixed", 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +56,9 @@ def test_unknown_names_are_refused_with_the_nearest_one(text: str, hint: str) ->
         PolicyName.parse(text)
 
 
-@pytest.mark.parametrize("text", ["fixed", "fixed:", "fixed:last", "fixed:-1", "fixed:1.5"])
+@pytest.mark.parametrize(
+    "text", ["fixed", "fixed:", "fixed:last", "fixed:-1", "fixed:1.5", "fixed:1@", "fixed:1@x"]
+)
 def test_fixed_says_where(text: str) -> None:
     with pytest.raises(ValueError, match="does not say where it is fixed"):
         PolicyName.parse(text)

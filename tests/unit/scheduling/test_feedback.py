@@ -165,7 +165,7 @@ def test_a_late_answer_is_counted_once() -> None:
 def test_what_runs_on_counts_as_going_on_where_batches_are_planned() -> None:
     """3 of 4 rows are there at stage 1; 4 rows weigh 4 of the 512 that are remembered."""
     s = after_the_first_stage("xx..", "x...")
-    assert s.latencies._going_on[0] == 1.0 + 4 / 512 * (3 / 4 - 1.0)
+    assert s.latencies.variants[0].going_on[0] == 1.0 + 4 / 512 * (3 / 4 - 1.0)
 
 
 def test_answering_some_changes_a_copy() -> None:

@@ -64,8 +64,15 @@ def test_without_records_nothing_is_claimed() -> None:
     assert [point.agreement for point in points] == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("depths", [(), (1, 0), (0, 0)])
-def test_points_must_rise_and_be_some(depths: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("depths", "message"),
+    [
+        ((), "must differ, and be some"),
+        ((0, 0), "must differ, and be some"),
+        ((1, 0), r"not in Pareto order.*expected \[\(0, 0\), \(0, 1\)\]"),
+    ],
+)
+def test_points_must_be_in_order_and_be_some(depths: tuple[int, ...], message: str) -> None:
     points = tuple(OperatingPoint(deepest=d, exit=d, agreement=1.0) for d in depths)
-    with pytest.raises(ValueError, match="must rise, and be some"):
+    with pytest.raises(ValueError, match=message):
         OperatingPoints(points=points, latencies=table(first_s=1.0, more_s=1.0))

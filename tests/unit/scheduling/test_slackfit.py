@@ -9,6 +9,7 @@ from tests.unit.scheduling.helpers import points_of, scheduler, started
 from tests.unit.scheduling.test_slack import INFINITY, SIZE, SLACKS, SPEEDS, TABLES
 
 from offramp.engine.scheduling import Latencies, Submission
+from offramp.engine.scheduling.policies.slack import Setting
 from offramp.engine.scheduling.policies.slackfit import BareSlackFit, SlackFit
 
 HAND = Latencies([[0.0, 1.0, 1.5, 1.75, 2.0], [0.0, 1.0, 2.0, 2.5, 3.0]])
@@ -32,12 +33,14 @@ HAND = Latencies([[0.0, 1.0, 1.5, 1.75, 2.0], [0.0, 1.0, 2.0, 2.5, 3.0]])
 def test_slackfit_with_four_buckets_of_a_second(
     slack_s: float, chosen: tuple[int, int] | None
 ) -> None:
-    assert BareSlackFit(points_of(HAND), 4, buckets=4).setting(slack_s) == chosen
+    bare = BareSlackFit(points_of(HAND), 4, buckets=4).setting(slack_s)
     ours = SlackFit(points_of(HAND), 4, buckets=4).setting(slack_s)
     if chosen is None:
-        assert ours is None
+        assert bare is ours is None
     else:
-        assert ours == (HAND.largest_batch(chosen[1], slack_s), chosen[1]), "rows left behind"
+        assert bare == Setting(*chosen)
+        most = HAND.largest_batch(chosen[1], slack_s)
+        assert ours == Setting(most, chosen[1]), "rows left behind"
 
 
 @pytest.mark.parametrize(
@@ -48,7 +51,7 @@ def test_an_empty_bucket_of_slackfit_falls_to_the_next_lower(
     slack_s: float, chosen: tuple[int, int]
 ) -> None:
     """Of eight: 2.5 to 3, 3 to 3.5 and 4 to 4.5 are empty."""
-    assert BareSlackFit(points_of(HAND), 4, buckets=8).setting(slack_s) == chosen
+    assert BareSlackFit(points_of(HAND), 4, buckets=8).setting(slack_s) == Setting(*chosen)
 
 
 @pytest.mark.parametrize(("agreements", "deepest"), [([0.5, 1.0], 1), ([1.0, 0.5], 0)])
@@ -56,7 +59,7 @@ def test_among_equal_batches_of_a_bucket_slackfit_takes_the_higher_agreement(
     agreements: list[float], deepest: int
 ) -> None:
     points = points_of(Latencies([[0.0, 1.0], [0.0, 0.25]]), agreements)
-    assert SlackFit(points, 1, buckets=1).setting(1.25) == (1, deepest)
+    assert SlackFit(points, 1, buckets=1).setting(1.25) == Setting(1, deepest)
 
 
 def test_slackfit_corrects_the_profile_by_the_speed() -> None:
@@ -64,8 +67,8 @@ def test_slackfit_corrects_the_profile_by_the_speed() -> None:
     policy = SlackFit(points_of(latencies), 4, buckets=4)
     latencies.calibrate(2.0)
     assert policy.setting(1.999) is None
-    assert policy.setting(2.999) == (1, 0)
-    assert policy.setting(8.0) == (2, 1)
+    assert policy.setting(2.999) == Setting(1, 0)
+    assert policy.setting(8.0) == Setting(2, 1)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +84,10 @@ def test_slackfit_takes_a_lower_bucket_to_keep_up(
     wanted_rate: float, streams: int, chosen: tuple[int, int]
 ) -> None:
     points = points_of(HAND)
-    assert SlackFit(points, 4, streams, buckets=4).setting(4.0, wanted_rate) == chosen
-    assert BareSlackFit(points, 4, streams, buckets=4).setting(4.0, wanted_rate) == (2, 1)
+    ours = SlackFit(points, 4, streams, buckets=4)
+    bare = BareSlackFit(points, 4, streams, buckets=4)
+    assert ours.setting(4.0, wanted_rate) == Setting(*chosen)
+    assert bare.setting(4.0, wanted_rate) == Setting(2, 1)
 
 
 @pytest.mark.parametrize("kind", [SlackFit, BareSlackFit])
@@ -111,7 +116,7 @@ def test_slackfit_never_takes_longer_than_the_slack(
         needed_s = latencies.span_s(0, setting.deepest, setting.batch_size)
         assert needed_s <= slack_s * (1 + 1e-12)  # the bounds of buckets are rounded
     if slack_s == INFINITY and (not wanted_rate or kind is BareSlackFit):
-        assert setting == (SIZE, latencies.stages - 1), "not of the top bucket"
+        assert setting == Setting(SIZE, latencies.stages - 1), "not of the top bucket"
 
 
 COSTLY = [[0.0, *(0.25 * n for n in range(1, 9))], [0.0, *(0.75 * n for n in range(1, 9))]]
