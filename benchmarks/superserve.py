@@ -3,16 +3,18 @@
     python -m benchmarks.superserve [--json FILE]
 
 From the paper: 8 workers; a constant stream of 1,500 requests/s and a gamma stream of 5,550; SLO
-36 ms; six operating points of accuracy 73.82 … 80.16 %; 8 workers sustain about 8,000 requests/s on
-the smallest and 2,000 on the largest (figure 5c). Assumed, since the paper prints no table: latency
-is affine in the batch size, L(b) = c · (2 + b), batches of at most 16, and c rises evenly from the
-smallest point to the largest, as their sizes do in FLOPs. c is set at both ends so that 8 workers
-sustain the published rates of evenly spaced requests with 99.9 % in time. Queries are answered
-rightly as often as their point's accuracy says, and no query leaves early on its own. All
-policies give up what would be late and drop early; at most 4,096 queries wait.
+36 ms; six subnets of accuracy 73.82 … 80.16 %; 8 workers sustain about 8,000 requests/s on the
+smallest and 2,000 on the largest (figure 5c). Here they are six variants of a model, each of one
+stage; variant 0 is the largest, ``fixed:final@5`` is Clipper+ with the smallest. Assumed, since the
+paper prints no table: latency is affine in the batch size, L(b) = c · (2 + b), batches of at most
+16, and c rises evenly from the smallest subnet to the largest, as their sizes do in FLOPs. c is set
+at both ends so that 8 workers sustain the published rates of evenly spaced requests with 99.9 % in
+time. Queries are answered rightly as often as their subnet's accuracy says, and no query leaves
+early on its own. All policies give up what would be late and drop early; at most 4,096 queries
+wait.
 
-That cost table ("linear") leaves no room at 7,050 requests/s for anything but the smallest point,
-while the paper's system works at 76 to 78 % there. So there is a second one ("fitted"): the points
+That cost table ("linear") leaves no room at 7,050 requests/s for anything but the smallest subnet,
+while the paper's system works at 76 to 78 % there. So there is a second one ("fitted"): the subnets
 sustain 8,000, 7,500, 7,000, 5,500, 3,500 and 2,000 requests/s, chosen so that this is possible.
 """
 
@@ -30,25 +32,34 @@ from offramp.engine.scheduling import (
     OperatingPoint,
     OperatingPoints,
     PolicyName,
+    StageTable,
     make_scheduler,
+    pareto_front,
 )
-from offramp.tools.bench.outcomes import Outcomes, Summary, summarise
+from offramp.tools.bench.outcomes import Summary, summarise
 from offramp.tools.bench.output import (
     describe_environment,
     print_summaries,
     wide_console,
     write_json,
 )
-from offramp.tools.bench.simulation import Behaviour, draw_load, simulate
+from offramp.tools.bench.simulation import (
+    Behaviour,
+    SimulatedOutcomes,
+    SimulatedVariant,
+    draw_load,
+    simulate,
+)
 from offramp.tools.bench.traces import Trace, bursty, constant
 
 ACCURACIES = (0.7382, 0.7669, 0.7764, 0.7825, 0.7944, 0.8016)
+"""Of the subnets, the smallest first; as variants they are numbered from the largest."""
 WORKERS, SLO_MS, MAX_BATCH = 8, 36.0, 16
 SUSTAINED: dict[str, tuple[float | None, ...]] = {
     "linear": (8_000.0, None, None, None, None, 2_000.0),
     "fitted": (8_000.0, 7_500.0, 7_000.0, 5_500.0, 3_500.0, 2_000.0),
 }
-"""Requests a second that 8 workers sustain on each point; ``None`` is between its neighbours."""
+"""Requests a second that 8 workers sustain on each; ``None`` is between its neighbours."""
 FIXED_PART = 2.0
 """What a batch costs besides its rows, in rows."""
 POLICIES = (
@@ -57,7 +68,7 @@ POLICIES = (
     "max-batch",
     "max-accuracy",
     "cheapest",
-    *(f"fixed:{index}" for index in range(len(ACCURACIES) - 1)),
+    *(f"fixed:final@{variant}" for variant in range(len(ACCURACIES) - 1, 0, -1)),
     "fixed:final",
 )
 RECORDS = 4_096
@@ -100,45 +111,46 @@ def main() -> None:
         write_json(options.json, document)
 
 
-def run(policy: str, costs: list[float], trace: Trace, seed: int) -> Summary:
+def run(policy: str, costs: Sequence[float], trace: Trace, seed: int) -> Summary:
     """Simulate one policy; accuracy is reported as agreement."""
     found = outcomes(policy, costs, trace, seed)
-    worth = np.array(ACCURACIES)[found.exit[found.answered]]  # the last point is MODEL_END, −1
+    worth = np.array(ACCURACIES[::-1])[found.variant[found.answered]]
     accuracy = float(worth.mean()) if worth.size else None
     return replace(summarise(found, slo_ms=SLO_MS), agreement=accuracy)
 
 
-def outcomes(policy: str, costs: list[float], trace: Trace, seed: int) -> Outcomes:
-    """Simulate one policy under a trace."""
-    depth = len(costs)
-    until = np.outer(costs, FIXED_PART + np.arange(MAX_BATCH + 1))
-    until[:, 0] = 0.0
-    table = np.diff(until, axis=0, prepend=0.0)
-    points = OperatingPoints(
-        points=tuple(
-            OperatingPoint(
-                deepest=index,
-                exit=MODEL_END if index == depth - 1 else index,
-                agreement=ACCURACIES[index],
-            )
-            for index in range(depth)
-        ),
-        latencies=Latencies(table.tolist()),
-    )
-    behaviour = Behaviour(
-        exits=(*range(depth - 1), MODEL_END),
-        leaves_at=np.full(RECORDS, depth - 1),
-        agrees=np.ones((depth, RECORDS), np.bool_),
-    )
+def outcomes(policy: str, costs: Sequence[float], trace: Trace, seed: int) -> SimulatedOutcomes:
+    """Simulate one policy under a trace; ``costs`` are the subnets' seconds a row, rising."""
+    rows = [[0.0, *(cost * (FIXED_PART + np.arange(1, MAX_BATCH + 1))).tolist()] for cost in costs]
+    full, *smaller = ([row] for row in reversed(rows))
     scheduler = make_scheduler(
-        PolicyName.parse(policy), points, max_batch_size=MAX_BATCH, streams=WORKERS
+        PolicyName.parse(policy),
+        points_of(Latencies(full, smaller=[StageTable(table) for table in smaller])),
+        max_batch_size=MAX_BATCH,
+        streams=WORKERS,
+    )
+    nobody_early = Behaviour(
+        exits=(MODEL_END,),
+        leaves_at=np.zeros(RECORDS, np.int64),
+        agrees=np.ones((1, RECORDS), np.bool_),
     )
     load = draw_load(trace.arrivals_s, trace.duration_s, RECORDS, slo_s=SLO_MS / 1e3, seed=seed)
-    return simulate(behaviour, scheduler, table.tolist(), load, streams=WORKERS)
+    variants = [SimulatedVariant(behaviour=nobody_early, seconds=table) for table in smaller]
+    return simulate(nobody_early, scheduler, full, load, streams=WORKERS, smaller=variants)
+
+
+def points_of(latencies: Latencies) -> OperatingPoints:
+    """Make every variant to its end a point."""
+    accuracies = zip(latencies.variants, reversed(ACCURACIES), strict=False)  # or of the largest
+    points = [
+        OperatingPoint(deepest=0, exit=MODEL_END, agreement=accuracy, variant=variant)
+        for variant, (_, accuracy) in enumerate(accuracies)
+    ]
+    return OperatingPoints(points=pareto_front(points, latencies), latencies=latencies)
 
 
 def costs_for(rates: Sequence[float | None], seed: int) -> list[float]:
-    """Seconds a row of each point, so that those with a rate sustain it; evenly between them."""
+    """Seconds a row of each subnet, so that those with a rate sustain it; evenly between them."""
     known = [i for i, rate in enumerate(rates) if rate is not None]
     found = [
         bisect(lambda cost, rps=rates[i]: sustains(cost, rps, seed), 1e-4, 1e-2) for i in known

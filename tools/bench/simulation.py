@@ -49,6 +49,31 @@ class Behaviour:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SimulatedVariant:
+    """A variant of a model, below the full one: how its samples leave, and what it takes."""
+
+    behaviour: Behaviour
+    """``agrees`` is with the full model."""
+    seconds: Sequence[Sequence[float]]
+    """[stages][max_batch_size + 1]: what its stages take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SimulatedOutcomes(Outcomes):
+    """The outcomes of simulated requests, and which variant answered."""
+
+    variant: NDArray[np.int16]
+    """[n]: 0 is the full model; means something where OK."""
+
+    @property
+    def variant_shares(self) -> dict[int, float]:
+        """Share of the answered, by variant; of those that answered any."""
+        found, counts = np.unique(self.variant[self.answered], return_counts=True)
+        shares = (counts / max(counts.sum(), 1)).tolist()
+        return dict(zip(found.tolist(), shares, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SimulatedModel:
     """A model on virtual time."""
 
@@ -123,14 +148,18 @@ def simulate(  # noqa: PLR0915 - one loop, and few calls in it: it is what a req
     *,
     streams: int,
     runs_on: NDArray[np.bool_] | None = None,
-) -> Outcomes:
+    smaller: Sequence[SimulatedVariant] = (),
+) -> SimulatedOutcomes:
     """Run a load to its end on virtual time.
 
     ``stage_s``, [stages][max_batch_size + 1], is what stages take by batch size; what the scheduler
     predicts may differ. The scheduler is fresh, and made for as many streams. ``runs_on``,
-    [requests], says which run on after an early answer; ``None`` is none.
+    [requests], says which run on after an early answer; ``None`` is none. ``smaller`` are the
+    variants 1, 2 … that the scheduler's operating points may name.
     """
-    leaves_at = model.leaves_at[load.records]
+    behaviours = [model, *(variant.behaviour for variant in smaller)]
+    leaves_at = [behaviour.leaves_at[load.records] for behaviour in behaviours]
+    seconds = [stage_s, *(variant.seconds for variant in smaller)]
     log = _Log()
     arrivals: list[float] = [*load.arrivals_s.tolist(), _NEVER]
     following, arrival_s, slo_s = 0, arrivals[0], load.slo_s
@@ -157,7 +186,7 @@ def simulate(  # noqa: PLR0915 - one loop, and few calls in it: it is what a req
         elif end_s <= wake_s:
             now_s, stream = heapq.heappop(ends)
             run = running.pop(stream)
-            exited = leaves_at[run.requests] == run.stage
+            exited = leaves_at[run.variant][run.requests] == run.stage
             audited = None if runs_on is None else runs_on[run.requests]
             released, _, survivors, buffered, _ = scheduler.done(stream, exited, now_s, audited)
             if len(released):
@@ -175,15 +204,15 @@ def simulate(  # noqa: PLR0915 - one loop, and few calls in it: it is what a req
             if isinstance(decision, Run):
                 stream = idle.pop()
                 running[stream] = decision
-                size = len(decision.requests)
-                heapq.heappush(ends, (now_s + stage_s[decision.stage][size], stream))
+                takes_s = seconds[decision.variant][decision.stage][len(decision.requests)]
+                heapq.heappush(ends, (now_s + takes_s, stream))
                 if decision.stage == 0:
                     log.started(decision)
                 continue
             if isinstance(decision, Wait):
                 wake_s = decision.until_s
             break
-    return log.outcomes(model, load, leaves_at, scheduler.take_dropped())
+    return log.outcomes(behaviours, load, scheduler.take_dropped())
 
 
 class _Log:
@@ -192,35 +221,33 @@ class _Log:
     def __init__(self) -> None:
         self.rejected: list[int] = []
         self._requests: list[NDArray[np.int64]] = []
-        self._when: list[tuple[float, int]] = []
+        self._when: list[tuple[float, int, int]] = []
+        """Time, stage and variant."""
         self._first: list[NDArray[np.int64]] = []
         self._sizes: list[int] = []
 
     def answered(self, run: Run, released: NDArray[np.intp], now_s: float) -> None:
         requests = run.requests
         self._requests.append(requests if len(released) == len(requests) else requests[released])
-        self._when.append((now_s, run.stage))
+        self._when.append((now_s, run.stage, run.variant))
 
     def started(self, run: Run) -> None:
         self._first.append(run.requests)
         self._sizes.append(len(run.requests))
 
     def outcomes(
-        self,
-        model: Behaviour,
-        load: SimulatedLoad,
-        leaves_at: NDArray[np.int64],
-        dropped: Sequence[Dropped],
-    ) -> Outcomes:
+        self, behaviours: Sequence[Behaviour], load: SimulatedLoad, dropped: Sequence[Dropped]
+    ) -> SimulatedOutcomes:
         count = len(load.arrivals_s)
-        latency_s, stage = np.full(count, np.nan), np.zeros(count, np.int64)
+        latency_s = np.full(count, np.nan)
+        stage, variant = np.zeros(count, np.int64), np.zeros(count, np.int16)
         status = np.full(count, Status.UNANSWERED, np.uint8)
         batch_size = np.zeros(count, np.int16)
         if self._requests:
             requests = np.concatenate(self._requests)
             when = np.repeat(np.array(self._when), [len(r) for r in self._requests], axis=0)
             latency_s[requests] = when[:, 0] - load.arrivals_s[requests]
-            stage[requests] = when[:, 1].astype(np.int64)
+            stage[requests], variant[requests] = when[:, 1], when[:, 2]
             status[requests] = Status.OK
         if self._first:
             sizes = np.repeat(self._sizes, [len(r) for r in self._first])
@@ -229,13 +256,37 @@ class _Log:
         for item in dropped:
             late = item.cause in {DropCause.EXPIRED, DropCause.INFEASIBLE}
             status[item.request] = Status.EXPIRED if late else Status.FAILED
-        return Outcomes(
+        exit_, forced, agrees = _answers(behaviours, load.records, stage, variant)
+        return SimulatedOutcomes(
             intended_s=load.arrivals_s,
             latency_s=latency_s,
             status=status,
-            exit=np.array(model.exits, np.int16)[stage],
-            forced=(leaves_at > stage) & (status == Status.OK),
-            agrees=model.agrees[stage, load.records].astype(np.int8),
+            exit=exit_,
+            forced=forced & (status == Status.OK),
+            agrees=agrees,
             batch_size=batch_size,
             duration_s=load.duration_s,
+            variant=variant,
         )
+
+
+def _answers(
+    behaviours: Sequence[Behaviour],
+    records: NDArray[np.int64],
+    stage: NDArray[np.int64],
+    variant: NDArray[np.int16],
+) -> tuple[NDArray[np.int16], NDArray[np.bool_], NDArray[np.int8]]:
+    """[n] each: the exit of a stage of a variant, whether it is outside the promise, and agrees.
+
+    Outside is what leaves below its threshold, and whatever is not the full model's answer.
+    """
+    count = len(records)
+    exit_, forced = np.zeros(count, np.int16), np.zeros(count, np.bool_)
+    agrees = np.zeros(count, np.int8)
+    for number, behaviour in enumerate(behaviours):
+        mine = variant == number
+        at, sample = stage[mine], records[mine]
+        exit_[mine] = np.array(behaviour.exits, np.int16)[at]
+        forced[mine] = (behaviour.leaves_at[sample] > at) | (number > 0)
+        agrees[mine] = behaviour.agrees[at, sample]
+    return exit_, forced, agrees
