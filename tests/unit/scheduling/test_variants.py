@@ -229,13 +229,34 @@ def test_a_variant_ends_at_its_own_last_stage_and_keeps_itself_when_tried_again(
     s.submit(Submission(1, 2), 0.0)
     first = started(s.next(0, 0.0))
     s.failed(0, 0.1)
-    again = started(s.next(0, 0.1))
+    again = started(s.next(0, 1.0))
     assert (first.variant, first.deepest) == (again.variant, again.deepest) == (1, 1)
-    assert s.done(0, none_exit(again), 0.2).survivors.tolist() == [0, 1]
-    last = started(s.next(0, 0.2))
+    assert s.done(0, np.array([True, False]), 1.5).survivors.tolist() == [1]
+    last = started(s.next(0, 1.5))
     assert (last.variant, last.stage) == (1, 1)
-    assert s.done(0, none_exit(last), 0.3).released.tolist() == [0, 1]
-    assert np.isclose(latencies.speed, 1.0, atol=0.1)
+    assert s.done(0, none_exit(last), 1.75).released.tolist() == [0]
+    assert latencies.speed == 1.0, "its stages took what its own table says"
+    assert latencies.variants[1].going_on == [1.0 - 2 / 512 * 0.5, 1.0]
+    assert latencies.variants[0].going_on == [1.0, 1.0, 1.0]
+
+
+def test_what_runs_on_after_its_answer_is_counted_for_its_variant() -> None:
+    latencies = latencies_of([[FULL] * 3, [SMALL] * 2])
+    points = front_of(latencies, [0.1, 0.2, 1.0, 0.8, 0.9])
+    s = make_scheduler(PolicyName.parse("fixed:final@1"), points, max_batch_size=2)
+    s.submit(Submission(1, 2), 0.0)
+    started(s.next(0, 0.0))
+    s.done(0, np.array([True, True]), 0.5, np.array([True, False]))
+    assert latencies.variants[1].going_on == [1.0 - 2 / 512 * 0.5, 1.0]
+
+
+@pytest.mark.parametrize(("wanted_rate", "variant"), [(0.5, 0), (1.5, 1), (3.0, 2), (99.0, 2)])
+def test_slackfit_keeps_up_by_the_rate_of_each_variant(wanted_rate: float, variant: int) -> None:
+    """They serve 1, 2 and 4 rows a second."""
+    points = front_of(latencies_of(THREE), [1.0, 0.9, 0.8])
+    policy = make_policy(PolicyName.parse("slackfit"), points, 2)
+    assert isinstance(policy, SlackPolicy)
+    assert policy.setting(float("inf"), wanted_rate) == Setting(2, 0, variant)
 
 
 def test_a_second_try_needs_the_time_of_its_own_variant() -> None:

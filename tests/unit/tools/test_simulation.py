@@ -13,10 +13,18 @@ from offramp.engine.scheduling import (
     OperatingPoint,
     OperatingPoints,
     PolicyName,
+    StageTable,
     make_scheduler,
 )
 from offramp.tools.bench.outcomes import Outcomes, Status
-from offramp.tools.bench.simulation import Behaviour, SimulatedLoad, draw_load, simulate
+from offramp.tools.bench.simulation import (
+    Behaviour,
+    SimulatedLoad,
+    SimulatedOutcomes,
+    SimulatedVariant,
+    draw_load,
+    simulate,
+)
 
 SECONDS = [[0.0, 1.0, 1.5], [0.0, 2.0, 3.0]]
 """Of two stages, for batches of one and of two."""
@@ -107,3 +115,46 @@ def test_the_same_seed_gives_the_same_result(policy: str) -> None:
     assert np.count_nonzero(first.answered) > 100
     other = draw_load(arrivals_s, 1000.0, 2, slo_s=8.0, seed=4)
     assert (drawn.records != other.records).any()
+
+
+FAST = [[0.0, 0.5, 0.75]]
+"""Of variant 1, which has one stage."""
+
+
+def run_variants(load: SimulatedLoad, policy: str) -> SimulatedOutcomes:
+    """The model above without its exit, and a variant that is right about record 1 only."""
+    latencies = Latencies(SECONDS, smaller=[StageTable(FAST)])
+    points = OperatingPoints(
+        points=(
+            OperatingPoint(variant=1, deepest=0, exit=MODEL_END, agreement=0.5),
+            OperatingPoint(deepest=1, exit=MODEL_END, agreement=1.0),
+        ),
+        latencies=latencies,
+    )
+    smaller = SimulatedVariant(
+        behaviour=Behaviour(
+            exits=(MODEL_END,), leaves_at=np.array([0, 0]), agrees=np.array([[False, True]])
+        ),
+        seconds=FAST,
+    )
+    scheduler = make_scheduler(PolicyName.parse(policy), points, max_batch_size=2)
+    return simulate(BEHAVIOUR, scheduler, SECONDS, load, streams=1, smaller=[smaller])
+
+
+def test_variants_take_their_own_time_and_are_told_apart() -> None:
+    """3.2 s are enough for the full model, alone. The second waits for it until 5.0, and has
+    0.7 s then: enough for variant 1."""
+    found = run_variants(load((0.0, 1), (2.5, 0), (9.0, 0), slo_s=3.2), "max-accuracy")
+    np.testing.assert_allclose(found.latency_s, [3.0, 1.0, 1.0])
+    assert found.variant.tolist() == [0, 1, 0]
+    assert found.exit.tolist() == [MODEL_END, MODEL_END, 5]
+    assert found.agrees.tolist() == [1, 0, 0]
+    assert found.forced.tolist() == [False, True, False], "a variant is outside the promise"
+    assert found.variant_shares == {0: 2 / 3, 1: 1 / 3}
+
+
+def test_with_one_variant_all_answers_are_the_full_models() -> None:
+    found = run_variants(load((0.0, 1), (0.1, 1), slo_s=3.2), "clockwork")
+    assert found.variant_shares == {0: 1.0}
+    nothing = run_variants(load((0.0, 1), slo_s=0.2), "cheapest")
+    assert nothing.variant_shares == {}
