@@ -206,7 +206,14 @@ def _e3() -> Any:
 def _superserve() -> Any:
     from tests.golden.entry_points import bursts, sustained
 
-    policies = ("slackfit", "slackfit-bare", "max-batch", "max-accuracy", "cheapest", "fixed:2")
+    policies = (
+        "slackfit",
+        "slackfit-bare",
+        "max-batch",
+        "max-accuracy",
+        "cheapest",
+        "fixed:final@3",
+    )
     return {
         "sustained 5000": sustained(5000.0),
         **{

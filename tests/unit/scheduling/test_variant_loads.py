@@ -48,7 +48,7 @@ def simulated(policy: str, trace: Trace, streams: int) -> SimulatedOutcomes:
     return simulate(full.behaviour, scheduler, full.seconds, load, streams=streams, smaller=others)
 
 
-@settings(max_examples=15)
+@settings(max_examples=25)
 @given(
     share=st.sampled_from([0.1, 0.5, 0.9, 1.5, 2.5, 3.5]),
     cv2=st.sampled_from([1.0, 4.0]),
