@@ -239,6 +239,7 @@ class _Course:
     schedule: torch.optim.lr_scheduler.LambdaLR
     epoch: int = 0
     """Epochs that are over."""
+    diverged: bool = False
     kept: int = 0
     best: dict[str, Tensor] = field(default_factory=dict)
     told: list[JointEpoch] = field(default_factory=list)
@@ -272,7 +273,7 @@ class _Course:
     def has_ended(self) -> bool:
         """Whether all epochs are over, or some have brought nothing."""
         late = self.epoch - self.kept >= self.options.patience
-        return self.epoch >= self.options.epochs or late
+        return self.epoch >= self.options.epochs or late or self.diverged
 
     def learn(self, batch: _Taught) -> None:
         """Take a step."""
@@ -306,6 +307,11 @@ class _Course:
         agrees = np.concatenate([agrees for _, agrees in read], axis=1)
         mean = np.sum([losses for losses, _ in read], axis=0) / agrees.shape[1]
         shares = agrees.mean(axis=1)
+        if not np.isfinite(mean).all():
+            rate = self.options.learning_rate
+            _log.warning("Joint training left finite numbers at a learning rate of %g.", rate)
+            self.diverged = True
+            return
         self.epoch = len(self.told)
         self.told.append(JointEpoch(losses=tuple(mean.tolist()), agreement=tuple(shares.tolist())))
         smallest = min((np.mean(e.losses) for e in self.told[:-1]), default=math.inf)
