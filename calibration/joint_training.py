@@ -35,6 +35,7 @@ from offramp.bundle import Answer
 from offramp.bundle.joint_training import JointEpoch, JointTraining, Teacher
 from offramp.calibration.bridge_training import BridgeObjective
 from offramp.calibration.dataset import Dataset
+from offramp.calibration.errors import UntrainableError
 from offramp.calibration.running import Graphs, run_over
 from offramp.calibration.torch_graph import TorchGraph
 from offramp.calibration.training_options import rate_after
@@ -308,6 +309,11 @@ class _Course:
         mean = np.sum([losses for losses, _ in read], axis=0) / agrees.shape[1]
         shares = agrees.mean(axis=1)
         if not np.isfinite(mean).all():
+            if not self.told:
+                raise UntrainableError(
+                    "the model cannot be trained: its loss on the tuning split is no finite number "
+                    "before training; leave out --train joint"
+                )
             rate = self.options.learning_rate
             _log.warning("Joint training left finite numbers at a learning rate of %g.", rate)
             self.diverged = True
@@ -357,10 +363,17 @@ class JointState:
     """Of all that it depends on: a file of another one is not read."""
 
     def write(self, state: Mapping[str, Any]) -> None:
-        """Replace what is kept; an ``OSError`` if that fails."""
+        """Replace what is kept; a warning if that fails, and training goes on."""
         beside = self.path.with_name(self.path.name + ".new")
-        torch.save({"digest": self.digest, "state": dict(state)}, beside)
-        beside.replace(self.path)
+        try:
+            torch.save({"digest": self.digest, "state": dict(state)}, beside)
+            beside.replace(self.path)
+        except (OSError, RuntimeError) as error:  # torch has no other for a full disk
+            reason = str(error).splitlines()[0]
+            _log.warning(
+                "%s cannot be written (%s): an interrupted run loses this.", beside, reason
+            )
+            beside.unlink(missing_ok=True)
 
     def read(self) -> dict[str, Any] | None:
         """Give what is kept; ``None`` if nothing is, or it is of another training or broken."""
