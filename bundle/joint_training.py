@@ -48,6 +48,6 @@ class JointTraining:
             raise ValueError(f"kept: {self.kept}, expected one of {len(self.epochs)} epochs")
 
     def describe(self) -> str:
-        """``by the unmodified model's answers, 6 epochs, of which the 4th is kept``."""
+        """``by labels, 6 epochs, weights of epoch 4 are kept``, for reports."""
         taught = "the unmodified model's answers" if self.teacher == "model" else "labels"
         return f"by {taught}, {len(self.epochs) - 1} epochs, weights of epoch {self.kept} are kept"

@@ -347,6 +347,9 @@ class Manifest:
     cpu: CpuFeatures | None = field(default=None, metadata=LEFT_OUT)
     """The CPU that gave the answers that an int8 bundle was certified on; ``None`` in bundles of
     fp32, and in older ones, where it was not kept."""
+    weights_of_7_bits: bool = field(default=False, metadata=LEFT_OUT)
+    """Whether int8 weights are within −64 and 64, so that sums of their products overflow on no
+    CPU."""
     precision_reason: str = field(default="", metadata=LEFT_OUT)
     """Why the compiler chose this precision, or these weights, where it looked at others."""
     training: JointTraining | None = field(default=None, metadata=LEFT_OUT)

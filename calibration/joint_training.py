@@ -6,6 +6,10 @@ trained on it while it was frozen. The loss is the mean of all answers' losses, 
 since no exit is preferred. Batch normalisation is folded or fixed, which only small learning rates
 bear.
 
+Every batch is dealt out in shards, one core each, whose gradients are added in one order: that
+keeps its pace beside a busy neighbour, where threads that share one product wait for each other,
+and gives the same weights on any number of cores.
+
 What was trained is kept in a file after every epoch, so that a run that was interrupted goes on as
 if it had not been.
 """
@@ -14,7 +18,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +35,7 @@ from offramp.bundle import Answer
 from offramp.bundle.joint_training import JointEpoch, JointTraining, Teacher
 from offramp.calibration.bridge_training import BridgeObjective
 from offramp.calibration.dataset import Dataset
+from offramp.calibration.errors import UntrainableError
 from offramp.calibration.running import Graphs, run_over
 from offramp.calibration.torch_graph import TorchGraph
 from offramp.calibration.training_options import rate_after
@@ -39,8 +45,12 @@ _log = logging.getLogger(__name__)
 
 BATCH = 32
 """Samples of a step."""
+_SHARD = 8
+"""Samples of a step that one core takes at once."""
 _JUDGED = 64
-"""Samples that are answered at once."""
+"""Samples of the tuning split that are answered together."""
+_HELD_BYTES = 2**28
+"""Of the teacher's answers, which are kept in memory; larger ones are computed in every epoch."""
 _LEAST = 1e-12
 """Of a probability whose logarithm is taken."""
 _LARGEST_STEP = 1.0
@@ -54,11 +64,12 @@ class JointOptions:
     teacher: Teacher = "model"
     epochs: int = 8
     """At most."""
-    learning_rate: float = 2e-4
+    learning_rate: float = 1e-4
     """At its peak; it rises over the first tenth of the steps, then falls along a cosine."""
-    patience: int = 2
+    patience: int = 3
     """Epochs without a smaller loss on the tuning split, after which training ends."""
     threads: int = 1
+    """Cores that share a step."""
     seed: int = 0
 
 
@@ -91,7 +102,7 @@ def train_jointly(
     state: JointState | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> JointlyTrained:
-    """Train all weights; the same in every run with as many threads, interrupted or not.
+    """Train all weights; the same in every run, interrupted or not, with any number of threads.
 
     ``source`` is the unmodified model, which teaches and is agreed with. The weights of the epoch
     with the smallest mean loss on ``tune`` are kept; those before training are among them.
@@ -104,21 +115,27 @@ def train_jointly(
     """
     if options.teacher == "labels" and (train.labels is None or tune.labels is None):
         raise ValueError("labels are to teach, and the data has none; expected an array 'labels'")
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     lesson = _Lesson(answer, source, joined.scores, options.teacher)
     module = TorchGraph(joined.proto, outputs=list(dict.fromkeys(joined.scores)))
-    run = _Course.begin(module, lesson, len(train), options)
-    run.resume_from(state, tune)
-    progress(len(train) * run.epoch)
-    while not run.has_ended:
-        order = np.random.default_rng([options.seed, run.epoch]).permutation(len(train))
-        for batch in lesson.batches(train.subset(order), BATCH):
-            run.learn(batch)
-            progress(len(batch.taught))
-        run.judge(tune)
-        if state is not None:
-            state.write(run.state())
-    progress(len(train) * (options.epochs - run.epoch))
+    known, judged = lesson.answers(train), lesson.answers(tune)
+    with ThreadPoolExecutor(
+        options.threads, initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
+        run = _Course.begin(module, lesson, len(train), options, pool)
+        if not run.resume_from(state):
+            run.judge(lesson.batches(tune, _JUDGED, judged))
+        progress(len(train) * run.epoch)
+        while not run.has_ended:
+            order = np.random.default_rng([options.seed, run.epoch]).permutation(len(train))
+            ends = None if known is None else known[order]
+            for batch in lesson.batches(train.subset(order), BATCH, ends):
+                run.learn(batch)
+                progress(len(batch.ends))
+            run.judge(lesson.batches(tune, _JUDGED, judged))
+            if state is not None:
+                state.write(run.state())
+        progress(len(train) * (options.epochs - run.epoch))
     module.load_state_dict(run.best)
     training = JointTraining(
         teacher=options.teacher,
@@ -139,6 +156,19 @@ class _Taught(NamedTuple):
     """[b, …]: the unmodified model's answers."""
     mask: NDArray[Any] | None
 
+    def shards(self) -> list[_Taught]:
+        """Deal the samples out."""
+        starts = range(0, len(self.ends), _SHARD)
+        return [self._rows(slice(start, start + _SHARD)) for start in starts]
+
+    def _rows(self, rows: slice) -> _Taught:
+        return _Taught(
+            feeds={name: values[rows] for name, values in self.feeds.items()},
+            taught=self.taught[rows],
+            ends=self.ends[rows],
+            mask=None if self.mask is None else self.mask[rows],
+        )
+
 
 class _Lesson:
     """What is learned, and how answers are judged."""
@@ -151,10 +181,25 @@ class _Lesson:
         self._objective = BridgeObjective(answer)
         self._agreement = agreement_of(answer)
 
-    def batches(self, dataset: Dataset, size: int) -> Iterator[_Taught]:
-        """Let the unmodified model answer some samples."""
-        outputs, mask_name = [self._answer.output], self._answer.task.mask
+    def answers(self, dataset: Dataset) -> NDArray[Any] | None:
+        """Let the unmodified model answer all samples, [n, …]; ``None`` if that is too large."""
+        found: list[NDArray[Any]] = []
+        for _, ends in self._answered(dataset, _JUDGED):
+            if ends.nbytes / len(ends) * len(dataset) > _HELD_BYTES:
+                return None
+            found.append(ends)
+        return np.concatenate(found)
+
+    def _answered(self, dataset: Dataset, size: int) -> Iterator[tuple[slice, NDArray[Any]]]:
+        outputs = [self._answer.output]
         for rows, (ends,) in run_over(self._source, outputs, dataset, threads=1, batch_size=size):
+            yield rows, ends
+
+    def batches(self, dataset: Dataset, size: int, known: NDArray[Any] | None) -> Iterator[_Taught]:
+        """Give all samples, with the unmodified model's answers: ``known`` ones, or computed."""
+        mask_name = self._answer.task.mask
+        given = self._answered(dataset, size) if known is None else _in_batches(known, size)
+        for rows, ends in given:
             feeds = {name: _tensor(values) for name, values in dataset.take(rows).items()}
             taught = _tensor(ends)
             if self._teacher == "labels":
@@ -189,17 +234,25 @@ class _Course:
     module: TorchGraph
     lesson: _Lesson
     options: JointOptions
+    learned: list[torch.nn.Parameter]
+    pool: Executor
     optimiser: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LambdaLR
     epoch: int = 0
     """Epochs that are over."""
+    diverged: bool = False
     kept: int = 0
     best: dict[str, Tensor] = field(default_factory=dict)
     told: list[JointEpoch] = field(default_factory=list)
 
     @classmethod
     def begin(
-        cls, module: TorchGraph, lesson: _Lesson, samples: int, options: JointOptions
+        cls,
+        module: TorchGraph,
+        lesson: _Lesson,
+        samples: int,
+        options: JointOptions,
+        pool: Executor,
     ) -> _Course:
         steps = max(options.epochs * math.ceil(samples / BATCH), 1)
         learned = [p for p in module.parameters() if p.requires_grad]
@@ -208,33 +261,63 @@ class _Course:
             optimiser, lambda step: rate_after(step / steps)
         )
         return cls(
-            module=module, lesson=lesson, options=options, optimiser=optimiser, schedule=schedule
+            module=module,
+            lesson=lesson,
+            options=options,
+            learned=learned,
+            pool=pool,
+            optimiser=optimiser,
+            schedule=schedule,
         )
 
     @property
     def has_ended(self) -> bool:
         """Whether all epochs are over, or some have brought nothing."""
         late = self.epoch - self.kept >= self.options.patience
-        return self.epoch >= self.options.epochs or late
+        return self.epoch >= self.options.epochs or late or self.diverged
 
     def learn(self, batch: _Taught) -> None:
         """Take a step."""
-        self.optimiser.zero_grad(set_to_none=True)
-        self.lesson.losses(self.module(batch.feeds), batch).mean().backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self.module.parameters(), _LARGEST_STEP)
+        shards = batch.shards()
+        for parameter in self.learned:
+            parameter.grad = None
+        for shard, found in zip(shards, self.pool.map(self._gradients, shards), strict=True):
+            share = len(shard.ends) / len(batch.ends)
+            for parameter, gradient in zip(self.learned, found, strict=True):
+                if gradient is not None:
+                    part = share * gradient
+                    parameter.grad = part if parameter.grad is None else parameter.grad + part
+        torch.nn.utils.clip_grad_norm_(self.learned, _LARGEST_STEP)
         self.optimiser.step()
         self.schedule.step()
 
+    def _gradients(self, shard: _Taught) -> tuple[Tensor | None, ...]:
+        loss = self.lesson.losses(self.module(shard.feeds), shard).mean()
+        return torch.autograd.grad(loss, self.learned, allow_unused=True)
+
     @torch.no_grad()
-    def judge(self, tune: Dataset) -> None:
+    def _judged(self, shard: _Taught) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """Give the summed losses [answers], and which answers agree [answers, b]."""
+        found = self.module(shard.feeds)
+        losses = self.lesson.losses(found, shard).double().numpy() * len(shard.ends)
+        return losses, self.lesson.agrees(found, shard)
+
+    def judge(self, batches: Iterable[_Taught]) -> None:
         """End an epoch, or begin the first: answer the tuning split, and keep the best weights."""
-        losses, agrees = [], []
-        for batch in self.lesson.batches(tune, _JUDGED):
-            found = self.module(batch.feeds)
-            losses.append(self.lesson.losses(found, batch).double().numpy() * len(batch.ends))
-            agrees.append(self.lesson.agrees(found, batch))
-        mean = np.sum(losses, axis=0) / len(tune)
-        shares = np.concatenate(agrees, axis=1).mean(axis=1)
+        read = [found for batch in batches for found in self.pool.map(self._judged, batch.shards())]
+        agrees = np.concatenate([agrees for _, agrees in read], axis=1)
+        mean = np.sum([losses for losses, _ in read], axis=0) / agrees.shape[1]
+        shares = agrees.mean(axis=1)
+        if not np.isfinite(mean).all():
+            if not self.told:
+                raise UntrainableError(
+                    "the model cannot be trained: its loss on the tuning split is no finite number "
+                    "before training; leave out --train joint"
+                )
+            rate = self.options.learning_rate
+            _log.warning("Joint training left finite numbers at a learning rate of %g.", rate)
+            self.diverged = True
+            return
         self.epoch = len(self.told)
         self.told.append(JointEpoch(losses=tuple(mean.tolist()), agreement=tuple(shares.tolist())))
         smallest = min((np.mean(e.losses) for e in self.told[:-1]), default=math.inf)
@@ -242,12 +325,11 @@ class _Course:
             self.kept = self.epoch
             self.best = {k: v.detach().clone() for k, v in self.module.state_dict().items()}
 
-    def resume_from(self, state: JointState | None, tune: Dataset) -> None:
-        """Go on from what a file keeps; begin where there is none."""
+    def resume_from(self, state: JointState | None) -> bool:
+        """Go on from what a file keeps; gives whether there is any."""
         kept = None if state is None else state.read()
         if kept is None:
-            self.judge(tune)
-            return
+            return False
         self.module.load_state_dict(kept["now"])
         self.optimiser.load_state_dict(kept["optimiser"])
         self.schedule.load_state_dict(kept["schedule"])
@@ -257,6 +339,7 @@ class _Course:
             for losses, agreement in kept["told"]
         ]
         _log.info("Joint training goes on after epoch %d.", self.epoch)
+        return True
 
     def state(self) -> dict[str, Any]:
         """Give all that the rest depends on."""
@@ -280,10 +363,17 @@ class JointState:
     """Of all that it depends on: a file of another one is not read."""
 
     def write(self, state: Mapping[str, Any]) -> None:
-        """Replace what is kept; an ``OSError`` if that fails."""
+        """Replace what is kept; a warning if that fails, and training goes on."""
         beside = self.path.with_name(self.path.name + ".new")
-        torch.save({"digest": self.digest, "state": dict(state)}, beside)
-        beside.replace(self.path)
+        try:
+            torch.save({"digest": self.digest, "state": dict(state)}, beside)
+            beside.replace(self.path)
+        except (OSError, RuntimeError) as error:  # torch has no other for a full disk
+            reason = str(error).splitlines()[0]
+            _log.warning(
+                "%s cannot be written (%s): an interrupted run loses this.", beside, reason
+            )
+            beside.unlink(missing_ok=True)
 
     def read(self) -> dict[str, Any] | None:
         """Give what is kept; ``None`` if nothing is, or it is of another training or broken."""
@@ -301,6 +391,12 @@ class JointState:
             return None
         found: dict[str, Any] = state
         return found
+
+
+def _in_batches(values: NDArray[Any], size: int) -> Iterator[tuple[slice, NDArray[Any]]]:
+    for start in range(0, len(values), size):
+        rows = slice(start, start + size)
+        yield rows, values[rows]
 
 
 def _tensor(values: NDArray[Any]) -> Tensor:

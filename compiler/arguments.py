@@ -70,7 +70,7 @@ def compile_parser() -> argparse.ArgumentParser:
     exits.add_argument("--teach", choices=["model", "labels"], default="model",
                        help="what --train joint learns: the model's own answers, or the data's "
                        "labels")  # fmt: skip
-    exits.add_argument("--joint-rate", type=_share, default=2e-4, metavar="X",
+    exits.add_argument("--joint-rate", type=_share, default=1e-4, metavar="X",
                        help="learning rate of --train joint")  # fmt: skip
     rehearsal = parser.add_argument_group("choosing the exits in use")
     rehearsal.add_argument("--selection", choices=["savings", "pame"], default="savings",

@@ -216,7 +216,7 @@ def verify_front(
     tolerance: float,
     batch_sizes: Sequence[int] = (1, 7),
 ) -> float:
-    """Run the quantised segments in a chain as they are served, and compare with the whole copy.
+    """Run the copy's segments in a chain as they are served, and compare with the whole copy.
 
     ``samples`` are arrays by graph input, repeated where they are fewer than a batch;
     ``tolerance`` is relative to the largest value of the copy's answer.
@@ -230,10 +230,11 @@ def verify_front(
     worst = 0.0
     for size in batch_sizes:
         feeds = {k: v[np.arange(size) % len(v)] for k, v in samples.items()}
-        wanted = _run(whole, sliced.model.answer.output, feeds)
+        (wanted,) = _run(whole, [sliced.model.answer.output], feeds)
         tensors = dict(feeds)
         for session, segment in zip(chain, sliced.segments, strict=False):
-            tensors[segment.output] = _run(session, segment.output, tensors)
+            found = _run(session, segment.outputs, tensors)
+            tensors |= dict(zip(segment.outputs, found, strict=True))
         difference = relative_difference(tensors[answer], wanted)
         if not difference <= tolerance:
             raise VerificationError(
@@ -255,10 +256,12 @@ def _loaded(graph: bytes) -> Any:
         ) from error
 
 
-def _run(session: Any, output: str, tensors: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
+def _run(
+    session: Any, outputs: Sequence[str], tensors: Mapping[str, NDArray[Any]]
+) -> list[NDArray[Any]]:
     feeds = {tensor.name: tensors[tensor.name] for tensor in session.get_inputs()}
     try:
-        found: NDArray[Any] = session.run([output], feeds)[0]
+        found: list[NDArray[Any]] = session.run(list(outputs), feeds)
     except Exception as error:
         reason = str(error).splitlines()[0]
         raise DataError(f"the copy fails on the first samples: {reason}") from error

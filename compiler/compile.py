@@ -40,7 +40,7 @@ from offramp.compiler.precision import Quantise, choose_precision, on_copy
 from offramp.compiler.progress import SILENT, Progress
 from offramp.compiler.prompts import check_lengths
 from offramp.compiler.rounding import warn_of_overflow
-from offramp.compiler.settling import settle_task
+from offramp.compiler.settling import check_teacher, settle_task
 from offramp.compiler.slice_verification import VERIFIED_SAMPLES, verify
 from offramp.compiler.slicing import Sliced, slice_model
 from offramp.compiler.weights import weight_file
@@ -101,6 +101,7 @@ def compile_model(
     )
     with _naming(options.model):
         model = settle_task(model, parts.train, options)
+    check_teacher(dataset, model.answer, options)
     with weight_file(model.proto, scratch) as weights:
         with progress.step("Slice and verify", 2) as advance:
             with _naming(options.model):
@@ -125,6 +126,8 @@ def _compile_sliced(sliced: Sliced, run: CompileRun, quantise: Quantise | None) 
     timer = timer_of(sliced, run)
     times = timer.backbone()
     folder = JointFolder.of(sliced, run) if options.train == "joint" else None
+    if folder is not None:
+        folder.check()
     found = None if folder is None else folder.exits(sliced)
     if found is None:
         found = _find_exits(sliced, run, times, timer.samples)

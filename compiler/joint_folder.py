@@ -21,6 +21,7 @@ from offramp.bundle.manifest import HeadScore
 from offramp.bundle.serde import from_plain, to_plain
 from offramp.calibration.joint_training import JointState
 from offramp.compiler.blueprint import CompileRun
+from offramp.compiler.errors import CompileError
 from offramp.compiler.exits import BuiltExit, FoundExits
 from offramp.compiler.slicing import Sliced
 from offramp.engine.environment import package_version
@@ -45,8 +46,12 @@ class JointFolder:
     def of(cls, sliced: Sliced, run: CompileRun) -> JointFolder:
         """Name the folder of a run; nothing is written yet."""
         options, parts = dataclasses.asdict(run.options), run.parts
+        del options["threads"], options["training"]["threads"]  # they change no weight
+        nodes = [(node.op_type, list(node.output)) for node in sliced.model.proto.graph.node]
         said = {
             "model": sliced.model.original_sha256,
+            "nodes": nodes,  # simplifying may end early
+            "cuts": [[tensor.name for tensor in cut.tensors] for cut in sliced.cuts],
             "data": parts.train.sha256,
             "samples": [len(parts.train), len(parts.tune), len(parts.certify)],
             "options": {k: v for k, v in options.items() if k not in _PLACES},
@@ -56,6 +61,14 @@ class JointFolder:
         output = run.options.output
         path = output.with_name(output.name + ".training")
         return cls(path=path, digest=hashlib.sha256(text.encode()).hexdigest())
+
+    def check(self) -> None:
+        """Refuse to replace what is no folder of a training: a CompileError."""
+        if self.path.exists() and not (self.path / _EXITS).is_file():
+            raise CompileError(
+                f"{self.path} is there, and is no folder of a training that was interrupted; it is "
+                "where --train joint keeps what it has: move it, or name another --output"
+            )
 
     def exits(self, sliced: Sliced) -> FoundExits | None:
         """Read the exits that an earlier run found; ``None`` if there was none of this kind."""
@@ -77,7 +90,7 @@ class JointFolder:
     def keep(self, found: FoundExits) -> None:
         """Write the exits; an ``OSError`` if that fails."""
         shutil.rmtree(self.path, ignore_errors=True)
-        self.path.mkdir()
+        self.path.mkdir(parents=True)
         for number, exit_ in enumerate(found.built):
             (self.path / f"{number:02d}.onnx").write_bytes(exit_.graph)
         plain = {

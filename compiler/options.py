@@ -73,7 +73,7 @@ class CompileOptions:
     it saves more; its own answer is the last exit, and the unmodified model answers the rest."""
     teach: Teacher = "model"
     """What it learns: the unmodified model's answers, or the data's labels."""
-    joint_rate: float = 2e-4
+    joint_rate: float = 1e-4
     """Its learning rate, at the peak."""
     max_disagreement: float = 0.01
     confidence_level: float = DEFAULT_CONFIDENCE_LEVEL

@@ -37,6 +37,7 @@ from offramp.compiler.exits import BuiltExit, exit_prefix
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.report import render_report
 from offramp.compiler.report.pictures import EarlyMap
+from offramp.compiler.rounding import fits_16_bits
 from offramp.compiler.slicing import SOURCE, Sliced
 from offramp.engine.environment import cpu_features, package_version
 
@@ -58,7 +59,8 @@ def make_manifest(
     ``reason`` is why the model is of this precision, or has these weights, where others were looked
     at; ``training`` how they were trained, if they were.
     """
-    model = sliced.model
+    model, front = sliced.model, sliced.front or sliced.model
+    quantised = sliced.copy == "quantised"
     truth, final = certify.labels, certify.final_prediction
     return Manifest(
         schema_version=SCHEMA_VERSION,
@@ -86,8 +88,9 @@ def make_manifest(
             source_accuracy=None if truth is None else float((final == truth).mean()),
         ),
         verified_tolerance=sliced.tolerance(options),
-        precision="int8" if sliced.copy == "quantised" else "fp32",
-        cpu=cpu_features() if sliced.copy == "quantised" else None,
+        precision="int8" if quantised else "fp32",
+        cpu=cpu_features() if quantised else None,
+        weights_of_7_bits=quantised and fits_16_bits(front.proto),
         precision_reason=reason,
         training=training,
         custom_ops=libraries_of(model.proto),

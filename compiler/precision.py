@@ -113,10 +113,10 @@ def _say_what_the_cpu_has(cpu: CpuFeatures) -> None:
     _log.info("The CPU that int8 is made on: %s.", cpu.describe())
     if cpu.saturates:
         _log.warning(
-            "This CPU (%s) has no VNNI and adds int8 products in 16 bits: weights of the copy are "
-            "rounded to 7 bits, so that no sum overflows. It answers the same on CPUs with VNNI, "
-            "but agrees with the float32 model less often than a copy that is made there: for "
-            "those, compile on one.",
+            "This CPU (%s) has no VNNI and adds int8 products in 16 bits: weights that meet 8-bit "
+            "activations are rounded to 7 bits, so that no sum overflows here or elsewhere. The "
+            "copy agrees with the float32 model less often than one that is made on a CPU with "
+            "VNNI: for those, compile on one.",
             cpu.describe(),
         )
 

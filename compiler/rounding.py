@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 from onnx import TensorProto, numpy_helper
 
 from offramp.bundle import CpuFeatures
@@ -50,8 +49,7 @@ def warn_of_overflow(proto: onnx.ModelProto, cpu: CpuFeatures) -> None:
     """Warn of a quantised model whose sums of products overflow on this CPU, and not on others."""
     if not cpu.saturates or rounding_of(proto) is not STEPS:
         return
-    weights = (t for t in proto.graph.initializer if t.data_type == TensorProto.INT8)
-    if any(_beyond_16_bits(numpy_helper.to_array(weight)) for weight in weights):
+    if not fits_16_bits(proto):
         _log.warning(
             "The model has int8 weights of 8 bits, and this CPU (%s) has no VNNI: sums of their "
             "products overflow in 16 bits here, and what is answered may depend on the batch size. "
@@ -61,5 +59,13 @@ def warn_of_overflow(proto: onnx.ModelProto, cpu: CpuFeatures) -> None:
         )
 
 
-def _beyond_16_bits(steps: NDArray[np.int8]) -> bool:
-    return steps.size > 0 and int(np.abs(steps.astype(np.int16)).max()) > LEVELS_OF_16_BITS
+def fits_16_bits(proto: onnx.ModelProto) -> bool:
+    """Whether int8 weights are so small that no two products with uint8 overflow 16 bits.
+
+    Weights that are quantised in the graph are taken for larger ones.
+    """
+    weights = {tensor.name: tensor for tensor in proto.graph.initializer}
+    if any(n.op_type == "QuantizeLinear" and n.input[0] in weights for n in proto.graph.node):
+        return False
+    steps = (numpy_helper.to_array(t) for t in weights.values() if t.data_type == TensorProto.INT8)
+    return all(np.abs(s.astype(np.int16)).max(initial=0) <= LEVELS_OF_16_BITS for s in steps)

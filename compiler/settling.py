@@ -7,13 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from offramp.bundle import AnswerTask
+from offramp.bundle import Answer, AnswerTask
 from offramp.bundle.criteria import Criterion
 from offramp.calibration.dataset import DataError, Dataset
 from offramp.calibration.running import run_over
+from offramp.calibration.scratch import describe_bytes
+from offramp.calibration.torch_graph import TorchGraph
 from offramp.compiler.asked_task import WITHIN_SPREAD
 from offramp.compiler.errors import ModelError
-from offramp.compiler.graph import serialised
+from offramp.compiler.graph import serialised, weight_bytes
 from offramp.compiler.model import SourceModel
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.rounding import SINGLE, rounding_of
@@ -24,6 +26,9 @@ from offramp.engine.options import available_cores
 _log = logging.getLogger(__name__)
 
 _ROUNDING = 1e-6
+_MOST_TRAINED_BYTES = 2**29
+"""Of a model's weights: with bridges, which repeat most of them, one graph holds all, and one graph
+is 2 GiB at most."""
 _SPREAD_SAMPLES = 1024
 """That the spread of values is measured on, at most."""
 
@@ -37,7 +42,7 @@ def settle_task(model: SourceModel, train: Dataset, options: CompileOptions) -> 
     task = model.answer.task
     _check_asked(task, options)
     if options.train == "joint" or options.teach != "model":
-        _check_joint(model, train, options)
+        _check_joint(model, options)
     if task.kind == "token-classification":
         (output,) = model.outputs
         mask = find_masks(model.inputs, (), options.mask).get(output.shape[1])
@@ -105,7 +110,7 @@ def _check_asked(task: AnswerTask, options: CompileOptions) -> None:
         )
 
 
-def _check_joint(model: SourceModel, train: Dataset, options: CompileOptions) -> None:
+def _check_joint(model: SourceModel, options: CompileOptions) -> None:
     """Refuse models that are not trained together with their exits, and options beside it."""
     task, rounding = model.answer.task, rounding_of(model.proto)
     if options.train != "joint":
@@ -132,9 +137,29 @@ def _check_joint(model: SourceModel, train: Dataset, options: CompileOptions) ->
         )
     if options.teach == "labels" and task.kind != "classification":
         raise ModelError(f"--teach labels is for classification; the task is {task.kind}")
-    if options.teach == "labels" and train.labels is None:
+    if (held := weight_bytes(model.proto)) > _MOST_TRAINED_BYTES:
+        most = describe_bytes(_MOST_TRAINED_BYTES)
+        raise ModelError(
+            f"--train joint: the model has {describe_bytes(held)} of weights, and may have {most}, "
+            "as one graph holds it with all exits; leave it out"
+        )
+    TorchGraph(model.proto)  # or an error that names what cannot be trained
+
+
+def check_teacher(dataset: Dataset, answer: Answer, options: CompileOptions) -> None:
+    """Refuse labels that cannot teach: a DataError."""
+    if options.teach != "labels":
+        return
+    if dataset.labels is None:
         raise DataError(
             f"--teach labels: {options.data} has no labels; give an array 'labels' of classes"
+        )
+    wrong = np.flatnonzero((dataset.labels < 0) | (dataset.labels >= answer.classes))
+    if wrong.size:
+        raise DataError(
+            f"--teach labels: sample {wrong[0]} of {options.data} has the label "
+            f"{dataset.labels[wrong[0]]}, expected classes from 0 to {answer.classes - 1}, as the "
+            "model numbers them"
         )
 
 

@@ -31,23 +31,24 @@ def require_plain(manifest: Manifest, path: Path) -> None:
 
 
 def warn_of_saturation(name: str, manifest: Manifest, here: CpuFeatures, mode: Mode) -> None:
-    """Warn where int8 of this CPU saturates and the bundle was compiled for one that does not.
+    """Warn where int8 of this CPU saturates and the one that certified did not, or otherwise.
 
-    CPUs of x86 without VNNI add products of bytes in 16 bits, and saturate; others do not. What is
-    compiled on the former has weights of 7 bits, and answers the same on all of them. What the
-    compiler's CPU had is not known of older bundles: then it is taken for one with VNNI.
+    CPUs of x86 without VNNI add products of bytes in 16 bits, and saturate where weights are of 8
+    bits; others do not. What the compiler's CPU had is not known of older bundles: then it is taken
+    for one with VNNI.
     """
     there = manifest.cpu
-    if manifest.precision == "fp32" or mode is Mode.OFF or not here.saturates:
+    saturated = bool(there and there.saturates)
+    if manifest.precision == "fp32" or manifest.weights_of_7_bits or mode is Mode.OFF:
         return
-    if there is not None and there.saturates:
+    if here.saturates in (None, saturated):
         return
     _log.warning(
         "%s: INT8 MAY ANSWER OTHERWISE HERE than was certified: sums of int8 products saturate in "
-        "16 bits on CPUs without VNNI, as this one (%s); the bundle was certified on %s. %s. "
+        "16 bits on CPUs without VNNI; %s, the bundle was certified on %s. %s. "
         "Compile it on the kind of CPU that serves, or with --precision fp32",
         name,
-        here.describe(),
+        f"this one ({here.describe()}) has {'none' if here.saturates else 'it'}",
         "one that it does not name" if there is None else there.describe(),
         _watched(mode),
     )

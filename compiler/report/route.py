@@ -82,7 +82,7 @@ def _axes(found: PolicyFigures, x: Scale, y: Scale) -> Markup:
     middle = (x.start + x.end) / 2
     caption = "share of the unmodified model's time (profiled)"
     if found.manifest.source_begins:
-        caption = "share of the time of the quantised model and the unmodified one (profiled)"
+        caption = "share of the time of the copy and the unmodified model (profiled)"
     parts.append(svg.text(middle, y.end + 36, caption, "label", "middle"))
     turned = f"rotate(-90 14 {(y.start + y.end) / 2:.0f})"
     label = svg.element(
@@ -95,7 +95,7 @@ def _axes(found: PolicyFigures, x: Scale, y: Scale) -> Markup:
 def _running(found: PolicyFigures, edges: Sequence[float], x: Scale, y: Scale) -> Markup:
     """Draw the staircase: each active exit lowers the share that runs on.
 
-    What of a quantised model lies behind the last exit runs for nobody.
+    What of a copy lies behind the last exit runs for nobody.
     """
     still, corners, begins = 1.0, [(x(0), y(1))], found.manifest.source_begins
     for index in found.active:

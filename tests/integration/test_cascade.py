@@ -255,7 +255,8 @@ def test_loading_it_where_int8_saturates_is_warned_of(
 ) -> None:
     here = CpuFeatures(machine="x86_64", names=("AVX2",))
     there = replace(here, names=("AVX512_VNNI",))
-    opened = replace(compiled.bundle, manifest=replace(compiled.bundle.manifest, cpu=there))
+    manifest = replace(compiled.bundle.manifest, cpu=there, weights_of_7_bits=False)
+    opened = replace(compiled.bundle, manifest=manifest)
     monkeypatch.setattr(served_model, "cpu_features", lambda: here)
     monkeypatch.setattr(Bundle, "open", lambda _: opened)
     options = EngineOptions(keep_state=False, defaults=ModelOptions(max_batch_size=2))

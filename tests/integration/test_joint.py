@@ -18,12 +18,13 @@ from tests.integration.test_compile_tiny import Arrays, answers, images, sentenc
 from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy, write_bundle
 from offramp.calibration import profiling
 from offramp.calibration.dataset import DataError
+from offramp.calibration.errors import UntrainableError
 from offramp.compiler import joint
 from offramp.compiler.build import BuildOptions, build_bundle
 from offramp.compiler.bundle_check import VerifyOptions, verify_bundle
 from offramp.compiler.cli import main
 from offramp.compiler.engines.options import EngineBuildOptions
-from offramp.compiler.errors import EngineOptionsError, ModelError
+from offramp.compiler.errors import CompileError, EngineOptionsError, ModelError
 from offramp.engine.backends.onnxruntime import make_session
 from offramp.engine.errors import BackendError
 from offramp.engine.options import EngineOptions, ModelOptions
@@ -32,6 +33,11 @@ from offramp.engine.precision import require_plain
 from offramp.engine.self_check import CheckVerdict, run_self_check
 
 ROWS = 90
+
+
+def rows(samples: int = 600, *, seed: int = 0) -> Arrays:
+    words = vectors(samples, seed=seed)["x"][:, :6]
+    return {"input_ids": np.abs(words * 5).astype(np.int64) % 50}
 
 
 def pairs(samples: int = 600, *, seed: int = 0) -> Arrays:
@@ -50,7 +56,8 @@ CASES: dict[str, Case] = {
     "pooled": (models.residual_cnn, images, {}),
     "bert": (models.bert_like, sentences, {}),
     "bridges": (models.residual_cnn, images, {"heads": "bridges"}),
-    "sets": (models.two_tower, pairs, {}),
+    "towers": (models.two_tower, pairs, {}),
+    "sets": (models.hidden_states, rows, {}),
     "segmentation": (
         functools.partial(models.residual_cnn, dense="logits"),
         maps,
@@ -272,6 +279,11 @@ def test_labels_may_teach(tmp_path: Path, always_joint: None) -> None:
         ({"task": "regression"}, ModelError, "values say nothing of how sure they are"),
         ({"criterion": "patience"}, ModelError, "not for --train joint; take probability"),
         ({"teach": "labels"}, DataError, "has no labels; give an array 'labels'"),
+        (
+            {"teach": "labels", "data": {**vectors(), "labels": np.full(1400, 3)}},
+            DataError,
+            r"sample 0 of .* has the label 3, expected classes from 0 to 2",
+        ),
         ({"teach": "labels", "train": "frozen"}, ModelError, "is for --train joint; add it"),
         (
             {"teach": "labels", "task": "multi-label"},
@@ -305,3 +317,36 @@ def test_the_command_line_makes_one(
     assert "a copy that was trained together with them" in said
     assert main([*command, "--train", "joint", "--backend", "tensorrt"]) == 1
     assert "leave --backend tensorrt out" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_none_of_ours_is_left_alone(tmp_path: Path, always_joint: None) -> None:
+    folder = tmp_path / "tiny.ee.training"
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("years of work")
+    with pytest.raises(CompileError, match="is no folder of a training that was interrupted"):
+        small(tmp_path)
+    assert (folder / "thesis.txt").read_text() == "years of work"
+
+
+def test_what_cannot_be_trained_is_named_before_anything_is(tmp_path: Path) -> None:
+    with pytest.raises(UntrainableError, match="no gradients are known through If"):
+        small(tmp_path, build=models.conditional, data={"x": vectors()["x"][:, :8]})
+
+
+def test_weights_that_are_constant_nodes_are_trained_too(
+    tmp_path: Path, always_joint: None
+) -> None:
+    proto = models.mlp()
+    kept = [t for t in proto.graph.initializer if list(t.dims) != [16, 16]]
+    held = [t for t in proto.graph.initializer if list(t.dims) == [16, 16]]
+    constants = [onnx.helper.make_node("Constant", [], [t.name], value=t) for t in held]
+    nodes = [*constants, *proto.graph.node]
+    del proto.graph.node[:], proto.graph.initializer[:]
+    proto.graph.node.extend(nodes)
+    proto.graph.initializer.extend(kept)
+    bundle = small(tmp_path, build=lambda: proto, simplify=False)
+    front = models_weights(bundle.read(bundle.manifest.segments[0].file))
+    before = {t.name: onnx.numpy_helper.to_array(t) for t in held}
+    found = [n for n in front if n.removeprefix("offramp_front/") in before]
+    assert found
+    assert all((front[n] != before[n.removeprefix("offramp_front/")]).any() for n in found)

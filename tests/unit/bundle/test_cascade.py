@@ -14,6 +14,7 @@ from tests.unit.bundle.examples import MANIFEST, rewrite_manifest, write
 from offramp.bundle import Bundle, BundleSchemaError, CpuFeatures, Head
 from offramp.bundle.bundle import read_manifest
 from offramp.bundle.files import dump
+from offramp.bundle.joint_training import JointEpoch, JointTraining
 
 
 def test_a_cascade_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -106,3 +107,57 @@ def test_a_precision_that_is_not_known_is_refused(tmp_path: Path, said: Any) -> 
 def test_a_cascade_that_is_none_is_refused(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         cascade_manifest(**changes)
+
+
+TRAINED = JointTraining(
+    teacher="model",
+    learning_rate=1e-4,
+    epochs=(
+        JointEpoch(losses=(0.5, 0.2), agreement=(0.8, 1.0)),
+        JointEpoch(losses=(0.4, 0.2), agreement=(0.9, 0.99)),
+    ),
+    kept=1,
+)
+
+
+def test_a_copy_that_was_trained_is_a_cascade_of_fp32(tmp_path: Path) -> None:
+    manifest = cascade_manifest(precision="fp32", training=TRAINED)
+    bundle = write(tmp_path, manifest=manifest, files=CASCADE_FILES)
+    found = Bundle.open(bundle.path).manifest
+    assert found == bundle.manifest
+    assert found.training == TRAINED
+    assert found.is_cascade
+    assert "training" not in json.loads(dump(MANIFEST))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"precision": "int8", "training": TRAINED}, "training: is for precision fp32"),
+        (
+            {"precision": "fp32", "training": TRAINED, "exits": cascade_manifest().exits[:1]},
+            "joint training needs the copy's own answer",
+        ),
+        (
+            {
+                "precision": "fp32",
+                "training": replace(
+                    TRAINED, epochs=(JointEpoch(losses=(1.0,), agreement=(1.0,)),), kept=0
+                ),
+            },
+            "training: 1 answers were judged, expected one for each of the 2 exits",
+        ),
+    ],
+)
+def test_a_training_that_does_not_fit_is_refused(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        cascade_manifest(**changes)
+
+
+def test_what_no_training_can_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="kept: 2, expected one of 2 epochs"):
+        replace(TRAINED, kept=2)
+    with pytest.raises(ValueError, match="losses: 1 of 2 answers"):
+        JointEpoch(losses=(1.0,), agreement=(1.0, 0.5))
+    with pytest.raises(ValueError, match="is not within 0 and 1"):
+        JointEpoch(losses=(1.0,), agreement=(1.5,))

@@ -109,8 +109,29 @@ def test_progress_counts_every_sample_whether_training_ends_early_or_not() -> No
         assert sum(seen) == options.epochs * 320
 
 
-def test_the_same_run_gives_the_same_weights() -> None:
-    assert trained().proto == trained().proto
+def test_training_that_leaves_finite_numbers_ends_with_what_was_there(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = trained(dataclasses.replace(OPTIONS, learning_rate=1e38))
+    assert "left finite numbers at a learning rate of 1e+38" in caplog.text
+    assert found.training.kept == 0
+    assert found.proto == trained(dataclasses.replace(OPTIONS, learning_rate=0.0)).proto
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_same_run_gives_the_same_weights_on_any_number_of_cores(threads: int) -> None:
+    assert trained(dataclasses.replace(OPTIONS, threads=threads)).proto == trained().proto
+
+
+def test_answers_that_are_too_large_to_hold_are_computed_in_every_epoch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = trained()
+    monkeypatch.setattr("offramp.calibration.joint_training._HELD_BYTES", 100)
+    found = trained()
+    assert len(found.training.epochs) == len(held.training.epochs)
+    for name, weight in weights(held.proto).items():
+        np.testing.assert_allclose(weights(found.proto)[name], weight, atol=1e-4)
 
 
 @pytest.mark.parametrize("after", [1, 325, 700])

@@ -73,7 +73,7 @@ def warned(
 def test_a_cpu_without_vnni_is_warned_of_with_the_remedy(caplog: pytest.LogCaptureFixture) -> None:
     assert warned(caplog, cascade_manifest(cpu=NEW), OLD) == (
         "small: INT8 MAY ANSWER OTHERWISE HERE than was certified: sums of int8 products saturate "
-        "in 16 bits on CPUs without VNNI, as this one (x86_64 with AVX2); the bundle was "
+        "in 16 bits on CPUs without VNNI; this one (x86_64 with AVX2) has none, the bundle was "
         "certified on x86_64 with AVX2, AVX512_VNNI. Audits watch how far answers agree. Compile "
         "it on the kind of CPU that serves, or with --precision fp32"
     )
@@ -82,14 +82,22 @@ def test_a_cpu_without_vnni_is_warned_of_with_the_remedy(caplog: pytest.LogCaptu
     assert "in mode leave; audits do in mode audit. Compile it on the kind of CPU" in older
 
 
+def test_a_bundle_of_a_cpu_without_vnni_is_warned_of_elsewhere(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    said = warned(caplog, cascade_manifest(cpu=OLD), NEW)
+    assert "(x86_64 with AVX2, AVX512_VNNI) has it, the bundle was certified on x86_64 with" in said
+    assert "MAY ANSWER OTHERWISE" in warned(caplog, cascade_manifest(cpu=OLD), ARM)
+
+
 @pytest.mark.parametrize(
     ("manifest", "here", "mode"),
     [
         (MANIFEST, OLD, Mode.AUDIT),
         (cascade_manifest(cpu=NEW), OLD, Mode.OFF),
         (cascade_manifest(cpu=OLD), OLD, Mode.AUDIT),
-        (cascade_manifest(cpu=OLD), NEW, Mode.AUDIT),
-        (cascade_manifest(cpu=OLD), ARM, Mode.AUDIT),
+        (cascade_manifest(cpu=OLD, weights_of_7_bits=True), NEW, Mode.AUDIT),
+        (cascade_manifest(cpu=NEW, weights_of_7_bits=True), OLD, Mode.AUDIT),
         (cascade_manifest(cpu=NEW), ARM, Mode.AUDIT),
         (cascade_manifest(), NEW, Mode.AUDIT),
         (cascade_manifest(cpu=NEW), UNKNOWN, Mode.AUDIT),
@@ -100,7 +108,7 @@ def test_a_cpu_without_vnni_is_warned_of_with_the_remedy(caplog: pytest.LogCaptu
         "off",
         "both saturate",
         "7 bits",
-        "7 bits on ARM",
+        "7 bits of another",
         "neither does",
         "older bundle",
         "here?",
