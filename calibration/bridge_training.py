@@ -2,15 +2,18 @@
 
 Each batch runs through the source model, which gives the cut tensors that bridges read and the
 answer that they learn (self-distillation): nothing is recorded, since what dense answers are made
-of is large. Weights begin as the model's own.
+of is large. Weights begin as the model's own. Bridges are dealt to threads, one core each, as heads
+are (:mod:`.training`): threads that share one product wait for each other beside a busy neighbour.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import onnx
@@ -124,7 +127,7 @@ def train_bridges(
     options: TrainingOptions,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[TrainedBridge]:
-    """Train all bridges side by side; the same in every run.
+    """Train all bridges side by side; the same in every run, however many threads there are.
 
     ``source`` gives the answer, ``taught`` (the answer, or the scores that its classes are picked
     from), and whatever bridges read that is no graph input. ``progress`` is
@@ -134,8 +137,7 @@ def train_bridges(
         UntrainableError: A bridge has an operator that cannot be trained.
         DataError: The model fails on a sample.
     """
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(options.seed)
+    torch.set_num_threads(1)
     run = _Run(source, bridges, answer, taught)
     modules = [TorchGraph(b.proto, outputs=_outputs(b)) for b in bridges]
     learned = [[p for p in module.parameters() if p.requires_grad] for module in modules]
@@ -147,27 +149,27 @@ def train_bridges(
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: rate_after(step / steps))
     shuffler = np.random.default_rng(options.seed)
-    found = run.judge(bridges, modules, tune)
+    sides = list(zip(bridges, modules, strict=True))
     kept = [_weights(module) for module in modules]
-    for _ in range(options.epochs):
-        order = train.subset(shuffler.permutation(len(train)))
-        for batch in run.batches(order, BATCH):
-            optimiser.zero_grad(set_to_none=True)
-            losses = [
-                run.objective.loss(module(batch.feeds)[bridge.scores], batch.taught, batch.mask)
-                for bridge, module in zip(bridges, modules, strict=True)
-            ]
-            torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
-            for parameters in learned:
-                torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimiser.step()
-            schedule.step()
-            progress(len(batch.taught))
-        for place, now in enumerate(run.judge(bridges, modules, tune)):
-            told = [*found[place].losses, *now.losses]
-            if now.losses[0] < min(found[place].losses):
-                found[place], kept[place] = now, _weights(modules[place])
-            found[place] = replace(found[place], losses=told)
+    with ThreadPoolExecutor(
+        options.threads, initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
+        found = run.judge(sides, tune, pool)
+        for _ in range(options.epochs):
+            order = train.subset(shuffler.permutation(len(train)))
+            for batch in run.batches(order, BATCH):
+                optimiser.zero_grad(set_to_none=True)
+                list(pool.map(partial(run.learn, batch), sides))
+                for parameters in learned:
+                    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+                optimiser.step()
+                schedule.step()
+                progress(len(batch.taught))
+            for place, now in enumerate(run.judge(sides, tune, pool)):
+                told = [*found[place].losses, *now.losses]
+                if now.losses[0] < min(found[place].losses):
+                    found[place], kept[place] = now, _weights(modules[place])
+                found[place] = replace(found[place], losses=told)
     trained = []
     for of, module, bridge, weights in zip(found, modules, bridges, kept, strict=True):
         with torch.no_grad():
@@ -188,6 +190,10 @@ def _outputs(bridge: BridgeToTrain) -> list[str]:
 
 def _weights(module: TorchGraph) -> dict[str, Tensor]:
     return {name: weight.detach().clone() for name, weight in module.weights.items()}
+
+
+_Side: TypeAlias = tuple[BridgeToTrain, TorchGraph]
+"""A bridge, and what trains it."""
 
 
 class _TaughtBatch(NamedTuple):
@@ -226,19 +232,28 @@ class _Run:
             taught = _tensor(found[self._taught])
             yield _TaughtBatch(feeds, found[self._answer.output], taught, mask)
 
+    def learn(self, batch: _TaughtBatch, side: _Side) -> None:
+        """Compute the gradients of a bridge."""
+        bridge, module = side
+        scores = module(batch.feeds)[bridge.scores]
+        self.objective.loss(scores, batch.taught, batch.mask).backward()  # type: ignore[no-untyped-call]
+
     @torch.no_grad()
-    def judge(
-        self, bridges: Sequence[BridgeToTrain], modules: Sequence[TorchGraph], tune: Dataset
-    ) -> list[TrainedBridge]:
+    def read(self, batch: _TaughtBatch, side: _Side) -> _ReadBatch:
+        """Answer a batch by a bridge."""
+        bridge, module = side
+        found = module(batch.feeds)
+        counts = None if batch.mask is None else batch.mask.numpy()
+        values, same = self.objective.read(found, bridge, batch.ends, counts)
+        loss = self.objective.loss(found[bridge.scores], batch.taught, batch.mask).item()
+        return _ReadBatch(values, same, loss * len(batch.taught))
+
+    def judge(self, sides: Sequence[_Side], tune: Dataset, pool: Executor) -> list[TrainedBridge]:
         """Answer the tuning split by all bridges."""
-        read: list[list[_ReadBatch]] = [[] for _ in bridges]
-        for feeds, ends, taught, mask in self.batches(tune, _JUDGED):
-            counts = None if mask is None else mask.numpy()
-            for of, bridge, module in zip(read, bridges, modules, strict=True):
-                found = module(feeds)
-                values, same = self.objective.read(found, bridge, ends, counts)
-                loss = self.objective.loss(found[bridge.scores], taught, mask).item()
-                of.append(_ReadBatch(values, same, loss * len(taught)))
+        read: list[list[_ReadBatch]] = [[] for _ in sides]
+        for batch in self.batches(tune, _JUDGED):
+            for of, found in zip(read, pool.map(partial(self.read, batch), sides), strict=True):
+                of.append(found)
         return [
             TrainedBridge(
                 proto=bridge.proto,
@@ -246,7 +261,7 @@ class _Run:
                 agrees=np.concatenate([batch.agrees for batch in of]),
                 losses=[sum(batch.loss for batch in of) / len(tune)],
             )
-            for bridge, of in zip(bridges, read, strict=True)
+            for (bridge, _), of in zip(sides, read, strict=True)
         ]
 
 
