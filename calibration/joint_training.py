@@ -21,7 +21,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +35,7 @@ from offramp.bundle.joint_training import JointEpoch, JointTraining, Teacher
 from offramp.calibration.bridge_training import BridgeObjective
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.errors import UntrainableError
+from offramp.calibration.joint_state import JointState
 from offramp.calibration.running import Graphs, run_over
 from offramp.calibration.torch_graph import TorchGraph
 from offramp.calibration.training_options import rate_after
@@ -352,45 +352,6 @@ class _Course:
             "epoch": self.epoch,
             "told": [(list(e.losses), list(e.agreement)) for e in self.told],
         }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JointState:
-    """The file in which a training is kept after every epoch."""
-
-    path: Path
-    digest: str
-    """Of all that it depends on: a file of another one is not read."""
-
-    def write(self, state: Mapping[str, Any]) -> None:
-        """Replace what is kept; a warning if that fails, and training goes on."""
-        beside = self.path.with_name(self.path.name + ".new")
-        try:
-            torch.save({"digest": self.digest, "state": dict(state)}, beside)
-            beside.replace(self.path)
-        except (OSError, RuntimeError) as error:  # torch has no other for a full disk
-            reason = str(error).splitlines()[0]
-            _log.warning(
-                "%s cannot be written (%s): an interrupted run loses this.", beside, reason
-            )
-            beside.unlink(missing_ok=True)
-
-    def read(self) -> dict[str, Any] | None:
-        """Give what is kept; ``None`` if nothing is, or it is of another training or broken."""
-        if not self.path.exists():
-            return None
-        try:  # tensors, numbers and names alone: it runs no code
-            kept = torch.load(self.path, weights_only=True)
-            digest, state = kept["digest"], kept["state"]
-        except Exception as error:  # pickle, zip and torch have errors of many classes
-            reason = str(error).splitlines()[0]
-            _log.warning("%s cannot be read (%s): training begins anew.", self.path, reason)
-            return None
-        if digest != self.digest:
-            _log.warning("%s is of another training: this one begins anew.", self.path)
-            return None
-        found: dict[str, Any] = state
-        return found
 
 
 def _in_batches(values: NDArray[Any], size: int) -> Iterator[tuple[slice, NDArray[Any]]]:

@@ -4,8 +4,8 @@ Apparate 3.1: ramps are trained independently of each other on a frozen model. T
 source model's probabilities (self-distillation), so no labels are needed. Exits are dealt to
 threads, one core each: that keeps its pace beside a busy neighbour, where threads that share one
 matrix product wait for each other. Only this module, :mod:`.learners`, :mod:`.objectives`,
-:mod:`.bridge_training`, :mod:`.joint_training` and, for whole graphs, :mod:`.torch_graph` with
-:mod:`.torch_operators` name torch.
+:mod:`.bridge_training`, :mod:`.joint_training`, :mod:`.joint_state` and, for whole graphs,
+:mod:`.torch_graph` with :mod:`.torch_operators` name torch.
 """
 
 from __future__ import annotations

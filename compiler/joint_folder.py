@@ -19,7 +19,7 @@ from typing import Any, Final
 from offramp.bundle import BundleError
 from offramp.bundle.manifest import HeadScore
 from offramp.bundle.serde import from_plain, to_plain
-from offramp.calibration.joint_training import JointState
+from offramp.calibration.joint_state import JointState
 from offramp.compiler.blueprint import CompileRun
 from offramp.compiler.errors import CompileError
 from offramp.compiler.exits import BuiltExit, FoundExits
