@@ -8,7 +8,8 @@ Compiles the model once for each way, with no other flag than those that name it
 bundle beside the unmodified model as ``benchmarks/trained_models.py`` does, on test data that
 neither training nor compiling saw: agreement, busy time and mean latency. What is certified and
 predicted is as the bundle says it; how often each exit agrees is counted on the certify split.
-``joint`` is ``--train joint`` on top of the family that is the default.
+``joint`` is ``--train joint`` on top of the family that is the default; ``entropy`` and the other
+criteria are with that family, too.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ WAYS: Mapping[str, Sequence[str]] = {
     "joint": ("--train", "joint"),
     "joint bridges": ("--heads", "bridges", "--train", "joint"),
     "joint labels": ("--train", "joint", "--teach", "labels"),
+    "entropy": ("--criterion", "entropy"),
+    "margin": ("--criterion", "margin"),
+    "learned": ("--criterion", "learned"),
+    "patience": ("--criterion", "patience"),
 }
 """Flags of ``eecompile``."""
 BATCH_SIZES = (1, 8)
