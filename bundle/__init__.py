@@ -15,9 +15,10 @@ from offramp.bundle.errors import (
     BundleWriteError,
 )
 from offramp.bundle.input_ranges import InputRange, InputRanges, LengthRange
-from offramp.bundle.manifest import Answer, AnswerForm, Exit, Head, Manifest, Segment, TensorSpec
+from offramp.bundle.manifest import Answer, AnswerForm, Manifest, TensorSpec
 from offramp.bundle.measured import Measured, MeasuredSize, Ratio
 from offramp.bundle.padding import Padding
+from offramp.bundle.parts import Exit, Head, Segment, Variant
 from offramp.bundle.policy import NEVER, ActiveExit, ExitPolicy, Promise
 from offramp.bundle.profile import Profile, Spread
 from offramp.bundle.tasks import CLASSIFICATION, AnswerTask, TaskKind
@@ -55,5 +56,6 @@ __all__ = [
     "Spread",
     "TaskKind",
     "TensorSpec",
+    "Variant",
     "write_bundle",
 ]

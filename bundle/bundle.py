@@ -39,6 +39,7 @@ from offramp.bundle.input_ranges import INPUT_RANGES, InputRanges
 from offramp.bundle.manifest import SCHEMA_VERSION, Manifest
 from offramp.bundle.measured import MEASURED, Measured
 from offramp.bundle.npz import ArrayForm, read_npz
+from offramp.bundle.parts import folder_of
 from offramp.bundle.placing import moved_aside, put_in_place
 from offramp.bundle.policy import ExitPolicy
 from offramp.bundle.profile import Profile, upgraded
@@ -81,6 +82,8 @@ class Bundle:
     """Names what it is served in, where that is not what it was compiled in: folder of engines."""
     evidence: PrecisionEvidence | None = None
     """Of that arithmetic, where it has a policy and records of its own."""
+    number: int = 0
+    """Of the variant that it shows; 0 is the full model."""
     _records: bytes | None = None
     """Of the evidence."""
 
@@ -90,11 +93,25 @@ class Bundle:
         root = Path(path)
         manifest = _read_manifest(root)
         _check_files(root, manifest)
-        policy = _parse(ExitPolicy, _read(root, POLICY), POLICY)
-        known = len(manifest.exits)
-        if any(active.exit >= known for active in policy.active):
-            raise BundleSchemaError(f"{POLICY}: names an exit beyond the bundle's {known}")
+        policy = _parse_policy(_read(root, POLICY), POLICY, manifest)
         return cls(path=root, manifest=manifest, policy=policy)
+
+    def variant(self, number: int) -> Bundle:
+        """Show the bundle as one of its variants: a bundle of the same files, as a cascade.
+
+        Segments, exits, policy, profile and records are the variant's; ``number`` 0 is the bundle
+        as it is.
+        """
+        if number == 0:
+            return self
+        manifest = self.manifest.of_variant(number)
+        name = f"{folder_of(number)}{POLICY}"
+        policy = _parse_policy(self.read(name), name, manifest)
+        return replace(self, manifest=manifest, policy=policy, number=number)
+
+    def variants(self) -> tuple[Bundle, ...]:
+        """Show the bundle as each of its variants; the first is the bundle as it is."""
+        return tuple(self.variant(number) for number in range(len(self.manifest.variants) + 1))
 
     def read(self, name: str) -> bytes:
         """Read a file of the bundle; ``BundleIntegrityError`` if it changed since the opening."""
@@ -105,7 +122,7 @@ class Bundle:
 
     def profile(self, device: str = "cpu") -> Profile:
         """Read the latencies measured on a device."""
-        name = f"profiles/{device}.json"
+        name = f"{folder_of(self.number)}profiles/{device}.json"
         profile = from_plain(Profile, upgraded(parse_json(self.read(name), name)), name)
         parts = (len(profile.segments_ms), len(profile.exits_ms))
         expected = (len(self.manifest.segments), len(self.manifest.exits))
@@ -118,9 +135,10 @@ class Bundle:
 
     def measured(self) -> Measured | None:
         """Read what the policy was measured to bring; ``None`` where it was not measured."""
-        if MEASURED not in {entry.path for entry in self.manifest.files}:
+        name = folder_of(self.number) + MEASURED
+        if name not in {entry.path for entry in self.manifest.files}:
             return None
-        return _parse(Measured, self.read(MEASURED), MEASURED)
+        return _parse(Measured, self.read(name), name)
 
     def input_ranges(self) -> InputRanges | None:
         """Read what calibration saw of the inputs; ``None`` if that was not kept yet."""
@@ -151,7 +169,8 @@ class Bundle:
         had labels.
         """
         if self._records is None:
-            name, content = RECORDS, self.read(RECORDS)
+            name = folder_of(self.number) + RECORDS
+            content = self.read(name)
         else:
             name, content = "records of engines", self._records
         try:
@@ -312,8 +331,10 @@ def _check_files(root: Path, manifest: Manifest) -> None:
         raise BundleIntegrityError(
             f"{root}: {', '.join(foreign)} does not belong to this bundle; remove it"
         )
-    referred = {manifest.source.file, POLICY, *(s.file for s in manifest.segments)}
-    absent = sorted((referred | {e.file for e in manifest.exits}) - listed)
+    every = (manifest, *manifest.variants)
+    referred = {part.file for whole in every for part in (*whole.segments, *whole.exits)}
+    referred |= {manifest.source.file, POLICY, *(v.folder + POLICY for v in manifest.variants)}
+    absent = sorted(referred - listed)
     if absent:
         raise BundleIntegrityError(f"{root}: {MANIFEST} lists no hash for {', '.join(absent)}")
 
@@ -347,6 +368,14 @@ def _check_records(records: Mapping[str, NDArray[Any]], manifest: Manifest) -> N
     for which, purpose in ((TUNE, "tune"), (CERTIFY, "certify")):
         if not (records["split"] == which).any():
             raise ValueError(f"'split' has no sample to {purpose} on ({which}), expected some")
+
+
+def _parse_policy(document: bytes, name: str, manifest: Manifest) -> ExitPolicy:
+    """Read a policy; BundleSchemaError if it names an exit that is not there."""
+    policy, known = _parse(ExitPolicy, document, name), len(manifest.exits)
+    if any(active.exit >= known for active in policy.active):
+        raise BundleSchemaError(f"{name}: names an exit beyond the bundle's {known}")
+    return policy
 
 
 def _parse(cls: type[_T], document: bytes, name: str) -> _T:

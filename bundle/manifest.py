@@ -7,8 +7,7 @@ segment and exit shares, so that a stage is the plain union of its parts
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Final, Literal, TypeAlias
 
@@ -16,7 +15,7 @@ import numpy as np
 
 from offramp.bundle.batch_effect import BatchEffect
 from offramp.bundle.cpu import CpuFeatures
-from offramp.bundle.criteria import LEARNED_WEIGHTS, PROBABILITY, Criterion
+from offramp.bundle.criteria import PROBABILITY, Criterion
 from offramp.bundle.custom_ops import OperatorLibrary
 from offramp.bundle.joint_training import JointTraining
 from offramp.bundle.manifest_checks import (
@@ -26,8 +25,10 @@ from offramp.bundle.manifest_checks import (
     check_precision,
     check_samples,
     check_unique,
+    check_variants,
 )
 from offramp.bundle.padding import Padding, check_paddings
+from offramp.bundle.parts import Exit, Segment, Variant, last_beginning
 from offramp.bundle.serde import LEFT_OUT, check_hash, check_numbers
 from offramp.bundle.tasks import CLASSIFICATION, AnswerTask, TaskKind
 
@@ -133,150 +134,6 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
-    """The blocks between two neighbouring candidate cut points."""
-
-    index: int
-    file: str
-    inputs: tuple[str, ...]
-    """Tensors read: cut tensors, then the graph inputs needed beside them."""
-    output: str
-    """The cut tensor, or the model's answer in the last segment."""
-    also: tuple[str, ...] = field(default=(), metadata=LEFT_OUT)
-    """Further tensors that it writes and that are carried on, where the cut is a set of tensors."""
-    flops_share: float
-    """Share of the source model's floating-point operations, 0 to 1 (of the time of its operators,
-    where their number is not known); of a quantised segment, that of what it stands for."""
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "flops_share", least=0, most=1 + 1e-6)
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """All tensors that it writes: of a set cut, those that no segment before it wrote."""
-        return (self.output, *self.also)
-
-
-def last_beginning(segments: Sequence[Segment]) -> int:
-    """Find the last place where segments read nothing of those before: what follows begins there.
-
-    That is 0, but in a cascade, where the source model is the last segment.
-    """
-    first_written = {name: s.index for s in segments for name in s.outputs}
-    reaching = len(segments)
-    for segment in reversed(segments):
-        read = (first_written.get(name, segment.index) for name in segment.inputs)
-        reaching = min(reaching, segment.index, *read)
-        if reaching == segment.index:
-            return segment.index
-    return 0
-
-
-def given_behind(segments: Sequence[Segment], first: int, last: int) -> tuple[str, ...]:
-    """List what the segments from ``first`` to ``last`` give to those behind, or their answer."""
-    read = {name for segment in segments[last + 1 :] for name in segment.inputs}
-    written = [name for segment in segments[first : last + 1] for name in segment.outputs]
-    return tuple(name for name in written if name in read) or (segments[last].output,)
-
-
-HeadKind: TypeAlias = Literal[
-    "grid", "first", "last", "mean", "mean_max", "attention", "vector", "joined", "own", "bridge"
-]
-"""How a head pools: average a map to a grid; first token; last one that counts; masked mean; first,
-mean and max joined; learned attention queries; not at all; each tensor of a cut set, joined.
-:mod:`offramp.calibration.families` has a class for each. ``own`` is no head: the answer of a
-cascade's copy itself, after its last segment. ``bridge`` pools nothing: some blocks of the model,
-then its own head."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
-    """How an exit pools its cut tensor, and the layers behind the pooling."""
-
-    kind: HeadKind
-    grid: int = 0
-    """Side of the pooled map, for ``grid``."""
-    queries: int = 0
-    """Learned queries, for ``attention``."""
-    hidden: int = 0
-    """Width of the hidden layer; 0 is a linear head."""
-    axes: int = field(default=2, metadata=LEFT_OUT)
-    """Sides of the pooled map, for ``grid``: 1 of a signal, 2 of an image, 3 of a video."""
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "grid", "queries", "hidden", least=0)
-        check_numbers(self, "axes", least=1, most=3)
-
-    def describe(self) -> str:
-        """``4×4 grid, hidden 64``, for reports."""
-        if self.kind == "own":
-            return "the copy's own answer"
-        if self.kind == "bridge":
-            return "bridge"
-        grid = "×".join([str(self.grid)] * self.axes)
-        pooling = {
-            "joined": "all tensors",
-            "grid": f"{grid} grid" if self.axes > 1 else f"grid of {grid}",
-            "first": "first token",
-            "last": "last token",
-            "mean_max": "first+mean+max",
-            "attention": f"attention, {self.queries} {'query' if self.queries == 1 else 'queries'}",
-        }.get(self.kind, self.kind)
-        return f"{pooling}, {f'hidden {self.hidden}' if self.hidden else 'linear'}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadScore:
-    """One head that was trained for an exit to the end, and what it brought there."""
-
-    head: Head
-    agreement: float
-    """Share of the tuning split answered like the source model if all exit here."""
-    cost_ms: float
-    """Measured time of the head alone, per batch of ``Calibration.reference_batch_size``."""
-    net_savings: float
-    """Share of the source model's time saved on the tuning split with this exit alone."""
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "agreement", least=0, most=1)
-        check_numbers(self, "cost_ms", least=0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exit:
-    """Bridge and head attached after a segment."""
-
-    index: int
-    after_segment: int
-    file: str
-    inputs: tuple[str, ...]
-    """The cut tensor, then the mask where the head pools tokens with one."""
-    output: str
-    """Name of the head's answer; the shape and form are those of the model's answer."""
-    confidence: str
-    """Name of the answer's confidence, float32 [batch], which the same graph computes."""
-    head: Head
-    agreement: float
-    """Share of the certify split answered like the source model if all exit here."""
-    accuracy: float | None = None
-    """The same against the labels of the data, where there were any."""
-    share: float = field(default=1.0, metadata=LEFT_OUT)
-    """Of the answer's principal values, so many are at least as large as its confidence (PAME's
-    count threshold, 5.3); of one principal value, all."""
-    certainty: tuple[float, ...] = field(default=(), metadata=LEFT_OUT)
-    """Weights of the criterion ``learned``: of the log-odds of largest probability, margin and
-    1 − relative entropy, and a constant."""
-    trials: tuple[HeadScore, ...] = ()
-    """The heads that were trained to the end; the chosen one is among them."""
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "agreement", "accuracy", least=0, most=1)
-        check_numbers(self, "share", above=0, most=1)
-        if len(self.certainty) not in (0, LEARNED_WEIGHTS):
-            raise ValueError(f"certainty: {len(self.certainty)} weights, expected 0 or 4")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
     """The data that trained, tuned and certified the exits."""
 
@@ -360,6 +217,10 @@ class Manifest:
     """Libraries with operators of the graphs that ONNX Runtime does not have itself."""
     paddings: tuple[Padding, ...] = field(default=(), metadata=LEFT_OUT)
     """The symbolic sizes in which samples may be padded, so that they can share a batch."""
+    subnet: str = field(default="", metadata=LEFT_OUT)
+    """What the copy that exits follow keeps of the source model, where it is a subnet of it."""
+    variants: tuple[Variant, ...] = field(default=(), metadata=LEFT_OUT)
+    """Subnets that may serve in place of the model (SuperServe 3); variant 0 is the model."""
 
     def __post_init__(self) -> None:
         if not self.segments:
@@ -382,13 +243,28 @@ class Manifest:
         check_paddings(self.paddings, self.inputs)
         check_precision(self)
         check_chain(self)
+        check_variants(self)
 
     @property
     def is_cascade(self) -> bool:
         """Whether exits follow a copy of the source model, which stands behind it."""
-        return self.precision != "fp32" or self.training is not None
+        return self.precision != "fp32" or self.training is not None or bool(self.subnet)
 
     @property
     def source_begins(self) -> int:
         """Index of the segment that the source model begins with: 0, or the last in a cascade."""
         return last_beginning(self.segments)
+
+    def of_variant(self, number: int) -> Manifest:
+        """Give the manifest as one of its variants has it: with the segments and exits of that."""
+        if number == 0:
+            return self
+        variant = self.variants[number - 1]
+        return replace(
+            self,
+            segments=variant.segments,
+            exits=variant.exits,
+            subnet=variant.name,
+            training=None,
+            variants=(),
+        )

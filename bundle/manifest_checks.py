@@ -106,7 +106,7 @@ def check_precision(manifest: Manifest) -> None:
         if own:
             raise ValueError(f"exits[{own[0]}]: head 'own' is for precision int8, not for fp32")
         return
-    what = f"precision {manifest.precision}" if manifest.training is None else "joint training"
+    what = _copy_of(manifest)
     if not last:
         raise ValueError(f"segments: {what} needs one of the copy, and the source model")
     if manifest.segments[last].file != manifest.source.file:
@@ -124,6 +124,13 @@ def check_precision(manifest: Manifest) -> None:
         _check_trained(manifest.training, len(manifest.exits))
 
 
+def _copy_of(manifest: Manifest) -> str:
+    """Name what makes a manifest a cascade."""
+    if manifest.subnet:
+        return f"subnet {manifest.subnet!r:.100}"
+    return f"precision {manifest.precision}" if manifest.training is None else "joint training"
+
+
 def _check_trained(training: JointTraining, exits: int) -> None:
     for epoch in training.epochs:
         if len(epoch.losses) != exits:
@@ -131,6 +138,26 @@ def _check_trained(training: JointTraining, exits: int) -> None:
                 f"training: {len(epoch.losses)} answers were judged, expected one for each of the "
                 f"{exits} exits"
             )
+
+
+def check_variants(manifest: Manifest) -> None:
+    """Each variant is whole by itself, and its files lie in its own folder."""
+    if [variant.index for variant in manifest.variants] != [
+        *range(1, len(manifest.variants) + 1)
+    ]:
+        raise ValueError("variants: indices must count from 1 in order")
+    check_unique("variants", (variant.name for variant in manifest.variants))
+    for variant in manifest.variants:
+        where = f"variants[{variant.index - 1}]"
+        files = [part.file for part in (*variant.segments[:-1], *variant.exits)]
+        for file in files:
+            if not file.startswith(variant.folder):
+                raise ValueError(f"{where}: file {file!r:.100} is not under {variant.folder}")
+        check_unique(f"{where}.files", files)
+        try:
+            manifest.of_variant(variant.index)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
 
 
 def check_chain(manifest: Manifest) -> None:

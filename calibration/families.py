@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle.manifest import Head, HeadKind
+from offramp.bundle.parts import Head, HeadKind
 from offramp.calibration.cut_tensors import CutTensor, Form
 
 FloatArray = NDArray[np.float32]

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from offramp.bundle.manifest import Head, HeadKind
+from offramp.bundle.parts import Head, HeadKind
 from offramp.bundle.mapped import copy_rows
 from offramp.calibration.families import FAR_BELOW, POOLINGS
 from offramp.calibration.features import LAST, WHOLE, Recording

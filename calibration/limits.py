@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle.manifest import HeadScore
+from offramp.bundle.parts import HeadScore
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.selection import MIN_GAIN, Candidates
 from offramp.certify import allowed_errors, samples_needed, walk

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Head
-from offramp.bundle.manifest import HeadScore
+from offramp.bundle.parts import HeadScore
 from offramp.calibration.cut_tensors import CutTensor
 from offramp.calibration.dataset import DataSplit
 from offramp.calibration.estimates import BackboneTimes

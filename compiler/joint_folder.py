@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from offramp.bundle import BundleError
-from offramp.bundle.manifest import HeadScore
+from offramp.bundle.parts import HeadScore
 from offramp.bundle.serde import from_plain, to_plain
 from offramp.calibration.joint_state import JointState
 from offramp.compiler.blueprint import CompileRun

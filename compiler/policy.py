@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Bundle, ExitPolicy, Profile
-from offramp.bundle.manifest import last_beginning
+from offramp.bundle.parts import last_beginning
 from offramp.calibration import limits
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.records import ExitRecords, record_answers, worst_of

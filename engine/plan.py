@@ -29,7 +29,7 @@ from offramp.bundle import (
     TensorSpec,
 )
 from offramp.bundle.criteria import PROBABILITY, Criterion
-from offramp.bundle.manifest import last_beginning
+from offramp.bundle.parts import last_beginning
 from offramp.certify import MODEL_END, NEVER
 from offramp.certify.agreement import float32_at_least
 from offramp.engine.assembly import assemble

@@ -24,7 +24,7 @@ from offramp.bundle import (
 )
 from offramp.bundle.files import dump
 from offramp.bundle.input_ranges import INPUT_RANGES
-from offramp.bundle.manifest import HeadScore
+from offramp.bundle.parts import HeadScore
 from offramp.compiler.exits import BuiltExit, build_on, reads_of
 from offramp.compiler.packing import Draft
 from offramp.compiler.padding import find_paddings

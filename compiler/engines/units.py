@@ -9,7 +9,7 @@ from typing import NamedTuple
 from offramp.bundle import Bundle, Manifest
 from offramp.bundle.engine_index import unit_name
 from offramp.bundle.engines import Precision
-from offramp.bundle.manifest import given_behind
+from offramp.bundle.parts import given_behind
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.quantization import Ranges, measure_ranges, quantize
 from offramp.compiler.engines.halving import halve

@@ -22,7 +22,8 @@ from offramp.bundle import (
     write_bundle,
 )
 from offramp.bundle.files import dump
-from offramp.bundle.manifest import SCHEMA_VERSION, Calibration, HeadScore, Source
+from offramp.bundle.manifest import SCHEMA_VERSION, Calibration, Source
+from offramp.bundle.parts import HeadScore
 
 HEAD = Head(kind="grid", grid=2, hidden=64)
 

@@ -22,7 +22,7 @@ from offramp.bundle import (
     Promise,
     TensorSpec,
 )
-from offramp.bundle.manifest import HeadScore
+from offramp.bundle.parts import HeadScore
 from offramp.bundle.serde import from_plain, to_plain
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)

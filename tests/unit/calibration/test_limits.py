@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from offramp.bundle import Head
-from offramp.bundle.manifest import HeadScore
+from offramp.bundle.parts import HeadScore
 from offramp.calibration.limits import (
     PolicyTerms,
     limit_of_certificate,

@@ -25,7 +25,8 @@ from offramp.bundle import (
     Segment,
     TensorSpec,
 )
-from offramp.bundle.manifest import Calibration, HeadScore, Source
+from offramp.bundle.manifest import Calibration, Source
+from offramp.bundle.parts import HeadScore
 from offramp.calibration.records import ExitRecords
 from offramp.calibration.selection import certified_policy
 from offramp.certify import tuning_path

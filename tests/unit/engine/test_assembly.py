@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 from tests.sliced import BUILDERS, Sliced, inputs_of, sliced
 
 from offramp.bundle import Answer, Head
-from offramp.bundle.manifest import given_behind
+from offramp.bundle.parts import given_behind
 from offramp.calibration.cut_tensors import CutTensor
 from offramp.calibration.families import joined_width, masks_of
 from offramp.compiler.heads import build_exit
