@@ -331,9 +331,11 @@ def _check_files(root: Path, manifest: Manifest) -> None:
         raise BundleIntegrityError(
             f"{root}: {', '.join(foreign)} does not belong to this bundle; remove it"
         )
-    every = (manifest, *manifest.variants)
-    referred = {part.file for whole in every for part in (*whole.segments, *whole.exits)}
-    referred |= {manifest.source.file, POLICY, *(v.folder + POLICY for v in manifest.variants)}
+    referred = {manifest.source.file, POLICY}
+    for number in range(len(manifest.variants) + 1):
+        whole = manifest.of_variant(number)
+        referred |= {s.file for s in whole.segments} | {e.file for e in whole.exits}
+        referred.add(folder_of(number) + POLICY)
     absent = sorted(referred - listed)
     if absent:
         raise BundleIntegrityError(f"{root}: {MANIFEST} lists no hash for {', '.join(absent)}")

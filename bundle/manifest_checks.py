@@ -149,7 +149,7 @@ def check_variants(manifest: Manifest) -> None:
     check_unique("variants", (variant.name for variant in manifest.variants))
     for variant in manifest.variants:
         where = f"variants[{variant.index - 1}]"
-        files = [part.file for part in (*variant.segments[:-1], *variant.exits)]
+        files = [s.file for s in variant.segments[:-1]] + [e.file for e in variant.exits]
         for file in files:
             if not file.startswith(variant.folder):
                 raise ValueError(f"{where}: file {file!r:.100} is not under {variant.folder}")

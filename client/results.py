@@ -26,6 +26,9 @@ class InferResult:
     agreement does not hold for it."""
     policy_version: int
     """Version of the exit policy that was in force."""
+    variants: NDArray[np.int16]
+    """[n]: the variant of the model that answered, whose exits ``exits`` counts; 0 is the full
+    model, others are subnets of it."""
 
 
 class AnswerKind(StrEnum):

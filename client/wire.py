@@ -103,6 +103,7 @@ def _fields(response: ModelInferResponse) -> dict[str, Any]:
     exits = _per_sample(response, "offramp_exits", np.int32)
     confidences = _per_sample(response, "offramp_confidences", np.float32)
     forced = _flags(response, "offramp_forced", len(exits))
+    variants = _variants(response, len(exits))
     rows = {name: array.shape[0] if array.ndim else 0 for name, array in outputs.items()}
     _refuse_other_counts(**rows, offramp_exits=len(exits), offramp_confidences=len(confidences))
     return {
@@ -110,6 +111,7 @@ def _fields(response: ModelInferResponse) -> dict[str, Any]:
         "exits": exits,
         "confidences": confidences,
         "forced": forced,
+        "variants": variants,
         "policy_version": response.parameters["offramp_policy_version"].int64_param,
     }
 
@@ -147,6 +149,16 @@ def _flags(response: ModelInferResponse, name: str, samples: int) -> NDArray[np.
         raise ResponseError(f"parameter {name!r} has values besides 0 and 1: {values}")
     _refuse_other_counts(offramp_exits=samples, **{name: len(values)})
     return values.astype(np.bool_)
+
+
+def _variants(response: ModelInferResponse, samples: int) -> NDArray[np.int16]:
+    """The variant of each sample; the parameter is absent where the full model answered all."""
+    name = "offramp_variants"
+    if name not in response.parameters:
+        return np.zeros(samples, np.int16)
+    values: NDArray[np.int16] = _per_sample(response, name, np.int16)
+    _refuse_other_counts(offramp_exits=samples, **{name: len(values)})
+    return values
 
 
 def _refuse_other_counts(**counts: int) -> None:

@@ -15,9 +15,29 @@ from numpy.typing import NDArray
 from offramp.bundle import Answer
 from offramp.certify import MODEL_END, UNKNOWN
 from offramp.engine.agreement import agreement_of
-from offramp.engine.recorder import Recorder
 
 SampleIds = NDArray[np.int64]
+
+
+class TakesCodes(Protocol):
+    """Takes the codes of answers: a :class:`.Recorder`, or what audits a variant."""
+
+    def passed(
+        self,
+        sample_ids: SampleIds,
+        exit_index: int,
+        confidence: NDArray[np.float32],
+        prediction: NDArray[np.int32],
+    ) -> None:
+        """Take what an exit said of samples, ``UNKNOWN`` where it cannot be told yet."""
+
+    def compared(
+        self, sample_ids: SampleIds, exit_index: int, prediction: NDArray[np.int32]
+    ) -> None:
+        """Take what an exit said of samples, once it can be told."""
+
+    def final(self, sample_ids: SampleIds, prediction: NDArray[np.int32]) -> None:
+        """Take what the model's end said of samples."""
 
 
 class AnswerLog(Protocol):
@@ -39,7 +59,7 @@ class AnswerLog(Protocol):
         """Forget samples of which no more will be known."""
 
 
-def answer_log(answer: Answer, recorder: Recorder) -> AnswerLog:
+def answer_log(answer: Answer, recorder: TakesCodes) -> AnswerLog:
     """Make what compares a model's answers while serving."""
     return _ComparedAtEnd(answer, recorder) if answer.task.is_relative else _Codes(answer, recorder)
 
@@ -47,7 +67,7 @@ def answer_log(answer: Answer, recorder: Recorder) -> AnswerLog:
 class _Codes:
     """Answers whose code says whether they agree."""
 
-    def __init__(self, answer: Answer, recorder: Recorder) -> None:
+    def __init__(self, answer: Answer, recorder: TakesCodes) -> None:
         self._agreement, self._recorder = agreement_of(answer), recorder
 
     def begin(self, sample_ids: SampleIds, inputs: Mapping[str, NDArray[Any]]) -> None:
@@ -83,7 +103,7 @@ class _ComparedAtEnd:
     Each sample is with one stream's thread at a time, and has an entry of its own.
     """
 
-    def __init__(self, answer: Answer, recorder: Recorder) -> None:
+    def __init__(self, answer: Answer, recorder: TakesCodes) -> None:
         self._agreement, self._recorder = agreement_of(answer), recorder
         self._waiting: dict[int, _Waiting] = {}
 

@@ -257,6 +257,7 @@ class Engine:
             max_batch_size=served.options.max_batch_size,
             policy=whole_policy(self._executor.deployment(name).policy, served.evidence),
             scheduling=str(served.options.scheduling),
+            variants=tuple(variant.name for variant in served.variants),
         )
 
     def ready(self, model: str | None = None) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import ActiveExit, Bundle, ExitPolicy, Manifest, Profile
-from offramp.certify.decision import NEVER
+from offramp.certify.decision import MODEL_END, NEVER
 from offramp.engine.backends.base import Backend, Stage
 from offramp.engine.options import ModelOptions
 from offramp.engine.pipeline import Pipeline
@@ -24,8 +24,10 @@ from offramp.engine.plan import Mode, Plan, StageSpec, make_plan
 from offramp.engine.scheduling import (
     Latencies,
     OperatingPoints,
+    chooses_points,
     going_on,
     operating_points,
+    pareto_front,
     stage_seconds,
 )
 
@@ -34,8 +36,8 @@ STAGE_OVERHEAD_S: Final = 60e-6
 _KEPT_STAGES: Final = 32
 """Prepared stages that are kept though no plan has them: exits that were tried come back."""
 
-_Unit: TypeAlias = tuple[tuple[int, int, int | None], tuple[str, ...]]
-"""What a prepared stage was made of: a :attr:`StageSpec.unit`, and what it carries on."""
+_Unit: TypeAlias = tuple[int, tuple[int, int, int | None], tuple[str, ...]]
+"""What a prepared stage was made of: a variant, a :attr:`StageSpec.unit`, and what it carries on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,8 @@ class Deployment:
     """The plan's number, never used twice for a model (:attr:`.Run.plan`)."""
     policy: ExitPolicy
     pipeline: Pipeline
+    smaller: tuple[Pipeline, ...] = ()
+    """Those of the model's variants, from number 1 on."""
     points: OperatingPoints
     """Costs and worth of the stages, for the scheduling policy."""
 
@@ -53,6 +57,15 @@ class Deployment:
     def plan(self) -> Plan:
         """The stages."""
         return self.pipeline.plan
+
+    def of_variant(self, variant: int) -> Pipeline:
+        """Give what runs a variant; 0 is the full model."""
+        return self.smaller[variant - 1] if variant else self.pipeline
+
+    @property
+    def pipelines(self) -> tuple[Pipeline, ...]:
+        """All of them, by variant."""
+        return self.pipeline, *self.smaller
 
 
 class DeploymentMaker:
@@ -76,6 +89,10 @@ class DeploymentMaker:
         self._options = options
         self._profile = profile
         self._records = bundle.records()
+        self._smaller = [
+            (shown, _as_fast_as(profile, bundle.profile(), shown.profile()), shown.records())
+            for shown in served_variants(bundle, backend, mode, options)
+        ]
         self._stages: OrderedDict[_Unit, Stage] = OrderedDict()
         self._number = 0
         self._cancelled = threading.Event()
@@ -92,7 +109,7 @@ class DeploymentMaker:
         plan = self._in_shadow_mode(exits)
         pipeline = Pipeline(self._backend, plan, prepare=self._stage)
         self._evict(plan)
-        self._warm_up(pipeline)
+        self._warm_up(pipeline)  # variants are there since the start, and stay
 
     def renew(self, exits: Sequence[int]) -> None:
         """Load and warm up anew the stages of which engines were missing; takes seconds.
@@ -140,13 +157,26 @@ class DeploymentMaker:
         plan = make_plan(self._bundle, policy, self._mode)
         pipeline = Pipeline(self._backend, plan, prepare=self._stage)
         points = points_of(self._profile, self._records, plan, self._options)
+        smaller = tuple(
+            Pipeline(self._backend, make_plan(shown, shown.policy, self._mode), prepare=self._stage)
+            for shown, _, _ in self._smaller
+        )
+        points = with_variants(
+            points,
+            [
+                points_of(profile, records, pipeline.plan, self._options)
+                for (_, profile, records), pipeline in zip(self._smaller, smaller, strict=True)
+            ],
+        )
         if before is not None:
             if [s.unit for s in plan.stages] == [s.unit for s in before.plan.stages]:
                 points = replace(points, latencies=before.points.latencies)
             else:
                 points.latencies.calibrate(before.points.latencies.speed)
         self._number += 1
-        return Deployment(number=self._number, policy=policy, pipeline=pipeline, points=points)
+        return Deployment(
+            number=self._number, policy=policy, pipeline=pipeline, smaller=smaller, points=points
+        )
 
     def _in_shadow_mode(self, exits: Sequence[int]) -> Plan:
         """The plan of some exits that are run, and answer nothing."""
@@ -163,12 +193,72 @@ class DeploymentMaker:
 
     def _evict(self, plan: Plan) -> None:
         """Forget what was not used for longest; the deployments that run it keep it alive."""
-        while len(self._stages) > _KEPT_STAGES + len(plan.stages):
-            self._stages.popitem(last=False)
+        theirs = [unit for unit in self._stages if unit[0] == 0]
+        for unit in theirs[: max(len(theirs) - _KEPT_STAGES - len(plan.stages), 0)]:
+            del self._stages[unit]
 
 
 def _unit_of(spec: StageSpec) -> _Unit:
-    return spec.unit, spec.carried
+    return (spec.bundle.number if spec.bundle else 0), spec.unit, spec.carried
+
+
+def served_variants(
+    bundle: Bundle, backend: Backend, mode: Mode, options: ModelOptions
+) -> tuple[Bundle, ...]:
+    """Show the bundle as each of its variants that may serve, with number 1 first.
+
+    None does where nothing leaves early anyway (release mode, off), where the policy never chooses
+    them or may not (their answers are mostly outside the promise), or on a GPU.
+    """
+    may = mode in (Mode.LEAVE, Mode.AUDIT) and options.forced_exits and backend.on_cpu
+    if not may or not chooses_points(options.scheduling):
+        return ()
+    return bundle.variants()[1:]
+
+
+def _as_fast_as(here: Profile, compiled: Profile, of_variant: Profile) -> Profile:
+    """Give a variant's profile as it would be here, by what the full model takes here."""
+    factors = np.array(here.source_ms) / np.interp(
+        here.batch_sizes, compiled.batch_sizes, compiled.source_ms
+    )
+    factor = float(np.median(factors))
+
+    def scaled(rows: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+        return tuple(tuple((factor * np.array(row)).tolist()) for row in rows)
+
+    return replace(
+        of_variant,
+        source_ms=scaled([of_variant.source_ms])[0],
+        segments_ms=scaled(of_variant.segments_ms),
+        exits_ms=scaled(of_variant.exits_ms),
+        stages_ms=scaled(of_variant.stages_ms),
+    )
+
+
+def with_variants(points: OperatingPoints, smaller: Sequence[OperatingPoints]) -> OperatingPoints:
+    """Add the operating points of variants 1, 2 … to those of the full model.
+
+    A variant ends at its own answer at the latest: to run the full model behind it is no operating
+    point, but what audits do. What others dominate is left out.
+    """
+    if not smaller:
+        return points
+    full = points.latencies.variants[0]
+    latencies = Latencies(
+        full.seconds,
+        full.going_on,
+        smaller=[found.latencies.variants[0] for found in smaller],
+    )
+    every = [
+        *points.points,
+        *(
+            replace(point, variant=number)
+            for number, found in enumerate(smaller, 1)
+            for point in found.points
+            if point.exit != MODEL_END
+        ),
+    ]
+    return OperatingPoints(points=pareto_front(every, latencies), latencies=latencies)
 
 
 def points_of(

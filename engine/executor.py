@@ -349,7 +349,7 @@ class Executor:
         model, run, _ = task
         batch = self._batch(slot, task, carry)
         started_s = self._clock()
-        step = model.keep_in(run, model.under(run).pipeline.step(slot, run.stage, batch))
+        step = model.keep_in(run, model.pipeline_of(run).step(slot, run.stage, batch))
         runs_on = model.observe(run, step)
         with self._lock:
             now_s = self._clock()

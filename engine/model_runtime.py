@@ -11,16 +11,18 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from offramp.bundle import Variant
 from offramp.certify.decision import MODEL_END
 from offramp.engine.backends.base import Rows, TensorBatch
-from offramp.engine.comparison import answer_log
+from offramp.engine.comparison import AnswerLog, TakesCodes, answer_log
 from offramp.engine.deployment import Deployment
 from offramp.engine.errors import BackendError, DrainingError, EngineError
-from offramp.engine.pipeline import StageStep
+from offramp.engine.pipeline import Pipeline, StageStep
 from offramp.engine.request_table import CompletionQueue, Request, RequestTable
 from offramp.engine.scheduling import DropCause, Dropped, ModelScheduler, Policy, Run, Transition
 from offramp.engine.served_model import ServedModel
-from offramp.engine.statistics import Counters, CountersSnapshot
+from offramp.engine.statistics import Counters, CountersSnapshot, VariantStatistics
+from offramp.engine.variant_audits import AUDITED_SHARE, AuditCounts, VariantAudits
 
 _log = logging.getLogger(__name__)
 
@@ -48,9 +50,17 @@ class ModelRuntime:
         self.name = name
         self.model = model
         self.scheduler = scheduler
-        self.table = RequestTable(name, Counters(), completions, clock)
+        counters = Counters([variant.name for variant in model.variants])
+        self.table = RequestTable(name, counters, completions, clock)
         self._recorder = model.control.recorder if model.control else None
-        self._log = None if self._recorder is None else answer_log(model.answer, self._recorder)
+        self._audits: tuple[VariantAudits, ...] = ()
+        """Of the variants, where answers are compared."""
+        self._logs: tuple[AnswerLog, ...] = ()
+        """By variant, the full model first: what compares answers, where they are compared."""
+        if self._recorder is not None:
+            self._audits = tuple(VariantAudits(len(v.exits)) for v in model.variants)
+            told: tuple[TakesCodes, ...] = (self._recorder, *self._audits)
+            self._logs = tuple(answer_log(model.answer, takes) for takes in told)
         self._buffered: dict[int, Future[TensorBatch]] = {}
         """Tensors that wait at splits; each is there as soon as its stream has copied it."""
         self._deployments: dict[int, Deployment] = {}
@@ -70,6 +80,10 @@ class ModelRuntime:
         """The deployment that a run was started under."""
         return self._deployments[run.plan]
 
+    def pipeline_of(self, run: Run) -> Pipeline:
+        """What executes a run."""
+        return self.under(run).of_variant(run.variant)
+
     def snapshot(self) -> CountersSnapshot:
         """Give all counts, of one instant."""
         return self.table.counters.snapshot(
@@ -78,6 +92,19 @@ class ModelRuntime:
             auditing=self.scheduler.auditing,
             lost_feedback=self._recorder.lost if self._recorder else 0,
             out_of_range=self._recorder.left_out if self._recorder else 0,
+            variants=[self._of_variant(variant) for variant in self.model.variants],
+        )
+
+    def _of_variant(self, variant: Variant) -> VariantStatistics:
+        answered, forced = self.table.counters.of_variant(variant.index)
+        compared = self._audits[variant.index - 1].counts if self._audits else AuditCounts(0, 0)
+        return VariantStatistics(
+            name=variant.name,
+            answered=answered,
+            forced=forced,
+            audited=compared.audited,
+            disagreed=compared.disagreed,
+            agreement=variant.agreement,
         )
 
     def take_pieces(self, run: Run) -> Pieces:
@@ -121,13 +148,16 @@ class ModelRuntime:
         """Record that the samples of a batch start; without the lock."""
         if self._recorder is not None:
             deployment = self.under(run)
-            forced = run.outside_promise or run.deepest < len(deployment.plan.stages) - 1
+            forced = run.deepest < len(deployment.plan.stages) - 1
             self._recorder.start(run.sample_ids, deployment.policy.version, forced=forced)
+            if run.variant:
+                self._recorder.set_aside(run.sample_ids, AUDITED_SHARE)
+                self._audits[run.variant - 1].start(run.sample_ids)
 
     def check_inputs(self, run: Run, inputs: Mapping[str, NDArray[Any]]) -> None:
         """Leave samples out of the evidence whose inputs, [n, …], are out of range."""
-        if self._log is not None:
-            self._log.begin(run.sample_ids, inputs)
+        if self._logs:
+            self._logs[run.variant].begin(run.sample_ids, inputs)
         if self._recorder is not None and self.model.guard is not None:
             in_range = self.model.guard.in_range(inputs)
             if not in_range.all():
@@ -146,11 +176,12 @@ class ModelRuntime:
     def observe(self, run: Run, step: StageStep) -> NDArray[np.bool_] | None:
         """Record what a stage said, without the lock; gives which rows run on once answered."""
         recorder, answer = self._recorder, step.result.answer
-        if recorder is None or self._log is None:
+        if recorder is None:
             return None
         if answer is not None:
             exit_index = self._answered_by(run)
-            self._log.say(run.sample_ids, exit_index, answer, step.result.confidence)
+            log = self._logs[run.variant]
+            log.say(run.sample_ids, exit_index, answer, step.result.confidence)
         return recorder.runs_on(run.sample_ids)
 
     def conclude(
@@ -162,7 +193,7 @@ class ModelRuntime:
         another run will take them on.
         """
         exit_index, result = self._answered_by(run), step.result
-        counters = self.table.counters.stages[exit_index]
+        counters = self.table.counters.stages[run.variant, exit_index]
         counters.batch_size.observe(len(run.requests))
         counters.run_s.observe(run_s)
         # Survivors run on: on this stream, or from a buffer that others may be given at once.
@@ -174,14 +205,18 @@ class ModelRuntime:
         if self._recorder is not None:
             if exit_index != MODEL_END and len(transition.released):
                 rows = transition.released
-                self._recorder.answered(run.sample_ids[rows], exit_index, ~step.exited[rows])
+                if run.variant:
+                    self._audits[run.variant - 1].answered(run.sample_ids[rows], exit_index)
+                else:
+                    self._recorder.answered(run.sample_ids[rows], exit_index, ~step.exited[rows])
             runs_on = np.zeros(len(run.requests), np.bool_)
             runs_on[transition.survivors] = True
             leaves = ~runs_on
             leaves[transition.dropped] = False  # settled as lost
             self._recorder.finish(run.sample_ids[leaves])
-            if self._log is not None:
-                self._log.forget(run.sample_ids[leaves])
+            if run.variant:
+                self._audits[run.variant - 1].finish(run.sample_ids[leaves])
+            self._logs[run.variant].forget(run.sample_ids[leaves])
         # Released rows are answered. Those of them that survive run on for feedback.
         for rows in _by_request(run, transition.released):
             following = 0 if runs_on is None else int(np.count_nonzero(runs_on[rows]))
@@ -223,8 +258,8 @@ class ModelRuntime:
         for samples in self.scheduler.take_lost():
             if self._recorder is not None:
                 self._recorder.lose(samples.sample_ids)
-            if self._log is not None:
-                self._log.forget(samples.sample_ids)
+            for log in self._logs:
+                log.forget(samples.sample_ids)
             requests, counts = np.unique(samples.requests[samples.answered], return_counts=True)
             for number, count in zip(requests.tolist(), counts.tolist(), strict=True):
                 self.table.lose(number, count)
@@ -234,12 +269,16 @@ class ModelRuntime:
     def _put_in_force(self, deployment: Deployment) -> None:
         self._deployments[deployment.number] = deployment
         self.current = deployment
-        stages = deployment.plan.stages
-        self.table.counters.put_in_force({s.answered_by: s.threshold for s in stages})
+        thresholds = {
+            (variant, stage.answered_by): stage.threshold
+            for variant, pipeline in enumerate(deployment.pipelines)
+            for stage in pipeline.plan.stages
+        }
+        self.table.counters.put_in_force(thresholds)
 
     def _answered_by(self, run: Run) -> int:
         """The exit that gives the answers of a run's stage, or ``MODEL_END``."""
-        return self.under(run).plan.stages[run.stage].answered_by
+        return self.pipeline_of(run).plan.stages[run.stage].answered_by
 
     def _answer(
         self, run: Run, step: StageStep, rows: Rows, exit_index: int, following: int
@@ -254,9 +293,10 @@ class ModelRuntime:
                 answer[rows],
                 confidence[rows],
                 exit_index=exit_index,
-                forced=~step.exited[rows] | run.outside_promise,
+                forced=~step.exited[rows],
                 policy_version=self.under(run).policy.version,
                 following=following,
+                variant=run.variant,
             )
         except Exception as error:  # an exit whose answers have another shape, say
             _log.exception("%s: stage %d: its answer cannot be kept", self.name, run.stage)

@@ -156,6 +156,9 @@ def make_plan(bundle: Bundle, policy: ExitPolicy | None = None, mode: Mode = Mod
         return Plan(stages=(_source_stage(bundle),), policy_version=policy.version, mode=mode)
     # Where answers are observed, exits that answer nothing run in shadow mode.
     active = [a for a in policy.active if a.threshold < NEVER or mode.observed]
+    if bundle.number and (not active or active[-1].exit != bundle.manifest.exits[-1].index):
+        # What a subnet's exits are not sure of ends at its own answer, sure or not.
+        active.append(ActiveExit(exit=bundle.manifest.exits[-1].index, threshold=NEVER))
     stages = _of(bundle, plan_stages(bundle.manifest, bundle.read, active))
     return Plan(stages=stages, policy_version=policy.version, mode=mode)
 

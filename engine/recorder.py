@@ -20,7 +20,7 @@ CAPACITY: Final = 1 << 14
 _MOST_AT_ONCE: Final = 1 << 12
 """Samples read by one call."""
 _NOBODY: Final = -1
-_RUNNING, _FINISHED, _LOST, _LEFT_OUT = map(np.uint8, range(4))
+_RUNNING, _FINISHED, _LOST, _LEFT_OUT, _SET_ASIDE = map(np.uint8, range(5))
 
 SampleIds = NDArray[np.int64]
 
@@ -57,6 +57,7 @@ class Recorder:
         self._version = np.zeros(capacity, np.int64)
         self._forced = np.zeros(capacity, np.bool_)
         self._in_range = np.ones(capacity, np.bool_)
+        self._aside = np.zeros(capacity, np.bool_)
 
     def start(self, sample_ids: SampleIds, version: int, *, forced: bool = False) -> None:
         """Record samples [n] that start under a policy's version, and toss their coins.
@@ -78,12 +79,23 @@ class Recorder:
         self._version[slots] = version
         self._forced[slots] = forced
         self._in_range[slots] = True
+        self._aside[slots] = False
         self._sample_id[slots] = sample_ids
 
     def runs_on(self, sample_ids: SampleIds) -> NDArray[np.bool_]:
         """[n]: whether the sample's coin says that it runs on after an early answer."""
         chosen: NDArray[np.bool_] = self._runs_on[sample_ids & self._mask]
         return chosen
+
+    def set_aside(self, sample_ids: SampleIds, most_audited: float) -> None:
+        """Record samples that a variant answers: they are no evidence about the policy's exits.
+
+        Of them at most the share ``most_audited`` runs on.
+        """
+        slots, _ = self._own(sample_ids)
+        self._aside[slots] = True
+        keep = most_audited / np.maximum(self._audit_probability[slots], most_audited)
+        self._runs_on[slots] &= self._random.random(len(slots)) < keep
 
     def leave_out(self, sample_ids: SampleIds) -> None:
         """Record samples whose inputs are out of range: they will be no evidence."""
@@ -127,7 +139,8 @@ class Recorder:
     def finish(self, sample_ids: SampleIds) -> None:
         """Record that no more will be known of samples."""
         slots, _ = self._own(sample_ids)
-        self._state[slots] = np.where(self._in_range[slots], _FINISHED, _LEFT_OUT)
+        state = np.where(self._in_range[slots], _FINISHED, _LEFT_OUT)
+        self._state[slots] = np.where(self._aside[slots], _SET_ASIDE, state)
 
     def lose(self, sample_ids: SampleIds) -> None:
         """Record that samples left otherwise than they were meant to: they are no evidence."""
@@ -161,8 +174,9 @@ class Recorder:
             return None
         self._read += count
         left_out = int(np.count_nonzero(self._state[slots] == _LEFT_OUT))
+        aside = int(np.count_nonzero(self._state[slots] == _SET_ASIDE))
         self.left_out += left_out
-        self.lost += count - len(known) - left_out
+        self.lost += count - len(known) - left_out - aside
         return seen if len(known) else None
 
     def _own(self, sample_ids: SampleIds) -> tuple[SampleIds, NDArray[np.bool_]]:

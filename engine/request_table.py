@@ -89,6 +89,8 @@ class Request:
     """[count]: the exit that answered the sample; ``MODEL_END`` is the model's own answer."""
     forced: NDArray[np.bool_] = field(init=False)
     """[count]: whether the sample had to leave where it did, below the exit's threshold."""
+    variants: NDArray[np.int16] = field(init=False)
+    """[count]: the variant that answered the sample; 0 is the full model."""
     policy_version: int = 0
     """Of the policy that the answers were given under; the latest, should they differ."""
     error: EngineError | None = None
@@ -103,6 +105,7 @@ class Request:
         self.first = RequestAnswers(count=self.count)
         self.exits = np.full(self.count, MODEL_END, np.int32)
         self.forced = np.zeros(self.count, np.bool_)
+        self.variants = np.zeros(self.count, np.int16)
 
 
 class CompletionQueue:
@@ -217,12 +220,13 @@ class RequestTable:
         forced: NDArray[np.bool_],
         policy_version: int,
         following: int = 0,
+        variant: int = 0,
     ) -> None:
         """Note the answers that a stage gave to n samples of a request, if it is still open.
 
-        ``rows`` [n] are within the request, ``values`` [n, classes]; ``exit_index`` answered, or
-        ``MODEL_END``; ``forced`` [n] are below its threshold, to be in time; ``following`` of them
-        run on.
+        ``rows`` [n] are within the request, ``values`` [n, classes]; ``exit_index`` of ``variant``
+        answered, or ``MODEL_END``; ``forced`` [n] are below its threshold, to be in time;
+        ``following`` of them run on.
         """
         request, count = self._open.get(number), len(rows)
         if request is None:
@@ -233,12 +237,13 @@ class RequestTable:
         request.first.fill(rows, values, confidence)
         request.exits[rows] = exit_index
         request.forced[rows] = forced
+        request.variants[rows] = variant
         request.remaining -= count
         request.policy_version = max(request.policy_version, policy_version)
         if following and request.followup is not None:
             request.following += following
             request.final = request.final or RequestAnswers(count=request.count)
-        counters = self.counters.stages[exit_index]
+        counters = self.counters.stages[variant, exit_index]
         counters.answered += count
         counters.forced += int(np.count_nonzero(forced))
         if request.remaining == 0:

@@ -29,6 +29,8 @@ class EngineResult:
     forced: NDArray[np.bool_]
     """[n]: whether the sample had to leave there, below the exit's threshold, to be in time."""
     policy_version: int
+    variants: NDArray[np.int16]
+    """[n]: the variant that answered, whose exits ``exits`` counts; 0 is the full model."""
 
 
 class ResultKind(StrEnum):
@@ -64,6 +66,7 @@ class StreamResult(EngineResult):
             confidences=request.first.confidences,
             forced=request.forced,
             policy_version=request.policy_version,
+            variants=request.variants,
             kind=ResultKind.ANSWER if request.final is None else ResultKind.EARLY,
             final=request.exits == MODEL_END,
             corrected=np.zeros(request.count, np.bool_),
@@ -87,6 +90,7 @@ class StreamResult(EngineResult):
             cls.first(answer.output, request),
             outputs={answer.output: values},
             exits=np.where(known, np.int32(MODEL_END), request.exits),
+            variants=np.where(known, np.int16(0), request.variants),
             confidences=confidences,
             kind=ResultKind.CORRECTION if corrected.any() else ResultKind.CONFIRMATION,
             final=known | (request.exits == MODEL_END),
@@ -108,3 +112,5 @@ class ModelInfo:
     policy: ExitPolicy
     """The exit policy in force, with the promise that it was certified for."""
     scheduling: str
+    variants: tuple[str, ...] = ()
+    """Names of the variants that may answer in the model's place, from number 1 on."""

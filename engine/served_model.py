@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.bundle import Answer, Bundle, Profile, TensorSpec
+from offramp.bundle import Answer, Bundle, Profile, TensorSpec, Variant
 from offramp.engine.backends import Backend, Slot
 from offramp.engine.backends.factory import CPU_RUNTIMES
 from offramp.engine.control.controller import Controller, ControlStatus
@@ -76,6 +76,8 @@ class ServedModel:
     options: ModelOptions
     deployment: Deployment
     """The one to start with."""
+    variants: tuple[Variant, ...] = ()
+    """The variants that may serve besides the full model, from number 1 on."""
     scheduler: ModelScheduler
     """Made for that deployment."""
     good_inputs: Mapping[str, NDArray[Any]]
@@ -143,6 +145,7 @@ class ServedModel:
             mode=mode,
             options=of_model,
             deployment=deployment,
+            variants=bundle.manifest.variants if deployment.smaller else (),
             scheduler=scheduler,
             good_inputs=zeros(bundle.manifest, 1),
             control=control,
@@ -153,7 +156,8 @@ class ServedModel:
 
     def probe(self, slot: Slot, deployment: Deployment) -> None:
         """Run a sample that is known to be good through all stages."""
-        deployment.pipeline.warm_up(slot, self.good_inputs)
+        for pipeline in deployment.pipelines:
+            pipeline.warm_up(slot, self.good_inputs)
 
     def warm_up(self, slot: Slot, deployment: Deployment) -> None:
         """Run every size that matters twice, the largest first (a CUDA graph is made then)."""
@@ -259,7 +263,8 @@ def _speed(deployment: Deployment, bundle: Bundle, max_batch_size: int) -> float
     slot = pipeline.backend.open_slot()
     try:
         for size in range(max_batch_size, 0, -1) if pipeline.backend.on_cpu else ():
-            pipeline.warm_up(slot, zeros(bundle.manifest, size))
+            for each in deployment.pipelines:
+                each.warm_up(slot, zeros(bundle.manifest, size))
         ratios = []
         for size in {1, max_batch_size}:
             batch = zeros(bundle.manifest, size)

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from offramp.certify.decision import MODEL_END, NEVER
 from offramp.engine.control.controller import ControlStatus
@@ -77,6 +78,23 @@ class StageStatistics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VariantStatistics:
+    """The counts of a variant of the model, a subnet of it."""
+
+    name: str
+    answered: int
+    """Samples that it answered."""
+    forced: int
+    """Those of them that no certificate covers."""
+    audited: int
+    """Those of them that the full model answered too, for comparison."""
+    disagreed: int
+    """Those of the audited that it answered otherwise."""
+    agreement: float
+    """Share that the whole subnet answered like the full model at calibration."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CountersSnapshot:
     """A snapshot of everything counted since the model was loaded.
 
@@ -109,6 +127,8 @@ class CountersSnapshot:
     """Samples that were padded to share a batch, each time that they were."""
     padded_positions: int = 0
     """Positions that were added to them."""
+    variants: tuple[VariantStatistics, ...] = ()
+    """The variants that may serve besides the full model."""
     queue_s: Histogram
     """Seconds from submission to first dispatch, per request part."""
     latency_s: Histogram
@@ -140,6 +160,16 @@ class ModelStatistics(CountersSnapshot):
     """What the controller knows; ``None`` where nothing is observed (leave mode, off)."""
 
 
+Place: TypeAlias = tuple[int, int]
+"""A variant, and an exit of it, or ``MODEL_END``."""
+
+
+def _depth(place: Place) -> tuple[int, bool, int]:
+    """Sort key: the full model's end is the least, behind all its exits and all variants."""
+    variant, exit_index = place
+    return variant, exit_index != MODEL_END, -exit_index
+
+
 class HistogramCounter:
     """Counts observations; one writer at a time."""
 
@@ -159,7 +189,7 @@ class HistogramCounter:
 
 
 class StageCounters:
-    """Counts what one exit, or the model's end, does, whatever plan it is a stage of."""
+    """Counts what one exit, or the end, of a variant does, whatever plan it is a stage of."""
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -183,11 +213,16 @@ class StageCounters:
 
 
 class Counters:
-    """Everything that is counted for a model; written under the executor's lock."""
+    """Everything that is counted for a model; written under the executor's lock.
 
-    def __init__(self) -> None:
-        self.stages: dict[int, StageCounters] = {}
-        """By the exit that the stage ends with, ``MODEL_END`` for the model's own answer."""
+    ``variants`` are the names of those besides the full model.
+    """
+
+    def __init__(self, variants: Sequence[str] = ()) -> None:
+        self._variants = tuple(variants)
+        self.stages: dict[Place, StageCounters] = {}
+        """By variant, and the exit that the stage ends with: ``MODEL_END`` for the model's own
+        answer. What a variant has there is the full model, which audits run."""
         self.requests = 0
         self.samples = 0
         self.failed: Counter[str] = Counter()
@@ -197,12 +232,21 @@ class Counters:
         self.queue_s = HistogramCounter(HISTOGRAM_BOUNDS_S)
         self.latency_s = HistogramCounter(HISTOGRAM_BOUNDS_S)
 
-    def put_in_force(self, thresholds: Mapping[int, float]) -> None:
-        """Count for a plan's stages, given their thresholds by exit; what was counted is kept."""
-        for exit_index in thresholds.keys() - self.stages.keys():
-            self.stages[exit_index] = StageCounters(exit_label(exit_index))
-        for exit_index, counters in self.stages.items():
-            counters.threshold = thresholds.get(exit_index, NEVER)
+    def put_in_force(self, thresholds: Mapping[Place, float]) -> None:
+        """Count for plans' stages, given their thresholds by place; what was counted is kept."""
+        for place in thresholds.keys() - self.stages.keys():
+            self.stages[place] = StageCounters(self._label(*place))
+        for place, counters in self.stages.items():
+            counters.threshold = thresholds.get(place, NEVER)
+
+    def _label(self, variant: int, exit_index: int) -> str:
+        label = exit_label(exit_index)
+        return f"{self._variants[variant - 1]}: {label}" if variant else label
+
+    def of_variant(self, variant: int) -> tuple[int, int]:
+        """Give how many samples a variant answered, and how many of them were forced."""
+        mine = [counters for (number, _), counters in self.stages.items() if number == variant]
+        return sum(c.answered for c in mine), sum(c.forced for c in mine)
 
     def snapshot(
         self,
@@ -212,10 +256,11 @@ class Counters:
         auditing: int = 0,
         lost_feedback: int = 0,
         out_of_range: int = 0,
+        variants: Sequence[VariantStatistics] = (),
     ) -> CountersSnapshot:
         """Give the counts so far, and what scheduler and recorder hold at the same instant."""
-        in_depth_order = sorted(self.stages, key=lambda exit_: (exit_ == MODEL_END, exit_))
-        stages = tuple(self.stages[exit_].snapshot() for exit_ in in_depth_order)
+        in_depth_order = sorted(self.stages, key=_depth, reverse=True)
+        stages = tuple(self.stages[place].snapshot() for place in in_depth_order)
         return CountersSnapshot(
             stages=stages,
             requests=self.requests,
@@ -231,6 +276,7 @@ class Counters:
             unseen_lengths=self.unseen_lengths,
             padded=self.padded,
             padded_positions=self.padded_positions,
+            variants=tuple(variants),
             queue_s=self.queue_s.snapshot(),
             latency_s=self.latency_s.snapshot(),
         )

@@ -281,7 +281,8 @@ def _end(response: ModelInferResponse, *, final: bool) -> None:
 def _write_parameters(response: ModelInferResponse, result: EngineResult) -> None:
     """Parameters hold scalars and strings only: what is per sample is joined by commas.
 
-    ``offramp_forced``, 0 or 1 a sample, is there only where the promise does not hold for one.
+    ``offramp_forced``, 0 or 1 a sample, is there only where the promise does not hold for one;
+    ``offramp_variants``, a number a sample, only where another variant than the full model answered.
     """
     parameters = response.parameters
     parameters["offramp_policy_version"].int64_param = result.policy_version
@@ -290,6 +291,9 @@ def _write_parameters(response: ModelInferResponse, result: EngineResult) -> Non
     parameters["offramp_confidences"].string_param = ",".join(confidences)
     if result.forced.any():
         parameters["offramp_forced"].string_param = _flags(result.forced)
+    if result.variants.any():
+        variants = map(str, result.variants.tolist())
+        parameters["offramp_variants"].string_param = ",".join(variants)
 
 
 def _flags(values: NDArray[np.bool_]) -> str:

@@ -49,6 +49,10 @@ class EngineCollector(Collector):
         stages = [((name, s.label), s) for name, model in models for s in model.stages]
         for kind, readings in _STAGE_METRICS:
             yield from _families(kind, readings, stages, labels=("model", "exit"))
+        variants = [((name, v.name), v) for name, model in models for v in model.variants]
+        if variants:
+            labels = ("model", "variant")
+            yield from _families(CounterMetricFamily, _VARIANTS, variants, labels=labels)
         # without an exit in use there is nothing to promise
         promises = [
             (model.name, model.policy.promise)
@@ -111,6 +115,24 @@ _COUNTERS: Final[_Readings] = {
     ),
     "offramp_padded_samples": ("Samples that were padded to share a batch.", "padded"),
     "offramp_padded_positions": ("Positions that were added to them.", "padded_positions"),
+}
+_VARIANTS: Final[_Readings] = {
+    "offramp_variant_answered_samples": (
+        "Samples that a variant of the model answered.",
+        "answered",
+    ),
+    "offramp_variant_forced_samples": (
+        "Samples that a variant answered and no certificate covers.",
+        "forced",
+    ),
+    "offramp_variant_audited_samples": (
+        "Samples that a variant answered, and the full model for comparison.",
+        "audited",
+    ),
+    "offramp_variant_disagreed_samples": (
+        "Samples that a variant answered unlike the full model, of those compared.",
+        "disagreed",
+    ),
 }
 _GAUGES: Final[_Readings] = {
     "offramp_queued_samples": ("Samples waiting now.", "queued"),

@@ -165,6 +165,22 @@ class ExitView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VariantView:
+    """A row of the table of variants."""
+
+    name: str
+    answered: int
+    share: float
+    """Of all answers, 0 to 1."""
+    forced: int
+    calibrated: str
+    """How often the whole subnet agreed with the full model at calibration."""
+    audited: int
+    agreed: str
+    """How often its answers did while serving."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelView:
     """A model's part of the page."""
 
@@ -181,6 +197,7 @@ class ModelView:
     """How many of the device's streams are in service."""
     uptime: str
     exits: tuple[ExitView, ...]
+    variants: tuple[VariantView, ...]
     promise: str | None
     """The agreement promise in words; ``None`` where none is in force, or more is known."""
     agreement: AgreementView | None
@@ -225,6 +242,7 @@ def view_model(model: ModelInfo, statistics: ModelStatistics, *, ready: bool) ->
         streams=_describe_streams(statistics),
         uptime=describe_duration(statistics.uptime_s),
         exits=tuple(_view_exits(statistics)),
+        variants=tuple(_view_variants(statistics)),
         promise=_promise_in_force(model, statistics),
         agreement=view_agreement(statistics, model.policy.promise),
         agrees=None
@@ -286,6 +304,22 @@ def _view_exits(statistics: ModelStatistics) -> Iterable[ExitView]:
         )
         for stage in statistics.stages
     )
+
+
+def _view_variants(statistics: ModelStatistics) -> Iterator[VariantView]:
+    for variant in statistics.variants:
+        agreed = "–"
+        if variant.audited:
+            agreed = percent(1 - variant.disagreed / variant.audited)
+        yield VariantView(
+            name=variant.name,
+            answered=variant.answered,
+            share=variant.answered / max(statistics.answered, 1),
+            forced=variant.forced,
+            calibrated=percent(variant.agreement),
+            audited=variant.audited,
+            agreed=agreed,
+        )
 
 
 def _describe_threshold(stage: StageStatistics, *, last: bool) -> str:

@@ -310,6 +310,7 @@ class FakeEngine:
             confidences=confidences,
             forced=forced,
             policy_version=7,
+            variants=np.zeros(len(x), np.int16),
         )
 
     def _statistics(self) -> ModelStatistics:

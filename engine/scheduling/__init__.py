@@ -19,6 +19,7 @@ from offramp.engine.scheduling.device import Assignment, DeviceScheduler
 from offramp.engine.scheduling.factory import (
     POLICIES,
     PolicyName,
+    chooses_points,
     make_policy,
     make_scheduler,
     may_buffer,
@@ -58,6 +59,7 @@ __all__ = [
     "Submission",
     "Transition",
     "Wait",
+    "chooses_points",
     "going_on",
     "make_policy",
     "make_scheduler",

@@ -151,11 +151,6 @@ class Run(NamedTuple):
     """The variant of the model that it runs, from its start to its end; 0 is the full model."""
 
     @property
-    def outside_promise(self) -> bool:
-        """Whether all its answers are outside the promise, which is about the full model."""
-        return self.variant > 0
-
-    @property
     def requests(self) -> NDArray[np.int64]:
         """[n]: the request of each row."""
         return self.samples.requests

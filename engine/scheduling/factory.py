@@ -87,6 +87,15 @@ def may_buffer(chosen: PolicyName) -> bool:
     return not (isinstance(kind, type) and issubclass(kind, NeverBuffers))
 
 
+def chooses_points(chosen: PolicyName) -> bool:
+    """Whether a policy chooses among operating points, so that it may run other variants."""
+    if chosen.name == Fixed.name:
+        return chosen.variant > 0
+    kind: object = _BY_NAME[chosen.name]
+    chooses = isinstance(kind, type) and issubclass(kind, SlackPolicy)
+    return chooses and kind is not slack.Clockwork
+
+
 def make_scheduler(
     chosen: PolicyName,
     points: OperatingPoints,

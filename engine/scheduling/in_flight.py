@@ -179,6 +179,13 @@ class InFlight:
         samples = batch.samples
         if batch.stage == batch.deepest:
             released, ended = (~samples.answered).nonzero()[0], samples.answered.nonzero()[0]
+            last = batch.plan.latencies.last(batch.variant)
+            if batch.variant and batch.stage < last and len(audited := runs_on.nonzero()[0]):
+                # A subnet ends at its own answer; behind it is the full model, for audits alone.
+                batch.deepest = last
+                batch.samples = samples.answering(released)
+                ended = (samples.answered & ~runs_on).nonzero()[0]
+                return Transition(released, _NO_ROWS, audited, ended=ended)
             return Transition(released, _NO_ROWS, _NO_ROWS, ended=ended)
         newly = exited & ~samples.answered
         staying = ~newly | runs_on

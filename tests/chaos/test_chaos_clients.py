@@ -52,6 +52,7 @@ def result(kind: AnswerKind, rows: int, exit_: int) -> StreamedResult:
         exits=np.full(rows, exit_, np.int32),
         confidences=TRUTH.confidences[exit_].repeat(rows),
         forced=np.zeros(rows, np.bool_),
+        variants=np.zeros(rows, np.int16),
         policy_version=1,
         kind=kind,
         corrected=np.zeros(rows, np.bool_),

@@ -1,0 +1,289 @@
+"""Bundles with variants: what each answers, what is measured of it, and what is promised of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+from tests import models
+from tests.bundles import compile_tiny
+from tests.integration.test_cascade import time_ms
+from tests.integration.test_compile_tiny import Arrays, images
+from tests.quantised import Rounded
+from tests.unit.engine.serving import until
+
+from offramp.bundle import ActiveExit, Bundle, BundleIntegrityError, ExitPolicy, write_bundle
+from offramp.bundle.files import dump
+from offramp.calibration import profiling
+from offramp.compiler.model import SourceModel
+from offramp.compiler.variants import SubnetBundle, write_with_variants
+from offramp.engine import model_runtime
+from offramp.engine.backends.onnxruntime import make_session
+from offramp.engine.core import Engine
+from offramp.engine.errors import OptionsError
+from offramp.engine.options import EngineOptions, ModelOptions
+from offramp.engine.plan import Mode
+from offramp.engine.results import EngineResult
+from offramp.engine.scheduling import PolicyName
+from offramp.engine.statistics import ModelStatistics
+from offramp.server.metrics import render_metrics
+from offramp.server.status import render_status
+
+ROWS = 60
+BITS = (4, 2)
+"""Of the weights of the copies that stand for subnets: the first agrees more often."""
+
+
+class Keeping:
+    """Rounds weights, and keeps the copy."""
+
+    def __init__(self, bits: int) -> None:
+        self._round, self.copy = Rounded(bits), b""
+
+    def __call__(self, model: SourceModel, samples: Any) -> bytes:
+        self.copy = self._round(model, samples)
+        return self.copy
+
+
+class Compiled(NamedTuple):
+    bundle: Bundle
+    quiet: Bundle
+    """The same without exits in use: each variant has one operating point, its own answer."""
+    copies: list[bytes]
+    unseen: Arrays
+
+    def answers(self, graph: bytes) -> NDArray[Any]:
+        session = make_session(graph, 1)
+        found: NDArray[Any] = session.run(None, self.unseen)[0]
+        return found
+
+    @property
+    def full(self) -> NDArray[Any]:
+        return self.answers(self.bundle.read("source.onnx"))
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
+    """The smaller the variant, the faster, whatever the machine does."""
+    folder = tmp_path_factory.mktemp("variants")
+    model, data = models.residual_cnn(), images()
+    settings: dict[str, Any] = {"candidates": 2, "epochs": 2, "max_overhead": None}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(profiling.TimedGraph, "time_ms", time_ms)
+        patched.setattr(profiling, "_staged_ms", lambda *_: 1.25)
+        patched.setattr(profiling, "disturbances", lambda *_: ())
+        full = compile_tiny(model, data, folder, name="full", **settings)
+        subnets, copies = [], []
+        for number, bits in enumerate(BITS, 1):
+            keeping = Keeping(bits)
+            name = f"subnet{number}"
+            made = compile_tiny(
+                model, data, folder, name=name, quantise=keeping, precision="int8", **settings
+            )
+            made = faster(made, 2.0**-number)
+            subnets.append(SubnetBundle(name=f"{bits} bits", bundle=made))
+            copies.append(keeping.copy)
+        bundle = write_with_variants(folder / "supernet.ee", full, subnets)
+        quiet = with_policies(bundle, folder / "quiet.ee", ExitPolicy(version=3, active=()))
+        unseen = images(ROWS, seed=1)
+        unseen.pop("label", None)
+        yield Compiled(bundle, quiet, copies, unseen)
+
+
+def faster(bundle: Bundle, factor: float) -> Bundle:
+    """Write a bundle again whose profile says that all but the model itself is so much faster."""
+    profile = bundle.profile()
+    quick = [tuple(factor * ms for ms in row) for row in profile.segments_ms[:-1]]
+    changed = replace(profile, segments_ms=(*quick, profile.segments_ms[-1]))
+    files: dict[str, Any] = {e.path: bundle.read(e.path) for e in bundle.manifest.files}
+    files["profiles/cpu.json"] = dump(changed)
+    manifest = replace(bundle.manifest, files=())
+    return write_bundle(bundle.path, manifest, bundle.policy, files, overwrite=True)
+
+
+def serve(
+    bundle: Bundle,
+    body: Callable[[Engine], Coroutine[Any, Any, None]],
+    *,
+    mode: Mode = Mode.LEAVE,
+    policy: str,
+    **options: Any,
+) -> None:
+    async def run() -> None:
+        defaults = ModelOptions(scheduling=PolicyName.parse(policy), max_batch_size=8, **options)
+        served = EngineOptions(
+            mode=mode, backend="onnxruntime", defaults=defaults, threads=1, keep_state=False
+        )
+        async with await Engine.open({"m": bundle.path}, served) as engine:
+            await asyncio.wait_for(body(engine), 60)
+
+    asyncio.run(run())
+
+
+def answers_of(result: EngineResult) -> NDArray[Any]:
+    (answers,) = result.outputs.values()
+    return answers
+
+
+def own(bundle: Bundle, variant: int) -> int:
+    return bundle.manifest.variants[variant - 1].exits[-1].index
+
+
+def fixed(bundle: Bundle, variant: int) -> str:
+    return f"fixed:{own(bundle, variant)}@{variant}"
+
+
+def of(engine: Engine) -> ModelStatistics:
+    return engine.statistics()["m"]
+
+
+def with_policies(bundle: Bundle, path: Path, policy: ExitPolicy) -> Bundle:
+    """Write the bundle with the same policy for each variant."""
+    files: dict[str, Any] = {e.path: bundle.read(e.path) for e in bundle.manifest.files}
+    files |= {v.folder + "policy.json": dump(policy) for v in bundle.manifest.variants}
+    manifest = replace(bundle.manifest, files=())
+    return write_bundle(path, manifest, bundle.policy, files, overwrite=True)
+
+
+def test_a_bundle_shows_itself_as_each_of_its_variants(compiled: Compiled) -> None:
+    bundle = Bundle.open(compiled.bundle.path)
+    full, *smaller = bundle.variants()
+    assert full == bundle
+    assert [v.name for v in bundle.manifest.variants] == ["4 bits", "2 bits"]
+    for number, shown in enumerate(smaller, 1):
+        assert shown.number == number
+        assert shown.manifest.subnet == bundle.manifest.variants[number - 1].name
+        assert shown.manifest.is_cascade
+        assert shown.manifest.segments[-1].file == "source.onnx"
+        exits = len(shown.manifest.exits)
+        assert shown.records()["confidence"].shape[0] == exits == len(shown.profile().exits_ms)
+        assert shown.manifest.exits[-1].head.kind == "own"
+        segment = shown.manifest.segments[0]
+        assert segment.file.startswith(f"variants/{number}/segments/")
+        assert onnx.load_from_string(shown.read(segment.file)).graph.node
+    assert not full.manifest.is_cascade
+    agreements = [variant.agreement for variant in bundle.manifest.variants]
+    assert agreements == sorted(agreements, reverse=True)
+
+
+def test_a_variant_answers_what_its_subnet_does(compiled: Compiled) -> None:
+    quiet = compiled.quiet
+    for number, copy in enumerate(compiled.copies, 1):
+
+        async def body(engine: Engine, number: int = number, copy: bytes = copy) -> None:
+            result = await engine.infer("m", compiled.unseen)
+            np.testing.assert_allclose(
+                answers_of(result), compiled.answers(copy), rtol=1e-4, atol=1e-5
+            )
+            assert (result.variants == number).all()
+            assert (result.exits == own(quiet, number)).all()
+            assert result.forced.all(), "nothing is certified of them"
+            mine = of(engine).variants[number - 1]
+            assert (mine.answered, mine.forced, mine.audited) == (ROWS, ROWS, 0)
+            assert engine.model("m").variants == ("4 bits", "2 bits")
+
+        serve(quiet, body, policy=fixed(quiet, number))
+
+
+def test_what_a_variants_certified_exits_answer_is_not_forced(
+    compiled: Compiled, tmp_path: Path
+) -> None:
+    last = own(compiled.bundle, 1)
+    sure = ExitPolicy(version=1, active=(ActiveExit(exit=last, threshold=0.5),))
+    bundle = with_policies(compiled.bundle, tmp_path / "sure.ee", sure)
+
+    async def body(engine: Engine) -> None:
+        result = await engine.infer("m", compiled.unseen)
+        assert (result.variants == 1).all()
+        assert 0 < result.forced.sum() < ROWS
+        assert (result.forced == (result.confidences < 0.5)).all()
+
+    serve(bundle, body, policy=fixed(bundle, 1))
+
+
+def test_audits_of_variants_run_the_full_model(
+    compiled: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything is audited here: the counts are those of the two models run by themselves."""
+    monkeypatch.setattr(model_runtime, "AUDITED_SHARE", 1.0)
+    bundle = compiled.quiet
+    found: list[EngineResult] = []
+
+    async def body(engine: Engine) -> None:
+        found.append(await engine.infer("m", compiled.unseen))
+        await until(lambda: of(engine).auditing == 0 and of(engine).in_flight == 0)
+        mine = of(engine).variants[1]
+        said = answers_of(found[0]).argmax(1)
+        assert mine.audited == ROWS
+        assert mine.disagreed == int((said != compiled.full.argmax(1)).sum()) > 0
+        control = of(engine).control
+        assert control is not None
+        assert control.observed == 0, "they are no evidence about the full model's exits"
+        assert of(engine).lost_feedback == 0
+        assert of(engine).out_of_range == 0
+
+    serve(bundle, body, mode=Mode.AUDIT, policy=fixed(bundle, 2), trust_inputs=True)
+
+
+def test_a_small_share_of_what_variants_answer_is_audited(compiled: Compiled) -> None:
+    async def body(engine: Engine) -> None:
+        for _ in range(20):
+            await engine.infer("m", compiled.unseen)
+        await until(lambda: of(engine).auditing == 0)
+        assert 0 < of(engine).variants[0].audited < 20 * ROWS / 10
+
+    serve(compiled.quiet, body, mode=Mode.AUDIT, policy=fixed(compiled.quiet, 1))
+
+
+def test_variants_serve_only_where_a_policy_chooses_them(compiled: Compiled) -> None:
+    async def body(engine: Engine) -> None:
+        assert engine.model("m").variants == ()
+        result = await engine.infer("m", compiled.unseen)
+        assert not result.variants.any()
+
+    serve(compiled.bundle, body, policy="run-through")
+    serve(compiled.bundle, body, policy="slackfit", forced_exits=False)
+    serve(compiled.bundle, body, policy="slackfit", mode=Mode.RELEASE)
+    with pytest.raises(OptionsError, match="exit 9@1 is not in use here.*final"):
+        serve(compiled.bundle, body, policy="fixed:9@1")
+
+
+def test_the_cheapest_point_is_the_smallest_variant(compiled: Compiled) -> None:
+    async def body(engine: Engine) -> None:
+        result = await engine.infer("m", compiled.unseen)
+        assert (result.variants == 2).all()
+
+    serve(compiled.bundle, body, policy="cheapest")
+
+
+def test_metrics_and_status_page_name_variants(compiled: Compiled) -> None:
+    bundle = compiled.quiet
+
+    async def body(engine: Engine) -> None:
+        await engine.infer("m", compiled.unseen)
+        metrics = render_metrics(engine).decode()
+        answered = 'offramp_variant_answered_samples_total{model="m",variant="4 bits"} 60.0'
+        assert answered in metrics
+        label = f"4 bits: exit {own(bundle, 1)}"
+        assert f'exit="{label}"' in metrics
+        page = render_status(engine)
+        assert "Variants of the model" in page
+        assert label in page
+
+    serve(bundle, body, policy=fixed(bundle, 1))
+
+
+def test_a_variants_files_are_checked_as_all_others(compiled: Compiled, tmp_path: Path) -> None:
+    copy = with_policies(compiled.bundle, tmp_path / "c.ee", ExitPolicy(version=1, active=()))
+    (copy.path / "variants/1/records.npz").write_bytes(b"altered")
+    with pytest.raises(BundleIntegrityError, match=r"variants/1/records\.npz"):
+        Bundle.open(copy.path)
+
+
