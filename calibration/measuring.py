@@ -33,7 +33,7 @@ from offramp.engine.agreement import Agreement, agreement_of
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Plan
-from offramp.engine.timing import Estimate, MachineLoad, Rounds, disturbances
+from offramp.engine.timing import Estimate, MachineLoad, Rounds, clock_of, disturbances
 
 MEASURED_BATCH_SIZES = (1, 16)
 Clock = Callable[[], float]
@@ -127,16 +127,21 @@ def measure_runners(
     batch_sizes: Sequence[int],
     threads: int,
     budget: Budget | None = None,
-    clock: Clock = time.perf_counter,
+    clock: Clock | None = None,
+    wall_clock: Clock = time.perf_counter,
     cpu_clock: Clock = time.process_time,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Measured:
-    """Measure whatever answers batches; see :func:`measure_policy`."""
+    """Measure whatever answers batches; see :func:`measure_policy`.
+
+    ``clock`` times what is compared; ``None`` is that of so many threads.
+    """
+    clock = clock or clock_of(threads)
     sizes, rounds, agrees = [], [], []
     used: set[int] = set()
-    started_s, started_cpu_s = clock(), cpu_clock()
+    started_s, started_cpu_s = wall_clock(), cpu_clock()
     for size in batch_sizes:
-        seconds = _warm_up(compared, dataset.take(np.arange(size) % len(dataset)), clock)
+        seconds = _warm_up(compared, dataset.take(np.arange(size) % len(dataset)), wall_clock)
         how_many = (budget or Budget()).batches(seconds, len(stage) / size)
         batches = deal(stage, *how_many, size)
         # Survivors come in many sizes, and each is slower the first time. Those that occur are
@@ -153,7 +158,7 @@ def measure_runners(
         source, bundle = systems[:2]
         agrees.append(bundle.codes(source) == source.codes(source))
         progress(1)
-    load = MachineLoad(wall_s=clock() - started_s, own_cpu_s=cpu_clock() - started_cpu_s)
+    load = MachineLoad(wall_s=wall_clock() - started_s, own_cpu_s=cpu_clock() - started_cpu_s)
     return Measured(
         device="cpu",
         threads=threads,

@@ -9,7 +9,6 @@ least (``effort.least``), or after every candidate where heads are timed.
 from __future__ import annotations
 
 import collections
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,7 +32,7 @@ from offramp.engine.backends.host import HostBatch
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend, make_session
 from offramp.engine.pipeline import Pipeline
 from offramp.engine.plan import Mode, Plan, StageSpec
-from offramp.engine.timing import Effort, Timer, disturbances, repeats_of, time_rounds
+from offramp.engine.timing import Effort, Timer, clock_of, disturbances, repeats_of, time_rounds
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 HEAD_EFFORT = Effort(least=16, most=16)
@@ -46,6 +45,7 @@ class TimedGraph:
     """A loaded graph that can be timed on the inputs that it reads."""
 
     def __init__(self, model: bytes, threads: int) -> None:
+        self._clock = clock_of(threads)
         self.session: ort.InferenceSession = make_session(model, threads)
         self._inputs = [tensor.name for tensor in self.session.get_inputs()]
         self._outputs = [tensor.name for tensor in self.session.get_outputs()]
@@ -58,9 +58,9 @@ class TimedGraph:
     def time_ms(self, tensors: Tensors) -> float:
         """Run once; gives the milliseconds."""
         feed = {name: tensors[name] for name in self._inputs}
-        started = time.perf_counter()
+        started = self._clock()
         self.session.run(self._outputs, feed)
-        return (time.perf_counter() - started) * 1e3
+        return (self._clock() - started) * 1e3
 
 
 def profile_backbone(
@@ -125,7 +125,7 @@ def profile_stages(
         nothing = (0,) * len(batch_sizes)
         return StageCosts(stages_ms=(), added_widths=(0.0,) * len(nothing), rounds=nothing)
     backend = OnnxRuntimeBackend(threads=threads)
-    whole, slot = TimedGraph(source, threads), backend.open_slot()
+    whole, slot, clock = TimedGraph(source, threads), backend.open_slot(), clock_of(threads)
     staged = [
         Pipeline(backend, Plan(stages=tuple(plan(set_)), policy_version=0, mode=Mode.LEAVE))
         for set_ in sets
@@ -134,7 +134,7 @@ def profile_stages(
     timers: list[list[Timer]] = []
     for size in batch_sizes:
         rows = _first(inputs, size)
-        chained = [partial(_staged_ms, pipeline, slot, rows) for pipeline in staged]
+        chained = [partial(_staged_ms, pipeline, slot, rows, clock) for pipeline in staged]
         timers.append([partial(whole.time_ms, rows), *chained])
     found = time_rounds(
         timers, repeats_of(batch_sizes), effort or Effort(), widest_ratio, progress=progress
@@ -154,11 +154,13 @@ def profile_stages(
     )
 
 
-def _staged_ms(pipeline: Pipeline, slot: Slot, tensors: Tensors) -> float:
+def _staged_ms(
+    pipeline: Pipeline, slot: Slot, tensors: Tensors, clock: Callable[[], float]
+) -> float:
     """Run a batch through all stages once; gives the milliseconds."""
-    started = time.perf_counter()
+    started = clock()
     collections.deque(pipeline.run(slot, tensors), maxlen=0)
-    return (time.perf_counter() - started) * 1e3
+    return (clock() - started) * 1e3
 
 
 def _crossing_bytes(pipeline: Pipeline, slot: Slot, inputs: Tensors) -> NDArray[np.float64]:

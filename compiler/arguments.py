@@ -31,7 +31,7 @@ def compile_parser() -> argparse.ArgumentParser:
     _add_promise(parser, 0.01, 0.95)
     parser.add_argument("--agree-share", type=_part, metavar="X",
                         help="an answer agrees if so many of its tokens, pixels or key points do "
-                        "(default: 0.98 of tokens, 0.99 of pixels, all key points)")  # fmt: skip
+                        "(default: 0.98 of tokens, 0.95 of pixels, all key points)")  # fmt: skip
     parser.add_argument("--agree-within", type=_distance, metavar="D",
                         help="how far values of a regression may differ (default: 0.1 standard "
                         "deviations of the model's answers), or key points be apart (0.05 of the "

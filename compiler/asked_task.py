@@ -10,8 +10,12 @@ from offramp.bundle.tasks import DENSE
 from offramp.compiler.errors import ModelError
 
 AskedKind: TypeAlias = TaskKind | Literal["auto"]
-SHARES: Final[dict[TaskKind, float]] = {"token-classification": 0.98, "segmentation": 0.99}
-"""Least shares of equal tokens and pixels, where none is asked for; of key points it is all."""
+SHARES: Final[dict[TaskKind, float]] = {"token-classification": 0.98, "segmentation": 0.95}
+"""Least shares of equal tokens and pixels, where none is asked for; of key points it is all.
+
+Pixels at the borders of objects come out one way or the other, however good the model: where two
+answers to an image differ in 5 % of its pixels, either is about as right.
+"""
 WITHIN_SPREAD: Final = 0.1
 """How far values may differ where nothing is asked for: as a share of their standard deviation."""
 WITHIN_MAP: Final = 0.05

@@ -58,7 +58,7 @@ def install() -> None:
     """Replace the clocks; to be called before Offramp is imported, which keeps them as defaults."""
     if any(name.partition(".")[0] == "offramp" for name in sys.modules):
         raise RuntimeError("offramp is imported already; install the virtual clock before it")
-    time.perf_counter = time.process_time = lambda: _ticks * TICK_S  # type: ignore[assignment]
+    time.perf_counter = time.process_time = time.thread_time = lambda: _ticks * TICK_S  # type: ignore[assignment]
     ort.InferenceSession = TimedSession
 
 

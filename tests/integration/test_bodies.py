@@ -20,7 +20,7 @@ from offramp.engine.options import EngineOptions
 @pytest.mark.parametrize("name", ["loop", "if", "scan"])
 def test_compiled_served_and_exported(name: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(profiling.TimedGraph, "time_ms", lambda _self, _tensors: 1.0)
-    monkeypatch.setattr(profiling, "_staged_ms", lambda _pipeline, _slot, _tensors: 1.0)
+    monkeypatch.setattr(profiling, "_staged_ms", lambda *_: 1.0)
     monkeypatch.setattr(profiling, "disturbances", lambda *_: ())
     rng = np.random.default_rng(0)
     kinds = rng.standard_normal((8, WIDTH)) * 3

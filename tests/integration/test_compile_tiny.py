@@ -69,7 +69,7 @@ def equal_times() -> Iterator[None]:
     """Whatever is timed takes 1 ms, so that what is compiled does not depend on the machine."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(profiling.TimedGraph, "time_ms", lambda _self, _tensors: 1.0)
-        patched.setattr(profiling, "_staged_ms", lambda _pipeline, _slot, _tensors: 1.0)
+        patched.setattr(profiling, "_staged_ms", lambda *_: 1.0)
         patched.setattr(profiling, "disturbances", lambda *_: ())
         yield
 
@@ -239,7 +239,7 @@ def test_a_problem_without_good_exits_is_served_without_exits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Heads that learn nothing, stages that cost 2 % of the model, and 1 % to disagree on."""
-    monkeypatch.setattr(profiling, "_staged_ms", lambda _pipeline, _slot, _tensors: 1.06)
+    monkeypatch.setattr(profiling, "_staged_ms", lambda *_: 1.06)
     x = np.random.default_rng(0).standard_normal((1200, 16)).astype(np.float32)
     stuck = TrainingOptions(epochs=1, learning_rate=1e-9)
     with caplog.at_level(logging.WARNING):

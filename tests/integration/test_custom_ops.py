@@ -34,7 +34,7 @@ def compiled(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     folder = tmp_path_factory.mktemp("squash")
     with pytest.MonkeyPatch.context() as patched, using_libraries([library]):
         patched.setattr(profiling.TimedGraph, "time_ms", lambda _self, _tensors: 1.0)
-        patched.setattr(profiling, "_staged_ms", lambda _pipeline, _slot, _tensors: 1.0)
+        patched.setattr(profiling, "_staged_ms", lambda *_: 1.0)
         patched.setattr(profiling, "disturbances", lambda *_: ())
         bundle = compile_tiny(squash_mlp(batch=1), {"x": vectors(1400, 0)}, folder)
     yield bundle

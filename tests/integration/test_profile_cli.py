@@ -24,7 +24,7 @@ def fake_times(patched: pytest.MonkeyPatch, slowdown: float, border: float) -> N
     def time_ms(_self: object, tensors: dict[str, np.ndarray]) -> float:
         return slowdown * len(next(iter(tensors.values())))
 
-    def staged_ms(pipeline, _slot: object, tensors: dict[str, np.ndarray]) -> float:
+    def staged_ms(pipeline, _slot: object, tensors: dict[str, np.ndarray], _clock) -> float:
         borders = len(pipeline.plan.stages) - 1
         return slowdown * len(next(iter(tensors.values()))) * (1 + border * borders)
 

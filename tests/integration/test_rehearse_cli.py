@@ -32,7 +32,7 @@ def steady_times() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(profiling.TimedGraph, "time_ms", time_ms)
-        patched.setattr(profiling, "_staged_ms", lambda _pipeline, _slot, tensors: 0.0)
+        patched.setattr(profiling, "_staged_ms", lambda *_: 0.0)
         patched.setattr(profiling, "disturbances", lambda *_: ())
         yield
 

@@ -79,7 +79,7 @@ def compiled(
 ) -> Bundle:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(profiling.TimedGraph, "time_ms", lambda _self, _tensors: 1.0)
-        patched.setattr(profiling, "_staged_ms", lambda _pipeline, _slot, _tensors: 1.0)
+        patched.setattr(profiling, "_staged_ms", lambda *_: 1.0)
         patched.setattr(profiling, "disturbances", lambda *_: ())
         settings = {"max_disagreement": 0.3, "epochs": 2, "candidates": 2, **options}
         return Bundle.open(compile_tiny(build(), data(SAMPLES), folder, **settings).path)

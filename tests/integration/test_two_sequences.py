@@ -39,7 +39,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     folder = tmp_path_factory.mktemp("two")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(profiling.TimedGraph, "time_ms", lambda _self, _tensors: 1.0)
-        patched.setattr(profiling, "_staged_ms", lambda _pipeline, _slot, _tensors: 1.0)
+        patched.setattr(profiling, "_staged_ms", lambda *_: 1.0)
         patched.setattr(profiling, "disturbances", lambda *_: ())
         data = pairs(SAMPLES, FIRST, SECOND)
         bundle = compile_tiny(models.two_sequences(), data, folder, candidates=3)

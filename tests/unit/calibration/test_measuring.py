@@ -64,7 +64,8 @@ class Machine:
             bundle=StagedModel(Pipeline(self.backend, plan), slot),
             nothing_exits=StagedModel(Pipeline(self.backend, never_exiting(plan)), slot),
         )
-        settings = {"clock": self.clock, "cpu_clock": self.clock, "threads": 1, **settings}
+        clocks = dict.fromkeys(("clock", "wall_clock", "cpu_clock"), self.clock)
+        settings = {**clocks, "threads": 1, **settings}
         return measure_runners(
             compared,
             self.data,

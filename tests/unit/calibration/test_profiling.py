@@ -54,7 +54,9 @@ def test_borders_cost_what_all_sets_of_exits_say(monkeypatch: pytest.MonkeyPatch
     """On a virtual machine where a call takes 1 ms, and a byte that crosses 0.01 ms."""
     crossing = np.array([400.0, 200.0, 100.0])
 
-    def staged_ms(exits: tuple[int, ...], _slot: object, tensors: dict[str, np.ndarray]) -> float:
+    def staged_ms(
+        exits: tuple[int, ...], _slot: object, tensors: dict[str, np.ndarray], _clock
+    ) -> float:
         rows = len(next(iter(tensors.values())))
         return 100.0 + sum(2.0 + 1.0 + 0.01 * rows * crossing[e] for e in exits)
 
@@ -188,7 +190,7 @@ def test_the_quantised_model_is_no_border(monkeypatch: pytest.MonkeyPatch) -> No
     """A border costs 1 ms, a head 2 ms; until the exits the quantised model takes 5, 7, 9 ms."""
     until = (5.0, 7.0, 9.0)
 
-    def staged_ms(exits: tuple[int, ...], _slot: object, _tensors: object) -> float:
+    def staged_ms(exits: tuple[int, ...], _slot: object, _tensors: object, _clock) -> float:
         return 100.0 + until[exits[-1]] + 3.0 * len(exits)
 
     monkeypatch.setattr(profiling.TimedGraph, "time_ms", lambda *_: 100.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from math import comb
 
 import numpy as np
@@ -15,6 +16,7 @@ from offramp.engine.timing import (
     MachineLoad,
     Rounds,
     Sweeps,
+    clock_of,
     disturbances,
     estimate,
     repeats_of,
@@ -27,6 +29,17 @@ def rounds_of(rng: np.random.Generator, count: int, *factors: float, sigma: floa
     speed = rng.lognormal(0, sigma, (count, 1))
     noise = rng.lognormal(0, 0.02, (count, 1 + len(factors)))
     return Rounds(times_ms=10.0 * speed * noise * np.array([1.0, *factors]))
+
+
+def test_what_one_thread_runs_is_not_charged_for_others() -> None:
+    """While this thread sleeps, as while a neighbour has its core, its own time stands still."""
+    passed = {}
+    for threads in (1, 2):
+        clock = clock_of(threads)
+        started = clock()
+        time.sleep(0.05)
+        passed[threads] = clock() - started
+    assert passed[1] < 0.05 <= passed[2]
 
 
 def test_ratios_are_of_the_same_round() -> None:
