@@ -87,15 +87,14 @@ class Recorder:
         chosen: NDArray[np.bool_] = self._runs_on[sample_ids & self._mask]
         return chosen
 
-    def set_aside(self, sample_ids: SampleIds, most_audited: float) -> None:
+    def set_aside(self, sample_ids: SampleIds, audit_probability: float) -> None:
         """Record samples that a variant answers: they are no evidence about the policy's exits.
 
-        Of them at most the share ``most_audited`` runs on.
+        Their coins are tossed anew.
         """
         slots, _ = self._own(sample_ids)
         self._aside[slots] = True
-        keep = most_audited / np.maximum(self._audit_probability[slots], most_audited)
-        self._runs_on[slots] &= self._random.random(len(slots)) < keep
+        self._runs_on[slots] = self._random.random(len(slots)) < audit_probability
 
     def leave_out(self, sample_ids: SampleIds) -> None:
         """Record samples whose inputs are out of range: they will be no evidence."""

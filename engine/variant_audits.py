@@ -16,8 +16,8 @@ from offramp.certify import MODEL_END, UNKNOWN
 from offramp.engine.recorder import CAPACITY
 
 AUDITED_SHARE: Final = 0.02
-"""Of what a variant answers, at most so much runs on: the full model is what there is no time for
-when variants serve."""
+"""Of what a variant answers, so much runs on: the full model is what there is no time for when
+variants serve."""
 
 SampleIds = NDArray[np.int64]
 

@@ -52,8 +52,8 @@ def answer(book: RequestTable, *rows: int) -> None:
 
 def stage(book: RequestTable) -> StageCounters:
     """Of exit 3."""
-    book.counters.put_in_force({3: 0.9})
-    return book.counters.stages[3]
+    book.counters.put_in_force({(0, 3): 0.9})
+    return book.counters.stages[0, 3]
 
 
 def test_answers_are_gathered_from_batches_in_any_order() -> None:
