@@ -94,7 +94,9 @@ class Bundle:
         manifest = _read_manifest(root)
         _check_files(root, manifest)
         policy = _parse_policy(_read(root, POLICY), POLICY, manifest)
-        return cls(path=root, manifest=manifest, policy=policy)
+        bundle = cls(path=root, manifest=manifest, policy=policy)
+        bundle.variants()  # which reads their policies
+        return bundle
 
     def variant(self, number: int) -> Bundle:
         """Show the bundle as one of its variants: a bundle of the same files, as a cascade.

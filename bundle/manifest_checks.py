@@ -142,9 +142,7 @@ def _check_trained(training: JointTraining, exits: int) -> None:
 
 def check_variants(manifest: Manifest) -> None:
     """Each variant is whole by itself, and its files lie in its own folder."""
-    if [variant.index for variant in manifest.variants] != [
-        *range(1, len(manifest.variants) + 1)
-    ]:
+    if [variant.index for variant in manifest.variants] != [*range(1, len(manifest.variants) + 1)]:
         raise ValueError("variants: indices must count from 1 in order")
     check_unique("variants", (variant.name for variant in manifest.variants))
     for variant in manifest.variants:

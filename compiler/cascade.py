@@ -23,7 +23,7 @@ from onnx import helper, numpy_helper
 from offramp.calibration.cut_tensors import CutTensor
 from offramp.calibration.dataset import DataError
 from offramp.compiler.cut_points import CutAnalysis, CutPoint
-from offramp.compiler.cuts import GraphAnalysis
+from offramp.compiler.cuts import GraphAnalysis, find_cuts
 from offramp.compiler.errors import ModelError, VerificationError
 from offramp.compiler.graph import Dataflow, default_opset, refill, rename_graph
 from offramp.compiler.model import MIN_OPSET, SourceModel
@@ -35,7 +35,7 @@ from offramp.compiler.slicing import SegmentModel, Sliced, cut_tensors, split
 from offramp.engine.backends.onnxruntime import make_session
 
 PREFIX = "offramp_front/"
-"""What all names of the quantised model begin with, but those of graph inputs."""
+"""What all names of a copy begin with, but those of graph inputs."""
 _AGAIN = "/again"
 _FLOAT = frozenset({"LayerNormalization", "BatchNormalization", "Tanh", "Erf", "Gelu"})
 """Operators without an int8 kernel: what they give is quantised by the next operator alone."""
@@ -54,7 +54,7 @@ def slice_cascade(plain: Sliced, copy: bytes, options: CompileOptions) -> Sliced
     cuts = tuple(map(_in_front, cut_tensors(plain.model, analysis, points, options)))
     requantise(front.proto, [cut.name for cut in cuts])
     replaced = replace(plain, cuts=cuts, analysis=analysis, front=front, copy="quantised")
-    return _before_source(replaced, front, points)
+    return _before_source(replaced, front, list(map(_moved, points)))
 
 
 def slice_twin(plain: Sliced, copy: bytes) -> Sliced:
@@ -66,7 +66,33 @@ def slice_twin(plain: Sliced, copy: bytes) -> Sliced:
     chosen = {cut.name for cut in plain.cuts}
     points = [point for point in plain.analysis.cuts if point.tensor in chosen]
     replaced = replace(plain, cuts=tuple(map(_in_front, plain.cuts)), front=front, copy="trained")
-    return _before_source(replaced, front, points)
+    return _before_source(replaced, front, list(map(_moved, points)))
+
+
+def slice_subnet(plain: Sliced, subnet: bytes, options: CompileOptions) -> Sliced:
+    """Cut a subnet of the source model where that was cut, and put that behind it.
+
+    A subnet has some of the model's operators and parts of its weights, so its own cut points are
+    looked for, and those taken that have the names of the model's. The work of its segments is
+    given as a share of the model's. ModelError: it has other inputs or another answer.
+    """
+    front = _front_of(plain.model, subnet)
+    analysis = find_cuts(front, max_tensors=options.max_cut_tensors)
+    chosen = {PREFIX + cut.name for cut in plain.cuts}
+    points = [cut for cut in analysis.cuts if cut.tensor in chosen]
+    cuts = cut_tensors(front, analysis, points, options)
+    work = 1.0
+    if analysis.total_flops and plain.analysis.total_flops:
+        work = min(analysis.total_flops / plain.analysis.total_flops, 1.0)
+    sliced = _before_source(replace(plain, cuts=cuts, front=front, copy="subnet"), front, points)
+    *own, source = sliced.segments
+    shared = tuple(replace(s, flops_share=work * s.flops_share) for s in own)
+    return replace(sliced, segments=(*shared, source))
+
+
+def _moved(point: CutPoint) -> CutPoint:
+    """Give a cut point of the source model as the copy has it."""
+    return replace(point, tensor=PREFIX + point.tensor, beside=tuple(map(_in_front, point.beside)))
 
 
 def _in_front(cut: CutTensor) -> CutTensor:
@@ -75,7 +101,7 @@ def _in_front(cut: CutTensor) -> CutTensor:
 
 
 def _before_source(sliced: Sliced, front: SourceModel, points: Sequence[CutPoint]) -> Sliced:
-    """Split the copy at some points of the source model, and put that behind it."""
+    """Split the copy at some of its points, and put the source model behind it."""
     model = sliced.model
     own = CutTensor(
         name=front.answer.output,
@@ -83,15 +109,7 @@ def _before_source(sliced: Sliced, front: SourceModel, points: Sequence[CutPoint
         shape=front.outputs[0].shape,
         is_answer=True,
     )
-    moved = [
-        replace(
-            point,
-            tensor=PREFIX + point.tensor,
-            beside=tuple(map(_in_front, point.beside)),
-        )
-        for point in points
-    ]
-    segments = split(front, moved)
+    segments = split(front, points)
     source = SegmentModel(
         index=len(segments),
         proto=model.proto,

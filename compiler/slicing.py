@@ -30,9 +30,9 @@ from offramp.compiler.weights import WeightFile
 _log = logging.getLogger(__name__)
 
 
-CopyKind: TypeAlias = Literal["quantised", "trained"]
-"""What a cascade has before its source model: the model in int8, or with weights that were trained
-together with its exits."""
+CopyKind: TypeAlias = Literal["quantised", "trained", "subnet"]
+"""What a cascade has before its source model: the model in int8, with weights that were trained
+together with its exits, or a part of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -285,5 +285,3 @@ def test_a_variants_files_are_checked_as_all_others(compiled: Compiled, tmp_path
     (copy.path / "variants/1/records.npz").write_bytes(b"altered")
     with pytest.raises(BundleIntegrityError, match=r"variants/1/records\.npz"):
         Bundle.open(copy.path)
-
-

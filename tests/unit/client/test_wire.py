@@ -25,7 +25,11 @@ from offramp.proto.messages import (
 
 
 def response(
-    exits: str = "0,-1", confidences: str = "0.9,0.25", rows: int = 2, forced: str | None = None
+    exits: str = "0,-1",
+    confidences: str = "0.9,0.25",
+    rows: int = 2,
+    forced: str | None = None,
+    variants: str | None = None,
 ) -> ModelInferResponse:
     message = ModelInferResponse(model_name="m")
     message.outputs.add(name="y", datatype="FP32", shape=[rows, 1])
@@ -35,6 +39,8 @@ def response(
     message.parameters["offramp_confidences"].string_param = confidences
     if forced is not None:
         message.parameters["offramp_forced"].string_param = forced
+    if variants is not None:
+        message.parameters["offramp_variants"].string_param = variants
     return message
 
 
@@ -81,9 +87,18 @@ def test_forced_samples_are_told() -> None:
     assert parse_response(response(forced="0,1")).forced.tolist() == [False, True]
 
 
+def test_variants_that_answered_are_told() -> None:
+    assert parse_response(response()).variants.tolist() == [0, 0]
+    found = parse_response(response(variants="2,0")).variants
+    assert found.tolist() == [2, 0]
+    assert found.dtype == np.int16
+
+
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
+        (response(variants="1"), "'offramp_variants': 1}"),
+        (response(variants="1,x"), "'offramp_variants' is not a list of numbers: '1,x'"),
         (ModelInferResponse(model_name="m"), "no parameter 'offramp_exits'; is this an Offramp"),
         (response(exits="0,x"), "'offramp_exits' is not a list of numbers: '0,x'"),
         (response(exits="0,99999999999"), "'offramp_exits' is not a list of numbers"),

@@ -1,0 +1,129 @@
+"""Bundles with variants: what their manifest must say, and how they show themselves as each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.bundle import examples
+from tests.unit.bundle.cascades import CASCADE_FILES, CASCADE_PROFILE, OWN, SEGMENTS
+from tests.unit.bundle.examples import MANIFEST, rewrite_manifest
+
+from offramp.bundle import Bundle, BundleSchemaError, ExitPolicy, Variant
+from offramp.bundle.files import dump
+from offramp.bundle.parts import folder_of
+
+FIRST = replace(MANIFEST.exits[0], inputs=("q/cut",))
+NOTHING = ExitPolicy(version=4, active=())
+
+
+def variant(index: int = 1, name: str = "depth 1 of 2") -> Variant:
+    folder = folder_of(index)
+    *own, source = SEGMENTS
+    return Variant(
+        index=index,
+        name=name,
+        segments=(*(replace(s, file=folder + s.file) for s in own), source),
+        exits=tuple(replace(e, file=folder + e.file) for e in (FIRST, OWN)),
+    )
+
+
+def files(*variants: Variant) -> dict[str, Any]:
+    found: dict[str, Any] = dict(examples.FILES)
+    for each in variants:
+        contents = {**CASCADE_FILES, "profiles/cpu.json": dump(CASCADE_PROFILE)}
+        for name in ("segments/00.onnx", "segments/01.onnx", "exits/00.onnx", "exits/01.onnx"):
+            found[each.folder + name] = contents[name]
+        found[each.folder + "profiles/cpu.json"] = contents["profiles/cpu.json"]
+        found[each.folder + "policy.json"] = dump(NOTHING)
+    return found
+
+
+def write(folder: Path, *variants: Variant) -> Bundle:
+    manifest = replace(MANIFEST, variants=variants)
+    return examples.write(folder, manifest=manifest, files=files(*variants))
+
+
+def test_variants_are_read_as_they_were_written(tmp_path: Path) -> None:
+    written = write(tmp_path, variant(1), variant(2, "depth 1 of 2, width 0.5"))
+    bundle = Bundle.open(written.path)
+    assert [v.name for v in bundle.manifest.variants] == ["depth 1 of 2", "depth 1 of 2, width 0.5"]
+    assert [v.folder for v in bundle.manifest.variants] == ["variants/1/", "variants/2/"]
+    assert [v.work for v in bundle.manifest.variants] == [1.0, 1.0]
+    assert [v.agreement for v in bundle.manifest.variants] == [0.99, 0.99]
+    full, first, second = bundle.variants()
+    assert full is bundle
+    assert (first.number, second.number) == (1, 2)
+    assert first.manifest.subnet == "depth 1 of 2"
+    assert first.manifest.is_cascade
+    assert first.manifest.source_begins == 2
+    assert first.policy == NOTHING != full.policy
+    assert first.profile() == CASCADE_PROFILE
+    assert first.read("variants/1/segments/00.onnx") == CASCADE_FILES["segments/00.onnx"]
+    assert not full.manifest.is_cascade
+
+
+def test_a_bundle_without_variants_says_nothing_of_them(tmp_path: Path) -> None:
+    """As before there were any: older readers read it, and older bundles are read."""
+    plain = json.loads(dump(MANIFEST))
+    assert "variants" not in plain
+    assert "subnet" not in plain
+    assert Bundle.open(examples.write(tmp_path).path).variants()[1:] == ()
+
+
+def second(plain: dict[str, Any]) -> None:
+    plain["variants"][0]["index"] = 2
+
+
+def elsewhere(plain: dict[str, Any]) -> None:
+    plain["variants"][0]["segments"][0]["file"] = "segments/00.onnx"
+
+
+def nameless(plain: dict[str, Any]) -> None:
+    plain["variants"][0]["name"] = ""
+
+
+def ownless(plain: dict[str, Any]) -> None:
+    del plain["variants"][0]["exits"][-1]
+
+
+def sourceless(plain: dict[str, Any]) -> None:
+    plain["variants"][0]["segments"][-1]["file"] = "variants/1/segments/01.onnx"
+
+
+def twice(plain: dict[str, Any]) -> None:
+    again = json.loads(json.dumps(plain["variants"][0]).replace("variants/1/", "variants/2/"))
+    plain["variants"].append({**again, "index": 2})
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (second, "variants: indices must count from 1 in order"),
+        (elsewhere, r"variants\[0\]: file 'segments/00.onnx' is not under variants/1/"),
+        (nameless, "name: a variant needs one"),
+        (ownless, "subnet 'depth 1 of 2' needs the copy's own answer"),
+        (sourceless, "expected the source model 'source.onnx', which subnet"),
+        (twice, "variants: 'depth 1 of 2' is there twice"),
+    ],
+)
+def test_variants_that_are_none_are_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None], told: str
+) -> None:
+    path = write(tmp_path, variant()).path
+    rewrite_manifest(path, change)
+    with pytest.raises(BundleSchemaError, match=told):
+        Bundle.open(path)
+
+
+def test_a_variants_policy_names_its_own_exits(tmp_path: Path) -> None:
+    contents = files(variant())
+    names_more = b'{"version": 1, "active": [{"exit": 7, "threshold": 0.5}], "promise": null}'
+    contents["variants/1/policy.json"] = names_more
+    manifest = replace(MANIFEST, variants=(variant(),))
+    with pytest.raises(BundleSchemaError, match="variants/1/policy.json: names an exit beyond"):
+        examples.write(tmp_path, manifest=manifest, files=contents)
