@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from offramp.bundle.parts import Head, HeadKind
 from offramp.bundle.mapped import copy_rows
+from offramp.bundle.parts import Head, HeadKind
 from offramp.calibration.families import FAR_BELOW, POOLINGS
 from offramp.calibration.features import LAST, WHOLE, Recording
 from offramp.calibration.preconditioning import Preconditioner, moments

@@ -37,7 +37,7 @@ _KEPT_STAGES: Final = 32
 """Prepared stages that are kept though no plan has them: exits that were tried come back."""
 
 _Unit: TypeAlias = tuple[int, tuple[int, int, int | None], tuple[str, ...]]
-"""What a prepared stage was made of: a variant, a :attr:`StageSpec.unit`, and what it carries on."""
+"""What a prepared stage was made of: a variant, a :attr:`StageSpec.unit`, what it carries on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

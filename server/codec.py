@@ -282,7 +282,7 @@ def _write_parameters(response: ModelInferResponse, result: EngineResult) -> Non
     """Parameters hold scalars and strings only: what is per sample is joined by commas.
 
     ``offramp_forced``, 0 or 1 a sample, is there only where the promise does not hold for one;
-    ``offramp_variants``, a number a sample, only where another variant than the full model answered.
+    ``offramp_variants``, a number a sample, only where another variant than the full one answered.
     """
     parameters = response.parameters
     parameters["offramp_policy_version"].int64_param = result.policy_version

@@ -251,7 +251,7 @@ def test_variants_serve_only_where_a_policy_chooses_them(compiled: Compiled) -> 
     serve(compiled.bundle, body, policy="run-through")
     serve(compiled.bundle, body, policy="slackfit", forced_exits=False)
     serve(compiled.bundle, body, policy="slackfit", mode=Mode.RELEASE)
-    with pytest.raises(OptionsError, match="exit 9@1 is not in use here.*final"):
+    with pytest.raises(OptionsError, match=r"exit 9@1 is not in use here.*final"):
         serve(compiled.bundle, body, policy="fixed:9@1")
 
 

@@ -125,5 +125,5 @@ def test_a_variants_policy_names_its_own_exits(tmp_path: Path) -> None:
     names_more = b'{"version": 1, "active": [{"exit": 7, "threshold": 0.5}], "promise": null}'
     contents["variants/1/policy.json"] = names_more
     manifest = replace(MANIFEST, variants=(variant(),))
-    with pytest.raises(BundleSchemaError, match="variants/1/policy.json: names an exit beyond"):
+    with pytest.raises(BundleSchemaError, match=r"variants/1/policy\.json: names an exit beyond"):
         examples.write(tmp_path, manifest=manifest, files=contents)
