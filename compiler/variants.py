@@ -1,64 +1,107 @@
-"""Bundles with variants: a model, and subnets of it that were compiled as cascades before it."""
+"""Variants of a model: subnets of it, each with exits of its own, as they go into a bundle.
+
+A subnet stands before the model as every copy does (:mod:`.cascade`): exits follow its segments, its
+own answer is the last of them, and the unmodified model is behind it, which audits run. So what is
+trained, recorded, certified and served of it is what is of any cascade. Exits are trained on the
+subnet's own features, to answer what the *model* answers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from offramp.bundle import Bundle, ExitPolicy, Variant, write_bundle
-from offramp.bundle.bundle import MANIFEST, MANIFEST_HASH, POLICY, RECORDS
+import onnx
+
+from offramp.bundle import ExitPolicy, Variant
+from offramp.bundle.bundle import POLICY, RECORDS
 from offramp.bundle.files import FileContent, dump
 from offramp.bundle.parts import folder_of
+from offramp.calibration.records import dump_records
+from offramp.compiler.blueprint import Blueprint, CompileRun, draw, timer_of
+from offramp.compiler.cascade import slice_subnet, verify_front
+from offramp.compiler.exits import find_exits
+from offramp.compiler.graph import serialised
+from offramp.compiler.own_answer import own_exit
+from offramp.compiler.packing import judged
+from offramp.compiler.policy import record_exits
+from offramp.compiler.slice_verification import VERIFIED_SAMPLES
 
 PROFILE = "profiles/cpu.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SubnetBundle:
-    """A subnet of a model, compiled as a cascade: exits, its own answer, then the model itself."""
+class DrawnVariant:
+    """A subnet with its exits, before the certify split was asked."""
 
     name: str
-    bundle: Bundle
-
-    def as_variant(self, index: int) -> Variant:
-        """Describe it as a variant of the model, with files in the variant's folder."""
-        manifest, folder = self.bundle.manifest, folder_of(index)
-        *segments, source = manifest.segments
-        return Variant(
-            index=index,
-            name=self.name,
-            segments=(*(replace(s, file=folder + s.file) for s in segments), source),
-            exits=tuple(replace(e, file=folder + e.file) for e in manifest.exits),
-        )
-
-    def files(self, index: int) -> dict[str, FileContent]:
-        """Give its files, by their path among those of the whole bundle."""
-        manifest, folder = self.bundle.manifest, folder_of(index)
-        names = [s.file for s in manifest.segments[:-1]] + [e.file for e in manifest.exits]
-        content: dict[str, FileContent] = {
-            folder + name: self.bundle.read(name) for name in (*names, RECORDS, PROFILE)
-        }
-        return {**content, folder + POLICY: dump(self.bundle.policy)}
+    blueprint: Blueprint
 
 
-def write_with_variants(
-    target: Path, full: Bundle, subnets: Sequence[SubnetBundle], *, overwrite: bool = False
-) -> Bundle:
-    """Write a bundle of a model and of subnets of it, which become its variants 1, 2 ….
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltVariant:
+    """A subnet as a bundle has it."""
 
-    All were compiled of the same source model with the same data. Errors are those of
-    :func:`~offramp.bundle.write_bundle`.
+    variant: Variant
+    policy: ExitPolicy
+    files: Mapping[str, FileContent]
+    """By path in the bundle."""
+
+
+def draw_variant(
+    name: str, subnet: onnx.ModelProto, plain: Blueprint, run: CompileRun
+) -> DrawnVariant:
+    """Cut a subnet where its model ``plain`` was cut, and find exits for it.
+
+    Raises:
+        CompileError: The subnet's pieces differ from it.
+        DataError: It fails on samples.
     """
-    variants = tuple(s.as_variant(number) for number, s in enumerate(subnets, 1))
+    options, parts = run.options, run.parts
+    copy = serialised(subnet)
+    sliced = slice_subnet(plain.sliced, copy, options)
+    verify_front(
+        sliced,
+        copy,
+        parts.train.take(slice(VERIFIED_SAMPLES)),
+        tolerance=sliced.tolerance(options),
+        batch_sizes=(1, 7, VERIFIED_SAMPLES),
+    )
+    timer = timer_of(sliced, run)
+    times = timer.backbone()
+    found = find_exits(
+        replace(sliced, cuts=sliced.cuts[:-1]),  # behind the last is the subnet's own answer
+        parts,
+        options,
+        times,
+        samples=timer.samples,
+        progress=run.progress,
+        scratch=run.scratch,
+    )
+    exits = [*found.built, own_exit(sliced, times, plain, run)]
+    blueprint = draw(sliced.without_weights(), exits, run, timer=timer, times=times)
+    return DrawnVariant(name=name, blueprint=blueprint)
+
+
+def build_variant(index: int, drawn: DrawnVariant, run: CompileRun) -> BuiltVariant:
+    """Ask the certify split about a variant, and describe it as number ``index`` of a bundle."""
+    blueprint, folder = drawn.blueprint, folder_of(index)
+    draft = blueprint.draft
+    title = f"Certify {drawn.name}"
+    certify = record_exits(draft, draft.read, run.parts.certify, title, run.progress)
+    policy = blueprint.choice.certify(blueprint.path, certify)
+    *own, source = draft.segments
     files: dict[str, FileContent] = {
-        entry.path: full.read(entry.path)
-        for entry in full.manifest.files
-        if entry.path not in (MANIFEST, MANIFEST_HASH, POLICY)
+        folder + part.file: blueprint.sliced.pieces(draft.files[part.file])
+        for part in (*own, *draft.exits)
     }
-    for number, subnet in enumerate(subnets, 1):
-        files |= subnet.files(number)
-    manifest = replace(full.manifest, files=(), variants=variants)
-    policy: ExitPolicy = full.policy
-    contents: Mapping[str, FileContent] = files
-    return write_bundle(target, manifest, policy, contents, overwrite=overwrite)
+    files[folder + RECORDS] = dump_records(blueprint.tune, certify)
+    files[folder + PROFILE] = dump(blueprint.choice.profile)
+    files[folder + POLICY] = dump(policy)
+    variant = Variant(
+        index=index,
+        name=drawn.name,
+        segments=(*(replace(s, file=folder + s.file) for s in own), source),
+        exits=tuple(replace(judged(e, certify), file=folder + e.file) for e in draft.exits),
+    )
+    return BuiltVariant(variant=variant, policy=policy, files=files)

@@ -23,7 +23,7 @@ from offramp.bundle import ActiveExit, Bundle, BundleIntegrityError, ExitPolicy,
 from offramp.bundle.files import dump
 from offramp.calibration import profiling
 from offramp.compiler.model import SourceModel
-from offramp.compiler.variants import SubnetBundle, write_with_variants
+from tests.variants import SubnetBundle, write_with_variants
 from offramp.engine import model_runtime
 from offramp.engine.backends.onnxruntime import make_session
 from offramp.engine.core import Engine
