@@ -3,10 +3,11 @@
     python -m benchmarks.promise BUNDLE --data TEST.npz [--draws 1000] [--json FILE]
 
 The population is the bundle's certify split and the test data together: samples that neither
-trained nor tuned anything. Each draw takes as many of them as the certify split has, with
-replacement, certifies along the path of the tuning split as compiling does, and looks up how often
-the policy disagrees with the unmodified model in the whole population. The promise allows a share
-of 1 - confidence of the draws to be above the bound.
+trained nor tuned anything. The exits in use and the path of their thresholds are those of the
+tuning split, as when compiling. Each draw takes as many samples of the population as the certify
+split has, with replacement, certifies along the path, and looks up how often the policy disagrees
+with the unmodified model in the whole population, as the task has it. The promise allows a share of
+1 - confidence of the draws to be above the bound.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from benchmarks.common import make_parser
 
 from offramp.bundle import Bundle
 from offramp.bundle.bundle import CERTIFY, TUNE
-from offramp.calibration.dataset import read_dataset
+from offramp.calibration.dataset import read_samples
+from offramp.calibration.records import ExitRecords
 from offramp.calibration.selection import certified_policy
-from offramp.certify import evaluate, tuning_path
-from offramp.engine.control.costs import CostModel
+from offramp.certify import evaluate
+from offramp.compiler.policy import PolicyChoice
 from offramp.engine.options import available_cores
 from offramp.tools.bench.adapt.scenarios import answering
 from offramp.tools.bench.output import check_outputs, describe_environment, write_json
@@ -43,29 +45,30 @@ def main() -> None:
 def resample(path: Path, data: Path, *, draws: int, seed: int) -> dict[str, float]:
     """Give the share of draws above the bound, and quantiles of the true disagreement."""
     bundle = Bundle.open(path)
-    records, promise = bundle.records(), bundle.policy.promise
+    promise = bundle.policy.promise
     if promise is None:
         raise SystemExit(f"{path} has no certified policy to look at")
-    rows = [active.exit for active in bundle.policy.active]
-    agrees = records["prediction"] == records["final_prediction"]
-    tune, certify = records["split"] == TUNE, records["split"] == CERTIFY
-    thresholds = tuning_path(records["confidence"][rows][:, tune], agrees[rows][:, tune])
-
+    choice = PolicyChoice.again(
+        bundle,
+        max_disagreement=promise.max_disagreement,
+        confidence_level=promise.confidence_level,
+    )
+    fixed = choice.by_savings(ExitRecords.kept_by(bundle, TUNE))
+    rows, certify = list(fixed.active), ExitRecords.kept_by(bundle, CERTIFY)
     test = answering(bundle, threads=available_cores())(
-        read_dataset(data, bundle.manifest.inputs), lambda _: None
+        read_samples(data, bundle.manifest), lambda _: None
     )
-    confidence = np.concatenate([records["confidence"][:, certify], test.confidence], axis=1)
-    agreed = np.concatenate([agrees[:, certify], test.prediction == test.final], axis=1)
-    cost = CostModel.of(
-        bundle.manifest, bundle.profile(), bundle.manifest.calibration.reference_batch_size
-    )
-    rng, size = np.random.default_rng(seed), int(certify.sum())
+    confidence = np.concatenate([certify.confidence, test.confidence], axis=1)
+    agreed = np.concatenate([certify.agrees, test.prediction == test.final], axis=1)
+    cost = choice.cost(choice.batch_size)
+    rng, size = np.random.default_rng(seed), certify.confidence.shape[1]
     true, saved = [], []
     for _ in range(draws):
         drawn = rng.integers(0, confidence.shape[1], size)
         policy = certified_policy(
-            rows, thresholds, confidence[:, drawn], agreed[:, drawn], cost,
+            rows, fixed.thresholds, confidence[:, drawn], agreed[:, drawn], cost,
             max_disagreement=promise.max_disagreement, confidence_level=promise.confidence_level,
+            whole=bundle.manifest.answer.criterion.depends_on_earlier,
         )  # fmt: skip
         used = [active.exit for active in policy.active]
         outcome = evaluate(

@@ -20,7 +20,7 @@ from benchmarks.common import make_parser
 
 from offramp.bundle import Bundle
 from offramp.bundle.engines import Precision
-from offramp.calibration.dataset import read_dataset
+from offramp.calibration.dataset import read_samples
 from offramp.calibration.records import ExitRecords
 from offramp.certify.decision import first_exit
 from offramp.compiler.engines.certification import recorder, share_promise, source_predictions
@@ -61,13 +61,13 @@ def resample(
     promise = bundle.policy.promise
     if promise is None:
         raise SystemExit(f"{bundle.path} has no certified policy to look at")
-    threads, inputs = available_cores(), bundle.manifest.inputs
-    parts = part_data(bundle, read_dataset(calibration, inputs), threads=threads)
+    threads = available_cores()
+    parts = part_data(bundle, read_samples(calibration, bundle.manifest), threads=threads)
     if not parts.certifies:
         raise SystemExit(f"{calibration} is not what {bundle.path} was compiled with")
     ranges = ranges_of(bundle, parts.ranges, threads=threads) if precision == "int8" else None
     record = recorder(bundle, precision, ranges, threads=threads)
-    tune, unseen = record(parts.tune), [parts.judged, read_dataset(data, inputs)]
+    tune, unseen = record(parts.tune), [parts.judged, read_samples(data, bundle.manifest)]
     population = _joined([record(part) for part in unseen])
     source = np.concatenate([source_predictions(bundle, part, threads=threads) for part in unseen])
     rng, size = np.random.default_rng(seed), len(parts.judged)

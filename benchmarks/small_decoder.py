@@ -46,7 +46,7 @@ def main() -> None:
     )
     source = made.read(made.manifest.source.file)
     facts["reduced"] = against_whole(model.read_bytes(), source, facts["answer_tokens"], dataset)
-    facts |= measure(made, dataset, options.repeats)
+    facts |= measure(made, dataset, options.repeats, (1, 8, 16))
     facts["exit_checks"] = exit_checks(made, facts["batches"]["1"]["cpu"]["source_ms"])
     show([facts])
     environment = describe_environment(seed=options.seed, threads=1, repeats=options.repeats)

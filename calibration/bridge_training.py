@@ -9,10 +9,11 @@ are (:mod:`.training`): threads that share one product wait for each other besid
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from offramp.bundle import Answer
+from offramp.calibration.augmentation import MadeSamples, Method
 from offramp.calibration.dataset import Dataset
 from offramp.calibration.running import Graphs, run_over
 from offramp.calibration.torch_graph import TorchGraph
@@ -125,13 +127,15 @@ def train_bridges(
     train: Dataset,
     tune: Dataset,
     options: TrainingOptions,
+    made: Method | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[TrainedBridge]:
     """Train all bridges side by side; the same in every run, however many threads there are.
 
     ``source`` gives the answer, ``taught`` (the answer, or the scores that its classes are picked
-    from), and whatever bridges read that is no graph input. ``progress`` is
-    called with the samples of each batch, of :func:`count_samples`.
+    from), and whatever bridges read that is no graph input. With ``made``, half of the samples of
+    each epoch are made of others, anew each time. ``progress`` is called with the samples of each
+    batch, of :func:`count_samples`.
 
     Raises:
         UntrainableError: A bridge has an operator that cannot be trained.
@@ -141,7 +145,8 @@ def train_bridges(
     run = _Run(source, bridges, answer, taught)
     modules = [TorchGraph(b.proto, outputs=_outputs(b)) for b in bridges]
     learned = [[p for p in module.parameters() if p.requires_grad] for module in modules]
-    steps = options.epochs * math.ceil(len(train) / BATCH)
+    halves = (len(train),) if made is None else (len(train) // 2, len(train) - len(train) // 2)
+    steps = options.epochs * sum(math.ceil(half / BATCH) for half in halves)
     optimiser = torch.optim.AdamW(
         [p for parameters in learned for p in parameters],
         lr=options.learning_rate / 4,
@@ -156,8 +161,9 @@ def train_bridges(
     ) as pool:
         found = run.judge(sides, tune, pool)
         for _ in range(options.epochs):
-            order = train.subset(shuffler.permutation(len(train)))
-            for batch in run.batches(order, BATCH):
+            for batch in _interleaved(
+                run.batches(part, BATCH) for part in _of_epoch(train, made, shuffler)
+            ):
                 optimiser.zero_grad(set_to_none=True)
                 list(pool.map(partial(run.learn, batch), sides))
                 for parameters in learned:
@@ -177,6 +183,24 @@ def train_bridges(
                 weight.copy_(weights[name])
         trained.append(replace(of, proto=module.write_back(bridge.proto)))
     return trained
+
+
+def _of_epoch(
+    train: Dataset, made: Method | None, shuffler: np.random.Generator
+) -> list[Dataset | MadeSamples]:
+    """Deal the samples of an epoch: all real ones, or half of them and as many made ones."""
+    order = shuffler.permutation(len(train))
+    if made is None:
+        return [train.subset(order)]
+    half = len(order) // 2
+    joined = MadeSamples.draw(train, made, seed=int(shuffler.integers(2**31)))
+    return [train.subset(order[half:]), joined.subset(order[:half])]
+
+
+def _interleaved(parts: Iterable[Iterator[_TaughtBatch]]) -> Iterator[_TaughtBatch]:
+    """Take turns, until all are used up."""
+    for turn in zip_longest(*parts):
+        yield from (batch for batch in turn if batch is not None)
 
 
 def count_samples(train: int, options: TrainingOptions) -> int:
@@ -218,10 +242,11 @@ class _Run:
         self.objective = BridgeObjective(answer)
         self._read = sorted({name for bridge in bridges for name in bridge.reads})
 
-    def batches(self, dataset: Dataset, size: int) -> Iterator[_TaughtBatch]:
+    def batches(self, dataset: Dataset | MadeSamples, size: int) -> Iterator[_TaughtBatch]:
         """Run the source model over some samples."""
-        inputs = [name for name in self._read if name in dataset.inputs]
-        wanted = [name for name in self._read if name not in dataset.inputs]
+        given = (dataset.base if isinstance(dataset, MadeSamples) else dataset).inputs
+        inputs = [name for name in self._read if name in given]
+        wanted = [name for name in self._read if name not in given]
         outputs = list(dict.fromkeys([self._answer.output, self._taught, *wanted]))
         mask_name = self._answer.task.mask
         for rows, values in run_over(self._source, outputs, dataset, threads=1, batch_size=size):

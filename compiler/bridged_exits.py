@@ -32,6 +32,7 @@ from offramp.compiler.exits import (
 from offramp.compiler.options import CompileOptions
 from offramp.compiler.parts import DescribedTensor, PartBuilder
 from offramp.compiler.progress import Progress
+from offramp.compiler.recording import augmentation
 from offramp.compiler.slicing import Sliced
 from offramp.engine.assembly import assemble
 
@@ -138,6 +139,7 @@ class _BridgeSearch:
                 train=train,
                 tune=self.parts.tune,
                 options=options,
+                made=augmentation(self.sliced, train, self.options),
                 progress=advance,
             )
 

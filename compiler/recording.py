@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.calibration.augmentation import MadeSamples, makes_sense, method_for
+from offramp.calibration.augmentation import MadeSamples, Method, makes_sense, method_for
 from offramp.calibration.dataset import Dataset, DataSplit
 from offramp.calibration.feature_plan import (
     GIB,
@@ -141,11 +141,15 @@ class FeatureRecorder:
         return train, tune
 
 
-def _made_samples(sliced: Sliced, train: Dataset, options: CompileOptions) -> MadeSamples | None:
+def augmentation(sliced: Sliced, train: Dataset, options: CompileOptions) -> Method | None:
+    """Say how samples are made of others to train on, if they are (``--augment``)."""
     method = method_for(sliced.model.inputs) if options.augment == "auto" else None
-    if method is None or not makes_sense(method, train):
-        return None
-    return MadeSamples.draw(train, method, seed=options.seed)
+    return method if method is not None and makes_sense(method, train) else None
+
+
+def _made_samples(sliced: Sliced, train: Dataset, options: CompileOptions) -> MadeSamples | None:
+    method = augmentation(sliced, train, options)
+    return None if method is None else MadeSamples.draw(train, method, seed=options.seed)
 
 
 def _spread(samples: int, kept: int) -> NDArray[np.intp]:

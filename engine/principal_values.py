@@ -18,7 +18,7 @@ from offramp.bundle import AnswerForm, AnswerTask
 
 HIGHEST: Final = 5
 """Values that are looked at of each heat map (PAME 5.3)."""
-MOST_PLACES: Final = 4096
+MOST_PLACES: Final = 1024
 """Pixels that are looked at, at most: of larger maps those on a coarser grid."""
 
 Values = NDArray[np.float32]
