@@ -18,6 +18,7 @@ from offramp.bundle.batch_effect import BatchEffect
 from offramp.bundle.cpu import CpuFeatures
 from offramp.bundle.criteria import LEARNED_WEIGHTS, PROBABILITY, Criterion
 from offramp.bundle.custom_ops import OperatorLibrary
+from offramp.bundle.file_entry import FileEntry
 from offramp.bundle.joint_training import JointTraining
 from offramp.bundle.manifest_checks import (
     MOST_SAMPLE_BYTES,
@@ -28,11 +29,15 @@ from offramp.bundle.manifest_checks import (
     check_unique,
 )
 from offramp.bundle.padding import Padding, check_paddings
-from offramp.bundle.serde import LEFT_OUT, check_hash, check_numbers
+from offramp.bundle.serde import LEFT_OUT, check_numbers
 from offramp.bundle.tasks import CLASSIFICATION, AnswerTask, TaskKind
 
 SCHEMA_VERSION = 1
 """Bumped whenever an older reader would misunderstand a newer bundle."""
+SCHEMA_OF_WEIGHTS = 2
+"""Of bundles whose graphs name weights in ``weights.bin``: an older reader would hand such graphs
+to runtimes as they are, which would look for that file in the folder they were started in."""
+SCHEMAS_READ = (SCHEMA_VERSION, SCHEMA_OF_WEIGHTS)
 
 AnswerForm: TypeAlias = Literal["logits", "probabilities", "log-probabilities", "classes", "values"]
 """How the model ends: before its softmax, behind it, or behind the logarithm of that. A softmax
@@ -309,20 +314,6 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileEntry:
-    """A file of the bundle."""
-
-    path: str
-    """Relative to the bundle, with forward slashes."""
-    size_bytes: int
-    sha256: str
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "size_bytes", least=0)
-        check_hash(self.sha256)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """``manifest.json``."""
 
@@ -382,6 +373,12 @@ class Manifest:
         check_paddings(self.paddings, self.inputs)
         check_precision(self)
         check_chain(self)
+
+    @property
+    def graphs(self) -> tuple[str, ...]:
+        """The files that are graphs, each once."""
+        parts = (*(s.file for s in self.segments), *(e.file for e in self.exits))
+        return tuple(dict.fromkeys((self.source.file, *parts)))
 
     @property
     def is_cascade(self) -> bool:
